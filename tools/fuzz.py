@@ -34,7 +34,7 @@ from asyncrl.config import parse
 from asyncrl.coordinator.loop import Coordinator
 from asyncrl.data import Samples, samples_path
 from asyncrl.engines.sglang.stream import StreamEvent
-from asyncrl.engines.sglang.stream import decode as read_event
+from asyncrl.engines.sglang.stream import decode_event as read_event
 from asyncrl.engines.sglang.transport import error_text
 from asyncrl.episodes.recorded import turns_of
 from asyncrl.errors import ConfigError, EngineError, ProtocolError
@@ -198,13 +198,13 @@ def targets() -> list[Target]:
         *(
             Target(
                 name,
-                lambda data, decoder=decoder: collective_messages._decoded(data, decoder),
+                lambda data, decoder=decoder: collective_messages._decode_message(data, decoder),
                 ProtocolError,
                 kind,
             )
             for name, kind, decoder in (
-                ("question of a keeper", collective_messages.Question, collective_messages._question),
-                ("answer about weights", collective_messages.Answer, collective_messages._answer),
+                ("question of a keeper", collective_messages.Question, collective_messages._question_decoder),
+                ("answer about weights", collective_messages.Answer, collective_messages._answer_decoder),
             )
         ),
         Target("event of a server", read_event, EngineError, StreamEvent, json),

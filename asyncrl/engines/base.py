@@ -24,26 +24,27 @@ class Sampling(msgspec.Struct, frozen=True):
 
 
 Watch = Callable[[Sequence[int]], bool]
-"""Called with the ids of a turn so far, once for each new one: whether the turn ends with it. It is cheap,
-never raises, and keeps no hold of the ids. Fewer ids than before: those since then were lost."""
+"""Called with the ids of a turn so far, once for each new id; returns True if the turn ends with this id. A
+watch is cheap, never raises, and keeps no reference to the ids. Fewer ids than at the last call mean that the
+latest ids were lost."""
 
 OnPart = Callable[[Generation], Awaitable[None]]
-"""Called with all that a turn which lasts has sampled so far."""
+"""Called with everything that a long turn has sampled so far."""
 
 
-async def unheard(sampled: Generation) -> None:
+async def ignore_part(sampled: Generation) -> None:
     """Do nothing."""
 
 
 class Request(msgspec.Struct, frozen=True):
     """Asks for one turn of one episode.
 
-    `session` names the episode: its prefix may be kept between turns. `ids` is the whole prefix.
-    `key` seeds the sampling: for the embedded engine, the token at position p depends on (key, p) and the
-    weights only. `watch` hears of every id as it is sampled, and may end the turn with it (StopReason.TEXT);
-    ids that were sampled after that one are dropped. `routes_from`: of the tokens before it the routes are
-    known; None: none are wanted. `agent`: whose adapter samples it, where they have some. `on_part` hears of
-    a turn that lasts, each `part_seconds`.
+    `session` names the episode: the engine may keep the episode's prefix between turns. `ids` is the whole
+    prefix. `key` seeds the sampling: in the embedded engine, the token at position p depends on (key, p) and
+    the weights only. `watch` is called for every sampled id, and may end the turn there (StopReason.TEXT);
+    ids sampled later are dropped. `routes_from`: the routes of earlier tokens are known; None: no routes are
+    wanted. `agent`: the agent whose adapter samples the turn, where agents have adapters. `on_part` gets the
+    beginning of a long turn, every `part_seconds`.
     """
 
     session: str
@@ -54,11 +55,11 @@ class Request(msgspec.Struct, frozen=True):
     routes_from: int | None = None
     agent: str = ""
     part_seconds: float = math.inf
-    on_part: OnPart = unheard
+    on_part: OnPart = ignore_part
 
 
 class EngineRefused(EngineError):
-    """The request itself is wrong, or asks for what the engine cannot do: it would be refused again."""
+    """The request is malformed or asks for something that the engine cannot do: a retry would fail, too."""
 
 
 class EngineBusy(EngineError):
@@ -66,8 +67,8 @@ class EngineBusy(EngineError):
 
 
 class EngineLost(EngineError):
-    """The server died, or aborted the request, after it had sampled `partial`: the turn can be continued
-    from there, on the same or another server."""
+    """The server died or aborted the request after sampling `partial`: the turn can be continued from there,
+    on the same or another server."""
 
     def __init__(self, message: str, partial: Generation) -> None:
         super().__init__(message)
@@ -83,34 +84,34 @@ class Engine(Protocol):
 
     @property
     def tokens(self) -> int:
-        """Tokens sampled so far, those of turns under way included: a sign of life."""
+        """Tokens sampled so far, including turns under way: a sign of life."""
 
     @property
     def asleep(self) -> bool:
-        """It holds neither KV cache nor weights."""
+        """True while the engine holds neither KV cache nor weights."""
 
     async def sleep(self) -> None:
-        """Give up KV cache and weights until the next `load`. Turns under way keep what they have sampled,
-        and wait, as new ones do. Nothing, if it sleeps."""
+        """Give up KV cache and weights until the next `load`. Turns under way keep their sampled tokens, and
+        wait, as new turns do. Does nothing if the engine sleeps already."""
 
     async def generate(self, request: Request) -> Generation:
-        """Sample one turn. Cancelling the call ends it. Raises EngineError on a request it must refuse."""
+        """Sample one turn. Cancelling the call ends the turn. Raises EngineError for an invalid request."""
 
     def release(self, session: str) -> None:
-        """The episode is over: end its running turn with StopReason.ABORT and forget its prefix. Unknown
-        sessions are fine."""
+        """Forget a finished episode: end the session's running turn with StopReason.ABORT and drop the
+        prefix. Unknown sessions are fine."""
 
     async def load(self, ref: WeightsRef) -> Manifest:
-        """Swap in a published version without waiting for running turns; returns what was loaded. Raises
-        WeightsError and keeps the old weights, or sleeps on, when the files are missing or damaged."""
+        """Swap in a published version without waiting for running turns; returns the version's manifest.
+        Raises WeightsError and keeps the old weights, or sleeps on, when the files are missing or damaged."""
 
     async def score(self, ids: tuple[int, ...]) -> tuple[float, ...]:
-        """Log-probs of ids[1:] under the weights in use, at temperature 1, with each adapter in turn. Waits
-        while the engine sleeps."""
+        """Return log-probs of ids[1:] under the weights in use, at temperature 1, with each adapter in turn.
+        Waits while the engine sleeps."""
 
     async def read(self, ids: tuple[int, ...], count: int, top: int) -> TokenScores:
-        """Score the last `count` of these ids, without adapters, at temperature 1, and name the `top`
-        likeliest at each of their places."""
+        """Score the last `count` ids, without adapters, at temperature 1, and name the `top` likeliest tokens
+        at each of these positions."""
 
     async def close(self) -> None: ...
 
@@ -119,18 +120,20 @@ engines: Registry = Registry("engine", modules={"torch": "asyncrl.engines.torch.
 
 
 def check_request(request: Request, vocabulary: int, max_len: int) -> None:
-    """EngineRefused for a request that cannot be served. (SGLang servers die of unknown ids.)"""
-    size = len(request.ids)
+    """Raise EngineRefused for a request that cannot be served. (SGLang servers die of unknown ids.)"""
+    prompt_length = len(request.ids)
     sampling = request.sampling
     problem = ""
-    if size == 0:
+
+    if prompt_length == 0:
         problem = "no ids"
     elif min(request.ids) < 0 or max(request.ids) >= vocabulary:
         problem = f"ids outside the vocabulary of {vocabulary}"
-    elif size + 1 > max_len:
-        problem = f"{size} ids leave no room for a token within max_len {max_len}"
+    elif prompt_length + 1 > max_len:
+        problem = f"{prompt_length} ids leave no room for a token within max_len {max_len}"
     elif sampling.max_new_tokens < 1 or sampling.temperature < 0:
         problem = f"sampling parameters out of range: {sampling}"
+
     if problem:
         raise EngineRefused(f"session {request.session!r}: {problem}")
 
@@ -139,62 +142,82 @@ NOTHING = Generation((), (), (), StopReason.ABORT)
 """The empty beginning of a turn."""
 
 
-def rest(request: Request, sampled: Generation) -> Request:
-    """Returns the request that continues a turn of which a lost server has `sampled` a part: of 10 tokens,
-    4 of them sampled, it asks for 6 after the prompt and those 4; `extended` puts both together."""
-    left = request.sampling.max_new_tokens - len(sampled.ids)
-    sampling = replace(request.sampling, max_new_tokens=left)
-    watch = None if request.watch is None else _after(sampled.ids, request.watch)
-    known = request.routes_from if sampled.routes is None else sampled.routes.end
-    changes = {"ids": request.ids + sampled.ids, "sampling": sampling, "watch": watch, "routes_from": known}
-    return replace(request, **changes, on_part=lambda part: request.on_part(extended(request, sampled, part)))
+def remaining_request(request: Request, sampled: Generation) -> Request:
+    """Return the request that continues a turn after a lost server has `sampled` the beginning. Example: of
+    10 tokens 4 are sampled; the new request has the prompt and these 4 as its prefix, and asks for 6.
+    `with_part` puts beginning and continuation together."""
+    remaining_tokens = request.sampling.max_new_tokens - len(sampled.ids)
+    sampling = replace(request.sampling, max_new_tokens=remaining_tokens)
+    watch = None if request.watch is None else _watch_after(sampled.ids, request.watch)
+    routes_from = request.routes_from if sampled.routes is None else sampled.routes.end
+    changes = {
+        "ids": request.ids + sampled.ids,
+        "sampling": sampling,
+        "watch": watch,
+        "routes_from": routes_from,
+    }
+
+    return replace(
+        request, **changes, on_part=lambda part: request.on_part(with_part(request, sampled, part))
+    )
 
 
-def _after(sampled: tuple[int, ...], watch: Watch) -> Watch:
-    """The same watch, of what follows the ids that it has heard of."""
-    return (lambda ids: watch((*sampled, *ids))) if sampled else watch
+def _watch_after(sampled: tuple[int, ...], watch: Watch) -> Watch:
+    """Return a watch for the ids after `sampled`: it calls `watch` with both."""
+    if not sampled:
+        return watch
+    return lambda ids: watch((*sampled, *ids))
 
 
-def extended(request: Request, sampled: Generation, part: Generation) -> Generation:
-    """`sampled` and the part after it, as if one engine had sampled both."""
-    whole = together(sampled, part)
-    stop = ending(request, whole.ids) if part.stop is StopReason.ABORT else part.stop
-    return replace(whole, stop=stop)
+def with_part(request: Request, sampled: Generation, part: Generation) -> Generation:
+    """Join `sampled` and the part that follows, as if one engine had sampled both."""
+    generation = concat(sampled, part)
+    stop = end_reason(request, generation.ids) if part.stop is StopReason.ABORT else part.stop
+    return replace(generation, stop=stop)
 
 
-def together(sampled: Generation, part: Generation) -> Generation:
-    """Join `sampled` and the part after it, which stopped as that did."""
-    spans = sampled.spans + tuple(shifted(span, len(sampled.ids)) for span in part.spans)
-    both = sampled.ids + part.ids, sampled.logprobs + part.logprobs
-    seconds = sampled.seconds + part.seconds
-    routes = joined(sampled.routes, part.routes)
-    return Generation(*both, spans, part.stop, seconds, routes)
+def concat(sampled: Generation, part: Generation) -> Generation:
+    """Join `sampled` and the part that follows; the stop reason is that of the part."""
+    part_spans = tuple(shift_span(span, len(sampled.ids)) for span in part.spans)
+    return Generation(
+        sampled.ids + part.ids,
+        sampled.logprobs + part.logprobs,
+        sampled.spans + part_spans,
+        part.stop,
+        sampled.seconds + part.seconds,
+        concat_routes(sampled.routes, part.routes),
+    )
 
 
-def beyond(sampled: Generation, whole: Generation) -> Generation:
-    """Return the part of `whole` after `sampled`, without routes: the server that goes on tells them all."""
+def suffix_after(sampled: Generation, generation: Generation) -> Generation:
+    """Return the part of `generation` after `sampled`, without routes: the server that continues the turn
+    reports all routes."""
     count = len(sampled.ids)
-    clipped = (replace(span, start=max(span.start, count)) for span in whole.spans if span.end > count)
-    spans = tuple(shifted(span, -count) for span in clipped)
-    seconds = whole.seconds - sampled.seconds
-    return Generation(whole.ids[count:], whole.logprobs[count:], spans, whole.stop, seconds)
+    clipped_spans = (
+        replace(span, start=max(span.start, count)) for span in generation.spans if span.end > count
+    )
+    spans = tuple(shift_span(span, -count) for span in clipped_spans)
+    seconds = generation.seconds - sampled.seconds
+    return Generation(generation.ids[count:], generation.logprobs[count:], spans, generation.stop, seconds)
 
 
-def joined(one: Routes | None, other: Routes | None) -> Routes | None:
-    """The routes of a turn's beginning, and of what follows it. A server that is lost has told none: then
-    those of the server that went on are of all of it."""
-    if one is None or other is None:
-        return one or other
-    return Routes(one.start, one.tokens + other.tokens, one.data + other.data)
+def concat_routes(first_routes: Routes | None, later_routes: Routes | None) -> Routes | None:
+    """Join the routes of a turn's beginning and of its continuation. A lost server has reported no routes:
+    then the server that continued the turn has reported the routes of all tokens."""
+    if first_routes is None or later_routes is None:
+        return first_routes or later_routes
+    return Routes(
+        first_routes.start, first_routes.tokens + later_routes.tokens, first_routes.data + later_routes.data
+    )
 
 
-def ending(request: Request, ids: tuple[int, ...]) -> StopReason:
-    """Returns the reason why the request ends after it has sampled `ids`; ABORT: it does not end there."""
+def end_reason(request: Request, ids: tuple[int, ...]) -> StopReason:
+    """Return the reason why a request ends after sampling `ids`; ABORT: the request does not end there."""
     if ids and ids[-1] in request.sampling.stop_ids:
         return StopReason.STOP
     return StopReason.LENGTH if len(ids) >= request.sampling.max_new_tokens else StopReason.ABORT
 
 
-def shifted(span: VersionSpan, tokens: int) -> VersionSpan:
-    """Return the same span of a text with `tokens` more in front."""
+def shift_span(span: VersionSpan, tokens: int) -> VersionSpan:
+    """Return the same span in a text that has `tokens` more in front."""
     return VersionSpan(span.start + tokens, span.end + tokens, span.version, span.kv_version)

@@ -22,7 +22,17 @@ import msgspec
 from asyncrl.buffer.payloads import TurnPart, decode_part
 from asyncrl.conversation.commands import Done, Fail, Rules
 from asyncrl.conversation.turns import last_words, rows_of
-from asyncrl.engines.base import NOTHING, Request, Sampling, Watch, beyond, extended, rest, together, unheard
+from asyncrl.engines.base import (
+    NOTHING,
+    Request,
+    Sampling,
+    Watch,
+    concat,
+    ignore_part,
+    remaining_request,
+    suffix_after,
+    with_part,
+)
 from asyncrl.episodes.reward import EpisodeReward, shaped, transcript
 from asyncrl.observe.held_out import answer_of
 from asyncrl.rewards import RewardInput
@@ -155,14 +165,16 @@ class EpisodeRun:
         routed_tokens = None if self.assignment.lane == "eval" else self._routed_tokens.get(row, 0)
 
         prompt_digest = hashlib.blake2b(_encode((ids, max_new_tokens)), digest_size=16).digest()
-        on_part = partial(self._post_part, row, prompt_digest) if is_trained else unheard
+        on_part = partial(self._post_part, row, prompt_digest) if is_trained else ignore_part
         part_seconds = self.context.rules.config.part_seconds
         request = Request(session, ids, sampling, row_key, watch, routed_tokens, agent, part_seconds, on_part)
 
         durable_part = self._durable_part(row, prompt_digest)
         with self.sampler.sleeps.during(asleep=self.paused):
-            remaining = await self.sampler.generate(rest(request, durable_part), self._min_version)
-            generation = extended(request, durable_part, remaining)
+            remaining = await self.sampler.generate(
+                remaining_request(request, durable_part), self._min_version
+            )
+            generation = with_part(request, durable_part, remaining)
             if not is_trained:
                 return generation
             return await self._with_scores(session, teacher_prefix or ids, generation)
@@ -181,7 +193,7 @@ class EpisodeRun:
         """Take over the parts of turns that no earlier attempt has finished."""
         for part in map(decode_part, frames):
             durable_part = self._durable_part(part.session, part.prompt)
-            self._open_turns[part.session] = part.prompt, together(durable_part, part.sampled)
+            self._open_turns[part.session] = part.prompt, concat(durable_part, part.sampled)
 
     def _durable_part(self, row: int, prompt_digest: bytes) -> Generation:
         open_prompt, durable_part = self._open_turns.get(row, (b"", NOTHING))
@@ -195,7 +207,7 @@ class EpisodeRun:
         is_unfinished = sampled.stop is StopReason.ABORT
         extends_durable = sampled.ids[:durable_tokens] == durable_part.ids
         if is_unfinished and extends_durable and len(sampled.ids) > durable_tokens:
-            frame = _encode(TurnPart(row, prompt_digest, durable_tokens, beyond(durable_part, sampled)))
+            frame = _encode(TurnPart(row, prompt_digest, durable_tokens, suffix_after(durable_part, sampled)))
             await self.post_record(Sampled(0, self.attempt, self.seconds), frame)
             self._open_turns[row] = prompt_digest, sampled
 

@@ -30,7 +30,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from asyncrl.config import RunConfig
-from asyncrl.engines.base import NOTHING, EngineBusy, EngineLost, Request, Sampling, extended, rest
+from asyncrl.engines.base import (
+    NOTHING,
+    EngineBusy,
+    EngineLost,
+    Request,
+    Sampling,
+    remaining_request,
+    with_part,
+)
 from asyncrl.errors import EngineError, NoEngineError
 from asyncrl.runtime.activity import ASLEEP, FRESHER, BusyTimer, Notifier, Sleeps, Waits
 from asyncrl.types import Generation, StopReason, TokenScores
@@ -151,7 +159,9 @@ class ServerPool:
         turn = ServerTurn(request, min_version, asyncio.get_running_loop().time() + self._turn_patience)
         while turn.sampled.stop is StopReason.ABORT:  # a server samples the remainder, or a part
             async with self._asked_server(turn) as server:
-                self._append_part(turn, server, await server.client.generate(rest(request, turn.sampled)))
+                self._append_part(
+                    turn, server, await server.client.generate(remaining_request(request, turn.sampled))
+                )
         return turn.sampled
 
     async def score(self, request: Request) -> tuple[float, ...]:
@@ -238,7 +248,7 @@ class ServerPool:
             server.running_requests -= 1
 
     def _append_part(self, turn: ServerTurn, server: PooledServer, part: Generation) -> None:
-        turn.sampled = extended(turn.request, turn.sampled, part)
+        turn.sampled = with_part(turn.request, turn.sampled, part)
         turn.losses_in_row = 0 if part.ids else turn.losses_in_row + 1
         turn.deadline = asyncio.get_running_loop().time() + self._turn_patience
         turn.full_servers.clear()

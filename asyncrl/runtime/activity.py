@@ -1,11 +1,11 @@
-"""Records what the tasks of a process do and wait for at once, in few spans: 512 slots have
-thousands of waits a second.
+"""Records the simultaneous work and waits of a process's tasks in few spans: 512 slots have thousands of
+waits a second.
 
-    begin, end (any number of tasks, by name) ──► one span a name in PERIOD seconds ──► the timeline
+    begin_call, end_call (any number of tasks, by name) ──► one span a name in FLUSH_SECONDS ──► the timeline
 
-Spans of one name are joined while they overlap, or follow within `gap` seconds; each keeps the number of
-calls and their seconds together. A process writes at most NAMES * (1 / PERIOD + 1 / gap) lines a second, of
-about 120 bytes; NAMES / PERIOD where all names are busy all the time.
+Spans of one name are joined while they overlap, or follow within `gap` seconds; a joined span has the number
+of calls and the sum of their seconds. A process writes at most MAX_NAMES * (1 / FLUSH_SECONDS + 1 / gap)
+lines a second, of about 120 bytes; MAX_NAMES / FLUSH_SECONDS where all names are busy all the time.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ import msgspec
 from asyncrl.observe.metrics import duration
 from asyncrl.observe.timeline import Timeline
 
-PERIOD = 2.0  # seconds after which a span that goes on is cut; also what a crash may lose
-GAP = 0.25  # seconds
-NAMES = 32  # at a time; what begins beyond them is recorded as OTHER
+FLUSH_SECONDS = 2.0  # after which a span that goes on is cut; a crash may lose so many seconds
+JOIN_GAP_SECONDS = 0.25  # longest pause between two joined spans
+MAX_NAMES = 32  # at a time; calls of more names are recorded as OTHER
 OTHER = "other waits"
-SHORTEST = 0.001  # seconds together; less is left out
-AT_ONCE = 0.0001  # seconds; a call that ends sooner has waited for nothing, and is not counted
+MIN_SPAN_SECONDS = 0.001  # of all calls of a span together; shorter spans are left out
+INSTANT_SECONDS = 0.0001  # a shorter call has not waited, and is not counted
 
-Begun = tuple[str, float]
+StartedCall = tuple[str, float]
 
 
-class Joined(msgspec.Struct):
-    """The span under way of one name, in monotonic seconds."""
+class JoinedSpan(msgspec.Struct):
+    """The span under way for one name, in monotonic seconds."""
 
     start: float
     changed: float  # when `running` last changed
     running: int = 0
     calls: int = 0
     seconds: float = 0.0
-    longest: float = 0.0  # of the calls that ended
+    longest: float = 0.0  # seconds of the longest call that ended
 
     def advance(self, now: float) -> None:
         self.seconds += self.running * (now - self.changed)
@@ -47,13 +47,14 @@ class Joined(msgspec.Struct):
 
 
 class Activity:
-    """Durations are of a clock that cannot be set; only where spans lie is of the `wall` clock. `gap` 0:
-    spans of one name are joined only while they overlap, and written when the last of them ends."""
+    """Records calls by name. Durations are by a clock that cannot be set; only the position of spans is by
+    the `wall` clock. `gap` 0: spans of one name are joined only while overlapping, and written when the last
+    call ends."""
 
     def __init__(
         self,
         timeline: Timeline,
-        gap: float = GAP,
+        gap: float = JOIN_GAP_SECONDS,
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
     ) -> None:
@@ -61,71 +62,77 @@ class Activity:
         self._gap = gap
         self._clock = clock
         self._wall = wall
-        self._joined: dict[str, Joined] = {}
-        self._flushed = clock()
+        self._span_by_name: dict[str, JoinedSpan] = {}
+        self._flushed_at = clock()
 
-    def begin(self, name: str) -> Begun:
-        """A task begins. Returns what to `end` it with."""
+    def begin_call(self, name: str) -> StartedCall:
+        """Note that a task begins. Returns a token for `end_call`."""
         now = self._clock()
-        if name not in self._joined and len(self._joined) >= NAMES:
+        if name not in self._span_by_name and len(self._span_by_name) >= MAX_NAMES:
             name = OTHER
-        joined = self._joined.get(name)
-        if joined is None or (not joined.running and now - joined.changed > self._gap):
-            if joined is not None:
-                self._write(name, joined, now)
-            joined = self._joined[name] = Joined(now, now)
-        joined.advance(now)
-        joined.running += 1
-        joined.calls += 1
+
+        span = self._span_by_name.get(name)
+        if span is None or (not span.running and now - span.changed > self._gap):
+            if span is not None:
+                self._write_span(name, span, now)
+            span = self._span_by_name[name] = JoinedSpan(now, now)
+
+        span.advance(now)
+        span.running += 1
+        span.calls += 1
+
         return name, now
 
-    def end(self, begun: Begun) -> None:
-        """A task ends."""
-        name, began = begun
+    def end_call(self, started_call: StartedCall) -> None:
+        """Note that a task ends."""
+        name, began_at = started_call
         now = self._clock()
-        joined = self._joined[name]
-        joined.advance(now)
-        joined.running -= 1
-        took = now - began
-        if took < AT_ONCE and self._gap:
-            joined.calls = max(joined.calls - 1, 0)
-            joined.seconds = joined.seconds - took
-        joined.longest = max(joined.longest, took)
-        if not joined.running and not self._gap:
-            self._write(name, self._joined.pop(name), now)
+        span = self._span_by_name[name]
+        span.advance(now)
+        span.running -= 1
+
+        call_seconds = now - began_at
+        if call_seconds < INSTANT_SECONDS and self._gap:
+            span.calls = max(span.calls - 1, 0)
+            span.seconds = span.seconds - call_seconds
+
+        span.longest = max(span.longest, call_seconds)
+        if not span.running and not self._gap:
+            self._write_span(name, self._span_by_name.pop(name), now)
 
     def tick(self) -> None:
-        """To be called now and then: every PERIOD seconds it writes what there is."""
-        if self._clock() - self._flushed >= PERIOD:
+        """Write the spans so far if FLUSH_SECONDS have passed. Call now and then."""
+        if self._clock() - self._flushed_at >= FLUSH_SECONDS:
             self.flush()
 
     def flush(self) -> None:
-        """Write the spans so far; those that go on begin anew."""
-        now = self._flushed = self._clock()
-        for name, joined in list(self._joined.items()):
-            if joined.running:
-                joined.advance(now)
-                self._joined[name] = Joined(now, now, joined.running)
+        """Write the spans so far; unfinished spans begin anew."""
+        now = self._clock()
+        self._flushed_at = now
+        for name, span in list(self._span_by_name.items()):
+            if span.running:
+                span.advance(now)
+                self._span_by_name[name] = JoinedSpan(now, now, span.running)
             else:
-                del self._joined[name]
-            self._write(name, joined, now)
+                del self._span_by_name[name]
+            self._write_span(name, span, now)
 
-    def _write(self, name: str, joined: Joined, now: float) -> None:
-        if joined.seconds >= SHORTEST or not self._gap:
-            ahead = self._wall() - now
-            start = joined.start + ahead
-            end = joined.changed + ahead
-            seconds = round(joined.seconds, 6)
-            longest = round(joined.longest, 6)
-            self._timeline.record(name, start, end, calls=joined.calls, seconds=seconds, longest=longest)
+    def _write_span(self, name: str, span: JoinedSpan, now: float) -> None:
+        if span.seconds >= MIN_SPAN_SECONDS or not self._gap:
+            wall_offset = self._wall() - now
+            start = span.start + wall_offset
+            end = span.changed + wall_offset
+            seconds = round(span.seconds, 6)
+            longest = round(span.longest, 6)
+            self._timeline.record(name, start, end, calls=span.calls, seconds=seconds, longest=longest)
 
 
 DECODE = "decode"  # at least one turn is sampled; by a server: `decode on <its name>`
 
 
 class BusyTimer:
-    """Busy while at least one turn is being sampled. The totals decide how much is sampled at once, so they
-    are of a clock that cannot be set; only the spans are of the `wall` clock."""
+    """Measures how long at least one turn is being sampled. The totals decide how many turns are sampled at
+    once, so they are measured by a clock that cannot be set; only the spans are by the `wall` clock."""
 
     def __init__(
         self,
@@ -134,56 +141,60 @@ class BusyTimer:
         wall: Callable[[], float] = time.time,
     ) -> None:
         self._clock = clock
-        self._all, self._servers = (Activity(timeline, gap, clock, wall) for gap in (0.0, GAP))
-        self._born = self._since = clock()
-        self._running = 0
-        self._busy = 0.0
+        self._all_turns = Activity(timeline, 0.0, clock, wall)
+        self._server_turns = Activity(timeline, JOIN_GAP_SECONDS, clock, wall)
+        self._started_at = clock()
+        self._busy_since = self._started_at
+        self._running_turns = 0
+        self._busy_seconds = 0.0
 
     @contextmanager
     def turn(self, server: str = "") -> Iterator[None]:
-        """The body samples a turn, on a server of this name or an engine of its own."""
-        if not self._running:
-            self._since = self._clock()
-        self._running += 1
-        sampling = self._all.begin(DECODE)
-        named = self._servers.begin(f"{DECODE} on {server}") if server else None
+        """Measure the body, which samples a turn, on a server of this name or on the process's own engine."""
+        if not self._running_turns:
+            self._busy_since = self._clock()
+
+        self._running_turns += 1
+        decode_call = self._all_turns.begin_call(DECODE)
+        server_call = self._server_turns.begin_call(f"{DECODE} on {server}") if server else None
         try:
             yield
         finally:
-            if named:
-                self._servers.end(named)
-            self._all.end(sampling)
-            self._running -= 1
-            if not self._running:
-                self._busy += self._clock() - self._since
+            if server_call:
+                self._server_turns.end_call(server_call)
+
+            self._all_turns.end_call(decode_call)
+            self._running_turns -= 1
+            if not self._running_turns:
+                self._busy_seconds += self._clock() - self._busy_since
 
     def tick(self) -> None:
-        """To be called now and then: what is not written yet, a crash loses."""
-        self._all.tick()
-        self._servers.tick()
+        """Write the spans so far if FLUSH_SECONDS have passed. A crash loses spans that are not written."""
+        self._all_turns.tick()
+        self._server_turns.tick()
 
     def flush(self) -> None:
         """Write the spans so far."""
-        self._all.flush()
-        self._servers.flush()
+        self._all_turns.flush()
+        self._server_turns.flush()
 
     @property
     def seconds(self) -> tuple[float, float]:
-        """(busy, idle) since the start."""
+        """Return (busy, idle) seconds since the start."""
         now = self._clock()
-        busy = self._busy + (now - self._since if self._running else 0.0)
-        return busy, now - self._born - busy
+        busy = self._busy_seconds + (now - self._busy_since if self._running_turns else 0.0)
+        return busy, now - self._started_at - busy
 
 
 # -- waiting by name ---------------------------------------------------------------------------------------
 
 
-FRESHER = "fresher weights"  # how the timeline calls a turn's wait for an engine that it may use
+FRESHER = "fresher weights"  # in the timeline: a turn's wait for an engine with a new enough version
 MIN_REPORTED = 1.0  # seconds; shorter waits are normal and not reported
 
 
 class Notifier:
-    """Wakes all tasks that wait for a condition, to check it again."""
+    """Wakes all tasks that wait for a condition, so that each checks the condition again."""
 
     def __init__(self) -> None:
         self._event = asyncio.Event()
@@ -198,34 +209,36 @@ class Notifier:
 
 
 ASLEEP = "the engine sleeps while the trainer has its devices"
-Entered = Callable[[], AbstractContextManager[None]]
+MakeContext = Callable[[], AbstractContextManager[None]]
 
 
 class Sleeps:
-    """Whether the engines of a sampler sleep, and what lasts meanwhile."""
+    """Knows whether the engines of a sampler sleep, and switches the contexts of bodies that wait for
+    engines."""
 
     def __init__(self, asleep: bool = False) -> None:
         self.asleep = asleep
-        self._under_way: dict[ExitStack, tuple[Entered, Entered]] = {}
+        self._open_states: dict[ExitStack, tuple[MakeContext, MakeContext]] = {}
 
     @contextmanager
-    def during(self, awake: Entered = nullcontext, asleep: Entered = nullcontext) -> Iterator[None]:
-        """The body waits for engines: within `awake()`, or within `asleep()` whenever they sleep."""
-        with ExitStack() as state:
-            self._under_way[state] = awake, asleep
+    def during(self, awake: MakeContext = nullcontext, asleep: MakeContext = nullcontext) -> Iterator[None]:
+        """Run the body, which waits for engines, within `awake()`, or within `asleep()` whenever engines
+        sleep."""
+        with ExitStack() as state_stack:
+            self._open_states[state_stack] = awake, asleep
             try:
-                state.enter_context((awake, asleep)[self.asleep]())
+                state_stack.enter_context(asleep() if self.asleep else awake())
                 yield
             finally:
-                del self._under_way[state]
+                del self._open_states[state_stack]
 
     def change(self, asleep: bool) -> None:
-        """They have fallen asleep, or are awake."""
+        """Note that the engines have fallen asleep, or are awake."""
         if asleep != self.asleep:
             self.asleep = asleep
-            for state, sides in self._under_way.items():
-                state.close()
-                state.enter_context(sides[asleep]())
+            for state_stack, contexts in self._open_states.items():
+                state_stack.close()
+                state_stack.enter_context(contexts[asleep]())
 
 
 class Waits:
@@ -234,37 +247,41 @@ class Waits:
     def __init__(self, clock: Callable[[], float] = time.monotonic, activity: Activity | None = None) -> None:
         self._clock = clock
         self._activity = activity
-        self._open: dict[int, tuple[float, str, float]] = {}  # since when, for what, until when
+        self._open_waits: dict[int, tuple[float, str, float]] = {}  # (since, name, deadline)
         self._numbers = itertools.count()
 
     @contextmanager
     def named(self, name: str, seconds: float = 0.0, span: str = "") -> Iterator[None]:
-        """The body waits for what `name` says; `seconds`: the deadline that this has of its own; `span`: its
-        name in the timeline, where `name` has numbers that change."""
+        """Record the body as a wait with this name. `seconds`: the wait's own deadline; `span`: the name in
+        the timeline, where `name` contains changing numbers."""
         number = next(self._numbers)
         now = self._clock()
-        self._open[number] = (now, name, now + seconds)
-        begun = self._activity.begin(span or name) if self._activity else None
+        self._open_waits[number] = (now, name, now + seconds)
+
+        started_call = self._activity.begin_call(span or name) if self._activity else None
         try:
             yield
         finally:
-            del self._open[number]
-            if self._activity and begun:
-                self._activity.end(begun)
+            del self._open_waits[number]
+            if self._activity and started_call:
+                self._activity.end_call(started_call)
 
     def longest(self) -> str:
-        """The oldest wait if it is longer than MIN_REPORTED, with the number of such waits; else ''."""
-        if not self._open:
+        """Describe the oldest wait, with the number of waits of this name; '' if shorter than
+        MIN_REPORTED."""
+        if not self._open_waits:
             return ""
-        since, name, _ = next(iter(self._open.values()))
+
+        since, name, _ = next(iter(self._open_waits.values()))
         seconds = self._clock() - since
         if seconds < MIN_REPORTED:
             return ""
-        same = sum(other == name for _, other, _ in self._open.values())
-        return f"{name} ({duration(seconds)}{f', {same} episodes' if same > 1 else ''})"
+
+        same_waits = sum(wait_name == name for _, wait_name, _ in self._open_waits.values())
+        return f"{name} ({duration(seconds)}{f', {same_waits} episodes' if same_waits > 1 else ''})"
 
     @property
     def in_time(self) -> bool:
-        """A wait with a deadline of its own is not over that: however long it is, it is no stall."""
+        """True if a wait is within its own deadline: such a wait, however long, is no stall."""
         now = self._clock()
-        return any(now < until for _, _, until in self._open.values())
+        return any(now < until for _, _, until in self._open_waits.values())

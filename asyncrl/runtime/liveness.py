@@ -1,5 +1,5 @@
-"""Finds that a run has stalled, or a process has lost its coordinator: signs of life, progress, and how long
-each may be missing."""
+"""Finds that a run has stalled, or that a process has lost its coordinator, by the time without signs of life
+and without progress."""
 
 from __future__ import annotations
 
@@ -8,29 +8,37 @@ import enum
 from asyncrl.config import RunConfig
 from asyncrl.weights.model_files import weight_bytes
 
-READ_RATE = 50e6  # bytes a second that the slowest disk gives
-CHECKPOINT = 12  # times the bytes of a model in bfloat16: float32 weights and moments, hashed, then loaded
+READ_BYTES_PER_SECOND = 50e6  # of the slowest disk
+# Bytes read for a checkpoint, per byte of a model in bfloat16: float32 weights and moments, hashed, then
+# loaded.
+CHECKPOINT_FACTOR = 12
 
 
 def start_limit(config: RunConfig) -> float:
-    """Seconds for a role to report in: `launch.start_timeout`, and the time to read models and checkpoint."""
-    model = config.model.path
-    read = sum(map(weight_bytes, (model, config.critic.path or model, config.kl.reference or model)))
-    return config.launch.start_timeout + (read + CHECKPOINT * weight_bytes(model)) / READ_RATE
+    """Return the seconds for a role to report in: `launch.start_timeout`, and the time to read models and
+    checkpoint."""
+    model_path = config.model.path
+    read_bytes = sum(
+        map(weight_bytes, (model_path, config.critic.path or model_path, config.kl.reference or model_path))
+    )
+    return (
+        config.launch.start_timeout
+        + (read_bytes + CHECKPOINT_FACTOR * weight_bytes(model_path)) / READ_BYTES_PER_SECOND
+    )
 
 
 def silence_limit(config: RunConfig) -> float:
-    """Seconds without any sign of life after which the run has stalled: `launch.stall_timeout` beyond the
-    longest deadline of a wait that gives none (a process that loads, an engine that loads a version, a
-    server's stream that is silent)."""
-    silent = [start_limit(config), config.weights.deadline]
-    silent += [config.engine.request_timeout] if config.engine.remote or config.scorers else []
-    return config.launch.stall_timeout + max(silent)
+    """Return the seconds without any sign of life after which the run has stalled: `launch.stall_timeout`
+    beyond the longest deadline of a silent wait (a process that loads, an engine that loads a version, a
+    server's stream)."""
+    silent_waits = [start_limit(config), config.weights.deadline]
+    silent_waits += [config.engine.request_timeout] if config.engine.remote or config.scorers else []
+    return config.launch.stall_timeout + max(silent_waits)
 
 
 def progress_limit(config: RunConfig) -> float:
-    """Seconds in which an episode must have landed, or something been trained, whatever signs of life there
-    are: all attempts of an episode, each up to its deadlines, and the start of the servers."""
+    """Return the seconds in which an episode must land, or a batch be trained, whatever the signs of life:
+    all attempts of an episode, each up to its deadlines, and the start of the servers."""
     rollout = config.rollout
     servers = config.engine.remote or config.scorers
     return (
@@ -41,30 +49,33 @@ def progress_limit(config: RunConfig) -> float:
 
 
 class Liveness:
-    """Remembers when something last moved in a run. Pure: `now` is passed in, in seconds of one monotonic
-    clock. `start`: seconds for a role to report in."""
+    """Remembers the last progress and the last sign of life of a run. Pure: `now` is passed in, in seconds of
+    one monotonic clock. `start`: seconds for a role to report in."""
 
     def __init__(self, config: RunConfig, now: float) -> None:
         self.start = start_limit(config)
-        self._silence = silence_limit(config)
-        self._progress = progress_limit(config)
-        self.progress_at = self.alive_at = now
+        self._silence_limit = silence_limit(config)
+        self._progress_limit = progress_limit(config)
+        self.progress_at = now
+        self.alive_at = now
 
     def progress(self, now: float) -> None:
-        """An episode has landed, or a micro-batch, a batch, a checkpoint or a phase is done."""
-        self.progress_at = self.alive_at = now
+        """Note progress: an episode has landed, or a micro-batch, a batch, a checkpoint or a phase is
+        done."""
+        self.progress_at = now
+        self.alive_at = now
 
     def alive(self, now: float) -> None:
-        """Something moved, or waits within a deadline of its own."""
+        """Note a sign of life: a process moved, or waits within its own deadline."""
         self.alive_at = now
 
     def stalled(self, now: float) -> str:
-        """Says why the run counts as stalled; '' when it does not."""
-        if now - self.alive_at > self._silence:
-            limit = f"{self._silence:g} s (launch.stall_timeout, and the longest silent wait)"
+        """Say why the run counts as stalled; '' for a run that has not."""
+        if now - self.alive_at > self._silence_limit:
+            limit = f"{self._silence_limit:g} s (launch.stall_timeout, and the longest silent wait)"
             return f"nothing has moved for {limit}"
-        if now - self.progress_at > self._progress:
-            limit = f"{self._progress:g} s (all deadlines of one)"
+        if now - self.progress_at > self._progress_limit:
+            limit = f"{self._progress_limit:g} s (all deadlines of one)"
             return f"no episode has landed, and nothing was trained, for {limit}"
         return ""
 
@@ -73,7 +84,7 @@ QUIET_SECONDS = 5.0  # without a message, after which the coordinator may have r
 
 
 class ContactState(enum.Enum):
-    """Tells a process what to do at a tick."""
+    """A process's contact with its coordinator, which decides what the process sends at a tick."""
 
     FINE = "fine"  # send a heartbeat
     QUIET = "quiet"  # send a hello: the coordinator may have restarted, or lost us
@@ -82,7 +93,8 @@ class ContactState(enum.Enum):
 
 
 class Contact:
-    """Pure: times are passed in, in seconds of one monotonic clock.
+    """Watches the contact of one process with the coordinator. Pure: times are passed in, in seconds of one
+    monotonic clock.
 
     Args:
         seconds: silence after which the coordinator, and so this worker too, counts our episodes as lost.
@@ -94,24 +106,28 @@ class Contact:
         self.give_up = max(give_up, seconds)
         self.interval = min(seconds / 5, 0.5)
         self.welcomed = False
-        self._heard = self._ticked = now
+        self._last_message_at = now
+        self._last_tick_at = now
 
     def message_arrived(self, now: float) -> None:
-        """A message of the coordinator arrived."""
-        self._heard = now
+        """Note that a message of the coordinator arrived."""
+        self._last_message_at = now
 
     def tick(self, now: float) -> ContactState:
-        """To be called every `interval`. A gap in the calls means that this process did not run (stopped,
-        swapped out), perhaps with messages unread: it does not count as silence of the coordinator."""
-        gap = now - self._ticked - self.interval
-        if gap > self.seconds / 4:
-            self._heard += gap
-        self._ticked = now
-        silent = now - self._heard
-        if silent > self.give_up:
+        """Return the state of the contact; call this every `interval`. A gap in the calls means that this
+        process did not run (stopped, swapped out), perhaps with unread messages, and does not count as
+        silence of the coordinator."""
+        missed_seconds = now - self._last_tick_at - self.interval
+        if missed_seconds > self.seconds / 4:
+            self._last_message_at += missed_seconds
+
+        self._last_tick_at = now
+        silent_seconds = now - self._last_message_at
+        if silent_seconds > self.give_up:
             return ContactState.GONE
-        if silent > self.seconds:
+        if silent_seconds > self.seconds:
             return ContactState.EXPIRED
-        if silent > min(self.seconds / 2, QUIET_SECONDS) or not self.welcomed:
+        if silent_seconds > min(self.seconds / 2, QUIET_SECONDS) or not self.welcomed:
             return ContactState.QUIET
+
         return ContactState.FINE

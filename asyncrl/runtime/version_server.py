@@ -1,13 +1,13 @@
 """Serves versions of the weights to machines that do not see the trainer's files.
 
-The coordinator's server is the root, and says who reads from whom. The machines form a chain, and each one
-passes a version on while it is still receiving it, so the trainer's machine sends a version once, however
-many machines and engines there are:
+The coordinator's server is the root, and gives each reader its source. The machines form a chain, and each
+machine passes a version on while still receiving, so the trainer's machine sends a version once, however many
+machines and engines there are:
 
-    root ──► machine 2 ──► machine 3 ──► …      a piece goes on as soon as it is there
+    root ──► machine 2 ──► machine 3 ──► …      a piece goes on as soon as it has arrived
 
-Who gets nothing from its source any more asks the root anew, and reads from there. So do machines that nobody
-can read from: those that have joined, with keys that the others do not know.
+A reader that gets nothing from its source asks the root again, and reads from the root. So do machines that
+nobody can read from: machines that joined later, with keys that other machines do not know.
 """
 
 from __future__ import annotations
@@ -35,51 +35,54 @@ from asyncrl.wire.sockets import Endpoints, Gate, Hub, Poller
 
 log = logging.getLogger("asyncrl.weights")
 
-TICK = 0.005  # seconds between two looks for pieces that others wait for
-DRAIN = 64  # requests before others' waits are looked at: readers may ask as fast as they are answered
-PENDING_S = 2.0  # seconds after which a reader is told that its piece has not come so far
-UNUSED_S = 60.0  # seconds without a request after which a version may be deleted
-HELD = 2  # versions that may not: those that were asked for last
-OWN = ("auto", "shm", "run")  # values of weights.directory that are another directory on each machine
-CHAINS = 4  # newest versions whose readers are remembered
+POLL_SECONDS = 0.005  # between two looks for pieces that readers wait for
+# Requests between two looks at waiting readers: other readers may ask as fast as they get answers.
+MAX_REQUESTS_PER_PASS = 64
+PENDING_SECONDS = 2.0  # until a reader hears that its piece has not come so far
+UNUSED_SECONDS = 60.0  # without a request, until a version may be deleted
+HELD_VERSIONS = 2  # last requested versions, which are never deleted
+# Values of weights.directory that mean another directory on each machine.
+LOCAL_DIRECTORIES = ("auto", "shm", "run")
+REMEMBERED_CHAINS = 4  # newest versions whose readers are remembered
 
 
 @dataclass
-class Arriving:
-    """A version that this process is receiving into a file. `have`: bytes that are there, from its start."""
+class ArrivingVersion:
+    """A version that this process is receiving into a file. `received_bytes`: from the start of the file."""
 
     file: Path = Path()
-    have: int = 0
+    received_bytes: int = 0
 
 
 @dataclass
 class Chain:
-    """Holds the readers of a version. `end`: address and key of the one that nobody reads it from so far."""
+    """The readers of a version. `last_member`: address and key of the reader that nobody reads from so
+    far."""
 
-    end: tuple[str, str]
+    last_member: tuple[str, str]
     members: set[str] = field(default_factory=set)
 
 
 @dataclass
 class PendingRead:
-    """A request for a piece that is not here so far; `told`: when the reader has heard that last."""
+    """A request for a piece that has not arrived; `told_at`: when the reader was told so last."""
 
     peer: bytes
     request: ReadBytes
-    told: float
+    told_at: float
 
 
 class VersionServer:
-    """A thread that answers until `close`. It binds `endpoint`; others dial `address`, the same if it is ''.
-    `directory`: of the versions; None: there are none so far.
-    `arriving`: those that this process is receiving; the root has none."""
+    """A thread that answers until `close`. Binds `endpoint`; readers dial `address`, by default the same.
+    `directory`: of the versions; None: no versions so far. `arriving`: the versions that this process is
+    receiving; none at the root."""
 
     def __init__(
         self,
         gate: Gate,
         endpoint: str,
         directory: Callable[[], Path | None],
-        arriving: Mapping[PolicyVersion, Arriving] = {},
+        arriving: Mapping[PolicyVersion, ArrivingVersion] = {},
         address: str = "",
     ) -> None:
         self._hub = Hub(endpoint, ToVersionServer, gate, large=True)
@@ -88,121 +91,138 @@ class VersionServer:
         self._directory = directory
         self._arriving = arriving
         self._chains: dict[PolicyVersion, Chain] = {}
-        self._held: dict[PolicyVersion, tuple[ExitStack, float]] = {}  # and when it was asked for last
-        self._waiting: deque[PendingRead] = deque()
-        self.sent = 0  # bytes
-        self._closing = threading.Event()
+
+        self._held_locks: dict[
+            PolicyVersion, tuple[ExitStack, float]
+        ] = {}  # with the time of the last request
+        self._pending_reads: deque[PendingRead] = deque()
+        self.sent_bytes = 0  # bytes
+        self._closing_event = threading.Event()
         self._thread = vital_thread("versions", self._run)
 
     def close(self) -> None:
-        """Readers have deadlines of their own."""
-        self._closing.set()
+        """Stop answering; readers have their own deadlines."""
+        self._closing_event.set()
         self._thread.join()
-        self._release(math.inf, 0)
+        self._release_versions(math.inf, 0)
         self._hub.close()
 
     def _run(self) -> None:
         poller = Poller(self._hub)
-        while not self._closing.is_set():
-            poller.wait(TICK if self._waiting else 0.1)
-            for _ in range(DRAIN):
+        while not self._closing_event.is_set():
+            poller.wait(POLL_SECONDS if self._pending_reads else 0.1)
+            for _ in range(MAX_REQUESTS_PER_PASS):
                 if (received := self._hub.receive()) is None:
                     break
                 peer, message, _ = received
-                self._answer(peer, message, time.monotonic())
-            for _ in range(len(self._waiting)):
-                waiting = self._waiting.popleft()
-                self._answer(waiting.peer, waiting.request, waiting.told)
-            self._release(time.monotonic() - UNUSED_S, HELD)
+                self._answer_request(peer, message, time.monotonic())
 
-    def _answer(self, peer: bytes, message: OpenVersion | ReadBytes, told: float) -> None:
+            for _ in range(len(self._pending_reads)):
+                pending_read = self._pending_reads.popleft()
+                self._answer_request(pending_read.peer, pending_read.request, pending_read.told_at)
+            self._release_versions(time.monotonic() - UNUSED_SECONDS, HELD_VERSIONS)
+
+    def _answer_request(self, peer: bytes, message: OpenVersion | ReadBytes, told_at: float) -> None:
         try:
             if isinstance(message, OpenVersion):
-                self._hub.send(peer, self._opened(message))
+                self._hub.send(peer, self._open_answer(message))
             else:
-                self._read(peer, message, told)
+                self._send_piece(peer, message, told_at)
         except (WeightsError, OSError) as error:
             log.info("%s was not served to %s: %s", message.version.label, peer.decode(), error)
-            if lacks_resources(error):  # of this process: the version is there, and is asked for again
+            if lacks_resources(error):  # of this process: the version is there, and the reader asks again
                 return
-            there = disk.published(directory) if (directory := self._directory()) else ()
-            newer = any(ref.version > message.version for ref in there)
+
+            published_refs = disk.published_versions(directory) if (directory := self._directory()) else ()
+            newer = any(ref.version > message.version for ref in published_refs)
             self._hub.send(peer, VersionGone(message.version, newer))
 
-    # -- who reads from whom ---------------------------------------------------------------------------
+    # -- the chain of readers ---------------------------------------------------------------------------
 
-    def _opened(self, message: OpenVersion) -> OpenedVersion:
-        here = self._hold(message.version)
-        manifest = (here / disk.MANIFEST).read_bytes()
-        size = disk.payload(here).stat().st_size
-        return OpenedVersion(message.version, manifest, size, *self._source(message))
+    def _open_answer(self, message: OpenVersion) -> OpenedVersion:
+        version_directory = self._hold_version(message.version)
+        manifest = (version_directory / disk.MANIFEST).read_bytes()
+        size = disk.payload_path(version_directory).stat().st_size
+        return OpenedVersion(message.version, manifest, size, *self._choose_source(message))
 
-    def _source(self, message: OpenVersion) -> tuple[str, str]:
-        """The end of the chain, which the asker is from now on; but the root for who is in it already, so
-        that nobody is told to read from who reads from it."""
-        root = (self.address, self.key)
-        chain = self._chains.setdefault(message.version, Chain(root))
-        for old in sorted(self._chains)[:-CHAINS]:
-            del self._chains[old]
+    def _choose_source(self, message: OpenVersion) -> tuple[str, str]:
+        """Return the end of the chain, and put the asker there; but the root for a member of the chain, so
+        that the chain never forms a cycle."""
+        root_source = (self.address, self.key)
+        chain = self._chains.setdefault(message.version, Chain(root_source))
+        for old_version in sorted(self._chains)[:-REMEMBERED_CHAINS]:
+            del self._chains[old_version]
+
         if message.anew or not message.address or message.address in chain.members:
-            return root
-        source = chain.end
-        chain.end = (message.address, message.key)
+            return root_source
+
+        source = chain.last_member
+        chain.last_member = (message.address, message.key)
         chain.members.add(message.address)
+
         return source
 
     # -- pieces ----------------------------------------------------------------------------------------
 
-    def _read(self, peer: bytes, request: ReadBytes, told: float) -> None:
-        """Send a piece, or keep the request until it is there."""
-        data = self._bytes(request)
-        if data is not None:
-            self._hub.send(peer, VersionBytes(request.offset), (data,))
-            self.sent += len(data)
+    def _send_piece(self, peer: bytes, request: ReadBytes, told_at: float) -> None:
+        """Send a piece, or keep the request until the piece arrives."""
+        piece = self._piece_bytes(request)
+        if piece is not None:
+            self._hub.send(peer, VersionBytes(request.offset), (piece,))
+            self.sent_bytes += len(piece)
             return
-        if time.monotonic() - told > PENDING_S:
-            self._hub.send(peer, VersionBytes(request.offset))
-            told = time.monotonic()
-        self._waiting.append(PendingRead(peer, request, told))
 
-    def _bytes(self, request: ReadBytes) -> bytes | None:
-        """None: they have not come yet. WeightsError, or OSError: they never will."""
+        if time.monotonic() - told_at > PENDING_SECONDS:
+            self._hub.send(peer, VersionBytes(request.offset))
+            told_at = time.monotonic()
+
+        self._pending_reads.append(PendingRead(peer, request, told_at))
+
+    def _piece_bytes(self, request: ReadBytes) -> bytes | None:
+        """Return the bytes of a piece; None: not arrived yet. Raises WeightsError or OSError for bytes that
+        never will."""
         arriving = self._arriving.get(request.version)
         if arriving is not None:
-            if arriving.have < request.offset + request.size:
+            if arriving.received_bytes < request.offset + request.size:
                 return None
-            with suppress(FileNotFoundError):  # it is complete, and was renamed just now
+            with suppress(FileNotFoundError):  # the file is complete, and was renamed just now
                 return _read_at(arriving.file, request)
-        return _read_at(disk.payload(self._hold(request.version)), request)
+        return _read_at(disk.payload_path(self._hold_version(request.version)), request)
 
-    def _hold(self, version: PolicyVersion) -> Path:
-        """Its directory, which stays for as long as it is asked for. WeightsError when it is gone."""
+    def _hold_version(self, version: PolicyVersion) -> Path:
+        """Return a version's directory, which stays as long as readers ask for the version. Raises
+        WeightsError when the version is gone."""
         directory = self._directory()
         if directory is None:
             raise WeightsError("no version is known here so far")
+
         ref = disk.ref_to(directory, version)
-        held, _ = self._held.get(version) or (ExitStack(), 0.0)
-        if version not in self._held:
-            held.enter_context(disk.lock_version(ref))
-        self._held[version] = held, time.monotonic()
+        lock_stack, _ = self._held_locks.get(version) or (ExitStack(), 0.0)
+        if version not in self._held_locks:
+            lock_stack.enter_context(disk.lock_version(ref))
+
+        self._held_locks[version] = lock_stack, time.monotonic()
         return Path(ref.path)
 
-    def _release(self, unused_since: float, most: int) -> None:
-        """Let go of versions that nobody has asked for since then, and of all but the last `most`."""
-        by_time = sorted(self._held, key=lambda version: self._held[version][1], reverse=True)
-        for place, version in enumerate(by_time):
-            held, asked = self._held[version]
-            if asked < unused_since or place >= most:
-                held.close()
-                del self._held[version]
+    def _release_versions(self, unused_since: float, keep_count: int) -> None:
+        """Unlock versions without a request since `unused_since`, and all but the last `keep_count`
+        versions."""
+        newest_first = sorted(
+            self._held_locks, key=lambda version: self._held_locks[version][1], reverse=True
+        )
+        for position, version in enumerate(newest_first):
+            lock_stack, asked_at = self._held_locks[version]
+            if asked_at < unused_since or position >= keep_count:
+                lock_stack.close()
+                del self._held_locks[version]
 
 
 def root(
     config: RunConfig, endpoints: Endpoints, gate: Gate, newest: Callable[[], WeightsRef | None]
 ) -> VersionServer | None:
-    """The coordinator's, where versions are not on a path that all machines share. `newest`: the newest
-    version, if that is known."""
-    if not travels(config) or not endpoints.versions:
+    """Return the coordinator's server, unless versions are on a path that all machines share. `newest`:
+    returns the newest version, if known."""
+    if not versions_travel(config) or not endpoints.versions:
         return None
 
     def directory() -> Path | None:
@@ -213,9 +233,9 @@ def root(
     return VersionServer(gate, bound(address, config.launch.host), directory, address=address)
 
 
-def travels(config: RunConfig) -> bool:
-    """Returns True when versions are files of the trainer's machine alone."""
-    return config.weights.transport == "disk" and config.weights.directory in OWN
+def versions_travel(config: RunConfig) -> bool:
+    """True if versions are files of the trainer's machine alone."""
+    return config.weights.transport == "disk" and config.weights.directory in LOCAL_DIRECTORIES
 
 
 def _read_at(path: Path, request: ReadBytes) -> bytes:

@@ -1,4 +1,4 @@
-"""The versions an engine is to load: a mailbox in which the latest wins, and the checks of what was loaded.
+"""The versions for an engine to load: a mailbox in which the latest wins, and the checks of loaded versions.
 
 consumes: versions offered, orders to sleep
 waits for: the version to be at hand; the engine, at most `deadline` seconds a load
@@ -23,8 +23,9 @@ from asyncrl.weights.manifest import Manifest, Postponed, Probe, Unreachable, We
 from asyncrl.wire.messages.shared import Loaded, Sleep, Slept
 
 LOAD = "load_weights"  # a span of the timeline
-LOAD_TRIES = 3  # failed loads in a row, over a time that the owner allows, after which an engine is given up
-PROCESS_PATIENCE = 20.0  # seconds at most, where it is its process that fails: another one may do better
+# Failed loads in a row, over a time that the owner allows, after which an engine is given up.
+LOAD_TRIES = 3
+PROCESS_PATIENCE = 20.0  # seconds at most, where the engine's process fails: another process may do better
 
 
 class Loadable(Protocol):
@@ -36,37 +37,39 @@ class Loadable(Protocol):
 
 
 class LoadFailures:
-    """Failed loads in a row. A version that is not to be had now is no failure."""
+    """Counts failed loads in a row. A version that is not available now is no failure."""
 
     def __init__(self) -> None:
-        self._count = 0
-        self._since = math.inf
-        self._last = ""
+        self._failure_count = 0
+        self._failing_since = math.inf
+        self._last_error = ""
         self._process_failed = True  # each time
 
     def add(self, answer: Loaded) -> None:
         if not answer.error or answer.postponed:
-            self._count = 0
-            self._since = math.inf
+            self._failure_count = 0
+            self._failing_since = math.inf
             self._process_failed = True
             return
-        self._count = self._count + 1
-        self._last = answer.error
+
+        self._failure_count = self._failure_count + 1
+        self._last_error = answer.error
         self._process_failed &= answer.process_failed
-        self._since = min(self._since, time.monotonic())
+        self._failing_since = min(self._failing_since, time.monotonic())
 
     def too_many(self, patience: float) -> str:
-        """Says why the engine is to be given up: LOAD_TRIES or more, over `patience` seconds; else "". Of
-        a process that lacks something the patience is PROCESS_PATIENCE at most."""
+        """Say why the engine is to be given up: LOAD_TRIES failures or more, over `patience` seconds; else
+        "". If the process failed each time, the patience is PROCESS_PATIENCE at most."""
         if self._process_failed:
             patience = min(patience, PROCESS_PATIENCE)
-        if self._count < LOAD_TRIES or time.monotonic() - self._since < patience:
+        if self._failure_count < LOAD_TRIES or time.monotonic() - self._failing_since < patience:
             return ""
-        return f"{self._count} loads in a row failed; the last one: {self._last}"
+        return f"{self._failure_count} loads in a row failed; the last one: {self._last_error}"
 
 
 class WeightLoader:
-    """`engine` is called at each load; it may build one. `mirror` brings versions of another machine here."""
+    """Loads offered versions into one engine. `engine` is called at each load, and may build the engine.
+    `mirror` brings versions from another machine here."""
 
     def __init__(
         self,
@@ -82,95 +85,104 @@ class WeightLoader:
         self._deadline = deadline
         self._engine = engine
         self._mirror = mirror
-        self._offered: tuple[WeightsRef, Probe | None] | None = None
-        self._proven = False  # the engine has compared a probe
-        self._loading: tuple[WeightsRef, Probe | None] | None = None
-        self._last: tuple[WeightsRef, Manifest] | None = None
-        self._sleeps = 0  # asked for, and not over
+
+        self._offered_version: tuple[WeightsRef, Probe | None] | None = None
+        self._has_probed = False  # the engine has compared a probe
+        self._loading_version: tuple[WeightsRef, Probe | None] | None = None
+        self._last_loaded: tuple[WeightsRef, Manifest] | None = None
+        self._sleeps_asked = 0  # asked for, and not over
 
     def offer(self, ref: WeightsRef, probe: Probe | None = None) -> None:
-        """Load this version next; one that waited is skipped. What is being loaded is not loaded again."""
-        if self._loading != (ref, probe) or self._sleeps:
-            self._offered = ref, probe
+        """Load this version next; a waiting version is skipped. A version under way is not loaded again."""
+        if self._loading_version != (ref, probe) or self._sleeps_asked:
+            self._offered_version = ref, probe
         self.changed.notify()
 
     @property
     def waiting(self) -> bool:
-        """A version has been offered and can be loaded now."""
-        return self._offered is not None and not self._sleeps
+        """True if a version has been offered and can be loaded now."""
+        return self._offered_version is not None and not self._sleeps_asked
 
     @property
     def pending(self) -> bool:
-        """A version is being loaded, or is about to be."""
-        return self._loading is not None or self._offered is not None
+        """True if a version is being loaded, or is about to be."""
+        return self._loading_version is not None or self._offered_version is not None
 
     @property
     def version(self) -> PolicyVersion:
-        """The one that was loaded last, and no load has failed since; else NO_VERSION."""
-        return self._last[0].version if self._last is not None else NO_VERSION
+        """The version that was loaded last; NO_VERSION if a load has failed since."""
+        return self._last_loaded[0].version if self._last_loaded is not None else NO_VERSION
 
     async def next(self) -> Loaded:
-        """Load the version offered last, and check it. There must be one. Failures are in the answer."""
-        assert self._offered is not None
-        offered = self._loading = self._offered
-        self._offered = None
+        """Load and check the version offered last; there must be an offer. Failures are in the answer."""
+        assert self._offered_version is not None
+        offered = self._offered_version
+        self._loading_version = offered
+        self._offered_version = None
+
         try:
-            return await self._load(*offered)
+            return await self._load_version(*offered)
         finally:
-            self._loading = None
+            self._loading_version = None
             self.changed.notify()
 
     def sleep(self, give_up: Callable[[], Awaitable[None]]) -> Awaitable[None]:
-        """Have the engine sleep by `give_up`, after a load under way. What was offered before and is not
-        being loaded is dropped; what is offered from here on is loaded afterwards, and anew."""
-        self._offered = None
-        self._sleeps += 1
-        return self._sleep(give_up)
+        """Have the engine sleep by `give_up`, after a load under way. An earlier offer that is not being
+        loaded is dropped; a later offer is loaded after the sleep, even if it was loaded before."""
+        self._offered_version = None
+        self._sleeps_asked += 1
+        return self._fall_asleep(give_up)
 
-    async def _sleep(self, give_up: Callable[[], Awaitable[None]]) -> None:
+    async def _fall_asleep(self, give_up: Callable[[], Awaitable[None]]) -> None:
         try:
-            while self._loading is not None:
+            while self._loading_version is not None:
                 await self.changed.wait()
-            self._last = None
+
+            self._last_loaded = None
             with EngineError.instead_of(TimeoutError, text="the engine did not fall asleep in time"):
                 async with asyncio.timeout(self._deadline):
                     await give_up()
         finally:
-            self._sleeps -= 1
+            self._sleeps_asked -= 1
             self.changed.notify()
 
-    async def _load(self, ref: WeightsRef, probe: Probe | None) -> Loaded:
+    async def _load_version(self, ref: WeightsRef, probe: Probe | None) -> Loaded:
         checksum = ""
-        probed = (0.0, 0, 0.0)
-        start = time.monotonic()
-        wall = time.time()
+        probe_result = (0.0, 0, 0.0)
+        started_at = time.monotonic()
+        started_wall = time.time()
         with recorded() as failure:
             async with self._local_copy(ref) as local:
-                start = time.monotonic()
-                wall = time.time()
+                started_at = time.monotonic()
+                started_wall = time.time()
+
                 try:
                     async with asyncio.timeout(self._deadline):
                         engine = await self._engine()
-                        manifest = await self._swap(engine, ref, local)
+                        manifest = await self._swap_version(engine, ref, local)
                         if probe is not None:
-                            probed = await _compared(engine, probe)
-                            self._proven = True
+                            probe_result = await _compare_probe(engine, probe)
+                            self._has_probed = True
                         checksum = manifest.checksum
-                except TimeoutError as late:
-                    what = "loaded" if self._last is None else "probed"
-                    raise WeightsError(f"{ref.label} was not {what} within {self._deadline:g} s") from late
+                except TimeoutError as timeout:
+                    verb = "loaded" if self._last_loaded is None else "probed"
+                    raise WeightsError(f"{ref.label} was not {verb} within {self._deadline:g} s") from timeout
+
         details = {"error": failure.line} if failure.line else {}
-        self._timeline.record(LOAD, wall, time.time(), version=ref.version, engine=self.lane, **details)
-        seconds = time.monotonic() - start
+        self._timeline.record(
+            LOAD, started_wall, time.time(), version=ref.version, engine=self.lane, **details
+        )
+        seconds = time.monotonic() - started_at
         postponed = isinstance(failure.error, Postponed)
-        unproven = not self._proven
+        unproven = not self._has_probed
+
         return Loaded(
             ref,
             self.lane,
             checksum,
             seconds,
             failure.line,
-            *probed,
+            *probe_result,
             postponed,
             unproven,
             lost=isinstance(failure.error, Unreachable),
@@ -178,38 +190,48 @@ class WeightLoader:
         )
 
     def _local_copy(self, ref: WeightsRef) -> AbstractAsyncContextManager[WeightsRef]:
-        """The files of a version, where they are needed."""
-        if self._mirror is None or (self._last is not None and self._last[0] == ref):
+        """Yield the files of a version, where a load needs files."""
+        if self._mirror is None or (self._last_loaded is not None and self._last_loaded[0] == ref):
             return nullcontext(ref)
         return self._mirror.local_copy(ref)
 
-    async def _swap(self, engine: Loadable, ref: WeightsRef, files: WeightsRef) -> Manifest:
-        """Load a version; one that is in use already is only confirmed again."""
-        if self._last is None or self._last[0] != ref:
-            self._last = None  # until it is in: after a failure the engine may hold anything
-            self._last = ref, await engine.load(files)
-        return self._last[1]
+    async def _swap_version(self, engine: Loadable, ref: WeightsRef, files: WeightsRef) -> Manifest:
+        """Load a version; a version in use is only confirmed again."""
+        if self._last_loaded is None or self._last_loaded[0] != ref:
+            self._last_loaded = None  # until the load ends: after a failure the engine may hold anything
+            self._last_loaded = ref, await engine.load(files)
+        return self._last_loaded[1]
 
 
 async def slept(order: Sleep, falling: Awaitable[Any]) -> Slept:
-    """Answer an order once the engine has fallen asleep. Failures are in the answer."""
-    start = time.monotonic()
+    """Return the answer to an order to sleep, once the engine sleeps. Failures are in the answer."""
+    started_at = time.monotonic()
     with recorded() as failure:
         await falling
-    return Slept(order.number, time.monotonic() - start, failure.line)
+    return Slept(order.number, time.monotonic() - started_at, failure.line)
 
 
 def _is_of_process(error: BaseException) -> bool:
-    """True where a failed load says nothing of the version: its engine or server, or the process that loads
-    it, was broken, late, or lacked something. (Who cannot be connected to is the trainer that broadcasts.)"""
+    """True if a failed load was not the version's fault: the engine, the server or the loading process was
+    broken, late, or lacked resources. (A failure to connect concerns the trainer that broadcasts.)"""
     if isinstance(error, EngineError | TimeoutError) or lacks_resources(error):
         return True
     return error.__cause__ is not None and _is_of_process(error.__cause__)
 
 
-async def _compared(engine: Loadable, probe: Probe) -> tuple[float, int, float]:
-    """(largest gap, tokens, the trainer's own noise) of the engine's log-probs of the probe against the
-    trainer's. Of an engine that computes nothing there are none."""
-    own = await engine.score(probe.ids)
-    gaps = [abs(a - b) for a, b in zip(own, probe.logprobs, strict=bool(own))]
-    return (max(gaps, default=0.0) if all(map(math.isfinite, gaps)) else math.inf), len(own), probe.noise
+async def _compare_probe(engine: Loadable, probe: Probe) -> tuple[float, int, float]:
+    """Return (largest gap, tokens, the trainer's own noise) between the engine's and the trainer's log-probs
+    of the probe. An engine that computes nothing has no log-probs to compare."""
+    engine_logprobs = await engine.score(probe.ids)
+    gaps = [
+        abs(engine_logprob - trainer_logprob)
+        for engine_logprob, trainer_logprob in zip(
+            engine_logprobs, probe.logprobs, strict=bool(engine_logprobs)
+        )
+    ]
+
+    return (
+        (max(gaps, default=0.0) if all(map(math.isfinite, gaps)) else math.inf),
+        len(engine_logprobs),
+        probe.noise,
+    )

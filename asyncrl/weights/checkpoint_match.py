@@ -1,11 +1,11 @@
-"""Compares the tensors in a model directory's files with those that its model has, before any is read.
+"""Compares the tensors in a model directory's files with the tensors of its model, before reading any.
 
     config.json ──► the model on the meta device ┐
                                                  ├──► CheckpointMatch ──► refused, a warning, or nothing
     headers of the files ──► names and shapes ───┘
 
-transformers initialises at random what it does not find, and only logs that. It also knows how names and
-tensors are converted as they are read, so the comparison is a load by transformers, of tensors without data.
+transformers initialises missing tensors at random, and only logs this. As transformers also knows how names
+and tensors are converted in reading, the comparison is a load by transformers, of tensors without data.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ _ADAPTER = re.compile(r"lora_[AB]|lora_embedding")
 class CheckpointMatch(msgspec.Struct, frozen=True):
     """How the files of a model directory fit the model that its config.json describes.
 
-    `missing`: tensors of the model that no file has; `unexpected`: tensors of the files that the model has
-    not, by the model's names; `mismatched`: tensors of another shape, as lines. `left_out`: the names in the
-    files that a rule of the model's class leaves out, such as layers for drafts. `unexpected_bytes` of
-    `total_bytes` are in the files for `unexpected`. `not_compared`: why nothing could be compared.
-    `of_transformers`: the class is one of transformers, not of a user's file, which may change.
+    `missing`: tensors of the model that no file has; `unexpected`: tensors of the files that the model does
+    not have, by the model's names; `mismatched`: tensors of another shape, as lines. `left_out`: the names in
+    the files that a rule of the model's class leaves out, for example layers for drafts. `unexpected_bytes`
+    of `total_bytes` are in the files for `unexpected`. `not_compared`: why nothing could be compared.
+    `of_transformers`: the class belongs to transformers, not to a user's file, which may change.
     """
 
     model_class: str = ""
@@ -67,18 +67,20 @@ class CheckpointMatch(msgspec.Struct, frozen=True):
 
     @property
     def problem(self) -> str:
-        """What makes the files unusable, and the likely cause; '' for nothing."""
+        """Describe why the files are unusable, with the likely cause; '' if the files are usable."""
         if self.missing:
             lacking = (
                 f"its files lack {_describe_names(self.missing)} of {self.model_class}, which would start as "
                 "random numbers"
             )
             return f"{lacking}; {self._likely_cause()}"
+
         if self.mismatched:
             return (
                 f"{'; '.join(self.mismatched[:NAMES_SHOWN])}: config.json and the files are of different "
                 "models; correct config.json, or fetch the model anew"
             )
+
         if self.unexpected_bytes > MAX_UNEXPECTED * self.total_bytes:
             percent = 100 * self.unexpected_bytes / self.total_bytes
             return (
@@ -86,11 +88,12 @@ class CheckpointMatch(msgspec.Struct, frozen=True):
                 f"{percent:.0f}% of their bytes: config.json is of another model; correct it, or fetch the "
                 "model anew"
             )
+
         return ""
 
     @property
     def warning(self) -> str:
-        """What is left out of a model that can be used; '' for nothing."""
+        """Describe the tensors that are left out of a usable model; '' for none."""
         if self.not_compared:
             return f"its tensors were not compared with the model ({self.not_compared})"
         if names := [*self.unexpected, *self.left_out]:
@@ -98,41 +101,49 @@ class CheckpointMatch(msgspec.Struct, frozen=True):
         return ""
 
     def _likely_cause(self) -> str:
-        wanted = set(self.missing)
+        missing_names = set(self.missing)
         for wrapper, cause in WRAPPERS.items():
-            if any(wrapper in name and name.replace(wrapper, "") in wanted for name in self.unexpected):
+            if any(
+                wrapper in name and name.replace(wrapper, "") in missing_names for name in self.unexpected
+            ):
                 return f"names in the files contain {wrapper!r}: {cause}"
+
         if any(_ADAPTER.search(name) for name in self.unexpected):
             return "these are weights of an adapter (LoRA); name its base model, or merge it into that first"
+
         if prefix := self._other_prefix():
             return (
                 f"names in the files have another prefix: {prefix}; save the model with save_pretrained(...)"
             )
+
         if all(map(_HEAD.match, self.missing)) and "Classification" in self.model_class:
             return "the model has no trained head; give one that was trained for classification"
+
         if self.unexpected:
             return (
                 f"the files have {_describe_names(self.unexpected)} instead; correct config.json or the files"
             )
+
         return "a file was not saved or not fetched; fetch or save the model anew"
 
     def _other_prefix(self) -> str:
-        """An example, where the names in the files are those of the model behind another prefix: of the first
-        tensors, since a model may have ten thousands."""
+        """Return an example if names in the files differ from the model's names by a prefix; '' if not.
+        Compares the first tensors only, since a model may have ten thousands."""
         for name in self.missing[:NAMES_SHOWN]:
-            for other in self.unexpected:
-                if other != name and (other.endswith(f".{name}") or name.endswith(f".{other}")):
-                    return f"{other} instead of {name}"
+            for file_name in self.unexpected:
+                if file_name != name and (file_name.endswith(f".{name}") or name.endswith(f".{file_name}")):
+                    return f"{file_name} instead of {name}"
         return ""
 
 
 class UnknownModelError(ConfigError):
-    """transformers has no model for a config.json, or cannot make it here."""
+    """transformers has no model for a config.json, or cannot build the model here."""
 
 
 def check_checkpoint(path: str, label: str, auto_class: AutoClass = "AutoModelForCausalLM") -> str:
-    """Return a warning about what is left out, '' for nothing. Raises ConfigError where tensors are missing,
-    misnamed or of another shape. Both begin with `label`, such as "model.path /models/mine"."""
+    """Return a warning about left-out tensors, '' for none. Raises ConfigError where tensors are missing,
+    misnamed or of another shape. Warning and error begin with `label`, for example "model.path
+    /models/mine"."""
     match = compare_checkpoint(path, label, auto_class)
     if match.problem:
         raise ConfigError(f"{label}: {match.problem}")
@@ -148,6 +159,7 @@ def compare_checkpoint(path: str, label: str, auto_class: AutoClass) -> Checkpoi
     tensors = stored_tensors(path)
     if not tensors:
         return CheckpointMatch(not_compared="it has no safetensors files")
+
     model_config = read_json(Path(path) / "config.json")
     tensor_table = sorted((name, *tensor) for name, tensor in tensors.items())
     source_code = Path(__file__).read_bytes()
@@ -158,6 +170,7 @@ def compare_checkpoint(path: str, label: str, auto_class: AutoClass) -> Checkpoi
     match = _compare(path, label, auto_class, tensors)
     if not match.not_compared and match.of_transformers:
         keep_result(result_key, match)
+
     return match
 
 
@@ -173,17 +186,20 @@ def load_pretrained(auto_class: AutoClass, path: str, label: str, **options: Any
         model, info = getattr(transformers, auto_class).from_pretrained(
             path, local_files_only=True, output_loading_info=True, **options
         )
+
     if missing := sorted(info["missing_keys"]):
         problem = CheckpointMatch(type(model).__name__, missing, sorted(info["unexpected_keys"])).problem
         raise ConfigError(f"{label}: {problem}")
+
     for name, tensor in model.state_dict().items():
         check_finite(tensor, name, label)
+
     return model
 
 
 def check_finite(tensor: Any, name: str, label: str) -> None:
     """Raise ConfigError, which begins with `label`, where a tensor holds NaN or infinity."""
-    if not tensor.dtype.is_floating_point or tensor.dtype.itemsize == 1:  # one byte: of a quantized model
+    if not tensor.dtype.is_floating_point or tensor.dtype.itemsize == 1:  # one byte: a quantized model
         return
     if tensor.sum().isfinite():  # costs less than a look at each number, and hides none
         return
@@ -224,7 +240,7 @@ def _compare(path: str, label: str, auto_class: str, tensors: dict[str, StoredTe
                 ignore_mismatched_sizes=True,
                 output_loading_info=True,
             )
-    except Exception as error:  # of a quantization, or a conversion that lacks some of its tensors
+    except Exception as error:  # a quantized model, or a conversion without some of its tensors
         lacking = sorted({piece.name for piece in pieces(model)} - tensors.keys())
         if isinstance(error, RuntimeError) and lacking:
             return CheckpointMatch(model_class=model_class, missing=lacking)
@@ -233,9 +249,11 @@ def _compare(path: str, label: str, auto_class: str, tensors: dict[str, StoredTe
     unexpected: set[str] = set(info["unexpected_keys"])
     if auto_class == "AutoModel":  # a backbone, whatever heads the files have
         unexpected = {name for name in unexpected if not _HEAD.match(name)}
+
     drafts = _draft_tensors(unexpected, model.state_dict())
     unexpected -= drafts
     renamed = _model_names(model, tensors)
+
     return CheckpointMatch(
         model_class=model_class,
         missing=sorted(info["missing_keys"]),
@@ -245,7 +263,9 @@ def _compare(path: str, label: str, auto_class: str, tensors: dict[str, StoredTe
             *_describe_undeclared_quantization(model, tensors, renamed),
         ],
         left_out=sorted(drafts | _left_out_by_class(model, tensors)),
-        unexpected_bytes=sum(t.nbytes for name, t in tensors.items() if {name, renamed[name]} & unexpected),
+        unexpected_bytes=sum(
+            tensor.nbytes for name, tensor in tensors.items() if {name, renamed[name]} & unexpected
+        ),
         total_bytes=sum(tensor.nbytes for tensor in tensors.values()),
         of_transformers=type(model).__module__.startswith("transformers."),
     )
@@ -264,6 +284,7 @@ def _describe_undeclared_quantization(
     transformers would take the codes for weights."""
     if getattr(model.config, "quantization_config", None):
         return
+
     state = model.state_dict()
     for name, tensor in sorted(tensors.items()):
         expected = state.get(renamed[name])
@@ -280,6 +301,7 @@ def _model_names(model: Any, names: Iterable[str]) -> dict[str, str]:
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
     state = model.state_dict()
+
     return {
         name: rename_source_key(name, renamings, converters, model.base_model_prefix, state)[0]
         for name in names
@@ -292,9 +314,9 @@ def _left_out_by_class(model: Any, names: Iterable[str]) -> set[str]:
 
 
 def _draft_tensors(names: Iterable[str], model_names: Iterable[str]) -> set[str]:
-    """Return those of `names` that belong to layers for drafts (multi-token prediction), which many published
-    checkpoints have. They have names of their own, or come after the model's last layer and hold tensors that
-    no layer of the model has. (Copies of its layers after the last one show a wrong config.json.)"""
+    """Return the `names` that belong to layers for drafts (multi-token prediction), which many published
+    checkpoints have. Such layers have special names, or come after the model's last layer and hold tensors
+    that no layer of the model has. (Copies of layers after the last layer show a wrong config.json.)"""
     layers: set[str] = set()
     suffixes: set[str] = set()
     for name in model_names:
@@ -310,21 +332,24 @@ def _draft_tensors(names: Iterable[str], model_names: Iterable[str]) -> set[str]
             drafts.add(name)
         elif parts and parts["layer"] not in layers:
             suffixes_beyond[parts["layer"]].add(parts["suffix"])
+
     for layer, its_suffixes in suffixes_beyond.items():
         if its_suffixes - suffixes:
             drafts |= {f"{layer}.{suffix}" for suffix in its_suffixes}
+
     return drafts
 
 
 @contextmanager
 def _quiet_transformers() -> Iterator[None]:
-    """Without its report of what was loaded, and without its progress bar."""
+    """Keep transformers from reporting loaded tensors and showing a progress bar, during the body."""
     from transformers.utils import logging as transformers_logging
 
     logger = logging.getLogger("transformers")
     level = logger.level
     transformers_logging.disable_progress_bar()
     logger.setLevel(logging.CRITICAL)
+
     try:
         yield
     finally:
@@ -336,7 +361,7 @@ def _describe_shape(shape: Iterable[int]) -> str:
 
 
 def _describe_names(names: list[str]) -> str:
-    """The first names, and how many there are: "3 tensors (a, b, c)"."""
+    """Return the number of names and the first names: "3 tensors (a, b, c)"."""
     first_names = ", ".join(names[:NAMES_SHOWN])
     if len(names) > NAMES_SHOWN:
         first_names += ", …"

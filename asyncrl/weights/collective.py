@@ -1,9 +1,9 @@
 """Weights through a process group: the trainer's end, and the protocol with the keepers.
 
-As many ranks of the trainer as there are servers, or all, have one `Sender` each; server i belongs to the
-sender i modulo their number, of those on its machine if there are any. Its keeper has one `Receiver`
-(engines/sglang/receiver.py), which asks for versions and controls the server over HTTP. The weights go from
-the sender, rank 0 of a group, to the server.
+As many ranks of the trainer as there are servers, or all, have one `Sender` each. Server i belongs to sender
+i modulo the number of senders, of senders on the server's machine if there are any. The server's keeper has
+one `Receiver` (engines/sglang/receiver.py), which asks for versions and controls the server over HTTP. The
+weights go from the sender, rank 0 of a group, to the server.
 
     keeper                                trainer                        server
     VersionRequest            ──►  its turn; rank 0 listens; a pause of training begins
@@ -15,15 +15,16 @@ the sender, rank 0 of a group, to the server.
     BucketRequest(after last) ──►
     the version is loaded     ◄──  Sent(manifest)
 
-One connection carries this, and owns the group: while it is open the group is whole, and is used for the next
-version. Whatever goes wrong, on either side, closes it; the other side sees that at once and gives the group
-up too, so that a server that waits for a broadcast gets an error instead. A server joins only when rank 0 is
-listening, and receives only when the bucket is ready, so that it never waits for a process that is not there.
+One connection carries these messages and owns the group: an open connection means a complete group, which is
+used for the next version, too. A failure on either side closes the connection; the other side notices at once
+and gives the group up, so that a server that waits for a broadcast gets an error instead. A server joins only
+when rank 0 is listening, and receives only when the bucket is ready, so a server never waits for a process
+that does not exist.
 
 Processes may also freeze: both ends have deadlines, but a server that waits for a frozen trainer answers no
-request and has to be started again. On a GPU training stands still while a server joins a new group and is
-sent the first bucket, with which NCCL makes its communicator (pause.py). Training may compile for minutes
-before it comes to that: the server has not been told of the group yet, and goes on with its old weights.
+request and has to be started again. On a GPU, training stands still while a server joins a new group and gets
+the first bucket, with which NCCL makes its communicator (pause.py). Training may compile for minutes before
+this pause: the server does not know of the group yet, and goes on with the old weights.
 
 Nothing here is authenticated or encrypted: for private networks.
 """
@@ -46,27 +47,27 @@ from torch import Tensor
 from asyncrl.errors import DeadlineError, ProtocolError, one_line
 from asyncrl.types import PolicyVersion
 from asyncrl.weights import collective_messages as messages
-from asyncrl.weights.group import ServerGroup, background
-from asyncrl.weights.manifest import Postponed, Superseded, TensorEntry, WeightsRef, describe, split
+from asyncrl.weights.group import ServerGroup, run_in_background
+from asyncrl.weights.manifest import Postponed, Superseded, TensorEntry, WeightsRef, build_manifest, split
 from asyncrl.weights.pause import TrainingPause
-from asyncrl.weights.ranges import joined
+from asyncrl.weights.ranges import join_parts
 from asyncrl.weights.snapshot import BucketBuffers, Snapshot
 
 log = logging.getLogger("asyncrl.weights")
 
-IDLE_SECONDS = 3600.0  # in which a keeper that asks for nothing is given up: it dials again when it needs to
+IDLE_SECONDS = 3600.0  # without a request, until a keeper is disconnected; a keeper may dial again
 REFUSAL_SECONDS = 5.0  # for a refusal to be sent
-PAUSE_PART = 0.5  # of a request's time, for training to pause: then the keeper hears in time to ask again
-OFFER_SECONDS = 5.0  # between the first rank's offer of a version and the last one's
-PAUSE = 1.0  # seconds until the sender listens again after it could not take a connection
+PAUSE_FRACTION = 0.5  # of a request's time, for training to pause: so a refusal leaves time to ask again
+OFFER_SECONDS = 5.0  # at most between the first and the last rank's offer of a version
+RETRY_SECONDS = 1.0  # until the sender listens again after failing to accept a connection
 
 
 class Sender:
-    """Offers the newest version to all engines, and pushes it to one after another.
+    """Offers the newest version to all engines, and pushes the version to one engine after another.
 
-    It listens at `host`, which servers and keepers must be able to reach. A push takes at most `seconds`.
-    What it cannot read of a version is kept in `error` for the owner to raise. `pause`: of training, while a
-    new group makes its communicator; None: training is not disturbed by that.
+    A sender listens at `host`, which servers and keepers must be able to reach. A push takes at most
+    `seconds`. `error`: a failure to read a version, for the owner to raise. `pause`: stops training while a
+    new group makes its communicator; None: a new communicator does not disturb training.
     """
 
     def __init__(
@@ -80,58 +81,62 @@ class Sender:
         self.bucket_bytes = bucket_bytes
         self.seconds = seconds
         self.device = device
-        self.pause = pause
-        self.bucket_buffers = BucketBuffers(pinned=device.type == "cuda")  # of who has the turn
-        self.turn = threading.Lock()  # of one engine at a time
-        self._latest: Snapshot | None = None
-        self._offered = threading.Condition()
+        self.training_pause = pause
+        self.bucket_buffers = BucketBuffers(page_locked=device.type == "cuda")
+        self.push_lock = threading.Lock()  # one engine is served at a time, and has the buffers
+
+        self._latest_snapshot: Snapshot | None = None
+        self._offer_condition = threading.Condition()
         self.error: Exception | None = None
-        self._closing = threading.Event()
+        self._closing_event = threading.Event()
         self._listener = socket.create_server((host, 0))
         self.address = f"tcp://{host}:{self._listener.getsockname()[1]}"
+
         self.connections: set[EngineConnection] = set()
-        background(self._accept)
+        run_in_background(self._accept_keepers)
 
     def offer(self, snapshot: Snapshot) -> WeightsRef:
-        """From now on engines that ask get this version. A push under way goes on with the older one."""
-        with self._offered:
-            self._latest = snapshot
-            self._offered.notify_all()
+        """Offer this version to engines from now on. A push under way goes on with the older version."""
+        with self._offer_condition:
+            self._latest_snapshot = snapshot
+            self._offer_condition.notify_all()
         return WeightsRef(snapshot.version, self.address)
 
-    def latest(self, version: PolicyVersion, seconds: float) -> Snapshot | None:
-        """Holds the version that is offered. `version` has been announced: by another rank perhaps, a little
-        before it is offered here."""
+    def latest_snapshot(self, version: PolicyVersion, seconds: float) -> Snapshot | None:
+        """Return the offered version, after a short wait for `version`: another rank may announce a version a
+        little before this rank offers it."""
 
-        def there() -> bool:
-            return self._latest is not None and self._latest.version >= version
+        def is_offered() -> bool:
+            return self._latest_snapshot is not None and self._latest_snapshot.version >= version
 
-        with self._offered:
-            self._offered.wait_for(there, min(OFFER_SECONDS, seconds))
-            return self._latest
+        with self._offer_condition:
+            self._offer_condition.wait_for(is_offered, min(OFFER_SECONDS, seconds))
+            return self._latest_snapshot
 
     def close(self) -> None:
         """End all pushes, now."""
-        self._closing.set()
+        self._closing_event.set()
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes up the thread in `accept`
         self._listener.close()
         for connection in list(self.connections):
             connection.disconnect()
 
-    def _accept(self) -> None:
-        while not self._closing.is_set():
+    def _accept_keepers(self) -> None:
+        while not self._closing_event.is_set():
             try:
                 connection, _ = self._listener.accept()
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             except OSError as error:  # closed, or out of file descriptors, or a keeper has left already
-                if not self._closing.is_set():
+                if not self._closing_event.is_set():
                     log.warning("weights: cannot accept a keeper, next try soon: %s", one_line(error))
-                self._closing.wait(PAUSE)
+
+                self._closing_event.wait(RETRY_SECONDS)
                 continue
-            served = EngineConnection(self, connection)
-            self.connections.add(served)
-            background(served.serve)
+
+            engine_connection = EngineConnection(self, connection)
+            self.connections.add(engine_connection)
+            run_in_background(engine_connection.serve_engine)
 
 
 class EngineConnection:
@@ -143,29 +148,31 @@ class EngineConnection:
         self._group: ServerGroup | None = None
         self._engine = "an engine"
 
-    def serve(self) -> None:
-        """Until the engine leaves, or a push fails."""
+    def serve_engine(self) -> None:
+        """Serve requests until the engine leaves, or a push fails."""
         if self._sender.device.type == "cuda":
-            torch.cuda.set_device(self._sender.device)  # a new thread's is GPU 0, which would pin its buckets
-        seconds = self._sender.seconds  # for who has just dialled to say what for
+            # The device of a new thread is GPU 0, which would page-lock the buckets.
+            torch.cuda.set_device(self._sender.device)
+
+        seconds = self._sender.seconds  # for the first request after dialling
         try:
-            while (request := self._next(time.monotonic() + seconds)) is not None:
+            while (request := self._next_request(time.monotonic() + seconds)) is not None:
                 seconds = IDLE_SECONDS
                 self._engine = request.engine
-                deadline = time.monotonic() + min(self._sender.seconds, request.seconds)  # which may be NaN
-                self._take_turn(request, deadline)
+                deadline = time.monotonic() + min(self._sender.seconds, request.seconds)  # NaN never wins
+                self._push_in_turn(request, deadline)
         except EOFError:
             log.debug("%s needs no more weights from here", self._engine)
         except Exception as error:  # an error of the keeper or the network: other pushes go on
             log.warning("push to %s ended: %s", self._engine, one_line(error))
-            self._refuse(one_line(error), isinstance(error, Postponed))
+            self._send_refusal(one_line(error), isinstance(error, Postponed))
         finally:
             self._sender.connections.discard(self)
             self._socket.close()
             if self._group is not None:
                 self._group.close()
 
-    def _next(self, deadline: float) -> messages.VersionRequest | None:
+    def _next_request(self, deadline: float) -> messages.VersionRequest | None:
         try:
             return messages.receive_question(self._socket, messages.VersionRequest, deadline)
         except TimeoutError:
@@ -173,92 +180,113 @@ class EngineConnection:
             return None
 
     def disconnect(self) -> None:
-        """Called from another thread: `serve` ends, as it does when the engine leaves."""
+        """End `serve_engine` from another thread, as if the engine had left."""
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
-    def _take_turn(self, request: messages.VersionRequest, deadline: float) -> None:
-        # Waits, before it is this engine's turn.
-        self._sender.latest(request.version, messages.seconds_left(deadline))
-        if not self._sender.turn.acquire(timeout=messages.seconds_left(deadline)):
+    def _push_in_turn(self, request: messages.VersionRequest, deadline: float) -> None:
+        # Waits for the version before the lock, so that other engines can be served meanwhile.
+        self._sender.latest_snapshot(request.version, messages.seconds_left(deadline))
+        if not self._sender.push_lock.acquire(timeout=messages.seconds_left(deadline)):
             raise DeadlineError("other engines were served until the deadline")
+
         try:
-            snapshot = self._sender.latest(request.version, 0)
+            snapshot = self._sender.latest_snapshot(request.version, 0)
             if snapshot is not None and snapshot.version == request.version:
-                self._push(snapshot, request, deadline)
+                self._push_snapshot(snapshot, request, deadline)
                 return
         finally:
-            self._sender.turn.release()
-        latest = snapshot.version.label if snapshot else "nothing"
-        self._refuse(f"the sender has {latest}", snapshot is not None and snapshot.version > request.version)
+            self._sender.push_lock.release()
 
-    def _push(self, snapshot: Snapshot, request: messages.VersionRequest, deadline: float) -> None:
-        parts = list(split(snapshot.layout, self._sender.bucket_bytes))
+        offered_label = snapshot.version.label if snapshot else "nothing"
+        self._send_refusal(
+            f"the sender has {offered_label}", snapshot is not None and snapshot.version > request.version
+        )
+
+    def _push_snapshot(self, snapshot: Snapshot, request: messages.VersionRequest, deadline: float) -> None:
+        bucket_slices = list(split(snapshot.layout, self._sender.bucket_bytes))
         entries: list[TensorEntry] = []
-        under_way: Future[None] | None = None
-        with closing(self._flattened(snapshot, parts, entries)) as flattened, ExitStack() as paused:
-            first = next(flattened)  # raises Superseded before the engine has done anything
-            group, port = self._join(1 + request.ranks, deadline)
-            buckets = tuple(snapshot.layout[part] for part in parts)
-            if port and self._sender.pause is not None:  # Postponed, so far without the engine, too
-                pause_seconds = PAUSE_PART * messages.seconds_left(deadline)
-                paused.enter_context(self._sender.pause.entered(pause_seconds))
+        last_broadcast: Future[None] | None = None
+        with (
+            closing(self._flatten_buckets(snapshot, bucket_slices, entries)) as flat_buckets,
+            ExitStack() as pause_stack,
+        ):
+            first_bucket = next(flat_buckets)  # raises Superseded before the engine has done anything
+            group, port = self._join_group(1 + request.ranks, deadline)
+            buckets = tuple(snapshot.layout[bucket_slice] for bucket_slice in bucket_slices)
+
+            if port and self._sender.training_pause is not None:  # Postponed, so far without the engine, too
+                pause_seconds = PAUSE_FRACTION * messages.seconds_left(deadline)
+                pause_stack.enter_context(self._sender.training_pause.entered(pause_seconds))
 
             plan = messages.Plan(buckets, group.name, port, group.backend, group.nccl_version)
             messages.send_answer(self._socket, plan, deadline)
-            for index, ready in enumerate(chain((first,), flattened)):  # read while the last one is under way
-                self._arrived(index, under_way, deadline)
+
+            # A bucket is read while the bucket before is under way.
+            for index, bucket_bytes in enumerate(chain((first_bucket,), flat_buckets)):
+                self._await_arrival(index, last_broadcast, deadline)
                 messages.send_answer(self._socket, messages.BucketReady(index), deadline)
-                # A server makes its part of the communicator in its first broadcast only. Training goes on as
-                # soon as that is sent, and not after the next bucket has been collected from all ranks.
-                under_way = group.broadcast(ready, then=paused.close)
-            self._arrived(len(parts), under_way, deadline)
+                # A server makes its part of the communicator in the first broadcast only. Training goes on as
+                # soon as this bucket is sent, before the next bucket is collected from all ranks.
+                last_broadcast = group.broadcast(bucket_bytes, on_sent=pause_stack.close)
+
+            self._await_arrival(len(bucket_slices), last_broadcast, deadline)
+
         messages.send_answer(
-            self._socket, messages.Sent(describe(snapshot.version, tuple(entries))), deadline
+            self._socket, messages.Sent(build_manifest(snapshot.version, tuple(entries))), deadline
         )
 
-    def _join(self, ranks: int, deadline: float) -> tuple[ServerGroup, int]:
-        """The engine's group, and the port where a new one is to be joined."""
+    def _join_group(self, ranks: int, deadline: float) -> tuple[ServerGroup, int]:
+        """Return the engine's group, and the port at which the engine joins a new group; 0 for an old
+        group."""
         if self._group is not None and self._group.ranks == ranks:
             return self._group, 0
         if self._group is not None:
             self._group.close()
+
         name = f"asyncrl-{uuid.uuid4().hex}"
         self._group = ServerGroup(name, ranks, self._sender.device, self._sender.seconds)
         self._group.await_listening(deadline)
+
         return self._group, self._group.port
 
-    def _flattened(
-        self, snapshot: Snapshot, parts: list[slice], entries: list[TensorEntry]
+    def _flatten_buckets(
+        self, snapshot: Snapshot, bucket_slices: list[slice], entries: list[TensorEntry]
     ) -> Generator[Tensor]:
-        """Each bucket as the bytes of its tensors, one behind the other, which `entries` get. It is kept
-        until the next but one is asked for. An error in reading it is the trainer's, not the engine's."""
-        largest = max((sum(spec.nbytes for spec in snapshot.layout[part]) for part in parts), default=0)
+        """Yield each bucket as the bytes of its tensors, one behind the other; `entries` gets the tensors. A
+        bucket is valid until the next but one. An error in reading goes to the trainer, not to the engine."""
+        largest_bucket = max(
+            (sum(spec.nbytes for spec in snapshot.layout[bucket_slice]) for bucket_slice in bucket_slices),
+            default=0,
+        )
         try:
-            with snapshot.pin() as pinned:
-                for part in parts:
-                    of_ranks = pinned.shares(part)
-                    entries += map(joined, snapshot.layout[part], of_ranks)
-                    contiguous_bytes = pinned.contiguous_bytes(part)
+            with snapshot.hold_copy() as held_copy:
+                for bucket_slice in bucket_slices:
+                    parts_by_tensor = held_copy.collect_parts(bucket_slice)
+                    entries += map(join_parts, snapshot.layout[bucket_slice], parts_by_tensor)
+
+                    contiguous_bytes = held_copy.contiguous_bytes(bucket_slice)
                     if contiguous_bytes is not None:
                         yield contiguous_bytes
                     else:
-                        yield self._sender.bucket_buffers.fill(chain.from_iterable(of_ranks), largest)
+                        yield self._sender.bucket_buffers.fill_next(
+                            chain.from_iterable(parts_by_tensor), largest_bucket
+                        )
         except (Superseded, GeneratorExit):
             raise
         except Exception as error:
             self._sender.error = error
             raise
 
-    def _arrived(self, count: int, last: Future[None] | None, deadline: float) -> None:
+    def _await_arrival(self, bucket_count: int, last_broadcast: Future[None] | None, deadline: float) -> None:
         """Wait until the engine has `count` buckets, of which the last one was sent by `last`."""
-        asked = messages.receive_question(self._socket, messages.BucketRequest, deadline).bucket
-        if asked != count:
-            raise ProtocolError(f"asked for bucket {asked} when {count} were sent")
-        if last is not None:
-            last.result(messages.seconds_left(deadline))
+        asked_bucket = messages.receive_question(self._socket, messages.BucketRequest, deadline).bucket
+        if asked_bucket != bucket_count:
+            raise ProtocolError(f"asked for bucket {asked_bucket} when {bucket_count} were sent")
+        if last_broadcast is not None:
+            last_broadcast.result(messages.seconds_left(deadline))
 
-    def _refuse(self, reason: str, postponed: bool) -> None:
+    def _send_refusal(self, reason: str, postponed: bool) -> None:
         with suppress(OSError):
             messages.send_answer(
                 self._socket, messages.Refused(reason, postponed), time.monotonic() + REFUSAL_SECONDS

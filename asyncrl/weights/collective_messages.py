@@ -19,13 +19,13 @@ from asyncrl.weights.manifest import Layout, Manifest
 
 T = TypeVar("T")
 
-QUESTION_BYTES = 1 << 16  # a message of a receiver is at most this long
-ANSWER_BYTES = 1 << 26  # and one of the sender, which lists all tensors
+MAX_QUESTION_BYTES = 1 << 16  # longest message of a receiver
+MAX_ANSWER_BYTES = 1 << 26  # longest message of a sender, which lists all tensors
 _LENGTH = struct.Struct("!I")
 
 
 class VersionRequest(msgspec.Struct, frozen=True, tag="version_request"):
-    """Send this version to an engine of `ranks` ranks, which waits until `seconds` from now."""
+    """Asks for this version on behalf of an engine of `ranks` ranks, which waits `seconds` from now on."""
 
     engine: str
     version: PolicyVersion
@@ -34,14 +34,14 @@ class VersionRequest(msgspec.Struct, frozen=True, tag="version_request"):
 
 
 class BucketRequest(msgspec.Struct, frozen=True, tag="bucket_request"):
-    """Send this bucket; all before it have arrived. The number of buckets asks for the manifest."""
+    """Asks for this bucket; all earlier buckets have arrived. The number of buckets asks for the manifest."""
 
     bucket: int
 
 
 class Plan(msgspec.Struct, frozen=True, tag="plan"):
-    """Says that it is the engine's turn. `port`: rank 0 of a new group listens there; 0: it is known. `nccl`:
-    the version at rank 0, "2.29.7"; "" for another backend."""
+    """Says that the engine is served now. `port`: of rank 0 of a new group; 0: the engine is in the group
+    already. `nccl`: the version of NCCL at rank 0, "2.29.7"; "" for another backend."""
 
     buckets: tuple[Layout, ...]
     group: str
@@ -63,8 +63,8 @@ class Sent(msgspec.Struct, frozen=True, tag="sent"):
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):
-    """The push has ended. `postponed`: through no fault of the engine, which asks again: a newer version has
-    taken the place of this one, or training came to no pause."""
+    """Ends the push. `postponed`: without a fault of the engine, which asks again: a newer version has
+    replaced the requested version, or training came to no pause."""
 
     reason: str
     postponed: bool = False
@@ -72,62 +72,67 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
 
 Question = VersionRequest | BucketRequest
 Answer = Plan | BucketReady | Sent | Refused
-_question: msgspec.msgpack.Decoder[Question] = msgspec.msgpack.Decoder(Question)
-_answer: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
+_question_decoder: msgspec.msgpack.Decoder[Question] = msgspec.msgpack.Decoder(Question)
+_answer_decoder: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
 
 
-async def ask(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, question: Question) -> Answer:
-    """A keeper's question, answered. Raises OSError, EOFError when the sender is gone, ProtocolError."""
-    writer.write(_framed(question))
+async def ask_question(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, question: Question
+) -> Answer:
+    """Send a keeper's question and return the answer. Raises OSError, EOFError when the sender is gone,
+    ProtocolError."""
+    writer.write(_frame_message(question))
     await writer.drain()
-    size = _checked(await reader.readexactly(_LENGTH.size), ANSWER_BYTES)
-    return _decoded(await reader.readexactly(size), _answer)
+    size = _checked_size(await reader.readexactly(_LENGTH.size), MAX_ANSWER_BYTES)
+    return _decode_message(await reader.readexactly(size), _answer_decoder)
 
 
 def send_answer(connection: socket.socket, answer: Answer, deadline: float) -> None:
-    """The sender's answer. Raises TimeoutError at `deadline` (monotonic), OSError when the keeper left."""
+    """Send the sender's answer. Raises TimeoutError at `deadline` (monotonic), OSError when the keeper
+    left."""
     connection.settimeout(seconds_left(deadline))
-    connection.sendall(_framed(answer))
+    connection.sendall(_frame_message(answer))
 
 
 def receive_question(connection: socket.socket, kind: type[T], deadline: float) -> T:
-    """A keeper's next question, waited for until `deadline`. Raises EOFError when the keeper
-    left, TimeoutError, ProtocolError when it is another one."""
-    size = _checked(_read(connection, _LENGTH.size, deadline), QUESTION_BYTES)
-    question = _decoded(_read(connection, size, deadline), _question)
+    """Return a keeper's next question, at the latest at `deadline`. Raises EOFError when the keeper left,
+    TimeoutError, and ProtocolError for a question of another kind."""
+    size = _checked_size(_read_exactly(connection, _LENGTH.size, deadline), MAX_QUESTION_BYTES)
+    question = _decode_message(_read_exactly(connection, size, deadline), _question_decoder)
     if not isinstance(question, kind):
         raise ProtocolError(f"weights: a {type(question).__name__} where a {kind.__name__} is due")
     return question
 
 
 def seconds_left(deadline: float) -> float:
-    """Seconds, more than none: a socket takes 0 for not waiting at all."""
+    """Return the seconds until the deadline, at least 1 ms: a timeout of 0 makes a socket non-blocking."""
     return max(0.001, deadline - time.monotonic())
 
 
-def _read(connection: socket.socket, size: int, deadline: float) -> bytes:
-    data = b""
-    while len(data) < size:
+def _read_exactly(connection: socket.socket, size: int, deadline: float) -> bytes:
+    received = b""
+    while len(received) < size:
         connection.settimeout(seconds_left(deadline))
-        more = connection.recv(size - len(data))
-        if not more:
+        chunk = connection.recv(size - len(received))
+        if not chunk:
             raise EOFError("the keeper closed the connection")
-        data += more
-    return data
+        received += chunk
+
+    return received
 
 
-def _framed(message: msgspec.Struct) -> bytes:
+def _frame_message(message: msgspec.Struct) -> bytes:
     data = msgspec.msgpack.encode(message)
     return _LENGTH.pack(len(data)) + data
 
 
-def _checked(header: bytes, limit: int) -> int:
+def _checked_size(header: bytes, limit: int) -> int:
     size: int = _LENGTH.unpack(header)[0]
     if size > limit:
         raise ProtocolError(f"weights: a message of {size} bytes; at most {limit} are taken")
     return size
 
 
-def _decoded(data: bytes, decoder: msgspec.msgpack.Decoder[T]) -> T:
+def _decode_message(data: bytes, decoder: msgspec.msgpack.Decoder[T]) -> T:
     with ProtocolError.instead_of(*UNDECODABLE, text="weights: a message that is not understood"):
         return decoder.decode(data)

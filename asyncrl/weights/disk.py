@@ -7,9 +7,9 @@ when complete, so a reader sees all of it or nothing. One process publishes to a
 Nothing is synced to the disk: a version lost in a power cut is published again, and a damaged one does not
 pass its checksums.
 
-Versions that are held, and those that kept ones build upon, are not pruned. A version that is not held may
-be deleted at any time: what a reader has mapped stays readable, everything else is a WeightsError. To hold a
-version is to lock its manifest (flock), which works on network file systems, too.
+Locked versions, and base versions of kept versions, are not pruned. A version without a lock may be deleted
+at any time: mapped files stay readable, every other access raises WeightsError. A reader locks a version by
+its manifest (flock), which works on network file systems, too.
 """
 
 from __future__ import annotations
@@ -42,30 +42,31 @@ PAYLOAD = "model.safetensors"
 DELTA = "delta.bin"
 MANIFEST = "manifest.json"
 SHARED_MEMORY = Path("/dev/shm")
-KEEP = 3  # versions: engines that load one do not see it deleted, and those that come late find one
+KEPT_VERSIONS = 3  # so that no version is deleted during a load, and late engines find a version
 _TEMPORARY = ".writing-"
 log = logging.getLogger("asyncrl.weights")
 
 
 @contextmanager
 def new_version(directory: Path, version: PolicyVersion) -> Iterator[Path]:
-    """A directory to fill, which becomes that of a version when the body succeeds. Publishing a version again
-    replaces it. Raises OSError, naming a file, if it does not fit."""
+    """Yield a directory to fill, which becomes a version's directory when the body succeeds. Publishing a
+    version again replaces the old files. Raises OSError, naming a file, if the disk is full."""
     directory.mkdir(parents=True, exist_ok=True)
-    _clean(directory)
-    work = _temporary(directory)
-    target = Path(ref_to(directory, version).path)
-    work.mkdir()
+    _remove_leftovers(directory)
+    work_directory = _temporary_path(directory)
+    version_directory = Path(ref_to(directory, version).path)
+    work_directory.mkdir()
+
     try:
-        yield work
-        if target.exists():
-            target.rename(_temporary(directory))
-        work.rename(target)
+        yield work_directory
+        if version_directory.exists():
+            version_directory.rename(_temporary_path(directory))
+        work_directory.rename(version_directory)
     except OSError as error:
         error.filename = error.filename or str(directory)  # a full disk does not say where it is
         raise
     finally:
-        _clean(directory)
+        _remove_leftovers(directory)
 
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:
@@ -76,25 +77,27 @@ def ref_to(directory: Path, version: PolicyVersion) -> WeightsRef:
     return WeightsRef(version, str(directory / f"e{version.epoch:04d}-v{version.step:08d}"))
 
 
-def payload(directory: Path) -> Path:
+def payload_path(directory: Path) -> Path:
     """Return the file of a version beside its manifest."""
     delta = directory / DELTA
     return delta if delta.exists() else directory / PAYLOAD
 
 
 def read_manifest(ref: WeightsRef) -> Manifest:
-    """Reads a version's manifest, without its tensors. Raises WeightsError."""
+    """Read a version's manifest, without the tensors. Raises WeightsError."""
     path = Path(ref.path) / MANIFEST
     with WeightsError.instead_of(OSError, *UNDECODABLE, text=f"weights {ref.path}: no usable {MANIFEST}"):
         manifest = msgspec.json.decode(path.read_bytes(), type=Manifest)
+
     if manifest.version != ref.version:
         raise WeightsError(f"weights {ref.path}: expected {ref.label}; found {manifest.version.label}")
     if manifest.checksum != overall_checksum(manifest.tensors):
         raise WeightsError(f"weights {ref.path}: {MANIFEST} does not match its own checksum")
+
     return manifest
 
 
-def read(ref: WeightsRef) -> tuple[Manifest, dict[str, torch.Tensor]]:
+def read_tensors(ref: WeightsRef) -> tuple[Manifest, dict[str, torch.Tensor]]:
     """Return a version's manifest and tensors (on the CPU), every checksum verified. Raises WeightsError."""
     import torch
 
@@ -105,80 +108,88 @@ def read(ref: WeightsRef) -> tuple[Manifest, dict[str, torch.Tensor]]:
     }
 
 
-def verify(ref: WeightsRef) -> Manifest:
+def verify_version(ref: WeightsRef) -> Manifest:
     """Check every byte of a version. Raises WeightsError."""
     return read_arrays(ref)[0]
 
 
 def read_arrays(ref: WeightsRef) -> tuple[Manifest, Arrays]:
-    """A version's manifest and the bytes of its tensors, verified; a delta is applied to what it changes, in
-    this process's memory. Raises WeightsError."""
+    """Return a version's manifest and the bytes of its tensors, verified; deltas are applied in this
+    process's memory. Raises WeightsError."""
     lineage = list(lineage_of(ref))
-    return lineage[0][1], assembled(lineage, Path(lineage[-1][0].path) / PAYLOAD, "c")
+    return lineage[0][1], assemble_arrays(lineage, Path(lineage[-1][0].path) / PAYLOAD, "c")
 
 
-def assembled(lineage: Sequence[tuple[WeightsRef, Manifest]], file: Path, mode: Literal["c", "r+"]) -> Arrays:
-    """Turn the bytes of the last of a lineage, in a file, into those of the first, and verify them; see
-    `map_file`. Raises WeightsError."""
-    (ref, manifest), (_, origin) = lineage[0], lineage[-1]
-    arrays = ranges.map_file(file, origin.layout, mode)
-    for later, changes in reversed(lineage[:-1]):
-        _apply_delta(arrays, later, changes)
+def assemble_arrays(
+    lineage: Sequence[tuple[WeightsRef, Manifest]], payload_file: Path, mode: Literal["c", "r+"]
+) -> Arrays:
+    """Turn the bytes of a lineage's last version, in a file, into the bytes of the first, and verify the
+    result; `mode`: see `map_file`. Raises WeightsError."""
+    ref, manifest = lineage[0]
+    _, whole_manifest = lineage[-1]
+    arrays = ranges.map_file(payload_file, whole_manifest.layout, mode)
+    for delta_ref, delta_manifest in reversed(lineage[:-1]):
+        _apply_delta(arrays, delta_ref, delta_manifest)
+
     for entry in manifest.tensors:
-        if ranges.entry(entry.spec, arrays[entry.name]) != entry:
+        if ranges.tensor_entry(entry.spec, arrays[entry.name]) != entry:
             raise WeightsError(f"weights {ref.path}: tensor {entry.name} does not match its manifest entry")
+
     return arrays
 
 
 def lineage_of(ref: WeightsRef) -> Iterator[tuple[WeightsRef, Manifest]]:
-    """A version and those it builds upon, newest first; the last one is whole. Raises WeightsError."""
+    """Yield a version and its base versions, newest first; the last version is whole. Raises WeightsError."""
     manifest = read_manifest(ref)
     yield ref, manifest
+
     while (delta := manifest.delta) is not None:
-        base = ref_to(Path(ref.path).parent, delta.version)
-        manifest = read_manifest(base)
-        if base.version >= ref.version or manifest.checksum != delta.checksum:
-            raise WeightsError(f"weights {ref.path}: {base.path} is not the version it builds upon")
-        yield base, manifest
-        ref = base
+        base_ref = ref_to(Path(ref.path).parent, delta.version)
+        manifest = read_manifest(base_ref)
+        if base_ref.version >= ref.version or manifest.checksum != delta.checksum:
+            raise WeightsError(f"weights {ref.path}: {base_ref.path} is not the version it builds upon")
+        yield base_ref, manifest
+        ref = base_ref
 
 
 def _apply_delta(arrays: Arrays, ref: WeightsRef, manifest: Manifest) -> None:
-    """Turn the bytes of the version that `ref`, a delta, builds upon into its own, in place."""
+    """Turn the bytes of the base version of `ref`, a delta, into the bytes of `ref`, in place."""
     assert manifest.delta is not None
     try:
         data = (Path(ref.path) / DELTA).read_bytes()
         if len(data) != manifest.delta.size:
             raise WeightsError("it is cut off")
-        start = 0
-        for spec, changed in zip(manifest.layout, manifest.delta.ranges, strict=True):
-            at = 0
-            for count, size in changed:
-                target = arrays[spec.name][at : at + count]
-                codec.apply(target, data[start : start + size], ITEM_BYTES[spec.dtype])
-                start = start + size
-                at = at + count
+
+        delta_offset = 0
+        for spec, changed_ranges in zip(manifest.layout, manifest.delta.ranges, strict=True):
+            tensor_offset = 0
+            for count, size in changed_ranges:
+                target = arrays[spec.name][tensor_offset : tensor_offset + count]
+                codec.apply_changes(target, data[delta_offset : delta_offset + size], ITEM_BYTES[spec.dtype])
+                delta_offset = delta_offset + size
+                tensor_offset = tensor_offset + count
     except (OSError, KeyError, ValueError, WeightsError) as error:
         raise WeightsError(f"weights {ref.path}: no usable {DELTA} ({error})") from error
 
 
 @contextmanager
 def lock_version(ref: WeightsRef) -> Iterator[None]:
-    """The version, and what it builds upon, is not pruned during the body. The lock ends with this process at
-    the latest. Raises WeightsError when the version is gone already."""
+    """Keep a version and its base versions from being pruned during the body. The lock ends with this process
+    at the latest. Raises WeightsError when the version is gone already."""
     path = Path(ref.path) / MANIFEST
     with ExitStack() as stack:
         with WeightsError.instead_of(OSError, text=f"weights {ref.path}: no usable {MANIFEST}"):
             descriptor = os.open(path, os.O_RDONLY)
             stack.callback(os.close, descriptor)
-            fcntl.flock(descriptor, fcntl.LOCK_SH)  # waits for a `prune` that is about to delete it
-            there = os.path.samestat(os.fstat(descriptor), path.stat())
-        if not there:
+            fcntl.flock(descriptor, fcntl.LOCK_SH)  # waits for a `prune` that is about to delete the version
+            is_current = os.path.samestat(os.fstat(descriptor), path.stat())
+
+        if not is_current:
             raise WeightsError(f"weights {ref.path}: no usable {MANIFEST} (it was replaced meanwhile)")
         yield
 
 
-def published(directory: Path) -> list[WeightsRef]:
+def published_versions(directory: Path) -> list[WeightsRef]:
     """Return the complete versions in a directory, oldest first by (epoch, version)."""
     refs = []
     for path in directory.glob("e*-v*"):
@@ -188,91 +199,106 @@ def published(directory: Path) -> list[WeightsRef]:
     return sorted(refs, key=lambda ref: ref.version)
 
 
-def prune(directory: Path, keep: int = KEEP) -> list[WeightsRef]:
-    """Delete all but the newest `keep` versions, held ones and what these build upon; return the deleted."""
-    refs = published(directory)
-    old = refs[: max(0, len(refs) - keep)]
-    with ExitStack() as stack:  # a version that is not held now cannot be held before it is deleted
-        held = [ref for ref in old if not stack.enter_context(_claimed(ref))]
-        needed = set[PolicyVersion]().union(*(_needs(ref) for ref in [*held, *refs[len(old) :]]))
-        doomed = [ref for ref in old if ref.version not in needed]
-        for ref in doomed:
-            delete(ref)
-    return doomed
+def prune(directory: Path, keep: int = KEPT_VERSIONS) -> list[WeightsRef]:
+    """Delete all but the newest `keep` versions, locked versions and base versions; return the deleted."""
+    refs = published_versions(directory)
+    old_refs = refs[: max(0, len(refs) - keep)]
+
+    with ExitStack() as stack:  # a version without a lock cannot be locked before the deletion
+        locked_refs = [ref for ref in old_refs if not stack.enter_context(_claimed(ref))]
+        needed_versions = set[PolicyVersion]().union(
+            *(_needed_versions(ref) for ref in [*locked_refs, *refs[len(old_refs) :]])
+        )
+        deleted_refs = [ref for ref in old_refs if ref.version not in needed_versions]
+        for ref in deleted_refs:
+            delete_version(ref)
+
+    return deleted_refs
 
 
-def delete(ref: WeightsRef) -> None:
-    """All at once for readers; what cannot be removed is tried again when the next version is written."""
-    aside = _temporary(Path(ref.path).parent)
+def delete_version(ref: WeightsRef) -> None:
+    """Delete a version, all at once for readers. Files that cannot be removed are removed with the next
+    version that is written."""
+    aside_directory = _temporary_path(Path(ref.path).parent)
     with suppress(OSError):
-        Path(ref.path).rename(aside)
-    shutil.rmtree(aside, ignore_errors=True)
+        Path(ref.path).rename(aside_directory)
+    shutil.rmtree(aside_directory, ignore_errors=True)
 
 
 def delete_damaged(ref: WeightsRef) -> None:
-    """Delete what may be damaged of a version and what it builds upon: whole versions that do not match their
-    checksums, and deltas, which cannot be checked alone."""
-    for version in _needs(ref):
-        part = ref_to(Path(ref.path).parent, version)
+    """Delete the parts of a version and of its base versions that may be damaged: whole versions that do not
+    match their checksums, and deltas, which cannot be checked alone."""
+    for version in _needed_versions(ref):
+        part_ref = ref_to(Path(ref.path).parent, version)
         with suppress(WeightsError):
-            if read_manifest(part).delta is None:
-                verify(part)
+            if read_manifest(part_ref).delta is None:
+                verify_version(part_ref)
                 continue
-        delete(part)
+        delete_version(part_ref)
 
 
-def bytes_needed(version_bytes: int, deltas: bool, caches: int, held: int = 0) -> int:
-    """Bytes that the versions kept at once may take, the one being written and one being read included. With
-    deltas: two lineages, each a whole version and deltas of about as much, and readers' `caches`, if they are
-    beside the versions. `held` by a server, of adapters: it maps copies in its reader's cache."""
-    return version_bytes * (KEEP + 2 + (2 + caches if deltas else 0) + caches * held)
+def bytes_needed(version_bytes: int, deltas: bool, caches: int, served_adapters: int = 0) -> int:
+    """Return the bytes that all versions kept at once may take, with one being written and one being read.
+    With deltas: two lineages, each a whole version and deltas of about the same size, and readers' `caches`,
+    if beside the versions. `served_adapters`: versions of a server, which maps copies in its reader's
+    cache."""
+    return version_bytes * (KEPT_VERSIONS + 2 + (2 + caches if deltas else 0) + caches * served_adapters)
 
 
 def space_needed(config: RunConfig, version_bytes: int) -> int:
-    """Bytes that a run's versions may take at once."""
+    """Return the bytes that a run's versions may take at once."""
     deltas = config.weights.full_every > 1
     return bytes_needed(version_bytes, deltas, config.engine.keepers, config.versions_held)
 
 
-def weights_directory(where: str, run_dir: Path, run_name: str, needed_bytes: int) -> Path:
-    """Chooses where a run publishes, by the key weights.directory: in shared memory when that has room for
-    `needed_bytes` (all versions kept at once), in the run's own directory, or under an absolute path. `write`
-    creates it. Raises ConfigError if `shm` is asked for and full, or `where` is something else."""
+def weights_directory(setting: str, run_dir: Path, run_name: str, needed_bytes: int) -> Path:
+    """Choose where a run publishes, by the key weights.directory: in shared memory with room for
+    `needed_bytes` (all versions kept at once), in the run's own directory, or under an absolute path.
+    `new_version` creates the directory. Raises ConfigError for `shm` without enough room, and for any other
+    text."""
     on_disk = run_dir / "weights"
-    if where == "run":
+    if setting == "run":
         return on_disk
-    own = own_name(run_dir, run_name)
-    if where not in ("auto", "shm"):
-        if not Path(where).is_absolute():
-            raise ConfigError(f"weights.directory: {where!r} is none of auto, shm, run, an absolute path")
-        return Path(where) / own
-    shared = SHARED_MEMORY / f"asyncrl-{own}"
-    free = 0
+
+    unique_name = own_name(run_dir, run_name)
+    if setting not in ("auto", "shm"):
+        if not Path(setting).is_absolute():
+            raise ConfigError(f"weights.directory: {setting!r} is none of auto, shm, run, an absolute path")
+        return Path(setting) / unique_name
+
+    shared_directory = SHARED_MEMORY / f"asyncrl-{unique_name}"
+    free_bytes = 0
+
     if SHARED_MEMORY.is_dir():
-        free = shutil.disk_usage(SHARED_MEMORY).free + _bytes_in(shared)  # the run's own is written over
-    if free >= needed_bytes:
-        return shared
-    if where == "shm":
-        problem = f"{SHARED_MEMORY} has {free} bytes free and the weights need {needed_bytes}"
+        free_bytes = shutil.disk_usage(SHARED_MEMORY).free
+        free_bytes += _bytes_in(shared_directory)  # the run's own files are written over
+
+    if free_bytes >= needed_bytes:
+        return shared_directory
+
+    if setting == "shm":
+        problem = f"{SHARED_MEMORY} has {free_bytes} bytes free and the weights need {needed_bytes}"
         raise ConfigError(f"{problem}; set weights.directory=run")
+
     return on_disk
 
 
 def own_name(run_dir: Path, run_name: str) -> str:
-    """Runs may share a name, on a path that machines share even that of their directory."""
-    place = f"{socket.gethostname()}:{run_dir.resolve()}"
-    return f"{run_name}-{blake2s(place.encode(), digest_size=4).hexdigest()}"
+    """Return a name that no other run has: runs may share a name, and on a path that machines share even the
+    path of their directory."""
+    origin = f"{socket.gethostname()}:{run_dir.resolve()}"
+    return f"{run_name}-{blake2s(origin.encode(), digest_size=4).hexdigest()}"
 
 
-def cache_directory(where: str, run_dir: Path, run_name: str, needed_bytes: int, index: int) -> Path:
-    """Chooses where reader `index` makes deltas whole: on its own machine always, beside the versions unless
-    these are on a path that machines may share."""
-    local = "auto" if Path(where).is_absolute() else where
-    return weights_directory(local, run_dir, run_name, needed_bytes) / f"cache-{index}"
+def cache_directory(setting: str, run_dir: Path, run_name: str, needed_bytes: int, index: int) -> Path:
+    """Choose where reader `index` makes deltas whole: always on its own machine, beside the versions unless
+    machines may share the path of the versions."""
+    local_setting = "auto" if Path(setting).is_absolute() else setting
+    return weights_directory(local_setting, run_dir, run_name, needed_bytes) / f"cache-{index}"
 
 
 def _bytes_in(directory: Path) -> int:
-    """Return the size of its files; some may go meanwhile."""
+    """Return the size of a directory's files; files may be deleted meanwhile."""
     total = 0
     for parent, _, names in os.walk(directory):
         for name in names:
@@ -281,20 +307,21 @@ def _bytes_in(directory: Path) -> int:
     return total
 
 
-def _needs(ref: WeightsRef) -> set[PolicyVersion]:
-    """A version and those it builds upon, as far as they can be read."""
-    found = {ref.version}
+def _needed_versions(ref: WeightsRef) -> set[PolicyVersion]:
+    """Return a version and its base versions, as far as the manifests can be read."""
+    versions = {ref.version}
     with suppress(WeightsError):
-        found |= {base.version for base, _ in lineage_of(ref)}
-    return found
+        versions |= {base.version for base, _ in lineage_of(ref)}
+    return versions
 
 
 @contextmanager
 def _claimed(ref: WeightsRef) -> Iterator[bool]:
-    """True: the version is not held, nor can be in the body. One that cannot be locked counts as held."""
+    """Yield True if no reader has locked the version; then no reader can during the body. False also for a
+    version that cannot be locked."""
     with ExitStack() as stack:
         try:
-            # To be opened for writing: on NFS an exclusive lock needs that.
+            # Opened for writing: on NFS an exclusive lock needs this.
             descriptor = os.open(Path(ref.path) / MANIFEST, os.O_RDWR)
             stack.callback(os.close, descriptor)
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -306,14 +333,15 @@ def _claimed(ref: WeightsRef) -> Iterator[bool]:
             claimed = False
         else:
             claimed = True
+
         yield claimed
 
 
-def _temporary(directory: Path) -> Path:
+def _temporary_path(directory: Path) -> Path:
     return directory / f"{_TEMPORARY}{uuid.uuid4().hex}"
 
 
-def _clean(directory: Path) -> None:
-    """Remove what a crashed publish left behind."""
+def _remove_leftovers(directory: Path) -> None:
+    """Remove the leftovers of a crashed publish."""
     for leftover in directory.glob(f"{_TEMPORARY}*"):
         shutil.rmtree(leftover, ignore_errors=True)

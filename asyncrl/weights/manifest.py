@@ -1,4 +1,4 @@
-"""The name of a published policy version, and what a manifest says about it."""
+"""The name of a published policy version, and the manifest that describes the version."""
 
 from __future__ import annotations
 
@@ -13,9 +13,13 @@ import xxhash
 from asyncrl.errors import AsyncrlError
 from asyncrl.types import PolicyVersion
 
-_KINDS = {8: "float64 int64 uint64 complex64", 4: "float32 int32 uint32", 2: "bfloat16 float16 int16 uint16"}
-_KINDS[1] = "bool int8 uint8 float8_e4m3fn float8_e5m2"
-ITEM_BYTES = {kind: size for size, kinds in _KINDS.items() for kind in kinds.split()}
+_DTYPES_BY_SIZE = {
+    8: "float64 int64 uint64 complex64",
+    4: "float32 int32 uint32",
+    2: "bfloat16 float16 int16 uint16",
+}
+_DTYPES_BY_SIZE[1] = "bool int8 uint8 float8_e4m3fn float8_e5m2"
+ITEM_BYTES = {kind: size for size, kinds in _DTYPES_BY_SIZE.items() for kind in kinds.split()}
 _LABEL = re.compile(r"e(\d+)-v(\d+)")
 
 
@@ -24,19 +28,19 @@ class WeightsError(AsyncrlError):
 
 
 class Unreachable(WeightsError):
-    """Nobody delivers the version: nothing is known to be wrong with it."""
+    """Nobody delivers the version, which may be undamaged."""
 
 
 class Postponed(WeightsError):
-    """The version is not to be had now, through no fault of who asks: it is asked for again."""
+    """The version is not available now, without a fault of the reader, who may ask again."""
 
 
 class Superseded(Postponed):
-    """Only a newer version can be had."""
+    """Only a newer version is available."""
 
 
 class WeightsRef(msgspec.Struct, frozen=True):
-    """Names a published version: which, and where."""
+    """The version and the path of published weights."""
 
     version: PolicyVersion
     path: str
@@ -47,13 +51,13 @@ class WeightsRef(msgspec.Struct, frozen=True):
 
 
 def version_of(label: str) -> PolicyVersion | None:
-    """Return the version of a `PolicyVersion.label`; None for what this project did not name."""
-    found = _LABEL.fullmatch(label)
-    return PolicyVersion(int(found[1]), int(found[2])) if found else None
+    """Return the version of a `PolicyVersion.label`; None for a label of another form."""
+    match = _LABEL.fullmatch(label)
+    return PolicyVersion(int(match[1]), int(match[2])) if match else None
 
 
 class TensorSpec(NamedTuple):
-    """Describes a whole tensor; `dtype` is a key of ITEM_BYTES."""
+    """The name, shape and type of a whole tensor; `dtype` is a key of ITEM_BYTES."""
 
     name: str
     shape: tuple[int, ...]
@@ -68,15 +72,16 @@ Layout = tuple[TensorSpec, ...]
 
 
 def split(layout: Sequence[TensorSpec], bucket_bytes: int) -> Iterator[slice]:
-    """Consecutive tensors of at most `bucket_bytes` together; a larger one alone."""
+    """Yield slices of consecutive tensors of at most `bucket_bytes` together; a larger tensor alone."""
     start = 0
-    size = 0
+    bucket_size = 0
     for index, spec in enumerate(layout):
-        if index > start and size + spec.nbytes > bucket_bytes:
+        if index > start and bucket_size + spec.nbytes > bucket_bytes:
             yield slice(start, index)
             start = index
-            size = 0
-        size += spec.nbytes
+            bucket_size = 0
+        bucket_size += spec.nbytes
+
     if layout:
         yield slice(start, len(layout))
 
@@ -95,9 +100,9 @@ class TensorEntry(msgspec.Struct, frozen=True):
 
 
 class Probe(msgspec.Struct, frozen=True):
-    """A fixed text as the trainer scored it with a version: `logprobs` are those of ids[1:] at temperature 1,
-    with each adapter in turn. An engine that was just started must agree before it samples a token. `noise`:
-    the largest difference that the trainer's own rounding makes, in nats."""
+    """A fixed text with the trainer's scores under a version: `logprobs` of ids[1:] at temperature 1, with
+    each adapter in turn. A new engine must agree before sampling a token. `noise`: the largest difference
+    that the trainer's own rounding makes, in nats."""
 
     ids: tuple[int, ...]
     logprobs: tuple[float, ...]
@@ -105,8 +110,8 @@ class Probe(msgspec.Struct, frozen=True):
 
 
 class Delta(msgspec.Struct, frozen=True):
-    """The version whose bytes a delta changes. `ranges`: of each tensor the consecutive ranges of bytes, and
-    how many bytes of the delta belong to each."""
+    """The base version of a delta. `ranges`: for each tensor its consecutive byte ranges, as (bytes of the
+    range, bytes of the delta that belong to the range)."""
 
     version: PolicyVersion
     checksum: str
@@ -114,13 +119,13 @@ class Delta(msgspec.Struct, frozen=True):
 
     @property
     def size(self) -> int:
-        """Return bytes of the delta."""
+        """Return the bytes of the delta's file."""
         return sum(size for ranges in self.ranges for _, size in ranges)
 
 
 class AdapterSpec(msgspec.Struct, frozen=True):
-    """Says what the tensors of low-rank adapters are for: `layers` of the model, whose weights are kept
-    `transposed` in models like GPT-2; alpha / rank scales what they add."""
+    """Describes low-rank adapters: for these `layers` of the model, whose weights are stored `transposed` in
+    models like GPT-2; alpha / rank scales the update."""
 
     rank: int
     alpha: float
@@ -143,19 +148,20 @@ class AdapterSpec(msgspec.Struct, frozen=True):
         }
 
 
-_OF_AGENT = re.compile(r"(.*?\.lora_[AB])(?:\.([\w-]+))?\.weight")
+_AGENT_TENSOR = re.compile(r"(.*?\.lora_[AB])(?:\.([\w-]+))?\.weight")
 
 
 def alone(name: str, agent: str) -> str:
-    """Name a tensor of an agent's adapter as in a file of its own; '': it is not of that agent."""
-    found = _OF_AGENT.fullmatch(name)
-    return f"{found[1]}.weight" if found and (found[2] or "") == agent else ""
+    """Name a tensor of an agent's adapter as in a file for this agent alone; '': a tensor of another
+    agent."""
+    match = _AGENT_TENSOR.fullmatch(name)
+    return f"{match[1]}.weight" if match and (match[2] or "") == agent else ""
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """All tensors of a version, in file order. `checksum` is the xxh3 of all entries: the same for a version
-    that is published whole and one that is published as a `delta`. `adapters`: they are those of adapters, by
-    agent; '' is that of all agents without one of their own."""
+    """All tensors of a version, in file order. `checksum` is the xxh3 of all entries: the same whether a
+    version is published whole or as a `delta`. `adapters`: descriptions by agent, if the tensors belong to
+    adapters; '': the adapter of all agents without an entry."""
 
     version: PolicyVersion
     tensors: tuple[TensorEntry, ...]
@@ -168,7 +174,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return tuple(entry.spec for entry in self.tensors)
 
 
-def describe(
+def build_manifest(
     version: PolicyVersion,
     tensors: tuple[TensorEntry, ...],
     delta: Delta | None = None,
@@ -179,10 +185,10 @@ def describe(
 
 
 def xxh3(data: Any) -> str:
-    """64-bit xxh3 of anything with a buffer, as 16 hex digits."""
+    """Return the 64-bit xxh3 of any buffer, as 16 hex digits."""
     return xxhash.xxh3_64_hexdigest(data)
 
 
 def overall_checksum(tensors: Iterable[TensorEntry]) -> str:
-    """Computes one checksum over the names, shapes, types and checksums of all tensors, in order."""
+    """Compute one checksum over the names, shapes, types and checksums of all tensors, in order."""
     return xxh3(msgspec.json.encode(tuple(tensors)))

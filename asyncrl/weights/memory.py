@@ -14,35 +14,35 @@ import torch
 log = logging.getLogger("asyncrl.weights")
 
 
-class Released:
-    """Storages that were given up. Whoever holds their tensors, as recordings of steps do, keeps them."""
+class ReleasedStorages:
+    """Storages that were given up. References to the tensors, as in recordings of steps, stay valid."""
 
     def __init__(self) -> None:
-        self._sizes: list[tuple[torch.UntypedStorage, int]] = []
+        self._released_sizes: list[tuple[torch.UntypedStorage, int]] = []
 
     def release(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Give up what these tensors have; tied ones have it together."""
+        """Give up the memory of these tensors; tied tensors share their memory."""
         for tensor in tensors:
-            if not tensor.untyped_storage().resizable():  # it lies in a file, or in another process's memory
+            if not tensor.untyped_storage().resizable():  # in a file, or in another process's memory
                 tensor.data = torch.empty_like(tensor)
             storage = tensor.untyped_storage()
             if size := storage.nbytes():
                 storage.resize_(0)
-                self._sizes.append((storage, size))
+                self._released_sizes.append((storage, size))
 
     def allocate(self) -> None:
-        """Take as much memory again, with anything in it."""
-        for storage, size in self._sizes:
+        """Take the same amount of memory again, with arbitrary content."""
+        for storage, size in self._released_sizes:
             storage.resize_(size)
-        self._sizes.clear()
+        self._released_sizes.clear()
 
 
 def trim_heap() -> None:
-    """Give freed memory back to the system. Nothing where the C library is not glibc.
+    """Give freed memory back to the system. Does nothing where the C library is not glibc.
 
     Micro-batches of different lengths leave a heap of holes, which only grows by glibc's own rules: 10.4 GB
-    between steps of a model of 135M parameters, 2.1 GB when it is trimmed. A lower MALLOC_MMAP_THRESHOLD_
-    would save as much, but map and clear every tensor anew: a third of the time (docs/log.md).
+    between steps of a model of 135M parameters, 2.1 GB after trimming. A lower MALLOC_MMAP_THRESHOLD_ would
+    save as much, but map and clear every tensor anew: a third of the time (docs/log.md).
     """
     with suppress(AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
@@ -53,28 +53,29 @@ def page_locked(size: int) -> torch.Tensor:
     and ordinary memory, where the system does not allow it. torch's own page-locked memory comes in powers of
     two. Raises MemoryError.
 
-    The pages are unlocked when the last tensor in them goes, before they are freed: CUDA would take what gets
-    their address next for locked, and copy to and from the old pages. A numpy array has them, whose finalizer
-    runs while they are still there.
+    The pages are unlocked when the last tensor there goes, before the pages are freed: else CUDA would take
+    the next memory at this address for locked, and copy to and from the old pages. A numpy array owns the
+    pages, and its finalizer runs before the pages are freed.
     """
     pages = np.empty(size, np.uint8)
-    if not size:  # which CUDA refuses
+    if not size:  # CUDA refuses 0 bytes
         return torch.from_numpy(pages)
 
     runtime = torch.cuda.cudart()
     if int(runtime.cudaHostRegister(pages.ctypes.data, size, 0)) == 0:
-        unlocking = weakref.finalize(pages, runtime.cudaHostUnregister, pages.ctypes.data)
-        unlocking.atexit = False  # CUDA may have ended, and the process gives everything back
+        unlock_finalizer = weakref.finalize(pages, runtime.cudaHostUnregister, pages.ctypes.data)
+        unlock_finalizer.atexit = False  # CUDA may have ended, and the process gives everything back
     else:
         log.warning(
             "%.2f GB of main memory cannot be pinned: copies to and from a GPU are slower", size / 1e9
         )
         _clear_cuda_error()
+
     return torch.from_numpy(pages)
 
 
 def _clear_cuda_error() -> None:
     """Take back CUDA's last error, which torch would raise after its next kernel, and cannot take back."""
-    major = (torch.version.cuda or "").partition(".")[0]
+    cuda_major = (torch.version.cuda or "").partition(".")[0]
     with suppress(OSError):  # a torch that has the library within itself
-        ctypes.CDLL(f"libcudart.so.{major}").cudaGetLastError()
+        ctypes.CDLL(f"libcudart.so.{cuda_major}").cudaGetLastError()

@@ -1,4 +1,4 @@
-"""The files of a model directory: those of weights, and what the others say."""
+"""The files of a model directory: weights, configuration, tokenizer."""
 
 from __future__ import annotations
 
@@ -17,36 +17,40 @@ from asyncrl.config import RunConfig
 from asyncrl.errors import ConfigError
 
 INDEX = "model.safetensors.index.json"
-MODEL = "model"  # in the store's meta: `identity` of the model that a run was begun with
-FILES = (
-    *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"),
-    *("special_tokens_map.json", "chat_template.jinja"),
+MODEL = "model"  # key in the store's meta: `identity` of the run's first model
+IDENTITY_FILES = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
 )
 _NO_LINEAR = re.compile(r"embed|wte|wpe|(?<!shared_)experts?\.|router|\bgate\.|norm|lm_head")
-SERVED = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
-NOTES = {"dtype", "torch_dtype", "transformers_version", "_name_or_path", "name_or_path", "use_cache"}
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2}  # of a number, by model.dtype
-FLOATS = ("F64", "F32", "F16", "BF16")  # safetensors' names
-MANY = 64  # keys, or characters of JSON
+SERVED_MODULES = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+IGNORED_KEYS = {"dtype", "torch_dtype", "transformers_version", "_name_or_path", "name_or_path", "use_cache"}
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2}  # bytes of a number, by model.dtype
+FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")  # safetensors' names
+MAX_VALUE_SIZE = 64  # keys, or characters of JSON
 
 
 def weight_files(path: str) -> list[Path]:
-    """The files that transformers reads, not others beside them, such as a second copy in a publisher's own
-    layout, or adapters. Empty where there is no safetensors; one that an index names may be missing."""
+    """Return the files that transformers reads, without a second copy in a publisher's own layout, or
+    adapters. Empty without safetensors; a file that an index names may be missing."""
     directory = Path(path)
     if (directory / INDEX).is_file():
         return [directory / name for name in set(read_json(directory / INDEX).get("weight_map", {}).values())]
-    single = directory / "model.safetensors"
-    return [single] if single.is_file() else []
+    single_file = directory / "model.safetensors"
+    return [single_file] if single_file.is_file() else []
 
 
 def weight_bytes(path: str) -> int:
-    """Return bytes of the files of weights; 0 without any."""
+    """Return the bytes of the files of weights; 0 without files."""
     return sum(file.stat().st_size for file in weight_files(path) if file.is_file())
 
 
 def published_bytes(config: RunConfig) -> int:
-    """Return bytes of a version."""
+    """Return the bytes of a version."""
     model = config.model
     if not config.adapters_apart:
         return weight_bytes(model.path)
@@ -54,7 +58,7 @@ def published_bytes(config: RunConfig) -> int:
 
 
 def parameter_count(path: str) -> int:
-    """Count the parameters, where shared ones are one. 0 without files of weights."""
+    """Count the parameters, shared parameters once. 0 without files of weights."""
     return sum(map(prod, weight_shapes(path).values()))
 
 
@@ -62,19 +66,19 @@ class StoredTensor(NamedTuple):
     """One tensor, as the header of its file describes it."""
 
     shape: tuple[int, ...]
-    dtype: str  # as safetensors writes it: BF16, F32, I64 …
+    dtype: str  # safetensors' name: BF16, F32, I64 …
     nbytes: int
 
     @property
     def is_float(self) -> bool:
         """True for numbers as they are computed with; quantized ones are smaller or integers."""
-        return self.dtype in FLOATS
+        return self.dtype in FLOAT_DTYPES
 
 
 def stored_tensors(path: str) -> dict[str, StoredTensor]:
     """Return the tensors in the files of weights, by name. Only the headers are read. Raises ConfigError for
     a file that cannot be read, or is not as long as its header says."""
-    headers = (_header(file) for file in weight_files(path))
+    headers = (_read_header(file) for file in weight_files(path))
     entries = (entry for header in headers for entry in header.items() if entry[0] != "__metadata__")
     return {
         name: StoredTensor(tuple(tensor["shape"]), tensor["dtype"], end - start)
@@ -90,7 +94,11 @@ def weight_shapes(path: str) -> dict[str, tuple[int, ...]]:
 
 def linear_shapes(path: str) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the matrices that adapters adapt: stacked experts are no linear layers."""
-    return {n: s for n, s in weight_shapes(path).items() if len(s) == 2 and not _NO_LINEAR.search(n)}
+    return {
+        name: shape
+        for name, shape in weight_shapes(path).items()
+        if len(shape) == 2 and not _NO_LINEAR.search(name)
+    }
 
 
 def adapter_count(config: RunConfig) -> int:
@@ -100,62 +108,67 @@ def adapter_count(config: RunConfig) -> int:
 
 
 def served_modules(path: str) -> set[str]:
-    """Return the kinds of layers that a model's adapters adapt, as servers name them. Empty where they know
-    others, or none for a part of the model: experts."""
+    """Return the kinds of layers that a model's adapters adapt, by the names of servers. Empty where servers
+    do not support adapters of a layer, or of experts."""
     modules = {name.split(".")[-2] for name in linear_shapes(path)}
-    return modules if modules <= SERVED and not any(".experts." in n for n in weight_shapes(path)) else set()
+    has_experts = any(".experts." in name for name in weight_shapes(path))
+    return modules if modules <= SERVED_MODULES and not has_experts else set()
 
 
-def _header(file: Path) -> dict[str, Any]:
-    """Return the header of a safetensors file: {name: {dtype, shape, data_offsets}}. ConfigError if it has
-    none, or if the file is shorter or longer than the header says."""
+def _read_header(file: Path) -> dict[str, Any]:
+    """Return the header of a safetensors file: {name: {dtype, shape, data_offsets}}. Raises ConfigError
+    without a header, and for a file that is shorter or longer than its header says."""
     try:
         size = file.stat().st_size
-        with file.open("rb") as opened:
-            (length,) = struct.unpack("<Q", opened.read(8))
-            if length > size:
+        with file.open("rb") as header_file:
+            (header_length,) = struct.unpack("<Q", header_file.read(8))
+            if header_length > size:
                 raise ValueError("it is cut off, or no safetensors file")
-            header: dict[str, Any] = json.loads(opened.read(length))
+            header: dict[str, Any] = json.loads(header_file.read(header_length))
 
-        ends = [tensor["data_offsets"][1] for name, tensor in header.items() if name != "__metadata__"]
-        expected = 8 + length + max(ends, default=0)
-        if size != expected:
-            raise ValueError(f"it has {size:,} bytes, and its header describes {expected:,}")
+        data_ends = [tensor["data_offsets"][1] for name, tensor in header.items() if name != "__metadata__"]
+        expected_size = 8 + header_length + max(data_ends, default=0)
+        if size != expected_size:
+            raise ValueError(f"it has {size:,} bytes, and its header describes {expected_size:,}")
         return header
     except (OSError, ValueError, LookupError, TypeError, AttributeError, struct.error) as error:
         raise ConfigError(f"{file}: not readable as safetensors ({error}); fetch or save it anew") from None
 
 
 def identity(path: str) -> dict[str, Any]:
-    """The values in a model's files, or their hashes, which decide beside the weights what it reads, computes
-    and writes. `config.json: rope_theta` → 10000.0."""
-    found: dict[str, Any] = {}
-    for file in (Path(path) / name for name in FILES):
+    """Return the values in a model's files, or hashes of long values, that decide beside the weights how the
+    model reads, computes and writes. Example: `config.json: rope_theta` → 10000.0."""
+    values_by_key: dict[str, Any] = {}
+    for file in (Path(path) / name for name in IDENTITY_FILES):
         if file.is_file():
             tree = read_json(file) if file.suffix == ".json" else {"text": file.read_text()}
-            found |= {f"{file.name}: {key}": value for key, value in _values(tree)}
-    return found
+            values_by_key |= {f"{file.name}: {key}": value for key, value in _leaf_values(tree)}
+    return values_by_key
 
 
-def _values(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name in tree.keys() - NOTES:
+def _leaf_values(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name in tree.keys() - IGNORED_KEYS:
         value = tree[name]
         key = f"{prefix}{name}"
-        if isinstance(value, dict) and len(value) <= MANY:
-            yield from _values(value, f"{key}.")
+
+        if isinstance(value, dict) and len(value) <= MAX_VALUE_SIZE:
+            yield from _leaf_values(value, f"{key}.")
             continue
+
         text = msgspec.json.encode(value, order="sorted")
-        yield key, value if len(text) <= MANY else xxhash.xxh3_64_hexdigest(text)
+        yield key, value if len(text) <= MAX_VALUE_SIZE else xxhash.xxh3_64_hexdigest(text)
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a file. ConfigError, which says what to do, when there is none."""
+    """Return the JSON object in a file. Raises ConfigError, with advice, when there is none."""
     try:
         value = json.loads(path.read_text())
     except FileNotFoundError:
         raise ConfigError(f"{path}: missing; a model directory needs it") from None
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: not readable as JSON ({error}); write it anew") from None
+
     if not isinstance(value, dict):
         raise ConfigError(f"{path}: is no JSON object; write it anew")
+
     return value

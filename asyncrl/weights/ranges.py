@@ -1,11 +1,11 @@
-"""A version as a map of byte ranges: each process has its own bytes of each tensor, and says what is in them.
+"""A version as a map of byte ranges: each process has its own bytes of each tensor, and reports checksums.
 
     a tensor, on a grid of blocks:    |--------|--------|--------|----|
     bytes of rank 0, then of rank 1:   000000000000000111111111111111
 
-Its checksum is that of its blocks' checksums. A block across a border is completed by the process that
-collects the shares. The grid does not depend on the ranks, so the same weights have the same checksums
-however many ranks there are. There is no torch here: processes that only keep and check files need none.
+A tensor's checksum is that of its blocks' checksums. A block across a border is completed by the process that
+collects the parts. The grid does not depend on the ranks, so the same weights have the same checksums however
+many ranks there are. There is no torch here: processes that only keep and check files need none.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ import xxhash
 
 from asyncrl.weights.manifest import ITEM_BYTES, Layout, TensorEntry, TensorSpec, WeightsError
 
-GRID = 1 << 16  # bytes of a block
-MOST = 1 << 30  # bytes that msgpack is given at once: it takes less than 4 GiB
-NOTHING = memoryview(b"")
+GRID_BYTES = 1 << 16  # bytes of a block
+MAX_FIELD_BYTES = 1 << 30  # bytes of one msgpack field, which can hold less than 4 GiB
+NO_BYTES = memoryview(b"")
 
 
-class RangeShare(msgspec.Struct, frozen=True, array_like=True):
-    """Consecutive bytes of one tensor: how many, the checksums of the blocks within them, the bytes of blocks
-    that others have a part of, and what goes into a version's file for them, cut into MOST bytes each."""
+class RangePart(msgspec.Struct, frozen=True, array_like=True):
+    """Consecutive bytes of one tensor. `count`: how many. `blocks`: the checksums of the complete blocks.
+    `head`, `tail`: bytes of the blocks that other processes have a part of. `data`: the bytes for a version's
+    file, cut into pieces of MAX_FIELD_BYTES."""
 
     count: int
     head: bytes
@@ -42,84 +43,105 @@ class RangeShare(msgspec.Struct, frozen=True, array_like=True):
         return sum(map(len, self.data))
 
 
-def share(spec: TensorSpec, own: np.ndarray, start: int = 0, data: memoryview = NOTHING) -> RangeShare:
-    """The share that `own` bytes of a tensor are, [n] of uint8, from its byte `start` on."""
-    first = min(-start % GRID, own.size)
-    open_end = (own.size - first) % GRID if start + own.size < spec.nbytes else 0  # the last block is short
-    end = own.size - open_end
-    blocks = (xxhash.xxh3_64_digest(own[at : min(at + GRID, end)].data) for at in range(first, end, GRID))
-    cut = tuple(data[at : at + MOST] for at in range(0, len(data), MOST))
-    return RangeShare(own.size, own[:first].tobytes(), b"".join(blocks), own[end:].tobytes(), cut)
+def make_range_part(
+    spec: TensorSpec, tensor_bytes: np.ndarray, start: int = 0, data: memoryview = NO_BYTES
+) -> RangePart:
+    """Return the part of a tensor that `tensor_bytes` is, [n] of uint8, from the tensor's byte `start` on."""
+    head_end = min(-start % GRID_BYTES, tensor_bytes.size)
+    tail_size = 0  # a tensor's last block may be short: it is complete
+    if start + tensor_bytes.size < spec.nbytes:
+        tail_size = (tensor_bytes.size - head_end) % GRID_BYTES
+    end = tensor_bytes.size - tail_size
+    blocks = (
+        xxhash.xxh3_64_digest(tensor_bytes[offset : min(offset + GRID_BYTES, end)].data)
+        for offset in range(head_end, end, GRID_BYTES)
+    )
+
+    data_pieces = tuple(
+        data[offset : offset + MAX_FIELD_BYTES] for offset in range(0, len(data), MAX_FIELD_BYTES)
+    )
+    return RangePart(
+        tensor_bytes.size,
+        tensor_bytes[:head_end].tobytes(),
+        b"".join(blocks),
+        tensor_bytes[end:].tobytes(),
+        data_pieces,
+    )
 
 
-def joined(spec: TensorSpec, shares: Iterable[RangeShare]) -> TensorEntry:
-    """A tensor with its checksum, of shares that make it up in this order."""
+def join_parts(spec: TensorSpec, range_parts: Iterable[RangePart]) -> TensorEntry:
+    """Return a tensor with its checksum, from the parts that make up the tensor, in order."""
     blocks = []
-    begun = b""
+    open_block = b""
     end = 0
-    for one in shares:
-        begun = begun + one.head
-        end = end + one.count
-        if begun and (len(begun) == GRID or end == spec.nbytes):
-            blocks.append(xxhash.xxh3_64_digest(begun))
-            begun = b""
-        blocks.append(one.blocks)
-        begun += one.tail
-    assert not begun and end == spec.nbytes, f"shares of {spec.name} are missing"
+    for range_part in range_parts:
+        open_block = open_block + range_part.head
+        end = end + range_part.count
+        if open_block and (len(open_block) == GRID_BYTES or end == spec.nbytes):
+            blocks.append(xxhash.xxh3_64_digest(open_block))
+            open_block = b""
+
+        blocks.append(range_part.blocks)
+        open_block += range_part.tail
+
+    assert not open_block and end == spec.nbytes, f"parts of {spec.name} are missing"
     return TensorEntry(*spec, xxhash.xxh3_64_hexdigest(b"".join(blocks)))
 
 
-def entry(spec: TensorSpec, data: np.ndarray) -> TensorEntry:
+def tensor_entry(spec: TensorSpec, data: np.ndarray) -> TensorEntry:
     """Return a tensor with the checksum of its bytes, [n] of uint8."""
-    return joined(spec, (share(spec, data),))
+    return join_parts(spec, (make_range_part(spec, data),))
 
 
 # -- a safetensors file, written range by range and read in place ----------------------------------------
 #
-# Its header follows from the layout alone, so a file with another header is not that version's.
+# The header follows from the layout alone, so a file with another header belongs to another version.
 
 Arrays = dict[str, np.ndarray]  # by tensor: its bytes, [n] of uint8
-_CODES = {"bfloat16": "BF16", "bool": "BOOL", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2"}
+_DTYPE_CODES = {"bfloat16": "BF16", "bool": "BOOL", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2"}
 
 
 def write_file(file: Any, layout: Layout, data: Iterable[np.ndarray]) -> None:
-    """Write all of a file, of the bytes of each tensor."""
+    """Write a whole file from the bytes of each tensor."""
     file.write(file_header(layout))
-    for _, one in zip(layout, data, strict=True):
-        file.write(one.data)
+    for _, tensor_bytes in zip(layout, data, strict=True):
+        file.write(tensor_bytes.data)
 
 
-def starts(layout: Layout) -> Iterator[tuple[str, int]]:
-    """The tensors by name, and where in the file their bytes begin."""
-    at = len(file_header(layout))
+def tensor_offsets(layout: Layout) -> Iterator[tuple[str, int]]:
+    """Yield the tensors' names, and where in the file their bytes begin."""
+    offset = len(file_header(layout))
     for spec in layout:
-        yield spec.name, at
-        at += spec.nbytes
+        yield spec.name, offset
+        offset += spec.nbytes
 
 
 def map_file(path: Path, layout: Layout, mode: Literal["c", "r+"]) -> Arrays:
-    """The file's bytes by tensor, mapped into memory: writes stay in this process ("c") or go to the file
-    ("r+"). Raises WeightsError for a file that does not hold exactly this layout."""
-    expected = file_header(layout)
+    """Map a file into memory and return the bytes by tensor: writes stay in this process ("c") or go to the
+    file ("r+"). Raises WeightsError for a file that does not hold exactly this layout."""
+    expected_header = file_header(layout)
     with WeightsError.instead_of(OSError, ValueError, text=f"weights {path.parent}: no usable {path.name}"):
         data = np.memmap(path, np.uint8, mode)
-    size = len(expected) + sum(spec.nbytes for spec in layout)
-    if data[: len(expected)].tobytes() != expected or data.size != size:
+
+    size = len(expected_header) + sum(spec.nbytes for spec in layout)
+    if data[: len(expected_header)].tobytes() != expected_header or data.size != size:
         problem = f"{path.name} and its manifest name different tensors"
         raise WeightsError(f"weights {path.parent}: {problem}, or it is cut off")
-    places = dict(starts(layout))
-    return {spec.name: data[places[spec.name] :][: spec.nbytes] for spec in layout}
+
+    offsets = dict(tensor_offsets(layout))
+    return {spec.name: data[offsets[spec.name] :][: spec.nbytes] for spec in layout}
 
 
 def file_header(layout: Layout) -> bytes:
-    """The header before the data, which starts at a multiple of 8."""
+    """Return the header before the data; the data start at a multiple of 8."""
     fields: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers requires it
     end = 0
     for spec in layout:
         start = end
         end = end + spec.nbytes
-        code = _CODES.get(spec.dtype) or f"{spec.dtype[0].upper()}{8 * ITEM_BYTES[spec.dtype]}"
-        fields[spec.name] = {"dtype": code, "shape": spec.shape, "data_offsets": (start, end)}
-    text = msgspec.json.encode(fields)
-    text = text.ljust(-(-len(text) // 8) * 8)
-    return struct.pack("<Q", len(text)) + text
+        dtype_code = _DTYPE_CODES.get(spec.dtype) or f"{spec.dtype[0].upper()}{8 * ITEM_BYTES[spec.dtype]}"
+        fields[spec.name] = {"dtype": dtype_code, "shape": spec.shape, "data_offsets": (start, end)}
+
+    header_text = msgspec.json.encode(fields)
+    header_text = header_text.ljust(-(-len(header_text) // 8) * 8)
+    return struct.pack("<Q", len(header_text)) + header_text

@@ -1,11 +1,11 @@
-"""Copies of the weights in host memory: written by the trainer, read in the background by who publishes them.
+"""Copies of the weights in host memory: written by the trainer, read in the background by the publisher.
 
 The trainer hands a snapshot over to the publisher and goes on.
 
-A buffer that is being read, on any rank, is never written to: ranks tell each other which these are, and
-claim the same one. Copies are numbered, and a reader names the one it wants. The tensors of a version lie in
-ranges on many ranks: a collector reads them a bucket at a time, or has each rank write its own, so the whole
-model is never in one process because of a publish.
+A buffer that is being read, on any rank, is never written to: ranks exchange the indices of busy buffers, and
+claim the same free buffer. Copies are numbered, and a reader names a copy by its number. The tensors of a
+version lie in ranges on many ranks: a collector reads one bucket at a time, or has each rank write its own
+range, so publishing never brings the whole model into one process.
 """
 
 from __future__ import annotations
@@ -27,79 +27,83 @@ from asyncrl.errors import disk_full, one_line
 from asyncrl.types import PolicyVersion
 from asyncrl.weights.manifest import Layout, Superseded, WeightsRef
 from asyncrl.weights.memory import page_locked
-from asyncrl.weights.ranges import RangeShare
+from asyncrl.weights.ranges import RangePart
 
 CLAIM_SECONDS = 60.0  # for all ranks to agree on the next buffer
 
 Tensors = dict[str, Tensor]
-NONE = np.empty(0, np.uint8)
+NO_ARRAY = np.empty(0, np.uint8)
 
 
-class Pinned(Protocol):
-    """A copy of the weights that is not written over."""
+class HeldCopy(Protocol):
+    """A copy of the weights that is held for a reader: not written over."""
 
-    def shares(self, part: slice, file: str = "", base: Self | None = None) -> list[Sequence[RangeShare]]:
-        """Return what each rank has of the tensors of a part of the layout, in order: its bytes, which it
-        may have written into the safetensors `file` instead, or what has changed since a `base`. Memory is
-        that of the copy, not to be written to. Raises WeightsError when a rank does not deliver."""
+    def collect_parts(
+        self, part: slice, file: str = "", base: Self | None = None
+    ) -> list[Sequence[RangePart]]:
+        """Return the parts of all ranks for the tensors of a part of the layout, in order: a rank's bytes,
+        which the rank may have written into the safetensors `file` instead, or the changes since a `base`.
+        The memory belongs to the copy and must not be changed. Raises WeightsError when a rank does not
+        deliver."""
         ...
 
     def contiguous_bytes(self, part: slice) -> Tensor | None:
-        """The bytes of a part of the layout where they lie, [n] of uint8, not to be written to; None if they
-        do not lie one behind the other, as those of several ranks."""
+        """Return the bytes of a part of the layout in place, [n] of uint8, which must not be changed; None if
+        the bytes are not contiguous, as with several ranks."""
         ...
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A version in host memory, of ranks that collect. `seconds`: what the trainer waited for it. `pin` can
-    be used again, from any thread; it raises Superseded when a newer version has taken its place."""
+    """A version in host memory, at ranks that collect. `seconds`: how long the trainer waited for the copy.
+    `hold_copy` can be used several times, from any thread; raises Superseded when a newer version has
+    replaced the copy."""
 
     version: PolicyVersion
     layout: Layout
     seconds: float
-    pin: Callable[[], AbstractContextManager[Pinned]]
+    hold_copy: Callable[[], AbstractContextManager[HeldCopy]]
 
     @property
     def total_bytes(self) -> int:
         return sum(spec.nbytes for spec in self.layout)
 
 
-def whole(shares: Iterable[RangeShare], memory: Tensor | None = None) -> Tensor:
-    """Copy the bytes of some shares one behind the other, [n] of uint8; into `memory`, if that is given."""
-    arrays = [np.frombuffer(data, np.uint8) for one in shares for data in one.data]
+def concat_parts(range_parts: Iterable[RangePart], memory: Tensor | None = None) -> Tensor:
+    """Copy the bytes of some parts one behind the other, [n] of uint8, into `memory` if not None."""
+    arrays = [np.frombuffer(data, np.uint8) for range_part in range_parts for data in range_part.data]
     size = sum(array.size for array in arrays)
     target = torch.empty(size, dtype=torch.uint8) if memory is None else memory[:size]
-    np.concatenate(arrays or [NONE], out=target.numpy())
+    np.concatenate(arrays or [NO_ARRAY], out=target.numpy())
     return target
 
 
 class BucketBuffers:
-    """Memory for buckets of what several ranks have: two buffers in turn, of which one is filled while the
-    other is sent. They are made at the first bucket, and kept. `pinned`: a GPU copies from them directly."""
+    """Memory for buckets from several ranks: two buffers in turn, one filled while the other is sent. The
+    first bucket allocates both buffers. `page_locked`: a GPU copies directly from the buffers."""
 
-    def __init__(self, pinned: bool) -> None:
-        self._pinned = pinned
+    def __init__(self, page_locked: bool) -> None:
+        self._page_locked = page_locked
         self._buffers = list[Tensor]()
-        self._filled = 0
+        self._fill_count = 0
 
-    def fill(self, shares: Iterable[RangeShare], largest: int) -> Tensor:
-        """Return the bytes of some shares, at most `largest`, in place of those before the last ones."""
-        if not self._buffers or len(self._buffers[0]) < largest:
-            make = page_locked if self._pinned else partial(torch.empty, dtype=torch.uint8)
-            self._buffers = [make(largest), make(largest)]
-        self._filled += 1
-        return whole(shares, self._buffers[self._filled % 2])
+    def fill_next(self, range_parts: Iterable[RangePart], largest_bucket: int) -> Tensor:
+        """Return the bytes of some parts, at most `largest_bucket`; overwrites the bucket before the last."""
+        if not self._buffers or len(self._buffers[0]) < largest_bucket:
+            allocate = page_locked if self._page_locked else partial(torch.empty, dtype=torch.uint8)
+            self._buffers = [allocate(largest_bucket), allocate(largest_bucket)]
+        self._fill_count += 1
+        return concat_parts(range_parts, self._buffers[self._fill_count % 2])
 
 
 def as_bytes(tensor: Tensor) -> np.ndarray:
-    """The bytes of a CPU tensor, not copied if it is contiguous."""
+    """Return the bytes of a CPU tensor, without a copy if the tensor is contiguous."""
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
 
 
 @dataclass
 class Buffer:
-    """`copied`: number of the copy it holds; 0: none, or one being written."""
+    """One buffer. `copied`: number of the copy in the buffer; 0: no copy, or a copy being written."""
 
     memory: Tensor  # [n] of uint8, all tensors one after another
     copied: int = 0
@@ -108,74 +112,81 @@ class Buffer:
 
 
 class Buffers:
-    """Buffers of `size` bytes, `count` at first, used again and again; one more only if all are being read at
-    once. So there is at most one more than readers, which launch/memory.py counts on."""
+    """Buffers of `size` bytes, `count` at first, used again and again; one more buffer only if all are being
+    read at once. So there is at most one buffer more than readers, as launch/memory.py assumes."""
 
-    def __init__(self, size: int, pinned: bool, count: int = 2) -> None:
+    def __init__(self, size: int, page_locked: bool, count: int = 2) -> None:
         self._size = size
-        self._pinned = pinned
-        self._buffers = [self._buffer() for _ in range(count)]
+        self._page_locked = page_locked
+        self._buffers = [self._new_buffer() for _ in range(count)]
         self._changed = threading.Condition()
         self._claiming = False
-        self.copies = 0
+        self.copy_count = 0
 
     def begin_claim(self) -> list[int]:
-        """Return those that are being read. Nobody begins to read one until `claim`."""
+        """Return the indices of buffers that are being read. No reader begins until `claim_buffer`."""
         with self._changed:
             self._claiming = True
             return [index for index, buffer in enumerate(self._buffers) if buffer.readers]
 
-    def claim(self, busy: Collection[int]) -> int:
-        """The buffer to write next, the oldest that is not `busy`; it holds nothing from now on."""
+    def claim_buffer(self, busy: Collection[int]) -> int:
+        """Return the buffer to write next, the oldest that is not `busy`, which holds no copy from now on."""
         with self._changed:
-            free = [index for index in range(len(self._buffers)) if index not in busy]
-            if not free:  # the trainer does not wait
-                self._buffers.append(self._buffer())
-                free = [len(self._buffers) - 1]
-            oldest = min(free, key=lambda index: self._buffers[index].copied)
-            self._buffers[oldest].copied = 0
+            free_indices = [index for index in range(len(self._buffers)) if index not in busy]
+            if not free_indices:  # the trainer does not wait
+                self._buffers.append(self._new_buffer())
+                free_indices = [len(self._buffers) - 1]
+
+            oldest_index = min(free_indices, key=lambda index: self._buffers[index].copied)
+            self._buffers[oldest_index].copied = 0
             self._claiming = False
             self._changed.notify_all()
-            return oldest
 
-    def copy(self, index: int, tensors: Iterable[tuple[Tensor, torch.dtype]]) -> None:
-        """Copy the tensors, cast to types in which they have `size` bytes in all, into a buffer that was
-        claimed. Those of larger types come first."""
+            return oldest_index
+
+    def copy_tensors(self, index: int, tensors: Iterable[tuple[Tensor, torch.dtype]]) -> None:
+        """Copy tensors, cast to types with `size` bytes in all, into a claimed buffer. Tensors of larger
+        types come first."""
         buffer = self._buffers[index]
         with self._changed:
             buffer.copied = 0
+
         start = 0
         for tensor, dtype in tensors:
             size = tensor.numel() * dtype.itemsize
-            place = buffer.memory[start : start + size].view(dtype)
-            place.copy_(tensor.reshape(-1), non_blocking=True)
+            target = buffer.memory[start : start + size].view(dtype)
+            target.copy_(tensor.reshape(-1), non_blocking=True)
             start += size
+
         assert start == self._size, "other tensors than the buffers are for"
-        if self._pinned:
-            # From a GPU all this is only enqueued, in front of the next change of the weights on the stream.
-            # Not run so far, for lack of a GPU.
+        if self._page_locked:
+            # Copies from a GPU are only enqueued, in front of the next change of the weights on the stream.
+            # This has not been run, for lack of a GPU.
             buffer.event = torch.cuda.Event()
             buffer.event.record()
+
         with self._changed:
-            self.copies += 1
-            buffer.copied = self.copies
+            self.copy_count += 1
+            buffer.copied = self.copy_count
             self._changed.notify_all()
 
     @contextmanager
-    def reading(self, index: int, copied: int, wait: float) -> Iterator[Tensor]:
-        """The memory of a copy that is made within `wait` seconds. Raises Superseded if it is not there. 0: a
-        reader that other ranks have not heard of, which must not begin between `begin_claim` and `claim`."""
+    def reading(self, index: int, copied: int, wait_seconds: float) -> Iterator[Tensor]:
+        """Yield the memory of a copy that is made within `wait_seconds`. Raises Superseded without such a
+        copy. 0: a reader that other ranks do not know of, which must not begin between `begin_claim` and
+        `claim_buffer`."""
 
-        def there() -> bool:
+        def is_copied() -> bool:
             return index < len(self._buffers) and self._buffers[index].copied == copied
 
         with self._changed:
-            if not wait and not self._changed.wait_for(lambda: not self._claiming, CLAIM_SECONDS):
+            if not wait_seconds and not self._changed.wait_for(lambda: not self._claiming, CLAIM_SECONDS):
                 raise Superseded("ranks have not agreed on what to write next: nothing may be read so long")
-            if not self._changed.wait_for(there, wait):
+            if not self._changed.wait_for(is_copied, wait_seconds):
                 raise Superseded(f"copy {copied} of the weights is not in host memory (any more)")
             buffer = self._buffers[index]
             buffer.readers += 1
+
         try:
             if buffer.event is not None:
                 buffer.event.synchronize()
@@ -184,69 +195,70 @@ class Buffers:
             with self._changed:
                 buffer.readers -= 1
 
-    def _buffer(self) -> Buffer:
-        if self._pinned:
+    def _new_buffer(self) -> Buffer:
+        if self._page_locked:
             return Buffer(page_locked(self._size))
         return Buffer(torch.empty(self._size, dtype=torch.uint8))
 
 
-FULL_RETRY = 5.0  # seconds after which a write is tried again that the full disk made fail
+FULL_RETRY_SECONDS = 5.0  # until the next try after a write failed on a full disk
 
 log = logging.getLogger("asyncrl.weights")
 
 
 class Publisher:
-    """Is a thread with a mailbox of one: a newer snapshot replaces one that is still waiting.
+    """A thread with a mailbox of one: a newer snapshot replaces a snapshot that still waits.
 
-    It calls `write`, which puts a version where engines find it, and then `announce(ref, snapshot_s,
-    write_s)`. A failed write is kept in `error` for the owner to raise: the thread ends. On a full disk the
-    newest version waits, and `full` is the error.
+    The thread calls `write`, which puts a version where engines read, and then `announce(ref, snapshot_s,
+    write_s)`. A failed write ends the thread, and `error` is for the owner to raise. On a full disk the
+    newest version waits, and `full` is the error's text.
     """
 
     def __init__(
         self, write: Callable[[Snapshot], WeightsRef], announce: Callable[[WeightsRef, float, float], None]
     ) -> None:
-        self._write = write
+        self._write_version = write
         self._announce = announce
         self.error: Exception | None = None
         self.full = ""
-        self._pending: Snapshot | None = None
+        self._pending_snapshot: Snapshot | None = None
         self._closing = False
+
         self._wake = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="publisher", daemon=True)
         self._thread.start()
 
     def submit(self, snapshot: Snapshot) -> None:
-        """Never blocks. Raises the error that ended an earlier write."""
+        """Submit a snapshot, without blocking. Raises the error that ended an earlier write."""
         if self.error is not None:
             raise self.error
         with self._wake:
-            self._pending = snapshot
+            self._pending_snapshot = snapshot
             self._wake.notify()
 
     def close(self, timeout: float) -> bool:
-        """Write what is pending and end; False when that took longer than `timeout` seconds."""
+        """Write a pending snapshot and end; False after `timeout` seconds."""
         with self._wake:
             self._closing = True
             self._wake.notify()
         self._thread.join(timeout)
         return not self._thread.is_alive()
 
-    def _next(self) -> Snapshot | None:
-        """None: there is none any more."""
+    def _next_snapshot(self) -> Snapshot | None:
+        """Wait for the next snapshot; None at the end."""
         with self._wake:
-            self._wake.wait_for(lambda: self._pending is not None or self._closing)
-            snapshot = self._pending
-            self._pending = None
+            self._wake.wait_for(lambda: self._pending_snapshot is not None or self._closing)
+            snapshot = self._pending_snapshot
+            self._pending_snapshot = None
             return snapshot
 
     def _run(self) -> None:
-        while (snapshot := self._next()) is not None:
+        while (snapshot := self._next_snapshot()) is not None:
             try:
-                start = time.monotonic()
-                ref = self._write(snapshot)
+                started_at = time.monotonic()
+                ref = self._write_version(snapshot)
                 self.full = ""
-                self._announce(ref, snapshot.seconds, time.monotonic() - start)
+                self._announce(ref, snapshot.seconds, time.monotonic() - started_at)
             except Superseded:
                 log.info("v%d was replaced by a newer version before it was written", snapshot.version.step)
             except Exception as error:
@@ -254,9 +266,10 @@ class Publisher:
                     log.warning("v%d is not written: %s", snapshot.version.step, error)
                     with self._wake:
                         self.full = one_line(error)
-                        if not self._wake.wait_for(lambda: self._closing, FULL_RETRY):
-                            self._pending = self._pending or snapshot
+                        if not self._wake.wait_for(lambda: self._closing, FULL_RETRY_SECONDS):
+                            self._pending_snapshot = self._pending_snapshot or snapshot
                     continue
+
                 log.exception("publishing v%d failed", snapshot.version.step)
                 self.error = error  # the owner raises it at its next submit
                 return

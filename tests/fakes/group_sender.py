@@ -40,10 +40,10 @@ def _run(connection: Connection, silent_from: int, path: str, bucket_bytes: int)
     broadcast = ServerGroup.broadcast
     count = 0
 
-    def until_then(group: ServerGroup, data: Tensor, then: Callable[[], None]) -> Future[None]:
+    def until_then(group: ServerGroup, data: Tensor, on_sent: Callable[[], None]) -> Future[None]:
         nonlocal count
         count += 1
-        return broadcast(group, data, then) if count <= silent_from else Future()
+        return broadcast(group, data, on_sent) if count <= silent_from else Future()
 
     ServerGroup.broadcast = until_then  # type: ignore[method-assign]
     sender = Sender("127.0.0.1", bucket_bytes, 60.0, torch.device("cpu"))

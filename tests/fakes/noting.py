@@ -94,6 +94,6 @@ class Coder(ScriptedEngine):
         return Generation(ids, (-1.0,) * len(ids), spans, StopReason.STOP)
 
     async def load(self, ref: WeightsRef) -> Manifest:
-        manifest, _ = await asyncio.to_thread(disk.read, ref)
+        manifest, _ = await asyncio.to_thread(disk.read_tensors, ref)
         self._version = ref.version.step
         return manifest

@@ -70,8 +70,8 @@ class Trainer:
 def publish_four(world: World, folder: Path, **weights: Any) -> list[tuple[bool, str, list[tuple[str, str]]]]:
     """Four versions: whole, two deltas, whole. Returns of each whether it is a delta, its checksum, and those
     of its tensors; they are the trainer's weights."""
-    ranges.GRID = 256
-    ranges.MOST = 100
+    ranges.GRID_BYTES = 256
+    ranges.MAX_FIELD_BYTES = 100
     trainer = Trainer(world, folder, full_every=3, **weights)
     found = []
     for _ in range(4):
@@ -80,7 +80,7 @@ def publish_four(world: World, folder: Path, **weights: Any) -> list[tuple[bool,
             told = trainer.told()
             assert told == trainer.publishing.announced and told.ref.version == (EPOCH, trainer.step)
             assert 0 < told.snapshot_s < DEADLINE and 0 < told.write_s < DEADLINE
-            manifest, read = disk.read(told.ref)
+            manifest, read = disk.read_tensors(told.ref)
             assert read.keys() == state.keys()
             assert all(torch.equal(read[name], tensor) for name, tensor in state.items())
             sums = [(entry.name, entry.xxh3) for entry in manifest.tensors]

@@ -14,8 +14,8 @@ from asyncrl.types import PolicyVersion
 from asyncrl.weights import codec
 from asyncrl.weights.delta import VersionWriter
 from asyncrl.weights.manifest import ITEM_BYTES, AdapterSpec, Layout, TensorSpec, WeightsRef, split
-from asyncrl.weights.ranges import RangeShare, share
-from asyncrl.weights.snapshot import Snapshot, Tensors, as_bytes, whole
+from asyncrl.weights.ranges import RangePart, make_range_part
+from asyncrl.weights.snapshot import Snapshot, Tensors, as_bytes, concat_parts
 
 BUCKET_BYTES = 256 << 20
 
@@ -27,17 +27,17 @@ class PinnedTensors:
     layout: Layout
     kept: Tensors
 
-    def shares(
+    def collect_parts(
         self, part: slice, file: str = "", base: PinnedTensors | None = None
-    ) -> list[Sequence[RangeShare]]:
-        found: list[Sequence[RangeShare]] = []
+    ) -> list[Sequence[RangePart]]:
+        found: list[Sequence[RangePart]] = []
         for spec in self.layout[part]:
             own = as_bytes(self.kept[spec.name])
             data = own.data
             if base is not None and own.size:
                 old = as_bytes(base.kept[spec.name])
-                data = memoryview(codec.encode(old, own, ITEM_BYTES[spec.dtype]))
-            found.append([share(spec, own, 0, data)])
+                data = memoryview(codec.encode_changes(old, own, ITEM_BYTES[spec.dtype]))
+            found.append([make_range_part(spec, own, 0, data)])
         return found
 
     def contiguous_bytes(self, part: slice) -> Tensor | None:
@@ -62,20 +62,20 @@ def snapshot_of(tensors: Mapping[str, Tensor], version: PolicyVersion) -> Snapsh
 
 def buckets(snapshot: Snapshot, bucket_bytes: int) -> Iterator[Tensors]:
     """Its tensors, in groups of at most so many bytes (a larger tensor alone)."""
-    with snapshot.pin() as pinned:
+    with snapshot.hold_copy() as pinned:
         for part in split(snapshot.layout, bucket_bytes):
-            shares = zip(snapshot.layout[part], pinned.shares(part), strict=True)
+            shares = zip(snapshot.layout[part], pinned.collect_parts(part), strict=True)
             yield {
-                spec.name: whole(own).view(getattr(torch, spec.dtype)).view(spec.shape)
+                spec.name: concat_parts(own).view(getattr(torch, spec.dtype)).view(spec.shape)
                 for spec, own in shares
             }
 
 
 def whole_tensors(snapshot: Snapshot) -> Iterator[tuple[TensorSpec, Tensor]]:
     """Its tensors, and copies of their bytes."""
-    with snapshot.pin() as pinned:
+    with snapshot.hold_copy() as pinned:
         for index, spec in enumerate(snapshot.layout):
-            yield spec, whole(pinned.shares(slice(index, index + 1))[0])
+            yield spec, concat_parts(pinned.collect_parts(slice(index, index + 1))[0])
 
 
 def publish(

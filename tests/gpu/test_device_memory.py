@@ -53,8 +53,8 @@ def test_the_device_is_idle_while_training_stands_still() -> None:
             idle.append(kernels_done.query())
 
     def train() -> None:
-        with pause._changed:
-            assert pause._changed.wait_for(lambda: pause._wanted, LONG)
+        with pause._state_changed:
+            assert pause._state_changed.wait_for(lambda: pause._waiting_threads, LONG)
         torch.cuda._sleep(500_000_000)  # cycles
         kernels_done.record()
         assert not kernels_done.query()

@@ -182,7 +182,7 @@ def test_ranks_rest_when_told_and_train_as_ever(size: int, run: Run, world: Worl
         coordinator.plan(request, "end")
         assert not coordinator.until(trainer.Checkpointed).resting
         assert coordinator.until(trainer.Checkpointed, resting=True).step == 1
-        found = disk.read(ref)[1]
+        found = disk.read_tensors(ref)[1]
     phases = {f"timing_s/{name}" for name in ("rest", "wait_devices", "wake")}
     assert phases <= commit.metrics.keys() and ref.version == (EPOCH, 1)
     who = "" if size == 1 else "rank 0, which waits for "

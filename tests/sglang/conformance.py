@@ -63,7 +63,7 @@ class Versions:
         self.refs = [self.publish(stored(policy), at) for at, policy in enumerate(self.policies)]
 
     def tensors(self, version: int) -> dict[str, Tensor]:
-        return disk.read(self.refs[version])[1]
+        return disk.read_tensors(self.refs[version])[1]
 
     def publish(self, tensors: dict[str, Tensor], version: int, epoch: int = 0) -> WeightsRef:
         return fake_weights.publish(tensors, self.directory, PolicyVersion(epoch, version))

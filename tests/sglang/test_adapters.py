@@ -242,8 +242,8 @@ async def test_versions_load_beside_running_turns_and_outlive_neither_keeper_nor
         async with in_use(loader(config, 0, await attach(config, server.url), "b")) as second:
             ref = trained.publish(4 + oldest)
             await second.load(ref)
-            assert second._unloading is not None  # type: ignore[union-attr]
-            await second._unloading  # type: ignore[union-attr]
+            assert second._unload_task is not None  # type: ignore[union-attr]
+            await second._unload_task  # type: ignore[union-attr]
             assert await second.api.adapters() == {f"{ref.label}@b"}
             assert await first.label() == "no adapter of this run"
             with pytest.raises(EngineLost, match="LoRA adapter"):  # nothing is loaded again behind our back

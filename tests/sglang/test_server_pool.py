@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager
 import pytest
 from msgspec.structs import replace
 
-from asyncrl.engines.base import Request, extended, rest
+from asyncrl.engines.base import Request, remaining_request, with_part
 from asyncrl.engines.sglang.client import SGLangClient
 from asyncrl.engines.sglang.http import PauseMode, ServerApi
 from asyncrl.rollout.server_pool import ServerPool
@@ -212,7 +212,7 @@ async def test_a_turn_goes_on_after_a_part_of_it_with_newer_weights(
             assert versions.check(request, part) == count
         await s.load(survivor, versions, 1)
         part = parts[len(parts) // 2]
-        after = extended(request, part, await s.pool.generate(rest(request, part)))
+        after = with_part(request, part, await s.pool.generate(remaining_request(request, part)))
         assert (after.ids[: len(part.ids)], len(after.ids), after.stop) == (part.ids, NEW, StopReason.LENGTH)
         assert [span.version for span in after.spans] == [0, 1]
         assert versions.check(request, after) == NEW

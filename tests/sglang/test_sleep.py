@@ -177,7 +177,7 @@ async def test_weights_that_were_given_up_are_gone_until_a_version_is_loaded(
     async with site(server) as s:
         await s.load(versions.refs[0])
         await s.sleep()
-        async with s.loader.sleeping.woken():
+        async with s.loader.sleeping.waking_load():
             pass
         s.tell()
         with pytest.raises(EngineError, match="not understood"):  # null is no log-prob

@@ -15,7 +15,7 @@ from asyncrl.config import RunConfig, parse
 from asyncrl.engines.base import EngineLost
 from asyncrl.engines.sglang.http import INVALID_LABEL, protocol_of
 from asyncrl.engines.sglang.server import attach, loader
-from asyncrl.engines.sglang.stream import decode
+from asyncrl.engines.sglang.stream import decode_event
 from asyncrl.errors import EngineError
 from asyncrl.launch.servers import check_urls
 from asyncrl.types import StopReason, VersionSpan
@@ -84,7 +84,7 @@ async def test_requests_of_a_pause_whose_clients_left_never_run(server: SGLangSe
 
     async def cached(engine: Kept, ids: tuple[int, ...]) -> int:
         """How much of a prompt is in the cache: all but the last id, when a request with it has run."""
-        return decode(await engine.api.generate_whole(raw(ids, 1))).meta_info.cached_tokens
+        return decode_event(await engine.api.generate_whole(raw(ids, 1))).meta_info.cached_tokens
 
     async with kept(server) as engine:
         await engine.load(refs[0])
@@ -216,10 +216,10 @@ async def test_a_session_that_was_left_open_is_ended_by_the_next_one(
 ):
     async with kept(server) as engine:
         protocol = protocol_of((await engine.api.server_info()).version, server.url)
-        if not protocol.sessions:
+        if not protocol.needs_session:
             pytest.skip("this version has no sessions")
         await engine.api.begin_update()
-        async with protocol.update(engine.api):
+        async with protocol.update_session(engine.api):
             with pytest.raises(WeightsError, match="already open"):
                 await engine.api.begin_update()
         with pytest.raises(WeightsError, match="no weight-update session is open"):

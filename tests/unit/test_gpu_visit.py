@@ -23,7 +23,7 @@ from transformers import Qwen3Config
 
 from asyncrl.config import parse
 from asyncrl.config.composition import compose
-from asyncrl.engines.sglang.process import arguments
+from asyncrl.engines.sglang.process import server_command
 from asyncrl.trainer.footprint import footprint
 from asyncrl.weights.model_files import parameter_count
 from tests.fakes.scripts import script
@@ -625,7 +625,7 @@ def test_sglang_parses_the_arguments_of_servers_on_a_gpu(
             end_to_end.asyncrl(context, way, model, ["server"])
     configs += [compose(overrides) for overrides in trained]
 
-    words = [arguments(config, 0, "127.0.0.1", 30000, gpus=1)[1:] for config in configs]
+    words = [server_command(config, 0, "127.0.0.1", 30000, gpus=1)[1:] for config in configs]
     run = subprocess.run(
         [SGLANG_PYTHON, "-c", PARSE],
         input=json.dumps(words),

@@ -12,7 +12,7 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig
 
 from asyncrl import shrunk, user_cache
-from asyncrl.engines.torch.check import decodes
+from asyncrl.engines.torch.check import decoding_problem
 from asyncrl.engines.torch.engine import build
 from asyncrl.errors import ConfigError
 from asyncrl.shrunk import narrowed_config, remembered, unknown
@@ -65,7 +65,7 @@ def test_packed_rows_trees_and_slots_of_an_architecture(kind: str) -> None:
     assert found is not None and not found["padded"]
     assert agrees(found["packed"], packed) and agrees(found["tree"], packed)
     assert bool(found["cut"]) == (kind == "opt")  # its forward goes around its backbone
-    assert agrees(decodes(shrunk.shrunken_model(narrowed_config(config))), served)
+    assert agrees(decoding_problem(shrunk.shrunken_model(narrowed_config(config))), served)
 
 
 @pytest.mark.parametrize(

@@ -37,14 +37,14 @@ from transformers import AutoModelForCausalLM
 
 from asyncrl.config import RunConfig
 from asyncrl.engines.base import EngineLost, Request, Sampling
-from asyncrl.engines.sglang.adapters import AdapterLoader, outdated
+from asyncrl.engines.sglang.adapters import AdapterLoader, is_outdated
 from asyncrl.engines.sglang.client import SGLangClient
 from asyncrl.engines.sglang.http import ServerApi
 from asyncrl.engines.sglang.loader import ServerLoader
 from asyncrl.types import NO_VERSION, PolicyVersion
 from asyncrl.weights.adapters import Adapters
 from asyncrl.weights.delta import VersionWriter
-from asyncrl.weights.disk import payload, prune
+from asyncrl.weights.disk import payload_path, prune
 from asyncrl.weights.manifest import WeightsRef
 from tests.fakes.sglang import loader_of, sglang_config
 from tests.fakes.sglang_process import SGLangServer
@@ -128,7 +128,7 @@ class Bench:
         api = ServerApi(server.url)
         if apart:
             loader: AdapterLoader | ServerLoader = AdapterLoader(
-                api, config, directory / "cache", "bench", based=True
+                api, config, directory / "cache", "bench", has_base=True
             )
         else:
             config = sglang_config(TOKENS, model=str(model))
@@ -188,7 +188,7 @@ async def push(bench: Bench) -> list[str]:
     ids = prompt(versions, 513, 1)
     pairs = zip(await bench.loader.score(ids), versions.logprobs(ids), strict=True)
     gaps = [abs(a - b) for a, b in pairs]
-    size = os.path.getsize(payload(Path(ref.path)))  # noqa: ASYNC240
+    size = os.path.getsize(payload_path(Path(ref.path)))  # noqa: ASYNC240
     writes = []
     loads = []
     used = bench.seconds
@@ -294,7 +294,7 @@ async def turns(bench: Bench, way: str, episodes: int, count: int, every: float,
         client.mark(acked)
         ids = prompt(versions, PROMPT, 1000 * at + index)
         for turn in range(count):
-            if way != "keep" or outdated(acked, bench.newest, bench.config):
+            if way != "keep" or is_outdated(acked, bench.newest, bench.config):
                 acked = bench.newest
                 client.mark(acked)
             sampled = await bench.sample(client, ids, ANSWER, f"{index}")

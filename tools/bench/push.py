@@ -116,7 +116,7 @@ class Bench:
 
             async def push(snapshot: Snapshot) -> None:
                 ref = await asyncio.to_thread(files.write, snapshot)
-                await asyncio.to_thread(disk.verify, ref)
+                await asyncio.to_thread(disk.verify_version, ref)
                 async with self.paused():
                     await self.server.update_from_disk(ref.path, ref.label)
                 disk.prune(Path(directory), 1)
@@ -132,7 +132,7 @@ class Bench:
             async def push(snapshot: Snapshot) -> None:
                 pushing = receiver.push(sender.offer(snapshot), DEADLINE)
                 async with pushing as ready, self.paused():
-                    await ready.load()
+                    await ready.load_buckets()
 
             name = f"broadcast, {bucket_bytes // MB} MB"
             joins = self.row(f"{name}, first", [await self.once(push)])

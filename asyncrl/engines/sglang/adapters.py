@@ -1,11 +1,11 @@
-"""Loads published adapters into one server, each under a name of its own, beside what the server does.
+"""Loads published adapters into one server, each under its own name, while the server serves requests.
 
     version: verified, in PEFT's layout ──► loaded as `label@attachment` ──► old ones unloaded
                                             (of agents: `label/agent@attachment`)
 
-Nothing is paused: a request names its adapter, and keeps it to its end. A load that fails changes nothing.
-Files are the server's only while it reads them: of an unloaded adapter it remembers the path, and would load
-it again for whoever names it.
+Nothing is paused: a request names its adapter and keeps this adapter to the end. A load that fails changes
+nothing. Files are deleted after the server has read them: a server remembers the path of an unloaded adapter,
+and would load the adapter again for a request with its name.
 """
 
 from __future__ import annotations
@@ -35,140 +35,155 @@ from asyncrl.weights.ranges import write_file
 
 log = logging.getLogger("asyncrl.keeper")
 
-_NAME = re.compile(r"(e\d+-v\d+)(?:/[\w-]+)?@(.+)")
+_ADAPTER_NAME = re.compile(r"(e\d+-v\d+)(?:/[\w-]+)?@(.+)")
 
 
 def adapter_name(version: PolicyVersion, attachment: str, agent: str) -> str:
-    """Names a version's adapter on a server, which outlives runs: they give the same labels to others."""
+    """Name a version's adapter on a server. Servers outlive runs, and runs give the same labels to different
+    versions, so the name contains the attachment."""
     return f"{version.label}{agent and f'/{agent}'}@{attachment}"
 
 
-def outdated(version: PolicyVersion, newest: PolicyVersion, config: RunConfig) -> bool:
-    """No request may go on with this version at a server that has the newest."""
+def is_outdated(version: PolicyVersion, newest: PolicyVersion, config: RunConfig) -> bool:
+    """True if no request may go on with this version at a server that has the newest version."""
     lag = newest.step - version.step
     return version.epoch != newest.epoch or lag > config.buffer.usual_staleness
 
 
 class AdapterLoader:
-    """The server at `api.url`, as its keeper sees it; compare `ServerLoader`. `cache`: a directory of this
-    loader's own, on a disk that the server reads. `attachment`: names this one of all keepers that the server
-    may have had. `based`: the server has the weights of model.path already."""
+    """Loads adapters into the server at `api.url`; compare `ServerLoader`. `cache`: a directory of this
+    loader alone, on a disk that the server reads. `attachment`: names this keeper among all keepers that the
+    server may have had. `has_base`: the server has the weights of model.path already."""
 
-    broken = ""  # a load that fails leaves the versions before it as they are
+    broken = ""  # a load that fails leaves earlier versions as they are
 
-    def __init__(self, api: ServerApi, config: RunConfig, cache: Path, attachment: str, based: bool) -> None:
+    def __init__(
+        self, api: ServerApi, config: RunConfig, cache: Path, attachment: str, has_base: bool
+    ) -> None:
         self.api = api
-        self.loaded: WeightsRef | None = None  # last
+        self.loaded: WeightsRef | None = None  # the last version
         self.sleeping = ServerSleep(api)
-        self._told: WeightsRef | None = None  # the one before: who sends requests has heard of it
+        self._previous_ref: WeightsRef | None = None  # the version before: known to all clients
         self._config = config
         self._cache = cache
         self._attachment = attachment
-        self._based = based
+        self._has_base = has_base
         self._deadline = config.weights.deadline
-        self._loading = asyncio.Lock()
-        self._unloading: asyncio.Task[None] | None = None
+        self._load_lock = asyncio.Lock()
+        self._unload_task: asyncio.Task[None] | None = None
 
     async def load(self, ref: WeightsRef) -> Manifest:
-        """WeightsError: the version is missing, damaged or another model's; those before it stay."""
-        async with self._loading:
-            files = self._cache / uuid.uuid4().hex
+        """Load a version beside earlier versions. Raises WeightsError for a version that is missing, damaged
+        or of another model; earlier versions stay."""
+        async with self._load_lock:
+            adapter_files = self._cache / uuid.uuid4().hex
             try:
                 with disk.lock_version(ref):
-                    manifest = await to_its_end(partial(self._lay_out, ref, files))
-                if not self._based:
+                    manifest = await to_its_end(partial(self._write_peft_files, ref, adapter_files))
+
+                if not self._has_base:
                     with self.sleeping.waking():
                         await self._load_base()
-                loaded = await self.api.adapters()  # some, where this one's caller gave up a load
-                for agent, name in self._names(ref).items():
-                    if name not in loaded:
-                        await self.api.load_adapter(name, str(files.absolute() / agent), self._deadline)
+
+                loaded_names = await self.api.adapters()  # a load that was given up may have loaded some
+                for agent, name in self._adapter_names(ref).items():
+                    if name not in loaded_names:
+                        await self.api.load_adapter(
+                            name, str(adapter_files.absolute() / agent), self._deadline
+                        )
             finally:
-                await asyncio.to_thread(shutil.rmtree, files, ignore_errors=True)
-            self._told = self.loaded
+                await asyncio.to_thread(shutil.rmtree, adapter_files, ignore_errors=True)
+
+            self._previous_ref = self.loaded
             self.loaded = ref
-            if self._unloading is None or self._unloading.done():
-                self._unloading = asyncio.create_task(self._unload_old())
+            if self._unload_task is None or self._unload_task.done():
+                self._unload_task = asyncio.create_task(self._unload_old())
             return manifest
 
     async def sleep(self) -> None:
-        """Give up KV cache and base until the next load; adapters, and requests that name them, stay."""
-        async with self._loading:
-            self._based = False
+        """Give up KV cache and base until the next load; adapters, and requests that use adapters, stay."""
+        async with self._load_lock:
+            self._has_base = False
             await self.sleeping.sleep()
 
     async def score(self, ids: tuple[int, ...]) -> tuple[float, ...]:
-        """Return log-probs of ids[1:] with each adapter of the version that was loaded last, in turn, at
-        temperature 1; NaN where the server has none."""
-        names = self._names(self.loaded).values() if self.loaded is not None else ("",)
+        """Return log-probs of ids[1:] with each adapter of the last loaded version, in turn, at temperature
+        1; NaN where the server has no log-prob."""
+        names = self._adapter_names(self.loaded).values() if self.loaded is not None else ("",)
         scores = [await self.api.score(ids, self._deadline, name) for name in names]
         return tuple(chain.from_iterable(scores))
 
     async def label(self) -> str:
-        """Tell what the server holds: the label of the version that was loaded last, if it is there."""
-        base = await self.api.weight_label()
+        """Return what the server holds: the label of the last loaded version, if its adapters are there."""
+        base_label = await self.api.weight_label()
         ref = self.loaded
-        if base != BASE_LABEL or ref is None:
-            return base
-        names = set(self._names(ref).values())
-        return ref.label if names <= await self.api.adapters() else "no adapter of this run"
+        if base_label != BASE_LABEL or ref is None:
+            return base_label
+        adapter_names = set(self._adapter_names(ref).values())
+        return ref.label if adapter_names <= await self.api.adapters() else "no adapter of this run"
 
     async def close(self) -> None:
-        if self._unloading is not None:
-            self._unloading.cancel()
-            await asyncio.wait([self._unloading])
+        if self._unload_task is not None:
+            self._unload_task.cancel()
+            await asyncio.wait([self._unload_task])
         await asyncio.to_thread(shutil.rmtree, self._cache, ignore_errors=True)
         await self.api.close()
 
     async def _load_base(self) -> None:
-        """The server sleeps, or has the weights of another directory, or of another run. One that slept goes
-        on before an adapter is loaded, as that may wait for the end of requests that use an old one."""
+        """Load model.path into a server that sleeps, or has the weights of another directory or run. A
+        sleeping server goes on before an adapter is loaded: the load may wait for the end of requests with an
+        old adapter."""
         path = os.path.abspath(self._config.model.path)  # noqa: ASYNC240 (no file is touched)
         load = partial(self.api.update_from_disk, path, BASE_LABEL, self._deadline)
+
         if self.sleeping.asleep:
-            async with self.sleeping.woken():
+            async with self.sleeping.waking_load():
                 await load()
         else:
             await load()
             await self.api.flush_cache(wait=self._deadline)
-        self._based = True
 
-    def _names(self, ref: WeightsRef) -> dict[str, str]:
+        self._has_base = True
+
+    def _adapter_names(self, ref: WeightsRef) -> dict[str, str]:
         """Return the names of a version's adapters, by agent."""
         agents = self._config.adapters
         return {agent: adapter_name(ref.version, self._attachment, agent) for agent in agents}
 
-    def _lay_out(self, ref: WeightsRef, files: Path) -> Manifest:
-        """Write PEFT's directories. The server may map their files for as long as it has the adapters: no
-        links to those of the version, which other machines may delete."""
+    def _write_peft_files(self, ref: WeightsRef, files: Path) -> Manifest:
+        """Write PEFT's directories. The files are copies, as the server may map files for as long as it has
+        the adapters, and other machines may delete the files of the version."""
         manifest, arrays = disk.read_arrays(ref)
         if not manifest.adapters:
             raise WeightsError(f"weights {ref.path}: {ref.label} is not of adapters")
+
         with WeightsError.instead_of(OSError, text=f"weights {ref.path}: cannot be copied to {files}"):
             for agent, spec in manifest.adapters.items():
-                own = [one for one in manifest.layout if alone(one.name, agent)]
-                layout = tuple(one._replace(name=alone(one.name, agent)) for one in own)
+                agent_tensors = [tensor for tensor in manifest.layout if alone(tensor.name, agent)]
+                layout = tuple(tensor._replace(name=alone(tensor.name, agent)) for tensor in agent_tensors)
                 (files / agent).mkdir(parents=True, exist_ok=True)
-                settings = msgspec.json.encode(spec.peft(self._config.model.path))
-                (files / agent / "adapter_config.json").write_bytes(settings)
+                adapter_config = msgspec.json.encode(spec.peft(self._config.model.path))
+                (files / agent / "adapter_config.json").write_bytes(adapter_config)
                 with (files / agent / "adapter_model.safetensors").open("wb") as file:
-                    write_file(file, layout, (arrays[one.name] for one in own))
+                    write_file(file, layout, (arrays[tensor.name] for tensor in agent_tensors))
+
         return manifest
 
     async def _unload_old(self) -> None:
-        """Unload what is outdated, and what earlier keepers have left. Their requests end soon."""
+        """Unload outdated adapters, and adapters that earlier keepers have left. Their requests end soon."""
         try:
             for name in sorted(await self.api.adapters()):
-                found = _NAME.fullmatch(name)
-                if found and (found[2] != self._attachment or self._old(found[1])):
+                name_match = _ADAPTER_NAME.fullmatch(name)
+                if name_match and (name_match[2] != self._attachment or self._is_old(name_match[1])):
                     await self.api.unload_adapter(name, self._deadline)
         except AsyncrlError as error:  # the next load tries again
             log.warning("server %s keeps old adapters: %s", self.api.url, one_line(error))
 
-    def _old(self, label: str) -> bool:
-        """Tell whether it is outdated by the version before the last: no request names it any more."""
+    def _is_old(self, label: str) -> bool:
+        """True if the version before the last makes this label outdated: no request uses its adapter any
+        more."""
         version = version_of(label)
-        if self._told is None or version is None:
+        if self._previous_ref is None or version is None:
             return False
-        told = self._told.version
-        return version < told and outdated(version, told, self._config)
+        previous_version = self._previous_ref.version
+        return version < previous_version and is_outdated(version, previous_version, self._config)

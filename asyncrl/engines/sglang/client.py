@@ -1,10 +1,11 @@
-"""A worker's client of one SGLang server: ids in; ids, log-probs and their versions out. Never text.
+"""A worker's client of one SGLang server: ids in; ids, log-probs and versions out. Never text.
 
     request ──► room ──► stream ──► events put together ──► Generation
                            └► cut, silent or taken back ──► EngineLost, with what was streamed
 
-One call is one HTTP request. The server may end it before the turn is over, at an end-of-sequence id of its
-own: the caller (rollout/server_pool.py) asks for the rest. The server forgets prefixes by itself.
+One call is one HTTP request. The server may end the request before the turn is over, at an end-of-sequence id
+of its own: the caller (rollout/server_pool.py) asks for the remaining tokens. The server forgets prefixes by
+itself.
 """
 
 from __future__ import annotations
@@ -20,23 +21,24 @@ import numpy as np
 
 from asyncrl.config import RunConfig
 from asyncrl.engines.base import NOTHING, EngineLost, EngineRefused, Request, check_request
-from asyncrl.engines.sglang.adapters import adapter_name, outdated
+from asyncrl.engines.sglang.adapters import adapter_name, is_outdated
 from asyncrl.engines.sglang.http import ServerApi, ServerGone
-from asyncrl.engines.sglang.stream import ForeignWeights, StreamedTurn, decode
+from asyncrl.engines.sglang.stream import ForeignWeights, StreamedTurn, decode_event
 from asyncrl.errors import EngineError
 from asyncrl.types import NO_VERSION, Generation, PolicyVersion, StopReason, TokenScores
 from asyncrl.wire.messages.worker import EngineUse
 
 SEED_MASK = (1 << 31) - 1
-UNLOADED = "LoRA adapter"  # in the refusal of a request whose adapter the server does not have
-MAX_REQUESTS = 256  # that one worker has open at one server at once; more wait in the worker
+ADAPTER_REFUSAL = "LoRA adapter"  # in the refusal of a request whose adapter the server does not have
+MAX_REQUESTS = 256  # of one worker, open at one server at once; more wait in the worker
 
 
 class SGLangClient:
     """Calls the server at `api.url`. Used within one event loop.
 
-    `vocabulary`: of the model. `use`: totals of what the server has done. `salt`: names the run's attachment
-    to the server; other runs give the same labels to other weights, and the server's cache outlives them.
+    `vocabulary`: the number of the model's ids. `use`: totals of the server's work. `salt`: names the run's
+    attachment to the server; other runs give the same labels to different weights, and the server's cache
+    outlives runs.
     """
 
     def __init__(
@@ -47,138 +49,159 @@ class SGLangClient:
         self._config = config
         self._vocabulary = vocabulary
         self._salt = salt
-        self._adapters = config.adapters_apart
-        self._in_place = config.update_mode == "in_place" and not self._adapters
-        # Then retractions are not for want of memory.
-        self._by_update = config.shifts or (config.update_mode == "retract" and not self._adapters)
-        self._acked = NO_VERSION
-        self._room = asyncio.Semaphore(MAX_REQUESTS)
-        # Without a deadline until `close`, or until the version of their adapter is outdated.
-        self._calls: dict[asyncio.Timeout, StreamedTurn | None] = {}  # None: waits for room
-        self._closed = False
+        self._uses_adapters = config.adapters_apart
+
+        self._in_place = config.update_mode == "in_place" and not self._uses_adapters
+        # Where updates retract requests, a retraction is no sign of too little memory.
+        self._updates_retract = config.shifts or (config.update_mode == "retract" and not self._uses_adapters)
+        self._acked_version = NO_VERSION
+        self._free_requests = asyncio.Semaphore(MAX_REQUESTS)
+        # Calls have no deadline until `close`, or until the version of their adapter is outdated.
+        self._open_calls: dict[asyncio.Timeout, StreamedTurn | None] = {}  # None: waits for room
+        self._is_closed = False
 
     def mark(self, version: PolicyVersion) -> None:
-        """The server has confirmed this version: requests from now on see nothing older. Those whose
-        adapter is outdated end, as far as they are; not before their first token, or none might come."""
-        self._acked = version
-        if self._adapters:
-            begun = [(call, stream) for call, stream in self._calls.items() if stream and stream.tokens]
-            self._cut(call for call, stream in begun if outdated(stream.acked, version, self._config))
+        """Note that the server has confirmed this version: later requests see nothing older. Requests whose
+        adapter is outdated end with the tokens so far, but not before the first token: else a turn might
+        never get a token."""
+        self._acked_version = version
+        if self._uses_adapters:
+            started_calls = [
+                (call, stream) for call, stream in self._open_calls.items() if stream and stream.tokens
+            ]
+            self._cut_calls(
+                call
+                for call, stream in started_calls
+                if is_outdated(stream.acked_version, version, self._config)
+            )
 
     def sleeps(self, asleep: bool) -> None:
-        """Tell whether the server sleeps: then streams may be silent."""
-        self.api.sleeps(asleep)
+        """Note whether the server sleeps: streams may be silent during a sleep."""
+        self.api.set_asleep(asleep)
 
     async def generate(self, request: Request) -> Generation:
-        """Sample a turn, or the beginning of one (stop: ABORT). Raises EngineBusy, EngineLost when another
+        """Sample a turn, or the beginning of a turn (stop: ABORT). Raises EngineBusy, EngineLost when another
         server can go on, and EngineError on a request that no server can serve."""
         check_request(request, self._vocabulary, self._config.rollout.max_tokens)
-        room = self._config.rollout.max_tokens - len(request.ids)
-        most = min(room, request.sampling.max_new_tokens)
-        sampling = msgspec.structs.replace(request.sampling, max_new_tokens=most)
+        remaining_room = self._config.rollout.max_tokens - len(request.ids)
+        token_limit = min(remaining_room, request.sampling.max_new_tokens)
+        sampling = msgspec.structs.replace(request.sampling, max_new_tokens=token_limit)
         request = msgspec.structs.replace(request, sampling=sampling)
+
         stream = None
         try:
             async with asyncio.timeout(None) as call:
-                self._calls[call] = None
-                async with self._room:
-                    stream = StreamedTurn(request, self._acked, self._in_place, self._adapters)
-                    self._calls[call] = stream
-                    await self._read(request, stream)
+                self._open_calls[call] = None
+                async with self._free_requests:
+                    stream = StreamedTurn(request, self._acked_version, self._in_place, self._uses_adapters)
+                    self._open_calls[call] = stream
+                    await self._read_stream(request, stream)
                 sampled = stream.generation()
         except (ServerGone, ForeignWeights) as error:
-            raise self._lost(error, stream) from error
+            raise self._engine_lost(error, stream) from error
         except EngineRefused as error:
-            if self._adapters and UNLOADED in str(error):
-                raise self._lost(error, stream) from error
+            if self._uses_adapters and ADAPTER_REFUSAL in str(error):
+                raise self._engine_lost(error, stream) from error
             raise
         except TimeoutError as error:
-            if self._closed or stream is None:
-                raise self._lost("it is no longer used", stream) from error
-            return _part(stream)
+            if self._is_closed or stream is None:
+                raise self._engine_lost("it is no longer used", stream) from error
+            return _good_part(stream)
         finally:
-            self._calls.pop(call, None)
+            self._open_calls.pop(call, None)
+
         if sampled.stop is StopReason.ABORT:
-            self._explain(stream, sampled)
+            self._explain_abort(stream, sampled)
+
         return sampled
 
     async def score(self, ids: tuple[int, ...]) -> tuple[float, ...]:
-        """Samples a turn, as `Engine.generate` does. Raises EngineBusy, and EngineLost when another server
-        may have an answer."""
-        adapter = self._adapter(next(iter(self._config.adapters), ""))
-        async with self._asking():
+        """Return log-probs of ids[1:] as `Engine.score` does, with the first adapter, if there are adapters.
+        Raises EngineBusy, and EngineLost when another server may have an answer."""
+        adapter = self._adapter_name_of(next(iter(self._config.adapters), ""))
+        async with self._request_slot():
             return await self.api.score(ids, self._config.engine.request_timeout, adapter)
 
     async def read(self, ids: tuple[int, ...], count: int, top: int) -> TokenScores:
-        """Scores the last `count` of these ids, by a server whose weights stay as they are. Raises what
-        `score` does, and EngineError on ids that the model has not."""
+        """Score the last `count` ids, at a server whose weights never change. Raises the errors of `score`,
+        and EngineError for ids that the model does not have."""
         if max(ids) >= self._vocabulary:
             raise EngineError(f"token {max(ids)} is beyond the scorer's vocabulary of {self._vocabulary}")
+
         start = len(ids) - count - 1
         seconds = self._config.engine.request_timeout
-        async with self._asking():
-            read = await self.api.read(ids, seconds, start, salt=self._salt, top=top)
+        async with self._request_slot():
+            meta_info = await self.api.read(ids, seconds, start, salt=self._salt, top=top)
+
         self.use.requests += 1
-        self.use.prompt_tokens += read.prompt_tokens
-        self.use.cached_tokens += read.cached_tokens
-        likeliest = [place or () for place in read.input_top_logprobs[1:]]
+        self.use.prompt_tokens += meta_info.prompt_tokens
+        self.use.cached_tokens += meta_info.cached_tokens
+        top_entries = [candidates or () for candidates in meta_info.input_top_logprobs[1:]]
+
         return TokenScores(
-            logprobs=np.array([token.logprob for token in read.input_token_logprobs[1:]], "<f4").tobytes(),
-            ids=np.array([[token.id for token in place] for place in likeliest], "<i4").tobytes(),
-            top=np.array([[token.logprob for token in place] for place in likeliest], "<f4").tobytes(),
+            logprobs=np.array(
+                [token.logprob for token in meta_info.input_token_logprobs[1:]], "<f4"
+            ).tobytes(),
+            ids=np.array([[token.id for token in candidates] for candidates in top_entries], "<i4").tobytes(),
+            top=np.array(
+                [[token.logprob for token in candidates] for candidates in top_entries], "<f4"
+            ).tobytes(),
         )
 
     @asynccontextmanager
-    async def _asking(self) -> AsyncIterator[None]:
-        """The body asks the server for a whole answer."""
+    async def _request_slot(self) -> AsyncIterator[None]:
+        """Have room for a request during the body, which asks the server for an answer that is not
+        streamed."""
         try:
-            async with self._room:
+            async with self._free_requests:
                 yield
         except ServerGone as error:
-            raise self._lost(error, None) from error
+            raise self._engine_lost(error, None) from error
 
     async def close(self) -> None:
-        """Cut all requests: they are lost, with what was streamed."""
-        self._closed = True
-        self._cut(self._calls)
+        """Cut all requests, each of which ends with EngineLost and the streamed tokens."""
+        self._is_closed = True
+        self._cut_calls(self._open_calls)
         await self.api.close()
 
-    def _cut(self, calls: Iterable[asyncio.Timeout]) -> None:
+    def _cut_calls(self, calls: Iterable[asyncio.Timeout]) -> None:
         now = asyncio.get_running_loop().time()
         for call in calls:
             call.reschedule(now)
 
-    def _adapter(self, agent: str) -> str:
-        """Return the name of an agent's newest one; "": versions are whole, or it has none."""
-        own = agent if agent in self._config.agents else ""
-        named = self._adapters and own in self._config.adapters
-        return adapter_name(self._acked, self._salt, own) if named else ""
+    def _adapter_name_of(self, agent: str) -> str:
+        """Return the name of an agent's newest adapter; "" where versions are whole models, or the agent has
+        no adapter."""
+        own_agent = agent if agent in self._config.agents else ""
+        has_adapter = self._uses_adapters and own_agent in self._config.adapters
+        return adapter_name(self._acked_version, self._salt, own_agent) if has_adapter else ""
 
-    async def _read(self, request: Request, stream: StreamedTurn) -> None:
-        """Send the request and take in its events, to the last."""
+    async def _read_stream(self, request: Request, stream: StreamedTurn) -> None:
+        """Send the request and add all events of the answer to `stream`."""
         try:
             silence = self._config.engine.request_timeout
             clock = asyncio.get_running_loop().time
-            due = clock() + request.part_seconds
-            async with self.api.generate(self._body(request), silence) as events:
+            next_part_at = clock() + request.part_seconds
+            async with self.api.generate(self._request_body(request), silence) as events:
                 async for payload in events:
-                    before = len(stream.tokens)
-                    retracted = stream.retracted
-                    stream.add(decode(payload))
-                    self.use.tokens += len(stream.tokens) - before  # at once: a sign of life
-                    if not self._by_update:
-                        self.use.retracted += stream.retracted - retracted
-                    if stream.watched():
-                        break  # which aborts the request
-                    if clock() >= due:
+                    tokens_before = len(stream.tokens)
+                    retracted_before = stream.retractions
+                    stream.add_event(decode_event(payload))
+                    self.use.tokens += len(stream.tokens) - tokens_before  # at once: a sign of life
+                    if not self._updates_retract:
+                        self.use.retracted += stream.retractions - retracted_before
+                    if stream.ends_by_watch():
+                        break  # leaving the context aborts the request
+
+                    if clock() >= next_part_at:
                         await request.on_part(stream.generation())
-                        due = clock() + request.part_seconds
+                        next_part_at = clock() + request.part_seconds
         finally:
             self.use.requests += 1
             self.use.prompt_tokens += stream.prompt_tokens
             self.use.cached_tokens += stream.cached_tokens
 
-    def _body(self, request: Request) -> dict[str, Any]:
+    def _request_body(self, request: Request) -> dict[str, Any]:
         sampling = request.sampling
         body: dict[str, Any] = {
             "rid": uuid.uuid4().hex,
@@ -195,34 +218,42 @@ class SGLangClient:
         }
         if self._config.trainer.router_replay and request.routes_from is not None:
             body |= {"return_routed_experts": True, "routed_experts_start_len": request.routes_from}
-        if adapter := self._adapter(request.agent):
-            body["lora_path"] = adapter  # which is part of what the cache goes by
+
+        if adapter := self._adapter_name_of(request.agent):
+            body["lora_path"] = adapter  # part of the cache's key
         elif self._in_place:
-            # The cache outlives updates. What a request finds under its salt is no older than the salt says.
-            body["cache_salt"] = f"{self._salt}/{self._acked.label}"
+            # The cache outlives updates: a request finds no KV older than the version in its salt.
+            body["cache_salt"] = f"{self._salt}/{self._acked_version.label}"
+
         return body
 
-    def _explain(self, stream: StreamedTurn, sampled: Generation) -> None:
-        """Raises unless the server ended the request at an end-of-sequence id of its own."""
-        finish = stream.finish
+    def _explain_abort(self, stream: StreamedTurn, sampled: Generation) -> None:
+        """Raise an error unless the server ended the request at an end-of-sequence id of its own."""
+        finish = stream.finish_reason
         if finish is None:
-            raise self._lost("the stream ended, but not the request", stream)
+            raise self._engine_lost("the stream ended, but not the request", stream)
         if finish.type == "abort":
-            raise self._lost(f"the server took the request back ({finish.message})", stream)
+            raise self._engine_lost(f"the server took the request back ({finish.message})", stream)
+
         if finish.type == "length":
-            short = f"{len(sampled.ids)} of {stream.request.sampling.max_new_tokens} tokens"
-            raise EngineError(f"server {self.api.url} cut a turn to {short}: raise its --context-length")
+            sampled_part = f"{len(sampled.ids)} of {stream.request.sampling.max_new_tokens} tokens"
+            raise EngineError(
+                f"server {self.api.url} cut a turn to {sampled_part}: raise its --context-length"
+            )
+
         if isinstance(finish.matched, str):  # the server reports NaN in this way
             raise EngineError(f"server {self.api.url} ended a turn: {finish.matched}")
-        if not sampled.ids:  # asked again at once it may do so for ever; losses are counted
-            raise self._lost("the server ended the request before its first token", stream)
+        if not sampled.ids:  # a retry at once might repeat this for ever; losses are counted
+            raise self._engine_lost("the server ended the request before its first token", stream)
 
-    def _lost(self, why: object, stream: StreamedTurn | None) -> EngineLost:
-        return EngineLost(f"server {self.api.url}: {why}", NOTHING if stream is None else _part(stream))
+    def _engine_lost(self, reason: object, stream: StreamedTurn | None) -> EngineLost:
+        return EngineLost(
+            f"server {self.api.url}: {reason}", NOTHING if stream is None else _good_part(stream)
+        )
 
 
-def _part(stream: StreamedTurn) -> Generation:
-    """Return what is known to be good of a request that was cut."""
+def _good_part(stream: StreamedTurn) -> Generation:
+    """Return the tokens of a cut request that are known to be good."""
     with suppress(ForeignWeights):
         return stream.generation()
     return NOTHING

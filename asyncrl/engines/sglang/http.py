@@ -9,8 +9,8 @@ Every call has a deadline. Nothing is sent twice: the caller decides what may be
     a weight endpoint that refuses or fails           WeightsError
     everything else that is not a success             EngineError
 
-each with the server's own text. Keys: what describes or samples takes the API key; what changes the server
-takes the admin key where it has one (and then refuses the API key).
+each with the server's own text. Keys: requests that describe or sample use the API key; requests that change
+the server use the admin key where the server has an admin key (and then refuses the API key).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
-from asyncrl.engines.sglang.stream import BASE_LABEL, MetaInfo, decode
+from asyncrl.engines.sglang.stream import BASE_LABEL, MetaInfo, decode_event
 from asyncrl.engines.sglang.transport import HttpTransport, KeyRejected, ServerGone, error_text
 from asyncrl.errors import UNDECODABLE, AsyncrlError, ConfigError, EngineError
 from asyncrl.weights.manifest import WeightsError
@@ -35,10 +35,11 @@ T = TypeVar("T")
 PauseMode = Literal["abort", "retract", "in_place"]
 
 GET_SECONDS = 10.0
-"""Deadline of a question that the server answers by itself, without its scheduler."""
+"""Deadline of a question that the server answers without its scheduler."""
 LOAD_SECONDS = 2.0
-"""Deadline of a question that may as well go without an answer."""
-CLEANUP_SECONDS = 5.0  # for a server that may be stuck to end a session
+"""Deadline of a question whose answer is not necessary."""
+CLEANUP_SECONDS = 5.0
+"""Deadline for ending a session at a server that may be stuck."""
 ADMIN_SECONDS = 60.0
 """Deadline of a command to the scheduler, unless the call says otherwise."""
 INVALID_LABEL = "broken"
@@ -72,8 +73,8 @@ class ModelInfo(msgspec.Struct, frozen=True):
 
 
 class Load(msgspec.Struct, frozen=True):
-    """Describes one data-parallel rank in the answer of `/v1/loads`. `token_usage`: share of its KV memory
-    that requests hold; prefixes that are only kept for reuse are not counted."""
+    """Describes one data-parallel rank in the answer of `/v1/loads`. `token_usage`: the fraction of the
+    rank's KV memory that requests hold, without prefixes that are only kept for reuse."""
 
     token_usage: float
 
@@ -83,7 +84,7 @@ class Loads(msgspec.Struct, frozen=True):
 
 
 class ServedModel(msgspec.Struct, frozen=True):
-    """An entry of `/v1/models`. `parent`: of an adapter, the model that it is for."""
+    """An entry of `/v1/models`. `parent`: the base model, if the entry is an adapter."""
 
     id: str
     parent: str | None = None
@@ -95,18 +96,18 @@ class ServedModels(msgspec.Struct, frozen=True):
 
 class ServerApi:
     def __init__(self, url: str, api_key: str = "", admin_key: str = "") -> None:
-        self._http = HttpTransport(url, api_key, admin_key)
+        self._transport = HttpTransport(url, api_key, admin_key)
 
     @property
     def url(self) -> str:
-        return self._http.url
+        return self._transport.url
 
     # -- questions ------------------------------------------------------------------------------------
 
     async def ready(self) -> bool:
-        """True if the server takes new requests: it has started and is not paused. Cheap, unlike `/health`,
-        which samples a token, and which says nothing for 20 s during a pause."""
-        status = await self._http.status("/ready", GET_SECONDS)
+        """True if the server takes new requests: started, and not paused. Cheap, unlike `/health`, which
+        samples a token and takes 20 s to answer during a pause."""
+        status = await self._transport.status("/ready", GET_SECONDS)
         if status not in (200, 503):
             raise EngineError(f"server {self.url}: /ready answered {status}; is this an SGLang server?")
         return status == 200
@@ -120,67 +121,68 @@ class ServerApi:
         return True
 
     async def server_info(self) -> ServerInfo:
-        return await self._get("/server_info", ServerInfo, ADMIN_SECONDS)
+        return await self._get_struct("/server_info", ServerInfo, ADMIN_SECONDS)
 
     async def model_info(self) -> ModelInfo:
-        return await self._get("/model_info", ModelInfo, GET_SECONDS)
+        return await self._get_struct("/model_info", ModelInfo, GET_SECONDS)
 
     async def weight_label(self) -> str:
-        """The label of the last update, or what the server was started with ("default")."""
+        """Return the label of the last update, or "default" for the weights that the server was started
+        with."""
         return (await self.model_info()).weight_version
 
     async def kv_use(self) -> float | None:
-        """Share of the KV memory that requests hold, in [0, 1], of the fullest data-parallel rank. None where
-        the server does not say so, or not at once."""
+        """Return the fraction of KV memory that requests hold, in [0, 1], at the fullest data-parallel rank.
+        None if the server does not answer at once."""
         try:
-            answer = await self._get("/v1/loads?include=core", Loads, LOAD_SECONDS)
+            answer = await self._get_struct("/v1/loads?include=core", Loads, LOAD_SECONDS)
         except EngineError:
             return None
         return max((min(1.0, max(0.0, load.token_usage)) for load in answer.loads), default=None)
 
     async def adapters(self) -> set[str]:
-        """Return the names of those that are loaded."""
-        models = await self._get("/v1/models", ServedModels, GET_SECONDS)
+        """Return the names of the loaded adapters."""
+        models = await self._get_struct("/v1/models", ServedModels, GET_SECONDS)
         return {model.id for model in models.data if model.parent is not None}
 
     async def try_admin_key(self) -> None:
-        """KeyRejected unless it opens what changes the server. Nothing is changed: no request is named."""
-        await self._command("/abort_request", {}, GET_SECONDS)
+        """Raise KeyRejected unless the admin key is accepted. Changes nothing: the command aborts no
+        request."""
+        await self._send_command("/abort_request", {}, GET_SECONDS)
 
     # -- requests -------------------------------------------------------------------------------------
 
     def generate(
         self, body: dict[str, Any], silence: float
     ) -> AbstractAsyncContextManager[AsyncIterator[bytes]]:
-        """Open a stream of one request: the JSON payloads of its events. Leaving the context before the end
-        cuts the connection, which aborts the request. ServerGone, also from the iterator: the connection was
-        cut by the other side, or nothing came for `silence` seconds."""
-        return self._http.stream("/generate", {**body, "stream": True}, silence)
+        """Open the stream of one request: the JSON payloads of its events. Leaving the context before the end
+        cuts the connection, which aborts the request. Raises ServerGone, also from the iterator, if the
+        server cuts the connection or is silent for `silence` seconds."""
+        return self._transport.stream("/generate", {**body, "stream": True}, silence)
 
-    def sleeps(self, asleep: bool) -> None:
-        """While it does, its streams may be silent for ever."""
-        self._http.sleeps(asleep)
+    def set_asleep(self, asleep: bool) -> None:
+        """Note whether the server sleeps: a sleeping server's streams may be silent for ever."""
+        self._transport.set_asleep(asleep)
 
     async def generate_whole(self, body: dict[str, Any], seconds: float = ADMIN_SECONDS) -> bytes:
-        """The JSON answer to a request that is not streamed."""
-        return await self._http.call("POST", "/generate", seconds, body)
+        """Return the JSON answer to a request that is not streamed."""
+        return await self._transport.call("POST", "/generate", seconds, body)
 
     async def score(self, ids: tuple[int, ...], seconds: float, adapter: str = "") -> tuple[float, ...]:
-        """Return log-probs of ids[1:] under the weights in use, at temperature 1; NaN where the server has
-        none. All are computed anew, not read from what other weights left in the cache. `adapter`: the name
-        of the one to use."""
-        read = await self.read(ids, seconds, 0, salt=uuid.uuid4().hex, adapter=adapter)
-        scored = read.input_token_logprobs[1:]
-        return tuple(math.nan if entry.logprob is None else entry.logprob for entry in scored)
+        """Return log-probs of ids[1:] under the weights in use, at temperature 1; NaN where the server has no
+        log-prob. A new salt keeps the server from using KV that other weights left in the cache. `adapter`:
+        the name of the adapter to use."""
+        meta_info = await self.read(ids, seconds, 0, salt=uuid.uuid4().hex, adapter=adapter)
+        scored_entries = meta_info.input_token_logprobs[1:]
+        return tuple(math.nan if entry.logprob is None else entry.logprob for entry in scored_entries)
 
     async def read(
         self, ids: tuple[int, ...], seconds: float, start: int, *, salt: str, top: int = 0, adapter: str = ""
     ) -> MetaInfo:
-        """Have `ids` read; entries of ids[start:] come back, the first without log-prob, the others at
-        temperature 1, whatever that of the request, with the `top` likeliest tokens at each place. What calls
-        with the same `salt` have read up to `start` is not computed again."""
-        body = {
-            **({"lora_path": adapter} if adapter else {}),
+        """Have the server read `ids`. Returns entries of ids[start:], the first without a log-prob, later
+        entries at temperature 1, with the `top` likeliest tokens at each position. KV up to `start` from
+        earlier calls with the same `salt` is used again."""
+        body: dict[str, Any] = {
             "input_ids": ids,
             "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
             "return_logprob": True,
@@ -188,68 +190,78 @@ class ServerApi:
             "top_logprobs_num": top,
             "cache_salt": salt,
         }
-        read = decode(await self.generate_whole(body, seconds)).meta_info
-        told = [entry.id for entry in read.input_token_logprobs]
-        asked = ids[start:]
+        if adapter:
+            body["lora_path"] = adapter
+
+        meta_info = decode_event(await self.generate_whole(body, seconds)).meta_info
+        scored_ids = [entry.id for entry in meta_info.input_token_logprobs]
+        expected_ids = ids[start:]
         # A server names the last id of its vocabulary 0, beside its own log-prob.
-        if len(told) != len(asked) or any(one not in (id, 0) for one, id in zip(told, asked, strict=True)):
+        if len(scored_ids) != len(expected_ids) or any(
+            scored_id not in (expected_id, 0)
+            for scored_id, expected_id in zip(scored_ids, expected_ids, strict=True)
+        ):
             raise EngineError(f"server {self.url} scored other ids than it was given")
-        return read
+
+        return meta_info
 
     # -- control --------------------------------------------------------------------------------------
 
     async def pause(self, mode: PauseMode) -> None:
-        """Hold new requests. Running ones: `abort` ends them, `retract` frees their KV cache (it is computed
-        again), `in_place` freezes them as they are. The caller must `resume`."""
-        await self._command("/pause_generation", {"mode": mode}, ADMIN_SECONDS)
+        """Hold new requests. Running requests: `abort` ends them, `retract` frees their KV cache (to be
+        computed again), `in_place` freezes them as they are. The caller must `resume`."""
+        await self._send_command("/pause_generation", {"mode": mode}, ADMIN_SECONDS)
 
     async def resume(self, seconds: float = ADMIN_SECONDS) -> None:
-        await self._command("/continue_generation", {}, seconds)
+        await self._send_command("/continue_generation", {}, seconds)
 
     async def flush_cache(self, wait: float = 0.0, seconds: float = ADMIN_SECONDS) -> None:
         """Empty the prefix cache, giving requests `wait` s to end. EngineError if any still runs."""
-        await self._command(f"/flush_cache?timeout={wait:g}", {}, wait + seconds)
+        await self._send_command(f"/flush_cache?timeout={wait:g}", {}, wait + seconds)
 
     async def release_memory(self) -> None:
-        """Give up KV cache, prefixes and weights. It ends a server where requests run, also paused
-        `in_place`, and where one waits for its grammar."""
-        await self._command("/release_memory_occupation", {"tags": ["kv_cache", "weights"]}, ADMIN_SECONDS)
+        """Give up KV cache, prefixes and weights. Ends a server where requests run, also if paused
+        `in_place`, and where a request waits for its grammar."""
+        await self._send_command(
+            "/release_memory_occupation", {"tags": ["kv_cache", "weights"]}, ADMIN_SECONDS
+        )
 
     async def resume_memory(self, part: Literal["kv_cache", "weights"]) -> None:
-        """Take the memory of a part again: without content, but for buffers that are no weights. It ends a
-        server that has not given the part up."""
-        await self._command("/resume_memory_occupation", {"tags": [part]}, ADMIN_SECONDS)
+        """Take the memory of a part again, without its content, except for buffers that are no weights. Ends
+        a server that has not given up this part."""
+        await self._send_command("/resume_memory_occupation", {"tags": [part]}, ADMIN_SECONDS)
 
     # -- weights: WeightsError carries the server's text ------------------------------------------------
 
     async def invalidate(self, seconds: float = ADMIN_SECONDS) -> None:
-        """End all requests, and give the weights a label that no run uses: clients discard what the server
-        samples until the next load. In a pause `in_place`, requests end when it does, without another token
-        under the old label."""
+        """End all requests, and give the weights a label that no run uses: clients discard all tokens until
+        the next load. In a pause `in_place`, requests end when the pause ends, without another token under
+        the old label."""
         body = {"new_version": INVALID_LABEL, "abort_all_requests": True}
-        await self._weights("/update_weight_version", body, seconds)
+        await self._change_weights("/update_weight_version", body, seconds)
 
     async def update_from_disk(self, path: str, label: str, seconds: float = ADMIN_SECONDS) -> None:
-        """Load a directory in Hugging Face layout. Unless paused, waits for every running request. The
-        prefix cache is kept: where it cannot be emptied, an update that is to do so half fails (0.5.23) or
-        ends the server (0.5.20)."""
+        """Load a directory in Hugging Face layout. Unless paused, waits for every running request. The prefix
+        cache is kept: an update that shall empty the cache but cannot half fails (0.5.23) or ends the server
+        (0.5.20)."""
         body = {"model_path": path, "weight_version": label, "flush_cache": False}
-        await self._weights("/update_weights_from_disk", body, seconds)
+        await self._change_weights("/update_weights_from_disk", body, seconds)
 
     async def load_adapter(self, name: str, path: str, seconds: float = ADMIN_SECONDS) -> None:
-        """Load a directory in PEFT's layout, beside what runs."""
-        await self._weights("/load_lora_adapter", {"lora_name": name, "lora_path": path}, seconds)
+        """Load a directory in PEFT's layout, while requests run."""
+        await self._change_weights("/load_lora_adapter", {"lora_name": name, "lora_path": path}, seconds)
 
     async def unload_adapter(self, name: str, seconds: float = ADMIN_SECONDS) -> None:
-        """Waits for the requests that use it, and until then the server loads no other. It remembers the
-        path: a request that names the adapter later loads it again, if there is still something there."""
-        await self._weights("/unload_lora_adapter", {"lora_name": name}, seconds)
+        """Unload an adapter after the last request that uses it; until then the server loads no other
+        adapter. The server remembers the path: a later request with this name loads the adapter again, if its
+        files still exist."""
+        await self._change_weights("/unload_lora_adapter", {"lora_name": name}, seconds)
 
     async def begin_update(self) -> None:
-        await self._weights("/begin_weight_update", {}, ADMIN_SECONDS)
+        await self._change_weights("/begin_weight_update", {}, ADMIN_SECONDS)
 
     async def end_update(self, seconds: float = ADMIN_SECONDS) -> None:
-        await self._weights("/end_weight_update", {}, seconds)
+        await self._change_weights("/end_weight_update", {}, seconds)
 
     async def init_group(
         self,
@@ -261,8 +273,8 @@ class ServerApi:
         backend: str,
         seconds: float = ADMIN_SECONDS,
     ) -> None:
-        """Join a process group as ranks `rank_offset`... Rank 0 must be listening before this is called:
-        without it the server's scheduler, and with it everything, hangs."""
+        """Join a process group as ranks `rank_offset`... Rank 0 must be listening before this call: without
+        rank 0 the server's scheduler hangs, and so the whole server."""
         body = {
             "master_address": address,
             "master_port": port,
@@ -271,7 +283,8 @@ class ServerApi:
             "group_name": name,
             "backend": backend,
         }
-        await self._weights("/init_weights_update_group", body, seconds)
+
+        await self._change_weights("/init_weights_update_group", body, seconds)
 
     async def update_from_group(
         self,
@@ -282,8 +295,8 @@ class ServerApi:
         label: str | None,
         seconds: float = ADMIN_SECONDS,
     ) -> None:
-        """Receive tensors that rank 0 broadcasts as one block of bytes. `label`: the version this completes;
-        None: more is to come."""
+        """Receive tensors that rank 0 broadcasts as one block of bytes. `label`: the version that these
+        tensors complete; None: more tensors follow."""
         body: dict[str, Any] = {
             "names": list(names),
             "dtypes": list(dtypes),
@@ -294,76 +307,85 @@ class ServerApi:
         }
         if label is not None:
             body["weight_version"] = label
-        await self._weights("/update_weights_from_distributed", body, seconds)
+
+        await self._change_weights("/update_weights_from_distributed", body, seconds)
 
     async def destroy_group(self, name: str, seconds: float = ADMIN_SECONDS) -> None:
-        await self._weights("/destroy_weights_update_group", {"group_name": name}, seconds)
+        await self._change_weights("/destroy_weights_update_group", {"group_name": name}, seconds)
 
     async def close(self) -> None:
-        await self._http.close()
+        await self._transport.close()
 
     # -- plumbing -------------------------------------------------------------------------------------
 
-    async def _get(self, path: str, kind: type[T], seconds: float) -> T:
-        content = await self._http.call("GET", path, seconds)
+    async def _get_struct(self, path: str, answer_type: type[T], seconds: float) -> T:
+        content = await self._transport.call("GET", path, seconds)
         try:
-            return msgspec.json.decode(content, type=kind)
+            return msgspec.json.decode(content, type=answer_type)
         except UNDECODABLE as error:
-            what = f"server {self.url}: {path} answered what is not understood"
-            raise EngineError(f"{what}: {error}") from error
+            description = f"server {self.url}: {path} answered what is not understood"
+            raise EngineError(f"{description}: {error}") from error
 
-    async def _command(self, path: str, body: dict[str, Any], seconds: float) -> None:
-        await self._http.call("POST", path, seconds, body, admin=True)
+    async def _send_command(self, path: str, body: dict[str, Any], seconds: float) -> None:
+        await self._transport.call("POST", path, seconds, body, admin=True)
 
-    async def _weights(self, path: str, body: dict[str, Any], seconds: float) -> None:
-        """WeightsError also when the server says with status 200 that it failed."""
-        content = await self._http.call("POST", path, seconds, body, admin=True, failure=WeightsError)
+    async def _change_weights(self, path: str, body: dict[str, Any], seconds: float) -> None:
+        """Send a command about weights. Raises WeightsError, also when the server reports a failure with
+        status 200."""
+        content = await self._transport.call("POST", path, seconds, body, admin=True, failure=WeightsError)
         answer = msgspec.json.decode(content) if content else {}
         if isinstance(answer, dict) and not answer.get("success", True):
             raise WeightsError(f"server {self.url}: {path}: {error_text(content)}")
 
 
-# -- what differs between the supported versions of SGLang -------------------------------------------------
+# -- the differences between the supported versions of SGLang -----------------------------------------------
 
 
 @dataclass(frozen=True)
 class UpdateProtocol:
-    """The protocol of one version. `modes`: what it can do with requests under way at an update. `sessions`:
-    it accepts broadcast weights within a session only, of which there is one at a time."""
+    """How one version of SGLang is updated. `pause_modes`: the ways to treat requests under way at an update.
+    `needs_session`: broadcast weights are accepted within a session only, one session at a time."""
 
-    modes: tuple[PauseMode, ...]
-    sessions: bool
+    pause_modes: tuple[PauseMode, ...]
+    needs_session: bool
 
     @asynccontextmanager
-    async def update(self, server: ServerApi) -> AsyncIterator[None]:
-        """To be entered around the calls that change weights through a process group."""
-        if not self.sessions:
+    async def update_session(self, server: ServerApi) -> AsyncIterator[None]:
+        """Enter this context around the calls that change weights through a process group."""
+        if not self.needs_session:
             yield
             return
+
         try:
             await server.begin_update()
-        except WeightsError:  # one is open: its owner died
+        except WeightsError:  # an earlier session is open, whose owner died
             await server.end_update()
             await server.begin_update()
+
         try:
             yield
         except BaseException:
             with suppress(AsyncrlError):  # the error of the body says more
                 await server.end_update(CLEANUP_SECONDS)
             raise
+
         await server.end_update()
 
 
-# It cannot empty its cache while retracted requests wait.
-OLD = UpdateProtocol(("in_place", "abort"), sessions=False)
-NEW = UpdateProtocol(("in_place", "retract", "abort"), sessions=True)
-PROTOCOLS: Mapping[str, UpdateProtocol] = {"0.5.20": OLD, "0.5.22": NEW, "0.5.23": NEW}
+# 0.5.20 has no mode `retract` here: this version cannot empty its cache while retracted requests wait.
+WITHOUT_SESSIONS = UpdateProtocol(("in_place", "abort"), needs_session=False)
+WITH_SESSIONS = UpdateProtocol(("in_place", "retract", "abort"), needs_session=True)
+PROTOCOLS: Mapping[str, UpdateProtocol] = {
+    "0.5.20": WITHOUT_SESSIONS,
+    "0.5.22": WITH_SESSIONS,
+    "0.5.23": WITH_SESSIONS,
+}
 
 
 def protocol_of(version: str, url: str) -> UpdateProtocol:
-    """ConfigError for a version that the project does not know."""
+    """Return the protocol of a version. Raises ConfigError for a version that asyncrl does not know."""
     try:
         return PROTOCOLS[version]
     except KeyError:
-        known = ", ".join(PROTOCOLS)
-        raise ConfigError(f"server {url} runs SGLang {version}; supported are {known}") from None
+        supported_versions = ", ".join(PROTOCOLS)
+        raise ConfigError(f"server {url} runs SGLang {version}; supported are {supported_versions}") from None

@@ -1,12 +1,12 @@
 """Loads published versions into one server: verified, within a pause that always ends, and confirmed.
 
     files: verified, deltas made whole ──┐
-                                         ├──► pause ──► load, labelled ──► continue ──► its label read back
+                                         ├──► pause ──► load, labelled ──► continue ──► label read back
     sent: server and sender ready ───────┘
 
-Only one process, the server's keeper, may do this. A load that failed after the pause leaves the server with
-anything, perhaps with half of a version. Then the server's label is changed to one that no run uses before it
-goes on, so that clients discard what it samples, and `broken` gives the reason until a load has succeeded.
+Only one process, the server's keeper, may do this. A load that failed after the pause may leave the server
+with half of a version. Then the server's label is changed to a label that no run uses before the server goes
+on, so that clients discard the sampled tokens, and `broken` gives the reason until a load has succeeded.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from asyncrl.weights.model_files import weight_shapes
 
 log = logging.getLogger("asyncrl.keeper")
 
-RESUME_SECONDS = 30.0
-FLUSH_SECONDS = 2.0  # for requests that were just ended to leave
+RESUME_SECONDS = 30.0  # deadline for a pause to end
+FLUSH_SECONDS = 2.0  # for aborted requests to leave
 
 
 class ServerLoader:
-    """The server at `api.url`, as its keeper sees it.
+    """Loads whole versions into the server at `api.url`.
 
-    `cache`: a directory of this loader's own, on a disk that the server reads, for versions published as
-    deltas. `receiver`: for versions that are broadcast. `model`: the tensors of a version; by default those
-    of the first one.
+    `cache`: a directory of this loader alone, on a disk that the server reads, for versions published as
+    deltas. `receiver`: for versions that are broadcast. `model_shapes`: the tensors of a version; by default
+    the tensors of the first version.
     """
 
     def __init__(
@@ -51,194 +51,211 @@ class ServerLoader:
         config: WeightsConfig,
         cache: Path,
         receiver: Receiver,
-        model: Shapes | None = None,
+        model_shapes: Shapes | None = None,
     ) -> None:
         self.api = api
-        self.broken = ""  # why the server's weights are not to be trusted; empty: they are
-        self.loaded: WeightsRef | None = None  # last
+        self.broken = ""  # why the server's weights must not be used; empty if the weights are good
+        self.loaded: WeightsRef | None = None  # the last version
         self.sleeping = ServerSleep(api)
-        self._mode = config.mode
+        self._pause_mode = config.mode
         self._deadline = config.deadline
+
         self._cache = cache
         self._receiver = receiver
-        self._model = model
-        self._loading = asyncio.Lock()
+        self._model_shapes = model_shapes
+        self._load_lock = asyncio.Lock()
         self._end_of_pause: asyncio.Future[None] | None = None
-        self._preparing: asyncio.Future[tuple[WeightsRef, Manifest]] | None = None
+        self._preparation: asyncio.Future[tuple[WeightsRef, Manifest]] | None = None
 
     async def load(self, ref: WeightsRef) -> Manifest:
-        """WeightsError: the old weights stay if the version is missing, damaged or another model's, else see
-        `broken`."""
-        async with self._loading:  # versions are applied in the order of the calls
-            await self._left_over()
-            sent = ref.path.startswith("tcp://")
-            return await (self._receive(ref) if sent else self._read(ref))
+        """Load a version. Raises WeightsError: the old weights stay if the version is missing, damaged or of
+        another model; after other failures see `broken`."""
+        async with self._load_lock:  # versions are applied in the order of the calls
+            await self._await_leftovers()
+            is_broadcast = ref.path.startswith("tcp://")
+            if is_broadcast:
+                return await self._load_broadcast(ref)
+            return await self._load_files(ref)
 
     async def sleep(self) -> None:
-        """Give up KV cache and weights until the next load; requests under way go on after that."""
-        async with self._loading:
-            await self._left_over()
+        """Give up KV cache and weights until the next load; then requests under way go on."""
+        async with self._load_lock:
+            await self._await_leftovers()
             await self.sleeping.sleep()
 
     async def score(self, ids: tuple[int, ...]) -> tuple[float, ...]:
-        """Log-probs of ids[1:] under the weights in use, at temperature 1; NaN where the server has none."""
+        """Return log-probs of ids[1:] under the weights in use, at temperature 1; NaN where the server has no
+        log-prob."""
         return await self.api.score(ids, self._deadline)
 
     async def label(self) -> str:
-        """Tell what the server says that its weights are."""
+        """Return the label that the server gives its weights."""
         return await self.api.weight_label()
 
     async def close(self) -> None:
-        """Leave the sender, if versions come from one, delete the cache, if there is one, and disconnect."""
-        await self._left_over()
+        """Leave the sender, delete the cache, and disconnect."""
+        await self._await_leftovers()
         await self._receiver.close()
         await asyncio.to_thread(shutil.rmtree, self._cache, ignore_errors=True)
         await self.api.close()
 
-    async def _read(self, ref: WeightsRef) -> Manifest:
+    async def _load_files(self, ref: WeightsRef) -> Manifest:
         with disk.lock_version(ref):
-            # The server reads files without checking them, keeps what they do not name, and dies of a
-            # damaged one: its way back to the old weights reads the same file again.
-            self._preparing = asyncio.ensure_future(asyncio.to_thread(self._whole, ref))
-            whole, manifest = await asyncio.shield(self._preparing)
-            self._check(ref, manifest.layout)
-            path = os.path.abspath(whole.path)  # noqa: ASYNC240 (the server has another working directory)
+            # Verified here, as the server does not check files: tensors that no file has keep old values, and
+            # a damaged file ends the server, whose way back to the old weights reads the same file again.
+            self._preparation = asyncio.ensure_future(asyncio.to_thread(self._verified_whole, ref))
+            whole_ref, manifest = await asyncio.shield(self._preparation)
+            self._check_layout(ref, manifest.layout)
+            path = os.path.abspath(whole_ref.path)  # noqa: ASYNC240 (the server has another working directory)
 
             async def load() -> None:
                 await self.api.update_from_disk(path, ref.label, self._deadline)
 
-            await self._replace(ref, load)
-        self._model = self._model or Shapes.of(manifest.layout)
+            await self._replace_weights(ref, load)
+
+        self._model_shapes = self._model_shapes or Shapes.from_layout(manifest.layout)
         return manifest
 
-    def _whole(self, ref: WeightsRef) -> tuple[WeightsRef, Manifest]:
+    def _verified_whole(self, ref: WeightsRef) -> tuple[WeightsRef, Manifest]:
         """Return the version as whole and verified files, and its manifest as published."""
         manifest = disk.read_manifest(ref)
         if manifest.delta is None:
-            return ref, disk.verify(ref)
+            return ref, disk.verify_version(ref)
         return materialise(ref, self._cache), manifest
 
-    async def _receive(self, ref: WeightsRef) -> Manifest:
-        found: list[Manifest] = []
+    async def _load_broadcast(self, ref: WeightsRef) -> Manifest:
+        manifests: list[Manifest] = []
         async with self._receiver.push(ref, self._deadline) as push:
             layout = tuple(spec for bucket in push.buckets for spec in bucket)
-            self._check(ref, layout)
+            self._check_layout(ref, layout)
 
             async def load() -> None:
-                found.append(await push.load())
+                manifests.append(await push.load_buckets())
 
-            await self._replace(ref, load)
-        self._model = self._model or Shapes.of(layout)
-        return found[0]
+            await self._replace_weights(ref, load)
 
-    def _check(self, ref: WeightsRef, layout: Layout) -> None:
-        differences = self._model.differences(layout) if self._model is not None else ""
+        self._model_shapes = self._model_shapes or Shapes.from_layout(layout)
+        return manifests[0]
+
+    def _check_layout(self, ref: WeightsRef, layout: Layout) -> None:
+        differences = (
+            self._model_shapes.describe_differences(layout) if self._model_shapes is not None else ""
+        )
         if differences:
             raise WeightsError(f"weights {ref.path}: {ref.label} is not of the server's model: {differences}")
 
-    async def _replace(self, ref: WeightsRef, load: Callable[[], Awaitable[None]]) -> None:
+    async def _replace_weights(self, ref: WeightsRef, load: Callable[[], Awaitable[None]]) -> None:
         self.broken = f"the load of {ref.label} was not finished"
         try:
             with self.sleeping.waking():
-                await self._swap(ref, load)
+                await self._swap_weights(ref, load)
         except AsyncrlError as error:
             self.broken = f"the load of {ref.label} failed ({one_line(error)})"
             raise WeightsError(f"server {self.api.url}: {self.broken}") from error
+
         self.broken = ""
         self.loaded = ref
 
-    async def _swap(self, ref: WeightsRef, load: Callable[[], Awaitable[None]]) -> None:
+    async def _swap_weights(self, ref: WeightsRef, load: Callable[[], Awaitable[None]]) -> None:
         try:
-            held = self.sleeping.woken if self.sleeping.asleep else self._held
-            async with asyncio.timeout(self._deadline), held():
+            swap_context = self.sleeping.waking_load if self.sleeping.asleep else self._requests_held
+            async with asyncio.timeout(self._deadline), swap_context():
                 await load()
-                if not self.sleeping.asleep:  # else the cache went with its memory
-                    await self._flush()
-                found = await self.api.weight_label()
-                if found != ref.label:
-                    raise WeightsError(f"afterwards the server's weights are {found!r}")
+                if not self.sleeping.asleep:  # a sleeping server has lost its cache already
+                    await self._flush_cache()
+                server_label = await self.api.weight_label()
+                if server_label != ref.label:
+                    raise WeightsError(f"afterwards the server's weights are {server_label!r}")
         except TimeoutError as late:
             raise WeightsError(f"it took longer than {self._deadline:g} s") from late
 
-    async def _flush(self) -> None:
-        """In place, requests keep their KV, and salts keep the caches of versions apart. In the other modes
-        the cache is emptied."""
-        if self._mode == "abort":
+    async def _flush_cache(self) -> None:
+        """Empty the cache, but not in mode in_place: there requests keep their KV, and salts keep the caches
+        of versions apart."""
+        if self._pause_mode == "abort":
             await self.api.flush_cache(wait=FLUSH_SECONDS)
-        elif self._mode == "retract":
-            await self.api.flush_cache()  # to wait would be for the retracted requests, too
+        elif self._pause_mode == "retract":
+            await self.api.flush_cache()  # waiting would include the retracted requests
 
     @asynccontextmanager
-    async def _held(self) -> AsyncIterator[None]:
-        """Requests are held during the body. Without that the server would wait for the end of every running
-        request before it touches its weights. If the body fails, they never sample with the weights that it
-        left: they are ended, or, if that fails too, stay held until the next load, or until the keeper ends
-        the server."""
-        end = self._resume_invalidated
+    async def _requests_held(self) -> AsyncIterator[None]:
+        """Hold requests during the body: else the server would wait for the end of every running request
+        before the update. If the body fails, no request samples with the unfinished weights: requests are
+        ended, or, if this fails too, stay held until the next load, or until the keeper ends the server."""
+        end_pause = self._resume_invalidated
         try:
-            await self.api.pause(self._mode)
+            await self.api.pause(self._pause_mode)
             yield
-            end = partial(self.api.resume, RESUME_SECONDS)
+            end_pause = partial(self.api.resume, RESUME_SECONDS)
         finally:
             # Not even a second cancellation may leave the server paused for ever.
-            self._end_of_pause = asyncio.ensure_future(end())
+            self._end_of_pause = asyncio.ensure_future(end_pause())
             await asyncio.shield(self._end_of_pause)
 
     async def _resume_invalidated(self) -> None:
         try:
             await self.api.invalidate(RESUME_SECONDS)
             await self.api.resume(RESUME_SECONDS)
-        except AsyncrlError as error:  # what led here is the one to be raised
+        except AsyncrlError as error:  # the earlier error is raised
             log.warning("server %s stays paused, with a load unfinished: %s", self.api.url, one_line(error))
 
-    async def _left_over(self) -> None:
-        """Wait for what a cancelled load has left under way: the end of its pause must not fall into the next
-        load's, and its thread still changes the cache."""
-        if left := [one for one in (self._end_of_pause, self._preparing) if one is not None]:
-            await asyncio.wait(left)
+    async def _await_leftovers(self) -> None:
+        """Wait for the leftovers of a cancelled load: the end of its pause must not fall into the next pause,
+        and its thread still changes the cache."""
+        if leftovers := [future for future in (self._end_of_pause, self._preparation) if future is not None]:
+            await asyncio.wait(leftovers)
 
 
-MAX_NAMES = 3  # names in a message
-BUFFERS = ("inv_freq", ".masked_bias", "position_ids")  # computed, and yet in the files of older models
+NAMES_SHOWN = 3  # names in a message
+# Names of buffers that models compute, and that older models have in their files, too.
+COMPUTED_BUFFERS = ("inv_freq", ".masked_bias", "position_ids")
 
 
 @dataclass(frozen=True)
 class Shapes:
-    """The tensors of a server's model by name, to compare a version with: the server does not look. It keeps
-    what an update does not name, and dies of a tensor of another shape. `optional` ones share their
-    storage with another (tied weights)."""
+    """The tensors of a server's model by name, to be compared with a version. The server itself does not
+    check names, and ends at a tensor of another shape. `optional` tensors share storage with another tensor
+    (tied weights)."""
 
     shapes: dict[str, tuple[int, ...]]
     optional: frozenset[str] = frozenset()
 
     @classmethod
-    def of(cls, layout: Layout) -> Shapes:
+    def from_layout(cls, layout: Layout) -> Shapes:
         return cls({spec.name: tuple(spec.shape) for spec in layout})
 
-    def differences(self, layout: Layout) -> str:
-        """Says what is wrong with a version for this model; empty: nothing."""
-        given = Shapes.of(layout).shapes
-        missing = self.shapes.keys() - given.keys() - self.optional
-        unknown = given.keys() - self.shapes.keys() - self.optional
-        other = [
-            f"{name} has shape {given[name]} instead of {shape}"
+    def describe_differences(self, layout: Layout) -> str:
+        """Describe how a version differs from this model; '' if the version fits."""
+        given_shapes = Shapes.from_layout(layout).shapes
+        missing = self.shapes.keys() - given_shapes.keys() - self.optional
+        unknown = given_shapes.keys() - self.shapes.keys() - self.optional
+        mismatched = [
+            f"{name} has shape {given_shapes[name]} instead of {shape}"
             for name, shape in self.shapes.items()
-            if given.get(name, shape) != shape
+            if given_shapes.get(name, shape) != shape
         ]
-        parts = [_named("lacks", missing), _named("has unknown", unknown), "; ".join(other[:MAX_NAMES])]
+
+        parts = [
+            _describe_tensors("lacks", missing),
+            _describe_tensors("has unknown", unknown),
+            "; ".join(mismatched[:NAMES_SHOWN]),
+        ]
+
         return "; ".join(part for part in parts if part)
 
 
 def shapes_of(path: str, tied: bool) -> Shapes | None:
-    """Reads the tensors of a model directory from the headers of its files: names as SGLang reads them, which
-    a version must use too. None without such files. `tied`: the output embedding is the input's. Raises
-    ConfigError."""
+    """Read the tensors of a model directory from the headers of its files: the names that SGLang reads, and
+    so the names of a version. None without such files. `tied`: input and output embedding are one tensor.
+    Raises ConfigError."""
     shapes = weight_shapes(path)
-    optional = {name for name in shapes if name.endswith(BUFFERS)} | ({"lm_head.weight"} if tied else set())
+    optional = {name for name in shapes if name.endswith(COMPUTED_BUFFERS)} | (
+        {"lm_head.weight"} if tied else set()
+    )
     return Shapes(shapes, frozenset(optional)) if shapes else None
 
 
-def _named(what: str, names: Iterable[str]) -> str:
-    found = sorted(names)
-    rest = f" and {len(found) - MAX_NAMES} more" if len(found) > MAX_NAMES else ""
-    return f"{what} {', '.join(found[:MAX_NAMES])}{rest}" if found else ""
+def _describe_tensors(verb: str, names: Iterable[str]) -> str:
+    sorted_names = sorted(names)
+    remainder = f" and {len(sorted_names) - NAMES_SHOWN} more" if len(sorted_names) > NAMES_SHOWN else ""
+    return f"{verb} {', '.join(sorted_names[:NAMES_SHOWN])}{remainder}" if sorted_names else ""

@@ -1,7 +1,7 @@
 """A server as a child of its keeper: the command line, the start, the end.
 
-It runs under the wrapper of `isolation.child`: neither it nor its own processes outlive the keeper. Its
-output is the keeper's: one log per server.
+The server runs under the wrapper of `isolation.child`, so that no process of the server outlives the keeper.
+Server and keeper write to one log.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ from asyncrl.isolation.child import wrapped
 from asyncrl.observe.files import replace_file
 from asyncrl.weights.model_files import served_modules
 
-# From terminate to kill: a server has nothing to save, and its keeper is given little more than a second.
+# Seconds from terminate to kill: a server has nothing to save, and the keeper has little more than a second.
 STOP_SECONDS = 0.8
 MEMORY_FRACTION = 0.85  # of a GPU's memory, for weights and KV cache
-STREAM_INTERVAL = 4  # tokens per event of a stream: what a request loses at most when its server dies
+STREAM_INTERVAL = 4  # tokens per event of a stream: the most that a request loses when the server dies
 
 
 Arguments = dict[str, str | int | float | bool | list[str]]
 
 
-def arguments(
+def server_command(
     config: RunConfig, index: int, host: str, port: int, gpus: int, scorer: str = "", tokens: int = 0
 ) -> list[str]:
-    """Return the command line of the engine `index`, or of that server of all scorers', on a machine where
-    `gpus` GPUs are visible, keys left out. `tokens`: the size of its KV cache; 0: what there is memory for.
+    """Return the command line, without keys, of engine `index`, or of server `index` of all scorers, on a
+    machine where `gpus` GPUs are visible. `tokens`: the size of the KV cache; 0: as the memory allows.
     `engine.server_args` come last and win."""
-    first = base_gpu(config, index, gpus, scorer)
-    sleeps = config.shifts and not scorer
+    first_gpu = base_gpu(config, index, gpus, scorer)
+    can_sleep = config.shifts and not scorer
     config = config.serving(scorer)
     engine = config.engine
-    own: Arguments = {
+    own_flags: Arguments = {
         "model-path": str(Path(config.model.path).resolve()),
         "host": host,
         "port": port,
@@ -51,90 +51,100 @@ def arguments(
         "incremental-streaming-output": True,
         "enable-return-routed-experts": config.trainer.router_replay,
         "stream-interval": STREAM_INTERVAL,
-        "base-gpu-id": first,
-        "enable-memory-saver": sleeps,
+        "base-gpu-id": first_gpu,
+        "enable-memory-saver": can_sleep,
         "max-total-tokens": tokens or False,
         "skip-server-warmup": True,  # the first load is checked anyway
         "log-level-http": "warning",  # a line per request is a line per turn
     }
+
     if config.adapters_apart:
-        own |= {
+        own_flags |= {
             "enable-lora": True,
             "max-lora-rank": max(rank for rank, _ in config.adapters.values()),
             "lora-target-modules": sorted(served_modules(config.model.path)),
             "max-loras-per-batch": config.adapters_held,
         }
+
     command = engine.server_command or [sys.executable, "-m", "sglang.launch_server"]
-    return [*command, *_flags({**own, **engine.server_args})]
+    return [*command, *_command_flags({**own_flags, **engine.server_args})]
 
 
 def base_gpu(config: RunConfig, index: int, gpus: int, scorer: str = "") -> int:
-    """Return the first GPU of a server: after those of the trainer ranks on this machine, of engines and
-    scorers before it, or, where these do not leave enough, from 0 on again, shared with them. Engines that
-    take turns with the trainer have its GPUs; Ray shows each server only its own."""
+    """Return the first GPU of a server: after the GPUs of this machine's trainer ranks and of earlier engines
+    and scorers, or, if too few GPUs are left, from 0 on again, shared with them. Engines that take turns with
+    the trainer share the trainer's GPUs; Ray shows each server only its own GPUs."""
     engine = config.engine
-    tp = config.engine.tp
-    before = index * config.engine.tp
+    gpus_needed = config.engine.tp
+    gpus_before = index * config.engine.tp
+
     if scorer:
-        tp = config.scorers[scorer].tp
-        before = 0 if engine.urls else engine.keepers * engine.tp
-        earlier = (config.scorers[name] for name, _ in config.scorer_places[:index])
-        before += sum(one.tp for one in earlier if not one.urls)
-    shared = config.launch.kind != "local" or (config.shifts and not scorer)
-    first = before + (0 if shared else config.ranks_on_gpus)
-    return first if first + tp <= gpus else before % max(1, gpus - tp + 1)
+        gpus_needed = config.scorers[scorer].tp
+        gpus_before = 0 if engine.urls else engine.keepers * engine.tp
+        earlier_scorers = (config.scorers[name] for name, _ in config.scorer_places[:index])
+        gpus_before += sum(scorer_config.tp for scorer_config in earlier_scorers if not scorer_config.urls)
+
+    shares_gpus = config.launch.kind != "local" or (config.shifts and not scorer)
+    first_gpu = gpus_before + (0 if shares_gpus else config.ranks_on_gpus)
+    return first_gpu if first_gpu + gpus_needed <= gpus else gpus_before % max(1, gpus - gpus_needed + 1)
 
 
 def server_gpus(config: RunConfig, gpus: int) -> dict[str, list[int]]:
-    """Return the GPUs of each server that is started on this machine, which has `gpus`, by the name of its
-    process. Those of a CPU have none."""
+    """Return the GPUs of each server that is started on this machine with `gpus` GPUs, by the name of the
+    server's process. Servers on the CPU have none."""
     engine = config.engine
-    found = dict[str, list[int]]()
+    gpus_by_server = dict[str, list[int]]()
     if engine.server_args.get("device", "cuda") != "cuda":
-        return found
+        return gpus_by_server
+
     for index in range(0 if engine.urls else engine.keepers):
-        first = base_gpu(config, index, gpus)
-        found[f"engine-{index}"] = [*range(first, min(first + engine.tp, gpus))]
+        first_gpu = base_gpu(config, index, gpus)
+        gpus_by_server[f"engine-{index}"] = [*range(first_gpu, min(first_gpu + engine.tp, gpus))]
+
     for index, (name, _) in enumerate(config.scorer_places):
         if not config.scorers[name].urls:
-            first = base_gpu(config, index, gpus, name)
-            found[f"scorer-{index}"] = [*range(first, min(first + config.scorers[name].tp, gpus))]
-    return found
+            first_gpu = base_gpu(config, index, gpus, name)
+            gpus_by_server[f"scorer-{index}"] = [
+                *range(first_gpu, min(first_gpu + config.scorers[name].tp, gpus))
+            ]
+
+    return gpus_by_server
 
 
 def server_memory_share(config: RunConfig, gpu: int, gpus: int) -> float:
-    """Return the part of a GPU's memory that servers on it take while the trainer works. Ray gives each
-    process GPUs of its own, and servers that take turns with the trainer sleep."""
+    """Return the fraction of a GPU's memory that servers take while the trainer works. Ray gives each process
+    its own GPUs, and servers that take turns with the trainer sleep."""
     if config.launch.kind != "local":
         return 0.0
-    servers = [name for name, own in server_gpus(config, gpus).items() if gpu in own]
-    awake = [name for name in servers if not (config.shifts and name.startswith("engine"))]
-    return len(awake) * float(config.engine.server_args.get("mem-fraction-static", MEMORY_FRACTION))
+    servers = [name for name, server_devices in server_gpus(config, gpus).items() if gpu in server_devices]
+    awake_servers = [name for name in servers if not (config.shifts and name.startswith("engine"))]
+    return len(awake_servers) * float(config.engine.server_args.get("mem-fraction-static", MEMORY_FRACTION))
 
 
-def _flags(values: Arguments) -> list[str]:
-    """`{"tp-size": 2, "flag": True, "of": ["a", "b"]}`: `--tp-size 2 --flag --of a b`; no False."""
-    found: list[str] = []
+def _command_flags(values: Arguments) -> list[str]:
+    """Return flags: `{"tp-size": 2, "flag": True, "of": ["a", "b"]}` gives `--tp-size 2 --flag --of a b`.
+    False gives no flag."""
+    flags: list[str] = []
     for name, value in values.items():
         if value is not False:
-            several = value if isinstance(value, list) else [str(value)]
-            found += [f"--{name}", *(several if value is not True else ())]
-    return found
+            flag_values = value if isinstance(value, list) else [str(value)]
+            flags += [f"--{name}", *(flag_values if value is not True else ())]
+    return flags
 
 
 def kept_tokens(directory: Path, index: int) -> int:
-    """Return the size of the KV cache that the engine's first server of the run had; 0: there was none. Later
-    ones are given as much, whatever else is on their devices when they start."""
-    path = _tokens_file(directory, index)
+    """Return the size of the KV cache, in tokens, of the engine's first server in this run; 0 before the
+    first server. Later servers get the same size, whatever else is on the devices when they start."""
+    path = _kv_tokens_file(directory, index)
     return int(path.read_text()) if path.exists() else 0
 
 
 def keep_tokens(directory: Path, index: int, tokens: int) -> None:
     if not kept_tokens(directory, index):
-        replace_file(_tokens_file(directory, index), str(tokens).encode())
+        replace_file(_kv_tokens_file(directory, index), str(tokens).encode())
 
 
-def _tokens_file(directory: Path, index: int) -> Path:
+def _kv_tokens_file(directory: Path, index: int) -> Path:
     return directory / f"kv-tokens-{index}"
 
 
@@ -144,86 +154,95 @@ def keys(engine: EngineConfig) -> tuple[str, str]:
 
 
 def reserve_port(host: str) -> socket.socket:
-    """A bound socket that does not listen: until it is closed, its port is given to nobody who asks for any
-    free one, and whoever asks for this one with SO_REUSEADDR, as servers do, may listen on it.
+    """Return a bound socket that does not listen: until the socket is closed, the system gives its port to
+    nobody who asks for any free port, but a server that asks for this port with SO_REUSEADDR may listen
+    there.
 
-    A server takes a minute to start, long enough for another process to be given a port that is only free.
+    A server takes a minute to start, long enough for another process to get a port that is only free.
     """
-    reserved = socket.socket()
-    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    reserved.bind((host, 0))
-    return reserved
+    reserved_socket = socket.socket()
+    reserved_socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    reserved_socket.bind((host, 0))
+    return reserved_socket
 
 
 class ServerProcess:
-    """Holds a started server. It will listen at `url`."""
+    """A started server, which will listen at `url`."""
 
     def __init__(
         self, process: asyncio.subprocess.Process, url: str, port: socket.socket, key_file: Path | None
     ) -> None:
         self.url = url
         self._process = process
-        self._port = port
+        self._reserved_socket = port
         self._key_file = key_file
 
     @classmethod
     async def start(
         cls, config: RunConfig, index: int, host: str, directory: Path, scorer: str = ""
     ) -> ServerProcess:
-        """Start one on `host`. EngineError when there is no such command."""
-        reserved = reserve_port(host)
+        """Start a server on `host`. Raises EngineError when the command does not exist."""
+        reserved_socket = reserve_port(host)
         try:
-            port = int(reserved.getsockname()[1])
-            tokens = kept_tokens(directory, index) if config.shifts and not scorer else 0
-            command = arguments(config, index, host, port, torch.cuda.device_count(), scorer, tokens)
+            port = int(reserved_socket.getsockname()[1])
+            kv_tokens = kept_tokens(directory, index) if config.shifts and not scorer else 0
+
+            command = server_command(config, index, host, port, torch.cuda.device_count(), scorer, kv_tokens)
             if shutil.which(command[0]) is None:
                 raise EngineError(
                     f"no server: {command[0]} cannot be run (no such program); correct engine.server_command"
                 )
-            key_file = _write_keys(config.engine, f"{'scorer-' * bool(scorer)}{index}", directory)
+
+            server_name = f"scorer-{index}" if scorer else str(index)
+            key_file = _write_keys(config.engine, server_name, directory)
             if key_file is not None:
                 command += ["--config", str(key_file)]
+
             process = await asyncio.create_subprocess_exec(
                 *wrapped(command, STOP_SECONDS), stdin=asyncio.subprocess.DEVNULL, start_new_session=True
             )
         except BaseException:
-            reserved.close()
+            reserved_socket.close()
             raise
-        return cls(process, f"http://{host}:{port}", reserved, key_file)
+
+        return cls(process, f"http://{host}:{port}", reserved_socket, key_file)
 
     @property
-    def code(self) -> int | None:
-        """Return its exit code; None while it runs."""
+    def exit_code(self) -> int | None:
+        """Return the exit code; None while the server runs."""
         return self._process.returncode
 
     async def ended(self) -> int:
         return await self._process.wait()
 
     def ready(self) -> None:
-        """The server answers: it has read its keys, whose file goes, and holds its port itself."""
-        self._port.close()
+        """Note that the server answers: delete the file of keys, which the server has read, and release the
+        reserved port, which the server holds itself."""
+        self._reserved_socket.close()
         if self._key_file is not None:
             self._key_file.unlink(missing_ok=True)
 
     async def stop(self) -> None:
-        """Terminate it; what is left of it and its children after STOP_SECONDS is killed."""
+        """Terminate the server; processes that are left after STOP_SECONDS are killed."""
         self.ready()
-        if self.code is None:
+        if self.exit_code is None:
             self._process.terminate()
             await self.ended()
 
 
 def _write_keys(engine: EngineConfig, server: str, directory: Path) -> Path | None:
-    """Keys do not belong on a command line that every user of the machine can read. What a keeper that was
-    killed has left of them goes."""
+    """Write the keys to a file, as every user of the machine can read a command line. Replaces a file that a
+    killed keeper has left."""
     path = directory / f"keys-{server}.yaml"
     path.unlink(missing_ok=True)
-    api, admin = keys(engine)
-    values = {"api-key": api, "admin-api-key": admin}
-    given = {name: value for name, value in values.items() if value}
-    if not given:
+    api_key, admin_key = keys(engine)
+    all_keys = {"api-key": api_key, "admin-api-key": admin_key}
+    given_keys = {name: value for name, value in all_keys.items() if value}
+    if not given_keys:
         return None
+
     directory.mkdir(parents=True, exist_ok=True)
     with open(os.open(path, os.O_CREAT | os.O_WRONLY | os.O_EXCL, 0o600), "wb") as file:
-        file.write(msgspec.yaml.encode(given))
+        file.write(msgspec.yaml.encode(given_keys))
+
     return path

@@ -21,25 +21,27 @@ from asyncrl.wire.addresses import is_here
 
 T = TypeVar("T")
 CLEANUP_SECONDS = 5.0  # for a server to give up its end of a group
-# In torch's text of an error of NCCL. Versions that differ are invalid usage; a network or a GPU is not.
+# Torch's text of an NCCL error for versions that differ ("invalid usage"), unlike errors of networks or GPUs.
 NCCL_REFUSAL = re.compile(r"invalid usage.*, NCCL version (\d+(?:\.\d+)+)")
 
 
 @dataclass
 class SenderConnection:
-    """Is a connection to the sender at `path`. `group`: which the server has joined through it."""
+    """A connection to the sender at `path`. `group`: the group that the server has joined through it."""
 
     path: str
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
     group: str = ""
 
-    async def ask(self, question: messages.Question, kind: type[T]) -> T:
-        """Raises Postponed, WeightsError when the sender refuses or is gone, ProtocolError."""
+    async def ask_sender(self, question: messages.Question, kind: type[T]) -> T:
+        """Return the sender's answer, of this kind. Raises Postponed, WeightsError when the sender refuses or
+        is gone, ProtocolError."""
         with WeightsError.instead_of(OSError, EOFError, text=f"weights {self.path}: the sender is gone"):
-            answer = await messages.ask(self.reader, self.writer, question)
+            answer = await messages.ask_question(self.reader, self.writer, question)
         if isinstance(answer, messages.Refused):
-            raise (Postponed if answer.postponed else WeightsError)(f"weights {self.path}: {answer.reason}")
+            text = f"weights {self.path}: {answer.reason}"
+            raise Postponed(text) if answer.postponed else WeightsError(text)
         if not isinstance(answer, kind):
             raise ProtocolError(f"weights: a {type(answer).__name__} where a {kind.__name__} is due")
         return answer
@@ -47,7 +49,7 @@ class SenderConnection:
 
 @dataclass
 class Push:
-    """A version that is about to be sent: the server, which is in `group`, still has its old weights."""
+    """A version that is about to be sent: the server, a member of `group`, still has the old weights."""
 
     label: str
     buckets: tuple[Layout, ...]
@@ -57,38 +59,43 @@ class Push:
     group: str
     protocol: UpdateProtocol
     trainer_nccl: str  # version; "" for gloo
-    done: bool = field(default=False, init=False)
+    is_done: bool = field(default=False, init=False)
 
-    async def load(self) -> Manifest:
-        """Get it into the server, which gets the label with the last bucket. A failure leaves the server with
-        some old and some new weights: WeightsError, or another AsyncrlError when it did not answer."""
-        last = len(self.buckets) - 1
-        async with self.protocol.update(self.server):
+    async def load_buckets(self) -> Manifest:
+        """Load the version into the server, which gets the label with the last bucket. A failure leaves the
+        server with some old and some new weights. Raises WeightsError, or another AsyncrlError when the
+        server did not answer."""
+        last_index = len(self.buckets) - 1
+        async with self.protocol.update_session(self.server):
             for index, specs in enumerate(self.buckets):
-                await self.connection.ask(messages.BucketRequest(index), messages.BucketReady)
-                with self._explained():
+                await self.connection.ask_sender(messages.BucketRequest(index), messages.BucketReady)
+                with self._explaining_nccl():
                     await self.server.update_from_group(
                         [spec.name for spec in specs],
                         [spec.dtype for spec in specs],
                         [spec.shape for spec in specs],
                         group=self.group,
-                        label=self.label if index == last else None,
+                        label=self.label if index == last_index else None,
                         seconds=self.deadline - asyncio.get_running_loop().time(),
                     )
-            sent = await self.connection.ask(messages.BucketRequest(last + 1), messages.Sent)
-        self.done = True
+
+            sent = await self.connection.ask_sender(messages.BucketRequest(last_index + 1), messages.Sent)
+
+        self.is_done = True
         return sent.manifest
 
     @contextmanager
-    def _explained(self) -> Iterator[None]:
-        """Name both versions where the server's NCCL is another one. NCCL makes no group of two versions, but
-        says why in the server's log only; the text of its error is all that tells the server's version."""
+    def _explaining_nccl(self) -> Iterator[None]:
+        """Name both versions of NCCL in the error if the server has another version. NCCL makes no group of
+        two versions, and explains this in the server's log only; the server's version is in the error's
+        text."""
         try:
             yield
         except WeightsError as error:
             server_nccl = NCCL_REFUSAL.search(str(error))
             if server_nccl is None or server_nccl[1] == self.trainer_nccl:
                 raise
+
             raise WeightsError(
                 f"weights.transport=collective: the trainer has NCCL {self.trainer_nccl}, the server "
                 f"{server_nccl[1]}, and both need the same: install one version of torch in both "
@@ -101,87 +108,101 @@ class Receiver:
 
     def __init__(self, server: ServerApi, index: int, ranks: int, protocol: UpdateProtocol) -> None:
         self._server = server
-        self._index = index
+        self._server_index = index
         self._ranks = ranks
         self._protocol = protocol
         self._connection: SenderConnection | None = None
 
     @asynccontextmanager
     async def push(self, ref: WeightsRef, seconds: float) -> AsyncIterator[Push]:
-        """Get the sender ready to push `ref`, and the server ready to receive. All of it, what is done within
-        the context included, takes at most `seconds`. WeightsError from entering: nothing has changed
-        (Postponed: it is asked for again). Any failure gives up the group, for a new one next time.
+        """Get the sender ready to push `ref`, and the server ready to receive. Preparation and body together
+        take at most `seconds`. WeightsError from entering: nothing has changed (Postponed: ask again). Any
+        failure gives up the group; the next push makes a new group.
         """
         deadline = asyncio.get_running_loop().time() + seconds
         try:
             async with asyncio.timeout_at(deadline):
-                push = await self._prepare(ref, deadline)
+                push = await self._prepare_push(ref, deadline)
                 yield push
-            if not push.done:
+
+            if not push.is_done:
                 await self.close()
         except BaseException as error:
             await self.close()
             if isinstance(error, TimeoutError):
-                late = f"weights {ref.path}: {ref.label} did not arrive within {seconds:g} s"
-                raise WeightsError(late) from None  # the trainer may be the one that is late
+                problem = f"weights {ref.path}: {ref.label} did not arrive within {seconds:g} s"
+                raise WeightsError(problem) from None  # the trainer may be late
             raise
 
     async def close(self) -> None:
-        """Leave the sender, and have the server give up its end of the group. Takes a few seconds at most,
-        also with a server that does not answer."""
+        """Leave the sender, and have the server leave the group. Takes a few seconds at most, also with a
+        server that does not answer."""
         connection = self._connection
         self._connection = None
         if connection is None:
             return
-        connection.writer.close()  # first: the server may be waiting for the sender, which sees this
+
+        connection.writer.close()  # first: the server may wait for the sender, which notices the closing
         if connection.group:
             with suppress(AsyncrlError):
                 await self._server.destroy_group(connection.group, seconds=CLEANUP_SECONDS)
 
-    async def _prepare(self, ref: WeightsRef, deadline: float) -> Push:
-        connection = await self._connect(self._sender(ref.path.split(",")))
+    async def _prepare_push(self, ref: WeightsRef, deadline: float) -> Push:
+        connection = await self._connect(self._sender_path(ref.path.split(",")))
         seconds = deadline - asyncio.get_running_loop().time()
-        request = messages.VersionRequest(f"engine {self._index}", ref.version, self._ranks, seconds)
-        plan = await connection.ask(request, messages.Plan)
+        request = messages.VersionRequest(f"engine {self._server_index}", ref.version, self._ranks, seconds)
+
+        plan = await connection.ask_sender(request, messages.Plan)
         if plan.port:
-            await self._join(connection, plan, deadline - asyncio.get_running_loop().time())
+            await self._join_group(connection, plan, deadline - asyncio.get_running_loop().time())
         elif plan.group != connection.group:
             raise ProtocolError(f"weights {ref.path}: a push over group {plan.group}, which was not joined")
-        ready = ref.label, plan.buckets, connection, self._server, deadline, plan.group
-        return Push(*ready, self._protocol, plan.nccl)
 
-    def _sender(self, paths: list[str]) -> str:
-        """Return the source of this server's versions: its own machine, if there is a sender."""
+        return Push(
+            label=ref.label,
+            buckets=plan.buckets,
+            connection=connection,
+            server=self._server,
+            deadline=deadline,
+            group=plan.group,
+            protocol=self._protocol,
+            trainer_nccl=plan.nccl,
+        )
+
+    def _sender_path(self, paths: list[str]) -> str:
+        """Return the address of this server's sender: a sender on the server's machine, if there is one."""
         for path in paths:
-            where = urlsplit(path)
-            if where.scheme != "tcp" or not where.hostname or not where.port:
+            address = urlsplit(path)
+            if address.scheme != "tcp" or not address.hostname or not address.port:
                 raise WeightsError(f"weights {path}: not the address of a sender (tcp://host:port)")
-        near = [path for path in paths if _is_here(path)] if _is_here(self._server.url) else []
-        near = near or paths
-        return near[self._index % len(near)]
+        local_paths = [path for path in paths if _is_local(path)] if _is_local(self._server.url) else []
+        local_paths = local_paths or paths
+        return local_paths[self._server_index % len(local_paths)]
 
     async def _connect(self, path: str) -> SenderConnection:
-        known = self._connection
-        if known is not None and (known.path != path or known.reader.at_eof()):
-            await self.close()  # another trainer's, or one that has heard nothing from here for long
+        open_connection = self._connection
+        if open_connection is not None and (open_connection.path != path or open_connection.reader.at_eof()):
+            await self.close()  # of another trainer, or closed by the sender after a long silence
+
         if self._connection is None:
-            where = urlsplit(path)
+            address = urlsplit(path)
             with WeightsError.instead_of(OSError, text=f"weights {path}: no sender there"):
-                streams = await asyncio.open_connection(where.hostname, where.port)
+                streams = await asyncio.open_connection(address.hostname, address.port)
             self._connection = SenderConnection(path, *streams)
+
         return self._connection
 
-    async def _join(self, connection: SenderConnection, plan: messages.Plan, seconds: float) -> None:
+    async def _join_group(self, connection: SenderConnection, plan: messages.Plan, seconds: float) -> None:
         connection.group = plan.group
-        address = str(urlsplit(connection.path).hostname)
+        sender_host = str(urlsplit(connection.path).hostname)
         with WeightsError.instead_of(EngineError, text=f"weights {connection.path}: the server did not join"):
             await self._server.init_group(
-                address, plan.port, 1, 1 + self._ranks, plan.group, plan.backend, seconds=seconds
+                sender_host, plan.port, 1, 1 + self._ranks, plan.group, plan.backend, seconds=seconds
             )
 
 
-def _is_here(url: str) -> bool:
-    where = urlsplit(url)
-    with suppress(OSError, ValueError):  # of a name that is not known, or no address
-        return is_here(f"tcp://{where.hostname}:{where.port or 80}")
+def _is_local(url: str) -> bool:
+    address = urlsplit(url)
+    with suppress(OSError, ValueError):  # an unknown name, or no address
+        return is_here(f"tcp://{address.hostname}:{address.port or 80}")
     return False

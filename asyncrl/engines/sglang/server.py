@@ -23,8 +23,8 @@ from asyncrl.weights.model_files import published_bytes, read_json
 
 log = logging.getLogger("asyncrl.keeper")
 
-CHECK_SECONDS = 0.2
-SIZES = (
+POLL_SECONDS = 0.2  # between two looks at a server that starts
+COMPARED_SIZES = (
     "vocab_size",
     "hidden_size",
     "intermediate_size",
@@ -35,8 +35,8 @@ SIZES = (
 
 
 def vocabulary_of(path: str) -> int:
-    """From the model's config.json. Raises ConfigError."""
-    size: int = _shape_of(path).get_text_config().vocab_size
+    """Return the vocabulary's size from the model's config.json. Raises ConfigError."""
+    size: int = _model_config(path).get_text_config().vocab_size
     return size
 
 
@@ -54,11 +54,11 @@ class Attached:
 
 
 async def look(config: RunConfig, url: str, api_key: str = "", admin_key: str = "", scorer: str = "") -> None:
-    """Check whether the server can serve this run, without changing it: another run may be using it, or have
-    paused it. ConfigError: it never can; other EngineErrors may pass."""
+    """Check whether the server can serve this run, without changing the server, which another run may use or
+    have paused. Raises ConfigError if the server never can; other EngineErrors may pass."""
     server = ServerApi(url, api_key, admin_key)
     try:
-        await _seen(config, server, scorer)
+        await _described_server(config, server, scorer)
     finally:
         await server.close()
 
@@ -71,54 +71,66 @@ async def attach(
     scorer: str = "",
     fresh: bool = False,
 ) -> Attached:
-    """Return a server for the keeper of an engine, or of a scorer, once it is ready: of a version that is
-    known, it serves the model that the run needs. `fresh`: it was started for this. Another one that is not
-    ready may have half of a version, whose loader died: its weights are nobody's until the next load. Waits
-    without a deadline. ConfigError: it can never serve this run; other EngineErrors may pass."""
+    """Return a server for the keeper of an engine, or of a scorer, once the server is ready: a supported
+    version of SGLang that serves the run's model. `fresh`: the server was started for this run. Any other
+    server that is not ready may have half of a version, whose loader died: then its weights are declared
+    invalid until the next load. Waits without a deadline. Raises ConfigError if the server can never serve
+    this run; other EngineErrors may pass."""
     server = ServerApi(url, api_key, admin_key)
     try:
         while not await server.alive():  # noqa: ASYNC110 (another process: there is no event)
-            await asyncio.sleep(CHECK_SECONDS)
-        found = await _seen(config, server, scorer)
-        if not scorer:  # which nobody pauses
+            await asyncio.sleep(POLL_SECONDS)
+
+        attached = await _described_server(config, server, scorer)
+        if not scorer:  # nobody pauses a scorer
             if not fresh and not await server.ready():
                 await server.invalidate()
-                found = replace(found, model=await server.model_info())
+                attached = replace(attached, model=await server.model_info())
             await server.resume()
+
         while not await server.ready():  # noqa: ASYNC110
-            await asyncio.sleep(CHECK_SECONDS)
+            await asyncio.sleep(POLL_SECONDS)
     except BaseException:
         await server.close()
         raise
-    return found
+
+    return attached
 
 
 Loader = ServerLoader | AdapterLoader
 
 
 def loader(config: RunConfig, index: int, server: Attached, attachment: str = "") -> Loader:
-    """Return what loads versions into the server of engine `index`. `attachment`: see `AdapterLoader`. Reads
-    files."""
+    """Return the loader of versions for the server of engine `index`. `attachment`: see `AdapterLoader`.
+    Reads files."""
     run_dir = Path(config.run_dir) / config.name
-    size = published_bytes(config) * max(1, config.versions_held)
-    cache = cache_directory(config.weights.directory, run_dir, config.name, size, index)
-    path = config.model.path
+    cache_bytes = published_bytes(config) * max(1, config.versions_held)
+    cache = cache_directory(config.weights.directory, run_dir, config.name, cache_bytes, index)
+    model_path = config.model.path
     api = server.api
-    held = server.model
+    served_model = server.model
+
     if config.adapters_apart:
-        based = held.weight_version == BASE_LABEL and Path(held.model_path).resolve() == Path(path).resolve()
-        return AdapterLoader(api, config, cache, attachment, based)
-    model = shapes_of(path, bool(_shape_of(path).get_text_config().tie_word_embeddings))
+        has_base = (
+            served_model.weight_version == BASE_LABEL
+            and Path(served_model.model_path).resolve() == Path(model_path).resolve()
+        )
+        return AdapterLoader(api, config, cache, attachment, has_base)
+
+    model_shapes = shapes_of(
+        model_path, bool(_model_config(model_path).get_text_config().tie_word_embeddings)
+    )
     receiver = Receiver(api, index, server.info.tp_size, protocol_of(server.info.version, api.url))
     weights = structs.replace(config.weights, mode=config.update_mode)
-    return ServerLoader(api, weights, cache, receiver, model)
+
+    return ServerLoader(api, weights, cache, receiver, model_shapes)
 
 
 def check_scorer(config: RunConfig, scorer: str, url: str, info: ServerInfo, model: ModelInfo) -> None:
-    """ConfigError that says what differs from what the scorer has to be."""
+    """Raise ConfigError if the server does not fit the scorer."""
     protocol_of(info.version, url)
     path = config.scorers[scorer].path
-    if path and (differences := _differences(_shape_of(path), url, info, model)):
+    if path and (differences := _differences(_model_config(path), url, info, model)):
         raise ConfigError(f"server {url} serves another model than scorers.{scorer}.path: {differences[0]}")
     if scorer != "reward":
         _check_room(config, url, info, prompted=True)
@@ -126,122 +138,152 @@ def check_scorer(config: RunConfig, scorer: str, url: str, info: ServerInfo, mod
 
 
 def check_vocabulary(config: RunConfig, key: str, path: str) -> None:
-    """ConfigError where the model that `key` names has other tokens than the policy, by their tokenizer.json,
-    or else by the sizes in config.json; what is not on this machine is not compared."""
-    mine, theirs = (Path(one) / "tokenizer.json" for one in (config.model.path, path))
-    if theirs.is_file():
-        same = _tokens(mine) == _tokens(theirs)
+    """Raise ConfigError if the model that `key` names has other tokens than the policy, by tokenizer.json, or
+    else by the sizes in config.json. A model that is not on this machine is not compared."""
+    own_tokenizer = Path(config.model.path) / "tokenizer.json"
+    other_tokenizer = Path(path) / "tokenizer.json"
+
+    if other_tokenizer.is_file():
+        same_vocabulary = _tokens_with_ids(own_tokenizer) == _tokens_with_ids(other_tokenizer)
     elif (Path(path) / "config.json").is_file():
-        same = vocabulary_of(path) == vocabulary_of(config.model.path)
+        same_vocabulary = vocabulary_of(path) == vocabulary_of(config.model.path)
     else:
         log.warning("%s: %s is not here, so its vocabulary is not compared", key, path)
         return
-    if not same:
+
+    if not same_vocabulary:
         raise ConfigError(
             f"{key}: {path} has another vocabulary than the policy, whose token ids it is to "
             "score; use a model with the same tokenizer"
         )
 
 
-def _tokens(path: Path) -> tuple[Any, list[tuple[int, str]]]:
+def _tokens_with_ids(path: Path) -> tuple[Any, list[tuple[int, str]]]:
     """Return the tokens of a tokenizer.json with their ids."""
-    told = read_json(path)
-    return told["model"]["vocab"], [(token["id"], token["content"]) for token in told["added_tokens"]]
+    tokenizer = read_json(path)
+    return tokenizer["model"]["vocab"], [
+        (token["id"], token["content"]) for token in tokenizer["added_tokens"]
+    ]
 
 
-async def _seen(config: RunConfig, server: ServerApi, scorer: str) -> Attached:
-    """Checks the server and our keys, and returns its description. Changes nothing."""
-    await server.ready()  # whatever the answer: it is an SGLang server
+async def _described_server(config: RunConfig, server: ServerApi, scorer: str) -> Attached:
+    """Check the server and the run's keys, and return the server's description. Changes nothing."""
+    await server.ready()  # any answer shows that this is an SGLang server
     if not scorer:
         await server.try_admin_key()
-    found = Attached(server, await server.server_info(), await server.model_info())
+
+    attached = Attached(server, await server.server_info(), await server.model_info())
     if scorer:
-        await asyncio.to_thread(check_scorer, config, scorer, server.url, found.info, found.model)
+        await asyncio.to_thread(check_scorer, config, scorer, server.url, attached.info, attached.model)
     else:
-        await asyncio.to_thread(check, config, server.url, found.info, found.model)
-    return found
+        await asyncio.to_thread(check_engine_server, config, server.url, attached.info, attached.model)
+
+    return attached
 
 
-def check(config: RunConfig, url: str, info: ServerInfo, model: ModelInfo) -> None:
-    """ConfigError that says what differs from what the run needs."""
-    modes = protocol_of(info.version, url).modes
+def check_engine_server(config: RunConfig, url: str, info: ServerInfo, model: ModelInfo) -> None:
+    """Raise ConfigError if the server does not fit the run."""
+    modes = protocol_of(info.version, url).pause_modes
     if config.weights.mode not in modes:
-        known = f"its version {info.version} knows {', '.join(modes)}"
-        raise ConfigError(f"server {url} cannot do weights.mode={config.weights.mode}: {known}")
+        supported_modes = f"its version {info.version} knows {', '.join(modes)}"
+        raise ConfigError(f"server {url} cannot do weights.mode={config.weights.mode}: {supported_modes}")
+
     if config.shifts and not ("retract" in modes and info.enable_memory_saver and info.max_total_num_tokens):
-        lacks = "max_total_num_tokens in its info" if info.enable_memory_saver else "--enable-memory-saver"
-        lacks = lacks if "retract" in modes else "a newer SGLang (0.5.22)"
-        raise ConfigError(f"server {url} cannot sleep, as engine.colocated needs: it lacks {lacks}")
+        if "retract" not in modes:
+            missing_feature = "a newer SGLang (0.5.22)"
+        elif not info.enable_memory_saver:
+            missing_feature = "--enable-memory-saver"
+        else:
+            missing_feature = "max_total_num_tokens in its info"
+        raise ConfigError(f"server {url} cannot sleep, as engine.colocated needs: it lacks {missing_feature}")
+
     if config.weights.transport != "disk" and info.dp_size != 1:
         raise ConfigError(
             f"server {url} has --dp-size {info.dp_size}, and weights.transport={config.weights.transport} "
             "needs 1: start a server for each replica, or set weights.transport=disk"
         )
+
     if config.trainer.router_replay and not info.enable_return_routed_experts:
         raise ConfigError(
             f"server {url} does not return routed experts: start it with "
             "--enable-return-routed-experts, or set trainer.router_replay=false"
         )
+
     if config.adapters_apart:
         _check_adapters(config, url, info)
-    lent = config.scorers_lent
-    if lent and Path(model.model_path).resolve() != Path(config.model.path).resolve():
+
+    lent_scorers = config.scorers_lent
+    if lent_scorers and Path(model.model_path).resolve() != Path(config.model.path).resolve():
         raise ConfigError(
             f"server {url} was started with {model.model_path}, whose weights are back after a restart: with "
-            f"scorers.{', '.join(lent)}.urls=[engines] start it with model.path ({config.model.path})"
+            f"scorers.{', '.join(lent_scorers)}.urls=[engines] start it with model.path ({config.model.path})"
         )
-    _check_room(config, url, info, prompted=bool(lent))
-    differences = _differences(_shape_of(config.model.path), url, info, model)
+
+    _check_room(config, url, info, prompted=bool(lent_scorers))
+    differences = _differences(_model_config(config.model.path), url, info, model)
     if differences:
         raise ConfigError(f"server {url} serves another model than model.path: {'; '.join(differences)}")
 
 
 def _check_room(config: RunConfig, url: str, info: ServerInfo, *, prompted: bool) -> None:
-    """`prompted`: it reads rows behind kl.prompt, which has at most as many tokens as bytes."""
-    room = info.max_req_input_len
-    own = config.rollout.max_tokens
-    more = len(config.kl.prompt.encode()) if prompted else 0
-    if room is not None and room < own + more:
+    """Raise ConfigError if the server's inputs are too short. `prompted`: the server reads sequences behind
+    kl.prompt, which has at most as many tokens as bytes."""
+    input_limit = info.max_req_input_len
+    policy_tokens = config.rollout.max_tokens
+    prompt_tokens = len(config.kl.prompt.encode()) if prompted else 0
+    if input_limit is not None and input_limit < policy_tokens + prompt_tokens:
         remedy = "lower it, or start the server with a larger --context-length or --max-total-tokens"
-        behind = f", and kl.prompt may take {more} more" if more else ""
+        prompt_note = f", and kl.prompt may take {prompt_tokens} more" if prompt_tokens else ""
         raise ConfigError(
-            f"server {url} has room for {room} tokens, rollout.max_tokens is {own}{behind}: {remedy}"
+            f"server {url} has room for {input_limit} tokens, rollout.max_tokens is {policy_tokens}"
+            f"{prompt_note}: {remedy}"
         )
 
 
 def _check_adapters(config: RunConfig, url: str, info: ServerInfo) -> None:
     rank = max(rank for rank, _ in config.adapters.values())
-    used = config.adapters_held
-    loaded = used + 1  # one that is being loaded
-    lacks = {
+    adapters_used = config.adapters_held
+    adapters_loaded = adapters_used + 1  # and the adapter that is being loaded
+    is_lacking = {
         "--enable-lora": not info.enable_lora,
         "--dp-size 1": info.dp_size != 1,
         f"--max-lora-rank {rank}": info.max_lora_rank is not None and info.max_lora_rank < rank,
-        f"--max-loras-per-batch {used}": info.max_loras_per_batch < used,
-        f"--max-loaded-loras {loaded}": info.max_loaded_loras is not None and info.max_loaded_loras < loaded,
+        f"--max-loras-per-batch {adapters_used}": info.max_loras_per_batch < adapters_used,
+        f"--max-loaded-loras {adapters_loaded}": info.max_loaded_loras is not None
+        and info.max_loaded_loras < adapters_loaded,
     }
-    if missing := [argument for argument, lacking in lacks.items() if lacking]:
+
+    if missing := [argument for argument, lacking in is_lacking.items() if lacking]:
         raise ConfigError(
             f"server {url} cannot take this run's adapters: start it with {' '.join(missing)}, or set "
             "weights.adapters=false"
         )
 
 
-def _differences(own: Any, url: str, info: ServerInfo, model: ModelInfo) -> list[str]:
-    """Sizes are compared if the server's model can be read from here; if not, the first load finds out."""
-    pairs: list[tuple[str, object, object]] = [
-        ("architecture", ", ".join(own.architectures or ()), ", ".join(model.architectures or ()))
+def _differences(own_config: Any, url: str, info: ServerInfo, model: ModelInfo) -> list[str]:
+    """Describe how the server's model differs from `own_config`. Sizes are compared if the server's model can
+    be read from here; if not, the first load fails."""
+    compared_values: list[tuple[str, object, object]] = [
+        ("architecture", ", ".join(own_config.architectures or ()), ", ".join(model.architectures or ()))
     ]
     try:
-        their = _shape_of(info.model_path).get_text_config()
+        their_text_config = _model_config(info.model_path).get_text_config()
     except ConfigError as error:
         log.warning("server %s: sizes are not compared with its own: %s", url, error)
     else:
-        mine = own.get_text_config()
-        pairs += [(size, getattr(mine, size, None), getattr(their, size, None)) for size in SIZES]
-    return [f"{what} {found} instead of {expected}" for what, expected, found in pairs if found != expected]
+        own_text_config = own_config.get_text_config()
+        compared_values += [
+            (size, getattr(own_text_config, size, None), getattr(their_text_config, size, None))
+            for size in COMPARED_SIZES
+        ]
+
+    return [
+        f"{subject} {actual} instead of {expected}"
+        for subject, expected, actual in compared_values
+        if actual != expected
+    ]
 
 
-def _shape_of(path: str) -> Any:
+def _model_config(path: str) -> Any:
     with ConfigError.instead_of(OSError, ValueError, text=f"model {path}: no usable config.json"):
         return AutoConfig.from_pretrained(path, local_files_only=True)

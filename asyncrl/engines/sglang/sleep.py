@@ -1,10 +1,10 @@
-"""Has one server give up what it holds on its devices, and take it again with a whole version.
+"""Has one server give up its memory on the devices, and take the memory again with a whole version.
 
     pause ──► release KV cache and weights ──► … ──► resume weights ──► load ──► resume KV cache ──► continue
 
 Requests under way stay open, with their tokens. SGLang ends if memory is released twice, or resumed twice. So
-what the server holds is remembered here. If one of these steps fails, or its answer is lost, that is not
-known any more, and the server must be replaced.
+this module remembers what the server holds. If a step fails, or the answer to a step is lost, the server's
+state is not known any more, and the server must be replaced.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from asyncrl.engines.sglang.http import ServerApi
 
 
 class ServerSleep:
-    """`asleep`: the server at `api.url` holds neither KV cache nor weights. `unknown`: why it
-    is not known what the server holds; empty: it is known."""
+    """The sleep of the server at `api.url`. `asleep`: the server holds neither KV cache nor weights.
+    `unknown`: why the server's state is not known; empty if the state is known."""
 
     def __init__(self, api: ServerApi) -> None:
         self.asleep = False
@@ -25,21 +25,21 @@ class ServerSleep:
         self._api = api
 
     async def sleep(self) -> None:
-        """Give up KV cache and weights, if it is awake. Raises EngineError, and sets `unknown`, if a step
-        fails."""
+        """Have the server give up KV cache and weights, unless asleep. Raises EngineError, and sets
+        `unknown`, if a step fails."""
         if not self.asleep:
-            with self._finished("falling asleep"):
+            with self._unknown_until_done("falling asleep"):
                 await self._api.pause("retract")  # a release while requests run would end the server
                 await self._api.release_memory()
                 self.asleep = True
 
     def waking(self) -> AbstractContextManager[None]:
-        """The body wakes the server, if it sleeps. Where that fails, see `unknown`."""
-        return self._finished("waking") if self.asleep else nullcontext()
+        """Enter this context to wake the server, if asleep. A failure in the body sets `unknown`."""
+        return self._unknown_until_done("waking") if self.asleep else nullcontext()
 
     @asynccontextmanager
-    async def woken(self) -> AsyncIterator[None]:
-        """The body loads whole weights into a server that sleeps, which then goes on."""
+    async def waking_load(self) -> AsyncIterator[None]:
+        """Enter this context to load whole weights into a sleeping server, which then goes on."""
         await self._api.resume_memory("weights")
         yield
         await self._api.resume_memory("kv_cache")
@@ -47,7 +47,7 @@ class ServerSleep:
         self.asleep = False
 
     @contextmanager
-    def _finished(self, doing: str) -> Iterator[None]:
-        self.unknown = f"server {self._api.url}: {doing} was not finished; what it holds is not known"
+    def _unknown_until_done(self, activity: str) -> Iterator[None]:
+        self.unknown = f"server {self._api.url}: {activity} was not finished; what it holds is not known"
         yield
         self.unknown = ""

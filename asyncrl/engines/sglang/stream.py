@@ -1,8 +1,8 @@
-"""Puts together what an SGLang server streams back for one request: ids, log-probs and their versions.
+"""Puts together the stream of one request at an SGLang server: ids, log-probs and versions.
 
-Streams are cumulative (each event repeats all tokens so far) or incremental (each has only the new ones).
-Which of the two follows from the number of tokens so far, which stands in every event. Ids are read from the
-log-prob entries, so that ids and log-probs cannot be out of step. Nothing here waits.
+Streams are cumulative (each event repeats all tokens so far) or incremental (each event has the new tokens
+only). The number of tokens so far, a part of every event, tells cumulative and incremental streams apart. Ids
+are read from the log-prob entries, so that ids and log-probs cannot be out of step. Nothing here waits.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ import time
 import msgspec
 import numpy as np
 
-from asyncrl.engines.base import EngineBusy, EngineRefused, Request, ending
+from asyncrl.engines.base import EngineBusy, EngineRefused, Request, end_reason
 from asyncrl.engines.sglang.transport import error_text
 from asyncrl.errors import UNDECODABLE, EngineError, one_line
 from asyncrl.types import Generation, PolicyVersion, Routes, StopReason, VersionSpan
 from asyncrl.weights.manifest import version_of
 
-# Tokens from this one on were sampled by that version; False: or by a newer one.
+# (first token, version that sampled the tokens from there on, False if a newer version may have sampled them)
 Stamp = tuple[int, PolicyVersion, bool]
 
 ABORTED = "Aborted by AbortReq."  # with status 400 where the request waited for its grammar
 _ERRORS: dict[int | None, type[EngineError]] = {400: EngineRefused, 503: EngineBusy}  # by status
-_MOST = 1 << 16  # experts: they are kept as uint16
-BASE_LABEL = "default"  # of the weights that a server was started with
-UNKNOWN = -1  # kv_version of tokens of which only the oldest possible version is known
+_MAX_EXPERTS = 1 << 16  # experts are stored as uint16
+BASE_LABEL = "default"  # label of the weights that a server was started with
+UNKNOWN = -1  # kv_version of tokens for which only the oldest possible version is known
 
 
 class ForeignWeights(EngineError):
@@ -34,14 +34,14 @@ class ForeignWeights(EngineError):
 
 
 class OutputToken(msgspec.Struct, frozen=True, array_like=True):
-    """Reads one entry of `output_token_logprobs`."""
+    """One entry of `output_token_logprobs`."""
 
     logprob: float
     id: int
 
 
 class InputToken(msgspec.Struct, frozen=True, array_like=True):
-    """Reads one entry of `input_token_logprobs`; the first of a prompt has no log-prob."""
+    """One entry of `input_token_logprobs`; the first entry of a prompt has no log-prob."""
 
     logprob: float | None
     id: int
@@ -63,23 +63,23 @@ class LabelSpan(msgspec.Struct, frozen=True):
 
 
 class MetaInfo(msgspec.Struct, frozen=True):
-    """`meta_info`; an aborted request lacks most of it."""
+    """The field `meta_info`; an aborted request lacks most fields."""
 
     finish_reason: FinishReason | None = None
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
-    num_retractions: int = 0  # how often its KV was freed and it was queued again
+    num_retractions: int = 0  # how often the request's KV was freed and the request was queued again
     weight_version: str = ""
     weight_versions: tuple[LabelSpan, ...] | None = None
     output_token_logprobs: tuple[OutputToken, ...] = ()
     input_token_logprobs: tuple[InputToken, ...] = ()
-    input_top_logprobs: tuple[tuple[InputToken, ...] | None, ...] = ()  # of each place, the likeliest first
+    input_top_logprobs: tuple[tuple[InputToken, ...] | None, ...] = ()  # by position, the likeliest first
     routed_experts: str | None = None  # base64 of int32 [tokens, layers, k], in the last event
 
 
 class StreamEvent(msgspec.Struct, frozen=True):
-    """Reads one event of a stream, or the whole answer to a request that is not streamed."""
+    """One event of a stream, or the whole answer to a request that is not streamed."""
 
     meta_info: MetaInfo = MetaInfo()
     error: msgspec.Raw = msgspec.Raw()
@@ -88,160 +88,182 @@ class StreamEvent(msgspec.Struct, frozen=True):
 _decode = msgspec.json.Decoder(StreamEvent).decode
 
 
-def decode(payload: bytes) -> StreamEvent:
-    """EngineError for what is not an event, and for one that reports an error. (JSON has no NaN: a server
-    whose logits are not finite numbers sends null for a log-prob, which is not an event.)"""
+def decode_event(payload: bytes) -> StreamEvent:
+    """Decode an event. Raises EngineError for a payload that is not an event, and for an event that reports
+    an error. (JSON has no NaN: a server whose logits are not finite numbers sends null for a log-prob, and
+    such a payload is not an event.)"""
     try:
         event = _decode(payload)
-        told = msgspec.json.decode(event.error) if event.error else None
-    except UNDECODABLE as error:  # no `instead_of`, which takes longer than the rest
+        server_error = msgspec.json.decode(event.error) if event.error else None
+    except UNDECODABLE as error:  # no `instead_of`, which takes longer than decoding
         raise EngineError(f"a server's answer is not understood ({one_line(error)})") from None
+
     if event.error:
-        raise _failure(told.get("code") if isinstance(told, dict) else None, error_text(payload))
+        raise _server_failure(
+            server_error.get("code") if isinstance(server_error, dict) else None, error_text(payload)
+        )
+
     return event
 
 
 class StreamedTurn:
     """Collects one request's tokens.
 
-    `acked`: the version that the server was known to hold when the request was sent: nothing older can have
-    sampled it. `in_place`: updates leave the KV cache as it is, and a batch that is under way meanwhile is
-    stamped with the new version; in the other modes an update empties the cache, and stamps are exact.
-    `adapter`: the request names that of `acked`, and labels are of the weights below it.
+    `acked`: the version that the server was known to hold when the request was sent; no older version can
+    have sampled a token. `in_place`: updates leave the KV cache as it is, and a batch that is under way
+    meanwhile is stamped with the new version; in the other modes an update empties the cache, and stamps are
+    exact. `adapter`: the request uses the adapter of version `acked`, and labels are those of the base
+    weights.
     """
 
     def __init__(self, request: Request, acked: PolicyVersion, in_place: bool, adapter: bool = False) -> None:
         self.request = request
         self.tokens: list[OutputToken] = []
-        self.finish: FinishReason | None = None
-        self.prompt_tokens = self.cached_tokens = self.retracted = 0
-        self.acked = acked
+        self.finish_reason: FinishReason | None = None
+        self.prompt_tokens = 0
+        self.cached_tokens = 0
+        self.retractions = 0
+        self.acked_version = acked
         self._in_place = in_place
-        self._adapter = adapter
+
+        self._has_adapter = adapter
         self._started = time.perf_counter()
-        self._labels: set[str] = set()
-        self._spans: tuple[LabelSpan, ...] | None = None
-        self._heard: list[int] = []  # ids that the request's watch has heard of
-        self._ended = False  # by the watch
+        self._seen_labels: set[str] = set()
+        self._label_spans: tuple[LabelSpan, ...] | None = None
+        self._watched_ids: list[int] = []  # ids that the request's watch was called with
+        self._ended_by_watch = False
+
         self._routes: Routes | None = None
 
-    def add(self, event: StreamEvent) -> None:
-        """Take in the next event. Raises EngineError when tokens are missing, and when the server refuses the
-        request: EngineBusy if its queue is full, EngineRefused if it will never serve it."""
+    def add_event(self, event: StreamEvent) -> None:
+        """Add the next event. Raises EngineError when tokens are missing, and when the server refuses the
+        request: EngineBusy if the queue is full, EngineRefused if the server will never serve the request."""
         meta = event.meta_info
-        self.finish = meta.finish_reason
-        end = self.finish
-        if end and end.status_code is not None and end.message != ABORTED and not self.tokens:
-            raise _failure(end.status_code, end.message)
-        self._extend(meta.output_token_logprobs, meta.completion_tokens)
+        self.finish_reason = meta.finish_reason
+        finish = self.finish_reason
+        if finish and finish.status_code is not None and finish.message != ABORTED and not self.tokens:
+            raise _server_failure(finish.status_code, finish.message)
+
+        self._extend_tokens(meta.output_token_logprobs, meta.completion_tokens)
         self.prompt_tokens = max(self.prompt_tokens, meta.prompt_tokens)
         self.cached_tokens = max(self.cached_tokens, meta.cached_tokens)
-        self.retracted = max(self.retracted, meta.num_retractions)
-        self._labels.add(meta.weight_version)
-        self._spans = meta.weight_versions
+        self.retractions = max(self.retractions, meta.num_retractions)
+        self._seen_labels.add(meta.weight_version)
+        self._label_spans = meta.weight_versions
         if meta.routed_experts:
-            self._routes = self._decoded(meta.routed_experts)
+            self._routes = self._decode_routes(meta.routed_experts)
 
-    def _decoded(self, text: str) -> Routes:
-        """EngineError unless it is of all tokens but the last, from `routes_from` on."""
+    def _decode_routes(self, text: str) -> Routes:
+        """Decode routes. Raises EngineError unless the routes are of all tokens but the last, from
+        `routes_from` on."""
         start = self.request.routes_from or 0
         tokens = len(self.request.ids) + len(self.tokens) - 1 - start
         with EngineError.instead_of(ValueError, text="the server's routes cannot be read"):
             experts = np.frombuffer(base64.b64decode(text, validate=True), "<i4")
-        whole = tokens > 0 and experts.size and experts.size % tokens == 0
-        if not whole or not 0 <= experts.min() <= experts.max() < _MOST:
+
+        is_complete = tokens > 0 and experts.size and experts.size % tokens == 0
+        if not is_complete or not 0 <= experts.min() <= experts.max() < _MAX_EXPERTS:
             raise EngineError(f"the server sent {experts.size} routes for {tokens} tokens")
+
         return Routes(start, tokens, experts.astype("<u2").tobytes())
 
-    def _extend(self, new: tuple[OutputToken, ...], total: int) -> None:
-        if len(new) >= total:
-            # All so far: a cumulative stream, or the last event of a request aborted in the queue, in front
-            # of which there may be new tokens of events that it was merged with.
-            self.tokens = list(new[len(new) - total :])
-        elif len(self.tokens) + len(new) == total:
-            self.tokens += new
+    def _extend_tokens(self, new_tokens: tuple[OutputToken, ...], total_tokens: int) -> None:
+        if len(new_tokens) >= total_tokens:
+            # All tokens so far: a cumulative stream, or the last event of a request that was aborted in the
+            # queue; merged events may have put new tokens in front.
+            self.tokens = list(new_tokens[len(new_tokens) - total_tokens :])
+        elif len(self.tokens) + len(new_tokens) == total_tokens:
+            self.tokens += new_tokens
         else:
-            lost = total - len(self.tokens) - len(new)
-            raise EngineError(f"the server's stream lost {lost} of {total} tokens")
+            lost_tokens = total_tokens - len(self.tokens) - len(new_tokens)
+            raise EngineError(f"the server's stream lost {lost_tokens} of {total_tokens} tokens")
 
-    def watched(self) -> bool:
-        """Tell the request's watch of the new ids; whether the turn ends with one of them. Those after it are
-        forgotten."""
+    def ends_by_watch(self) -> bool:
+        """Call the request's watch with the new ids; True if the turn ends with one of them. Later ids are
+        dropped."""
         watch = self.request.watch
         if watch is None:
             return False
-        for token in self.tokens[len(self._heard) :]:
-            self._heard.append(token.id)
-            if watch(self._heard):
-                del self.tokens[len(self._heard) :]
-                self._ended = True
+
+        for token in self.tokens[len(self._watched_ids) :]:
+            self._watched_ids.append(token.id)
+            if watch(self._watched_ids):
+                del self.tokens[len(self._watched_ids) :]
+                self._ended_by_watch = True
                 return True
+
         return False
 
     def generation(self) -> Generation:
-        """Returns the tokens so far; stop ABORT: the turn does not end there. Raises ForeignWeights."""
+        """Return the tokens so far; stop ABORT: the turn does not end there. Raises ForeignWeights."""
         ids = tuple(token.id for token in self.tokens)
         logprobs = tuple(token.logprob for token in self.tokens)
         seconds = time.perf_counter() - self._started
-        stop = StopReason.TEXT if self._ended else ending(self.request, ids)
+        stop = StopReason.TEXT if self._ended_by_watch else end_reason(self.request, ids)
         routes = self._routes and self._routes.until(len(self.request.ids) + len(ids) - 1)
-        return Generation(ids, logprobs, self.spans(), stop, seconds, routes)
+        return Generation(ids, logprobs, self.version_spans(), stop, seconds, routes)
 
-    def spans(self) -> tuple[VersionSpan, ...]:
-        """Returns the version that sampled each token, as spans. Raises ForeignWeights."""
-        if self._adapter:
-            for label in self._labels:
+    def version_spans(self) -> tuple[VersionSpan, ...]:
+        """Return the version that sampled each token, as spans. Raises ForeignWeights."""
+        if self._has_adapter:
+            for label in self._seen_labels:
                 if label != BASE_LABEL:
-                    raise _foreign(label)
-            stamps = [(0, self.acked, True)]
-        elif self._spans is not None:
-            stamps = self._recorded(self._spans)
+                    raise _foreign_weights(label)
+            stamps = [(0, self.acked_version, True)]
+        elif self._label_spans is not None:
+            stamps = self._recorded_stamps(self._label_spans)
         else:
-            # A request that did not finish has no record, only the label that the server's front end had when
-            # it passed on each event; tokens sampled just before an update may reach it just after. So all
-            # count as of the oldest version that may have sampled them.
-            versions = {self.acked, *map(_version, self._labels)}
+            # A request that did not finish has no record, only the label that the server's front end had at
+            # each event; tokens sampled just before an update may arrive just after. So all tokens count as
+            # sampled by the oldest possible version.
+            versions = {self.acked_version, *map(_version_of_label, self._seen_labels)}
             stamps = [(0, min(versions), len(versions) == 1)]
-        # In place, the request reads KV of its own and, by its salt, of others from `acked` on.
-        kv = [min(version, self.acked) if self._in_place else version for _, version, _ in stamps]
-        count = len(self.tokens)  # fewer than the record is of where the watch ended the turn
-        ends = [min(start, count) for start, _, _ in stamps[1:]] + [count]
+
+        # In place, the request reads its own KV and, by its salt, KV of other requests from `acked` on.
+        kv_versions = [
+            min(version, self.acked_version) if self._in_place else version for _, version, _ in stamps
+        ]
+        token_count = len(self.tokens)  # fewer than in the record if the watch ended the turn
+        span_ends = [min(start, token_count) for start, _, _ in stamps[1:]] + [token_count]
+
         return tuple(
             VersionSpan(start, end, version.step, oldest.step if certain else UNKNOWN)
-            for (start, version, certain), oldest, end in zip(stamps, kv, ends, strict=True)
+            for (start, version, certain), oldest, end in zip(stamps, kv_versions, span_ends, strict=True)
             if start < end
         )
 
-    def _recorded(self, spans: tuple[LabelSpan, ...]) -> list[Stamp]:
-        """From the scheduler's own record. In place, a token that was being computed at an update is counted
-        after it, though the version before sampled it. The record does not say whether there was one: the
-        first token after an update may be of either version, and so may a request's first token if it is
-        newer than acked."""
-        labelled = [(span.start, _version(span.version)) for span in spans]
+    def _recorded_stamps(self, spans: tuple[LabelSpan, ...]) -> list[Stamp]:
+        """Return stamps from the scheduler's own record. In place, a token under computation at an update is
+        recorded after the update, though the version before sampled it. The record does not say whether there
+        was such a token: the first token after an update may be of either version, and so may a request's
+        first token if the record's version is newer than `acked`."""
+        labelled_spans = [(span.start, _version_of_label(span.version)) for span in spans]
         if not self._in_place:
-            return [(start, version, True) for start, version in labelled]
+            return [(start, version, True) for start, version in labelled_spans]
+
         stamps: list[Stamp] = []
-        before = self.acked
-        known = 0
-        for start, version in labelled:
-            if version > before and start >= known:
-                stamps.append((start, before, False))
-                known = min(start + 1, len(self.tokens))
-            stamps.append((max(start, known), version, True))
-            before = version
+        previous_version = self.acked_version
+        stamped_until = 0
+        for start, version in labelled_spans:
+            if version > previous_version and start >= stamped_until:
+                stamps.append((start, previous_version, False))
+                stamped_until = min(start + 1, len(self.tokens))
+            stamps.append((max(start, stamped_until), version, True))
+            previous_version = version
+
         return stamps
 
 
-def _failure(status: int | None, text: str) -> EngineError:
+def _server_failure(status: int | None, text: str) -> EngineError:
     return _ERRORS.get(status, EngineError)(f"the server ended a request with {status}: {text}")
 
 
-def _version(label: str) -> PolicyVersion:
+def _version_of_label(label: str) -> PolicyVersion:
     version = version_of(label)
     if version is None:
-        raise _foreign(label)
+        raise _foreign_weights(label)
     return version
 
 
-def _foreign(label: str) -> ForeignWeights:
+def _foreign_weights(label: str) -> ForeignWeights:
     return ForeignWeights(f"the server's weights are {label!r}, which this run never gave it; load them anew")

@@ -13,16 +13,16 @@ from asyncrl.engines.base import EngineBusy, EngineRefused
 from asyncrl.errors import UNDECODABLE, AsyncrlError, ConfigError, EngineError, one_line
 
 CONNECT_SECONDS = 10.0
-KEEP_ALIVE_SECONDS = 4.0  # the server drops idle connections after 5: never reuse one it is about to drop
-# Commands are rare. Each has a connection of its own: the server drops connections after an error 500.
-_ONCE = {"Connection": "close"}
-_DONE = b"[DONE]"
-_DATA = b"data:"
-_END = b"\n\n"
+KEEP_ALIVE_SECONDS = 4.0  # the server drops idle connections after 5: never reuse a dropped connection
+# Each command has its own connection: commands are rare, and the server drops connections after an error 500.
+_CLOSE_CONNECTION = {"Connection": "close"}
+_DONE_PAYLOAD = b"[DONE]"
+_DATA_PREFIX = b"data:"
+_EVENT_END = b"\n\n"
 
 
 class ServerGone(EngineError):
-    """The server does not answer: it is down, or hangs, or the connection was cut."""
+    """The server does not answer: the server is down or hangs, or the connection was cut."""
 
 
 class KeyRejected(ConfigError, EngineError):
@@ -30,22 +30,22 @@ class KeyRejected(ConfigError, EngineError):
 
 
 class HttpTransport:
-    """Connections to the server at `url`, those of streams pooled. Used within one event loop."""
+    """Connections to the server at `url`; connections of streams are pooled. Used within one event loop."""
 
     def __init__(self, url: str, api_key: str = "", admin_key: str = "") -> None:
         self.url = url.rstrip("/")
-        self._api = _bearer(api_key)
-        self._admin = _bearer(admin_key or api_key)
-        self._session: aiohttp.ClientSession | None = None
-        self._streams: dict[aiohttp.ClientResponse, float] = {}  # and how long each may be silent
-        self._asleep = False
+        self._api_headers = _bearer_headers(api_key)
+        self._admin_headers = _bearer_headers(admin_key or api_key)
+        self._http_session: aiohttp.ClientSession | None = None
+        self._open_streams: dict[aiohttp.ClientResponse, float] = {}  # with the longest silence, in seconds
+        self._server_asleep = False
 
-    def sleeps(self, asleep: bool) -> None:
-        """While the server sleeps, its streams may be silent for ever."""
-        self._asleep = asleep
-        for response, silence in self._streams.items():
+    def set_asleep(self, asleep: bool) -> None:
+        """Note whether the server sleeps: a sleeping server's streams may be silent for ever."""
+        self._server_asleep = asleep
+        for response, silence in self._open_streams.items():
             connection = response.connection
-            if connection is not None and connection.protocol is not None:  # it is not over
+            if connection is not None and connection.protocol is not None:  # the stream is not over
                 connection.protocol.read_timeout = None if asleep else silence
                 connection.protocol.start_timeout()
 
@@ -58,128 +58,144 @@ class HttpTransport:
         admin: bool = False,
         failure: type[AsyncrlError] = EngineError,
     ) -> bytes:
-        """The body of a successful answer; `failure` is raised for what the server refuses."""
+        """Send a request and return the body of a successful answer; a refusal raises `failure`."""
         timeout = aiohttp.ClientTimeout(total=seconds, sock_connect=CONNECT_SECONDS)
-        headers = _ONCE | (self._admin if admin else self._api)
-        with self._named(f"{method} {path}", f"{seconds:g} s"):
-            async with self._open().request(
+        headers = _CLOSE_CONNECTION | (self._admin_headers if admin else self._api_headers)
+
+        with self._as_server_gone(f"{method} {path}", f"{seconds:g} s"):
+            async with self._open_session().request(
                 method, self.url + path, json=body, headers=headers, timeout=timeout
             ) as response:
                 content = await response.read()
+
         if response.status != 200:
-            raise self._error(path, response.status, content, failure)
+            raise self._error_for(path, response.status, content, failure)
+
         return content
 
     async def status(self, path: str, seconds: float) -> int:
-        """The status of an answer to a request that needs no key."""
+        """Return the HTTP status of the answer to a request that needs no key."""
         timeout = aiohttp.ClientTimeout(total=seconds, sock_connect=CONNECT_SECONDS)
-        with self._named(f"GET {path}", f"{seconds:g} s"):
-            async with self._open().get(self.url + path, headers=_ONCE, timeout=timeout) as response:
+        with self._as_server_gone(f"GET {path}", f"{seconds:g} s"):
+            async with self._open_session().get(
+                self.url + path, headers=_CLOSE_CONNECTION, timeout=timeout
+            ) as response:
                 return response.status
 
     @asynccontextmanager
     async def stream(self, path: str, body: Any, silence: float) -> AsyncIterator[AsyncIterator[bytes]]:
-        """Post, and open the event stream that answers. Leaving the context before its end cuts the
-        connection. ServerGone, also from the iterator: cut, or silent for `silence` seconds."""
-        patience = None if self._asleep else silence
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS, sock_read=patience)
-        with self._named(f"POST {path}", f"{silence:g} s"):
-            response = await self._open().post(self.url + path, json=body, headers=self._api, timeout=timeout)
+        """Post a body and open the event stream of the answer. Leaving the context before the stream's end
+        cuts the connection. Raises ServerGone, also from the iterator, if the stream is cut or silent for
+        `silence` seconds."""
+        read_timeout = None if self._server_asleep else silence
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS, sock_read=read_timeout)
+
+        with self._as_server_gone(f"POST {path}", f"{silence:g} s"):
+            response = await self._open_session().post(
+                self.url + path, json=body, headers=self._api_headers, timeout=timeout
+            )
+
         try:
-            self._streams[response] = silence
+            self._open_streams[response] = silence
             if response.status != 200:
-                with self._named(f"POST {path}", f"{silence:g} s"):
+                with self._as_server_gone(f"POST {path}", f"{silence:g} s"):
                     content = await response.read()
-                raise self._error(path, response.status, content, EngineError)
-            yield self._events(path, response, silence)
+                raise self._error_for(path, response.status, content, EngineError)
+
+            yield self._stream_payloads(path, response, silence)
         finally:
-            del self._streams[response]
+            del self._open_streams[response]
             response.close()
 
     async def close(self) -> None:
-        session = self._session
-        self._session = None
+        session = self._http_session
+        self._http_session = None
         if session is not None:
             await session.close()
 
-    async def _events(
+    async def _stream_payloads(
         self, path: str, response: aiohttp.ClientResponse, silence: float
     ) -> AsyncIterator[bytes]:
-        """Payloads up to `[DONE]`; a stream that ends without it was cut."""
-        events = Events()
-        with self._named(f"the stream of {path}", f"{silence:g} s"):
+        """Yield the payloads before `[DONE]`. Raises ServerGone for a stream that ends without this mark."""
+        events = EventSplitter()
+        with self._as_server_gone(f"the stream of {path}", f"{silence:g} s"):
             async for chunk in response.content.iter_any():
                 for payload in events.feed(chunk):
-                    if payload == _DONE:
+                    if payload == _DONE_PAYLOAD:
                         return
                     yield payload
+
         raise ServerGone(f"server {self.url}: the stream of {path} ended before its end mark")
 
-    def _open(self) -> aiohttp.ClientSession:
-        if self._session is None:
-            # Not limited here: the engine bounds its streams, and an abort must not queue behind them.
+    def _open_session(self) -> aiohttp.ClientSession:
+        if self._http_session is None:
+            # No limit here: the client limits its streams, and an abort must not queue behind streams.
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_SECONDS)
-            self._session = aiohttp.ClientSession(connector=connector, json_serialize=_json)
-        return self._session
+            self._http_session = aiohttp.ClientSession(connector=connector, json_serialize=_encode_json)
+        return self._http_session
 
     @contextmanager
-    def _named(self, what: str, deadline: str) -> Iterator[None]:
-        """Failures of the connection become ServerGone."""
+    def _as_server_gone(self, request_name: str, deadline: str) -> Iterator[None]:
+        """Turn failures of the connection into ServerGone."""
         try:
             yield
         except TimeoutError as error:  # before ClientError: aiohttp's timeouts are both
-            raise ServerGone(f"server {self.url}: {what} got no answer within {deadline}") from error
+            raise ServerGone(f"server {self.url}: {request_name} got no answer within {deadline}") from error
         except aiohttp.InvalidURL as error:
             raise ConfigError(f"server {self.url!r}: not a URL; expected http://host:port") from error
         except (aiohttp.ClientError, OSError) as error:
-            raise ServerGone(f"server {self.url}: {what} failed ({one_line(error)})") from error
+            raise ServerGone(f"server {self.url}: {request_name} failed ({one_line(error)})") from error
 
-    def _error(self, path: str, status: int, content: bytes, failure: type[AsyncrlError]) -> AsyncrlError:
+    def _error_for(self, path: str, status: int, content: bytes, failure: type[AsyncrlError]) -> AsyncrlError:
         text = error_text(content) or f"HTTP {status}"
-        where = f"server {self.url}: {path} answered {status}: {text}"
+        description = f"server {self.url}: {path} answered {status}: {text}"
         if status in (401, 403):
-            return KeyRejected(f"{where}; check the API key and the admin key")
+            return KeyRejected(f"{description}; check the API key and the admin key")
         if status == 503:
-            return EngineBusy(where)
+            return EngineBusy(description)
         if status == 400 and failure is EngineError:
-            return EngineRefused(where)
-        return failure(where)
+            return EngineRefused(description)
+
+        return failure(description)
 
 
-class Events:
-    """Splits a byte stream into the payloads of server-sent events, wherever it was cut."""
+class EventSplitter:
+    """Splits a byte stream into the payloads of server-sent events; chunks may end anywhere."""
 
     def __init__(self) -> None:
-        self._pending = bytearray()
-        self._searched = 0
+        self._pending_bytes = bytearray()
+        self._searched_bytes = 0
 
     def feed(self, chunk: bytes) -> Iterator[bytes]:
-        self._pending += chunk
-        while (end := self._pending.find(_END, self._searched)) >= 0:
-            event = bytes(self._pending[:end])
-            del self._pending[: end + len(_END)]
-            self._searched = 0
-            if event.startswith(_DATA):
-                yield event[len(_DATA) :].strip()
-        self._searched = max(0, len(self._pending) - len(_END) + 1)
+        self._pending_bytes += chunk
+        while (end := self._pending_bytes.find(_EVENT_END, self._searched_bytes)) >= 0:
+            event = bytes(self._pending_bytes[:end])
+            del self._pending_bytes[: end + len(_EVENT_END)]
+            self._searched_bytes = 0
+            if event.startswith(_DATA_PREFIX):
+                yield event[len(_DATA_PREFIX) :].strip()
+
+        self._searched_bytes = max(0, len(self._pending_bytes) - len(_EVENT_END) + 1)
 
 
 def error_text(content: bytes) -> str:
-    """The server's own error message, on one line: of `{"error": {"message"}}`, `{"error": text}`,
+    """Return the server's own error message, on one line: of `{"error": {"message"}}`, `{"error": text}`,
     `{"message"}`, `{"detail"}`, `{"error_message"}` or plain text."""
     try:
         answer = msgspec.json.decode(content)
     except UNDECODABLE:
         return " ".join(content.decode(errors="replace").split())[:300]
+
     for key in ("error", "message", "detail", "error_message"):
         if isinstance(answer, dict) and key in answer:
             answer = answer[key]
+
     return " ".join(str(answer).split())[:300]
 
 
-def _bearer(key: str) -> dict[str, str]:
+def _bearer_headers(key: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"} if key else {}
 
 
-def _json(body: Any) -> str:
+def _encode_json(body: Any) -> str:
     return msgspec.json.encode(body).decode()

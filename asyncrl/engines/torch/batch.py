@@ -22,37 +22,39 @@ from transformers import PreTrainedModel
 
 from asyncrl.engines.base import Request
 from asyncrl.engines.torch.recorded import RecordedStep
-from asyncrl.engines.torch.slots import KVCache, Prefixes, Slot, Slots, Source
-from asyncrl.engines.torch.step_layout import Chunk, SlotSampling, StepLayout, build, reordered
+from asyncrl.engines.torch.slots import KVCache, PrefixIndex, PrefixSource, Slot, Slots
+from asyncrl.engines.torch.step_layout import Chunk, SlotSampling, StepLayout, build_layout, reordered_slots
 from asyncrl.errors import EngineError
 from asyncrl.types import Generation, StopReason, VersionSpan
 from asyncrl.weights.adapters import Adapters
 
-_RAGGED = 4  # a prompt waits for a later step rather than be padded to more than 4 times its length
+# A prompt that would be padded to more than 4 times its length waits for a later step.
+_MAX_PADDING_RATIO = 4
 
 
 class Run:
     """Follows one request from arrival to its end."""
 
-    def __init__(self, request: Request, limit: int, version: int, started: float) -> None:
+    def __init__(self, request: Request, max_length: int, version: int, started_at: float) -> None:
         self.request = request
-        self.ids = request.ids  # to prefill: after a sleep, with what it had sampled
-        self.limit = limit  # length at which it ends
+        self.prefill_ids = request.ids  # after a sleep: with the ids sampled before
+        self.max_length = max_length  # prompt and sampled ids together
         self.slot: Slot | None = None
-        self.source: Source | None = None  # of a longer prefix than its slot holds, to be copied
-        self.filled = 0  # leading ids whose KV is in the cache
-        self.heard: list[int] = []  # sampled ids that its watch has heard of
+        self.prefix_source: PrefixSource | None = None  # has a longer prefix than the slot: to be copied
+        self.filled_length = 0  # leading ids whose KV is in the cache
+
+        self.watched_ids: list[int] = []  # sampled ids that the watch was called with
         self.decoding = False
-        self.spans: tuple[VersionSpan, ...] = ()  # of what it had sampled before the last sleep
-        self.marks = [(0, version)]  # (ids sampled before, version in use from there on)
-        self.started = started
+        self.earlier_spans: tuple[VersionSpan, ...] = ()  # of the ids sampled before the last sleep
+        self.version_marks = [(0, version)]  # (ids sampled before, version in use from there on)
+        self.started_at = started_at
 
     @property
-    def prompt(self) -> int:
+    def prompt_length(self) -> int:
         return len(self.request.ids)
 
     @property
-    def index(self) -> int:
+    def slot_index(self) -> int:
         assert self.slot is not None
         return self.slot.index
 
@@ -60,249 +62,314 @@ class Run:
 class Batcher:
     """Owns the KV cache and decides what each step computes."""
 
-    def __init__(self, model: PreTrainedModel, slots: int, max_len: int, budget: int, version: int) -> None:
+    def __init__(
+        self, model: PreTrainedModel, slot_count: int, max_len: int, token_budget: int, version: int
+    ) -> None:
         self.version = version
-        self._swaps = 0  # of weights: two may have one version number
-        self.budget = budget
-        self.generated = 0  # tokens, in all
-        self.runs: dict[str, Run] = {}  # by session: all that have not ended
-        self.cache = KVCache(model, slots, max_len)
-        self._forward = RecordedStep(self.cache)
-        self.slots = Slots(slots)
-        self._prefixes = Prefixes()
-        self._waiting: deque[Run] = deque()
-        self._filling: list[Run] = []
-        self._decoding: dict[int, Run] = {}  # by slot
-        self._lengths = np.zeros(slots, dtype=np.int64)  # ids of decoding slots; the last one has no KV yet
-        self._sampling = SlotSampling(slots)
-        self._steady: StepLayout | None = None  # the last plan, while it only needs to be advanced
-        # asleep since then; seconds before that
-        self._since = math.inf
-        self._slept = 0.0
+        self._swap_count = 0  # weight swaps: two may have one version number
+        self.token_budget = token_budget
+        self.generated_tokens = 0
+        self.runs_by_session: dict[str, Run] = {}  # all that have not ended
+        self.cache = KVCache(model, slot_count, max_len)
 
-    def add(self, request: Request) -> Run:
-        limit = min(len(request.ids) + request.sampling.max_new_tokens, self.cache.max_len)
-        run = self.runs[request.session] = Run(request, limit, self.version, self._now())
-        self._waiting.append(run)
+        self._recorded_step = RecordedStep(self.cache)
+        self.slots = Slots(slot_count)
+        self._prefix_index = PrefixIndex()
+        self._waiting_runs: deque[Run] = deque()
+        self._filling_runs: list[Run] = []
+        self._decoding_runs: dict[int, Run] = {}  # by slot index
+
+        # Number of ids of each decoding slot, the last of which has no KV yet; 0 for other slots.
+        self._slot_lengths = np.zeros(slot_count, dtype=np.int64)
+        self._slot_sampling = SlotSampling(slot_count)
+        self._steady_plan: StepLayout | None = None  # the last plan, while it only needs to be advanced
+
+        self._asleep_since = math.inf
+        self._slept_seconds = 0.0  # in earlier sleeps
+
+    def add_request(self, request: Request) -> Run:
+        max_length = min(len(request.ids) + request.sampling.max_new_tokens, self.cache.max_len)
+        run = self.runs_by_session[request.session] = Run(
+            request, max_length, self.version, self._awake_time()
+        )
+        self._waiting_runs.append(run)
         return run
 
-    def adapt(self, adapters: Adapters) -> None:
-        """From the next step on, each slot is computed with the adapter of its agent, too."""
+    def use_adapters(self, adapters: Adapters) -> None:
+        """Compute each slot with the adapter of its agent, from the next step on."""
         self.cache.adapters = adapters
-        for slot in self.slots.all:
-            self.cache.agents[slot.index] = self._adapter(slot.agent)
-        self._forward = RecordedStep(self.cache)  # recordings are of the model without them
+        for slot in self.slots.every_slot:
+            self.cache.adapter_indices[slot.index] = self._adapter_index(slot.agent)
+        self._recorded_step = RecordedStep(self.cache)  # old recordings are of the model without adapters
 
-    def _adapter(self, agent: str) -> int:
-        return self.cache.adapters.index(agent) if self.cache.adapters else 0
+    def _adapter_index(self, agent: str) -> int:
+        return self.cache.adapters.adapter_index(agent) if self.cache.adapters else 0
 
-    def mark(self, version: int) -> None:
-        """From the next step on, tokens are sampled by other weights."""
+    def mark_version(self, version: int) -> None:
+        """Note that tokens are sampled by other weights from the next step on."""
         self.version = version
-        self._swaps += 1
-        for run in self.runs.values():
-            run.marks.append((self._sampled(run), version))
+        self._swap_count += 1
+        for run in self.runs_by_session.values():
+            run.version_marks.append((self._sampled_count(run), version))
 
     @property
     def asleep(self) -> bool:
-        return self._since < math.inf
+        return self._asleep_since < math.inf
 
     def sleep(self) -> None:
-        """The KV is lost: what has sampled already is prefilled again with that, after `wake`."""
-        for run in self._decoding.values():
-            sampled = self.so_far(run)
-            run.ids = run.request.ids + sampled.ids
+        """Drop the KV: after `wake`, prompts are prefilled again, with the ids sampled before."""
+        for run in self._decoding_runs.values():
+            sampled = self.sampled_so_far(run)
+            run.prefill_ids = run.request.ids + sampled.ids
             run.decoding = False
-            run.spans = sampled.spans
-            run.marks = [(len(sampled.ids), self.version)]
-        self._filling = [*self._decoding.values(), *self._filling]
-        self._decoding = {}
-        self._steady = None
-        self._prefixes = Prefixes()
-        self._lengths[:] = 0
-        for slot in self.slots.all:
-            slot.held = ()
-        for run in self._filling:
-            run.filled = 0
-            self._find_prefix(run)
-        self._since = time.perf_counter()
+            run.earlier_spans = sampled.spans
+            run.version_marks = [(len(sampled.ids), self.version)]
+
+        self._filling_runs = [*self._decoding_runs.values(), *self._filling_runs]
+        self._decoding_runs = {}
+        self._steady_plan = None
+        self._prefix_index = PrefixIndex()
+        self._slot_lengths[:] = 0
+        for slot in self.slots.every_slot:
+            slot.held_ids = ()
+
+        for run in self._filling_runs:
+            run.filled_length = 0
+            self._find_prefix_source(run)
+
+        self._asleep_since = time.perf_counter()
 
     def wake(self) -> None:
-        """There are weights again, and room for KV."""
+        """Go on: there are weights again, and room for KV."""
         for pool in self.cache.pools:
             pool.zero_()  # no mask stops a NaN
-        self._slept += time.perf_counter() - self._since
-        self._since = math.inf
+        self._slept_seconds += time.perf_counter() - self._asleep_since
+        self._asleep_since = math.inf
 
-    def _now(self) -> float:
-        """Return the time, which stands still during a sleep."""
-        return min(time.perf_counter(), self._since) - self._slept
+    def _awake_time(self) -> float:
+        """Return a time that stands still during a sleep, in seconds."""
+        return min(time.perf_counter(), self._asleep_since) - self._slept_seconds
 
     @torch.inference_mode()
     def step(self) -> list[Run]:
-        """Sample one token for every decoding slot and prefill what fits; returns the runs to `end`."""
-        self._admit()
-        if self._steady and self._steady.further and not self._filling:
-            plan = self._steady.advance()
+        """Sample one token for every decoding slot and prefill as many prompt tokens as fit; return the runs
+        for `end_run`."""
+        self._admit_waiting()
+        if self._steady_plan and self._steady_plan.steps_left and not self._filling_runs:
+            plan = self._steady_plan.advance()
             chunks = {}
         else:
-            self._order()
-            chunks = self._chunks()
-            plan = build(self.cache, self._sampling, self._lengths, list(chunks.values()))
-        done = self._forward(plan)
-        self._steady = plan
-        self._lengths += self._lengths > 0
+            self._reorder_slots()
+            chunks = self._plan_chunks()
+            plan = build_layout(self.cache, self._slot_sampling, self._slot_lengths, list(chunks.values()))
+
+        ended_slots = self._recorded_step(plan)
+        self._steady_plan = plan
+        self._slot_lengths += self._slot_lengths > 0
         for run, chunk in chunks.items():
-            self._filled(run, chunk)
-        self.generated += len(self._decoding)
-        return [self._decoding[slot] for slot in done]
+            self._note_filled(run, chunk)
 
-    def watched(self, run: Run) -> bool:
-        """Tell the run's watch of its new id; whether the run ends with it."""
-        if (watch := run.request.watch) is None or (sampled := self._sampled(run)) == len(run.heard):
+        self.generated_tokens += len(self._decoding_runs)
+        return [self._decoding_runs[slot] for slot in ended_slots]
+
+    def ends_by_watch(self, run: Run) -> bool:
+        """Call the run's watch with the new id; True if the run ends with this id."""
+        watch = run.request.watch
+        if watch is None:
             return False
-        run.heard.append(int(self.cache.ids[run.index, run.prompt + sampled - 1]))
-        return watch(run.heard)
 
-    def end(self, run: Run, stop: StopReason | None = None) -> Generation:
-        """Take a run out of the batch with what it has sampled. `stop` says why if it was not done. Raises
-        EngineError if its log-probs are not finite; it is out all the same."""
-        generation = self.so_far(run)
-        del self.runs[run.request.session]
+        sampled_count = self._sampled_count(run)
+        if sampled_count == len(run.watched_ids):
+            return False
+        run.watched_ids.append(int(self.cache.ids[run.slot_index, run.prompt_length + sampled_count - 1]))
+        return watch(run.watched_ids)
+
+    def end_run(self, run: Run, stop: StopReason | None = None) -> Generation:
+        """Take a run out of the batch and return its sampled ids. `stop`: the reason, if the run was not
+        done. Raises EngineError if log-probs are not finite; the run is out of the batch in this case,
+        too."""
+        generation = self.sampled_so_far(run)
+        del self.runs_by_session[run.request.session]
         ids = generation.ids
-        finite = all(map(math.isfinite, generation.logprobs))
-        self._leave(run, (run.request.ids + ids)[: -1 if run.decoding else run.filled] if finite else ())
-        if not finite:
+        all_finite = all(map(math.isfinite, generation.logprobs))
+        computed_length = len(run.request.ids + ids) - 1 if run.decoding else run.filled_length
+        self._remove_run(run, (run.request.ids + ids)[:computed_length] if all_finite else ())
+
+        if not all_finite:
             if not self.asleep:
-                self.cache.wipe(run.index)
+                self.cache.wipe_slot(run.slot_index)
             raise EngineError(f"session {run.request.session!r}: the model's logits are not finite numbers")
+
         if stop is None:
             stop = StopReason.STOP if ids[-1] in run.request.sampling.stop_ids else StopReason.LENGTH
+
         return replace(generation, stop=stop)
 
-    def so_far(self, run: Run) -> Generation:
-        """Return what a run has sampled."""
-        sampled = self._sampled(run)
-        spans = run.spans + tuple(
-            VersionSpan(start, end, version, run.slot.born if run.slot else version)
-            for (start, version), (end, _) in pairwise([*run.marks, (sampled, 0)])
+    def sampled_so_far(self, run: Run) -> Generation:
+        """Return the ids that a run has sampled, as a generation without an end."""
+        sampled_count = self._sampled_count(run)
+        spans = run.earlier_spans + tuple(
+            VersionSpan(start, end, version, run.slot.oldest_version if run.slot else version)
+            for (start, version), (end, _) in pairwise([*run.version_marks, (sampled_count, 0)])
             if start < end
         )
-        return Generation(*self._read(run, sampled), spans, StopReason.ABORT, self._now() - run.started)
 
-    def _order(self) -> None:
-        """Move slots so that long rows lie together: attention reads a range as far as its longest row."""
-        lengths = self._lengths.copy()
-        for run in self._filling:  # they decode soon
-            lengths[run.index] = len(run.ids)
-        sources = reordered(lengths)
-        if sources is None:
+        return Generation(
+            *self._sampled_tokens(run, sampled_count),
+            spans,
+            StopReason.ABORT,
+            self._awake_time() - run.started_at,
+        )
+
+    def _reorder_slots(self) -> None:
+        """Move slots so that long sequences lie together: attention reads a range of slots as far as the
+        longest sequence there."""
+        lengths = self._slot_lengths.copy()
+        for run in self._filling_runs:  # will decode soon
+            lengths[run.slot_index] = len(run.prefill_ids)
+
+        source_slots = reordered_slots(lengths)
+        if source_slots is None:
             return
-        moved = np.flatnonzero(sources != np.arange(len(sources)))
-        length = max(self._used(self.slots.all[slot]) for slot in moved)
-        self.cache.move(sources[moved], moved, length)
-        self._lengths = self._lengths[sources]
-        self._sampling.move(sources)
-        self.slots.move(sources.tolist())
-        self._decoding = {run.index: run for run in self._decoding.values()}
 
-    def _used(self, slot: Slot) -> int:
-        """The number of leading positions of a slot that hold something."""
-        run = self.runs.get(slot.session or "")
-        return run.prompt + self._sampled(run) if run and run.slot is slot else len(slot.held)
+        moved_slots = np.flatnonzero(source_slots != np.arange(len(source_slots)))
+        longest_prefix = max(self._used_positions(self.slots.every_slot[slot]) for slot in moved_slots)
+        self.cache.move_slots(source_slots[moved_slots], moved_slots, longest_prefix)
+        self._slot_lengths = self._slot_lengths[source_slots]
+        self._slot_sampling.reorder_slots(source_slots)
+        self.slots.reorder_slots(source_slots.tolist())
 
-    def _sampled(self, run: Run) -> int:
-        return (int(self._lengths[run.index]) if run.decoding else len(run.ids)) - run.prompt
+        self._decoding_runs = {run.slot_index: run for run in self._decoding_runs.values()}
 
-    def _read(self, run: Run, sampled: int) -> tuple[tuple[int, ...], tuple[float, ...]]:
-        if sampled == 0:
+    def _used_positions(self, used_slot: Slot) -> int:
+        """Return the number of leading positions of a slot that are in use."""
+        run = self.runs_by_session.get(used_slot.session or "")
+        if run and run.slot is used_slot:
+            return run.prompt_length + self._sampled_count(run)
+        return len(used_slot.held_ids)
+
+    def _sampled_count(self, run: Run) -> int:
+        length = int(self._slot_lengths[run.slot_index]) if run.decoding else len(run.prefill_ids)
+        return length - run.prompt_length
+
+    def _sampled_tokens(self, run: Run, sampled_count: int) -> tuple[tuple[int, ...], tuple[float, ...]]:
+        if sampled_count == 0:
             return (), ()
-        new = slice(run.prompt, run.prompt + sampled)
-        ids = self.cache.ids[run.index, new]
-        logprobs = self.cache.logprobs[run.index, new]
+        sampled_range = slice(run.prompt_length, run.prompt_length + sampled_count)
+        ids = self.cache.ids[run.slot_index, sampled_range]
+        logprobs = self.cache.logprobs[run.slot_index, sampled_range]
         return tuple(ids.tolist()), tuple(logprobs.tolist())
 
-    def _admit(self) -> None:
+    def _admit_waiting(self) -> None:
         """Give slots to waiting requests, in order."""
-        while self._waiting and (slot := self.slots.acquire(self._waiting[0].request.session)):
-            run = self._waiting.popleft()
+        while self._waiting_runs and (slot := self.slots.acquire_slot(self._waiting_runs[0].request.session)):
+            run = self._waiting_runs.popleft()
             request = run.request
-            adapter = self._adapter(request.agent)
-            if adapter != self._adapter(slot.agent):
-                slot.held = ()
-            slot.agent, self.cache.agents[slot.index] = request.agent, adapter
+            adapter_index = self._adapter_index(request.agent)
+            if adapter_index != self._adapter_index(slot.agent):
+                slot.held_ids = ()
+
+            slot.agent = request.agent
+            self.cache.adapter_indices[slot.index] = adapter_index
             run.slot = slot
-            run.filled = slot.keep(request.ids)
-            self._find_prefix(run)
-            new = torch.tensor(request.ids[run.filled :], device=self.cache.device)
-            self.cache.ids[slot.index, run.filled : run.prompt] = new
-            self._sampling.set(slot.index, request.key, request.sampling, run.limit)
-            self._filling.append(run)
+            run.filled_length = slot.keep_prefix(request.ids)
+            self._find_prefix_source(run)
+            new_ids = torch.tensor(request.ids[run.filled_length :], device=self.cache.device)
+            self.cache.ids[slot.index, run.filled_length : run.prompt_length] = new_ids
 
-    def _find_prefix(self, run: Run) -> None:
+            self._slot_sampling.set_slot(slot.index, request.key, request.sampling, run.max_length)
+            self._filling_runs.append(run)
+
+    def _find_prefix_source(self, run: Run) -> None:
         assert run.slot is not None
-        source = self._prefixes.enter(run.slot, run.ids, self._adapter(run.request.agent))
-        run.source = source if source and source.length > run.filled else None
+        prefix_source = self._prefix_index.enter_prompt(
+            run.slot, run.prefill_ids, self._adapter_index(run.request.agent)
+        )
+        run.prefix_source = (
+            prefix_source if prefix_source and prefix_source.length > run.filled_length else None
+        )
 
-    def _chunks(self) -> dict[Run, Chunk]:
-        """Tokens to prefill in this step. They are padded to the first one's length, and padding counts."""
+    def _plan_chunks(self) -> dict[Run, Chunk]:
+        """Choose the tokens to prefill in this step. Chunks are padded to the length of the first chunk, and
+        padding counts against the budget."""
         chunks: dict[Run, Chunk] = {}
-        filling = [run for run in self._filling if not self._awaits(run)]
-        width = min(len(filling[0].ids) - filling[0].filled, self.budget) if filling else 1
-        for run in filling:
-            size = min(len(run.ids) - run.filled, width)
-            if size * _RAGGED >= width:
-                end = run.filled + size
-                chunks[run] = Chunk(run.index, run.filled, end, end == len(run.ids))
-            if (len(chunks) + 1) * width > self.budget:
+        ready_runs = [run for run in self._filling_runs if not self._awaits_prefix(run)]
+        if not ready_runs:
+            return chunks
+
+        first_run = ready_runs[0]
+        width = min(len(first_run.prefill_ids) - first_run.filled_length, self.token_budget)
+        for run in ready_runs:
+            chunk_size = min(len(run.prefill_ids) - run.filled_length, width)
+            if chunk_size * _MAX_PADDING_RATIO >= width:
+                end = run.filled_length + chunk_size
+                chunks[run] = Chunk(run.slot_index, run.filled_length, end, end == len(run.prefill_ids))
+            if (len(chunks) + 1) * width > self.token_budget:
                 break
+
         return chunks
 
-    def _awaits(self, run: Run) -> bool:
-        """True if a request ahead is still computing the run's prefix. Copies the prefix once it is there, if
-        the present weights computed all of it: its tokens are then as exact as without."""
-        if run.source is None:
+    def _awaits_prefix(self, run: Run) -> bool:
+        """True if a request ahead is still computing the run's prefix. Copies a complete prefix if the
+        present weights computed all of its KV: the sampled tokens are then as exact as without a copy."""
+        if run.prefix_source is None:
             return False
-        (slot, length), own = run.source, run.slot
-        prefix = run.ids[:length]
-        assert own is not None
-        if self._adapter(slot.agent) == self._adapter(own.agent) and slot.held[:length] == prefix:
-            if slot.swap == self._swaps:
-                self.cache.copy(slot.index, own.index, length)
-                run.filled = length
-                own.held = prefix
-                own.born = slot.born
-                own.swap = slot.swap
+
+        source_slot, length = run.prefix_source
+        own_slot = run.slot
+        prefix = run.prefill_ids[:length]
+        assert own_slot is not None
+
+        if (
+            self._adapter_index(source_slot.agent) == self._adapter_index(own_slot.agent)
+            and source_slot.held_ids[:length] == prefix
+        ):
+            if source_slot.swap_count == self._swap_count:
+                self.cache.copy_prefix(source_slot.index, own_slot.index, length)
+                run.filled_length = length
+                own_slot.held_ids = prefix
+                own_slot.oldest_version = source_slot.oldest_version
+                own_slot.swap_count = source_slot.swap_count
         else:
-            ahead = takewhile(lambda other: other is not run, self._filling)
-            if any(other.slot is slot and other.ids[:length] == prefix for other in ahead):
+            runs_ahead = takewhile(lambda earlier_run: earlier_run is not run, self._filling_runs)
+            if any(
+                ahead.slot is source_slot and ahead.prefill_ids[:length] == prefix for ahead in runs_ahead
+            ):
                 return True
-        run.source = None
+
+        run.prefix_source = None
         return False
 
-    def _filled(self, run: Run, chunk: Chunk) -> None:
-        """The chunk's KV is in the cache; after the last one the slot decodes."""
+    def _note_filled(self, run: Run, chunk: Chunk) -> None:
+        """Note that a chunk's KV is in the cache; after the last chunk the slot decodes."""
         assert run.slot is not None
         if chunk.start == 0:
-            run.slot.born = self.version
-            run.slot.swap = self._swaps
-        run.filled = chunk.end
-        run.slot.held = run.ids[: chunk.end]
-        if chunk.last:
-            self._filling.remove(run)
-            run.decoding = True
-            at = run.index
-            self._decoding[at], self._lengths[at] = run, len(run.ids) + 1
+            run.slot.oldest_version = self.version
+            run.slot.swap_count = self._swap_count
 
-    def _leave(self, run: Run, held: tuple[int, ...]) -> None:
-        """The run is over; the KV of `held` stays for the session's next turn: all but the last sampled id,
+        run.filled_length = chunk.end
+        run.slot.held_ids = run.prefill_ids[: chunk.end]
+
+        if chunk.is_last:
+            self._filling_runs.remove(run)
+            run.decoding = True
+            slot_index = run.slot_index
+            self._decoding_runs[slot_index] = run
+            self._slot_lengths[slot_index] = len(run.prefill_ids) + 1
+
+    def _remove_run(self, run: Run, kept_ids: tuple[int, ...]) -> None:
+        """End a run. The KV of `kept_ids` stays for the session's next turn: all but the last sampled id,
         which was never fed back."""
         if run.slot is None:
-            self._waiting.remove(run)
+            self._waiting_runs.remove(run)
             return
+
         if run.decoding:
-            del self._decoding[run.index]
+            del self._decoding_runs[run.slot_index]
         else:
-            self._filling.remove(run)
-        run.decoding, self._lengths[run.index], self._steady = False, 0, None
-        self.slots.rest(run.slot, held)
+            self._filling_runs.remove(run)
+
+        run.decoding = False
+        self._slot_lengths[run.slot_index] = 0
+        self._steady_plan = None
+        self.slots.finish_turn(run.slot, kept_ids)

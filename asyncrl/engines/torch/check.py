@@ -15,60 +15,67 @@ from asyncrl.errors import ConfigError, one_line
 from asyncrl.shrunk import AGREE, RESERVED, passes, remembered
 from asyncrl.types import Generation
 
-# tokens of a turn; of a slot; of a step's prompts
-NEW = 24
-LONGEST = 112
-CHUNK = 24
+NEW_TOKENS = 24  # sampled in a turn
+SLOT_TOKENS = 112  # room of a slot
+CHUNK_TOKENS = 24  # prompt tokens of a step
 
 
 def check_served(model_path: str) -> None:
-    """ConfigError for an architecture that the slots of the embedded engine compute otherwise."""
+    """Raise ConfigError for an architecture whose log-probs differ in the slots of the embedded engine."""
     config = AutoConfig.from_pretrained(model_path)
-    found = remembered(config, "engine", lambda model: {"decoding": decodes(model)})
-    if found and (problem := found["decoding"]):
-        kind = (config.architectures or [type(config).__name__])[0]
+    known_result = remembered(config, "engine", lambda model: {"decoding": decoding_problem(model)})
+    if known_result and (problem := known_result["decoding"]):
+        architecture = (config.architectures or [type(config).__name__])[0]
         raise ConfigError(
-            f"engine.name=torch: the embedded engine cannot serve {kind}: {problem}; use engine=sglang"
+            f"engine.name=torch: the embedded engine cannot serve {architecture}: {problem}; "
+            "use engine=sglang"
         )
 
 
-def decodes(model: PreTrainedModel) -> str:
-    """Says what is wrong with turns of three sessions, with prompts in chunks, a prefix that two share, and a
-    second turn; '' for nothing."""
-    plain = copy.deepcopy(model)
-    rng = np.random.default_rng(0)
-    size = model.config.get_text_config().vocab_size
-    start, *ends = (rng.integers(min(RESERVED, size - 1), size, n).tolist() for n in (33, 9, 14, 12, 5))
-    prompts = {"a": start + ends[0], "b": start + ends[1], "c": ends[2]}
+def decoding_problem(model: PreTrainedModel) -> str:
+    """Describe how the engine's log-probs differ from a plain forward, '' if they agree: for turns of three
+    sessions, with prompts in chunks, a prefix that two sessions share, and a second turn."""
+    plain_model = copy.deepcopy(model)
+    generator = np.random.default_rng(0)
+    vocabulary_size = model.config.get_text_config().vocab_size
+    shared_prefix, *endings = (
+        generator.integers(min(RESERVED, vocabulary_size - 1), vocabulary_size, length).tolist()
+        for length in (33, 9, 14, 12, 5)
+    )
+
+    prompts = {"a": shared_prefix + endings[0], "b": shared_prefix + endings[1], "c": endings[2]}
     try:
-        batcher = Batcher(model, len(prompts), LONGEST, CHUNK, version=0)
-        found = _turns(batcher, prompts)
-        prompts["d"] = prompts["c"] + [*found["c"].ids] + ends[3]
-        found["d"] = _turns(batcher, {"c": prompts["d"]})["c"]
-        gap = max(_gap(plain, prompts[name], turn) for name, turn in found.items())
+        batcher = Batcher(model, len(prompts), SLOT_TOKENS, CHUNK_TOKENS, version=0)
+        turns = _sample_turns(batcher, prompts)
+        prompts["d"] = prompts["c"] + [*turns["c"].ids] + endings[3]
+        turns["d"] = _sample_turns(batcher, {"c": prompts["d"]})["c"]
+        gap = max(_logprob_gap(plain_model, prompts[name], turn) for name, turn in turns.items())
     except Exception as error:
         if passes(error):
             raise
         return str(error) if isinstance(error, ConfigError) else f"it fails with {one_line(error)}"
+
     return "" if gap < AGREE else f"it gives log-probs that differ by {gap:.1e} from those of a plain forward"
 
 
-def _turns(batcher: Batcher, prompts: dict[str, list[int]]) -> dict[str, Generation]:
-    """A turn of each session, sampled together."""
+def _sample_turns(batcher: Batcher, prompts: dict[str, list[int]]) -> dict[str, Generation]:
+    """Sample a turn of each session, all in one batch."""
     runs = {
-        batcher.add(Request(name, tuple(ids), Sampling(NEW, stop_ids=()), key)): name
+        batcher.add_request(Request(name, tuple(ids), Sampling(NEW_TOKENS, stop_ids=()), key)): name
         for key, (name, ids) in enumerate(prompts.items())
     }
-    found: dict[str, Generation] = {}
-    while len(found) < len(runs):
-        found |= {runs[run]: batcher.end(run) for run in batcher.step()}
-    return found
+
+    turns: dict[str, Generation] = {}
+    while len(turns) < len(runs):
+        turns |= {runs[run]: batcher.end_run(run) for run in batcher.step()}
+
+    return turns
 
 
 @torch.no_grad()
-def _gap(plain: PreTrainedModel, prompt: list[int], turn: Generation) -> float:
+def _logprob_gap(plain_model: PreTrainedModel, prompt: list[int], turn: Generation) -> float:
     ids = torch.tensor([[*prompt, *turn.ids]])
-    table = plain(ids, use_cache=False).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
-    wanted = table.gather(1, ids[0, len(prompt) :, None])[:, 0]
-    gap = float((wanted - torch.tensor(turn.logprobs)).abs().max())
+    logprobs = plain_model(ids, use_cache=False).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+    expected_logprobs = logprobs.gather(1, ids[0, len(prompt) :, None])[:, 0]
+    gap = float((expected_logprobs - torch.tensor(turn.logprobs)).abs().max())
     return math.inf if math.isnan(gap) else gap

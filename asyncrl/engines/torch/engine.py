@@ -27,45 +27,48 @@ from asyncrl.weights import disk
 from asyncrl.weights.adapters import Adapters
 from asyncrl.weights.checkpoint_match import load_pretrained
 from asyncrl.weights.manifest import AdapterSpec, Manifest, WeightsError, WeightsRef
-from asyncrl.weights.memory import Released, trim_heap
+from asyncrl.weights.memory import ReleasedStorages, trim_heap
 from asyncrl.weights.names import pieces
 
 T = TypeVar("T")
 
-PREFILL_TOKENS = 1024  # of prompts, at most, between two decode steps; on a CPU more is not faster
-
-WIDENED = 512  # tokens whose logits are held in float32 at once
+# Prompt tokens at most between two decode steps; on a CPU more is not faster.
+PREFILL_TOKENS = 1024
+# Tokens whose logits are held in float32 at once.
+LOGITS_CHUNK_TOKENS = 512
 
 
 class TorchEngine:
-    """An `Engine` in this process. The model's attention function is replaced, by one that still serves plain
-    calls. `base` reads the model again, to wake for adapters alone."""
+    """An `Engine` in this process. The model's attention function is replaced; plain calls of the model still
+    work. `read_base_model` reads the model again, to wake with a version that holds adapters only."""
 
     def __init__(
         self,
         model: PreTrainedModel,
-        base: Callable[[], PreTrainedModel],
+        read_base_model: Callable[[], PreTrainedModel],
         slots: int,
         max_len: int,
         max_batch_tokens: int,
         version: int = 0,
     ) -> None:
         self._model = model.eval()
-        self._base = base
-        self._vocabulary = _vocabulary(model)
+        self._read_base_model = read_base_model
+        self._vocabulary_size = _vocabulary_size_of(model)
         self._batcher = Batcher(model, slots, max_len, max_batch_tokens, version)
-        self._futures: dict[Run, asyncio.Future[Generation]] = {}
-        self._changes: list[Callable[[], None]] = []  # to be made after the step under way
-        self._stepping = False
-        self._thread = ThreadPoolExecutor(1, "torch-engine")
-        self._task: asyncio.Task[None] | None = None
-        self._wake = asyncio.Event()
-        self._loading = asyncio.Lock()
-        self._broken: EngineError | None = None
-        self._adapters: Adapters | None = None  # from the first version of some on
-        self._released = Released()
-        self._awake = asyncio.Event()  # or broken
-        self._awake.set()
+        self._turn_futures: dict[Run, asyncio.Future[Generation]] = {}
+        self._pending_changes: list[Callable[[], None]] = []  # to make after the step under way
+
+        self._is_stepping = False
+        self._step_thread = ThreadPoolExecutor(1, "torch-engine")
+        self._serve_task: asyncio.Task[None] | None = None
+        self._wake_event = asyncio.Event()
+        self._load_lock = asyncio.Lock()
+        self._break_error: EngineError | None = None
+
+        self._adapters: Adapters | None = None  # set by the first version that holds adapters
+        self._released_memory = ReleasedStorages()
+        self._awake_event = asyncio.Event()  # set while the engine is awake or broken
+        self._awake_event.set()
 
     @property
     def version(self) -> int:
@@ -73,315 +76,353 @@ class TorchEngine:
 
     @property
     def tokens(self) -> int:
-        return self._batcher.generated
+        return self._batcher.generated_tokens
 
     @property
     def asleep(self) -> bool:
         return self._batcher.asleep
 
     async def generate(self, request: Request) -> Generation:
-        if self._broken is not None:
-            raise self._broken
-        check_request(request, self._vocabulary, self._batcher.cache.max_len)
+        if self._break_error is not None:
+            raise self._break_error
+
+        check_request(request, self._vocabulary_size, self._batcher.cache.max_len)
         future: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
-        self._between_steps(lambda: self._enter(request, future))
-        if self._task is None or self._task.done():
-            self._wake = asyncio.Event()
-            self._task = asyncio.create_task(self._serve(), name="torch-engine")
-        self._wake.set()
+        self._between_steps(lambda: self._start_turn(request, future))
+
+        if self._serve_task is None or self._serve_task.done():
+            self._wake_event = asyncio.Event()
+            self._serve_task = asyncio.create_task(self._serve_turns(), name="torch-engine")
+
+        self._wake_event.set()
         try:
             while not (await asyncio.wait([future], timeout=request.part_seconds))[0]:
-                await request.on_part(await self._so_far(future))
+                await request.on_part(await self._sampled_so_far(future))
             return await future
         finally:
-            future.cancel()  # no effect once it is done
+            future.cancel()  # no effect on a finished future
             if future.cancelled():
-                self._between_steps(lambda: self._leave(future))
+                self._between_steps(lambda: self._abort_turn(future))
 
-    async def _so_far(self, turn: asyncio.Future[Generation]) -> Generation:
-        """Return what a turn has sampled; NOTHING if it ends meanwhile, or the engine breaks."""
-        found: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
+    async def _sampled_so_far(self, turn_future: asyncio.Future[Generation]) -> Generation:
+        """Return the ids that a turn has sampled; NOTHING if the turn ends meanwhile, or the engine
+        breaks."""
+        sampled_future: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
 
-        def read() -> None:
-            run = next((run for run, other in self._futures.items() if other is turn), None)
-            if not found.done():  # else its caller did not wait
-                found.set_result(NOTHING if run is None else self._batcher.so_far(run))
+        def read_sampled() -> None:
+            run = next((run for run, future in self._turn_futures.items() if future is turn_future), None)
+            if not sampled_future.done():  # else the caller did not wait
+                sampled_future.set_result(NOTHING if run is None else self._batcher.sampled_so_far(run))
 
-        self._between_steps(read)
-        await asyncio.wait([found, turn], return_when=asyncio.FIRST_COMPLETED)
-        return found.result() if found.done() else NOTHING
+        self._between_steps(read_sampled)
+        await asyncio.wait([sampled_future, turn_future], return_when=asyncio.FIRST_COMPLETED)
+        return sampled_future.result() if sampled_future.done() else NOTHING
 
     def release(self, session: str) -> None:
-        self._between_steps(lambda: self._release(session))
+        self._between_steps(lambda: self._release_session(session))
 
     async def load(self, ref: WeightsRef) -> Manifest:
-        async with self._loading:  # versions are applied in the order of the calls
-            if self._broken is not None:
-                raise self._broken
-            manifest, tensors = await asyncio.to_thread(disk.read, ref)
-            replace = partial(self._replace, manifest.adapters, tensors)
+        async with self._load_lock:  # versions are applied in the order of the calls
+            if self._break_error is not None:
+                raise self._break_error
+
+            manifest, tensors = await asyncio.to_thread(disk.read_tensors, ref)
+            apply_version = partial(self._apply_tensors, manifest.adapters, tensors)
+
             if self.asleep:
-                base = await asyncio.to_thread(self._base) if manifest.adapters else None
-                replace = partial(self._waken, base, replace)
-            await self._changed(lambda: self._swap(replace, ref.version.step))
+                base_model = await asyncio.to_thread(self._read_base_model) if manifest.adapters else None
+                apply_version = partial(self._wake_with, base_model, apply_version)
+            await self._make_change(lambda: self._swap_version(apply_version, ref.version.step))
+
         return manifest
 
     async def sleep(self) -> None:
-        async with self._loading:
-            if self._broken is not None:  # it may have broken while it fell asleep, and hold memory
-                raise self._broken
+        async with self._load_lock:
+            if self._break_error is not None:  # a break while falling asleep may have left memory in use
+                raise self._break_error
             if not self.asleep:
-                await self._changed(self._fall_asleep)
+                await self._make_change(self._fall_asleep)
 
     async def score(self, ids: tuple[int, ...]) -> tuple[float, ...]:
-        scores = await self._apart(partial(self._score, ids, len(ids) - 1))
+        scores = await self._compute_in_thread(partial(self._score, ids, len(ids) - 1))
         return tuple(np.frombuffer(scores.logprobs, "<f4").tolist())
 
     async def read(self, ids: tuple[int, ...], count: int, top: int) -> TokenScores:
         with EngineError.instead_of(RuntimeError, text="the engine cannot score"):
-            return await self._apart(partial(self._score, ids, count, top, base=True))
+            return await self._compute_in_thread(partial(self._score, ids, count, top, base=True))
 
-    async def _apart(self, compute: Callable[[], T]) -> T:
-        """Compute in the thread, after the step under way or the sleep, all of it under the same weights."""
+    async def _compute_in_thread(self, compute: Callable[[], T]) -> T:
+        """Compute in the thread, after the step under way or the sleep, under the same weights throughout."""
         while True:
-            await self._awake.wait()
-            async with self._loading:
-                if self._broken is not None:
-                    raise self._broken
+            await self._awake_event.wait()
+            async with self._load_lock:
+                if self._break_error is not None:
+                    raise self._break_error
                 if not self.asleep:
                     self._between_steps(lambda: None)
-                    return await asyncio.get_running_loop().run_in_executor(self._thread, compute)
+                    return await asyncio.get_running_loop().run_in_executor(self._step_thread, compute)
 
     @torch.inference_mode()
     def _score(self, ids: tuple[int, ...], count: int, top: int = 0, base: bool = False) -> TokenScores:
         """Score the last `count` ids with each adapter, or without any."""
-        rows = len(self._adapters.agents) if self._adapters and not base else 1
-        tokens = torch.tensor([ids] * rows, device=self._model.device)
+        row_count = len(self._adapters.agents) if self._adapters and not base else 1
+        tokens = torch.tensor([ids] * row_count, device=self._model.device)
         if self._adapters is not None:
-            self._adapters.use(torch.arange(rows, device=tokens.device)[:, None].expand_as(tokens))
+            self._adapters.use(torch.arange(row_count, device=tokens.device)[:, None].expand_as(tokens))
+
         with self._adapters.disabled() if self._adapters and base else nullcontext():
             output = self._model(tokens, use_cache=False, logits_to_keep=count + 1)
+
         logits = output.logits[:, :-1].flatten(0, 1)
         labels = tokens[:, len(ids) - count :].reshape(-1, 1)
-        found = []
-        for part, own in zip(logits.split(WIDENED), labels.split(WIDENED), strict=True):
-            table = part.float().log_softmax(-1)
-            found.append((table.gather(1, own), *table.topk(top)))
-        logs, highest, likeliest = (torch.cat(column).cpu().numpy() for column in zip(*found, strict=True))
-        kinds = (logs, "<f4"), (likeliest, "<i4"), (highest, "<f4")
-        return TokenScores(*(values.astype(kind).tobytes() for values, kind in kinds))
+        chunk_scores = []
+        for chunk_logits, chunk_labels in zip(
+            logits.split(LOGITS_CHUNK_TOKENS), labels.split(LOGITS_CHUNK_TOKENS), strict=True
+        ):
+            logprobs = chunk_logits.float().log_softmax(-1)
+            chunk_scores.append((logprobs.gather(1, chunk_labels), *logprobs.topk(top)))
+
+        label_logprobs, top_logprobs, top_ids = (
+            torch.cat(column).cpu().numpy() for column in zip(*chunk_scores, strict=True)
+        )
+        typed_columns = (label_logprobs, "<f4"), (top_ids, "<i4"), (top_logprobs, "<f4")
+        return TokenScores(*(values.astype(dtype).tobytes() for values, dtype in typed_columns))
 
     async def close(self) -> None:
         self._break(EngineError("the engine was closed"))
-        self._wake.set()
-        if self._task is not None:
-            await self._task  # ends with the step under way
-        self._thread.shutdown(cancel_futures=True)
+        self._wake_event.set()
+        if self._serve_task is not None:
+            await self._serve_task  # the step under way is its last
+        self._step_thread.shutdown(cancel_futures=True)
 
     # -- between two steps -----------------------------------------------------------------------------
 
     def _between_steps(self, change: Callable[[], None]) -> None:
         """Make a change now, or, in order, after the step under way."""
-        if self._stepping:
-            self._changes.append(change)
+        if self._is_stepping:
+            self._pending_changes.append(change)
         else:
             change()
 
-    def _enter(self, request: Request, future: asyncio.Future[Generation]) -> None:
-        if future.done():  # its caller did not wait
+    def _start_turn(self, request: Request, future: asyncio.Future[Generation]) -> None:
+        if future.done():  # the caller did not wait
             return
-        if self._broken is not None:
-            future.set_exception(self._broken)
-        elif request.session in self._batcher.runs:
+
+        if self._break_error is not None:
+            future.set_exception(self._break_error)
+        elif request.session in self._batcher.runs_by_session:
             problem = f"session {request.session!r}: its previous turn is still running"
             future.set_exception(EngineError(problem))
         else:
-            self._futures[self._batcher.add(request)] = future
+            self._turn_futures[self._batcher.add_request(request)] = future
 
-    def _leave(self, future: asyncio.Future[Generation]) -> None:
-        for run in [run for run, other in self._futures.items() if other is future]:
-            self._end(run, StopReason.ABORT)
+    def _abort_turn(self, future: asyncio.Future[Generation]) -> None:
+        for run in [run for run, turn_future in self._turn_futures.items() if turn_future is future]:
+            self._answer_turn(run, StopReason.ABORT)
 
-    def _release(self, session: str) -> None:
-        run = self._batcher.runs.get(session)
-        if run in self._futures:
-            self._end(run, StopReason.ABORT)
-        self._batcher.slots.release(session)
+    def _release_session(self, session: str) -> None:
+        run = self._batcher.runs_by_session.get(session)
+        if run in self._turn_futures:
+            self._answer_turn(run, StopReason.ABORT)
+        self._batcher.slots.release_session(session)
 
-    def _replace(self, specs: Mapping[str, AdapterSpec], tensors: Mapping[str, torch.Tensor]) -> None:
-        """Raises WeightsError, changing nothing."""
+    def _apply_tensors(self, specs: Mapping[str, AdapterSpec], tensors: Mapping[str, torch.Tensor]) -> None:
+        """Copy a version's tensors into the model or the adapters. Raises WeightsError, changing nothing."""
         if not specs:
             replace_weights(self._model, tensors)
             return
+
         if self._adapters is None:
-            sizes = {agent: (spec.rank, spec.alpha) for agent, spec in specs.items()}
-            self._adapters = Adapters(self._model, sizes)
+            adapter_sizes = {agent: (spec.rank, spec.alpha) for agent, spec in specs.items()}
+            self._adapters = Adapters(self._model, adapter_sizes)
             for piece in self._adapters.published:  # in case the version is refused
                 torch.nn.init.zeros_(self._model.get_parameter(piece.parameter))
-            self._batcher.adapt(self._adapters)
+            self._batcher.use_adapters(self._adapters)
+
         if self._adapters.specs != specs:
             raise WeightsError(f"adapters are of {specs}, and not of {self._adapters.specs}")
+
         parameters = {
             piece.name: self._model.get_parameter(piece.parameter) for piece in self._adapters.published
         }
         if parameters.keys() != tensors.keys():
             raise WeightsError("the version's tensors are not those of its adapters")
-        copy_all(parameters, tensors)
 
-    def _swap(self, replace: Callable[[], None], version: int) -> None:
-        replace()
-        self._batcher.mark(version)
-        self._wake.set()
+        copy_tensors(parameters, tensors)
 
-    def _waken(self, base: PreTrainedModel | None, replace: Callable[[], None]) -> None:
-        """Raises what `replace` does, or WeightsError where a GPU has too little memory, and sleeps on."""
+    def _swap_version(self, apply_version: Callable[[], None], version: int) -> None:
+        apply_version()
+        self._batcher.mark_version(version)
+        self._wake_event.set()
+
+    def _wake_with(self, base_model: PreTrainedModel | None, apply_version: Callable[[], None]) -> None:
+        """Wake with a new version. Raises the error of `apply_version`, or WeightsError where a GPU has too
+        little memory, and sleeps on."""
         try:
-            self._released.allocate()
-            if base is not None:
-                copy_all(dict(self._model.named_parameters()), dict(base.named_parameters()))
-            replace()
+            self._released_memory.allocate()
+            if base_model is not None:
+                copy_tensors(dict(self._model.named_parameters()), dict(base_model.named_parameters()))
+            apply_version()
         except Exception as error:
-            self._free()
-            if isinstance(error, torch.OutOfMemoryError):  # there may be enough when it is tried again
+            self._free_memory()
+            if isinstance(error, torch.OutOfMemoryError):  # the next try may find enough memory
                 raise WeightsError(one_line(error)) from error
             raise
+
         self._batcher.wake()
-        self._awake.set()
+        self._awake_event.set()
 
     def _fall_asleep(self) -> None:
-        self._awake.clear()
+        self._awake_event.clear()
         self._batcher.sleep()
-        self._free()
+        self._free_memory()
 
-    def _free(self) -> None:
-        """Give up all that every version brings, and the KV."""
-        kept = self._model._keys_to_ignore_on_save or ()
-        named = self._model.named_parameters()
-        self._released.release(parameter for name, parameter in named if name not in kept)
-        self._released.release(self._batcher.cache.pools)
+    def _free_memory(self) -> None:
+        """Give up the memory of the KV and of all tensors that every version brings."""
+        kept_names = self._model._keys_to_ignore_on_save or ()
+        named_parameters = self._model.named_parameters()
+        self._released_memory.release(
+            parameter for name, parameter in named_parameters if name not in kept_names
+        )
+        self._released_memory.release(self._batcher.cache.pools)
         torch.cuda.empty_cache()
         trim_heap()
 
-    async def _changed(self, change: Callable[[], None]) -> None:
-        """Make a change between two steps. Raises its WeightsError, which says that nothing was changed; any
-        other error breaks the engine."""
-        made: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._between_steps(lambda: self._change(change, made))
-        await made
+    async def _make_change(self, change: Callable[[], None]) -> None:
+        """Make a change between two steps. Raises WeightsError if the change raised this error and so changed
+        nothing; any other error breaks the engine."""
+        change_made: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._between_steps(lambda: self._run_change(change, change_made))
+        await change_made
 
-    def _change(self, change: Callable[[], None], made: asyncio.Future[None]) -> None:
-        if made.done():  # its caller did not wait
+    def _run_change(self, change: Callable[[], None], change_made: asyncio.Future[None]) -> None:
+        if change_made.done():  # the caller did not wait
             return
+
         try:
             change()
         except WeightsError as error:
-            made.set_exception(error)
+            change_made.set_exception(error)
         except Exception as error:
-            self._break(_broke(error))
-            made.set_exception(_broke(error))
+            self._break(_breaking_error(error))
+            change_made.set_exception(_breaking_error(error))
         else:
-            made.set_result(None)
+            change_made.set_result(None)
 
     # -- steps -----------------------------------------------------------------------------------------
 
-    async def _serve(self) -> None:
-        """The decode loop. It outlives every request and dies with the first error."""
-        while self._broken is None:
-            if self._futures and not self.asleep:
+    async def _serve_turns(self) -> None:
+        """Run the decode loop, which outlives every request and ends with the first error."""
+        while self._break_error is None:
+            if self._turn_futures and not self.asleep:
                 try:
-                    await self._steps()
+                    await self._run_steps()
                 except Exception as error:
-                    self._break(_broke(error))
+                    self._break(_breaking_error(error))
             else:
-                self._wake.clear()
-                await self._wake.wait()
+                self._wake_event.clear()
+                await self._wake_event.wait()
 
-    async def _steps(self) -> None:
-        """More ids for every running turn, until there is something to do here: answer the turns that end
-        with them, tell watches, make changes."""
-        self._stepping = True
+    async def _run_steps(self) -> None:
+        """Sample more ids for every running turn until the event loop is needed: to answer turns that end, to
+        call watches, and to make changes."""
+        self._is_stepping = True
         try:
-            ended = await asyncio.get_running_loop().run_in_executor(self._thread, self._in_thread)
-            done: dict[Run, StopReason | None] = dict.fromkeys(ended)
-            done |= {run: StopReason.TEXT for run in self._futures if self._batcher.watched(run)}
-            for run, stop in done.items():
-                self._end(run, stop)
+            ended_runs = await asyncio.get_running_loop().run_in_executor(
+                self._step_thread, self._step_until_needed
+            )
+            stop_reasons: dict[Run, StopReason | None] = dict.fromkeys(ended_runs)
+            stop_reasons |= {
+                run: StopReason.TEXT for run in self._turn_futures if self._batcher.ends_by_watch(run)
+            }
+            for run, stop in stop_reasons.items():
+                self._answer_turn(run, stop)
         finally:
-            self._stepping = False
-            changes = self._changes
-            self._changes = []
+            self._is_stepping = False
+            changes = self._pending_changes
+            self._pending_changes = []
+
             for change in changes:
                 try:
                     change()
-                except Exception as error:  # those after it are made: their callers wait for them
-                    self._break(_broke(error))
+                except Exception as error:  # later changes are still made: their callers wait
+                    self._break(_breaking_error(error))
 
-    def _in_thread(self) -> list[Run]:
-        """Compute steps until one needs the loop: each return to it costs as much as several rows of a step.
-        Returns the turns that ended."""
-        watched = any(run.request.watch for run in self._futures)
+    def _step_until_needed(self) -> list[Run]:
+        """Compute steps until the event loop is needed: each return to the loop costs as much as several
+        sequences of a step. Returns the turns that ended."""
+        any_watch = any(run.request.watch for run in self._turn_futures)
         while True:
-            ended = self._batcher.step()
-            if ended or watched or self._changes or self._broken:
-                return ended
+            ended_runs = self._batcher.step()
+            if ended_runs or any_watch or self._pending_changes or self._break_error:
+                return ended_runs
 
-    def _end(self, run: Run, stop: StopReason | None = None) -> None:
-        """Answer a request; its log-probs may make that an error."""
+    def _answer_turn(self, run: Run, stop: StopReason | None = None) -> None:
+        """Answer a request, with an error if the log-probs are not finite."""
         try:
-            generation = self._batcher.end(run, stop)
+            generation = self._batcher.end_run(run, stop)
         except EngineError as error:
-            future = self._futures.pop(run)
+            future = self._turn_futures.pop(run)
             if not future.done():
                 future.set_exception(error)
         else:
-            future = self._futures.pop(run)
+            future = self._turn_futures.pop(run)
             if not future.done():
                 future.set_result(generation)
 
     def _break(self, error: EngineError) -> None:
-        """Fail what is pending and everything to come."""
-        self._broken = self._broken or error
-        self._awake.set()
-        futures = self._futures
-        self._futures = {}
+        """Fail all pending and future requests."""
+        self._break_error = self._break_error or error
+        self._awake_event.set()
+        futures = self._turn_futures
+        self._turn_futures = {}
         for future in futures.values():
             if not future.done():
                 future.set_exception(error)
 
 
-def _broke(error: Exception) -> EngineError:
+def _breaking_error(error: Exception) -> EngineError:
     return EngineError(f"the engine broke: {one_line(error)}")
 
 
-def _vocabulary(model: PreTrainedModel) -> int:
+def _vocabulary_size_of(model: PreTrainedModel) -> int:
     weight = model.get_input_embeddings().weight
     assert isinstance(weight, torch.Tensor)
     return weight.shape[0]
 
 
 def replace_weights(model: PreTrainedModel, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Copy published tensors into the model, in place and cast to its types. Tied weights may be published
-    under any of their names, or several. Raises WeightsError, changing nothing, if names or shapes differ."""
-    state = model.state_dict()
-    own = {piece.name: piece.within(state[piece.parameter]) for piece in pieces(model, state)}
-    unknown = sorted(tensors.keys() - own.keys())
-    given = {own[name].data_ptr() for name in tensors.keys() & own.keys()}
-    unsaved = model._keys_to_ignore_on_save or ()
-    missing = sorted(n for n, tensor in own.items() if tensor.data_ptr() not in given and n not in unsaved)
+    """Copy published tensors into the model, in place and cast to the model's types. Tied weights may be
+    published under one or several of the tied names. Raises WeightsError, changing nothing, if names or
+    shapes differ."""
+    model_state = model.state_dict()
+    model_tensors = {
+        piece.name: piece.within(model_state[piece.parameter]) for piece in pieces(model, model_state)
+    }
+    unknown = sorted(tensors.keys() - model_tensors.keys())
+    given_pointers = {model_tensors[name].data_ptr() for name in tensors.keys() & model_tensors.keys()}
+    unsaved_names = model._keys_to_ignore_on_save or ()
+    missing = sorted(
+        name
+        for name, tensor in model_tensors.items()
+        if tensor.data_ptr() not in given_pointers and name not in unsaved_names
+    )
     if unknown or missing:
         raise WeightsError(f"weights are not this model's: unknown {unknown[:3]}, missing {missing[:3]}")
-    copy_all(own, tensors)
+
+    copy_tensors(model_tensors, tensors)
 
 
-def copy_all(own: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]) -> None:
-    """Copy tensors into those of the same names. Raises WeightsError, changing nothing, if shapes differ."""
+def copy_tensors(targets: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]) -> None:
+    """Copy tensors into the targets of the same names. Raises WeightsError, changing nothing, if shapes
+    differ."""
     for name, tensor in tensors.items():
-        if tensor.shape != own[name].shape:
-            shapes = f"{tuple(tensor.shape)} instead of {tuple(own[name].shape)}"
+        if tensor.shape != targets[name].shape:
+            shapes = f"{tuple(tensor.shape)} instead of {tuple(targets[name].shape)}"
             raise WeightsError(f"weights are not this model's: {name} has shape {shapes}")
     with torch.no_grad():
         for name, tensor in tensors.items():
-            own[name].copy_(tensor)
+            targets[name].copy_(tensor)
 
 
 @engines.register("torch")
@@ -394,9 +435,11 @@ def build(
     version: int = 0,
     device: str = "cpu",
 ) -> TorchEngine:
-    """An engine with the weights in `model_path`, as version `version`. ConfigError if it cannot serve it."""
+    """Build an engine with the weights in `model_path` as version `version`. Raises ConfigError for a model
+    that the engine cannot serve."""
     check_served(model_path)
     options = {"label": f"model.path {model_path}", "dtype": getattr(torch, dtype)}
     base = partial(load_pretrained, "AutoModelForCausalLM", model_path, **options)
     model: Any = base()
+
     return TorchEngine(model.to(device), base, slots, max_len, max_batch_tokens, version)

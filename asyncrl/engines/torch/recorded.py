@@ -3,10 +3,10 @@
 A step of a small model is some hundred small operations, and Python takes longer to issue them than they take
 to run. So on a CPU each kind of step is recorded by `torch.jit.trace` after it has been made often: the same
 operations on the same tensors are then issued from C++, while other threads of Python run. Sizes are not part
-of a recording, and weights and KV are read where they are, so it stays valid for other batches and weights.
-Without recordings 8 streams of a model of 0.9M parameters get a third fewer tokens per second, 64 a fifth
-(tools/bench/engine.py, --plain). On a GPU steps are issued as they are: torch's tracing is deprecated, and
-nothing was measured there.
+of a recording, and weights and KV are read in place, so a recording stays valid for other batches and
+weights. Without recordings 8 streams of a model of 0.9M parameters get a third fewer tokens per second, 64 a
+fifth (tools/bench/engine.py, --plain). On a GPU steps are issued as they are: torch's tracing is deprecated,
+and nothing was measured there.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from asyncrl.errors import one_line
 
 log = logging.getLogger("asyncrl.engine")
 
-RECORD_AFTER = 300  # steps of a kind: a recording costs about as much as so many steps
-_RECORDING = threading.Lock()  # torch records one module at a time
+RECORD_AFTER = 300  # steps of a kind: a recording costs about as much as 300 steps
+_RECORDING_LOCK = threading.Lock()  # torch records one module at a time
 
 
-class Kind(NamedTuple):
-    """The values of a plan beside its tensors: a recording is valid for one of these."""
+class StepKind(NamedTuple):
+    """The values of a plan beside its tensors: a recording is valid for one kind of step."""
 
     groups: int
     decoding: int
@@ -45,41 +45,43 @@ class RecordedStep:
 
     def __init__(self, cache: KVCache) -> None:
         self._cache = cache
-        self._is_recorded = cache.ids.device.type == "cpu"
-        self._made: Counter[Kind] = Counter()
-        self._steps: dict[Kind, Callable[..., torch.Tensor]] = {}
+        self._can_record = cache.ids.device.type == "cpu"
+        self._step_counts: Counter[StepKind] = Counter()
+        self._step_functions: dict[StepKind, Callable[..., torch.Tensor]] = {}
 
     def __call__(self, plan: StepLayout) -> list[int]:
-        """Compute a step; returns the slots whose turns ended with it."""
-        kind = Kind(len(plan.layout.groups), plan.layout.decoding, plan.params.any_greedy)
-        tensors = _tensors(plan)
-        if kind not in self._steps:
-            self._steps[kind] = _Step(self._cache, kind)
-        self._made[kind] += 1
-        if self._is_recorded and self._made[kind] == RECORD_AFTER:
-            self._steps[kind] = _recorded(self._steps[kind], tensors)
-        done = self._steps[kind](*tensors)
-        return [plan.slots[index] for index in done.tolist()]
+        """Compute a step; return the slots whose turns ended with this step."""
+        kind = StepKind(len(plan.layout.groups), plan.layout.decoding_groups, plan.params.any_greedy)
+        step_tensors = _step_tensors(plan)
+        if kind not in self._step_functions:
+            self._step_functions[kind] = _Step(self._cache, kind)
+
+        self._step_counts[kind] += 1
+        if self._can_record and self._step_counts[kind] == RECORD_AFTER:
+            self._step_functions[kind] = _record_step(self._step_functions[kind], step_tensors)
+
+        ended_samples = self._step_functions[kind](*step_tensors)
+        return [plan.slots[index] for index in ended_samples.tolist()]
 
 
 class _Step(torch.nn.Module):
-    """The steps of one kind. The tensors that they change are registered as buffers: otherwise a recording
-    would copy them as constants."""
+    """Computes the steps of one kind. The tensors that a step changes are registered as buffers: otherwise a
+    recording would copy these tensors as constants."""
 
-    def __init__(self, cache: KVCache, kind: Kind) -> None:
+    def __init__(self, cache: KVCache, kind: StepKind) -> None:
         super().__init__()
         self.model = cache.model
         self._cache = cache
         self._kind = kind
-        for index, state in enumerate((cache.ids, cache.logprobs, cache.agents, *cache.pools)):
+        for index, state in enumerate((cache.ids, cache.logprobs, cache.adapter_indices, *cache.pools)):
             self.register_buffer(f"state_{index}", state)
 
     def forward(
         self,
         cells: torch.Tensor,
         positions: torch.Tensor,
-        keep: torch.Tensor,
-        live: torch.Tensor,
+        logit_indices: torch.Tensor,
+        is_live: torch.Tensor,
         seed: torch.Tensor,
         temperature: torch.Tensor,
         greedy: torch.Tensor,
@@ -87,47 +89,58 @@ class _Step(torch.nn.Module):
         limits: torch.Tensor,
         *groups: torch.Tensor,
     ) -> torch.Tensor:
-        """See StepLayout and Layout for the arguments; `groups` has three per SlotGroup. Returns [ended] the
-        indices of the samples that end their turn."""
+        """Compute a step and return the indices of the samples that end their turn, [ended]. For the
+        arguments see StepLayout and Layout; `groups` has three tensors per SlotGroup."""
         cache = self._cache
         kind = self._kind
-        split = tuple(SlotGroup(*groups[at : at + 3]) for at in range(0, 3 * kind.groups, 3))
-        layout = Layout(cells, positions, split, kind.decoding)
-        logits = cache.forward(layout, keep)
-        cells = cells[keep] + 1
-        positions = positions[keep] + 1
+        slot_groups = tuple(SlotGroup(*groups[first : first + 3]) for first in range(0, 3 * kind.groups, 3))
+        layout = Layout(cells, positions, slot_groups, kind.decoding)
+        logits = cache.forward(layout, logit_indices)
+
+        cells = cells[logit_indices] + 1
+        positions = positions[logit_indices] + 1
         params = Params(seed, temperature, greedy, kind.any_greedy)
         ids, logprobs = sample(logits, positions, params, cache.vocabulary)
         cache.ids.view(-1).index_copy_(0, cells, ids)
         cache.logprobs.view(-1).index_copy_(0, cells, logprobs)
+
         stopped = (ids[:, None] == stops).any(1)
-        done = (stopped | (positions + 1 >= limits) | logprobs.isnan()) & (live == 1)
-        return done.nonzero().flatten()
+        ended = (stopped | (positions + 1 >= limits) | logprobs.isnan()) & (is_live == 1)
+        return ended.nonzero().flatten()
 
 
-def _tensors(plan: StepLayout) -> tuple[torch.Tensor, ...]:
+def _step_tensors(plan: StepLayout) -> tuple[torch.Tensor, ...]:
     layout = plan.layout
     params = plan.params
     return (
-        *(layout.cells, layout.positions, plan.keep, plan.live),
-        *(params.seed, params.temperature, params.greedy, plan.stops, plan.limits),
+        layout.cells,
+        layout.positions,
+        plan.logit_indices,
+        plan.is_live,
+        params.seed,
+        params.temperature,
+        params.greedy,
+        plan.stops,
+        plan.limits,
         *(tensor for group in layout.groups for tensor in group),
     )
 
 
-def _recorded(
+def _record_step(
     step: Callable[..., torch.Tensor], tensors: tuple[torch.Tensor, ...]
 ) -> Callable[..., torch.Tensor]:
-    """The recorded step; the step itself if its code depends on values of tensors (mixtures of experts)."""
-    with _RECORDING, warnings.catch_warnings():
+    """Return the recorded step, or the step itself if its code depends on values of tensors (mixtures of
+    experts)."""
+    with _RECORDING_LOCK, warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         warnings.simplefilter("error", torch.jit.TracerWarning)  # type: ignore[attr-defined]
-        told = get_verbosity()
+        previous_verbosity = get_verbosity()
         set_verbosity_error()  # the recording reads every attribute of the model, and some warn when read
+
         try:
             return torch.jit.trace(step, tensors, check_trace=False)
         except Exception as error:
             log.info("the engine's steps are issued by Python: %s", one_line(error.__cause__ or error))
             return step
         finally:
-            set_verbosity(told)
+            set_verbosity(previous_verbosity)

@@ -9,11 +9,13 @@ import numpy as np
 import torch
 
 from asyncrl.engines.base import Sampling
-from asyncrl.engines.torch.sampler import Params, mixed
+from asyncrl.engines.torch.sampler import Params, mix_key
 from asyncrl.engines.torch.slots import KVCache, Layout, SlotGroup
 
-_SHORT = 256  # slots are ordered by length: up to this one, up to twice of it, and so on
-_WORTH = 4096  # cells that a step reads needlessly, for which slots are moved or cut into groups
+# Slots are ordered by classes of lengths: up to 256 ids, up to 512, and so on.
+_SHORT_LENGTH = 256
+# Slots are moved or cut into groups if this saves a step so many cells.
+_WORTHWHILE_CELLS = 4096
 
 
 class Chunk(NamedTuple):
@@ -22,54 +24,57 @@ class Chunk(NamedTuple):
     slot: int
     start: int
     end: int
-    last: bool
+    is_last: bool
 
 
 class StepLayout(NamedTuple):
     """Describes one step: the tokens to forward, and how to sample from the logits of some of them."""
 
     layout: Layout
-    keep: torch.Tensor  # [samples] indices of the tokens sampled from
+    logit_indices: torch.Tensor  # [samples] indices of the tokens sampled from
     slots: list[int]  # [samples]
-    live: torch.Tensor  # [samples] int64: 1, or 0 on a slot that sits out
+    is_live: torch.Tensor  # [samples] int64: 1, or 0 on a slot that sits out
     params: Params
     stops: torch.Tensor  # [samples, most stop ids of a request], -1 where there are fewer
     limits: torch.Tensor  # [samples] length at which the slot ends
-    further: int  # how many times it can be advanced: 0 with chunks
+    steps_left: int  # how often the layout can be advanced: 0 with chunks
 
     def advance(self) -> StepLayout:
-        """Return the same decoding slots one token further."""
-        self.layout.cells.add_(self.live)
-        self.layout.positions.add_(self.live)  # those of its groups are views of them
-        return self._replace(further=self.further - 1)
+        """Return the layout of the next step: the same decoding slots, one token further."""
+        self.layout.cells.add_(self.is_live)
+        self.layout.positions.add_(self.is_live)  # the positions of the groups are views of this tensor
+        return self._replace(steps_left=self.steps_left - 1)
 
 
 class SlotSampling:
     """Holds the sampling parameters of every slot, as arrays."""
 
-    def __init__(self, slots: int) -> None:
-        self.seed = np.zeros(slots, dtype=np.int64)
-        self.temperature = np.ones(slots, dtype=np.float32)
-        self.greedy = np.zeros(slots, dtype=np.bool_)
-        self.limits = np.zeros(slots, dtype=np.int64)
-        self.stops = np.full((slots, 1), -1, dtype=np.int64)
+    def __init__(self, slot_count: int) -> None:
+        self.seed = np.zeros(slot_count, dtype=np.int64)
+        self.temperature = np.ones(slot_count, dtype=np.float32)
+        self.greedy = np.zeros(slot_count, dtype=np.bool_)
+        self.limits = np.zeros(slot_count, dtype=np.int64)
+        self.stops = np.full((slot_count, 1), -1, dtype=np.int64)
 
-    def set(self, slot: int, key: int, sampling: Sampling, limit: int) -> None:
-        greedy = sampling.temperature == 0
-        self.seed[slot], self.limits[slot] = mixed(key), limit
-        self.greedy[slot], self.temperature[slot] = greedy, 1.0 if greedy else sampling.temperature
-        missing = len(sampling.stop_ids) - self.stops.shape[1]
-        if missing > 0:
-            self.stops = np.pad(self.stops, ((0, 0), (0, missing)), constant_values=-1)
+    def set_slot(self, slot: int, key: int, sampling: Sampling, limit: int) -> None:
+        is_greedy = sampling.temperature == 0
+        self.seed[slot] = mix_key(key)
+        self.limits[slot] = limit
+        self.greedy[slot] = is_greedy
+        self.temperature[slot] = 1.0 if is_greedy else sampling.temperature
+        missing_columns = len(sampling.stop_ids) - self.stops.shape[1]
+        if missing_columns > 0:
+            self.stops = np.pad(self.stops, ((0, 0), (0, missing_columns)), constant_values=-1)
+
         self.stops[slot] = -1
         self.stops[slot, : len(sampling.stop_ids)] = sampling.stop_ids
 
-    def move(self, sources: np.ndarray) -> None:
-        """Slot number i becomes the one that was number sources[i]."""
+    def reorder_slots(self, source_slots: np.ndarray) -> None:
+        """Renumber the slots: slot number i becomes the former number source_slots[i]."""
         for name, values in vars(self).items():
-            setattr(self, name, values[sources])
+            setattr(self, name, values[source_slots])
 
-    def params(self, slots: np.ndarray, device: torch.device) -> Params:
+    def slot_params(self, slots: np.ndarray, device: torch.device) -> Params:
         return Params(
             seed=_tensor(self.seed[slots], device),
             temperature=_tensor(self.temperature[slots], device),
@@ -78,58 +83,78 @@ class SlotSampling:
         )
 
 
-def reordered(lengths: np.ndarray) -> np.ndarray | None:
-    """`lengths` [slots] counts the ids of slots that decode, or soon will, and is 0 for others. Slots are
-    read in place, each as far as the longest one at or behind it: long rows belong in front, others at the
-    end. Returns the slot [slots] whose content each slot should get, or None while the order is good."""
+def reordered_slots(lengths: np.ndarray) -> np.ndarray | None:
+    """Return the slot [slots] whose content each slot should get, or None while the order is good.
+
+    `lengths` [slots] counts the ids of slots that decode, or soon will, and is 0 for other slots. Slots are
+    read in place, each as far as the longest slot at or behind its position: long sequences belong in front.
+    """
     # k where the length is at most _SHORT · 2^k; -1 where it is 0.
-    classes = np.ceil(np.log2(np.maximum(lengths, _SHORT) / _SHORT)).astype(np.int64)
-    classes[lengths == 0] = -1
-    cells = _SHORT * 2.0**classes * (classes >= 0)
-    if (_behind(cells) - cells).sum() < _WORTH:
+    length_classes = np.ceil(np.log2(np.maximum(lengths, _SHORT_LENGTH) / _SHORT_LENGTH)).astype(np.int64)
+    length_classes[lengths == 0] = -1
+    cells = _SHORT_LENGTH * 2.0**length_classes * (length_classes >= 0)
+    if (_largest_behind(cells) - cells).sum() < _WORTHWHILE_CELLS:
         return None
-    order = np.sort(classes)[::-1]
-    wrong = np.flatnonzero(classes != order)
-    sources = np.arange(len(lengths))
-    sources[wrong] = wrong[np.argsort(-classes[wrong], kind="stable")]
-    return sources
+
+    sorted_classes = np.sort(length_classes)[::-1]
+    misplaced = np.flatnonzero(length_classes != sorted_classes)
+    source_slots = np.arange(len(lengths))
+    source_slots[misplaced] = misplaced[np.argsort(-length_classes[misplaced], kind="stable")]
+
+    return source_slots
 
 
-def _behind(values: np.ndarray) -> np.ndarray:
-    """Return the largest value at or behind each place."""
+def _largest_behind(values: np.ndarray) -> np.ndarray:
+    """Return the largest value at or behind each position."""
     return np.maximum.accumulate(values[::-1])[::-1]
 
 
-def build(cache: KVCache, sampling: SlotSampling, lengths: np.ndarray, chunks: list[Chunk]) -> StepLayout:
+def build_layout(
+    cache: KVCache, sampling: SlotSampling, lengths: np.ndarray, chunks: list[Chunk]
+) -> StepLayout:
     """Lay out one token for every decoding slot, and the chunks. `lengths` [slots] counts the known ids of
-    decoding slots, the last of which is the one to forward, and is 0 for others."""
-    decoding = _decoding(lengths, cache.scratch)
-    count = sum(len(span.slots) for span in decoding)
-    spans = list(decoding)
-    active = (lengths[:count] > 0).astype(np.int64)
-    last = [chunk for chunk in chunks if chunk.last]
-    samples = np.concatenate([np.arange(count), np.array([chunk.slot for chunk in last], dtype=np.int64)])
-    ends: list[int] = []
+    decoding slots, the last of which is to be forwarded, and is 0 for other slots."""
+    decoding_spans = _decoding_spans(lengths, cache.scratch)
+    decoding_count = sum(len(span.slots) for span in decoding_spans)
+    spans = list(decoding_spans)
+    is_decoding = (lengths[:decoding_count] > 0).astype(np.int64)
+    last_chunks = [chunk for chunk in chunks if chunk.is_last]
+    sampled_slots = np.concatenate(
+        [np.arange(decoding_count), np.array([chunk.slot for chunk in last_chunks], dtype=np.int64)]
+    )
+
+    last_indices: list[int] = []
     if chunks:
-        start = np.array([[chunk.start] for chunk in chunks])
-        end = np.array([[chunk.end] for chunk in chunks])
-        filling = start + np.arange(int((end - start).max()))
-        filling = np.where(filling < end, filling, cache.scratch)  # padded
+        chunk_starts = np.array([[chunk.start] for chunk in chunks])
+        chunk_ends = np.array([[chunk.end] for chunk in chunks])
+        prompt_positions = chunk_starts + np.arange(int((chunk_ends - chunk_starts).max()))
+        prompt_positions = np.where(prompt_positions < chunk_ends, prompt_positions, cache.scratch)  # padded
         longest = max(chunk.end for chunk in chunks)
-        spans.append(_Span(np.array([chunk.slot for chunk in chunks]), filling, longest))
-        width = filling.shape[1]
-        ends = [count + i * width + c.end - c.start - 1 for i, c in enumerate(chunks) if c.last]
-    layout = _layout(cache, spans, len(decoding))
-    room = [len(g.columns) - s.longest for g, s in zip(layout.groups, spans, strict=True) if len(s.slots)]
+        spans.append(_Span(np.array([chunk.slot for chunk in chunks]), prompt_positions, longest))
+
+        width = prompt_positions.shape[1]
+        for index, chunk in enumerate(chunks):
+            if chunk.is_last:
+                last_indices.append(decoding_count + index * width + chunk.end - chunk.start - 1)
+
+    layout = _pack_spans(cache, spans, len(decoding_spans))
+    room_left = [
+        len(group.columns) - span.longest
+        for group, span in zip(layout.groups, spans, strict=True)
+        if len(span.slots)
+    ]
+    logit_indices = np.array([*range(decoding_count), *last_indices], dtype=np.int64)
+    is_live = np.concatenate([is_decoding, np.ones(len(last_chunks), dtype=np.int64)])
+
     return StepLayout(
         layout=layout,
-        keep=_tensor(np.array([*range(count), *ends], dtype=np.int64), cache.device),
-        slots=samples.tolist(),
-        live=_tensor(np.concatenate([active, np.ones(len(last), dtype=np.int64)]), cache.device),
-        params=sampling.params(samples, cache.device),
-        stops=_tensor(sampling.stops[samples], cache.device),
-        limits=_tensor(sampling.limits[samples], cache.device),
-        further=0 if chunks else min(room),
+        logit_indices=_tensor(logit_indices, cache.device),
+        slots=sampled_slots.tolist(),
+        is_live=_tensor(is_live, cache.device),
+        params=sampling.slot_params(sampled_slots, cache.device),
+        stops=_tensor(sampling.stops[sampled_slots], cache.device),
+        limits=_tensor(sampling.limits[sampled_slots], cache.device),
+        steps_left=0 if chunks else min(room_left),
     )
 
 
@@ -138,45 +163,53 @@ class _Span(NamedTuple):
 
     slots: np.ndarray  # [r]
     positions: np.ndarray  # [r, width]
-    longest: int  # ids that its tokens attend to
+    longest: int  # number of ids that the tokens attend to
 
 
-def _decoding(lengths: np.ndarray, scratch: int) -> list[_Span]:
-    """The slots up to the last one that decodes, in one group or in four."""
-    used = np.trim_zeros(lengths, "b")
-    if not len(used):
+def _decoding_spans(lengths: np.ndarray, scratch: int) -> list[_Span]:
+    """Return the slots up to the last decoding slot, in one group or in four."""
+    used_lengths = np.trim_zeros(lengths, "b")
+    if not len(used_lengths):
         return []
-    reach = _behind(used)
-    half, saved = _cut(reach)
-    cuts = [0]
-    if saved >= _WORTH:  # four, of which some may be empty: each number of groups is a kind of step to record
-        cuts = [0, _cut(reach[:half])[0], half, half + _cut(reach[half:])[0]]
-    positions = np.where(used > 0, used - 1, scratch)[:, None]
+
+    reach_lengths = _largest_behind(used_lengths)
+    half, saved_cells = _best_cut(reach_lengths)
+    cut_points = [0]
+
+    # Four groups, of which some may be empty: each number of groups is another kind of step to record.
+    if saved_cells >= _WORTHWHILE_CELLS:
+        cut_points = [0, _best_cut(reach_lengths[:half])[0], half, half + _best_cut(reach_lengths[half:])[0]]
+
+    positions = np.where(used_lengths > 0, used_lengths - 1, scratch)[:, None]
     return [
-        _Span(np.arange(start, end), positions[start:end], int(used[start:end].max(initial=0)))
-        for start, end in pairwise([*cuts, len(used)])
+        _Span(np.arange(start, end), positions[start:end], int(used_lengths[start:end].max(initial=0)))
+        for start, end in pairwise([*cut_points, len(used_lengths)])
     ]
 
 
-def _cut(reach: np.ndarray) -> tuple[int, int]:
-    """Return where to cut slots in two, and how many cells that saves. `reach` [r], not empty, does not
-    rise."""
-    saved = (reach[0] - reach) * np.arange(len(reach), 0, -1)
-    at = int(saved.argmax())
-    return at, int(saved[at])
+def _best_cut(reach_lengths: np.ndarray) -> tuple[int, int]:
+    """Return where to cut slots in two, and how many cells the cut saves. `reach_lengths` [r], not empty,
+    does not rise."""
+    saved_cells = (reach_lengths[0] - reach_lengths) * np.arange(len(reach_lengths), 0, -1)
+    cut_point = int(saved_cells.argmax())
+    return cut_point, int(saved_cells[cut_point])
 
 
-def _layout(cache: KVCache, spans: list[_Span], decoding: int) -> Layout:
-    """Pack the spans one after another; the first `decoding` ones decode."""
-    flat = _tensor(np.concatenate([span.positions.reshape(-1) for span in spans]), cache.device)
-    cells = np.concatenate([(s.slots[:, None] * cache.columns + s.positions).reshape(-1) for s in spans])
+def _pack_spans(cache: KVCache, spans: list[_Span], decoding: int) -> Layout:
+    """Pack the spans one after another; the first `decoding` spans decode."""
+    flat_positions = _tensor(np.concatenate([span.positions.reshape(-1) for span in spans]), cache.device)
+    cells = np.concatenate(
+        [(span.slots[:, None] * cache.columns + span.positions).reshape(-1) for span in spans]
+    )
+
     groups = []
     start = 0
     for slots, positions, longest in spans:
-        at = flat[start : start + positions.size].view(positions.shape)
-        groups.append(SlotGroup(_tensor(slots, cache.device), at, cache.reach(longest)))
+        group_positions = flat_positions[start : start + positions.size].view(positions.shape)
+        groups.append(SlotGroup(_tensor(slots, cache.device), group_positions, cache.columns_for(longest)))
         start += positions.size
-    return Layout(_tensor(cells, cache.device), flat, tuple(groups), decoding)
+
+    return Layout(_tensor(cells, cache.device), flat_positions, tuple(groups), decoding)
 
 
 def _tensor(array: np.ndarray, device: torch.device) -> torch.Tensor:

@@ -43,7 +43,7 @@ def test_a_version_and_what_it_builds_upon_is_kept_until_the_session_ends(tmp_pa
     validation.tick(validation.deadline + 1, exclusive=True)
     assert not validation.busy
     disk.prune(training.directory, keep=1)
-    assert disk.published(training.directory) == [training.ref(8)]
+    assert disk.published_versions(training.directory) == [training.ref(8)]
 
 
 def test_a_version_that_is_gone_is_not_validated(tmp_path: Path) -> None:
@@ -297,7 +297,7 @@ def test_a_session_that_no_weights_are_left_for_has_failed_and_the_account_says_
     setup.state.persist()
     validation._held.close()
     assert setup.state.versions.ref is not None
-    disk.delete(setup.state.versions.ref)
+    disk.delete_version(setup.state.versions.ref)
     held_out = setup.state.held_out
     held_out.restore()  # as the next coordinator does
     assert held_out.flow() == HeldOutFlow(issued=2, scored=1, in_flight=1) and held_out.audit()

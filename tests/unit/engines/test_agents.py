@@ -51,8 +51,8 @@ async def test_rows_of_several_agents_in_one_step(
     """From a recording, too; and slots that move take their agents along. What agents share in their prompts
     is computed for each, and a session that another agent goes on with, anew."""
     monkeypatch.setattr(recorded, "RECORD_AFTER", after)
-    monkeypatch.setattr(step_layout, "_WORTH", 32)
-    monkeypatch.setattr(step_layout, "_SHORT", 8)
+    monkeypatch.setattr(step_layout, "_WORTHWHILE_CELLS", 32)
+    monkeypatch.setattr(step_layout, "_SHORT_LENGTH", 8)
     engine = serve(slots=6, budget=64)
     same = prompt(40)
     await engine.generate(ask(same, 8))  # recorded without adapters

@@ -6,7 +6,16 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.engines.base import NOTHING, Request, Sampling, beyond, extended, rest, together, unheard
+from asyncrl.engines.base import (
+    NOTHING,
+    Request,
+    Sampling,
+    concat,
+    ignore_part,
+    remaining_request,
+    suffix_after,
+    with_part,
+)
 from asyncrl.types import Generation, Routes, StopReason, VersionSpan
 
 STOP_ID = 9
@@ -19,11 +28,11 @@ def part(*ids: int, version: int = 0, stop: StopReason = StopReason.ABORT) -> Ge
 
 
 def unheard_of(request: Request) -> Request:
-    return msgspec.structs.replace(request, on_part=unheard)
+    return msgspec.structs.replace(request, on_part=ignore_part)
 
 
 def test_what_is_left_continues_the_tokens_within_the_limit() -> None:
-    left, all_of_it = (rest(REQUEST, sampled) for sampled in (part(3, 4), NOTHING))
+    left, all_of_it = (remaining_request(REQUEST, sampled) for sampled in (part(3, 4), NOTHING))
     assert unheard_of(left) == Request("s", (1, 2, 3, 4), Sampling(4, (STOP_ID,), temperature=0.7), key=5)
     assert unheard_of(all_of_it) == REQUEST
 
@@ -32,7 +41,7 @@ def test_the_watch_hears_of_the_whole_turn() -> None:
     heard: list[tuple[int, ...]] = []
     request = msgspec.structs.replace(REQUEST, watch=lambda ids: bool(heard.append(tuple(ids))))
     for sampled in (NOTHING, part(3, 4)):
-        watch = rest(request, sampled).watch
+        watch = remaining_request(request, sampled).watch
         assert watch is not None
         watch([5, 6])
     assert heard == [(5, 6), (3, 4, 5, 6)]
@@ -46,9 +55,9 @@ async def test_who_hears_of_parts_hears_of_the_whole_turn() -> None:
 
     request = msgspec.structs.replace(REQUEST, on_part=on_part)
     lost = part(3, 4, version=7)
-    await rest(request, lost).on_part(part(5, version=6))
-    await rest(rest(request, lost), part(5)).on_part(part(6, STOP_ID))
-    assert heard[0] == extended(REQUEST, lost, part(5, version=6))
+    await remaining_request(request, lost).on_part(part(5, version=6))
+    await remaining_request(remaining_request(request, lost), part(5)).on_part(part(6, STOP_ID))
+    assert heard[0] == with_part(REQUEST, lost, part(5, version=6))
     assert (heard[1].ids, heard[1].stop) == ((3, 4, 5, 6, STOP_ID), StopReason.STOP)
 
 
@@ -63,12 +72,12 @@ def test_the_parts_of_a_turn_are_the_turn(sizes: list[int], data: st.DataObject)
     request = Request("s", (1,), Sampling(100, ()))
     whole = NOTHING
     for version, size in enumerate(sizes):
-        whole = extended(request, whole, part(*range(size), version=version))
+        whole = with_part(request, whole, part(*range(size), version=version))
     cuts = data.draw(st.lists(st.integers(0, len(whole.ids)), max_size=4).map(sorted))
     kept = NOTHING
     for cut in [*cuts, len(whole.ids)]:
-        seen = together(NOTHING, msgspec.structs.replace(whole, ids=whole.ids[:cut]))
-        kept = together(kept, beyond(kept, clipped(seen)))
+        seen = concat(NOTHING, msgspec.structs.replace(whole, ids=whole.ids[:cut]))
+        kept = concat(kept, suffix_after(kept, clipped(seen)))
         assert len(kept.ids) == cut
     assert by_token(kept) == by_token(whole) and kept.stop is whole.stop
     assert kept.seconds == whole.seconds
@@ -83,8 +92,8 @@ def clipped(seen: Generation) -> Generation:
 
 
 def test_parts_line_up() -> None:
-    first = extended(REQUEST, NOTHING, part(3, 4, version=7))
-    whole = extended(REQUEST, first, part(5, STOP_ID, version=6, stop=StopReason.STOP))
+    first = with_part(REQUEST, NOTHING, part(3, 4, version=7))
+    whole = with_part(REQUEST, first, part(5, STOP_ID, version=6, stop=StopReason.STOP))
     assert whole.ids == (3, 4, 5, STOP_ID)
     assert whole.logprobs == tuple(-0.1 * id for id in whole.ids)
     assert whole.spans == (VersionSpan(0, 2, 7, 6), VersionSpan(2, 4, 6, 5))  # versions may decrease
@@ -93,11 +102,11 @@ def test_parts_line_up() -> None:
 
 
 def test_a_part_cut_off_after_its_last_token_is_whole() -> None:
-    assert extended(REQUEST, NOTHING, part(3, STOP_ID)).stop is StopReason.STOP
-    assert extended(REQUEST, part(3, 4, 5), part(3, 4, 5)).stop is StopReason.LENGTH
-    assert extended(REQUEST, part(3, 4, 5), part(3, 4, STOP_ID)).stop is StopReason.STOP
-    assert extended(REQUEST, part(3, 4, 5), part(3, 4)).stop is StopReason.ABORT
-    assert extended(REQUEST, NOTHING, part()).stop is StopReason.ABORT
+    assert with_part(REQUEST, NOTHING, part(3, STOP_ID)).stop is StopReason.STOP
+    assert with_part(REQUEST, part(3, 4, 5), part(3, 4, 5)).stop is StopReason.LENGTH
+    assert with_part(REQUEST, part(3, 4, 5), part(3, 4, STOP_ID)).stop is StopReason.STOP
+    assert with_part(REQUEST, part(3, 4, 5), part(3, 4)).stop is StopReason.ABORT
+    assert with_part(REQUEST, NOTHING, part()).stop is StopReason.ABORT
 
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=6), st.integers(0, 3))
@@ -105,8 +114,12 @@ def test_spans_cover_every_token_however_it_is_cut(sizes: list[int], version: in
     request = Request("s", (1,), Sampling(100, ()))
     sampled = NOTHING
     for size in sizes:
-        sampled = extended(request, sampled, part(*range(size), version=version))
-        assert len(rest(request, sampled).ids) + rest(request, sampled).sampling.max_new_tokens == 101
+        sampled = with_part(request, sampled, part(*range(size), version=version))
+        assert (
+            len(remaining_request(request, sampled).ids)
+            + remaining_request(request, sampled).sampling.max_new_tokens
+            == 101
+        )
     edges = [0, *(span.end for span in sampled.spans)]
     assert [span.start for span in sampled.spans] == edges[:-1]
     assert edges[-1] == len(sampled.ids) == len(sampled.logprobs) == sum(sizes)
@@ -115,11 +128,11 @@ def test_spans_cover_every_token_however_it_is_cut(sizes: list[int], version: in
 def test_routes_line_up_whichever_server_told_them() -> None:
     """The first server told those of all but its last token, or was lost before it told any."""
     told = msgspec.structs.replace(part(3, 4), routes=Routes(0, 3, b"aabbcc"))
-    left = rest(REQUEST, told)
+    left = remaining_request(REQUEST, told)
     assert (left.ids, left.routes_from) == ((1, 2, 3, 4), 3)
     more = msgspec.structs.replace(part(5), routes=Routes(3, 1, b"dd"))
-    assert extended(REQUEST, told, more).routes == Routes(0, 4, b"aabbccdd")
+    assert with_part(REQUEST, told, more).routes == Routes(0, 4, b"aabbccdd")
     silent = part(3, 4)
-    assert rest(msgspec.structs.replace(REQUEST, routes_from=2), silent).routes_from == 2
-    assert extended(REQUEST, silent, more).routes == more.routes
-    assert extended(REQUEST, told, part(5)).routes == told.routes
+    assert remaining_request(msgspec.structs.replace(REQUEST, routes_from=2), silent).routes_from == 2
+    assert with_part(REQUEST, silent, more).routes == more.routes
+    assert with_part(REQUEST, told, part(5)).routes == told.routes

@@ -26,9 +26,9 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recorded, "RECORD_AFTER", 2)
 
 
-def made(engine: TorchEngine) -> dict[recorded.Kind, bool]:
+def made(engine: TorchEngine) -> dict[recorded.StepKind, bool]:
     """The kinds of steps so far, and whether they are recorded."""
-    steps = engine._batcher._forward._steps
+    steps = engine._batcher._recorded_step._step_functions
     return {kind: isinstance(step, torch.jit.ScriptModule) for kind, step in steps.items()}
 
 
@@ -38,8 +38,8 @@ def made(engine: TorchEngine) -> dict[recorded.Kind, bool]:
 async def test_a_recording_serves_other_batches(
     family: str, changes: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(step_layout, "_WORTH", 32)
-    monkeypatch.setattr(step_layout, "_SHORT", 8)
+    monkeypatch.setattr(step_layout, "_WORTHWHILE_CELLS", 32)
+    monkeypatch.setattr(step_layout, "_SHORT_LENGTH", 8)
 
     async def stream(engine: TorchEngine, index: int) -> None:
         ids = prompt(1 + 5 * index % 30, index)
@@ -51,10 +51,10 @@ async def test_a_recording_serves_other_batches(
 
     reference = tiny(family, **changes)
     engine = serve(tiny(family, **changes), slots=7, budget=24)
-    move = Mock(wraps=engine._batcher.cache.move)
-    monkeypatch.setattr(engine._batcher.cache, "move", move)
+    move = Mock(wraps=engine._batcher.cache.move_slots)
+    monkeypatch.setattr(engine._batcher.cache, "move_slots", move)
     await asyncio.wait_for(asyncio.gather(*(stream(engine, index) for index in range(9))), 120)
-    request = ask(prompt(9), 8, engine._batcher.slots.all[-1].session or "")
+    request = ask(prompt(9), 8, engine._batcher.slots.every_slot[-1].session or "")
     assert_logprobs(reference, request, await engine.generate(request))
     kinds = made(engine)
     assert len(kinds) == 5 and all(kinds.values()), kinds  # 0, 1 or 4 groups decode, with prompts or not
@@ -88,15 +88,15 @@ async def test_a_model_whose_code_looks_at_values_is_played_from_its_code(caplog
 def test_steps_on_a_gpu_are_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Any device but a CPU."""
     recording = Mock()
-    monkeypatch.setattr(recorded, "_recorded", recording)
+    monkeypatch.setattr(recorded, "_record_step", recording)
     cache: Any = SimpleNamespace(ids=torch.empty(1, device="meta"))
     steps = recorded.RecordedStep(cache)
-    kind = recorded.Kind(groups=0, decoding=0, any_greedy=False)
-    steps._steps[kind] = lambda *tensors: torch.tensor([1])
-    layout = SimpleNamespace(groups=(), decoding=0, cells=None, positions=None)
+    kind = recorded.StepKind(groups=0, decoding=0, any_greedy=False)
+    steps._step_functions[kind] = lambda *tensors: torch.tensor([1])
+    layout = SimpleNamespace(groups=(), decoding_groups=0, cells=None, positions=None)
     params = SimpleNamespace(seed=None, temperature=None, greedy=None, any_greedy=False)
     plan: Any = SimpleNamespace(
-        layout=layout, params=params, keep=None, live=None, stops=None, limits=None, slots=(4, 5)
+        layout=layout, params=params, logit_indices=None, is_live=None, stops=None, limits=None, slots=(4, 5)
     )
     assert [steps(plan) for _ in range(2 * recorded.RECORD_AFTER)] == [[5]] * (2 * recorded.RECORD_AFTER)
     recording.assert_not_called()

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from asyncrl.engines.torch.sampler import Params, mixed, sample, uniform
+from asyncrl.engines.torch.sampler import Params, mix_key, sample, uniform
 
 
 def params(count: int, temperature: float = 1.0) -> Params:
     greedy = temperature == 0
     return Params(
-        seed=torch.full((count,), mixed(7), dtype=torch.long),
+        seed=torch.full((count,), mix_key(7), dtype=torch.long),
         temperature=torch.full((count,), 1.0 if greedy else temperature),
         greedy=torch.full((count,), greedy),
         any_greedy=greedy,
@@ -35,7 +35,7 @@ def test_uniform_is_splitmix64_of_key_and_position():
     for key in (0, 1, 2**63, 2**64 - 1, 123456789):
         seed = splitmix64(key)
         positions = torch.arange(5)
-        got = uniform(torch.full((5,), mixed(key), dtype=torch.long), positions)
+        got = uniform(torch.full((5,), mix_key(key), dtype=torch.long), positions)
         golden = 0x9E3779B97F4A7C15
         expected = [(splitmix64(seed + position * golden) >> 12) / 2**52 for position in range(5)]
         assert got.tolist() == expected

@@ -170,13 +170,13 @@ async def test_outdated_adapters_and_those_of_earlier_keepers_are_unloaded(tmp_p
         server.adapters |= {"e1-v0@another": {}, "of somebody else": {}}
         for step in range(OLDEST + 3):
             await loader.load(version(tmp_path, step))
-        assert loader._unloading is not None
-        await loader._unloading
+        assert loader._unload_task is not None
+        await loader._unload_task
         kept = {f"e1-v{step}@mine" for step in range(1, OLDEST + 3)}
         assert server.adapters.keys() == kept | {"of somebody else"} and len(kept) == CONFIG.adapters_held
         for step in (1, 2):  # of another epoch nothing is in use once it was told of
             await loader.load(version(tmp_path, step, epoch=2))
-        await loader._unloading
+        await loader._unload_task
         assert server.adapters.keys() == {"e2-v1@mine", "e2-v2@mine", "of somebody else"}
 
 
@@ -185,8 +185,8 @@ async def test_what_was_not_told_of_may_be_in_use(tmp_path: Path) -> None:
     async with loading(tmp_path) as (server, loader):
         for step in (0, OLDEST, 4 * OLDEST):
             await loader.load(version(tmp_path, step))
-        assert loader._unloading is not None
-        await loader._unloading
+        assert loader._unload_task is not None
+        await loader._unload_task
         assert {f"e1-v{OLDEST}@mine", f"e1-v{4 * OLDEST}@mine"} <= server.adapters.keys()
 
 
@@ -298,7 +298,7 @@ async def test_a_turn_with_an_outdated_adapter_ends_where_it_is() -> None:
         turn = asyncio.create_task(client.generate(request))
         await heard.wait()
         client.mark(PolicyVersion(1, 7 + OLDEST))
-        [call] = client._calls
+        [call] = client._open_calls
         assert call.when() is None
         client.mark(PolicyVersion(1, 8 + OLDEST))
         generation = await turn
@@ -323,8 +323,8 @@ async def test_a_version_of_several_agents_is_an_adapter_each(tmp_path: Path) ->
         for step in range(OLDEST + 3):
             await loader.load(publish(tensors, tmp_path, PolicyVersion(1, step), specs))
         assert await loader.label() == f"e1-v{step}"
-        assert loader._unloading is not None
-        await loader._unloading
+        assert loader._unload_task is not None
+        await loader._unload_task
         kept = {f"e1-v{at}/{agent}@mine" for at in range(1, step + 1) for agent in specs}
         assert server.adapters.keys() == kept and len(kept) + 1 == TWO.adapters_held, "and the base"
         for name, files in server.adapters.items():

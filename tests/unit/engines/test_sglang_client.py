@@ -183,8 +183,8 @@ async def test_closing_gives_back_what_was_streamed_and_who_waits_for_room(monke
         return decode(payload)
 
     streamed = asyncio.Event()
-    decode = sglang_client.decode
-    monkeypatch.setattr(sglang_client, "decode", decoded)
+    decode = sglang_client.decode_event
+    monkeypatch.setattr(sglang_client, "decode_event", decoded)
     monkeypatch.setattr(sglang_client, "MAX_REQUESTS", 1)
     async with connected() as (script, engine):
         script.streams(event([5], 1), then=asyncio.Event())

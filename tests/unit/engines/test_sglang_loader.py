@@ -53,7 +53,7 @@ async def test_a_load_that_was_given_up_is_out_of_the_way_before_the_next(
     entered = threading.Event()
     go = threading.Event()
     loader = loader_of(server, WeightsConfig(), cache=tmp_path / "cache")  # type: ignore[arg-type]
-    prepare = loader._whole
+    prepare = loader._verified_whole
 
     def slow(ref: WeightsRef) -> Any:
         inside.append(ref.version.step)
@@ -63,7 +63,7 @@ async def test_a_load_that_was_given_up_is_out_of_the_way_before_the_next(
         inside.remove(ref.version.step)
         return prepare(ref)
 
-    monkeypatch.setattr(loader, "_whole", slow)
+    monkeypatch.setattr(loader, "_verified_whole", slow)
     first = asyncio.create_task(loader.load(refs[0]))
     assert await asyncio.to_thread(entered.wait, 60)
     first.cancel()
@@ -89,7 +89,7 @@ async def test_a_cache_is_deleted_when_no_load_that_was_given_up_fills_it(
         (cache / "late").mkdir(parents=True)
         over.set()
 
-    monkeypatch.setattr(loader, "_whole", fill)
+    monkeypatch.setattr(loader, "_verified_whole", fill)
     load = asyncio.create_task(loader.load(publish({"w": torch.ones(2)}, tmp_path, PolicyVersion(0, 0))))
     assert await asyncio.to_thread(entered.wait, 60)
     load.cancel()

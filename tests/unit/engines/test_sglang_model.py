@@ -34,13 +34,13 @@ def layout(**changes: tuple[int, ...] | None) -> Layout:
     ],
 )
 def test_differences_are_named(changes: dict[str, tuple[int, ...] | None], found: str) -> None:
-    assert Shapes(OWN).differences(layout(**changes)) == found
+    assert Shapes(OWN).describe_differences(layout(**changes)) == found
 
 
 def test_a_tied_embedding_may_be_left_out_but_not_have_another_shape() -> None:
     tied = Shapes(OWN, frozenset({"lm_head.weight"}))
-    assert tied.differences(layout(**{"lm_head.weight": None})) == ""
-    assert "instead of (5, 2)" in tied.differences(layout(**{"lm_head.weight": (6, 2)}))
+    assert tied.describe_differences(layout(**{"lm_head.weight": None})) == ""
+    assert "instead of (5, 2)" in tied.describe_differences(layout(**{"lm_head.weight": (6, 2)}))
 
 
 def test_buffers_in_the_files_of_older_models_are_not_missed(tmp_path: Path) -> None:
@@ -49,7 +49,7 @@ def test_buffers_in_the_files_of_older_models_are_not_missed(tmp_path: Path) -> 
         {"a": torch.zeros(2), "layers.0.rotary_emb.inv_freq": torch.zeros(4)}, tmp_path / "model.safetensors"
     )
     shapes = shapes_of(str(tmp_path), tied=False)
-    assert shapes is not None and shapes.differences((TensorSpec("a", (2,), "float32"),)) == ""
+    assert shapes is not None and shapes.describe_differences((TensorSpec("a", (2,), "float32"),)) == ""
 
 
 def test_shapes_come_from_all_files_of_a_model(tmp_path: Path) -> None:

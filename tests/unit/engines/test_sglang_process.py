@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from asyncrl.config import RunConfig, parse
-from asyncrl.engines.sglang.process import ServerProcess, arguments, base_gpu, reserve_port
+from asyncrl.engines.sglang.process import ServerProcess, base_gpu, reserve_port, server_command
 from asyncrl.errors import EngineError
 
 SLEEP = "import time; time.sleep(600)"
@@ -40,20 +40,20 @@ def flags(command: list[str]) -> dict[str, str]:
 
 def test_the_command_line_says_what_the_configuration_says() -> None:
     config = configured(tp=2)
-    found = flags(arguments(config, 0, "10.0.0.1", 30000, gpus=8))
+    found = flags(server_command(config, 0, "10.0.0.1", 30000, gpus=8))
     assert found["--host"] == "10.0.0.1" and found["--port"] == "30000"
     assert found["--tp-size"] == "2" and found["--mem-fraction-static"] == "0.85"
     assert found["--model-path"] == str(Path("m").resolve()) and found["--dtype"] == "bfloat16"
-    assert arguments(config, 0, "h", 1, 8)[:3] == [sys.executable, "-m", "sglang.launch_server"]
+    assert server_command(config, 0, "h", 1, 8)[:3] == [sys.executable, "-m", "sglang.launch_server"]
 
 
 def test_engines_that_sleep_have_the_trainers_gpus_and_later_servers_as_much_kv_cache_as_the_first() -> None:
     config = msgspec.structs.replace(configured(ranks=2, servers=2, colocated=2), total_steps=1)
     for index, tokens in ((0, 0), (1, 4096)):
-        command = arguments(config, index, "h", 1, 8, tokens=tokens)
+        command = server_command(config, index, "h", 1, 8, tokens=tokens)
         assert "--enable-memory-saver" in command and flags(command)["--base-gpu-id"] == str(index)
         assert flags(command).get("--max-total-tokens", "0") == str(tokens)
-    assert "--enable-memory-saver" not in arguments(configured(), 0, "h", 1, 8)
+    assert "--enable-memory-saver" not in server_command(configured(), 0, "h", 1, 8)
 
 
 def test_a_reserved_port_is_given_to_nobody_else_and_the_server_may_listen_on_it() -> None:
@@ -69,7 +69,7 @@ def test_a_reserved_port_is_given_to_nobody_else_and_the_server_may_listen_on_it
 
 def test_further_arguments_win_and_switches_can_be_turned_off() -> None:
     extra = {"stream-interval": 1, "enable-metrics": True, "skip-server-warmup": False}
-    command = arguments(configured(server_args=extra, server_command=["serve"]), 0, "h", 1, 0)
+    command = server_command(configured(server_args=extra, server_command=["serve"]), 0, "h", 1, 0)
     assert command[0] == "serve" and flags(command)["--stream-interval"] == "1"
     assert "--enable-metrics" in command and "--skip-server-warmup" not in command
 
@@ -131,7 +131,7 @@ def test_a_server_that_ignores_the_word_to_end_is_killed(
             while not (tmp_path / "up").exists():  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
         await process.stop()
-        return process.code
+        return process.exit_code
 
     assert asyncio.run(main()) == -signal.SIGKILL
 

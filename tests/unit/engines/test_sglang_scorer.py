@@ -14,7 +14,7 @@ from transformers import Qwen2Config
 from asyncrl.config import RunConfig, parse
 from asyncrl.engines.sglang.client import SGLangClient
 from asyncrl.engines.sglang.http import ModelInfo, ServerApi, ServerInfo
-from asyncrl.engines.sglang.process import arguments, base_gpu
+from asyncrl.engines.sglang.process import base_gpu, server_command
 from asyncrl.engines.sglang.server import check_scorer
 from asyncrl.errors import ConfigError, EngineError
 from asyncrl.launch.servers import check_servers
@@ -126,7 +126,7 @@ def test_a_server_of_a_scorer_gets_its_model_and_the_next_gpus(tmp_path: Path) -
     firsts = [base_gpu(given, i, 8, name) for i, (name, _) in enumerate(given.scorer_places)]
     assert given.scorer_places == [("teacher", 0), ("teacher_b", 0), ("reward", 0), ("reward", 1)]
     assert firsts == [1, 2, 2, 4]  # after the rank; who is attached to has none here
-    command = arguments(given, 3, "h", 1, 8, "reward")
+    command = server_command(given, 3, "h", 1, 8, "reward")
     after = {
         name: command[command.index(name) + 1] for name in ("--model-path", "--tp-size", "--base-gpu-id")
     }

@@ -11,7 +11,7 @@ from transformers import LlamaConfig, Qwen2Config
 
 from asyncrl.config import RunConfig, parse
 from asyncrl.engines.sglang.http import ModelInfo, ServerInfo
-from asyncrl.engines.sglang.server import check, vocabulary_of
+from asyncrl.engines.sglang.server import check_engine_server, vocabulary_of
 from asyncrl.errors import ConfigError
 
 URL = "http://server"
@@ -44,9 +44,9 @@ def served(path: str, architecture: str = "Qwen2ForCausalLM", **changes: Any) ->
 def test_the_runs_model_on_a_known_version_with_room_is_fine(
     config: RunConfig, caplog: pytest.LogCaptureFixture
 ):
-    check(config, URL, *served(config.model.path))
+    check_engine_server(config, URL, *served(config.model.path))
     assert not caplog.messages
-    check(config, URL, *served("/nowhere/to/be/read"))  # the first load will tell
+    check_engine_server(config, URL, *served("/nowhere/to/be/read"))  # the first load will tell
     assert "sizes are not compared" in caplog.text and "/nowhere/to/be/read" in caplog.text
     assert vocabulary_of(config.model.path) == 64
 
@@ -62,7 +62,7 @@ def test_other_versions_and_too_little_room_are_refused(
     config: RunConfig, changes: dict[str, Any], text: str
 ):
     with pytest.raises(ConfigError, match=text):
-        check(config, URL, *served(config.model.path, **changes))
+        check_engine_server(config, URL, *served(config.model.path, **changes))
 
 
 def test_who_scores_with_the_base_was_started_with_it_and_has_room_for_a_teachers_prompt(tmp_path: Path):
@@ -81,57 +81,61 @@ def test_who_scores_with_the_base_was_started_with_it_and_has_room_for_a_teacher
         }
     )
     able = {"enable_lora": True, "max_loras_per_batch": 16, "max_req_input_len": 265}
-    check(lent, URL, *served(own, **able))
+    check_engine_server(lent, URL, *served(own, **able))
     with pytest.raises(ConfigError, match=r"max_tokens is 256, and kl\.prompt may take 9 more: lower it"):
-        check(lent, URL, *served(own, **able | {"max_req_input_len": 264}))
+        check_engine_server(lent, URL, *served(own, **able | {"max_req_input_len": 264}))
     with pytest.raises(ConfigError, match=r"was started with \S+other, .*start it with model\.path"):
-        check(lent, URL, *served(model(tmp_path / "other"), **able))
+        check_engine_server(lent, URL, *served(model(tmp_path / "other"), **able))
 
 
 def test_replicas_within_a_server_cannot_be_broadcast_to(config: RunConfig):
     replicas = served(config.model.path, dp_size=2)
-    check(config, URL, *replicas)
+    check_engine_server(config, URL, *replicas)
     weights = msgspec.structs.replace(config.weights, transport="collective")
     with pytest.raises(ConfigError, match=r"--dp-size 2.*set weights\.transport=disk"):
-        check(msgspec.structs.replace(config, weights=weights), URL, *replicas)
+        check_engine_server(msgspec.structs.replace(config, weights=weights), URL, *replicas)
 
 
 def test_a_server_that_tells_no_routes_is_refused_where_they_are_replayed(config: RunConfig):
     config = msgspec.structs.replace(
         config, trainer=msgspec.structs.replace(config.trainer, router_replay=True)
     )
-    check(config, URL, *served(config.model.path, enable_return_routed_experts=True))
+    check_engine_server(config, URL, *served(config.model.path, enable_return_routed_experts=True))
     with pytest.raises(ConfigError, match="start it with --enable-return-routed-experts"):
-        check(config, URL, *served(config.model.path))
+        check_engine_server(config, URL, *served(config.model.path))
 
 
 def test_a_mode_that_a_version_cannot_do_is_refused(config: RunConfig):
     retract = msgspec.structs.replace(config.weights, mode="retract")
     config = msgspec.structs.replace(config, weights=retract)
-    check(config, URL, *served(config.model.path))
+    check_engine_server(config, URL, *served(config.model.path))
     with pytest.raises(ConfigError, match=r"mode=retract: its version 0\.5\.20 knows in_place, abort"):
-        check(config, URL, *served(config.model.path, version="0.5.20"))
+        check_engine_server(config, URL, *served(config.model.path, version="0.5.20"))
 
 
 def test_a_server_that_cannot_sleep_is_refused_where_engines_do(config: RunConfig):
     engine = msgspec.structs.replace(config.engine, colocated=1)
     config = msgspec.structs.replace(config, engine=engine, total_steps=1)
-    check(config, URL, *served(config.model.path, enable_memory_saver=True, max_total_num_tokens=4096))
+    check_engine_server(
+        config, URL, *served(config.model.path, enable_memory_saver=True, max_total_num_tokens=4096)
+    )
     with pytest.raises(ConfigError, match=r"cannot sleep.* it lacks --enable-memory-saver"):
-        check(config, URL, *served(config.model.path))
+        check_engine_server(config, URL, *served(config.model.path))
     with pytest.raises(ConfigError, match=r"cannot sleep.* it lacks max_total_num_tokens in its info"):
-        check(config, URL, *served(config.model.path, enable_memory_saver=True))
+        check_engine_server(config, URL, *served(config.model.path, enable_memory_saver=True))
     with pytest.raises(ConfigError, match=r"cannot sleep.* it lacks a newer SGLang"):
-        check(config, URL, *served(config.model.path, version="0.5.20", enable_memory_saver=True))
+        check_engine_server(
+            config, URL, *served(config.model.path, version="0.5.20", enable_memory_saver=True)
+        )
 
 
 def test_another_model_is_refused_by_what_differs(config: RunConfig, tmp_path: Path):
     other = model(tmp_path / "other", intermediate_size=48, num_attention_heads=8)
     with pytest.raises(ConfigError, match=r"intermediate_size 48 instead of \d+; num_attention_heads 8 inst"):
-        check(config, URL, *served(other))
+        check_engine_server(config, URL, *served(other))
     llama = model(tmp_path / "llama", LlamaConfig)
     with pytest.raises(ConfigError, match="architecture LlamaForCausalLM instead of Qwen2ForCausalLM"):
-        check(config, URL, *served(llama, "LlamaForCausalLM"))
+        check_engine_server(config, URL, *served(llama, "LlamaForCausalLM"))
     broken = msgspec.structs.replace(config.model, path=str(tmp_path / "none"))
     with pytest.raises(ConfigError, match=r"none: no usable config\.json"):
         vocabulary_of(broken.path)

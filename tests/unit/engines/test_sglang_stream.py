@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from asyncrl.engines.base import EngineBusy, EngineRefused, Request, Sampling
-from asyncrl.engines.sglang.stream import ForeignWeights, StreamedTurn, StreamEvent, decode
+from asyncrl.engines.sglang.stream import ForeignWeights, StreamedTurn, StreamEvent, decode_event
 from asyncrl.errors import EngineError
 from asyncrl.types import PolicyVersion, Routes, StopReason, VersionSpan
 
@@ -24,7 +24,7 @@ def event(ids: list[int], total: int, label: str = "e0-v3", **meta: Any) -> Stre
     entries = [[-0.5 * token, token, None] for token in ids]
     known = {"id": "x", "finish_reason": None, "weight_version": label, "completion_tokens": total}
     body = {"text": "", "output_ids": ids, "meta_info": known | {"output_token_logprobs": entries} | meta}
-    return decode(msgspec.json.encode(body))
+    return decode_event(msgspec.json.encode(body))
 
 
 def spans(*labels: tuple[str, int, int]) -> list[dict[str, Any]]:
@@ -37,7 +37,7 @@ def answer_to(acked: tuple[int, int], in_place: bool) -> StreamedTurn:
 
 def fed(answer: StreamedTurn, *events: StreamEvent) -> StreamedTurn:
     for each in events:
-        answer.add(each)
+        answer.add_event(each)
     return answer
 
 
@@ -54,12 +54,12 @@ CUMULATIVE = [([1], 1), ([1, 2, 3], 3), ([1, 2, 3, 4], 4)]
 def test_both_kinds_of_streams_are_told_apart_by_their_counts(chunks: list[tuple[list[int], int]]):
     answer = answer_to((0, 3), in_place=True)
     for ids, total in chunks[:-1]:
-        answer.add(event(ids, total, prompt_tokens=7, cached_tokens=5))
-        assert answer.finish is None
+        answer.add_event(event(ids, total, prompt_tokens=7, cached_tokens=5))
+        assert answer.finish_reason is None
     ids, total = chunks[-1]
-    answer.add(event(ids, total, finish_reason=LENGTH, weight_versions=spans(("e0-v3", 0, 4))))
+    answer.add_event(event(ids, total, finish_reason=LENGTH, weight_versions=spans(("e0-v3", 0, 4))))
     generation = answer.generation()
-    assert answer.finish is not None and answer.finish.type == "length"
+    assert answer.finish_reason is not None and answer.finish_reason.type == "length"
     assert generation.ids == (1, 2, 3, 4) and generation.logprobs == (-0.5, -1.0, -1.5, -2.0)
     assert generation.spans == (VersionSpan(0, 4, 3, 3),) and generation.stop is StopReason.ABORT
     assert (answer.prompt_tokens, answer.cached_tokens) == (7, 5)
@@ -68,39 +68,39 @@ def test_both_kinds_of_streams_are_told_apart_by_their_counts(chunks: list[tuple
 def test_an_abort_in_the_queue_repeats_everything_behind_what_was_pending():
     answer = fed(answer_to((0, 3), in_place=False), event([1, 2], 2))
     merged = event([3, 1, 2, 3], 3, finish_reason=QUEUED, weight_versions=spans(("e0-v3", 0, 3)))
-    answer.add(merged)
+    answer.add_event(merged)
     assert answer.generation().ids == (1, 2, 3)
 
 
 def test_tokens_that_are_missing_or_no_numbers_are_errors():
     answer = fed(answer_to((0, 3), in_place=True), event([1], 1))
     with pytest.raises(EngineError, match="lost 2 of 4 tokens"):
-        answer.add(event([4], 4))
+        answer.add_event(event([4], 4))
     with pytest.raises(EngineError, match="Expected `float`, got `null`"):
         event([1], 1, output_token_logprobs=[[None, 1, None]])
     with pytest.raises(EngineRefused, match="400: too long"):
-        decode(b'{"error": {"message": "too long", "type": "invalid_request_error", "code": 400}}')
+        decode_event(b'{"error": {"message": "too long", "type": "invalid_request_error", "code": 400}}')
     for error in (b'{"message": "no room", "code": 500}', b'"no room"'):
         with pytest.raises(EngineError, match="no room") as failed:
-            decode(b'{"error": ' + error + b"}")
+            decode_event(b'{"error": ' + error + b"}")
         assert type(failed.value) is EngineError
     with pytest.raises(EngineError, match="not understood"):
-        decode(b"<html>")
+        decode_event(b"<html>")
 
 
 def test_a_full_queue_is_busy_unless_there_are_tokens():
     full = {"type": "abort", "status_code": 503, "message": "The request queue is full."}
     with pytest.raises(EngineBusy, match="queue is full"):
-        answer_to((0, 0), in_place=True).add(event([], 0, finish_reason=full))
+        answer_to((0, 0), in_place=True).add_event(event([], 0, finish_reason=full))
     bad = {"type": "abort", "status_code": 400, "message": "Bad"}
     with pytest.raises(EngineRefused, match="400: Bad"):
-        answer_to((0, 0), in_place=True).add(event([], 0, finish_reason=bad))
+        answer_to((0, 0), in_place=True).add_event(event([], 0, finish_reason=bad))
     broken = {"type": "abort", "status_code": 500, "message": "Out of memory"}
     with pytest.raises(EngineError, match="500: Out of memory") as failed:
-        answer_to((0, 0), in_place=True).add(event([], 0, finish_reason=broken))
+        answer_to((0, 0), in_place=True).add_event(event([], 0, finish_reason=broken))
     assert type(failed.value) is EngineError
     aborted = {"type": "abort", "status_code": 400, "message": "Aborted by AbortReq."}  # by a pause, say
-    assert fed(answer_to((0, 0), in_place=True), event([], 0, finish_reason=aborted)).finish
+    assert fed(answer_to((0, 0), in_place=True), event([], 0, finish_reason=aborted)).finish_reason
     answer = fed(answer_to((0, 3), in_place=True), event([1], 1), event([], 1, finish_reason=full))
     assert answer.generation().ids == (1,)
 
@@ -175,7 +175,7 @@ def test_routes_end_with_the_turn():
     request = Request("s", (1, 2), Sampling(99, ()), watch=lambda ids: ids[-1] == 6, routes_from=0)
     answer = StreamedTurn(request, PolicyVersion(0, 3), True)
     fed(answer, event([5, 6, 7, 8], 4, finish_reason=LENGTH, routed_experts=routes(*range(10))))
-    assert answer.watched()
+    assert answer.ends_by_watch()
     found = answer.generation()
     assert found.ids == (5, 6)
     assert found.routes == Routes(0, 3, np.arange(6, dtype="<u2").tobytes())

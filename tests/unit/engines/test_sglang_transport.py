@@ -10,7 +10,7 @@ import pytest
 
 from asyncrl.engines.base import EngineBusy, EngineRefused
 from asyncrl.engines.sglang.http import KeyRejected, ServerApi, ServerGone
-from asyncrl.engines.sglang.transport import Events
+from asyncrl.engines.sglang.transport import EventSplitter
 from asyncrl.errors import AsyncrlError, ConfigError, EngineError
 from asyncrl.weights.manifest import WeightsError
 from tests.fakes.sglang import DONE, Script, event, scripted
@@ -138,7 +138,7 @@ async def test_ready_is_a_question_to_servers_of_this_kind_only():
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])
 def test_events_are_found_wherever_the_stream_was_cut(size: int):
     stream = event([1], 1) + b": a comment\n\n" + event([2], 2) + DONE
-    events = Events()
+    events = EventSplitter()
     found = [
         payload
         for start in range(0, len(stream), size)
@@ -158,13 +158,13 @@ async def test_a_server_that_sleeps_may_be_silent_and_then_has_its_time_anew():
                 async for _ in events:
                     begun.set()
 
-        server.sleeps(True)
+        server.set_asleep(True)
         stream = asyncio.create_task(read())
         await begun.wait()
         done, _ = await asyncio.wait([stream], timeout=0.5)  # more than it may be silent awake
         assert not done
         start = asyncio.get_running_loop().time()
-        server.sleeps(False)
+        server.set_asleep(False)
         with pytest.raises(ServerGone, match=r"got no answer within 0\.2 s"):
             await stream
         assert asyncio.get_running_loop().time() - start >= 0.19

@@ -54,13 +54,13 @@ class Stepped:
     steps: int = 0
 
     def __post_init__(self) -> None:
-        step = self.engine._in_thread
+        step = self.engine._step_until_needed
 
         def counted() -> object:
             self.steps += 1
             return step()
 
-        self.engine._in_thread = counted  # type: ignore[method-assign, assignment]
+        self.engine._step_until_needed = counted  # type: ignore[method-assign, assignment]
 
     async def turns(self, name: str, ids: tuple[int, ...], count: int = 1) -> list[Generation]:
         found = []
@@ -131,7 +131,7 @@ async def test_a_recording_serves_after_a_sleep(tmp_path: Path, monkeypatch: pyt
     engine = serve(stepwise=True)
     new = tiny(seed=1)
     await engine.generate(ask(prompt(9), 12))
-    made = engine._batcher._forward._steps
+    made = engine._batcher._recorded_step._step_functions
     recordings = {kind: one for kind, one in made.items() if isinstance(one, torch.jit.ScriptModule)}
     assert recordings
     await engine.sleep()
@@ -214,7 +214,7 @@ async def test_memory_that_could_not_be_given_up_is_not_said_to_be(
     """However often it is asked: it is to be replaced."""
     engine = serve()
     with monkeypatch.context() as patch:
-        patch.setattr(engine._released, "release", lambda tensors: torch.empty(-1))
+        patch.setattr(engine._released_memory, "release", lambda tensors: torch.empty(-1))
         with pytest.raises(EngineError, match="the engine broke"):
             await engine.sleep()
     for asked in (engine.sleep(), engine.load(publish(tiny(), tmp_path, 0))):

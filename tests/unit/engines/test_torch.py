@@ -11,7 +11,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from asyncrl.engines.base import Watch, engines, extended, rest
+from asyncrl.engines.base import Watch, engines, remaining_request, with_part
 from asyncrl.engines.torch.batch import Run
 from asyncrl.engines.torch.engine import TorchEngine
 from asyncrl.errors import ConfigError, EngineError
@@ -87,7 +87,7 @@ async def test_length_is_clipped_to_max_len_and_bad_requests_are_refused():
             await engine.generate(bad)
     first = asyncio.create_task(engine.generate(ask((1, 2))))
     before = engine.tokens
-    await generated(engine, engine._batcher.generated + 1)
+    await generated(engine, engine._batcher.generated_tokens + 1)
     assert before < engine.tokens < before + 12  # the turn is under way: a sign of life
     with pytest.raises(EngineError, match="still running"):
         await engine.generate(ask((1, 2)))
@@ -141,7 +141,7 @@ async def test_a_turn_is_heard_of_in_parts_and_goes_on_elsewhere_as_it_would_hav
         assert part.stop is StopReason.ABORT
     last = next(part for part in parts if len(part.ids) == sizes[-1] // 2)
     other = serve()
-    after = extended(request, last, await other.generate(rest(request, last)))
+    after = with_part(request, last, await other.generate(remaining_request(request, last)))
     await other.close()
     assert after.ids == whole.ids and after.stop is StopReason.LENGTH
     torch.testing.assert_close(torch.tensor(after.logprobs), torch.tensor(whole.logprobs), **ROUNDING)
@@ -236,7 +236,7 @@ async def test_a_broken_engine_fails_everything_and_hangs_nothing():
 
 async def test_a_change_between_steps_that_fails_drops_none_after_it(monkeypatch: pytest.MonkeyPatch):
     engine = serve(slots=2)
-    monkeypatch.setattr(engine._batcher.slots, "release", lambda _: 1 / 0)
+    monkeypatch.setattr(engine._batcher.slots, "release_session", lambda _: 1 / 0)
     made: list[str] = []
 
     def watch(ids: object) -> bool:  # called in the midst of a step
@@ -255,7 +255,7 @@ async def test_a_turn_that_cannot_be_ended_breaks_the_engine_and_hangs_nobody(
     monkeypatch: pytest.MonkeyPatch,
 ):
     engine = serve(slots=2)
-    monkeypatch.setattr(engine._batcher, "end", lambda *_: 1 / 0)
+    monkeypatch.setattr(engine._batcher, "end_run", lambda *_: 1 / 0)
     asked = [asyncio.create_task(engine.generate(ask(prompt(4), n, str(n)))) for n in (3, 9)]
     for outcome in await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), 60):
         assert isinstance(outcome, EngineError) and "ZeroDivisionError" in str(outcome)
@@ -266,7 +266,7 @@ async def test_a_part_that_cannot_be_read_hangs_nobody(monkeypatch: pytest.Monke
     engine = serve(slots=2, stepwise=True)
     task = asyncio.create_task(engine.generate(replace(ask(prompt(4), 80), part_seconds=1e-6)))
     await generated(engine, 8)
-    monkeypatch.setattr(engine._batcher, "so_far", lambda _: 1 / 0)
+    monkeypatch.setattr(engine._batcher, "sampled_so_far", lambda _: 1 / 0)
     with pytest.raises((EngineError, ZeroDivisionError)):
         await asyncio.wait_for(task, 60)
     await engine.close()
@@ -339,7 +339,7 @@ async def test_the_thread_steps_on_until_a_turn_ends_or_something_is_asked(monke
     steps = 0
     returns = []
     step = engine._batcher.step
-    in_thread = engine._in_thread
+    in_thread = engine._step_until_needed
 
     def counted() -> list[Run]:
         nonlocal steps
@@ -357,7 +357,7 @@ async def test_the_thread_steps_on_until_a_turn_ends_or_something_is_asked(monke
             returns.append(steps)
 
     monkeypatch.setattr(engine._batcher, "step", counted)
-    monkeypatch.setattr(engine, "_in_thread", returning)
+    monkeypatch.setattr(engine, "_step_until_needed", returning)
     turn = asyncio.create_task(engine.generate(ask(prompt(9), 60)))
     await asyncio.to_thread(fifth.wait, 30)
     score = asyncio.create_task(engine.score(prompt(7)))

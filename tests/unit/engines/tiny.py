@@ -46,7 +46,7 @@ def serve(
     """`stepwise`: the engine goes back to its loop after every step, so that a test can see each."""
     engine = TorchEngine(model or tiny(), tiny, slots, max_len, budget)
     if stepwise:
-        engine._in_thread = engine._batcher.step  # type: ignore[method-assign]
+        engine._step_until_needed = engine._batcher.step  # type: ignore[method-assign]
     return engine
 
 
@@ -86,5 +86,5 @@ class Forwarded:
 
 async def generated(engine: TorchEngine, count: int) -> None:
     """Until a `stepwise` engine has sampled that many tokens. It gives way after every step, and so do we."""
-    while engine._batcher.generated < count:  # noqa: ASYNC110 (a step is an event of its own)
+    while engine._batcher.generated_tokens < count:  # noqa: ASYNC110 (a step is an event of its own)
         await asyncio.sleep(0)

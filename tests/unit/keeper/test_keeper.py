@@ -177,7 +177,7 @@ async def test_a_server_whose_loader_cannot_be_made_is_disconnected(tmp_path: Pa
                 await keeper._keep_server()
             assert keeper._server is None  # no beat has told of it
         server = called.call_args.args[2]
-        assert server.api._http._session is None
+        assert server.api._transport._http_session is None
 
 
 def report(*answers: Loaded) -> Callable[[Keeper, ServerVersions], Awaitable[Any]]:

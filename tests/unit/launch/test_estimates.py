@@ -386,14 +386,14 @@ def test_a_rank_may_hold_a_copy_for_each_sender_and_one_more(
     buckets = 2 if transport == "collective" else 0
     wanted = (copies / 4 + buckets) * 100_000_001 * 2
     assert memory.version_bytes(found) == pytest.approx(wanted, rel=0.01)
-    buffers = Buffers(20, pinned=False)
+    buffers = Buffers(20, page_locked=False)
     readers = copies - 1 - (full_every > 1)
     with ExitStack() as reading:
         for copied in range(1, 2 * readers + 3):
-            index = buffers.claim(buffers.begin_claim())
-            buffers.copy(index, [(torch.zeros(10), torch.bfloat16)])
+            index = buffers.claim_buffer(buffers.begin_claim())
+            buffers.copy_tensors(index, [(torch.zeros(10), torch.bfloat16)])
             if copied <= readers:
-                reading.enter_context(buffers.reading(index, copied, wait=0))
+                reading.enter_context(buffers.reading(index, copied, wait_seconds=0))
     assert len(buffers._buffers) == readers + 1
 
 

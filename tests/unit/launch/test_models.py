@@ -18,7 +18,7 @@ from huggingface_hub import constants
 from safetensors.torch import save_file
 
 from asyncrl.config import KLConfig, RunConfig, parse
-from asyncrl.engines.sglang.process import arguments
+from asyncrl.engines.sglang.process import server_command
 from asyncrl.errors import ConfigError
 from asyncrl.launch import estimates
 from asyncrl.launch.models import check_model, resolve_models
@@ -26,7 +26,7 @@ from asyncrl.launch.placement import COORDINATOR
 from asyncrl.launch.process import BAD_INPUT
 from asyncrl.launch.role import run_role
 from asyncrl.launch.run_directory import check_resumed, previous_config
-from asyncrl.weights.disk import KEEP, space_needed
+from asyncrl.weights.disk import KEPT_VERSIONS, space_needed
 from asyncrl.weights.model_files import published_bytes
 from asyncrl.wire.sockets import Endpoints
 
@@ -274,7 +274,7 @@ def test_servers_get_adapters_on_demand_and_where_they_know_all_layers(
         return resolve_models(parse({"name": "x", "data": {"train": "d"}} | sections))
 
     assert not resolved(name="sglang").adapters_apart
-    assert "--enable-lora" not in arguments(resolved(name="sglang"), 0, "h", 1, gpus=0)
+    assert "--enable-lora" not in server_command(resolved(name="sglang"), 0, "h", 1, gpus=0)
     assert resolved(name="torch").adapters_apart
     if not served:
         with pytest.raises(
@@ -283,12 +283,12 @@ def test_servers_get_adapters_on_demand_and_where_they_know_all_layers(
             resolved(True, name="sglang")
         return
     apart = resolved(True, name="sglang", servers=3)
-    command = " ".join(arguments(apart, 0, "h", 1, gpus=0))
+    command = " ".join(server_command(apart, 0, "h", 1, gpus=0))
     lora = "--enable-lora --max-lora-rank 2 --lora-target-modules down_proj q_proj --max-loras-per-batch 6"
     assert command.endswith(lora)
     size = published_bytes(apart)  # rank 2 on two layers of 2 x 2, in float32
     assert size == 2 * 2 * (2 + 2) * 4
-    assert space_needed(apart, size) == size * (KEEP + 2 + 3 * apart.versions_held)
+    assert space_needed(apart, size) == size * (KEPT_VERSIONS + 2 + 3 * apart.versions_held)
 
 
 def test_a_teacher_in_the_trainer_has_the_policy_s_tokens(tmp_path: Path) -> None:

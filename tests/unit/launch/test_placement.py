@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from asyncrl.config import RunConfig, parse
-from asyncrl.engines.sglang.process import arguments
+from asyncrl.engines.sglang.process import server_command
 from asyncrl.errors import ConfigError
 from asyncrl.launch.inputs import Inputs
 from asyncrl.launch.placement import assign_gpus, describe_plan, plan_units, process_environment
@@ -103,7 +103,7 @@ def test_each_process_has_gpus_of_its_own_and_the_plan_says_which(
     assert count == 1 or len(set(together)) == len(together)
     assert [world._device("auto", rank).index for rank in range(ranks)] == trainer
     for index, gpus in enumerate(servers):
-        command = arguments(settings, index, "h", 1, count)
+        command = server_command(settings, index, "h", 1, count)
         assert command[command.index("--base-gpu-id") + 1] == str(gpus[0])
     units = plan_units(settings)
     for process in (process for unit in units for process in unit.processes):

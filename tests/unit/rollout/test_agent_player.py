@@ -79,7 +79,7 @@ def test_the_agent_hears_a_turn_when_it_is_durable() -> None:
 
     async def main() -> None:
         playing = asyncio.create_task(bench.run())
-        while not playing.done() and "not yet durable" not in str(bench.waits._open.values()):
+        while not playing.done() and "not yet durable" not in str(bench.waits._open_waits.values()):
             await settle()
         assert not playing.done()
         assert not heard
@@ -731,7 +731,7 @@ class Leaver:
 
     async def play(self, bench: AgentBench) -> None:
         def in_doubt() -> bool:
-            return "not yet durable" in str(bench.waits._open.values())
+            return "not yet durable" in str(bench.waits._open_waits.values())
 
         bench.auto_ack = False
         playing = asyncio.create_task(bench.run())
@@ -889,14 +889,14 @@ def test_an_agent_that_thinks_is_waited_for_by_name() -> None:
         playing = asyncio.create_task(bench.run())
         while not bench.engine.requests:
             await settle()
-        assert not bench.waits._open  # it is the engine that is waited for
+        assert not bench.waits._open_waits  # it is the engine that is waited for
         bench.engine.gate.set()
         await asyncio.to_thread(thinking.wait, 30)
         await settle()
-        assert [name for _, name, _ in bench.waits._open.values()] == ["the agent program"]
+        assert [name for _, name, _ in bench.waits._open_waits.values()] == ["the agent program"]
         gate.set()
         await playing
-        assert not bench.waits._open
+        assert not bench.waits._open_waits
 
     asyncio.run(main())
     end = bench.sent[-1]

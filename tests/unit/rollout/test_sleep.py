@@ -96,7 +96,7 @@ def test_the_time_of_a_tool_passes_while_the_engine_sleeps() -> None:
         bench.tools = {"look": slow}
         task = asyncio.create_task(bench.run())
         await tool_called.wait()
-        while not any(name == ASLEEP for _, name, _ in bench.waits._open.values()):  # noqa: ASYNC110
+        while not any(name == ASLEEP for _, name, _ in bench.waits._open_waits.values()):  # noqa: ASYNC110
             await asyncio.sleep(0)
         passed += 30.0
         await settle()

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from asyncrl.runtime.activity import AT_ONCE, GAP, NAMES, OTHER, PERIOD, Activity, Waits
+from asyncrl.runtime.activity import (
+    FLUSH_SECONDS,
+    INSTANT_SECONDS,
+    JOIN_GAP_SECONDS,
+    MAX_NAMES,
+    OTHER,
+    Activity,
+    Waits,
+)
 
 AHEAD = 1024.0  # of the wall clock, in seconds
 
@@ -22,18 +30,18 @@ class Written:
 
     def run(self, name: str, start: float, end: float) -> None:
         self.now = start
-        begun = self.activity.begin(name)
+        begun = self.activity.begin_call(name)
         self.now = end
-        self.activity.end(begun)
+        self.activity.end_call(begun)
 
 
 def test_calls_that_overlap_or_follow_soon_are_one_span() -> None:
     written = Written()
-    outer = written.activity.begin("tool")
+    outer = written.activity.begin_call("tool")
     written.run("tool", 0.25, 1.0)
-    written.activity.end(outer)
-    written.run("tool", 1.0 + GAP, 1.5)
-    written.run("tool", 1.5 + GAP + 0.25, 2.25)  # not so soon
+    written.activity.end_call(outer)
+    written.run("tool", 1.0 + JOIN_GAP_SECONDS, 1.5)
+    written.run("tool", 1.5 + JOIN_GAP_SECONDS + 0.25, 2.25)  # not so soon
     written.now = 10.0
     written.activity.flush()
     assert written.lines == [("tool", 0.0, 1.5, 3, 2.0), ("tool", 2.0, 2.25, 1, 0.25)]
@@ -41,15 +49,15 @@ def test_calls_that_overlap_or_follow_soon_are_one_span() -> None:
 
 def test_what_goes_on_is_cut_every_period() -> None:
     written = Written()
-    begun = written.activity.begin("tool")
+    begun = written.activity.begin_call("tool")
     for step in range(1, 5):
-        written.now = step * PERIOD / 2
+        written.now = step * FLUSH_SECONDS / 2
         written.activity.tick()
     written.now += 1.0
-    written.activity.end(begun)
+    written.activity.end_call(begun)
     written.activity.flush()
     written.activity.flush()
-    cuts = (0.0, PERIOD, 2 * PERIOD, 2 * PERIOD + 1)
+    cuts = (0.0, FLUSH_SECONDS, 2 * FLUSH_SECONDS, 2 * FLUSH_SECONDS + 1)
     pieces = zip(cuts, cuts[1:], (1, 0, 0), strict=False)
     assert written.lines == [("tool", start, end, calls, end - start) for start, end, calls in pieces]
 
@@ -58,16 +66,18 @@ def test_a_worker_of_many_slots_writes_little() -> None:
     """64 tasks at once, 50 times a second, under 1000 names in turn, for five periods."""
     written = Written()
     calls = 0
-    for tick in range(int(5 * PERIOD * 50)):
+    for tick in range(int(5 * FLUSH_SECONDS * 50)):
         written.now = tick / 50
-        begun = [written.activity.begin(f"tool {(tick * 64 + task) % 1000}") for task in range(64)]
+        begun = [written.activity.begin_call(f"tool {(tick * 64 + task) % 1000}") for task in range(64)]
         written.now += 0.015
         for name in begun:
-            written.activity.end(name)
+            written.activity.end_call(name)
             calls += 1
         written.activity.tick()
     written.activity.flush()
-    assert len(written.lines) <= (NAMES + 1) * (1 / PERIOD + 1 / GAP) * 5 * PERIOD
+    assert (
+        len(written.lines) <= (MAX_NAMES + 1) * (1 / FLUSH_SECONDS + 1 / JOIN_GAP_SECONDS) * 5 * FLUSH_SECONDS
+    )
     assert sum(line[3] for line in written.lines) == calls
     assert OTHER in {line[0] for line in written.lines}
 
@@ -80,7 +90,7 @@ def test_waits_are_recorded_by_the_name_of_their_kind() -> None:
             written.now += 0.125
     for _ in range(1000):
         with waits.named("acks"):
-            written.now += AT_ONCE / 2  # left out, however many
+            written.now += INSTANT_SECONDS / 2  # left out, however many
     with waits.named("acks"):
         written.now += 0.5
     written.activity.flush()

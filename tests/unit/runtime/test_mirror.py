@@ -27,7 +27,7 @@ from asyncrl.observe.timeline import Timeline
 from asyncrl.runtime import mirror as module
 from asyncrl.runtime import version_server
 from asyncrl.runtime.mirror import Mirror
-from asyncrl.runtime.version_server import HELD, Arriving, VersionServer, root
+from asyncrl.runtime.version_server import HELD_VERSIONS, ArrivingVersion, VersionServer, root
 from asyncrl.runtime.weight_loader import LOAD_TRIES, LoadFailures, WeightLoader
 from asyncrl.types import PolicyVersion
 from asyncrl.weights import disk
@@ -108,7 +108,7 @@ class Machines:
 
 @pytest.fixture
 def machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machines]:
-    monkeypatch.setattr(module, "STALL_S", 2.0)
+    monkeypatch.setattr(module, "STALL_SECONDS", 2.0)
     made = Machines(tmp_path)
     yield made
     made.close()
@@ -119,7 +119,7 @@ def brought(mirror: Mirror, ref: WeightsRef) -> WeightsRef:
 
     async def load() -> WeightsRef:
         async with mirror.local_copy(ref) as local:
-            assert disk.verify(local).checksum == disk.read_manifest(ref).checksum
+            assert disk.verify_version(local).checksum == disk.read_manifest(ref).checksum
             return local
 
     return asyncio.run(load())
@@ -129,15 +129,15 @@ def test_a_version_comes_to_a_machine_once_and_goes_on_from_there(machines: Mach
     first, beside, second, third = map(machines.mirror, ("2", "2", "3", "4"), (0, 1, 2, 3))
     for step in range(1, 9):
         ref = machines.publish(step)
-        before = machines.root.sent
+        before = machines.root.sent_bytes
         local = brought(first, ref)
         assert local.path != ref.path and local.version == ref.version
         assert brought(beside, ref) == local
         brought(second, ref)
         brought(third, ref)
         payload = (Path(ref.path) / disk.PAYLOAD).stat().st_size
-        assert machines.root.sent - before == payload, "one machine read from the trainer's"
-    assert len(disk.published(Path(local.path).parent)) <= disk.KEEP + HELD
+        assert machines.root.sent_bytes - before == payload, "one machine read from the trainer's"
+    assert len(disk.published_versions(Path(local.path).parent)) <= disk.KEPT_VERSIONS + HELD_VERSIONS
 
 
 def test_machines_read_at_once_what_has_arrived_so_far(machines: Machines) -> None:
@@ -148,14 +148,14 @@ def test_machines_read_at_once_what_has_arrived_so_far(machines: Machines) -> No
         await asyncio.gather(*(asyncio.to_thread(brought, mirror, ref) for mirror in mirrors))
 
     asyncio.run(all_of_them())
-    assert machines.root.sent == (Path(ref.path) / disk.PAYLOAD).stat().st_size
+    assert machines.root.sent_bytes == (Path(ref.path) / disk.PAYLOAD).stat().st_size
 
 
 def test_who_has_joined_reads_from_the_trainers_machine(machines: Machines) -> None:
     ref = machines.publish(1)
     for index, joined in enumerate((False, True, False)):
         brought(machines.mirror(str(index), index, joined), ref)
-    assert machines.root.sent == 2 * (Path(ref.path) / disk.PAYLOAD).stat().st_size
+    assert machines.root.sent_bytes == 2 * (Path(ref.path) / disk.PAYLOAD).stat().st_size
 
 
 def test_machines_may_share_the_run_directory(machines: Machines, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,7 +176,7 @@ def test_deltas_come_with_what_they_build_upon(machines: Machines, tmp_path: Pat
     mirror = machines.mirror("2")
     local = brought(mirror, ref)
     assert (Path(local.path) / disk.DELTA).exists()
-    assert len(disk.published(Path(local.path).parent)) == 3
+    assert len(disk.published_versions(Path(local.path).parent)) == 3
     mirror._timeline.close()
     spans = [json.loads(line) for line in (tmp_path / "2" / "timeline-0.jsonl").read_text().splitlines()]
     assert len(spans) == 3
@@ -199,13 +199,13 @@ def test_an_older_delta_comes_whole_beside_newer_versions(machines: Machines) ->
 def test_closing_ends_a_fetch_that_gets_no_answer(
     machines: Machines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "STALL_S", 60.0)
+    monkeypatch.setattr(module, "STALL_SECONDS", 60.0)
     ref = machines.publish(1)
     mirror = machines.mirror("2")
     begun = threading.Event()
     machines.root.close()
-    answer = mirror._answer
-    monkeypatch.setattr(mirror, "_answer", lambda link: (begun.set(), answer(link))[1])
+    answer = mirror._await_answer
+    monkeypatch.setattr(mirror, "_await_answer", lambda link: (begun.set(), answer(link))[1])
 
     async def close_meanwhile() -> None:
         fetching = asyncio.create_task(asyncio.to_thread(brought, mirror, ref))
@@ -221,40 +221,46 @@ def test_closing_ends_a_fetch_that_goes_on(machines: Machines, monkeypatch: pyte
     # 32 pieces
     ref = machines.publish(1, numbers=8 << 20)
     mirror = machines.mirror("2")
-    piece = module._piece
-    monkeypatch.setattr(module, "_piece", lambda *answer: (piece(*answer), mirror._closing.set())[0])
+    piece = module._received_piece
+    monkeypatch.setattr(
+        module, "_received_piece", lambda *answer: (piece(*answer), mirror._closing_event.set())[0]
+    )
     with pytest.raises(Unreachable, match="this process ends"):
         brought(mirror, ref)
 
 
 def test_a_source_that_only_waits_is_left(machines: Machines, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "BARREN_S", 0.2)
-    monkeypatch.setattr(version_server, "PENDING_S", 0.05)
+    monkeypatch.setattr(module, "BARREN_SECONDS", 0.2)
+    monkeypatch.setattr(version_server, "PENDING_SECONDS", 0.05)
     ref = machines.publish(1)
     gate = Gate(machines.endpoints, owner="rollout")
     with (
         closing(gate),
-        closing(VersionServer(gate, "tcp://127.0.0.1:*", lambda: None, {ref.version: Arriving()})) as waiting,
+        closing(
+            VersionServer(gate, "tcp://127.0.0.1:*", lambda: None, {ref.version: ArrivingVersion()})
+        ) as waiting,
     ):
-        machines.root._opened(OpenVersion(ref.version, waiting.address, waiting.key))
+        machines.root._open_answer(OpenVersion(ref.version, waiting.address, waiting.key))
         brought(machines.mirror("2"), ref)
 
 
 def test_a_process_waits_while_another_of_its_machine_tries_the_next_source(
     machines: Machines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "BARREN_S", 1.5)
-    monkeypatch.setattr(module, "STALL_S", 0.2)
-    monkeypatch.setattr(version_server, "PENDING_S", 0.05)
+    monkeypatch.setattr(module, "BARREN_SECONDS", 1.5)
+    monkeypatch.setattr(module, "STALL_SECONDS", 0.2)
+    monkeypatch.setattr(version_server, "PENDING_SECONDS", 0.05)
     ref = machines.publish(1)
     gate = Gate(machines.endpoints, owner="rollout")
     first, beside = (machines.mirror("2", index) for index in range(2))
     with (
         closing(gate),
-        closing(VersionServer(gate, "tcp://127.0.0.1:*", lambda: None, {ref.version: Arriving()})) as waiting,
+        closing(
+            VersionServer(gate, "tcp://127.0.0.1:*", lambda: None, {ref.version: ArrivingVersion()})
+        ) as waiting,
         ThreadPoolExecutor() as threads,
     ):
-        machines.root._opened(OpenVersion(ref.version, waiting.address, waiting.key))
+        machines.root._open_answer(OpenVersion(ref.version, waiting.address, waiting.key))
         found = [threads.submit(brought, mirror, ref) for mirror in (first, beside)]
         assert found[0].result(30) == found[1].result(30)
 
@@ -262,7 +268,7 @@ def test_a_process_waits_while_another_of_its_machine_tries_the_next_source(
 @pytest.mark.parametrize(("address", "key"), [("nonsense", "x" * 40), ("tcp://127.0.0.1:1", "short")])
 def test_a_source_that_cannot_be_dialled_is_left(machines: Machines, address: str, key: str) -> None:
     ref = machines.publish(1)
-    machines.root._opened(OpenVersion(ref.version, address, key))
+    machines.root._open_answer(OpenVersion(ref.version, address, key))
     brought(machines.mirror("2"), ref)
 
 
@@ -270,7 +276,7 @@ def test_who_gets_nothing_from_its_source_reads_from_the_trainers_machine(machin
     ref = machines.publish(1)
     dead = choose_endpoints("127.0.0.1", 0)
     claimed = OpenVersion(ref.version, dead.control, machines.endpoints.keys["rollout"].public)
-    assert machines.root._opened(claimed).address == machines.root.address
+    assert machines.root._open_answer(claimed).address == machines.root.address
     begin = time.monotonic()
     brought(machines.mirror("2"), ref)  # is told to read from the one that has died
     assert 2.0 < time.monotonic() - begin < 10.0
@@ -286,13 +292,13 @@ def test_a_killed_fetch_is_done_again_by_another_process_of_the_machine(machines
     process.stdin.write(msgspec.msgpack.encode(given))
     process.stdin.close()
     end = time.monotonic() + 60
-    while not machines.root.sent:
+    while not machines.root.sent_bytes:
         with suppress(subprocess.TimeoutExpired):
             pytest.fail(f"it ended with {process.wait(0.002)}")
         assert time.monotonic() < end
     process.kill()
     process.wait()
-    assert machines.root.sent < (Path(ref.path) / disk.PAYLOAD).stat().st_size, "killed in mid-transfer"
+    assert machines.root.sent_bytes < (Path(ref.path) / disk.PAYLOAD).stat().st_size, "killed in mid-transfer"
     local = brought(mirror, ref)
     assert [path.name for path in Path(local.path).parent.iterdir()] == [Path(local.path).name]
 
@@ -301,7 +307,7 @@ def test_a_version_that_is_gone_is_no_fault_when_there_is_a_newer_one(machines: 
     old = machines.publish(1)
     mirror = machines.mirror("2")
     machines.publish(2)
-    disk.delete(old)
+    disk.delete_version(old)
     with pytest.raises(Superseded, match="e1-v1 is gone"):
         brought(mirror, old)
     missing = disk.ref_to(machines.published, PolicyVersion(1, 9))
@@ -336,13 +342,13 @@ def test_what_an_engine_fails_to_load_stays_if_it_is_sound(machines: Machines) -
 
     with pytest.raises(WeightsError, match="too long"):
         asyncio.run(load())
-    sent = machines.root.sent
+    sent = machines.root.sent_bytes
     brought(mirror, ref)
-    assert machines.root.sent == sent
+    assert machines.root.sent_bytes == sent
 
 
 def test_no_answer_is_an_error_in_time(machines: Machines, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "STALL_S", 0.2)
+    monkeypatch.setattr(module, "STALL_SECONDS", 0.2)
     ref = machines.publish(1)
     mirror = machines.mirror("2")
     machines.root.close()
@@ -352,8 +358,8 @@ def test_no_answer_is_an_error_in_time(machines: Machines, monkeypatch: pytest.M
 
 def test_a_dead_source_is_given_up_by_name(machines: Machines, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is no version that a newer one has replaced, which would be asked for again for ever."""
-    monkeypatch.setattr(module, "STALL_S", 0.05)
-    monkeypatch.setattr(module, "CLOSING_S", 0.05)
+    monkeypatch.setattr(module, "STALL_SECONDS", 0.05)
+    monkeypatch.setattr(module, "CLOSING_SECONDS", 0.05)
     ref = machines.publish(1)
     mirror = machines.mirror("2")
     failures = LoadFailures()
@@ -383,7 +389,7 @@ def test_a_server_that_dies_ends_its_process_by_name(
 ) -> None:
     ended = queue.Queue[int]()
     monkeypatch.setattr("asyncrl.errors._exit", ended.put)
-    monkeypatch.setattr(module, "STALL_S", 0.5)
+    monkeypatch.setattr(module, "STALL_SECONDS", 0.5)
     machines.root._chains = None  # type: ignore[assignment]
     with pytest.raises(Unreachable):
         brought(machines.mirror("2"), machines.publish(1))
@@ -393,7 +399,7 @@ def test_a_server_that_dies_ends_its_process_by_name(
 
 def test_a_version_that_is_being_read_is_not_pruned(machines: Machines) -> None:
     ref = machines.publish(1)
-    machines.root._opened(OpenVersion(ref.version, "", ""))
+    machines.root._open_answer(OpenVersion(ref.version, "", ""))
     for step in range(2, 8):
         machines.publish(step)
     disk.prune(machines.published)

@@ -17,7 +17,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from asyncrl import shrunk
 from asyncrl.config import ModelConfig
-from asyncrl.engines.torch.check import decodes
+from asyncrl.engines.torch.check import decoding_problem
 from asyncrl.trainer.attention import FOREST_ATTENTION
 from asyncrl.trainer.model import Policy, architecture_problems
 from asyncrl.trainer.scores import Selected
@@ -114,7 +114,7 @@ def test_no_model_is_packed_or_served_wrongly(
             continue
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("XDG_CACHE_HOME", str(directory))
-            engine = shrunk.remembered(config, "engine", lambda model: {"decoding": decodes(model)})
+            engine = shrunk.remembered(config, "engine", lambda model: {"decoding": decoding_problem(model)})
             how = "padded" if found["tree"] else "tree"
             packed |= {kind} if how == "tree" else set()
             depends = bool(found["padded"])
@@ -125,7 +125,7 @@ def test_no_model_is_packed_or_served_wrongly(
             if how == "tree":
                 gaps = max(gaps, misses(other(kind, patch), "packed", bool(found["cut"])))
             if not refused:
-                again = decodes(other(kind, patch))
+                again = decoding_problem(other(kind, patch))
         bad = not depends and not (gaps[0] < 1e-3 and gaps[1] < 2e-2)
         wrong += [kind] * ((bad and how == "tree") or bool(again))
         padded += [kind] * (bad and how == "padded")  # nothing is left to fall back to

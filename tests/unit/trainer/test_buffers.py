@@ -101,7 +101,7 @@ def through_all(world: World, folder: Path) -> dict[str, Any]:
             host.copy(index, published_shards(policy), kept)
             snapshot = host.snapshot(index, PolicyVersion(0, version), 0.0)
             if world.rank == 0:
-                manifest, read = disk.read(writer.write(snapshot))
+                manifest, read = disk.read_tensors(writer.write(snapshot))
                 assert (manifest.delta is None) == (version == 0)
                 assert all(torch.equal(read[name], buffer) for name, buffer in kept.items())
             world.gather(0, int)

@@ -21,9 +21,9 @@ def changed(size: int, item: int, where: np.ndarray | list[int]) -> tuple[np.nda
 
 
 def round_trip(old: np.ndarray, new: np.ndarray, item: int) -> bytes:
-    piece = codec.encode(old, new, item)
+    piece = codec.encode_changes(old, new, item)
     target = old.copy()
-    codec.apply(target, piece, item)
+    codec.apply_changes(target, piece, item)
     assert np.array_equal(target, new)
     return piece
 
@@ -51,7 +51,7 @@ def test_any_bytes(data: bytes, draw: st.DataObject):
 
 
 def test_tensors_are_cut_into_blocks(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(codec, "BLOCK", 100)
+    monkeypatch.setattr(codec, "BLOCK_NUMBERS", 100)
     kinds = [*range(100, 110), *range(200, 300)]  # of 350: nothing, some, all, nothing
     piece = round_trip(*changed(350, 2, kinds), 2)
     assert [block.kind for block in codec._decoder.decode(piece)] == ["same", "sparse", "dense", "same"]
@@ -60,19 +60,19 @@ def test_tensors_are_cut_into_blocks(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.parametrize("where", [slice(0, 500, 50), slice(None)])
 def test_damage_is_no_other_error(where: slice):
     old, new = changed(500, 2, np.arange(500)[where])
-    piece = codec.encode(old, new, 2)
+    piece = codec.encode_changes(old, new, 2)
     refused = 0
     for at in range(len(piece)):
         flipped = piece[:at] + bytes([piece[at] ^ 0x55]) + piece[at + 1 :]
         for damaged in (flipped, piece[:at]):
             try:
-                codec.apply(old.copy(), damaged, 2)
+                codec.apply_changes(old.copy(), damaged, 2)
             except WeightsError:
                 refused += 1
     assert refused > len(piece)  # every one that is cut off, and some others
 
 
 def test_a_piece_of_another_size_is_refused():
-    piece = codec.encode(*changed(100, 2, slice(None)), 2)
+    piece = codec.encode_changes(*changed(100, 2, slice(None)), 2)
     with pytest.raises(WeightsError, match="damaged delta"):
-        codec.apply(np.zeros(2 * 99, np.uint8), piece, 2)
+        codec.apply_changes(np.zeros(2 * 99, np.uint8), piece, 2)

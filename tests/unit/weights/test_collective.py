@@ -27,14 +27,14 @@ import torch
 import torch.distributed as dist
 
 from asyncrl.engines.sglang import receiver as receiving
-from asyncrl.engines.sglang.http import OLD
+from asyncrl.engines.sglang.http import WITHOUT_SESSIONS
 from asyncrl.engines.sglang.receiver import Receiver
 from asyncrl.errors import EngineError
 from asyncrl.runtime.weight_loader import WeightLoader
 from asyncrl.types import PolicyVersion
 from asyncrl.weights import collective, disk
 from asyncrl.weights.collective import Sender
-from asyncrl.weights.collective_messages import BucketRequest, VersionRequest, ask
+from asyncrl.weights.collective_messages import BucketRequest, VersionRequest, ask_question
 from asyncrl.weights.group import ServerGroup, loaded_nccl_version
 from asyncrl.weights.manifest import Manifest, Postponed, WeightsError, WeightsRef
 from asyncrl.weights.pause import TrainingPause
@@ -75,7 +75,7 @@ def sender() -> Iterator[Sender]:
 
 async def push(receiver: Receiver, ref: WeightsRef, seconds: float = LONG) -> Manifest:
     async with receiver.push(ref, seconds) as ready:
-        return await ready.load()
+        return await ready.load_buckets()
 
 
 def offer(sender: Sender, version: int = 1) -> WeightsRef:
@@ -101,7 +101,7 @@ def check(server: FakeServer, version: int, rank: int = 0) -> None:
 async def test_what_arrives_is_what_was_offered(tmp_path, spawn, sender):
     server = spawn()
     tensors = weights(1)
-    receiver = Receiver(server, 0, 1, OLD)
+    receiver = Receiver(server, 0, 1, WITHOUT_SESSIONS)
     manifest = await push(receiver, sender.offer(snapshot_of(tensors, PolicyVersion(0, 1))))
     check(server, 1)
     assert manifest == disk.read_manifest(publish(tensors, tmp_path, PolicyVersion(0, 1)))
@@ -113,7 +113,7 @@ async def test_what_arrives_is_what_was_offered(tmp_path, spawn, sender):
 
 async def test_two_versions_over_one_group_to_two_ranks(spawn, sender):
     server = spawn(ranks=2)
-    receiver = Receiver(server, 0, 2, OLD)
+    receiver = Receiver(server, 0, 2, WITHOUT_SESSIONS)
     for version in (1, 2):
         await push(receiver, offer(sender, version))
         check(server, version, rank=0)
@@ -148,14 +148,14 @@ async def test_training_stands_still_while_a_group_sends_its_first_bucket(spawn)
 
     def look(name: str) -> None:
         # After a pause `_paused` stays until the training thread runs again; it runs when nobody wants one.
-        stands_still.append((name, pause._paused and pause._wanted > 0))
+        stands_still.append((name, pause._is_paused and pause._waiting_threads > 0))
 
     server.before = look
     with (
         training(pause),
         closing(Sender("127.0.0.1", BUCKET_BYTES, LONG, torch.device("cpu"), pause)) as sender,
     ):
-        receiver = Receiver(server, 0, 1, OLD)
+        receiver = Receiver(server, 0, 1, WITHOUT_SESSIONS)
         for version in (1, 2):
             await push(receiver, offer(sender, version))
             check(server, version)
@@ -170,21 +170,23 @@ async def test_training_goes_on_while_the_second_bucket_is_collected(spawn, monk
     server = spawn()
     pause = TrainingPause(torch.device("cpu"))
     collected = list[int]()
-    shares = PinnedTensors.shares
+    shares = PinnedTensors.collect_parts
 
     def collect(pinned: PinnedTensors, part: slice) -> Any:
         if len(collected) == 1:
-            with pause._changed:
-                assert pause._changed.wait_for(lambda: not pause._wanted, FEW), "training still waits"
+            with pause._state_changed:
+                assert pause._state_changed.wait_for(lambda: not pause._waiting_threads, FEW), (
+                    "training still waits"
+                )
         collected.append(part.start)
         return shares(pinned, part)
 
-    monkeypatch.setattr(PinnedTensors, "shares", collect)
+    monkeypatch.setattr(PinnedTensors, "collect_parts", collect)
     with (
         training(pause),
         closing(Sender("127.0.0.1", BUCKET_BYTES, LONG, torch.device("cpu"), pause)) as sender,
     ):
-        receiver = Receiver(server, 0, 1, OLD)
+        receiver = Receiver(server, 0, 1, WITHOUT_SESSIONS)
         await push(receiver, offer(sender))
         check(server, 1)
         await receiver.close()
@@ -193,12 +195,12 @@ async def test_training_goes_on_while_the_second_bucket_is_collected(spawn, monk
 
 async def test_a_server_that_finds_training_busy_is_not_touched_and_asks_again(spawn, monkeypatch):
     """Compiling may take longer than a load. No failure of the server, which keeps its weights."""
-    monkeypatch.setattr(collective, "PAUSE_PART", 0.005)
+    monkeypatch.setattr(collective, "PAUSE_FRACTION", 0.005)
     server = spawn()
     pause = TrainingPause(torch.device("cpu"))
     with closing(Sender("127.0.0.1", BUCKET_BYTES, LONG, torch.device("cpu"), pause)) as sender:
         ref = offer(sender)
-        receiver = Receiver(server, 0, 1, OLD)
+        receiver = Receiver(server, 0, 1, WITHOUT_SESSIONS)
         engine = SimpleNamespace(load=partial(push, receiver))
         loader = WeightLoader("train", mock.Mock(), LONG, mock.AsyncMock(return_value=engine))
         loader.offer(ref)
@@ -229,7 +231,7 @@ async def test_only_the_newest_version_is_to_be_had(spawn, sender, monkeypatch):
     server = spawn()
     first = offer(sender)
     second = offer(sender, 2)
-    receiver = Receiver(server, 0, 1, OLD)
+    receiver = Receiver(server, 0, 1, WITHOUT_SESSIONS)
     with pytest.raises(Postponed, match="the sender has e0-v2"):
         await push(receiver, first)
     with pytest.raises(WeightsError, match="the sender has e0-v2") as caught:
@@ -246,9 +248,9 @@ async def test_a_version_that_was_announced_elsewhere_is_waited_for(spawn, sende
     server = spawn()
     asked = threading.Event()
     first = offer(sender)
-    latest = sender.latest
-    monkeypatch.setattr(sender, "latest", lambda *given: asked.set() or latest(*given))
-    receiver = Receiver(server, 3, 1, OLD)
+    latest = sender.latest_snapshot
+    monkeypatch.setattr(sender, "latest_snapshot", lambda *given: asked.set() or latest(*given))
+    receiver = Receiver(server, 3, 1, WITHOUT_SESSIONS)
     wanted = WeightsRef(PolicyVersion(0, 2), f"tcp://127.0.0.1:9,{first.path}")
     task = asyncio.create_task(push(receiver, wanted))
     await asyncio.to_thread(asked.wait, LONG)
@@ -261,7 +263,7 @@ async def test_a_version_that_was_announced_elsewhere_is_waited_for(spawn, sende
 async def test_a_push_is_finished_with_its_own_version(spawn, sender):
     server = spawn()
     at_update(server, 1, lambda: offer(sender, 2) and None)
-    receiver = Receiver(server, 0, 1, OLD)
+    receiver = Receiver(server, 0, 1, WITHOUT_SESSIONS)
     await push(receiver, offer(sender))
     check(server, 1)
     await receiver.close()
@@ -276,8 +278,8 @@ async def test_a_server_that_is_killed(spawn, sender, bucket):
     ref = offer(sender)
     start = time.monotonic()
     with pytest.raises(EngineError, match="died"):
-        await push(Receiver(server, 0, 1, OLD), ref)
-    await push(Receiver(other, 0, 1, OLD), ref)
+        await push(Receiver(server, 0, 1, WITHOUT_SESSIONS), ref)
+    await push(Receiver(other, 0, 1, WITHOUT_SESSIONS), ref)
     assert time.monotonic() - start < LONG / 2
     check(other, 1)
     assert sender.error is None
@@ -290,11 +292,11 @@ async def test_a_server_that_freezes(spawn, sender):
     server.look()  # it is up: the push below has all of its time
     at_update(server, 1, lambda: server.signal(SIGSTOP))
     ref = offer(sender)
-    receiver = Receiver(server, 0, 1, OLD)
+    receiver = Receiver(server, 0, 1, WITHOUT_SESSIONS)
     start = time.monotonic()
     with pytest.raises((WeightsError, EngineError)):
         await push(receiver, ref, seconds=FEW)
-    await push(Receiver(other, 1, 1, OLD), ref)
+    await push(Receiver(other, 1, 1, WITHOUT_SESSIONS), ref)
     assert FEW - 0.1 < time.monotonic() - start < LONG / 2
     check(other, 1)
     server.signal(SIGCONT)
@@ -309,7 +311,7 @@ async def test_a_server_that_is_late_to_join_does_not_hang(spawn, sender):
     server.look()
     server.signal(SIGSTOP)
     ref = offer(sender)
-    receiver = Receiver(server, 0, 1, OLD)
+    receiver = Receiver(server, 0, 1, WITHOUT_SESSIONS)
     with pytest.raises((WeightsError, EngineError)):
         await push(receiver, ref, seconds=FEW)
     assert server.calls == ["init_group", "destroy_group"]
@@ -327,13 +329,13 @@ async def test_a_server_is_not_told_to_join_nobody(spawn, sender, monkeypatch):
     monkeypatch.setattr("asyncrl.weights.group.ProcessGroupGloo", unable)
     server = spawn()
     with pytest.raises(WeightsError, match="no such interface"):
-        await push(Receiver(server, 0, 1, OLD), offer(sender))
+        await push(Receiver(server, 0, 1, WITHOUT_SESSIONS), offer(sender))
     assert server.calls == []
 
 
 async def test_rank_0_listens_before_the_server_is_told(spawn, sender, monkeypatch):
     """However long it takes rank 0 to get there."""
-    make = ServerGroup._make
+    make = ServerGroup._make_group
     there = []
 
     def slowly(group: ServerGroup) -> Any:
@@ -343,9 +345,9 @@ async def test_rank_0_listens_before_the_server_is_told(spawn, sender, monkeypat
         there.append(bool(server.calls))
         return make(group)
 
-    monkeypatch.setattr(ServerGroup, "_make", slowly)
+    monkeypatch.setattr(ServerGroup, "_make_group", slowly)
     server = spawn()
-    await push(Receiver(server, 0, 1, OLD), offer(sender))
+    await push(Receiver(server, 0, 1, WITHOUT_SESSIONS), offer(sender))
     assert there == [False]
 
 
@@ -376,7 +378,7 @@ async def test_another_nccl_is_named_on_both_sides(spawn, sender, monkeypatch, s
     server = spawn()
     at_update(server, 0, refuse)
     with pytest.raises(WeightsError, match=message):
-        await push(Receiver(server, 0, 1, OLD), offer(sender))
+        await push(Receiver(server, 0, 1, WITHOUT_SESSIONS), offer(sender))
 
 
 def test_the_version_of_nccl_is_that_of_the_library_in_use(monkeypatch):
@@ -402,7 +404,7 @@ async def test_a_trainer_that_is_killed(spawn):
     at_update(server, 2, lambda: trainer.signal(SIGKILL))
     start = time.monotonic()
     with pytest.raises(WeightsError):
-        await push(Receiver(server, 0, 1, OLD), trainer.ref)
+        await push(Receiver(server, 0, 1, WITHOUT_SESSIONS), trainer.ref)
     assert time.monotonic() - start < LONG / 2
     assert server.look()[0] == "default"
 
@@ -414,7 +416,7 @@ async def test_a_trainer_that_freezes_takes_the_server_with_it(spawn):
     server.look()
     at_update(server, 2, lambda: trainer.signal(SIGSTOP))
     with pytest.raises((WeightsError, EngineError)):
-        await push(Receiver(server, 0, 1, OLD), trainer.ref, seconds=FEW)
+        await push(Receiver(server, 0, 1, WITHOUT_SESSIONS), trainer.ref, seconds=FEW)
     with pytest.raises(EngineError, match="no answer"):
         server.ranks[0].call(1.0, "look")
     trainer.signal(SIGKILL)
@@ -426,9 +428,11 @@ async def test_a_trainer_that_is_gone(spawn):
     trainer = SenderProcess(silent_from=0)
     trainer.end()
     with pytest.raises(WeightsError, match="no sender there"):
-        await push(Receiver(server, 0, 1, OLD), trainer.ref)
+        await push(Receiver(server, 0, 1, WITHOUT_SESSIONS), trainer.ref)
     with pytest.raises(WeightsError, match="not the address of a sender"):
-        await push(Receiver(server, 0, 1, OLD), WeightsRef(PolicyVersion(0, 1), "/dev/shm/weights"))
+        await push(
+            Receiver(server, 0, 1, WITHOUT_SESSIONS), WeightsRef(PolicyVersion(0, 1), "/dev/shm/weights")
+        )
     assert server.calls == []
 
 
@@ -436,15 +440,15 @@ async def test_a_rank_that_does_not_deliver(spawn, sender):
     """The server is not told to receive a bucket that the trainer cannot collect. The trainer is told."""
 
     class Broken(PinnedTensors):
-        def shares(self, part: slice, *rest: Any) -> Any:
+        def collect_parts(self, part: slice, *rest: Any) -> Any:
             if part.start:
                 raise WeightsError("a trainer rank did not deliver its shards")
-            return super().shares(part, *rest)
+            return super().collect_parts(part, *rest)
 
     snapshot = snapshot_of(weights(1), PolicyVersion(0, 1))
-    broken = replace(snapshot, pin=lambda: nullcontext(Broken(snapshot.layout, weights(1))))
+    broken = replace(snapshot, hold_copy=lambda: nullcontext(Broken(snapshot.layout, weights(1))))
     server = spawn()
-    receiver = Receiver(server, 0, 1, OLD)
+    receiver = Receiver(server, 0, 1, WITHOUT_SESSIONS)
     with pytest.raises(WeightsError, match="did not deliver"):
         await push(receiver, sender.offer(broken))
     assert server.calls == ["init_group", "update_from_group", "destroy_group"]
@@ -458,8 +462,8 @@ async def test_a_keeper_that_freezes_holds_others_up_no_longer_than_its_deadline
     ref = offer(sender)
     frozen = await asyncio.open_connection(*_address(ref))
     start = time.monotonic()
-    await ask(*frozen, VersionRequest("frozen", PolicyVersion(0, 1), 1, 1.0))
-    await push(Receiver(server, 1, 1, OLD), ref)
+    await ask_question(*frozen, VersionRequest("frozen", PolicyVersion(0, 1), 1, 1.0))
+    await push(Receiver(server, 1, 1, WITHOUT_SESSIONS), ref)
     assert 0.9 < time.monotonic() - start < LONG / 2
     check(server, 1)
 
@@ -472,12 +476,12 @@ async def test_a_keeper_that_is_cancelled_frees_the_sender(spawn, sender):
     ref = offer(sender)
     told = asyncio.Event()
     server.before = lambda name: told.set()
-    task = asyncio.create_task(push(Receiver(server, 0, 1, OLD), ref, seconds=LONG))
+    task = asyncio.create_task(push(Receiver(server, 0, 1, WITHOUT_SESSIONS), ref, seconds=LONG))
     await told.wait()
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    await push(Receiver(other, 1, 1, OLD), ref)
+    await push(Receiver(other, 1, 1, WITHOUT_SESSIONS), ref)
     check(other, 1)
 
 
@@ -487,14 +491,14 @@ async def test_junk_on_the_port_bothers_nobody(spawn, sender, junk):
     ref = offer(sender)
     with socket.create_connection(_address(ref)) as stranger:
         stranger.sendall(junk)
-        await push(Receiver(server, 0, 1, OLD), ref)
+        await push(Receiver(server, 0, 1, WITHOUT_SESSIONS), ref)
         stranger.settimeout(LONG)
         assert b"ProtocolError" in stranger.recv(1000)
     check(server, 1)
 
 
 def test_keepers_are_heard_again_after_a_lack_of_file_descriptors(spawn, sender, monkeypatch, caplog):
-    monkeypatch.setattr(collective, "PAUSE", 0.1)
+    monkeypatch.setattr(collective, "RETRY_SECONDS", 0.1)
     server = spawn()
     ref = offer(sender)
     server.look()
@@ -511,15 +515,15 @@ def test_keepers_are_heard_again_after_a_lack_of_file_descriptors(spawn, sender,
                 time.sleep(0.01)
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        asyncio.run(push(Receiver(server, 0, 1, OLD), ref))
+        asyncio.run(push(Receiver(server, 0, 1, WITHOUT_SESSIONS), ref))
     check(server, 1)
 
 
 async def test_a_question_out_of_turn_ends_the_push(spawn, sender):
     ref = offer(sender)
     reader, writer = await asyncio.open_connection(*_address(ref))
-    await ask(reader, writer, VersionRequest("odd", PolicyVersion(0, 1), 1, 10.0))
-    answer = await ask(reader, writer, BucketRequest(2))
+    await ask_question(reader, writer, VersionRequest("odd", PolicyVersion(0, 1), 1, 10.0))
+    answer = await ask_question(reader, writer, BucketRequest(2))
     assert "asked for bucket 2 when 0 were sent" in answer.reason
 
 
@@ -529,7 +533,7 @@ async def test_closing_the_sender_ends_its_pushes(spawn):
     at_update(server, 1, sender.close)
     start = time.monotonic()
     with pytest.raises(WeightsError):
-        await push(Receiver(server, 0, 1, OLD), offer(sender))
+        await push(Receiver(server, 0, 1, WITHOUT_SESSIONS), offer(sender))
     assert time.monotonic() - start < LONG / 2
     assert server.look()[0] == "default"
 
@@ -538,7 +542,7 @@ async def test_a_keeper_that_asks_for_nothing_is_disconnected_and_dials_again(sp
     """It costs a thread and a descriptor, and may be on a machine that is gone."""
     monkeypatch.setattr(collective, "IDLE_SECONDS", 0.05)
     server = spawn()
-    receiver = Receiver(server, 0, 1, OLD)
+    receiver = Receiver(server, 0, 1, WITHOUT_SESSIONS)
     for version in (1, 2):
         await push(receiver, offer(sender, version))
         check(server, version)
@@ -559,7 +563,7 @@ async def test_the_groups_of_training_are_left_alone(spawn, sender):
     """This process has no default group, and gets none."""
     known = dict(dist.distributed_c10d._world.pg_map)
     server = spawn()
-    receiver = Receiver(server, 0, 1, OLD)
+    receiver = Receiver(server, 0, 1, WITHOUT_SESSIONS)
     await push(receiver, offer(sender))
     assert dict(dist.distributed_c10d._world.pg_map) == known
     await receiver.close()

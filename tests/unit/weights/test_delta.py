@@ -16,7 +16,7 @@ from asyncrl.types import PolicyVersion
 from asyncrl.weights import codec, disk, ranges
 from asyncrl.weights.delta import VersionWriter, materialise
 from asyncrl.weights.manifest import Superseded, WeightsError, WeightsRef
-from asyncrl.weights.snapshot import Pinned, Snapshot, Tensors
+from asyncrl.weights.snapshot import HeldCopy, Snapshot, Tensors
 from tests.fakes import weights as fake_weights
 from tests.fakes.weights import snapshot_of
 
@@ -57,9 +57,9 @@ class Training:
 
     def check(self, ref: WeightsRef) -> None:
         """What any reader gets is what was published."""
-        manifest, read = disk.read(ref)
+        manifest, read = disk.read_tensors(ref)
         same(read, self.history[ref.version])
-        assert disk.verify(ref) == manifest
+        assert disk.verify_version(ref) == manifest
 
 
 def same(found: Tensors, wanted: Tensors) -> None:
@@ -85,10 +85,10 @@ def damage(ref: WeightsRef, name: str) -> None:
 
 def test_versions_between_whole_ones_are_deltas(training: Training):
     training.publish(6)
-    assert [files(ref) for ref in disk.published(training.directory)] == [
+    assert [files(ref) for ref in disk.published_versions(training.directory)] == [
         {disk.PAYLOAD} if version % FULL_EVERY == 0 else {disk.DELTA} for version in range(6)
     ]
-    for ref in disk.published(training.directory):
+    for ref in disk.published_versions(training.directory):
         training.check(ref)
     sizes = [
         (Path(training.ref(v).path) / name).stat().st_size for v, name in ((1, disk.DELTA), (0, disk.PAYLOAD))
@@ -98,9 +98,9 @@ def test_versions_between_whole_ones_are_deltas(training: Training):
 
 def test_a_share_is_cut_into_what_one_message_holds(training: Training, monkeypatch: pytest.MonkeyPatch):
     """MessagePack takes less than 4 GiB at once; a test of ranks sends such shares."""
-    monkeypatch.setattr(ranges, "MOST", 100)
-    with training.snapshot().pin() as pinned:
-        (embedding,) = pinned.shares(slice(0, 3))[2]
+    monkeypatch.setattr(ranges, "MAX_FIELD_BYTES", 100)
+    with training.snapshot().hold_copy() as pinned:
+        (embedding,) = pinned.collect_parts(slice(0, 3))[2]
     assert embedding.count == embedding.size == 400 * 16 * 2
     assert max(map(len, embedding.data)) == 100
     for _ in range(3):
@@ -119,7 +119,7 @@ def test_deltas_that_add_up_to_a_whole_one_end_the_lineage(training: Training):
 def test_prune_keeps_what_kept_versions_build_upon(training: Training):
     training.publish(FULL_EVERY + 3)  # 0 whole, 1 2 3, 4 whole, 5 6
     assert disk.prune(training.directory, keep=2) == [training.ref(v) for v in range(4)]
-    for ref in disk.published(training.directory):
+    for ref in disk.published_versions(training.directory):
         training.check(ref)
 
 
@@ -142,10 +142,10 @@ def test_a_delta_that_failed_breaks_no_lineage(training: Training, monkeypatch: 
 
     training.publish(2)
     with monkeypatch.context() as patch:
-        patch.setattr(codec, "encode", full)
+        patch.setattr(codec, "encode_changes", full)
         with pytest.raises(OSError, match="no space"):
             training.publish()
-    assert disk.published(training.directory)[-1] == training.ref(1)
+    assert disk.published_versions(training.directory)[-1] == training.ref(1)
     ref = training.publish()
     assert files(ref) == {disk.DELTA}
     training.check(ref)
@@ -153,13 +153,13 @@ def test_a_delta_that_failed_breaks_no_lineage(training: Training, monkeypatch: 
 
 def test_a_version_that_was_never_read_breaks_no_lineage(training: Training):
     @contextmanager
-    def gone() -> Iterator[Pinned]:
+    def gone() -> Iterator[HeldCopy]:
         raise Superseded("a newer one")
         yield
 
     training.publish()
     with pytest.raises(Superseded):
-        training.writer.write(replace(training.snapshot(), pin=gone))
+        training.writer.write(replace(training.snapshot(), hold_copy=gone))
     ref = training.publish()
     assert files(ref) == {disk.DELTA}
     training.check(ref)
@@ -173,7 +173,7 @@ def test_a_cache_follows_every_version(training: Training, tmp_path: Path):
         assert own.version == ref.version and Path(own.path).parent == cache
         training.check(own)
         same(load_file(Path(own.path) / disk.PAYLOAD), training.history[ref.version])
-        assert disk.published(cache) == [own]
+        assert disk.published_versions(cache) == [own]
         assert disk.read_manifest(own).checksum == disk.read_manifest(ref).checksum
 
 
@@ -191,7 +191,7 @@ def test_what_the_cache_holds_need_not_be_read_again(training: Training, tmp_pat
     damage(training.ref(1), disk.DELTA)
     training.check(materialise(training.publish(), cache))
     with pytest.raises(WeightsError):
-        disk.read(training.ref(2))
+        disk.read_tensors(training.ref(2))
 
 
 @pytest.mark.parametrize("name", [disk.PAYLOAD, disk.MANIFEST])
@@ -213,7 +213,7 @@ def test_without_any_way_to_a_version_it_is_one_clear_line(training: Training, t
     cache = tmp_path / "cache"
     training.publish(3)
     damage(training.ref(1), disk.DELTA)
-    for reader in (disk.read, disk.verify, lambda ref: materialise(ref, cache)):
+    for reader in (disk.read_tensors, disk.verify_version, lambda ref: materialise(ref, cache)):
         with pytest.raises(WeightsError) as caught:
             reader(training.ref(2))
         assert str(training.directory) in str(caught.value) and "\n" not in str(caught.value)
@@ -233,4 +233,4 @@ def test_a_delta_cut_off_is_refused(training: Training):
     path = Path(ref.path) / disk.DELTA
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(WeightsError, match=r"no usable delta\.bin \(it is cut off\)"):
-        disk.read(ref)
+        disk.read_tensors(ref)

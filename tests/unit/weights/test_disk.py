@@ -41,7 +41,7 @@ def tensors() -> dict[str, torch.Tensor]:
 def test_round_trip_and_manifest(tmp_path, tensors, bucket_bytes):
     """The file is safetensors, whatever the buckets."""
     ref = VersionWriter(tmp_path / "w", bucket_bytes).write(snapshot_of(tensors, PolicyVersion(2, 7)))
-    manifest, read = disk.read(ref)
+    manifest, read = disk.read_tensors(ref)
     assert ref.version == (2, 7)
     for found in (read, load_file(Path(ref.path) / disk.PAYLOAD)):
         assert found.keys() == tensors.keys()
@@ -64,21 +64,21 @@ def test_checksum_tells_versions_apart(tmp_path, tensors):
 
 
 def test_tied_tensors_are_written_once(tmp_path, tensors):
-    _, read = disk.read(publish(tensors | {"z": tensors["a"]}, tmp_path, PolicyVersion(0, 1)))
+    _, read = disk.read_tensors(publish(tensors | {"z": tensors["a"]}, tmp_path, PolicyVersion(0, 1)))
     assert read.keys() == tensors.keys()
 
 
 def test_publishing_again_replaces(tmp_path, tensors):
     publish(tensors, tmp_path, PolicyVersion(0, 1))
     ref = publish({"a": torch.ones(2)}, tmp_path, PolicyVersion(0, 1))
-    assert disk.read(ref)[1]["a"].tolist() == [1, 1]
+    assert disk.read_tensors(ref)[1]["a"].tolist() == [1, 1]
     assert [path.name for path in tmp_path.iterdir()] == [Path(ref.path).name]
 
 
 @pytest.mark.parametrize("name", [disk.PAYLOAD, disk.MANIFEST])
 @pytest.mark.parametrize("damage", ["missing", "truncated", "flipped"])
 def test_damage_is_one_clear_line(tmp_path, tensors, name, damage, monkeypatch):
-    monkeypatch.setattr(ranges, "GRID", 8)  # what is flipped is in no tensor's first block
+    monkeypatch.setattr(ranges, "GRID_BYTES", 8)  # what is flipped is in no tensor's first block
     ref = publish(tensors, tmp_path, PolicyVersion(0, 1))
     path = Path(ref.path) / name
     data = bytearray(path.read_bytes())
@@ -88,21 +88,21 @@ def test_damage_is_one_clear_line(tmp_path, tensors, name, damage, monkeypatch):
     else:
         path.write_bytes(data[:-22] if damage == "truncated" else data)
     with pytest.raises(WeightsError) as caught:
-        disk.read(ref)
+        disk.read_tensors(ref)
     assert ref.path in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_manifest_of_another_version_or_other_tensors(tmp_path, tensors):
     ref = publish(tensors, tmp_path, PolicyVersion(0, 1))
     with pytest.raises(WeightsError, match="expected e0-v2; found e0-v1"):
-        disk.read(WeightsRef(PolicyVersion(0, 2), ref.path))
+        disk.read_tensors(WeightsRef(PolicyVersion(0, 2), ref.path))
     payload = Path(ref.path) / disk.PAYLOAD
     held = load_file(payload)
     save_file({name: held[name].clone() for name in ("a", "b")}, payload)
     with pytest.raises(WeightsError, match="name different tensors"):
-        disk.read(ref)
+        disk.read_tensors(ref)
     with pytest.raises(WeightsError, match="no usable manifest"):
-        disk.read(WeightsRef(PolicyVersion(0, 1), str(tmp_path / "nowhere")))
+        disk.read_tensors(WeightsRef(PolicyVersion(0, 1), str(tmp_path / "nowhere")))
 
 
 def test_a_crashed_publish_leaves_nothing_behind(tmp_path, tensors, monkeypatch):
@@ -118,17 +118,17 @@ def test_a_crashed_publish_leaves_nothing_behind(tmp_path, tensors, monkeypatch)
     killed.mkdir()
     (killed / disk.PAYLOAD).write_bytes(b"half")
     ref = publish(tensors, tmp_path, PolicyVersion(0, 1))
-    assert disk.published(tmp_path) == [ref]
+    assert disk.published_versions(tmp_path) == [ref]
     assert not killed.exists()
 
 
 def test_prune_keeps_the_newest_and_those_that_are_held(tmp_path, tensors):
     versions = [(0, 8), (0, 9), (0, 10), (1, 2), (1, 3)]
     refs = [publish(tensors, tmp_path, PolicyVersion(*version)) for version in versions]
-    assert disk.published(tmp_path) == refs
+    assert disk.published_versions(tmp_path) == refs
     with disk.lock_version(refs[1]), disk.lock_version(refs[1]):
         assert disk.prune(tmp_path, keep=2) == [refs[0], refs[2]]
-        assert disk.published(tmp_path) == [refs[1], *refs[3:]]
+        assert disk.published_versions(tmp_path) == [refs[1], *refs[3:]]
     assert disk.prune(tmp_path, keep=2) == [refs[1]]
     assert disk.prune(tmp_path, keep=5) == []
     with pytest.raises(WeightsError, match="no usable manifest"), disk.lock_version(refs[0]):
@@ -152,7 +152,7 @@ with disk.lock_version(manifest.WeightsRef(types.PolicyVersion(0, 1), {old.path!
         reader.kill()
         reader.wait()
         assert disk.prune(tmp_path, keep=1) == [old]
-    assert disk.published(tmp_path) == [new]
+    assert disk.published_versions(tmp_path) == [new]
 
 
 def test_a_version_that_is_being_deleted_cannot_be_held(tmp_path, tensors, monkeypatch):
@@ -173,9 +173,9 @@ def test_a_version_that_is_being_deleted_cannot_be_held(tmp_path, tensors, monke
             assert time.monotonic() < end
         delete(ref)
 
-    delete = disk.delete
+    delete = disk.delete_version
     reader = threading.Thread(target=read)
-    monkeypatch.setattr(disk, "delete", while_it_is_read)
+    monkeypatch.setattr(disk, "delete_version", while_it_is_read)
     assert disk.prune(tmp_path, keep=1) == [old]
     reader.join(60)
     assert "no usable manifest" in found[0]
@@ -227,18 +227,18 @@ def test_where_nothing_can_be_locked_nothing_is_deleted(tmp_path, tensors, monke
 
     monkeypatch.setattr(disk.fcntl, "flock", without_locks)
     assert disk.prune(tmp_path, keep=1) == []
-    assert disk.published(tmp_path) == refs and "no locks available" in caplog.text
+    assert disk.published_versions(tmp_path) == refs and "no locks available" in caplog.text
     with pytest.raises(WeightsError, match="no locks available"), disk.lock_version(refs[0]):
         pass
 
 
 def test_what_is_read_outlives_its_version(tmp_path, tensors):
     old, _ = (publish(tensors, tmp_path, PolicyVersion(0, version)) for version in (1, 2))
-    _, read = disk.read(old)
+    _, read = disk.read_tensors(old)
     assert disk.prune(tmp_path, keep=1) == [old]
     assert all(torch.equal(read[name], tensor) for name, tensor in tensors.items())
     with pytest.raises(WeightsError, match="no usable manifest"):
-        disk.read(old)
+        disk.read_tensors(old)
 
 
 def test_readers_do_without_torch():

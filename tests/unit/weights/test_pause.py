@@ -17,7 +17,7 @@ LONG = 60.0
 def test_training_waits_with_an_idle_device_until_the_pause_is_over() -> None:
     pause = TrainingPause(torch.device("cpu"))
     synchronized = threading.Event()
-    pause._module = mock.Mock(synchronize=synchronized.set)
+    pause._device_module = mock.Mock(synchronize=synchronized.set)
     inside = threading.Event()
     joined = threading.Event()
     goes_on = threading.Event()
@@ -30,8 +30,8 @@ def test_training_waits_with_an_idle_device_until_the_pause_is_over() -> None:
             joined.wait(LONG)
 
     def train() -> None:
-        with pause._changed:
-            assert pause._changed.wait_for(lambda: pause._wanted, LONG)
+        with pause._state_changed:
+            assert pause._state_changed.wait_for(lambda: pause._waiting_threads, LONG)
         pause.allow()
         goes_on.set()
 

@@ -24,7 +24,7 @@ from asyncrl.weights import disk, ranges
 from asyncrl.weights.delta import VersionWriter
 from asyncrl.weights.manifest import Superseded, WeightsError, split
 from asyncrl.weights.shards import HostShards
-from asyncrl.weights.snapshot import Snapshot, Tensors, whole
+from asyncrl.weights.snapshot import Snapshot, Tensors, concat_parts
 from tests.fakes.ranks import run_ranks
 from tests.fakes.training import full_state, save_tiny_qwen
 from tests.fakes.weights import buckets
@@ -78,12 +78,12 @@ def test_one_ranks_buckets_are_sent_from_where_they_lie(world: World, tmp_path: 
     host = HostShards(published_shards(policy), policy.published, torch.bfloat16, DEADLINE, buffers=kept)
     snapshot = taken(host, world, policy, 1, kept)
     for bucket_bytes in BUCKETS:
-        with snapshot.pin() as pinned:
+        with snapshot.hold_copy() as pinned:
             end = host._buffers._buffers[0].memory.data_ptr()
             for part in split(snapshot.layout, bucket_bytes):
                 contiguous = pinned.contiguous_bytes(part)
                 assert contiguous is not None and contiguous.data_ptr() == end
-                assert torch.equal(contiguous, whole(chain.from_iterable(pinned.shares(part))))
+                assert torch.equal(contiguous, concat_parts(chain.from_iterable(pinned.collect_parts(part))))
                 end += len(contiguous)
     host.close(DEADLINE)
 
@@ -226,7 +226,7 @@ def collect_from_a_late_rank(world: World, folder: Path) -> Any:
         reader.start()
         reader.join(DEADLINE)
     else:
-        assert asked.wait(DEADLINE) and host._buffers.copies == 0
+        assert asked.wait(DEADLINE) and host._buffers.copy_count == 0
         host.copy(0, published_shards(policy))
     host.close(DEADLINE)
     return {"same": all(torch.equal(found[name], tensor) for name, tensor in wanted.items())} if found else {}
@@ -281,7 +281,7 @@ def deltas_of_ranks(world: World, folder: Path) -> Any:
     other ranks are first on rank 0's machine, then on others."""
     policy = policy_of(world, folder)
     received = list[int]()
-    ranges.GRID = 64
+    ranges.GRID_BYTES = 64
     for machine in ("here", f"machine-{world.rank}"):
         directory = folder / f"versions-on-{machine}"
         socket.gethostname = lambda name=machine: name
@@ -292,12 +292,12 @@ def deltas_of_ranks(world: World, folder: Path) -> Any:
             kept = buffers(version)
             snapshot = taken(host, world, policy, version, kept)
             if world.rank == 0 and version != 4:
-                before = host.received
-                read = disk.read(writer.write(snapshot))[1]
+                before = host.received_bytes
+                read = disk.read_tensors(writer.write(snapshot))[1]
                 wanted = {name: tensor.bfloat16() for name, tensor in wanted.items()} | kept
                 assert read.keys() == wanted.keys()
                 assert all(torch.equal(read[name], tensor) for name, tensor in wanted.items())
-                received.append(host.received - before)
+                received.append(host.received_bytes - before)
             world.gather(0, int)
             with torch.no_grad():
                 for parameter in policy.parameters():

@@ -14,14 +14,14 @@ from asyncrl.types import PolicyVersion
 from asyncrl.weights import snapshot
 from asyncrl.weights.manifest import Superseded, WeightsRef
 from asyncrl.weights.memory import page_locked
-from asyncrl.weights.ranges import RangeShare
+from asyncrl.weights.ranges import RangePart
 from asyncrl.weights.snapshot import BucketBuffers, Buffers, Publisher, Snapshot
 from tests.fakes.weights import snapshot_of
 
 
 def copy(buffers: Buffers, value: float) -> int:
-    index = buffers.claim(buffers.begin_claim())
-    buffers.copy(index, [(torch.full(shape, value), torch.bfloat16) for shape in ((2, 3), (4,))])
+    index = buffers.claim_buffer(buffers.begin_claim())
+    buffers.copy_tensors(index, [(torch.full(shape, value), torch.bfloat16) for shape in ((2, 3), (4,))])
     return index
 
 
@@ -32,15 +32,15 @@ def value(memory: Tensor) -> float:
 
 @pytest.fixture
 def buffers() -> Buffers:
-    return Buffers(20, pinned=False)
+    return Buffers(20, page_locked=False)
 
 
 def test_two_buffers_take_turns_and_their_memory_stays(buffers: Buffers):
     assert [copy(buffers, i) for i in range(4)] == [0, 1, 0, 1]
-    with buffers.reading(0, 3, wait=0) as memory:
+    with buffers.reading(0, 3, wait_seconds=0) as memory:
         place = memory.data_ptr()
     copy(buffers, 5)
-    with buffers.reading(0, 5, wait=0) as memory:
+    with buffers.reading(0, 5, wait_seconds=0) as memory:
         assert memory.data_ptr() == place and value(memory) == 5
 
 
@@ -53,10 +53,10 @@ def test_a_gpu_s_buffers_are_pinned_as_they_are(monkeypatch: pytest.MonkeyPatch)
         cudaHostUnregister=lambda address: None,
     )
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
-    buffers = Buffers(5_000_000, pinned=True)
+    buffers = Buffers(5_000_000, page_locked=True)
     assert registered == {buffer.memory.data_ptr(): 5_000_000 for buffer in buffers._buffers}
     registered.clear()
-    Buffers(0, pinned=True)
+    Buffers(0, page_locked=True)
     assert not registered
 
 
@@ -86,15 +86,15 @@ def test_buckets_of_several_ranks_are_put_together_in_two_buffers(monkeypatch: p
     """They are pinned once. One is filled while the other is sent."""
     sizes = list[int]()
     monkeypatch.setattr(snapshot, "page_locked", lambda size: sizes.append(size) or torch.zeros(size).byte())
-    buckets = BucketBuffers(pinned=True)
+    buckets = BucketBuffers(page_locked=True)
 
-    def shares(*values: bytes) -> list[RangeShare]:
-        return [RangeShare(len(data), b"", b"", b"", (memoryview(data),)) for data in values]
+    def shares(*values: bytes) -> list[RangePart]:
+        return [RangePart(len(data), b"", b"", b"", (memoryview(data),)) for data in values]
 
-    first = buckets.fill(shares(b"ab", b"", b"c"), 10)
-    second = buckets.fill(shares(b"0123456789"), 10)
+    first = buckets.fill_next(shares(b"ab", b"", b"c"), 10)
+    second = buckets.fill_next(shares(b"0123456789"), 10)
     assert bytes(first.tolist()) == b"abc" and bytes(second.tolist()) == b"0123456789"
-    third = buckets.fill(shares(b"de"), 10)
+    third = buckets.fill_next(shares(b"de"), 10)
     assert third.data_ptr() == first.data_ptr() != second.data_ptr()
     assert bytes(third.tolist()) == b"de" and bytes(second.tolist()) == b"0123456789"
     assert sizes == [10, 10]
@@ -103,28 +103,28 @@ def test_buckets_of_several_ranks_are_put_together_in_two_buffers(monkeypatch: p
 def test_a_newer_copy_replaces_one_that_nobody_reads(buffers: Buffers):
     first = copy(buffers, 1)
     second = copy(buffers, 2)
-    with buffers.reading(first, 1, wait=0) as memory:
+    with buffers.reading(first, 1, wait_seconds=0) as memory:
         assert copy(buffers, 3) == second
-        with pytest.raises(Superseded), buffers.reading(second, 2, wait=0):
+        with pytest.raises(Superseded), buffers.reading(second, 2, wait_seconds=0):
             pass
         assert copy(buffers, 4) == second
         assert value(memory) == 1
-    with buffers.reading(second, 4, wait=0) as memory:
+    with buffers.reading(second, 4, wait_seconds=0) as memory:
         assert value(memory) == 4
 
 
 def test_a_claimed_buffer_holds_nothing(buffers: Buffers):
     copy(buffers, 1)
     copy(buffers, 2)
-    buffers.claim(buffers.begin_claim())
-    with pytest.raises(Superseded, match="copy 1"), buffers.reading(0, 1, wait=0):
+    buffers.claim_buffer(buffers.begin_claim())
+    with pytest.raises(Superseded, match="copy 1"), buffers.reading(0, 1, wait_seconds=0):
         pass
 
 
 def test_readers_of_both_buffers_cost_a_third(buffers: Buffers):
     first = copy(buffers, 1)
     second = copy(buffers, 2)
-    with buffers.reading(first, 1, wait=0) as one, buffers.reading(second, 2, wait=0) as two:
+    with buffers.reading(first, 1, wait_seconds=0) as one, buffers.reading(second, 2, wait_seconds=0) as two:
         third = copy(buffers, 3)
         assert third not in (first, second)
         assert (value(one), value(two)) == (1, 2)
@@ -135,12 +135,12 @@ def test_a_copy_that_comes_late_is_waited_for(buffers: Buffers):
     found = []
 
     def read() -> None:
-        with buffers.reading(1, 1, wait=30) as memory:
+        with buffers.reading(1, 1, wait_seconds=30) as memory:
             found.append(value(memory))
 
     reader = threading.Thread(target=read)
     reader.start()
-    buffers.copy(1, [(torch.full((10,), 7.0), torch.bfloat16)])
+    buffers.copy_tensors(1, [(torch.full((10,), 7.0), torch.bfloat16)])
     reader.join(30)
     assert found == [7.0]
 
@@ -148,8 +148,8 @@ def test_a_copy_that_comes_late_is_waited_for(buffers: Buffers):
 def test_what_is_read_elsewhere_is_not_claimed(buffers: Buffers):
     copy(buffers, 1)
     copy(buffers, 2)
-    assert buffers.begin_claim() == [] and buffers.claim([0]) == 1
-    assert buffers.begin_claim() == [] and buffers.claim([0, 1]) == 2
+    assert buffers.begin_claim() == [] and buffers.claim_buffer([0]) == 1
+    assert buffers.begin_claim() == [] and buffers.claim_buffer([0, 1]) == 2
 
 
 def test_nobody_begins_to_read_between_telling_and_claiming(buffers: Buffers):
@@ -163,7 +163,7 @@ def test_nobody_begins_to_read_between_telling_and_claiming(buffers: Buffers):
     def read() -> None:
         started.set()
         try:
-            with buffers.reading(first, 1, wait=0):
+            with buffers.reading(first, 1, wait_seconds=0):
                 found.append("read")
         except Superseded:
             found.append("superseded")
@@ -172,7 +172,7 @@ def test_nobody_begins_to_read_between_telling_and_claiming(buffers: Buffers):
     reader.start()
     started.wait(30)
     reader.join(0.05)
-    assert found == [] and buffers.claim(busy) == first
+    assert found == [] and buffers.claim_buffer(busy) == first
     reader.join(30)
     assert found == ["superseded"]
 
@@ -234,7 +234,7 @@ def test_a_version_that_is_gone_is_passed_over():
 
 
 def test_a_full_disk_is_waited_for_and_the_newest_version_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(snapshot, "FULL_RETRY", 0.0)
+    monkeypatch.setattr(snapshot, "FULL_RETRY_SECONDS", 0.0)
     slow = Slow()
     slow.fails = OSError(errno.ENOSPC, "no space left on device")
     slow.go.release()
