@@ -124,6 +124,7 @@ class Batches:
         self.batches = {batch.step: batch for batch in batches}
         self.taken = {e.uid: self.buffer.episodes.get(e.uid, e) for e in taken}
         self.baselines = dict(baselines)
+
         self.buffer.closed = max((step for step, batch in self.batches.items() if batch.closed), default=-1)
 
     def plan(self, step: int, micro: int, ranks: int, budget: int = 0) -> list[str] | None:
@@ -135,14 +136,17 @@ class Batches:
         batch = self.batches.get(step)
         if batch is None:
             batch = self.batches[step] = Batch(step)
+
         if micro < len(batch.micros):
             uids: list[str] | None = batch.micros[micro]
         else:
             uids = [] if batch.closed else self._extend(batch, ranks)
+
         how = (ranks, budget or self.micro_tokens)
         if uids and how != (batch.ranks, batch.budget):
             batch.ranks, batch.budget = how
             self._dirty.add(step)
+
         return uids
 
     def outlook(self, step: int, micro: int, ranks: int) -> Outlook:
@@ -150,6 +154,7 @@ class Batches:
         batch = self.batches.get(step, Batch(step))
         if micro < len(batch.micros) or batch.closed or self.over:
             return Outlook(ready=True, share=1.0, complete=True)
+
         pool, groups, full = self._next(batch, ranks, math.inf)
         share = len(batch.groups | groups) / self.buffer.config.groups_per_batch
         return Outlook(bool(pool) or (full and bool(batch.planned)), share, full)
@@ -159,6 +164,7 @@ class Batches:
         pool, _, full = self._next(batch, ranks, MOST * self.micro_tokens * ranks)
         if not pool:
             return self._close(batch) if full else None
+
         for episode in pool:
             self.buffer.take(episode, batch.step)
             self.taken[episode.uid] = episode
@@ -167,6 +173,7 @@ class Batches:
                 self.baselines[group.id] = Baseline.of(group, self.buffer.episodes)
             if group.step == batch.step and not group.filtered:  # a late member does not count its group
                 batch.groups.add(group.id)
+
         batch.micros.append([episode.uid for episode in pool])
         self._dirty.add(batch.step)
         return batch.micros[-1]
@@ -177,12 +184,15 @@ class Batches:
         themselves are left to the next batch, if there is one."""
         places = places_of(self.buffer)
         pool, groups = self._pool(batch, places, most)
+
         size = self.buffer.config.groups_per_batch
         full = len(batch.groups | groups) >= size
         full = full or self._last(batch, groups) or (self._capped and places.may_close)
+
         enough = self._enough(pool, groups, ranks)
         ends = self.buffer.prompts.over or batch.step + 1 >= self.buffer.total_groups // size
         waits = not (enough or ends) and all(self._may_wait(episode, batch.step) for episode in pool)
+
         return ([] if waits or not (enough or full) else pool), groups, full
 
     def _may_wait(self, episode: EpisodeRecord, step: int) -> bool:
@@ -216,6 +226,7 @@ class Batches:
         """Nothing more will be added. An empty batch is not closed: it would be a step without data."""
         if not batch.planned:
             return None
+
         batch.closed = True
         self.buffer.closed = batch.step
         self._dirty.add(batch.step)
@@ -263,20 +274,24 @@ class Batches:
         their new groups, which take their `places`."""
         pool: list[EpisodeRecord] = []
         new: set[int] = set()
+
         for group in [self.buffer.live[number] for number in sorted(self.buffer.tally.groups[State.READY])]:
             ready = self._usable(group, batch.step)
             if not ready:
                 continue
+
             if group.step < 0 and not group.filtered:  # late members need no room
                 floor = floor_of(self.buffer, group)
                 if not places.may_take(floor):
                     continue
                 places.take(floor)
                 new.add(group.id)
+
             pool += ready
             tokens -= self._tokens(ready)
             if tokens <= 0:
                 break
+
         return pool, new
 
     def _usable(self, group: GroupRecord, step: int) -> list[EpisodeRecord]:
@@ -284,10 +299,12 @@ class Batches:
         ready = [episode for episode in self.buffer.members(group) if episode.state is State.READY]
         if self.buffer.config.on_stale != "drop":
             return ready
+
         bound = step - self.buffer.config.max_staleness
         for episode in [episode for episode in ready if 0 <= episode.oldest < bound]:
             ready.remove(episode)
             self.buffer.drop(episode, DropReason.STALE)
+
         return ready
 
     # -- commit, rollback, retention -----------------------------------------------------------------
@@ -299,12 +316,15 @@ class Batches:
         batch = self.batches[step - 1]
         if odd := set(trained).symmetric_difference(batch.uids) - batch.lost:
             raise ProtocolError(f"commit of step {step} does not fit its plan: {' '.join(sorted(odd))}")
+
         if batch.lost:
             batch.lost.difference_update(trained)
             self._dirty.add(batch.step)
+
         self.buffer.trained([self.taken[uid] for uid in batch.uids if self.taken[uid].state is State.TAKEN])
         for uid in batch.lost:
             self.buffer.lose(self.taken[uid])
+
         if step > self.committed:
             self.buffer.commit(step)
 
@@ -314,12 +334,15 @@ class Batches:
         step = self.committed
         for uid in self.batches[step].planned:
             self.buffer.drop(self.taken[uid], reason)
+
         groups = [self.buffer.live[number] for number in self.buffer.tally.steps[step]]  # of late members
         running = [episode for group in groups for episode in self.buffer.drop_group(group, reason)]
+
         self._forget([step])
         self.batches[step] = Batch(step)  # written over the plan in the store
         self._dirty.add(step)
         self.buffer.closed = step - 1
+
         return running
 
     def mark_lost(self, step: int, uid: str) -> None:
@@ -335,6 +358,7 @@ class Batches:
         for episode in [self.taken[uid] for number in gone for uid in self.batches[number].planned]:
             if episode.state is State.TAKEN:
                 self.buffer.lose(episode)
+
         self._forget(gone)
         self.buffer.commit(step)
 
@@ -346,7 +370,9 @@ class Batches:
         batches = [self.batches.pop(number) for number in gone]
         self._dirty -= set(gone)
         forgotten = [self.taken.pop(uid, None) for batch in batches for uid in batch.planned]
+
         for group in {episode.group for episode in forgotten if episode is not None}:
             if not any(f"{group}.{member}" in self.taken for member in range(self.buffer.group_size)):
                 self.baselines.pop(group, None)
+
         return [uid for batch in batches for uid in batch.uids]

@@ -67,9 +67,11 @@ class Cohorts:
         trained episodes. Empty when there is none."""
         done = [step for step, cohort in self._cohorts.items() if step < before and not cohort.open]
         cohorts = [cohort for cohort in map(self._cohorts.pop, done) if cohort.trained.count]
+
         trained = sum(cohort.trained.count for cohort in cohorts)
         if not trained:
             return {}
+
         shares = [(cohort, cohort.trained.count / cohort.landed.count) for cohort in cohorts]
         reward = sum(c.trained.reward - c.landed.reward * share for c, share in shares)
         tokens = sum(c.trained.tokens - c.landed.tokens * share for c, share in shares)

@@ -42,11 +42,14 @@ class Crossings:
         last = self._commits[-1]
         before = self._commits[0]
         self._commits.append(now)
+
         waiting = self._buffer.waiting_tokens
         self._counted += waiting.ended(last, before)
         crossed = waiting.older(self._commits[0]) - waiting.older(before)
+
         again = min(self._counted, masked * tokens)
         self._counted = (self._counted - again) / 2  # some of them are dropped, and no batch masks these
+
         return (masked * tokens - again + crossed) / max(1.0, tokens)
 
 
@@ -81,9 +84,11 @@ class FlowControl:
         which the episodes that landed in it waited for tools and rewards."""
         used = max(share / budget for share, budget in shares)
         self._measured |= used > 0
+
         step = (GAIN if self._measured else FIRST_GAIN) * (1 - used)
         if not self._measured and self.level < self.quick:
             step += QUICK_GAIN * waits
+
         if step < 0 or grows:
             level = self.level * math.exp(max(step, -MOST))
             self.level = min(max(level, self.groups), self.most)
@@ -126,16 +131,20 @@ class KvCap:
         the last commit is of a plain step, not of a validation."""
         use = self.use
         retracted = self.retracted
+
         self._uses.clear()
         self.retracted = 0
+
         self._wait -= 1
         if self._wait >= 0 or not counts:
             return
+
         before = self.level
         if retracted or (use is not None and use > HIGH):
             self.level = max(self.groups, min(before, live) / FACTOR)
         elif use is not None and use < LOW:
             self.level = min(self.most, before * FACTOR)
+
         if self.level != before:
             self._wait = -(-self.limit // self.groups)  # the steps for which a group is live
 
@@ -158,6 +167,7 @@ class LiveLimit:
         self.budget = section.stale_budget
         self.control = FlowControl(section)
         self.kv = KvCap(section.groups_per_batch, section.usual_staleness)
+
         self._servers = config.engine.remote
         # With shifts the trainer waits for theirs in any case: then more live groups are of use to engines.
         self._waits = ROLLOUT_IDLE if config.shifts else TRAINER_IDLE
@@ -175,12 +185,15 @@ class LiveLimit:
         same = self._engines == frozenset(engines)
         self._engines = frozenset(engines)
         plain = same and not validating
+
         live = self.buffer.tally.open(self.buffer.committed) + taken  # before the commit
         self.kv.update(live, plain)
+
         self._idle = row.get(self._waits, self._idle)  # it comes with heartbeats
         masked = row.get("staleness/masked_token_frac", 0.0)
         tokens = row.get("trainer/model_tokens", 0.0)
         self._crossed += self.crossings.committed(masked, tokens, now)
+
         if self.adapts:
             if plain:
                 grows = self._idle >= BUSY and live >= self.control.limit
@@ -189,6 +202,7 @@ class LiveLimit:
                 self.control.update([(self._crossed, self.budget)], grows, self._idle * outside)
                 self.buffer.spare = self.control.spare(outside)
                 self._crossed = 0.0
+
             self.buffer.live_limit = min(self.control.limit, self.kv.limit)
 
     def gauges(self) -> dict[str, float]:

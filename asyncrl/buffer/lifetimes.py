@@ -70,12 +70,15 @@ class Lifetimes:
         runs = chain.from_iterable(self._running.values())
         rows = np.array([*self._ended, *((b, w, math.inf) for b, w in runs)], float).reshape(-1, 3)
         began, weight, ended = rows[rows[:, 1] > 0].T
+
         until = np.minimum(ended, now) - began
         entered = self._since - began
+
         ages, place = np.unique(until, return_inverse=True)
         ends = np.bincount(place, weight * ((ended <= now) & (entered < until)), ages.size)
         leave = np.bincount(place, weight, ages.size)
         enter = np.bincount(np.searchsorted(ages, entered, "right"), weight, ages.size + 1)[:-1]
+
         at_risk = np.cumsum(enter) - np.cumsum(leave) + leave
         share = np.divide(ends, at_risk, out=np.zeros(ages.size), where=ends > 0)
         return ages, np.where((curve := np.cumprod(np.maximum(0, 1 - share))) < 1e-12, 0.0, curve)
@@ -102,6 +105,7 @@ class Deadlines:
         no influence on it."""
         if self._fixed != "auto":
             return self._fixed
+
         if not 0 <= now - self._estimated_at < ESTIMATE_EVERY:
             self._estimate = self._lifetimes.quantile(0.5, now)
             self._estimated_at = now
@@ -119,6 +123,7 @@ class Deadlines:
         if not math.isnan(group.started):
             group.started = -math.inf
             self._set(group, now)
+
         if not group.settled:
             group.baseline = ()
 

@@ -49,6 +49,7 @@ def units(pieces: Sequence[Piece], budget: int, ranks: int = 1) -> list[RowUnit]
     """Units of one key, of at most `budget` tokens or of a single piece; those of a key come one after
     another, in order. Where they are fewer than `ranks`, they are cut into as many parts as make enough."""
     found: dict[Hashable, list[RowUnit]] = {}
+
     for index, piece in enumerate(pieces):
         own = found.setdefault(piece.key, [])
         unit = RowUnit((index,), piece.tokens, piece.rows, piece.width, piece.tokens + piece.attention)
@@ -58,15 +59,18 @@ def units(pieces: Sequence[Piece], budget: int, ranks: int = 1) -> list[RowUnit]
                 own[-1] = both
                 continue
         own.append(unit)
+
     listed = [*chain(*found.values())]
     if not 0 < len(listed) < ranks:
         return listed
+
     parts = -(-ranks // len(listed))
     part_of = {
         index: (number, place * parts // len(unit.members))
         for number, unit in enumerate(listed)
         for place, index in enumerate(unit.members)
     }
+
     return units([piece._replace(key=part_of[index]) for index, piece in enumerate(pieces)], budget)
 
 
@@ -83,10 +87,12 @@ def micro_batches(pieces: Sequence[Piece], budget: int, *, padded: bool = False)
     """All pieces, by index, in micro-batches of at most `budget` tokens or of a single unit, the largest
     units first. `padded`: each row counts as the widest one, so rows of similar width go together."""
     found: list[RowUnit] = []
+
     for unit in sorted(units(pieces, budget), key=lambda unit: -(unit.width if padded else unit.tokens)):
         both = found[-1].joined(unit) if found else unit
         if found and (both.rows * both.width if padded else both.tokens) <= budget:
             found[-1] = both
         else:
             found.append(unit)
+
     return [part.members for part in found]

@@ -74,8 +74,10 @@ def check_turn(uid: str, turn: Turn, rows: int, vocabulary: int = MAX_VOCABULARY
     and a token before it that predicts it; its row is one of the `rows` before, or the next new one.
     ProtocolError when not."""
     _check_sampled(f"episode {uid} turn {turn.index}", turn, vocabulary)
+
     if turn.context and max(turn.context) >= vocabulary:
         raise ProtocolError(f"episode {uid} turn {turn.index}: {max(turn.context)} is no token")
+
     if (told := turn.routes) is not None and (
         min(told.start, told.tokens - 1) < 0 or not told.data or len(told.data) % (2 * told.tokens)
     ):
@@ -83,6 +85,7 @@ def check_turn(uid: str, turn: Turn, rows: int, vocabulary: int = MAX_VOCABULARY
             f"episode {uid} turn {turn.index}: routes of {told.tokens} tokens from position {told.start} in "
             f"{len(told.data)} bytes, which is no multiple of 2 for each token"
         )
+
     if (scores := turn.scores) is not None:
         sizes = (len(scores.logprobs), len(scores.ids), len(scores.top))
         each = 4 * len(turn.ids)
@@ -91,6 +94,7 @@ def check_turn(uid: str, turn: Turn, rows: int, vocabulary: int = MAX_VOCABULARY
             raise ProtocolError(f"episode {uid} turn {turn.index}: scores of {sizes} bytes, {each} expected")
         if (lowest := np.frombuffer(scores.ids, "<i4").min(initial=0)) < 0:
             raise ProtocolError(f"episode {uid} turn {turn.index}: scores of {lowest}, which is no token")
+
     if not 0 <= turn.row <= rows:
         raise ProtocolError(f"episode {uid} turn {turn.index}: row {turn.row} follows {rows} rows")
     if turn.row == rows and turn.ids and not turn.context:
@@ -103,6 +107,7 @@ def check_part(uid: str, part: TurnPart, vocabulary: int = MAX_VOCABULARY) -> No
     where = f"episode {uid} part of a turn from token {part.start}"
     _check_sampled(where, part.sampled, vocabulary)
     check_logprobs(where, part.sampled)
+
     if part.sampled.routes is not None:
         raise ProtocolError(f"{where}: it has routes")
 
@@ -111,11 +116,13 @@ def _check_sampled(where: str, sampled: Turn | Generation, vocabulary: int) -> N
     ends = [0, *(span.end for span in sampled.spans)]
     starts = [span.start for span in sampled.spans]
     whole = starts == ends[:-1] and ends == sorted(set(ends)) and ends[-1] == len(sampled.ids)
+
     if len(sampled.ids) != len(sampled.logprobs) or not whole:
         raise ProtocolError(
             f"{where}: {len(sampled.ids)} tokens with {len(sampled.logprobs)} log-probs "
             f"and spans {[(s.start, s.end) for s in sampled.spans]}"
         )
+
     if sampled.ids and max(sampled.ids) >= vocabulary:
         raise ProtocolError(f"{where}: {max(sampled.ids)} is no token")
     if any(span.version < 0 for span in sampled.spans):
@@ -146,15 +153,19 @@ def cut_back(buffer: ReplayBuffer, episode: EpisodeRecord, turns: Sequence[Turn]
     if episode.state is State.READY:
         buffer.drop(episode, DropReason.CORRUPT)
         return
+
     sampled = episode.sampled
     episode.restart()
     for turn in turns:
         extend(episode, turn)
     buffer.abandoned_tokens += sampled - episode.sampled
+
     episode.result = EpisodeResult(0.0)
     episode.stats = EpisodeStats(0)
+
     group = buffer.live[episode.group]  # it may have landed after the deadline, and the group not be settled
     group.baseline = tuple(member for member in group.baseline if member != episode.member)
+
     episode.attempt += 1
     episode.worker = ""
     buffer.touch(episode)

@@ -48,12 +48,14 @@ class Prompts:
     def draw(self, position: int) -> int:
         """Number of the sample at a position; -1 if the order has `failed`."""
         epoch, place = divmod(position, self.samples)
+
         if epoch != self._epoch and not self.failed:
             try:
                 self._order = self._order_of(epoch)
                 self._epoch = epoch
             except ConfigError as error:
                 self.failed = str(error)
+
         return -1 if self.failed else self._order[place]
 
 
@@ -87,10 +89,12 @@ def all_equal(results: Sequence[EpisodeResult], greedy: float | None, reads: Com
     if greedy is not None:  # one number for all turns: as if all of it was earned at the very end
         longest = max((len(result.turn_rewards) for result in results), default=0)
         results = [*results, EpisodeResult(greedy, turn_rewards=(0.0,) * longest)]
+
     columns: dict[tuple[object, ...], list[float]] = defaultdict(list)
     for result in results:
         for name, value in _values(result, reads):
             columns[name].append(value)
+
     return all(max(column) - min(column) <= TOLERANCE for column in columns.values())
 
 
@@ -105,7 +109,9 @@ def _values(result: EpisodeResult, reads: ComparedParts) -> Iterator[tuple[tuple
         for agent, part in result.parts.items():
             yield from (((agent, *name), value) for name, value in _values(part, reads))
         return
+
     yield ("reward", None), result.reward
+
     if reads.turns:
         for k, reward in enumerate(result.turn_rewards[:-1]):
             yield ("turn", k), reward

@@ -114,10 +114,12 @@ class EpisodeRecord(msgspec.Struct, gc=False, array_like=True):
         none, as it would fail again, or `retries` are used up."""
         self.losses += reason in LOSSES
         self.failures += reason not in LOSSES
+
         if reason in FINAL_FAILURES or self.failures > retries or self.losses > MAX_LOSSES:
             return False
         if reason not in RESUMABLE:
             self.restart()
+
         self.attempt += 1
         self.worker = ""
         self.reason = reason
@@ -140,12 +142,15 @@ class EpisodeRecord(msgspec.Struct, gc=False, array_like=True):
         self.rows = max(self.rows, row + 1)
         self.seconds = max(self.seconds, seconds)
         self.sampled += model_tokens
+
         if untrained:
             self.untrained_tokens += tokens
             return
+
         self.tokens += tokens
         if agent and agent not in self.agent.split(", ") and len(self.agent) < MOST_NAMED:
             self.agent += f", {agent}"[0 if self.agent else 2 :][:MOST_NAMED]
+
         if model_tokens:
             self.oldest = oldest if self.oldest < 0 else min(self.oldest, oldest)
             self.newest = max(self.newest, newest)
@@ -284,6 +289,7 @@ class Tally:
     def _leave_step(self, group: GroupRecord) -> None:
         for ids in (self.filtered, self.untaken, self.steps[group.step]):
             ids.discard(group.id)
+
         if not self.steps[group.step]:
             del self.steps[group.step]
 

@@ -59,13 +59,16 @@ class ReplayBuffer:
         self.retries = retries
         self.greedy = greedy
         self.reads = reads
+
         holds = config.on_stale == "hold"  # and counts on every version within the bound
         # The most that weights may lag behind when a turn starts.
         self.fresh = config.max_staleness if holds else max(config.usual_staleness, every - 1)
+
         self.group_size = config.episodes_per_group + greedy
         self._fits = max(1, config.max_bytes // max(1, group_bytes))
         self.live_limit = int((1 + config.target) * config.groups_per_batch)  # moved by flow control
         self.spare = 0  # groups; set by flow control, so that no run ends with a wait for its slowest groups
+
         self._empty()
 
     def _empty(self) -> None:
@@ -73,10 +76,12 @@ class ReplayBuffer:
         partial = self.config.group_policy == "partial" and not self.greedy
         self.deadlines = Deadlines(self.config.group_deadline if partial else math.inf)
         self.waiting_tokens = Lifetimes(4096)  # by turn, from its end until a batch may take its episode
+
         self.live: dict[int, GroupRecord] = {}  # with a member that is not over; has_room counts fewer
         self.episodes: dict[str, EpisodeRecord] = {}
         self.tally = Tally()
         self.floors: dict[int, int] = {}  # of groups (staleness.floor_of), until one of its members changes
+
         self.next_group = 0
         self.committed = 0  # batches
         self.closed = -1  # newest batch that takes nothing more
@@ -88,6 +93,7 @@ class ReplayBuffer:
         self.refills = 0  # groups filtered since the last batch was committed
         self.abandoned_tokens = 0  # model tokens of durable turns that no episode has any more
         self.cohorts = Cohorts()
+
         self._dirty_episodes: dict[str, EpisodeRecord] = {}
         self._moved: dict[str, EpisodeRecord] = {}  # their states have changed
         self._dirty_groups: dict[int, GroupRecord] = {}
@@ -100,9 +106,11 @@ class ReplayBuffer:
         groups = list(self._dirty_groups.values())
         episodes = list(self._dirty_episodes.values())
         moved = [episode for uid, episode in self._moved.items() if uid not in self._dirty_episodes]
+
         self._dirty_groups = {}
         self._dirty_episodes = {}
         self._moved = {}
+
         return groups, episodes, moved
 
     def unwritten(self, uid: str) -> EpisodeRecord | None:
@@ -124,9 +132,11 @@ class ReplayBuffer:
         """Take over what a store holds: live groups, their episodes, counts of the rest. Whatever the buffer
         held before is forgotten, and so are its totals: the caller sets them afterwards."""
         self._empty()
+
         self.live = {group.id: group for group in sorted(groups, key=lambda group: group.id)}
         self.episodes = {episode.uid: episode for episode in episodes}
         self.left = Counter(left)
+
         for group in self.live.values():
             self.cohorts.exclude(group.issued_step)
             self.deadlines.restore(group, now)
@@ -168,15 +178,18 @@ class ReplayBuffer:
         sample = self.prompts.draw(position)
         patience = self.deadlines.patience(now)
         group = GroupRecord(number, sample, step, members, patience, position=position)
+
         self.live[number] = self._dirty_groups[number] = group
         for member, uid in enumerate(members):
             greedy = member == self.config.episodes_per_group
             self.episodes[uid] = EpisodeRecord(uid, number, member, greedy=greedy)
             self.touch(self.episodes[uid])
+
         self.tally.join(group, [self.episodes[uid] for uid in members])
         self.next_group = number + 1
         self.prompts.cursor = position + 1
         self.cohorts.issued(step)
+
         return group
 
     # -- running -------------------------------------------------------------------------------------
@@ -192,6 +205,7 @@ class ReplayBuffer:
         episode.bound = acked
         self.touch(episode)
         self.move(episode, State.RUNNING)
+
         group = self.live[episode.group]
         if math.isnan(group.started):
             self.deadlines.start(group, now)
@@ -201,16 +215,20 @@ class ReplayBuffer:
         """The episode landed; its group may settle."""
         group = self.live[episode.group]
         self._settle(group, now)  # if the deadline has passed since the last tick: before this one landed
+
         episode.result = result
         episode.stats = stats
         self.touch(episode)
         self.move(episode, State.LANDED)
+
         if not episode.greedy:
             self.cohorts.landed(group.issued_step, episode)
         self._end(group, now)
+
         if group.settled:
             self._land_late(group, episode, now)
             return
+
         if now >= group.deadline:
             group.baseline += (episode.member,)
             self._dirty_groups[group.id] = group
@@ -223,6 +241,7 @@ class ReplayBuffer:
         goes_on = episode.retry(reason, self.retries)
         self.abandoned_tokens += sampled - episode.sampled
         self.touch(episode)
+
         if not goes_on:
             group = self.live[episode.group]
             self._set_state(episode, State.FAILED, reason)
@@ -231,6 +250,7 @@ class ReplayBuffer:
             self._settle(group, now)
             self._forget_if_over(group)
             return [e for e in running if e.state is State.DROPPED]
+
         if not episode.turns and not episode.open:
             self.waiting_tokens.forget(episode.uid)
         self.move(episode, State.PENDING)
@@ -257,13 +277,16 @@ class ReplayBuffer:
         landed = [episode for episode in self.members(group) if episode.state is State.LANDED]
         no_greedy = greedy is not None and greedy.state is State.FAILED
         enough = len(landed) >= self.config.min_group
+
         if group.settled or not (ended or no_greedy or (overdue and enough)):
             return
+
         in_time = tuple(episode.member for episode in landed if episode.member not in group.baseline)
         group.settled = True
         group.first_only = overdue and len(in_time) < self.config.min_group
         group.baseline = in_time + group.baseline
         self._dirty_groups[group.id] = group
+
         if no_greedy or not enough:
             self._discard(group, State.DROPPED, DropReason.GROUP_SHORT)
         elif self._equal(landed, greedy):
@@ -304,8 +327,10 @@ class ReplayBuffer:
         """A member has ended; after the last one, note how long the group took and if its sample retires."""
         if not self._ended(group):
             return
+
         self.deadlines.end(group, now)
         landed = [e.result for e in self.members(group) if e.state not in (State.FAILED, State.DROPPED)]
+
         if len(landed) >= self.config.min_group and solved(landed, self.config.retire_pass_rate):
             group.retires = True
             self.prompts.retired.add(group.sample)
@@ -341,6 +366,7 @@ class ReplayBuffer:
         self.left.update([state])
         episode.state = state
         episode.reason = reason
+
         if reason:
             self.reasons[f"{state}/{reason}"] += 1
         self._moved[episode.uid] = episode
@@ -353,9 +379,11 @@ class ReplayBuffer:
         """Give up what is not taken of a group. Returns what was running."""
         members = [self.episodes[uid] for uid in group.members]
         running = [episode for episode in members if episode.state is State.RUNNING]
+
         for episode in members:
             if episode.state in (*IN_FLIGHT, State.READY):
                 self.drop(episode, reason)
+
         return running
 
     # -- taking (used by batches.py) -----------------------------------------------------------------
@@ -367,6 +395,7 @@ class ReplayBuffer:
             group.settled = True  # it is, unless it comes from a checkpoint's manifest
             self.tally.take(group, step)
             self._dirty_groups[group.id] = group
+
         episode.step = step
         self._set_state(episode, State.TAKEN)
 
@@ -374,6 +403,7 @@ class ReplayBuffer:
         for episode in episodes:
             self.cohorts.trained(self.live[episode.group].issued_step, episode)
             self._set_state(episode, State.TRAINED)
+
         for number in {episode.group for episode in episodes}:
             self._forget_if_over(self.live[number])
 
@@ -392,9 +422,11 @@ class ReplayBuffer:
         """Set the state and leave the reason as it is."""
         if episode.state in (State.PENDING, State.RUNNING) and state in (State.FAILED, State.DROPPED):
             self.abandoned_tokens += episode.sampled
+
         self.tally.move(episode, state)
         self._moved[episode.uid] = episode
         self.floors.pop(episode.group, None)
+
         if state in OVER:
             self.waiting_tokens.forget(episode.uid)
 
@@ -402,15 +434,18 @@ class ReplayBuffer:
         """Forget a group when all its episodes are over. Its payloads stay in the store."""
         if group.id not in self.live or not self.tally.over(group):
             return
+
         if group.step < 0:
             self.untrained += 1
             self.untrained_reason = self.members(group)[-1].ending
+
         del self.live[group.id]
         self.deadlines.forget(group)
         self._dirty_groups[group.id] = group  # written as over
         self.cohorts.over(group.issued_step)
         self.tally.leave(group)
         self.floors.pop(group.id, None)
+
         for uid in group.members:
             self.left[self.episodes.pop(uid).state] += 1
 

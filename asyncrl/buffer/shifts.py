@@ -82,9 +82,11 @@ class Shifts:
         after = self._next(seen)
         if after is self.shift:
             return False
+
         if self.shift in self.seconds:
             self.seconds[self.shift] = now - self.since
         self.count += after is Shift.TRAIN
+
         (self.clock.go if after is Shift.ROLLOUT else self.clock.stop)(now)
         self.shift = after
         self.since = now
@@ -115,10 +117,12 @@ class Shifts:
     def _enough(self, seen: Situation) -> bool:
         """Tell whether enough is ready for a shift of the trainer."""
         outlook = seen.outlook
+
         if self._fill == "auto":
             filled = outlook.share >= 1 or seen.idle > sum(self.seconds.values())
         else:
             filled = outlook.share >= self._fill
+
         return outlook.ready and (outlook.complete or filled)
 
 

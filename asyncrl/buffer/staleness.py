@@ -139,6 +139,7 @@ def pending(buffer: ReplayBuffer) -> Iterator[tuple[int, EpisodeRecord]]:
     """
     places = places_of(buffer)
     waiting = sorted(buffer.tally.groups[State.PENDING])
+
     for number, rank in zip(waiting, buffer.tally.ranks(waiting, buffer.committed), strict=True):
         group = buffer.live[number]
         floor = floor_of(buffer, group)
@@ -158,6 +159,7 @@ def floor_of(buffer: ReplayBuffer, group: GroupRecord) -> int:
     on_stale=hold, the only mode that waits for it."""
     if buffer.config.on_stale != "hold":
         return NEVER
+
     if group.id not in buffer.floors:
         members = buffer.members(group)
         buffer.floors[group.id] = min((e.floor for e in members if not e.state.over), default=NEVER)
@@ -170,6 +172,7 @@ def places_of(buffer: ReplayBuffer) -> Places:
     taken = len(buffer.tally.steps[buffer.committed])
     free = 0 if buffer.closed == buffer.committed else size - taken  # closed: it may be short
     floors = (floor_of(buffer, group) for group in _untaken(buffer))
+
     return Places(buffer.committed, free, size, buffer.config.max_staleness, floors)
 
 

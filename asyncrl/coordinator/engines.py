@@ -41,17 +41,21 @@ class EngineHandler:
         self.state = state
         self._began = now
         self.remote = state.config.engine.remote
+
         self.keepers = Peers[KeeperRecord](
             state, "engine", state.config.engine.keepers, lambda keeper, *_: self.leave(keeper.peer)
         )
         self.scorers = ScorerHandler(state)  # in the same table
         self.peers = self.keepers, self.scorers.keepers
+
         # engines against the trainer, over all publishes
         self.probe_gap = 0.0
         self.probe_tokens = 0
+
         self.wakes = False  # the trainer rests: engines that sleep get the newest version
         self.refused: Counter[tuple[bytes, PolicyVersion]] = Counter()  # since an engine loaded any version
         self.refusal = ""  # why the last was
+
         self._told = NO_VERSION  # newest version that keepers were told of
         self._table: dict[str, EngineEntry] = {}  # by name: what workers were sent last
         self._informed: set[bytes] = set()  # workers that have it
@@ -93,11 +97,13 @@ class EngineHandler:
         version = message.ref.version
         if (engine := versions.engines.get(peer)) is None:
             return  # its peer will say hello
+
         engine.push_s = message.seconds
         if message.postponed:
             log.info("%s has not loaded v%d: %s", engine.name, version.step, message.error)
             engine.resend(now)
             return
+
         if message.error:
             log.warning("%s could not load v%d: %s", engine.name, version.step, message.error)
             engine.resend(now + LOAD_RETRY)
@@ -105,17 +111,21 @@ class EngineHandler:
                 self.refused[peer, version] += 1
                 self.refusal = message.error
             return
+
         if not versions.same_weights(version, message.checksum):
             log.error("%s loaded other weights as v%d: sent again", engine.name, version.step)
             self.quarantine(peer, now + LOAD_RETRY)
             return
+
         self.record_probe(message)
         engine.asleep = False
         engine.woken = True
         engine.unproven = message.unproven
+
         if message.unproven:  # it is sent the newest version again, with the probe
             engine.resend(now)
             return
+
         engine.quarantined = False
         self.refused.clear()
         if version > engine.acked:
@@ -130,11 +140,14 @@ class EngineHandler:
         held = self.state.versions.engines
         newest = self.state.versions.newest
         refused = self.refused
+
         often = any(count >= REFUSALS for (_, version), count in refused.items() if version == newest)
         tries = (one for one, engine in held.items() if engine.pushed >= newest and not refused[one, newest])
         holds = any(engine.acked >= newest and engine.woken for engine in held.values())
+
         if not often or holds or any(tries):
             return ""
+
         self.refused.clear()
         return f"no engine can load v{newest.step}: {self.refusal}"
 
@@ -156,18 +169,21 @@ class EngineHandler:
         """Remove silent keepers, push versions."""
         for peers in self.peers:
             peers.tick(now)
+
         versions = self.state.versions
         if versions.ref is not None:
             if versions.newest > self._told:
                 self._told = versions.newest
                 for keeper in self.keepers:
                     self.state.outbox.to_control(keeper.peer, Prefetch(versions.ref))
+
             for peer in self._due(now) if self.awake or self.wakes else []:
                 self.state.outbox.to_control(peer, versions.order(versions.ref, "train"))
                 engine = versions.engines[peer]
                 engine.pushed = versions.newest
                 engine.pushed_at = now
                 engine.asleep = False
+
         for engine in versions.engines.values():
             late = engine.pushed != NO_VERSION and (engine.acked < engine.pushed or not engine.woken)
             if late and now - engine.pushed_at > self.state.config.weights.deadline:
@@ -184,15 +200,18 @@ class EngineHandler:
         """Engines to send the newest version to. Servers that serve are updated one after another, in turn:
         while one is paused, the others generate. None is for adapters."""
         held = self.state.versions.engines
+
         free = {
             peer
             for peer, engine in held.items()
             if (engine.up or self.state.config.shifts) and (engine.quarantined or not engine.pinned)
         }
         due = [peer for peer in held if peer in free and self.state.versions.behind(held[peer], now)]
+
         config = self.state.config
         if not self.remote or not config.weights.rolling or config.adapters_apart or config.shifts:
             return due
+
         served = {peer for peer in held if held[peer].acked != NO_VERSION}  # whether healthy now or not
         idle = [peer for peer in due if peer not in served]
         if any(held[peer].acked < held[peer].pushed for peer in served):
@@ -206,13 +225,16 @@ class EngineHandler:
         if role_of(peer) == SCORER:
             self.scorers.hello(peer, message, now)
             return
+
         keeper = self.keepers.hello(peer, message, now, lambda: self._join_keeper(peer, message, now))
         if keeper is None:
             return
+
         engine = self.state.versions.engines[peer]
         if message.url and not engine.up:
             log.info("%s: %s at %s", keeper.name, message.engine, message.url)
             self.state.liveness.alive(now)
+
         keeper.hello = message
         engine.up = bool(message.url)
         self.state.welcome(peer)
@@ -227,13 +249,16 @@ class EngineHandler:
         if role_of(peer) == SCORER:
             self.scorers.beat(peer, message, now)
             return
+
         keeper = self.keepers.get(peer)
         if keeper is None:
             return  # it will say hello
+
         keeper.beat = message
         if message.kv_use is not None:
             self.state.versions.engines[peer].kv_use = message.kv_use
             self.state.live_limit.kv.read(keeper.name, message.kv_use)
+
         if message.starting:  # a keeper whose server does not start in time ends by itself
             self.state.liveness.alive(now)
 
@@ -259,8 +284,10 @@ class EngineHandler:
         complete = complete and len(self.scorers.keepers) == len(config.scorer_places)
         if not (self.remote or config.scorers) or not (complete or now > self._began + config.launch.lease):
             return
+
         self._informed -= self.state.outbox.unreachable  # a change did not reach them
         self._informed &= set(workers)
+
         if now >= self._table_at:
             before = self._table
             self._table = {entry.name: entry for entry in self.table()}
@@ -269,6 +296,7 @@ class EngineHandler:
             if changed or gone:
                 self._table_at = now + len(workers) / TABLES_PER_SECOND
                 self._tell(self._informed, Engines(changed, gone))
+
         self._tell(set(workers) - self._informed, Engines(tuple(self._table.values()), whole=True))
         self._informed.update(workers)
 
@@ -306,22 +334,27 @@ class EngineHandler:
         prompt tokens that were found in a prefix cache."""
         found: dict[str, float] = {}
         prompt = cached = 0
+
         for keeper in self.keepers:
             use = self._uses[keeper.name]
             engine = self.state.versions.engines[keeper.peer]
+
             totals = {name: float(use[name]) for name in COUNTS}
             totals["version"] = float(engine.acked.step)
             totals["push_s"] = engine.push_s
             totals["cache_hit"] = use["cached_tokens"] / max(1.0, use["prompt_tokens"])
             if engine.kv_use is not None:
                 totals["kv_use"] = engine.kv_use
+
             prompt = prompt + use["prompt_tokens"]
             cached = cached + use["cached_tokens"]
             found |= {f"engine/{keeper.hello.index}/{name}": value for name, value in totals.items()}
+
         if self.remote:
             found["async/engines"] = float(len(self._serving(None)))
         if prompt:
             found["rollout/prefix_cache_hit"] = cached / prompt
+
         return found | self.scorers.gauges(self.table(), self._uses)
 
     def _serving(self, lane: str | None) -> list[KeeperRecord]:
@@ -344,14 +377,18 @@ class EngineHandler:
         and keeps what it has. With a single one nothing is pinned: training goes on, on the same weights."""
         held = self.state.versions.engines
         pinned = any(engine.pinned for engine in held.values())
+
         if not pinned and sum(engine.up for engine in held.values()) < 2:
             return self.samples
+
         serving = [held[keeper.peer] for keeper in self._serving("train")]
         fit = [engine for engine in serving if engine.acked >= max(version, engine.pushed)]
+
         for engine in fit if all_servers else fit[: not pinned]:
             engine.pinned = pinned = True
             self._table_at = 0.0  # workers are told before they are given its episodes
             log.info("%s is set aside for validation", engine.name)
+
         return pinned
 
     def release(self) -> None:

@@ -42,11 +42,13 @@ class FailedAttempts(msgspec.Struct):
 
     def add(self, reason: FailReason, detail: str, store: RunStore) -> None:
         self.counts[reason] = self.counts.get(reason, 0) + 1
+
         cause = " ".join(detail.split())[:LONGEST]
         if reason in LOSSES:
             self.lost = cause or self.lost
         if reason is not FailReason.WORKER_LOST:
             self.newest = cause or self.newest
+
         store.put_meta(self.META, msgspec.json.encode(self).decode())
 
 
@@ -75,6 +77,7 @@ class FirstAttempts:
         if reason is not self._reason:
             self._reason = reason
             self._failed = []
+
         self._failed.append((place, sample))
 
     def verdict(self, running: Iterable[int]) -> str:
@@ -83,10 +86,13 @@ class FirstAttempts:
         fast."""
         if self.landed or len(self._failed) < MIN_ATTEMPTS:
             return ""
+
         first = min(running, default=math.inf)
         samples = [sample for place, sample in self._failed if place < first]
+
         if len(samples) < MIN_ATTEMPTS or len(set(samples)) < self._needed:
             return ""
+
         count = f"{len(samples):,} attempts (samples: {len(set(samples))})"
         return f"the first {count} all failed with {self._reason}"
 
@@ -124,6 +130,7 @@ class MemoryLimits(msgspec.Struct):
                 f"{message.detail}; set {memory_advice(message.recomputed_every)}, then go on with "
                 "resume=auto"
             )
+
         had = max(message.tokens, self.tokens // 4)  # a small rest of a batch is not what was too large
         self.tokens = max(1, min(self.tokens, had) // 2)
 

@@ -55,14 +55,17 @@ class HeldOutEpisodes:
         records = (decode(record) for _, record in read.held_out(RECORD))
         self.episodes = {episode.uid: episode for episode in records}
         self._prefix = uid_prefix(HeldOut.of(next(iter(self.episodes))).step) if self.episodes else ""
+
         stored = read.held_out(self._prefix) if self._prefix else ()
         result = Finished | Failed
         self.over: dict[str, Finished | Failed] = {  # results without texts, which are in the store,
             uid: _without_text(msgspec.msgpack.decode(record, type=result)) for uid, record in stored
         }
+
         self.texts: dict[str, str] = {}  # but for those of this turn
         self.causes: dict[str, str] = {}  # of the newest failure, by uid
         self._dirty: dict[str, EpisodeRecord] = {}
+
         self._before = msgspec.json.decode(read.meta(META, "{}"), type=HeldOutFlow)  # of earlier sessions
         self._issued = len(self.episodes)
         self._count()
@@ -73,12 +76,14 @@ class HeldOutEpisodes:
         """Issue the episodes of a session, whose uids begin with `prefix`. `again`: it goes on with what the
         store has of it; else nothing of it stays."""
         known = self.episodes
+
         if not again:
             self.end(anew=True)  # one that was cut short, and cannot go on
             self._store.forget_held_out(prefix)
             for uid in known.keys() & set(uids):
                 self._store.forget_frames(uid)
             self.over = {}  # else it has what ended in this turn, which the store does not show yet
+
         self._issued = len(uids)
         self._prefix = prefix
         self.episodes = {uid: _issue(uid, known.get(uid), again) for uid in uids}
@@ -98,17 +103,20 @@ class HeldOutEpisodes:
         running = [episode for episode in left if episode.state is State.RUNNING]
         for episode in left:
             self.give_up(episode, FailReason.DEADLINE, cause)
+
         flow = self.flow()
         unfinished = len(left) if anew else 0
         failed = flow.failed - unfinished
         begun_anew = flow.begun_anew + unfinished
         self._before = replace(flow, failed=failed, begun_anew=begun_anew)
+
         self._issued = 0
         self._store.put_meta(META, msgspec.json.encode(self._before).decode())
         self._store.forget_held_out(RECORD)
         self.episodes = {}
         self._dirty = {}
         self._count()
+
         return running
 
     @property
@@ -147,13 +155,16 @@ class HeldOutEpisodes:
         self.over[episode.uid] = _without_text(result)
         if isinstance(result, Finished):
             self.texts[episode.uid] = result.text
+
         self._store.put_held_out(episode.uid, msgspec.msgpack.encode(result))
         if isinstance(result, Finished):
             ended = replace(episode, reason="", result=result.result, stats=result.stats)
         else:
             ended = replace(episode, reason=result.reason)
+
         which = HeldOut.of(episode.uid)
         self._store.list_held_out(ended, which.step, which.mode)
+
         if not self._keeps:
             self._store.release_frames(episode.uid)
 
@@ -161,10 +172,12 @@ class HeldOutEpisodes:
         self._counts[episode.state] -= 1
         self._counts[state] += 1
         episode.state = state
+
         if state is State.PENDING:
             self._pending[episode.uid] = episode
         else:
             self._pending.pop(episode.uid, None)
+
         self.touch(episode)
 
     def put_changes(self) -> None:
@@ -202,6 +215,7 @@ def _issue(uid: str, known: EpisodeRecord | None, again: bool) -> EpisodeRecord:
     """An attempt of the same number may still run somewhere: that of a session that begins anew is higher."""
     if known is not None and again:
         return known
+
     which = HeldOut.of(uid)
     attempt = known.attempt + 1 if known is not None else 0
     return EpisodeRecord(uid, which.row, which.draw, attempt, greedy=which.mode != SAMPLED)

@@ -52,9 +52,11 @@ class Lifecycle:
         self.trainer = trainer
         self.validation = validation
         self.reporter = reporter
+
         self.phase = Phase.STARTING
         self.error = ""
         self.outcome = ""
+
         self._deadline = now + state.liveness.start
         self._can_save = True  # there are trainer ranks to write a checkpoint
 
@@ -78,28 +80,35 @@ class Lifecycle:
                 self.validation.resume(now, over=trains and self._training_over())
                 if not trains:
                     self._enter(Phase.EVALUATING, now)
+
             case Phase.RUNNING if self.state.batches.over and self._all_failed():
                 cause = f"all episodes failed, and the data are over: {self.state.failed.newest}"
                 self.abort(f"{cause}; mend that, and begin another run", now)
+
             case Phase.RUNNING if self._training_over():
                 self.workers.cancel(self.state.buffer.drop_all(DropReason.END_OF_DATA))
                 self._enter(Phase.DRAINING, now, math.inf)
+
             case Phase.DRAINING if self._drained(now) and not self.validation.busy:
                 self.validation.begin(self.state.batches.committed, True, now)
                 self._enter(Phase.EVALUATING, now)
+
             case Phase.EVALUATING if not self.validation.busy:
                 self._end("completed")
             case Phase.STOPPING if self.trainer.finished:
                 self._end("failed" if self.error else "stopped")
+
             case Phase.STOPPING if not self._can_save or now > self._deadline:
                 late = f"none within launch.stop_timeout ({self.state.config.launch.stop_timeout:g} s)"
                 unsaved = self.trainer.describe_unsaved_stop(
                     late if self._can_save else "the trainer was lost"
                 )
                 self.fail("; ".join(filter(None, (self.error, unsaved))))
+
             case Phase.STOPPING:
                 left = f"for at most {self._deadline - now:.0f} s more"
                 self.state.waits.append(f"a checkpoint after the micro-batch under way, {left}")
+
             # A trainer that repeats steps after a crash is alive.
             case Phase.STARTING if now > max(
                 self._deadline, self.state.liveness.alive_at + self.state.liveness.start
@@ -110,6 +119,7 @@ class Lifecycle:
                     waits += [f"{name}: {wait}" for name, wait in self.trainer.starting_waits(now)]
                 if self.engines.lacks:
                     waits.append(f"there is not yet {self.engines.lacks}")
+
                 limit = f"{self.state.liveness.start:.0f} s (launch.start_timeout, and reading models)"
                 raise ProtocolError(f"not started within {limit}: {'; '.join(waits) or 'unknown'}")
 
@@ -118,8 +128,10 @@ class Lifecycle:
         self._can_save = self._can_save and save
         if self.ending:
             return
+
         log.info("stopping: %s", reason)
         self.state.stopping = True
+
         self.workers.peers.stop(reason)
         for keepers in self.engines.peers:
             keepers.stop(reason)
@@ -170,6 +182,8 @@ class Lifecycle:
         acked = all(held.acked >= versions.newest for held in versions.engines.values())
         pushed = versions.newest.step >= committed and acked
         saved = self.trainer.checkpoint_step >= committed and not self.trainer.forgetting
+
         if saved and (self.engines.awake or self.engines.wakes):  # they may load it
             self._deadline = min(self._deadline, now + self.state.config.weights.deadline)
+
         return saved and (pushed or now > self._deadline)

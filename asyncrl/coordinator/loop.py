@@ -55,6 +55,7 @@ def run(config: RunConfig, endpoints: Endpoints, incarnation: str) -> int:
     coordinator = Coordinator(config, endpoints, incarnation)
     gc.freeze()  # a collection need not look at modules
     gc.set_threshold(10_000)  # of the many young objects of a step hardly any is in a cycle
+
     try:
         coordinator.loop()
     except SupersededError as error:
@@ -72,25 +73,31 @@ class Coordinator:
         self.config = config
         self.run_dir = Path(config.run_dir) / config.name
         store = RunStore(self.run_dir, config.store.keep_bytes)  # it knows who may connect
+
         host = config.launch.host
         self._gate = Gate(endpoints, enrolled_keys(store.read, incarnation))
         self.control = Hub(bound(endpoints.control, host), ToCoordinatorControl, self._gate)
         self.bulk = Hub(bound(endpoints.bulk, host), ToCoordinatorBulk, self._gate)
+
         self.state = load_state(config, self.run_dir, store, TransactionalOutbox(self.control, self.bulk))
         self._versions = root(config, endpoints, self._gate, lambda: self.state.versions.ref)
+
         now = time.monotonic()
         self.engines = EngineHandler(self.state, now)
         self.workers = WorkerHandler(self.state, self.engines)
         self.trainer = TrainerHandler(self.state, self._committed)
         self.peers = *self.engines.peers, self.workers.peers, self.trainer.ranks.peers
+
         test = Samples.open(samples_path(self.run_dir, "test")) if config.data.test else []
         self.validation = Validation(self.state, self.workers, self.engines, test)
         handlers = self.workers, self.engines, self.trainer, self.validation
         self.shifts = ShiftHandler(self.state, *handlers, self._replace)
+
         self.reporter = Reporter(self.state, self.workers, self.engines, self.trainer)
         self.records = RecordHandler(self.state, self.workers, self.reporter)
         self.lifecycle = Lifecycle(self.state, *handlers, self.reporter, now)
         self.files = WrittenFiles(self.state)
+
         self.over = False  # closed, and everybody was sent the end
         self.observers: set[bytes] = set()
         self._status_at = 0.0
@@ -99,6 +106,7 @@ class Coordinator:
         self.journal = Journal(self.state, self._keep_contact)
         self._silent: list[str] = []  # waits for processes that are not heard of
         self._unread: dict[object, tuple[bytes, Any, list[bytes]]] = {}  # that came while it was not writable
+
         self._resume(incarnation)
 
     def _resume(self, incarnation: str) -> None:
@@ -106,11 +114,13 @@ class Coordinator:
         of this launch (only the coordinator was restarted) have a lease's time to report theirs."""
         state = self.state
         state.launch = incarnation
+
         if state.store.read.meta("launch") != incarnation:
             self.workers.reissue_orphans(time.monotonic())
             state.versions.ref = None  # its files may have been damaged by a power cut
             state.store.put_meta("shift", "")
             state.store.put_meta("launch", incarnation)
+
         self.shifts.begin(time.monotonic())
         self.enrolment = EnrolmentHandler(state, self._gate)
         state.first_attempts.landed = state.store.read.meta("landed") == incarnation
@@ -122,17 +132,20 @@ class Coordinator:
         """Run until the end. An error ends the run with its reason, after what is known is written."""
         both = Poller(self.control, self.bulk)
         control = Poller(self.control)
+
         while not self.over:
             (control if self.journal.paused else both).wait(0.0 if self._more else TICK)
             begin = time.monotonic()
             self.turn(begin)
             self.reporter.longest_turn = max(self.reporter.longest_turn, time.monotonic() - begin)
+
         self._take_last_words()
 
     def _take_last_words(self) -> None:
         """Take what processes on other machines still write as they end, for LAST_SECONDS at most."""
         until = time.monotonic() + LAST_SECONDS
         bulk = Poller(self.bulk)
+
         while (now := time.monotonic()) < until and self.files.expected(now):
             bulk.wait(TICK)
             if (received := self.bulk.receive()) and isinstance(received[1], shared.WrittenBytes):
@@ -150,6 +163,7 @@ class Coordinator:
             self.lifecycle.fail(one_line(error))
             self.state.rollback()  # that turn never happened
             written = True
+
         if written and self.lifecycle.phase is Phase.CLOSED:
             self._finish()
 
@@ -160,17 +174,21 @@ class Coordinator:
             self._hear_observers(now)
             if not self.journal.commit_pass(now):
                 return False
+
         self.state.waits = []
         self._extend_leases(now, gap=now - self._turned_at - TICK)
         self._turned_at = now
         self._more = False
+
         for received in self._unread.values():
             self._on_control(*received, now)
         self._unread.clear()
+
         self._drain(self.control, self._on_control, now)
         self._drain(self.bulk, self._on_bulk, now)
         self._tick(now)
         self.records.queue_acks()
+
         return self.journal.commit_pass(now)
 
     def _hear_observers(self, now: float) -> None:
@@ -192,6 +210,7 @@ class Coordinator:
         status = self.reporter.write_status(self.lifecycle.phase)
         for peer in self.observers:
             self.control.send(peer, status)
+
         for known in (*self.workers.peers, *self.engines.keepers, *self.engines.scorers.keepers):
             self.control.send(known.peer, self.state.welcome_message)
 
@@ -202,11 +221,13 @@ class Coordinator:
             if received is None:
                 break
             handle(*received, now)
+
             if time.monotonic() > until:
                 break
 
     def _on_control(self, peer: bytes, message: AnyControl, frames: list[bytes], now: float) -> None:
         self._heard(peer, now)
+
         match message:
             case worker.Leave():
                 self.workers.note_leaving(peer)
@@ -262,6 +283,7 @@ class Coordinator:
 
     def _on_bulk(self, peer: bytes, message: AnyBulk, frames: list[bytes], now: float) -> None:
         self._heard(peer, now)
+
         match message:
             case worker.Records():
                 for record, own in message.unpacked(frames):
@@ -289,30 +311,38 @@ class Coordinator:
         state = self.state
         self.lifecycle.advance(now)
         self.enrolment.tick(now)
+
         if self._orphans_at is not None and now > self._orphans_at:
             self._orphans_at = None
             self.workers.reissue_orphans(now)
+
         if self.lifecycle.training:
             self.workers.admit(now)
             state.buffer.tick(state.engine_time(now))
             self.workers.cancel(drop_overdue(state.buffer))
             if futile := state.futile():
                 self.lifecycle.abort(futile, now)
+
         if self.lifecycle.phase is not Phase.STOPPING:
             self.shifts.tick(now)
             self.engines.tick(now)
             self.validation.tick(now, exclusive=self.lifecycle.phase is Phase.EVALUATING)
+
             waited = state.buffer.waiting
             self.workers.tick(now)
             self._more = self.workers.more or waited >= MOST_ASSIGNED > state.buffer.waiting
+
             self._silent = self._absent(now) if now >= self._status_at else self._silent
             state.waits += [*self._silent, *self._gate.listeners.shortage]
+
         self.trainer.serve()
         self.trainer.forget_covered()
         self._report_validations()
         self._watch(now)
+
         self.observers -= state.outbox.unreachable  # one that was only away says hello again
         state.outbox.unreachable.clear()  # workers that missed a change of the table have been sent it
+
         if now >= self._status_at:
             self._status_at = now + STATUS_EVERY
             self._to_observers(self.reporter.write_status(self.lifecycle.phase))
@@ -324,11 +354,13 @@ class Coordinator:
             self.lifecycle.conclude()
         except (StoreError, OSError) as trouble:
             log.error("no summary: %s", trouble)
+
         outcome = self.lifecycle.outcome
         for peers in self.peers:
             peers.stop(outcome)
         for peer in (*self.trainer.asking, *self.trainer.starting):
             self.state.outbox.to_control(peer, shared.Stop(outcome))
+
         self._to_observers(self.reporter.write_status(self.lifecycle.phase))
         self._to_observers(shared.RunEnd(outcome, self.lifecycle.error))
         self.state.outbox.flush()
@@ -338,12 +370,14 @@ class Coordinator:
     def _committed(self, message: trainer.Commit) -> None:
         self.workers.clock()
         row = self.reporter.step_row(message.step, message.metrics)
+
         engines = map(bytes.decode, self.state.versions.engines)
         validating = self.validation.busy
         taken = len(self.state.batches.batches[message.step - 1].groups)
         now = self.state.engine_time(time.monotonic())
         self.state.live_limit.committed(row, taken, [*engines], validating, now)
         self._to_observers(shared.StepReport(message.step, row, self.reporter.values))
+
         every = self.config.validation.every
         if every and message.step % every == 0 and message.step < self.config.total_steps:
             self.validation.begin(message.step, False, time.monotonic())
@@ -382,18 +416,22 @@ class Coordinator:
         engines that cannot load the newest version, or for engines that have slept and have no other one;
         but not before they have published a version."""
         ranks = self.trainer.ranks
+
         published = self.state.versions.newest.epoch == self.state.trainer_epoch
         waiting = ranks.request or (self.state.shifts and ranks.told == "end")
         wanted = waiting and published and not self.lifecycle.ending
+
         if wanted and (damage := self.engines.pop_unloadable_version()):
             damage += "; the next trainer publishes it anew"
             self._replace(shared.Replace("trainer", damage, ranks.incarnation))
             # not again until the next one asks
             ranks.request = None
             ranks.told = ""
+
         stalled = self.state.liveness.stalled(now)
         if not stalled or self.lifecycle.ending:  # a stop has its own deadline
             return
+
         why = f"{stalled}: {'; '.join(self.reporter.waits()) or 'no wait is known'}"
         training = self.lifecycle.phase in (Phase.RUNNING, Phase.DRAINING)
         if training and self.trainer.hangs(now):

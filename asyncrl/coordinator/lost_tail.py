@@ -23,28 +23,34 @@ def recover(state: RunState, step: int, now: float) -> None:
     ProtocolError when the manifests since then are not there, or do not fit what the store holds."""
     known = state.batches.committed
     checkpoints = checkpoints_of(state.config, state.run_dir)
+
     refusal = (
         f"the trainer's checkpoint is of step {step}, the run store knows {known} steps: checkpoint and "
         "store are not of one run"
     )
     with ProtocolError.instead_of(CheckpointError, text=refusal, advice=ADVICE):
         manifests = checkpoints.lineage(step, known)
+
     state.buffer.cohorts.exclude(known)
     trained = [uid for manifest in manifests for uid in manifest.trained]
     before = state.buffer.counts()[State.TRAINED]
     _set_trained(state, trained, step, now)
     rows = state.buffer.counts()[State.TRAINED] - before
+
     if before + rows != manifests[-1].trained_total:
         raise ProtocolError(
             f"{refusal} ({manifests[-1].trained_total} trajectories, not {before + rows}); {ADVICE}"
         )
+
     state.batches.skip_to(step)
     for uid in trained:  # nobody needs its payload
         state.store.forget_frames(uid)
+
     state.store.forget_plans(range(known, step), rows)
     state.store.put_commit(step, manifests[-1].trainer_epoch, "")
     state.store.put_checkpoint(step)
     state.store.sync()
+
     log.warning(
         "the run store had lost steps %d to %d: %d trajectories are trained, by the checkpoints' manifests",
         known + 1,
@@ -58,13 +64,16 @@ def _set_trained(state: RunState, uids: Iterable[str], step: int, now: float) ->
     may be over in another way: workers may have sampled them again before the trainer reported in."""
     buffer = state.buffer
     groups = set[int]()
+
     for uid in uids:
         number = int(uid.partition(".")[0])
         while number >= buffer.next_group:  # issued after what is left of the store
             buffer.admit(buffer.committed, now)
+
         episode = buffer.unwritten(uid) or state.store.read.find_episode(uid)
         if episode is None or episode.state is State.TRAINED:
             continue  # by a step that the store knows
+
         buffer.reasons -= Counter([f"{episode.state}/{episode.reason}"])  # if this process counted it
         if number in buffer.live:
             groups.add(number)
@@ -72,6 +81,7 @@ def _set_trained(state: RunState, uids: Iterable[str], step: int, now: float) ->
         else:
             episode.step = step - 1
             buffer.correct(episode, State.TRAINED)
+
     left = set(uids)
     for group in [buffer.live[number] for number in groups]:
         members = [buffer.episodes[uid] for uid in group.members]

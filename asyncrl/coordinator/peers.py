@@ -80,17 +80,20 @@ class Peers(Generic[P]):
         known = self._here.get(peer)
         same = [known] if known else [one for one in self if one.hello.index == message.index]
         newest = newest or (same[0].hello.incarnation if same else "")
+
         foreign = launch_of(message.incarnation) not in ("", self._state.launch)
         if foreign or is_older(message.incarnation, newest):
             log.warning("%s was replaced: it is told to end", peer.decode(errors="replace"))
             self._state.outbox.to_control(peer, shared.Stop("another process has taken its place"))
             return None
+
         if known is None or known.hello.incarnation != message.incarnation:
             for old in same:
                 self.lose(old.peer, "replaced by a new process", now)
             known = self._here[peer] = join()
             self._gone.pop(message.index, None)
             log.info("%s joined", known.name)
+
         known.seen = now
         return known
 
@@ -139,12 +142,14 @@ class Peers(Generic[P]):
         limit = self._state.liveness.start
         places = self.vacant
         hanging = list[shared.Replace]()
+
         for index in places:
             name, since = self._gone.get(index, ("", now))
             if name and now - since > limit:
                 why = f"{self._role}-{index} has been silent for {limit:g} s"
                 hanging.append(shared.Replace(self._role, why, name))
                 self._gone[index] = name, now
+
         return [f"{self._role}-{index} is silent, or starts: it is not used" for index in places], hanging
 
 
@@ -174,6 +179,7 @@ class EnrolmentHandler:
         if message.role not in self._planned or message.token in self._gate.members:
             log.warning("no token for a process of role %r: only %s may join", message.role, [*self._planned])
             return
+
         self._tokens[message.token] = (message.role, now + message.seconds)
         self._gate.members[message.token] = TOKEN
 
@@ -182,14 +188,17 @@ class EnrolmentHandler:
         token = peer.decode().split("/", 2)[2]
         if token not in self._tokens or message.key in self._gate.members:
             return
+
         role, _ = self._tokens.pop(token)
         del self._gate.members[token]
+
         start = FIRST_START + len(self._enrolled)
         index = self._planned[role] + [*self._enrolled.values()].count(role)
         self._gate.members[message.key] = self._enrolled[message.key] = role
         kept = msgspec.json.encode((self.state.launch, self._enrolled)).decode()
         self.state.store.put_meta("enrolled", kept)
         log.info("a process was enrolled as %s-%d", role, index)
+
         name = incarnation_of(self.state.launch, start)
         config = msgspec.json.encode(self.state.config)
         started = read_start(self.state.run_dir)
@@ -221,11 +230,14 @@ class WrittenFiles:
         if not file.startswith("step-" if kind == "ratios" and role == "trainer" else f"{role}-"):
             log.warning("%s sends %s, which is not its own", peer.decode(), message.name)
             return
+
         name, start, have, _ = self._senders.get(peer, ("", 0, 0, now))
         if name != message.name or message.offset < start:  # a log that was cut is shorter
             have = message.offset
+
         path = self._state.run_dir / message.name
         data = b"".join(frames)[: shared.PIECE]
+
         try:
             if new := data[have - message.offset :]:
                 path.parent.mkdir(exist_ok=True)
@@ -236,11 +248,13 @@ class WrittenFiles:
         except OSError as error:
             log.error("%s: not written (%s)", path, error)
             return
+
         self._senders.pop(peer, None)
         if not message.last:
             self._senders[peer] = message.name, message.offset, have + len(new), now
         if len(self._senders) > MOST_SENDERS:
             del self._senders[next(iter(self._senders))]  # silent for the longest time
+
         self._state.outbox.to_bulk(peer, shared.WrittenTaken(message.name, have + len(new)))
 
     def expected(self, now: float) -> bool:

@@ -38,6 +38,7 @@ class RecordHandler:
         self.workers = workers
         self.reporter = reporter
         self._acks: set[bytes] = set()
+
         # Some began under another configuration.
         began = (one.tokens + one.untrained_tokens for one in state.buffer.episodes.values())
         rollout = state.config.rollout  # side requests have as many rows for themselves
@@ -51,11 +52,14 @@ class RecordHandler:
             return  # unacknowledged: it is sent again after the hello
         if message.seq > worker.seq + 1:
             return  # something in between was lost: wait for the resend
+
         self._acks.add(peer)
         if message.seq <= worker.seq:
             return
+
         worker.seq = message.seq
         (self.state.liveness.progress if isinstance(message, Finished) else self.state.liveness.alive)(now)
+
         message = _checked(message, self._most_tokens)
         uid = message.attempt.uid
         attempt = message.attempt.attempt
@@ -63,6 +67,7 @@ class RecordHandler:
         if episode is None or episode.worker != worker.hello.incarnation:
             self.state.outbox.to_bulk(peer, Fenced(message.attempt))
             return
+
         try:
             self._apply(worker, episode, message, frames, now)
         except ProtocolError as error:
@@ -78,39 +83,49 @@ class RecordHandler:
                 self._generated(worker, episode, message, frames, now)
             case Sampled():
                 self._part(worker, episode, message, frames, now)
+
             case Replied():
                 replies = decode_reply(frame := _single_frame(frames)).replies
                 if not 0 <= message.turn < episode.turns:
                     raise ProtocolError(
                         f"episode {episode.uid}: replies to turn {message.turn}, which is not there"
                     )
+
                 state.store.put_frame(episode.uid, message.turn, "replied", frame)
                 state.store.put_calls(episode.uid, message.turn, replies)
+
                 failed = next((reply.call.name for reply in replies if reply.failed), "")
                 if failed and not episode.failed_tool:
                     episode.failed_tool = failed[:MOST_NAMED]
                     state.flow_of(episode.uid).touch(episode)
+
             case Finished():
                 turns = message.stats.turns + message.stats.untrained_turns
                 tokens = max(message.result.tokens, message.stats.longest_row)
                 if not 0 < turns == episode.turns or tokens > episode.tokens:
                     known = f"{episode.turns} turns of {episode.tokens} tokens are durable"
                     raise ProtocolError(f"episode {episode.uid}: ends after {turns}, with {tokens}: {known}")
+
                 if frames:
                     check_result(frame := _single_frame(frames))
                     state.store.put_frame(episode.uid, turns - 1, "result", frame)
+
                 state.store.put_answer(episode.uid, message.answer)
                 episode.open = {}  # of requests that an agent gave up
                 del worker.running[episode.uid]
+
                 if episode.uid in state.held_out.episodes:
                     state.held_out.finish(episode, message)
                     return
+
                 self._keep_text(episode, message)
                 state.buffer.finish(episode, message.result, message.stats, state.engine_time(now))
                 self.reporter.on_landed(episode)
+
                 if not state.first_attempts.landed:
                     state.first_attempts.landed = True  # after a restart of this process alone, too
                     state.store.put_meta("landed", state.launch)
+
             case Failed():
                 log.info("episode %s failed: %s (%s)", episode.uid, message.reason, message.detail)
                 del worker.running[episode.uid]
@@ -123,9 +138,11 @@ class RecordHandler:
         if not message.text:
             return
         state = self.state
+
         mode = "greedy" if episode.greedy else "sampled"
         became = {"mode": mode, **earned(message.result), "turns": message.stats.turns}
         became |= {"versions": (episode.oldest, episode.newest), "notes": message.notes, "text": message.text}
+
         sample = state.samples[state.buffer.live[episode.group].sample]
         found = transcript_entry(episode.uid, sample, **became)
         save_transcripts(state.run_dir, "training", state.batches.committed + 1, [found])
@@ -139,24 +156,30 @@ class RecordHandler:
         now: float,
     ) -> None:
         part = episode.open.pop(message.session, OpenTurn())  # also where the turn is refused: they are of it
+
         if message.turn < episode.turns:
             return  # sent again to a restarted coordinator, perhaps after its parts
         if message.turn > episode.turns:
             raise ProtocolError(f"episode {episode.uid}: turn {message.turn} before turn {episode.turns}")
+
         turn = decode_turn(frame := _single_frame(frames))
         check_turn(episode.uid, turn, episode.rows, self.state.vocabulary)
         check_logprobs(f"episode {episode.uid} turn {turn.index}", turn)
         if turn.index != message.turn:
             raise ProtocolError(f"episode {episode.uid}: turn {turn.index} in the place of {message.turn}")
+
         if self._never_pushed(worker, episode, turn, now):
             return
+
         held = episode.tokens + episode.untrained_tokens
         if held + len(turn.context) + len(turn.ids) > self._most_tokens:
             limit = f"{self._most_tokens} tokens (rollout.max_tokens)"
             raise ProtocolError(f"episode {episode.uid}: turn {message.turn} makes it longer than {limit}")
+
         self.state.store.put_frame(episode.uid, message.turn, "generated", frame)
         extend(episode, turn, message.seconds)
         self.state.flow_of(episode.uid).touch(episode)
+
         if episode.uid in self.state.buffer.episodes:
             self.reporter.on_turn(len(turn.ids))
             if not turn.untrained:
@@ -172,6 +195,7 @@ class RecordHandler:
         newest = max((span.version for span in sampled.spans), default=0)
         if episode.uid not in self.state.buffer.episodes or newest <= self.state.versions.newest.step:
             return False
+
         trouble = f"{worker.name} names v{newest}, which was never pushed"
         log.error(trouble)
         self.workers.engines.quarantine(worker.peer, now)
@@ -185,22 +209,28 @@ class RecordHandler:
         part = decode_part(frame := _single_frame(frames))
         state = self.state
         check_part(episode.uid, part, state.vocabulary)
+
         if self._never_pushed(worker, episode, part.sampled, now):
             return
+
         turn = episode.open.get(part.session)
         if turn is None or turn.prompt != part.prompt:
             turn = OpenTurn(part.prompt)  # the one before, if any, is not sampled any more
+
         if part.start != turn.tokens or not part.sampled.ids:
             return  # sent again to a restarted coordinator, perhaps without the parts before it
+
         tokens = turn.tokens + len(part.sampled.ids)
         others = sum(other.tokens for session, other in episode.open.items() if session != part.session)
         if episode.tokens + episode.untrained_tokens + others + tokens > self._most_tokens:
             return  # of many requests that an agent gave up
+
         state.store.put_frame(episode.uid, part.session, part_kind(turn.parts), frame)
         oldest = min([turn.oldest, *(span.version for span in part.sampled.spans)])
         episode.open[part.session] = OpenTurn(part.prompt, turn.parts + 1, tokens, oldest)
         episode.seconds = max(episode.seconds, message.seconds)
         state.flow_of(episode.uid).touch(episode)
+
         if episode.uid in state.buffer.episodes:
             state.buffer.waiting_tokens.begin(episode.uid, state.engine_time(now), len(part.sampled.ids))
 
@@ -210,6 +240,7 @@ class RecordHandler:
             worker = self.workers.peers.get(peer)
             if worker is not None:
                 self.state.outbox.to_bulk(peer, Ack(worker.seq))
+
         self._acks = set()
 
 
@@ -217,8 +248,10 @@ def _checked(message: Record, most_tokens: int) -> Record:
     """The record, or a failure in its place where numbers of it cannot be trained, summed up or stored."""
     if not isinstance(message, Finished):
         return message
+
     result = message.result
     stats = message.stats
+
     if trouble := result.problem:
         return Failed(message.seq, message.attempt, FailReason.REWARD_ERROR, trouble)
     if trouble := stats.misfit(most_tokens) or result.misfit(stats.turns, most_tokens):

@@ -62,21 +62,26 @@ class Reporter:
         self.workers = workers
         self.engines = engines
         self.trainer = trainer
+
         self.landed = Landed()
         self.started = self.began = self.row_at = time.monotonic()
         self.finished = self.multi_version = self.turns = 0  # totals of this process
         self.longest_turn = 0.0  # seconds of the loop's longest turn since the last row
         self._tokens = 0  # model tokens of durable turns since the last row
+
         earlier = read_rows(state.run_dir)
         self.seconds_before = earlier[-1].get("time_s", 0.0) if earlier else 0.0
         self._recent = ends(earlier)  # rows, for alerts
         self._keys = dict(leaves(msgspec.to_builtins(state.config)))
+
         self._file = LineFile(state.run_dir / "metrics.jsonl")
         self._unwritten = b""  # rows that found no room
+
         self._busy = self._totals()
         self._awake = state.engine_time(self.row_at)  # on the engines' clock, at the last row
         self._over = {"rollout": 0.0, "trainer": 0.0}  # busy seconds of an earlier shift, told late
         self._settled: Counter[str] = Counter()
+
         self._since: dict[str, float] = {}  # when a wait was found that has been there ever since
         self._own: dict[str, float] = {}  # likewise, the coordinator's own, by their name in the timeline
         self.values: dict[str, list[float]] = {}  # of the episodes of the last row
@@ -96,9 +101,11 @@ class Reporter:
         columns = self.landed.columns
         result = episode.result
         stats = episode.stats
+
         if episode.greedy:
             columns["rollout/greedy_score"].append(result.score)
             return
+
         numbers = {
             "rollout/score": result.score,  # before shaping
             "num_turns": stats.turns,
@@ -112,12 +119,15 @@ class Reporter:
             "timing_s/reward": stats.reward_s,
         } | {f"rollout/component/{name}": value for name, value in result.components.items()}
         numbers |= {f"rollout/agent/{name}": part.score for name, part in result.parts.items()}
+
         for name, value in numbers.items():
             columns[name].append(value)
+
         shares = self.landed.shares
         shares["rollout/tool_failed_frac"].append((stats.failed, stats.answered))
         shares["rollout/tool_declined_frac"].append((stats.declined, stats.answered))
         shares["rollout/tool_refused_frac"].append((stats.refused, stats.answered))
+
         self.landed.ends[result.end] += 1
         self.finished += 1
         self.multi_version += episode.oldest != episode.newest
@@ -128,11 +138,13 @@ class Reporter:
         row = {"training/step": float(step), "time_s": self.seconds, STEP_SECONDS: now - self.row_at}
         row |= trained | self.gauges() | self._episodes() | self._groups(step)
         row |= self._shares(now - self.row_at)
+
         self.row_at = now
         self.longest_turn = 0.0
         self._last = {name: row[name] for name in OF_STEP if name in row}
         self.values = {name: self.landed.columns[name][:MOST_VALUES] for name in SINGLE}
         self.landed = Landed()
+
         self.write(row)
         return row
 
@@ -140,6 +152,7 @@ class Reporter:
         """Append a row to metrics.jsonl. On a full disk it waits for the next one: the run does not."""
         self._recent = ends([*self._recent, row])
         self._unwritten += json.dumps(row).encode() + b"\n"
+
         try:
             self._file.append(self._unwritten)
             self._unwritten = b""
@@ -155,15 +168,19 @@ class Reporter:
         """The state now, for observers; written, too, for whoever looks from outside: `asyncrl status`."""
         state = self.state
         gauges = self.gauges() | {BATCH: self.batch_share()}
+
         if not self._last and not state.samples[0].demonstration and self.landed.ends:  # no step is over yet
             settled = state.buffer.settled
             gauges |= self._episodes() | {FILTERED: settled[State.FILTERED] / max(1, settled.total())}
+
         failed = failures_line(state.failed.counts, state.failed.newest)
         step = state.batches.committed
         status = Status(phase, step, state.steps, gauges, self.waits(), failed)
+
         now = msgspec.structs.asdict(status) | {"time": time.time(), "seconds": self.seconds}
         now |= {"running": time.monotonic() - self.began, "lost": state.failed.lost}
         now |= {"checkpoint_problem": self.trainer.checkpoint_problem}
+
         status = msgspec.structs.replace(status, alerts=tuple(alerts(self._recent, now, self._keys)))
         write_status(state.run_dir, now | {"alerts": status.alerts, "metrics": self._last})
         return status
@@ -175,6 +192,7 @@ class Reporter:
         trainer = self.trainer
         flow = msgspec.structs.asdict(state.buffer.flow())
         files = state.config.weights.transport == "disk"  # broadcasts are measured per engine
+
         return (
             {f"flow/{name}": float(value) for name, value in flow.items()}
             | {
@@ -224,17 +242,21 @@ class Reporter:
         own = dict.fromkeys(self.state.waits)
         now = time.monotonic()
         named += self.trainer.starting_waits(now)
+
         who: dict[str, list[str]] = {}
         for name, waiting in named:
             who.setdefault(waiting, []).append(name)
         more = {waiting: f" and {len(names) - 1} more" * (len(names) > 1) for waiting, names in who.items()}
         found = (*own, *(f"{who[waiting][0]}{more[waiting]}: {waiting}" for waiting in who if waiting))
+
         self._since = {wait: self._since.get(wait, now) for wait in found}
+
         # The coordinator's own waits go to the timeline when they are over; numbers in them change.
         names = {re.sub(r"\d+", "#", wait) for wait in self.state.waits}
         for name in self._own.keys() - names:
             self.state.timeline.past(name, now - self._own.pop(name))
         self._own = dict.fromkeys(names, now) | self._own
+
         seconds = {wait: now - since for wait, since in self._since.items()}
         return tuple(f"{wait} ({duration(seconds[wait])})" if seconds[wait] >= 1 else wait for wait in found)
 
@@ -243,15 +265,19 @@ class Reporter:
         landed = self.landed.ends.total()
         if not landed:
             return {}
+
         row = {f"{name}/mean": sum(values) / len(values) for name, values in columns.items()}
         row |= {f"{name}/max": float(max(values)) for name, values in columns.items()}
         row |= {f"{name}/min": float(min(values)) for name, values in columns.items()}
+
         for name in SINGLE if landed > 1 else ():
             cuts = quantiles(columns[name], n=20, method="inclusive")
             row |= {f"{name}/p{5 * at + 5:02}": cuts[at] for at in (0, 4, 9, 14, 18)}
+
         sums = {name: tuple(map(sum, zip(*pairs, strict=True))) for name, pairs in self.landed.shares.items()}
         row |= {name: part / whole for name, (part, whole) in sums.items() if whole}
         row |= {f"rollout/end/{end}": self.landed.ends[end] / landed for end in EpisodeEnd}
+
         row["rollout/landed"] = float(landed)
         return row
 
@@ -263,14 +289,17 @@ class Reporter:
         self._settled = now
         settled = (now - before).total()
         row = state.buffer.cohorts.take(before=step)
+
         if settled:
             filtered = now[State.FILTERED] - before[State.FILTERED]
             usable = now[USABLE] - before[USABLE]
             row[FILTERED] = filtered / settled
             row["rollout/discarded_group_frac"] = (settled - usable) / settled
+
         trained = len(state.batches.batches[step - 1].groups)
         if trained:
             row["rollout/groups_per_trained_group"] = settled / trained
+
         return row
 
     def _totals(self) -> dict[str, tuple[float, float]]:
@@ -285,6 +314,7 @@ class Reporter:
         """Idle shares and throughput since the last row."""
         before = self._busy
         self._busy = self._totals()
+
         busy = {"trainer": 0.0, "rollout": 0.0}
         idle = dict(busy)
         for name, (b, i) in self._busy.items():
@@ -292,22 +322,26 @@ class Reporter:
             role = "trainer" if name.startswith("trainer") else "rollout"
             busy[role] += b - b0
             idle[role] += i - i0
+
         if (shifts := self.state.shifts) is not None:  # each side counts its own half
             awake = self._awake
             self._awake = shifts.clock(time.monotonic())
             halves = {"rollout": self._awake - awake, "trainer": seconds - (self._awake - awake)}
             processes = {"rollout": len(self.workers.peers), "trainer": len(self.trainer.ranks.peers)}
+
             for role in halves:
                 half = halves[role] * processes[role]
                 over = self._over[role] + busy[role] - half
                 self._over[role] = max(0.0, min(over, LATE * processes[role]))
                 idle[role] = max(0.0, -over)
                 busy[role] = half - idle[role]
+
         shares = {
             f"async/{role}_idle_frac": idle[role] / (busy[role] + idle[role])
             for role in ("trainer", "rollout")
             if busy[role] + idle[role] > 0
         }
+
         tokens = self._tokens
         self._tokens = 0
         generating = busy["rollout"] / max(1, sum(not name.startswith("trainer") for name in self._busy))
@@ -315,6 +349,7 @@ class Reporter:
             "timing_s/gen": generating,
             "rollout/tokens_per_s": tokens / seconds if seconds > 0 else 0.0,
         }
+
         return shares | ({"timing_per_token_ms/gen": 1e3 * generating / tokens} if tokens else {})
 
     def audit(self) -> tuple[Flow, bool]:
@@ -327,9 +362,11 @@ class Reporter:
         state = self.state
         if state.damage:
             raise StoreError(state.damage)
+
         flow = state.buffer.flow()
         counts = state.buffer.counts()
         store = state.store.read.counts()
+
         agree = all(counts[one] == store.get(one, 0) for one in State)
         planned = state.store.read.trained_in_plans() == flow.trained
         counted = self.trainer.checkpoint_trained in (None, flow.trained)
@@ -341,17 +378,22 @@ class Reporter:
         state = self.state
         self.write({"training/step": float(state.batches.committed), "time_s": self.seconds} | self.gauges())
         self._file.close()
+
         flow, conserved = self.audit()
         summary = summarize(read_rows(state.run_dir), msgspec.structs.asdict(flow), conserved)
+
         ending = {"outcome": outcome, "error": error, "reasons": dict(state.buffer.reasons)}
         ending["held_out"] = msgspec.structs.asdict(state.held_out.flow())
         ending |= {"attempts_failed": state.failed.counts, "newest_failure": state.failed.newest}
         ending["checkpoints"] = checkpoints_of(state.config, state.run_dir).root
+
         status = {"phase": outcome, "gauges": self.gauges(), "failed": failures_line(state.failed.counts, "")}
         status |= {"checkpoint_problem": self.trainer.checkpoint_problem}
+
         ending["alerts"] = [alert.line for alert in alerts(self._recent, status, self._keys)]
         ending["agents"] = [*state.config.agents]
         threshold = {"success_threshold": state.config.validation.success}
+
         write_summary(state.run_dir, summary | threshold | ending)
 
 
@@ -392,6 +434,7 @@ def save_transcripts(
         path.parent.mkdir(parents=True, exist_ok=True)
         if anew:
             path.unlink(missing_ok=True)
+
         with closing(LineFile(path)) as file:
             file.append(b"".join(msgspec.json.encode(entry) + b"\n" for entry in entries))
     except OSError as error:

@@ -53,8 +53,10 @@ class ScorerHandler:
         if message.index >= len(self._places):
             self.state.outbox.to_control(peer, Stop(f"there is no scorer {message.index}"))
             return
+
         name = "scorer {} {}".format(*self._places[message.index])
         keeper = self.keepers.hello(peer, message, now, lambda: KeeperRecord(peer, name, message, now))
+
         if keeper is not None:
             keeper.hello = message
             self.state.liveness.alive(now)
@@ -89,13 +91,16 @@ class ScorerHandler:
             lent = name in self.state.config.scorers_lent
             if lent and not self.state.config.engine.remote:
                 continue  # the workers' own engines score
+
             mine = [entry for entry in table if entry.lane == name]
             names = {entry.name for entry in mine}
             if lent:  # those that are a validation's now have scored, too
                 names |= {known for known in uses if known.startswith(f"{SCORER} {name} ")}
             total = sum((uses[known] for known in names), Counter[str]())
+
             found[f"scorer/{name}/servers"] = float(sum(entry.healthy for entry in mine))
             found[f"scorer/{name}/turns"] = float(total["requests"])
             found[f"scorer/{name}/prompt_tokens"] = float(total["prompt_tokens"])
             found[f"scorer/{name}/cache_hit"] = total["cached_tokens"] / max(1.0, total["prompt_tokens"])
+
         return found

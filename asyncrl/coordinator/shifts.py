@@ -45,6 +45,7 @@ class ShiftHandler:
         self.trainer = trainer
         self.validation = validation
         self._replace = replace
+
         self.places: Peers[Any] = engines.keepers if engines.remote else workers.peers
         self.role = "engine" if engines.remote else "rollout"
         self._number = state.coordinator_epoch << 32  # of the newest order to sleep
@@ -65,13 +66,16 @@ class ShiftHandler:
         told = self.state.shifts is not None and self.state.shifts.shift is Shift.SLEEPING
         if engine is None or message.number != self._number or not told:
             return  # of an earlier order, or twice of one
+
         if message.error:
             log.warning("%s does not sleep: %s", engine.name, message.error)
             return
+
         engine.asleep = True
         engine.woken = False
         self.state.liveness.alive(now)
         self.state.timeline.past("sleep", message.seconds, engine=engine.name)
+
         if (worker := self.workers.peers.get(peer)) is not None:
             worker.eval_version = None
             worker.eval_asked = 0.0
@@ -81,6 +85,7 @@ class ShiftHandler:
         trainer = self.trainer
         if shifts is None:
             return
+
         request = trainer.ranks.request
         engines = self.state.versions.engines.values()
         waiting = [f"{self.role}-{index}" for index in self.places.vacant]
@@ -94,13 +99,16 @@ class ShiftHandler:
             resting=trainer.ranks.resting,
             idle=self._idle(),
         )
+
         if shifts.move(now, seen):
             self._entered(shifts.shift, now)
         self.engines.wakes = shifts.shift is Shift.WAKING and trainer.ranks.resting and self._written(now)
+
         if shifts.shift is Shift.SLEEPING:
             self._put_to_sleep(now)
         elif shifts.shift is Shift.WAKING and not trainer.ranks.resting:
             self._let_rest(now)
+
         self.state.waits += self._waits(shifts, waiting)
 
     def _outlook(self) -> Outlook:
@@ -109,8 +117,10 @@ class ShiftHandler:
         request = self.trainer.ranks.request
         if request is None or request.step > state.batches.committed:
             return NOTHING_ASKED
+
         if request.step in (state.config.total_steps, *range(state.batches.committed)):
             return Outlook(ready=True, share=1.0, complete=True)
+
         ranks = self.trainer.ranks.size // state.config.trainer.sequence_parallel
         return state.batches.outlook(request.step, request.micro, ranks)
 
@@ -119,6 +129,7 @@ class ShiftHandler:
         self.state.store.put_meta(META, shift)
         self.state.liveness.alive(now)
         self._began = self._sampled_at = now
+
         if shift is Shift.SLEEPING:
             self._number += 1
             self._told = 0.0
@@ -131,10 +142,12 @@ class ShiftHandler:
     def _put_to_sleep(self, now: float) -> None:
         versions = self.state.versions
         deadline = self.state.config.weights.deadline
+
         if now > self._told + SLEEP_AGAIN:
             self._told = now
             for peer in [peer for peer, engine in versions.engines.items() if not engine.asleep]:
                 self.state.outbox.to_control(peer, Sleep(self._number))
+
         if now > self._began + deadline:
             self._began = now  # the next ones have as long
             names = [*self.places.vacant.values()]
@@ -142,9 +155,11 @@ class ShiftHandler:
                 engine = versions.engines[place.peer]
                 if engine.up and not engine.asleep:  # a server that starts has a deadline of its own
                     names.append(place.hello.incarnation)
+
             for name in filter(None, names):
                 why = f"{self.role} {name} has not fallen asleep within {deadline:g} s"
                 self._replace(Replace(self.role, why, name))
+
             if "" in names and now > self._hopeless_at:  # not heard of since this coordinator began
                 self._hopeless_at = now + self.state.liveness.start
                 self._replace(
@@ -156,6 +171,7 @@ class ShiftHandler:
         when they are told to."""
         ranks = self.trainer.ranks
         limit = self.state.liveness.start
+
         if ranks.told not in ("rest", ""):  # "": told by an earlier coordinator
             self._began = now
         elif now > self._began + limit:
@@ -176,15 +192,18 @@ class ShiftHandler:
         beats = [(one.beat.busy_s, one.beat_at) for one in self.workers.peers if one.beat]
         sampled = sum(busy for busy, _ in beats)
         times = [at for _, at in beats]
+
         if beats and sampled != self._sampled:
             self._sampled = sampled
             self._sampled_at = max(times)
+
         return min(times, default=0.0) - self._sampled_at
 
     def _waits(self, shifts: Shifts, missing: list[str]) -> Iterator[str]:
         engines = self.state.versions.engines.values()
         versions = self.state.versions
         awake = [engine.name for engine in engines if not engine.asleep]
+
         if shifts.shift is Shift.SLEEPING:
             yield f"the trainer waits for its shift: {', '.join([*missing, *awake])} to sleep"
         elif shifts.shift is Shift.WAKING and self.engines.wakes:

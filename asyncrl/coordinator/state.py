@@ -107,12 +107,15 @@ class RunState:
     def __post_init__(self) -> None:
         evaluates = not self.config.total_steps
         self.held_out = HeldOutEpisodes(self.store, self.config.rollout.retries, keeps=evaluates)
+
         self.liveness = Liveness(self.config, time.monotonic())
         self.timeline = Timeline(self.run_dir / "timeline" / "coordinator-0.jsonl")
         self.timeline.past(START, 0.0)
+
         self.failed = FailedAttempts.stored(self.store)
         self.memory_limits = MemoryLimits.stored(self.store.read, self.config.trainer.micro_batch_tokens)
         self.first_attempts = FirstAttempts(len(self.samples))
+
         self.live_limit = LiveLimit(self.config, self.buffer)
         self.launches = launches.decode(self.store.read.meta(launches.KEY, "[]"))
         self.trains_since(self.batches.committed)
@@ -120,22 +123,27 @@ class RunState:
     def futile(self) -> str:
         """Says why the run learns nothing and had better end; '' when that is not so."""
         buffer = self.buffer
+
         if buffer.prompts.failed and buffer.lacking > 0:
             return f"{buffer.prompts.failed}; mend that, then go on with resume=auto"
+
         running = (e.assign_seq for e in buffer.episodes.values() if e.state is State.RUNNING)
         if hopeless := self.first_attempts.verdict(running):
             return f"{hopeless}: {self.failed.newest}; mend that, then go on with resume=auto"
+
         if buffer.untrained > MAX_UNTRAINED_BATCHES * self.config.buffer.groups_per_batch:
             return (
                 f"{buffer.untrained} groups in a row could not be trained; the last one: "
                 f"{buffer.untrained_reason}; read what the model wrote (asyncrl runs transcripts --of "
                 "training) and logs/"
             )
+
         if self.skipped > MAX_SKIPPED_BATCHES:
             return (
                 f"the last {self.skipped} batches took no optimizer step: their gradients were not finite, "
                 "or all their tokens masked; see rewards, rollout_corr/* and staleness/* in metrics.jsonl"
             )
+
         return ""
 
     def engine_time(self, now: float) -> float:
@@ -183,14 +191,18 @@ class RunState:
         groups, episodes, moved = self.buffer.changes()
         self.store.put_groups(groups, self.buffer.live)
         self.store.put_episodes(episodes, moved)
+
         if episodes or moved:  # else no attempt was given up
             self.store.put_meta(ABANDONED, str(self.buffer.abandoned_tokens))
             self.store.put_meta(REASONS, msgspec.json.encode(self.buffer.reasons).decode())
+
         self.store.put_batches(self.batches.changes())
         self.held_out.put_changes()
+
         for episode in (*episodes, *moved):
             if episode.state in OVER and episode.state is not State.TRAINED:
                 self.store.release_frames(episode.uid)
+
         self.store.commit()
         self.outbox.flush()
         self.store.copies.take(self.buffer.counts())
@@ -212,6 +224,7 @@ class RunState:
         frames: list[bytes] = []
         if not episode.turns:
             return frames
+
         uid = episode.uid
         stored = self.store.read.frames(episode.uid, episode.turns)
         try:
@@ -228,11 +241,13 @@ class RunState:
             if episode.state in UNTAKEN:
                 cut_back(self.buffer, episode, turns)
                 self.store.forget_frames(uid, len(turns))
+
         return frames
 
     def parts(self, episode: EpisodeRecord) -> list[bytes]:
         """Return the payloads of turns that no attempt has ended. Those that cannot be read are forgotten."""
         frames: list[bytes] = []
+
         for session, turn in list(episode.open.items()):
             kinds = [part_kind(number) for number in range(turn.parts)]
             try:
@@ -240,6 +255,7 @@ class RunState:
             except StoreError as error:
                 log.error("episode %s: a turn that was under way begins anew: %s", episode.uid, error)
                 del episode.open[session]
+
         return frames
 
     def salvage(self) -> None:
@@ -266,16 +282,20 @@ def load_state(config: RunConfig, run_dir: Path, store: RunStore, outbox: Transa
     samples = Samples.open(samples_path(run_dir, "train"))
     check_same_data(samples, store.read.meta("data"))
     store.put_meta("data", samples.fingerprint)
+
     order = EpochOrder(samples, config.data, config.seed, samples_path(run_dir, "train").parent)
     buffer = _new_buffer(config, Prompts(len(samples), order, config.data.epochs))
     trainer = config.trainer
     flush = config.data.at_end == "flush"
     batches = Batches(buffer, trainer.micro_batch_tokens, flush, trainer.packing)
     restore(config, store, buffer, batches)
+
     if not store.read.meta(MODEL):
         store.put_meta(MODEL, json.dumps(identity(config.model.path)))
+
     ref = msgspec.json.decode(store.read.meta("version", "null"), type=WeightsRef | None)
     version = ref.version if ref else NO_VERSION
+
     return RunState(
         config=config,
         run_dir=run_dir,
@@ -294,12 +314,15 @@ def restore(config: RunConfig, store: RunStore, buffer: ReplayBuffer, batches: B
     """Take over what the store holds."""
     held = store.read.load()
     buffer.restore(held.groups, held.episodes, held.left, time.monotonic())
+
     buffer.next_group = held.next_group
     buffer.prompts.cursor = held.cursor
     buffer.prompts.retired = held.retired if config.buffer.retire_pass_rate < 1 else set()
     buffer.committed = held.committed
+
     buffer.abandoned_tokens = int(store.read.meta(ABANDONED, "0"))
     buffer.reasons.update(msgspec.json.decode(store.read.meta(REASONS, "{}"), type=dict[str, int]))
+
     batches.restore(held.batches, held.taken, held.baselines)
 
 
@@ -347,19 +370,23 @@ class Journal:
         except StorePaused as error:
             self._pause(error, now)
             return False
+
         if self._paused_at is not None:
             log.info("the run store can be written again, after %.1f s", now - self._paused_at)
             self._paused_at = None
             self._state.liveness.progress(now)
+
         return True
 
     def _pause(self, error: StorePaused, now: float) -> None:
         if self._paused_at is None:
             self._paused_at = now
             log.error("%s", error)
+
         limit = self._state.config.launch.stall_timeout
         if now - self._paused_at > limit:
             raise StoreError(f"not written within {limit:g} s: {error}")
+
         if now >= self._contact_at:
             self._contact_at = now + CONTACT_EVERY
             self._keep_contact(str(error))

@@ -60,22 +60,28 @@ class TrainerHandler:
         self.state = state
         self.on_commit = on_commit
         self.ranks = Ranks(Peers(state, "trainer"), state.store.read.meta("trainer_incarnation"))
+
         self.stopping = self.finished = False  # asked to write a checkpoint; it is written
         self._covered = int(state.store.read.meta("to_forget", "0"))  # steps before this one are not needed
         self._stopped_at: int | None = None  # the step at which the ranks were asked
+
         self.checkpoint_step = max(state.store.read.checkpoints(), default=-1)  # of the newest one
         self._checkpoint_problem = ""  # why the newest checkpoint was not written, until one is
         self.checkpoint_trained: int | None = None  # what a checkpoint of the last step counts as trained
+
         stored = state.store.read.meta("validated", "{}")
         self._scores = msgspec.json.decode(stored, type=dict[int, float])  # of validated steps
         self.best = int(state.store.read.meta("best", "-1"))  # step of the checkpoint that was kept for it
+
         self.snapshot_s = self.write_s = 0.0  # of the newest publish
         # the last step that spiked, and batches in a row that did there
         self._spiked = -1
         self._spikes = 0
+
         self.asking: dict[bytes, trainer.AskDevices] = {}  # ranks that have loaded nothing yet
         self.asker = ""  # the incarnation of the newest of them
         self.starting: dict[bytes, tuple[trainer.TrainerBeat, float]] = {}  # no hello yet; and when heard
+
         self._given_up = int(state.store.read.meta("given_up", "-1"))  # the newest epoch that gave up a batch
 
     # -- control -------------------------------------------------------------------------------------
@@ -87,9 +93,11 @@ class TrainerHandler:
         rank = self.ranks.peers.hello(
             peer, message, now, lambda: RankRecord(peer, name, message, now), newest
         )
+
         self.starting.pop(peer, None)
         if rank is None:
             return
+
         state = self.state
         if message.incarnation != self.ranks.incarnation or not self.ranks.size:
             if message.incarnation != self.ranks.incarnation:
@@ -97,20 +105,24 @@ class TrainerHandler:
                 state.store.put_meta("trainer_epoch", str(state.trainer_epoch))
                 state.store.put_meta("trainer_incarnation", message.incarnation)
                 state.store.sync()  # after a power cut the number must not be given again
+
             started = not self.ranks.size
             peers = self.ranks.peers
             self.ranks = Ranks(peers, message.incarnation, message.ranks)
             for old in [one for one in peers if one.hello.incarnation != message.incarnation]:
                 peers.lose(old.peer, "replaced by a new start", now)
             log.info("trainer epoch %d begins at step %d", state.trainer_epoch, message.step)
+
             if message.step > state.batches.committed:
                 recover(state, message.step, now)
                 self.checkpoint_step = message.step
             if started:  # after `recover`: what is trained needs no payload
                 state.salvage()
+
             self._check_position(message.step)
             state.trains_since(message.step)
             state.liveness.alive(now)  # a hello that is only repeated is no sign of life
+
         state.vocabulary = message.vocabulary
         state.welcome(peer)
 
@@ -118,11 +130,13 @@ class TrainerHandler:
         """A rank waits until engines sleep. The ranks that it replaces have ended, and need no answers."""
         if is_older(message.incarnation, self.asker):
             return
+
         if message.incarnation != self.asker:
             self.asker = message.incarnation
             self.asking = {}
             self.ranks.request = None
             self.ranks.told = ""
+
         self.asking[peer] = message
 
     def _check_position(self, step: int) -> None:
@@ -146,10 +160,13 @@ class TrainerHandler:
                 self.starting = {other: self.starting[other] for other in same_start_peers}
                 self.starting[peer] = message, now
             return
+
         before = rank.beat
         rank.beat = message
+
         if message.rank == 0:  # its beats and its Checkpointed come in order; a new start has not tried yet
             self._checkpoint_problem = message.checkpoint_problem or self._checkpoint_problem
+
         if message.work > (before.work if before else 0):
             self.state.liveness.progress(now)
         elif message.written > (before.written if before else 0):
@@ -181,14 +198,17 @@ class TrainerHandler:
         state = self.state
         if self._superseded(peer, message):
             return
+
         recorded = state.store.read.plan_hash(message.step)
         batch = state.batches.batches.get(message.step - 1)
         expected = batch.plan_hash if batch is not None else recorded
         if message.plan_hash != expected:
             raise ProtocolError(f"commit of step {message.step} names a plan that was never issued")
+
         first = message.step > state.batches.committed
         if batch is not None:
             state.batches.commit(message.step, message.trained)
+
         if first:
             state.store.put_commit(message.step, state.trainer_epoch, message.plan_hash)
             self.checkpoint_trained = None
@@ -196,6 +216,7 @@ class TrainerHandler:
             stepped = "actor/grad_norm" in message.metrics or not message.metrics.get("actor/skipped_steps")
             state.skipped = 0 if stepped else state.skipped + 1
             self.on_commit(message)
+
         self.ranks.committed = max(self.ranks.committed, message.step)
         state.liveness.progress(now)
         # While a restarted trainer repeats steps the engines keep the newer weights they have.
@@ -214,6 +235,7 @@ class TrainerHandler:
         """Name the best so far and the newest `checkpoint.keep`, which are there; others are deleted."""
         if not self.state.config.checkpoint.best:
             return -1
+
         newest = self.state.store.read.checkpoints()[-self.state.config.checkpoint.keep :]
         known = sorted(self._scores.keys() & {*newest, self.best})
         self.best = max(known, key=lambda step: self._scores[step], default=-1)
@@ -231,6 +253,7 @@ class TrainerHandler:
         """
         state = self.state
         running = list[EpisodeRecord]()
+
         first = message.trainer_epoch == state.trainer_epoch != self._given_up
         if first and message.reason == "memory":
             state.memory_limits.tighten(message, state.store)
@@ -241,6 +264,7 @@ class TrainerHandler:
         if first:
             self._given_up = message.trainer_epoch
             state.store.put_meta("given_up", str(self._given_up))
+
         then = {
             "memory": f"it is tried again: {state.memory_limits.described(message)}",
             "spike": "it is left out, back to the newest checkpoint",
@@ -253,8 +277,10 @@ class TrainerHandler:
         batch = self.state.batches.batches.get(message.step - 1)
         if batch is None or not batch.closed:  # left out before this coordinator was restarted
             return []
+
         self._spikes = self._spikes + 1 if self._spiked == step else 1
         self._spiked = step
+
         if self.state.config.trainer.on_spike == "stop" or self._spikes > MOST_SPIKES:
             more = ", or leave it out by trainer.on_spike=rollback"
             if self._spikes > MOST_SPIKES:
@@ -263,6 +289,7 @@ class TrainerHandler:
                 f"{message.detail}; it is not trained, and its plan is kept; resume=auto repeats it, from "
                 f"the newest checkpoint: set a smaller trainer.lr or another loss{more}"
             )
+
         log.warning("%s; left out: %s", message.detail, " ".join(batch.uids))
         return self.state.batches.leave_out(DropReason.SPIKE)
 
@@ -285,24 +312,30 @@ class TrainerHandler:
         state = self.state
         if self._superseded(peer, message):
             return
+
         self._checkpoint_problem = ""
         # Ranks that repeat steps after a crash are stopped before the last committed one.
         reached = state.batches.committed if self._stopped_at is None else self._stopped_at
         self.finished = self.finished or (self.stopping and message.step >= reached)
+
         if message.resting and not self.ranks.told:  # an earlier coordinator has told them
             self.ranks.told = "end"
         self.ranks.resting |= message.resting and self.ranks.told == "end"
+
         if message.step == self.checkpoint_step:
             return  # sent again, as a restarted coordinator may have missed it
+
         state.store.put_checkpoint(message.step)
         state.timeline.past("checkpoint", 0.0, step=message.step)
         self.checkpoint_step = message.step
         at_end = message.step == state.batches.committed
         self.checkpoint_trained = message.trained_total if at_end else None
+
         keep = state.config.checkpoint.keep
         kept = sorted({*state.store.read.checkpoints(), message.step})[-keep:]
         self._covered = max(self._covered, kept[0] if len(kept) == keep else 0)
         state.store.put_meta("to_forget", str(self._covered))
+
         state.store.copies.due = True
         state.store.sync()
         state.liveness.progress(now)
@@ -313,11 +346,13 @@ class TrainerHandler:
         state = self.state
         if not self._covers_more:
             return
+
         first = next(iter(state.batches.batches))
         forgotten = state.batches.retain(first + 1)
         for uid in forgotten:
             state.store.release_frames(uid)
         state.store.cover(first + 1, len(forgotten))
+
         if not self._covers_more:
             state.store.sync()  # the store forgets what is beyond store.keep_bytes
 
@@ -379,14 +414,17 @@ class TrainerHandler:
         """Answer rank 0's request if it can be answered; else its beat says what it waits for."""
         request = self.ranks.request
         shifts = self.state.shifts
+
         if self.asking and (self.stopping or shifts is None or shifts.shift is Shift.TRAIN):
             for peer in self.asking:
                 self.state.outbox.to_control(peer, trainer.GrantDevices())
             self.asking = {}
             self.ranks.resting = False
+
         first = next((rank for rank in self.ranks.peers if rank.hello.index == 0), None)
         if request is None or first is None or (plan := self._in_shift(request)) is None:
             return
+
         self.ranks.request = None
         self.ranks.resting = False
         self.ranks.told = plan.kind
@@ -399,8 +437,10 @@ class TrainerHandler:
         version = PolicyVersion(self.state.trainer_epoch, request.step)
         if shifts is None or shifts.shift is Shift.TRAIN or self.stopping:
             return self._answer(request)
+
         if shifts.shift is Shift.ROLLOUT or self.ranks.resting:
             return None
+
         newest = request.step == self.state.batches.committed
         lacks = newest and self.state.versions.lacks_probe(version, always=True)
         return trainer.WorkPlan(request.step, request.micro, "probe" if lacks else "rest")
@@ -411,22 +451,28 @@ class TrainerHandler:
         batches = self.state.batches
         step = request.step
         plan = partial(trainer.WorkPlan, step, request.micro)
+
         if step > batches.committed:
             raise ProtocolError(f"the trainer asks for step {step} before committing {step - 1}")
+
         if self.stopping:
             self._stopped_at = step
             return plan("stop")
         if step >= state.config.total_steps:
             return plan("end")
+
         if step == batches.committed and state.versions.lacks_probe(PolicyVersion(state.trainer_epoch, step)):
             return plan("probe")  # ranks that repeat steps score none
+
         ranks = self.ranks.size // state.config.trainer.sequence_parallel
         uids = batches.plan(step, request.micro, ranks, state.memory_limits.tokens)
         batch = batches.batches[step]
+
         if uids is None:
             return plan("end") if batches.over and not batch.planned else None
         if not uids:
             return plan("step", plan_hash=batch.plan_hash)
+
         episodes = map(batches.taken.__getitem__, uids)  # the lost ones, too: ranks deal the others as before
         warmth = state.config.rollout.temperature
         return plan(
@@ -442,6 +488,7 @@ class TrainerHandler:
             return
         if not set(batch.planned).issuperset(message.uids):
             return
+
         lost = list[str]()
         frames = list[bytes]()
         for uid in message.uids:
@@ -450,4 +497,5 @@ class TrainerHandler:
                 state.batches.mark_lost(message.step, uid)
                 lost.append(uid)
             frames += turns
+
         state.outbox.to_bulk(peer, trainer.Payloads(message.step, message.uids, tuple(lost)), frames)

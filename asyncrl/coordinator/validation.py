@@ -88,12 +88,14 @@ class Validation:
         """Start validating the latest published version; False when there is none, or nothing to do."""
         ref = self.state.versions.ref
         count = self._count
+
         if self.session is not None and count:
             log.warning(
                 "validation of step %d left out: that of step %d is not over", step, self.session.step
             )
         if self.session is not None or ref is None or count == 0:
             return False
+
         return self._start(SessionStart(step, final, ref, self.state.config.held_out_settings), now)
 
     def resume(self, now: float, over: bool) -> None:
@@ -103,6 +105,7 @@ class Validation:
         stored = self.state.store.read.meta("validation")
         start = self._stored()
         committed = self.state.batches.committed
+
         if not stored and committed == 0:
             self.begin(0, True, now)
         elif start is not None and not (over and start.step == committed):
@@ -146,14 +149,17 @@ class Validation:
                 self.workers.cancel(self.episodes.end("the weights are gone"))
                 self._keep(None)
             return False
+
         before = self._stored()
         step = start.step
         uids = [uid for row in range(self._count) for uid in self._episodes(step, row)]
         again = before is not None and before.goes_on(start)
         self.episodes.begin(uid_prefix(step), uids, again)
+
         until = self.state.engine_time(now) + self.state.config.rollout.episode_timeout * (1 + start.final)
         self.session = start
         self.deadline = math.inf if self._alone else until
+
         self._held.enter_context(self.state.timeline.span("validation", step=step))
         self._keep(start)
         return True
@@ -166,27 +172,33 @@ class Validation:
         session = self.session
         if session is None:
             return
+
         late = self.state.engine_time(now) > self.deadline
         if late:
             log.error("validation of step %d abandoned: not done by its deadline", session.step)
         if late or not self._in_flight:
             self._end(session)
             return
+
         if not self.engines.awake:
             return
+
         pinned = False
         if remote := self.engines.remote:  # servers with the version are set aside, as workers know before
             pinned = self.engines.pin(session.ref.version, all_servers=exclusive)
             self.engines.send_table([worker.peer for worker in self.workers.peers], now)
+
         waiting = iter(self.episodes.waiting)
         for worker in self.workers.peers:
             if not (pinned if remote else self._loaded(session, worker, now)):
                 continue
+
             share = math.ceil((1.0 if exclusive else MID_RUN_SHARE) * worker.hello.slots)
             room = min(worker.free, share - sum(uid.startswith(EVAL) for uid in worker.running))
             for episode in islice(waiting, max(0, room)):
                 row = HeldOut.of(episode.uid).row
                 self.workers.give(worker, episode, self.samples[row], 0, row in self._transcribed, now)
+
         total = len(self.episodes.episodes)
         over = total - self._in_flight
         self.state.waits.append(f"the validation of step {session.step}: {over} of {total} episodes are over")
@@ -218,6 +230,7 @@ class Validation:
         """The worker's second engine confirmed a version, or could not load it."""
         if (worker := self.workers.peers.get(peer)) is None:
             return
+
         if message.error:
             log.warning("%s could not load v%d: %s", worker.name, message.ref.version.step, message.error)
             worker.eval_asked = now + LOAD_RETRY - self.state.config.weights.deadline
@@ -228,19 +241,23 @@ class Validation:
     def _end(self, session: SessionStart) -> None:
         self.session = None
         self._keep(None)
+
         for episode in self.episodes.waiting:
             if episode.failures:  # no time to try it again
                 self.episodes.give_up(episode, FailReason(episode.reason))
+
         found = list(self.episodes.episodes.values())
         unfinished = self._in_flight
         self.workers.cancel(self.episodes.end())
         for worker in self.workers.peers:
             worker.eval_asked = 0.0
         self.results.append((session.step, self._metrics(session, found, unfinished)))
+
         # Transcripts of the same questions at each validation, whatever became of them.
         uids = ((row, uid) for row in sorted(self._transcribed) for uid in self._episodes(session.step, row))
         entries = (transcript_entry(uid, self.samples[row], **self._became(uid)) for row, uid in uids)
         save_transcripts(self.state.run_dir, "validation", session.step, entries, anew=True)
+
         self._held.close()
         if self.engines.remote:
             self.engines.release()
@@ -252,11 +269,13 @@ class Validation:
         over = [self._judged(uid) for uid in self.episodes.over]
         scored = [one.result for one in over if one.result is not None]
         played = [one.result for one in over if one.result is not None and not one.which.scored]
+
         found: dict[str, float] = {}
         if not unfinished:  # the missing episodes are the long ones: the mean of the rest is biased
             threshold = threshold_of(self.state.config, over)
             found = means(per_sample(over, threshold)) | sizes(over) | losses(over)
             found |= {HIGHEST: max(result.judged for result in played)} if played else {}
+
         step = session.ref.version.step
         sampled = [one for one in episodes if one.oldest >= 0]
         return found | {
@@ -271,6 +290,7 @@ class Validation:
         which = HeldOut.of(uid)
         done = self.episodes.over[uid]
         source = self.samples[which.row].data_source
+
         if isinstance(done, Failed):
             return Judged(which, source, None)
         return Judged(which, source, done.result, done.stats, answer_of(done.result, done.notes))
@@ -278,13 +298,17 @@ class Validation:
     def _became(self, uid: str) -> dict[str, Any]:
         done = self.episodes.over[uid]
         mode = HeldOut.of(uid).mode
+
         if isinstance(done, Failed):
             return {"mode": mode, "failed": f"{done.reason}: {done.detail}"}
+
         judged: dict[str, Any] = {"components": done.result.components}
         if mode != SCORED:
             success = succeeds(done.result, self.state.config.validation.success)
             judged = {"success": success, **earned(done.result)}
+
         text = self.episodes.texts.get(uid)
         if text is None:
             text = msgspec.msgpack.decode(self.state.store.read.became(uid), type=Finished).text
+
         return {"mode": mode} | judged | {"turns": done.stats.turns, "notes": done.notes, "text": text}

@@ -87,6 +87,7 @@ class VersionLedger:
             return False
         if always:
             return True
+
         due = bool(self.probed) and version.step >= self.probed[-1].version.step + PROBE_EVERY
         return due or any(held.unproven for held in self.engines.values())
 

@@ -61,6 +61,7 @@ class WorkerHandler:
         self.peers = Peers(state, "rollout", state.config.rollout.workers, self._lost)
         self.assign_seq = state.coordinator_epoch << 32  # grows across restarts of the coordinator
         self.more = False  # the last tick left episodes that may be assigned now
+
         self._restored: defaultdict[str, list[EpisodeRecord]] = defaultdict(list)  # that ran, by incarnation
         for episode in state.all_episodes:
             if episode.state is State.RUNNING:
@@ -81,6 +82,7 @@ class WorkerHandler:
         for episode in self._restored.pop(message.incarnation, []):
             if episode.worker == message.incarnation and episode.state is State.RUNNING:
                 worker.running[episode.uid] = (episode.assign_seq, now)
+
         if not self.engines.remote:
             self.engines.join(peer, worker.name)
         return worker
@@ -89,19 +91,23 @@ class WorkerHandler:
         worker = self.peers.get(peer)
         if worker is None:
             return  # it will say hello
+
         worker.leaving = worker.leaving or message.leaving
         if message.in_time or message.tokens > (worker.beat.tokens if worker.beat else 0):
             self.state.liveness.alive(now)
+
         held = {attempt.uid for attempt in message.held}
         for uid, (seq, sent) in [item for item in worker.running.items() if item[0] not in held]:
             arrived = seq <= message.assigned
             overdue = worker.beat_at - sent > self.state.config.launch.lease  # when it last ran
             if arrived or overdue:
                 self._lose_episode(worker, uid, "", now)
+
         self.engines.add_use(worker.beat.engines if worker.beat else (), message.engines)
         worker.beat = message
         worker.beat_at = now
         worker.seq = max(worker.seq, message.acked)  # acks may have overtaken its hello on the other channel
+
         flow_of = self.state.flow_of
         name = worker.hello.incarnation
         for attempt in message.held:  # in a large run 100,000 a second
@@ -143,6 +149,7 @@ class WorkerHandler:
         log_file = self.state.run_dir / "logs" / f"rollout-{index}.log"
         said = cause_of_death(log_file, worker.hello.incarnation, crashed=False)
         cause = f"{worker.name} in step {step} ({why})" + f": {said}" * bool(said)
+
         for uid in list(worker.running):
             self._lose_episode(worker, uid, cause, now)
         self.engines.leave(worker.peer)
@@ -157,9 +164,11 @@ class WorkerHandler:
     def _lose_episode(self, worker: WorkerRecord, uid: str, cause: str, now: float) -> None:
         if worker.running.pop(uid, None) is None:
             return  # its group was dropped with one that was lost just before
+
         episode = self.state.flow_of(uid).episodes.get(uid)
         if episode is None or episode.worker != worker.hello.incarnation or episode.state != "running":
             return
+
         if worker.leaving:
             self._reissue(episode, FailReason.WORKER_LOST, now)
         else:
@@ -178,12 +187,14 @@ class WorkerHandler:
         if self.state.stopping and reason in LOSSES:
             self._reissue(episode, reason, now)
             return
+
         if episode.uid in self.state.held_out.episodes:
             self.state.held_out.causes[episode.uid] = detail
         else:
             self.state.failed.add(reason, detail, self.state.store)
             sample = self.state.buffer.live[episode.group].sample
             self.state.first_attempts.fail(episode.assign_seq, sample, reason)
+
         self._reissue(episode, reason, now)
 
     def _reissue(self, episode: EpisodeRecord, reason: FailReason, now: float) -> None:
@@ -218,30 +229,36 @@ class WorkerHandler:
         self.more = False
         if not state.buffer.waiting:
             return
+
         if lacks := self.engines.lacks:
             if self.free_slots:
                 state.waits.append(f"new episodes wait for {lacks}")
             return
+
         usable = (worker for worker in self.peers if not self.engines.quarantined(worker.peer))
         steps = self.engines.steps()
         unmet = NEVER
         left = MOST_ASSIGNED
         slots = FreeSlots((worker, worker.free, steps(worker.peer)) for worker in usable)
         in_order = state.config.buffer.on_stale != "hold"  # later ones need no older weights
+
         for needed, episode in pending(state.buffer):
             self.more = left == 0
             if self.more or not slots:
                 return
+
             if needed >= unmet:
                 if in_order:
                     return
                 continue
+
             if (found := slots.take(needed)) is None:
                 unmet = needed
                 held = [held.acked.step for held in state.versions.engines.values()]
                 acked = f"{sum(step >= needed for step in held)} of {len(held)} engines acked"
                 state.waits.append(f"new episodes wait for weights v{max(0, needed)}: {acked}")
                 continue
+
             (worker, oldest), group = found, state.buffer.live[episode.group]
             kept = is_kept(group.id, episode.member, state.config.buffer.groups_per_batch)
             self.give(worker, episode, state.samples[group.sample], oldest, kept, now)
@@ -256,6 +273,7 @@ class WorkerHandler:
             total = self.total_slots
             while buffer.waiting < MOST_ASSIGNED and buffer.can_admit(free, total):
                 free -= len(buffer.admit(batches.committed, self.state.engine_time(now)).members)
+
         if buffer.prompts.over and self.state.config.data.at_end == "drop":
             self.cancel(batches.drop_remainder())
 
@@ -272,15 +290,19 @@ class WorkerHandler:
         frames = self.state.readable(episode)
         flow = self.state.flow_of(episode.uid)
         parts = self.state.parts(episode)
+
         self.assign_seq += 1
         started = self.state.engine_time(now)
         flow.assign(episode, worker.hello.incarnation, self.assign_seq, oldest, started)
+
         trained = flow is self.state.buffer
         if not episode.member:
             self.state.store.put_question(episode.group if trained else -1 - episode.group, sample)
+
         # A held-out episode that goes on samples what it would have: an evaluation that is killed ends alike.
         drawn = episode.attempt if trained else episode.failures
         worker.running[episode.uid] = (self.assign_seq, now)
+
         message = Assign(
             seq=self.assign_seq,
             attempt=Attempt(episode.uid, episode.attempt),
@@ -293,6 +315,7 @@ class WorkerHandler:
             seconds=episode.seconds,
             parts=len(parts),
         )
+
         self.state.outbox.to_control(worker.peer, message, frames + parts)
 
 
@@ -318,6 +341,7 @@ class FreeSlots(Generic[W]):
         for number, (worker, free, versions) in enumerate(workers):
             if free > 0 and versions:
                 self._heaps[versions[-1]].append((-free, number, worker, versions))
+
         for heap in self._heaps.values():
             heapq.heapify(heap)
 
@@ -330,10 +354,12 @@ class FreeSlots(Generic[W]):
         fit = [heap for newest, heap in self._heaps.items() if newest >= needed and heap]
         if not fit:
             return None
+
         heap = min(fit)
         free, number, worker, versions = heap[0]
         if free < -1:
             heapq.heapreplace(heap, (free + 1, number, worker, versions))
         else:
             heapq.heappop(heap)
+
         return worker, versions[bisect_left(versions, needed)]

@@ -51,6 +51,7 @@ def run(
     """Run a keeper until `Stop`, or a signal. Returns 0, or 1 when the server or the coordinator is lost.
     Raises ConfigError for a server that can never serve this run."""
     keeper = Keeper(config, endpoints, index, incarnation, scorer)
+
     try:
         return asyncio.run(keeper.serve())
     except ConfigError:
@@ -70,16 +71,19 @@ class Keeper:
         self.config = config
         self.index = index
         self.incarnation = incarnation
+
         self._scorer, self._number = scorer or ("", index)
         self._role = "scorer" if scorer else "engine"
         self.name = "scorer {} {}".format(*scorer) if scorer else f"engine {index}"
         self._endpoints = endpoints
+
         self._run_dir = Path(config.run_dir) / config.name
         self._timeline = Timeline(self._run_dir / "timeline" / f"{self._role}-{index}.jsonl")
         self._timeline.past(START, 0.0)
         self._activity = Activity(self._timeline)
         self._waits = Waits(activity=self._activity)
         self._versions = None if scorer else ServerVersions(config, endpoints, index, self._timeline)
+
         self._server: Attached | None = None  # once it is ready
         self._process: ServerProcess | None = None
         self._healthy = False
@@ -89,11 +93,14 @@ class Keeper:
         loop = asyncio.get_running_loop()
         name = identity(self._role, self.index, self.incarnation)
         self._control = AsyncLink(self._endpoints.control, ToKeeper, name, self._endpoints.keys)
+
         launch = self.config.launch
         self._contact = Contact(launch.lease, launch.start_timeout, loop.time())
+
         self._ending: asyncio.Future[int] = loop.create_future()
         at_ending(loop, lambda: self._end("by a signal"))
         services = [*map(asyncio.create_task, (self._listen(), self._keep_contact(), self._keep_server()))]
+
         try:
             done, _ = await asyncio.wait([self._ending, *services], return_when=asyncio.FIRST_COMPLETED)
             return int(done.pop().result())
@@ -109,14 +116,17 @@ class Keeper:
         for task in services:
             task.cancel()
         await asyncio.gather(*services, return_exceptions=True)
+
         with suppress(AsyncrlError):  # nothing may keep the server from being ended
             await self._control.send(Leave())  # workers turn to other servers at once
+
         if self._process is not None:  # first: the launcher does not wait for long
             await self._process.stop()
         if self._versions is not None:
             await self._versions.close()
         if self._server is not None:
             await self._server.api.close()
+
         self._activity.flush()
         self._timeline.close()
         self._control.close()
@@ -128,22 +138,27 @@ class Keeper:
         if self._versions is not None and self._versions.asleep:
             with self._waits.named("the devices, which the trainer has, to start its server"):
                 await self._versions.wanted(self._control.send)
+
         server = await self._start()
         log.info("%s: %s at %s", self.name, server.description, server.api.url)
+
         if self._versions is not None:
             try:
                 await self._versions.begin(server, self.incarnation)
             except BaseException:
                 await server.api.close()
                 raise
+
         self._server = server
         self._healthy = True
         await self._hello()
+
         works: list[Coroutine[Any, Any, NoReturn]] = [self._watch(server)]
         if self._process is not None:
             works.append(self._fail_at_end(self._process))
         if self._versions is not None:
             works.append(self._load(self._versions))
+
         await first(*works)
         return 1
 
@@ -153,16 +168,19 @@ class Keeper:
         scorer = self._scorer
         seconds = self.config.engine.start_timeout
         urls = config.serving(scorer).engine.urls
+
         try:
             async with asyncio.timeout(seconds):
                 with self._waits.named("its server to become ready"):
                     if urls:  # a keeper that has joined knows its own alone
                         return await self._attach(urls[self._number % len(urls)])
+
                     host = local_address(self._endpoints.control)
                     process = await ServerProcess.start(config, self.index, host, self._run_dir, scorer)
                     self._process = process
                     server = await first(self._attach(process.url, fresh=True), self._fail_at_end(process))
                     process.ready()
+
                     if config.shifts and not scorer and server.info.max_total_num_tokens:
                         keep_tokens(self._run_dir, self.index, server.info.max_total_num_tokens)
                     return server
@@ -203,6 +221,7 @@ class Keeper:
                 self._healthy = not (versions.broken or versions.unknown)
                 await self._beat()
             await self._control.send(message)
+
             if versions.unknown:
                 raise EngineError(f"{self.name}: {versions.unknown}")
             if isinstance(message, Loaded):
@@ -236,6 +255,7 @@ class Keeper:
                     await self._hello()
                 case ContactState.GONE:
                     raise DeadlineError(f"no coordinator for {self._contact.give_up:g} s")
+
             self._activity.tick()
             await asyncio.sleep(self._contact.interval)
 
@@ -252,6 +272,7 @@ class Keeper:
 async def first(*works: Coroutine[Any, Any, T]) -> T:
     """The result of what ends first, or its exception; the rest is cancelled."""
     tasks = [asyncio.create_task(work) for work in works]
+
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         return done.pop().result()

@@ -33,6 +33,7 @@ class ServerVersions:
         self._kv_use: float | None = None  # read since it was last asked for
         self._config = config
         self._index = index
+
         self._server: Loader | None = None
         # versions in all
         self._loaded = 0
@@ -49,6 +50,7 @@ class ServerVersions:
                 await report(await self._fall_asleep(self._falling))
             else:
                 await self._loads.changed.wait()
+
         self._later = False
 
     async def begin(self, server: Attached, attachment: str) -> None:
@@ -101,8 +103,10 @@ class ServerVersions:
         """Load what is offered next, or fall asleep. ConfigError: the server computes another model."""
         while not (self._loads.waiting or self._falling):
             await self._loads.changed.wait()
+
         if self._falling is not None:
             return await self._fall_asleep(self._falling)
+
         message = await self._loads.next()
         if not message.error:
             self._check_probe(message)
@@ -123,8 +127,10 @@ class ServerVersions:
         trainer that broadcasts dies and comes back. So failures may last for `weights.deadline`, but not
         where files are refused from the start. Another process may do better than one that fails."""
         self._failures.add(message)
+
         undecided = self._loaded or message.lost or message.process_failed
         hopeless = not undecided and self._config.weights.transport == "disk"
+
         if why := self._failures.too_many(0.0 if hopeless else self._config.weights.deadline):
             kind = EngineError if self._loaded or message.process_failed else ConfigError
             raise kind(f"engine {self._index}: {why}")
@@ -136,24 +142,30 @@ class ServerVersions:
         server = await self._ready()
         loaded = self._loaded
         label = await server.label()
+
         if self._loads.pending:
             return None
+
         if not server.sleeping.asleep:
             self._kv_use = await server.api.kv_use()
+
         expected = server.loaded.label if server.loaded is not None else label
         if loaded == self._loaded and not server.broken and label != expected:
             raise WeightsError(
                 f"engine {self._index}: its server holds {label!r} and not {expected!r}: "
                 "it was restarted, or another program loads weights into it"
             )
+
         return not server.broken
 
     def _check_probe(self, message: Loaded) -> None:
         limit = max(MAX_PROBE_GAP, MAX_PROBE_NOISES * message.probe_noise)
+
         if not self._proven and message.probe_gap > limit:
             raise ConfigError(
                 f"engine {self._index}: the server computes another model: its log-probs of version "
                 f"{message.ref.version.step} differ from the trainer's by up to {message.probe_gap:.3g} "
                 f"nats, where rounding explains {limit:.3g}; start it with the trainer's model.path and dtype"
             )
+
         self._proven = not message.unproven
