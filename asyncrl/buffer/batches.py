@@ -22,9 +22,9 @@ from asyncrl.errors import ProtocolError
 from asyncrl.types import DropReason, EpisodeResult
 
 # Micro-batches' worth of trajectories that ranks are given at once: more are cut better, a stop waits longer.
-MOST = 4
+MAX_MICRO_BATCHES_PER_PART = 4
 # Worth a micro-batch of its own: this share of the batch's groups, with this share of micro_batch_tokens.
-MIN_SHARE_OF_GROUPS = MIN_FILL = 1 / 4
+MIN_GROUP_FRACTION = MIN_TOKEN_FRACTION = 1 / 4
 
 
 class Baseline(msgspec.Struct, frozen=True):
@@ -46,9 +46,9 @@ class Baseline(msgspec.Struct, frozen=True):
     def of(cls, group: GroupRecord, episodes: Mapping[str, EpisodeRecord]) -> Baseline:
         """The baseline of a settled group. Results do not change any more: a restart computes the same."""
         results = tuple(episodes[group.members[number]].result for number in group.baseline)
-        last = episodes[group.members[-1]]
-        issued = len(group.members) - last.greedy
-        greedy = last.result.reward if last.greedy else None
+        last_member = episodes[group.members[-1]]
+        issued = len(group.members) - last_member.greedy
+        greedy = last_member.result.reward if last_member.greedy else None
         return cls(group.baseline, results, len(group.late_siblings), issued, greedy)
 
     def siblings(self, episode: EpisodeRecord) -> tuple[tuple[EpisodeResult, ...], int]:
@@ -99,35 +99,35 @@ class Batches:
     """
 
     def __init__(
-        self, buffer: ReplayBuffer, micro_tokens: int, flush: bool, packing: Packing = "padded"
+        self, buffer: ReplayBuffer, micro_batch_tokens: int, flush: bool, packing: Packing = "padded"
     ) -> None:
         self.buffer = buffer
-        self.micro_tokens = micro_tokens
-        self.flush = flush
+        self.micro_batch_tokens = micro_batch_tokens
+        self.flush_at_end = flush
         self.packing = packing
         self.batches: dict[int, Batch] = {}  # by step, in order
-        self.taken: dict[str, EpisodeRecord] = {}  # by uid: all episodes of the kept plans
+        self.planned_episodes: dict[str, EpisodeRecord] = {}  # by uid: all episodes of the kept plans
         self.baselines: dict[int, Baseline] = {}  # of their groups
-        self._dirty: set[int] = set()
+        self._changed_steps: set[int] = set()
 
-    def changes(self) -> list[Batch]:
-        changed = [self.batches[step] for step in sorted(self._dirty)]
-        self._dirty = set()
-        return changed
+    def pop_changes(self) -> list[Batch]:
+        changed_batches = [self.batches[step] for step in sorted(self._changed_steps)]
+        self._changed_steps = set()
+        return changed_batches
 
-    def restore(
-        self, batches: Iterable[Batch], taken: Iterable[EpisodeRecord], baselines: Mapping[int, Baseline]
+    def restore_plans(
+        self, batches: Iterable[Batch], planned_episodes: Iterable[EpisodeRecord], baselines: Mapping[int, Baseline]
     ) -> None:
         """Take over the plans of a store, in place of all plans before. Episodes that are still in the buffer
         stay the buffer's objects."""
-        self._dirty = set()
+        self._changed_steps = set()
         self.batches = {batch.step: batch for batch in batches}
-        self.taken = {e.uid: self.buffer.episodes.get(e.uid, e) for e in taken}
+        self.planned_episodes = {e.uid: self.buffer.episodes.get(e.uid, e) for e in planned_episodes}
         self.baselines = dict(baselines)
 
         self.buffer.closed = max((step for step, batch in self.batches.items() if batch.closed), default=-1)
 
-    def plan(self, step: int, micro: int, ranks: int, budget: int = 0) -> list[str] | None:
+    def plan(self, step: int, part_index: int, ranks: int, token_budget: int = 0) -> list[str] | None:
         """Uids of the next part for so many ranks, which cut it by `budget` (0: `micro_tokens`); [] when the
         batch is complete; None: the caller must wait.
 
@@ -137,72 +137,72 @@ class Batches:
         if batch is None:
             batch = self.batches[step] = Batch(step)
 
-        if micro < len(batch.micros):
-            uids: list[str] | None = batch.micros[micro]
+        if part_index < len(batch.micros):
+            uids: list[str] | None = batch.micros[part_index]
         else:
-            uids = [] if batch.closed else self._extend(batch, ranks)
+            uids = [] if batch.closed else self._add_part(batch, ranks)
 
-        how = (ranks, budget or self.micro_tokens)
+        how = (ranks, token_budget or self.micro_batch_tokens)
         if uids and how != (batch.ranks, batch.budget):
             batch.ranks, batch.budget = how
-            self._dirty.add(step)
+            self._changed_steps.add(step)
 
         return uids
 
-    def outlook(self, step: int, micro: int, ranks: int) -> Outlook:
+    def outlook(self, step: int, part_index: int, ranks: int) -> Outlook:
         """Say what a `plan` would find now."""
         batch = self.batches.get(step, Batch(step))
-        if micro < len(batch.micros) or batch.closed or self.over:
+        if part_index < len(batch.micros) or batch.closed or self.over:
             return Outlook(ready=True, share=1.0, complete=True)
 
-        pool, groups, full = self._next(batch, ranks, math.inf)
-        share = len(batch.groups | groups) / self.buffer.config.groups_per_batch
-        return Outlook(bool(pool) or (full and bool(batch.planned)), share, full)
+        ready_episodes, new_groups, batch_full = self._select_ready(batch, ranks, math.inf)
+        group_fraction = len(batch.groups | new_groups) / self.buffer.config.groups_per_batch
+        return Outlook(bool(ready_episodes) or (batch_full and bool(batch.planned)), group_fraction, batch_full)
 
-    def _extend(self, batch: Batch, ranks: int) -> list[str] | None:
+    def _add_part(self, batch: Batch, ranks: int) -> list[str] | None:
         """Add what is ready; without it, close the batch if it is full."""
-        pool, _, full = self._next(batch, ranks, MOST * self.micro_tokens * ranks)
-        if not pool:
-            return self._close(batch) if full else None
+        ready_episodes, _, batch_full = self._select_ready(batch, ranks, MAX_MICRO_BATCHES_PER_PART * self.micro_batch_tokens * ranks)
+        if not ready_episodes:
+            return self._close_batch(batch) if batch_full else None
 
-        for episode in pool:
+        for episode in ready_episodes:
             self.buffer.take(episode, batch.step)
-            self.taken[episode.uid] = episode
+            self.planned_episodes[episode.uid] = episode
             group = self.buffer.live[episode.group]
             if group.id not in self.baselines:
                 self.baselines[group.id] = Baseline.of(group, self.buffer.episodes)
             if group.step == batch.step and not group.filtered:  # a late member does not count its group
                 batch.groups.add(group.id)
 
-        batch.micros.append([episode.uid for episode in pool])
-        self._dirty.add(batch.step)
+        batch.micros.append([episode.uid for episode in ready_episodes])
+        self._changed_steps.add(batch.step)
         return batch.micros[-1]
 
-    def _next(self, batch: Batch, ranks: int, most: float) -> tuple[list[EpisodeRecord], set[int], bool]:
+    def _select_ready(self, batch: Batch, ranks: int, token_limit: float) -> tuple[list[EpisodeRecord], set[int], bool]:
         """Find what is ready, up to so many tokens, once it is enough or nothing more can enter the batch;
         its new groups; and whether the batch is full with them. Late members that are not enough by
         themselves are left to the next batch, if there is one."""
-        places = places_of(self.buffer)
-        pool, groups = self._pool(batch, places, most)
+        slots = places_of(self.buffer)
+        ready_episodes, new_groups = self._collect_ready(batch, slots, token_limit)
 
-        size = self.buffer.config.groups_per_batch
-        full = len(batch.groups | groups) >= size
-        full = full or self._last(batch, groups) or (self._capped and places.may_close)
+        groups_per_batch = self.buffer.config.groups_per_batch
+        batch_full = len(batch.groups | new_groups) >= groups_per_batch
+        batch_full = batch_full or self._is_last_batch(batch, new_groups) or (self._refill_limit_reached and slots.may_close)
 
-        enough = self._enough(pool, groups, ranks)
-        ends = self.buffer.prompts.over or batch.step + 1 >= self.buffer.total_groups // size
-        waits = not (enough or ends) and all(self._may_wait(episode, batch.step) for episode in pool)
+        worth_training = self._worth_training(ready_episodes, new_groups, ranks)
+        last_chance = self.buffer.prompts.over or batch.step + 1 >= self.buffer.total_groups // groups_per_batch
+        leave_to_next = not (worth_training or last_chance) and all(self._may_wait(episode, batch.step) for episode in ready_episodes)
 
-        return ([] if waits or not (enough or full) else pool), groups, full
+        return ([] if leave_to_next or not (worth_training or batch_full) else ready_episodes), new_groups, batch_full
 
     def _may_wait(self, episode: EpisodeRecord, step: int) -> bool:
         """True for a late member of a group that was taken or filtered, if none of its tokens is over the
         bound in the next batch."""
         group = self.buffer.live[episode.group]
-        late = (group.step >= 0 or group.filtered) and episode.member not in group.baseline
-        return late and episode.oldest > step - self.buffer.config.max_staleness
+        is_late = (group.step >= 0 or group.filtered) and episode.member not in group.baseline
+        return is_late and episode.oldest > step - self.buffer.config.max_staleness
 
-    def _enough(self, pool: Sequence[EpisodeRecord], groups: set[int], ranks: int) -> bool:
+    def _worth_training(self, ready_episodes: Sequence[EpisodeRecord], new_groups: set[int], ranks: int) -> bool:
         """The trainer waits, so it is given what is ready, if that is a full micro-batch for each rank; or
         MIN_SHARE_OF_GROUPS of the batch's, new ones, with MIN_FILL of those tokens. A smaller one would be
         mostly costs that do not depend on its tokens (gathering weights, launching kernels).
@@ -210,49 +210,49 @@ class Batches:
         Of 8 groups of 1,000 tokens each, with micro_batch_tokens 8192: 3 ready ones are trained at once, as
         3,000 > 8192 * MIN_FILL; with two ranks 5, as each gets half of them.
         """
-        share = len(groups) >= MIN_SHARE_OF_GROUPS * self.buffer.config.groups_per_batch
-        least = (MIN_FILL if share else 1) * self.micro_tokens * ranks
-        return self._tokens(pool) >= least
+        many_groups = len(new_groups) >= MIN_GROUP_FRACTION * self.buffer.config.groups_per_batch
+        min_tokens = (MIN_TOKEN_FRACTION if many_groups else 1) * self.micro_batch_tokens * ranks
+        return self._count_tokens(ready_episodes) >= min_tokens
 
-    def _tokens(self, episodes: Sequence[EpisodeRecord]) -> int:
+    def _count_tokens(self, episodes: Sequence[EpisodeRecord]) -> int:
         """Estimate what ranks compute: the prompt of a group once, where its members share it."""
         tokens = sum(episode.tokens for episode in episodes)
         if self.packing == "tree":
-            prompts = {episode.group: episode.stats.prompt for episode in episodes}
-            tokens += sum(prompts.values()) - sum(episode.stats.prompt for episode in episodes)
+            prompt_tokens = {episode.group: episode.stats.prompt for episode in episodes}
+            tokens += sum(prompt_tokens.values()) - sum(episode.stats.prompt for episode in episodes)
         return tokens
 
-    def _close(self, batch: Batch) -> list[str] | None:
+    def _close_batch(self, batch: Batch) -> list[str] | None:
         """Nothing more will be added. An empty batch is not closed: it would be a step without data."""
         if not batch.planned:
             return None
 
         batch.closed = True
         self.buffer.closed = batch.step
-        self._dirty.add(batch.step)
+        self._changed_steps.add(batch.step)
         return []
 
-    def _last(self, batch: Batch, groups: set[int]) -> bool:
+    def _is_last_batch(self, batch: Batch, new_groups: set[int]) -> bool:
         """The data is over, and nothing but these groups can become ready: late members, too, are waited for,
         or each would be a batch. One that has begun is then trained short; another only with `flush`."""
         tally = self.buffer.tally
-        under_way = tally.groups[State.PENDING] | tally.groups[State.RUNNING]
+        unfinished_groups = tally.groups[State.PENDING] | tally.groups[State.RUNNING]
         return (
-            (self.flush or bool(batch.planned))
+            (self.flush_at_end or bool(batch.planned))
             and self.buffer.prompts.over
-            and not under_way
-            and tally.untaken <= groups
+            and not unfinished_groups
+            and tally.untaken <= new_groups
         )
 
     def drop_remainder(self) -> list[EpisodeRecord]:
         """The data is over: give up the groups that cannot fill a batch any more. Returns those running."""
-        begun = bool(self.batches.get(self.committed, Batch(self.committed)).planned)
-        if begun or len(self.buffer.tally.untaken) >= self.buffer.config.groups_per_batch:
+        has_begun = bool(self.batches.get(self.committed, Batch(self.committed)).planned)
+        if has_begun or len(self.buffer.tally.untaken) >= self.buffer.config.groups_per_batch:
             return []
         return self.buffer.drop_all(DropReason.END_OF_DATA)
 
     @property
-    def _capped(self) -> bool:
+    def _refill_limit_reached(self) -> bool:
         """`max_refill` is reached: so many groups were filtered that the batch is trained short."""
         config = self.buffer.config
         return self.buffer.refills >= config.max_refill * config.groups_per_batch
@@ -269,110 +269,110 @@ class Batches:
 
     # -- what may be taken ---------------------------------------------------------------------------
 
-    def _pool(self, batch: Batch, places: Places, tokens: float) -> tuple[list[EpisodeRecord], set[int]]:
+    def _collect_ready(self, batch: Batch, slots: Places, token_limit: float) -> tuple[list[EpisodeRecord], set[int]]:
         """Ready trajectories that may enter the batch now, oldest group first, up to so many tokens; and
         their new groups, which take their `places`."""
-        pool: list[EpisodeRecord] = []
-        new: set[int] = set()
+        ready_episodes: list[EpisodeRecord] = []
+        new_groups: set[int] = set()
 
         for group in [self.buffer.live[number] for number in sorted(self.buffer.tally.groups[State.READY])]:
-            ready = self._usable(group, batch.step)
-            if not ready:
+            usable_members = self._usable_members(group, batch.step)
+            if not usable_members:
                 continue
 
             if group.step < 0 and not group.filtered:  # late members need no room
-                floor = floor_of(self.buffer, group)
-                if not places.may_take(floor):
+                oldest_version = floor_of(self.buffer, group)
+                if not slots.may_take(oldest_version):
                     continue
-                places.take(floor)
-                new.add(group.id)
+                slots.take(oldest_version)
+                new_groups.add(group.id)
 
-            pool += ready
-            tokens -= self._tokens(ready)
-            if tokens <= 0:
+            ready_episodes += usable_members
+            token_limit -= self._count_tokens(usable_members)
+            if token_limit <= 0:
                 break
 
-        return pool, new
+        return ready_episodes, new_groups
 
-    def _usable(self, group: GroupRecord, step: int) -> list[EpisodeRecord]:
+    def _usable_members(self, group: GroupRecord, step: int) -> list[EpisodeRecord]:
         """The ready members of a group; under on_stale=drop the stale ones are dropped here."""
-        ready = [episode for episode in self.buffer.members(group) if episode.state is State.READY]
+        ready_members = [episode for episode in self.buffer.members(group) if episode.state is State.READY]
         if self.buffer.config.on_stale != "drop":
-            return ready
+            return ready_members
 
-        bound = step - self.buffer.config.max_staleness
-        for episode in [episode for episode in ready if 0 <= episode.oldest < bound]:
-            ready.remove(episode)
+        min_version = step - self.buffer.config.max_staleness
+        for episode in [episode for episode in ready_members if 0 <= episode.oldest < min_version]:
+            ready_members.remove(episode)
             self.buffer.drop(episode, DropReason.STALE)
 
-        return ready
+        return ready_members
 
     # -- commit, rollback, retention -----------------------------------------------------------------
 
-    def commit(self, step: int, trained: Collection[str]) -> None:
+    def commit(self, step: int, trained_uids: Collection[str]) -> None:
         """Batch number `step` (1-based) was applied, perhaps again by a restarted trainer. What it has not
         trained of the plan, as its payload could not be read, is dropped by name. ProtocolError when that is
         more than the plan goes on without, or when others were trained."""
         batch = self.batches[step - 1]
-        if odd := set(trained).symmetric_difference(batch.uids) - batch.lost:
-            raise ProtocolError(f"commit of step {step} does not fit its plan: {' '.join(sorted(odd))}")
+        if mismatched_uids := set(trained_uids).symmetric_difference(batch.uids) - batch.lost:
+            raise ProtocolError(f"commit of step {step} does not fit its plan: {' '.join(sorted(mismatched_uids))}")
 
         if batch.lost:
-            batch.lost.difference_update(trained)
-            self._dirty.add(batch.step)
+            batch.lost.difference_update(trained_uids)
+            self._changed_steps.add(batch.step)
 
-        self.buffer.trained([self.taken[uid] for uid in batch.uids if self.taken[uid].state is State.TAKEN])
+        self.buffer.trained([self.planned_episodes[uid] for uid in batch.uids if self.planned_episodes[uid].state is State.TAKEN])
         for uid in batch.lost:
-            self.buffer.lose(self.taken[uid])
+            self.buffer.lose(self.planned_episodes[uid])
 
         if step > self.committed:
             self.buffer.commit(step)
 
-    def leave_out(self, reason: DropReason) -> list[EpisodeRecord]:
+    def leave_out_batch(self, reason: DropReason) -> list[EpisodeRecord]:
         """Drop what the batch under way has taken, and the rest of its groups, which could be a part of no
         other; the step gets another batch. Returns what was running."""
         step = self.committed
         for uid in self.batches[step].planned:
-            self.buffer.drop(self.taken[uid], reason)
+            self.buffer.drop(self.planned_episodes[uid], reason)
 
-        groups = [self.buffer.live[number] for number in self.buffer.tally.steps[step]]  # of late members
-        running = [episode for group in groups for episode in self.buffer.drop_group(group, reason)]
+        taken_groups = [self.buffer.live[number] for number in self.buffer.tally.steps[step]]  # of late members
+        running_episodes = [episode for group in taken_groups for episode in self.buffer.drop_group(group, reason)]
 
-        self._forget([step])
+        self._forget_plans([step])
         self.batches[step] = Batch(step)  # written over the plan in the store
-        self._dirty.add(step)
+        self._changed_steps.add(step)
         self.buffer.closed = step - 1
 
-        return running
+        return running_episodes
 
     def mark_lost(self, step: int, uid: str) -> None:
         """The payload of a planned trajectory cannot be read: the plan goes on without it. A rank may hold it
         already, though, and the answer have been another coordinator's: the commit tells."""
         self.batches[step].lost.add(uid)
-        self._dirty.add(step)
+        self._changed_steps.add(step)
 
     def skip_to(self, step: int) -> None:
         """Batches up to `step` were committed, as others know. Their plans are not needed any more, and what
         is still taken by them was lost."""
-        gone = [number for number in self.batches if self.committed <= number < step]
-        for episode in [self.taken[uid] for number in gone for uid in self.batches[number].planned]:
+        skipped_steps = [number for number in self.batches if self.committed <= number < step]
+        for episode in [self.planned_episodes[uid] for number in skipped_steps for uid in self.batches[number].planned]:
             if episode.state is State.TAKEN:
                 self.buffer.lose(episode)
 
-        self._forget(gone)
+        self._forget_plans(skipped_steps)
         self.buffer.commit(step)
 
     def retain(self, step: int) -> list[str]:
         """A checkpoint covers the first `step` batches: forget their plans. Returns their uids."""
-        return self._forget(list(takewhile(lambda number: number < step, self.batches)))
+        return self._forget_plans(list(takewhile(lambda number: number < step, self.batches)))
 
-    def _forget(self, gone: list[int]) -> list[str]:
-        batches = [self.batches.pop(number) for number in gone]
-        self._dirty -= set(gone)
-        forgotten = [self.taken.pop(uid, None) for batch in batches for uid in batch.planned]
+    def _forget_plans(self, steps: list[int]) -> list[str]:
+        forgotten_batches = [self.batches.pop(number) for number in steps]
+        self._changed_steps -= set(steps)
+        forgotten_episodes = [self.planned_episodes.pop(uid, None) for batch in forgotten_batches for uid in batch.planned]
 
-        for group in {episode.group for episode in forgotten if episode is not None}:
-            if not any(f"{group}.{member}" in self.taken for member in range(self.buffer.group_size)):
+        for group in {episode.group for episode in forgotten_episodes if episode is not None}:
+            if not any(f"{group}.{member}" in self.planned_episodes for member in range(self.buffer.group_size)):
                 self.baselines.pop(group, None)
 
-        return [uid for batch in batches for uid in batch.uids]
+        return [uid for batch in forgotten_batches for uid in batch.uids]

@@ -30,27 +30,27 @@ class Crossings:
     """Counts tokens when they go over the bound, once each: when a batch has masked them, or while their
     episode or group still runs. `buffer`: its `waiting_tokens` are those that no batch may take yet."""
 
-    def __init__(self, buffer: ReplayBuffer, bound: int) -> None:
+    def __init__(self, buffer: ReplayBuffer, max_staleness: int) -> None:
         self._buffer = buffer
-        self._commits = deque([-math.inf] * (bound + 1), bound + 1)  # times of the newest
-        self._counted = 0.0  # tokens that are ready, and were counted while they waited
+        self._commit_times = deque([-math.inf] * (max_staleness + 1), max_staleness + 1)  # times of the newest
+        self._counted_tokens = 0.0  # tokens that are ready, and were counted while they waited
 
-    def committed(self, masked: float, tokens: float, now: float) -> float:
+    def committed(self, masked_fraction: float, model_tokens: float, now: float) -> float:
         """Return what went over the bound since the last commit, as a share of this batch. The batch has so
         many model tokens, of which the share `masked` was masked. What was sampled before the first of the
         newest bound + 1 commits, with this one, is over the bound from now on."""
-        last = self._commits[-1]
-        before = self._commits[0]
-        self._commits.append(now)
+        last_commit = self._commit_times[-1]
+        oldest_commit = self._commit_times[0]
+        self._commit_times.append(now)
 
-        waiting = self._buffer.waiting_tokens
-        self._counted += waiting.ended(last, before)
-        crossed = waiting.older(self._commits[0]) - waiting.older(before)
+        waiting_tokens = self._buffer.waiting_tokens
+        self._counted_tokens += waiting_tokens.ended(last_commit, oldest_commit)
+        newly_crossed = waiting_tokens.older(self._commit_times[0]) - waiting_tokens.older(oldest_commit)
 
-        again = min(self._counted, masked * tokens)
-        self._counted = (self._counted - again) / 2  # some of them are dropped, and no batch masks these
+        counted_before = min(self._counted_tokens, masked_fraction * model_tokens)
+        self._counted_tokens = (self._counted_tokens - counted_before) / 2  # some of them are dropped, and no batch masks these
 
-        return (masked * tokens - again + crossed) / max(1.0, tokens)
+        return (masked_fraction * model_tokens - counted_before + newly_crossed) / max(1.0, model_tokens)
 
 
 class FlowControl:
@@ -62,36 +62,36 @@ class FlowControl:
     """
 
     def __init__(self, config: BufferConfig) -> None:
-        self.groups = config.groups_per_batch
-        self.most = config.max_live_groups
-        self.level = self.first = (1 + config.target) * self.groups
-        self.quick = config.max_staleness * self.groups / QUICK  # L groups live for L / G steps on average
-        self._measured = False
+        self.groups_per_batch = config.groups_per_batch
+        self.max_level = config.max_live_groups
+        self.level = self.first_level = (1 + config.target) * self.groups_per_batch
+        self.quick_level = config.max_staleness * self.groups_per_batch / QUICK  # L groups live for L / G steps on average
+        self._stale_measured = False
 
     @property
     def limit(self) -> int:
         return round(self.level)
 
-    def spare(self, outside: float) -> int:
+    def spare(self, waiting_fraction: float) -> int:
         """Return how many groups a run may issue beyond those that it trains: what `update` has added to the
         live ones, if `outside`, the share of their time in which episodes wait for tools, is not small."""
-        return max(0, round(self.level - self.first)) if outside >= WAITING else 0
+        return max(0, round(self.level - self.first_level)) if waiting_fraction >= WAITING else 0
 
-    def update(self, shares: Iterable[tuple[float, float]], grows: bool, waits: float) -> None:
+    def update(self, measured_fractions: Iterable[tuple[float, float]], may_grow: bool, idle_waiting: float) -> None:
         """Obey the tightest of (measured share, its budget). `grows`: more live groups would be of use, as
         the trainer idles and the limit is reached; engines, slots and memory still have room then. `waits`,
         w in the docs: the share of the step in which the trainer idled, times the share of their time in
         which the episodes that landed in it waited for tools and rewards."""
-        used = max(share / budget for share, budget in shares)
-        self._measured |= used > 0
+        budget_use = max(share / budget for share, budget in measured_fractions)
+        self._stale_measured |= budget_use > 0
 
-        step = (GAIN if self._measured else FIRST_GAIN) * (1 - used)
-        if not self._measured and self.level < self.quick:
-            step += QUICK_GAIN * waits
+        log_change = (GAIN if self._stale_measured else FIRST_GAIN) * (1 - budget_use)
+        if not self._stale_measured and self.level < self.quick_level:
+            log_change += QUICK_GAIN * idle_waiting
 
-        if step < 0 or grows:
-            level = self.level * math.exp(max(step, -MOST))
-            self.level = min(max(level, self.groups), self.most)
+        if log_change < 0 or may_grow:
+            new_level = self.level * math.exp(max(log_change, -MOST))
+            self.level = min(max(new_level, self.groups_per_batch), self.max_level)
 
 
 class KvCap:
@@ -104,49 +104,49 @@ class KvCap:
         ahead: usual staleness, in batches: the cap is never more than (1 + ahead) * groups.
     """
 
-    def __init__(self, groups: int, ahead: int) -> None:
-        self.groups = groups
-        self.most = (1 + ahead) * groups
-        self.level = float(self.most)
-        self.retracted = 0  # requests of which a server took the KV memory away
-        self._uses: defaultdict[str, tuple[float, int]] = defaultdict(lambda: (0.0, 0))  # sum, count
-        self._wait = 0  # commits until what is read shows the last change
+    def __init__(self, groups_per_batch: int, usual_staleness: int) -> None:
+        self.groups_per_batch = groups_per_batch
+        self.max_level = (1 + usual_staleness) * groups_per_batch
+        self.level = float(self.max_level)
+        self.retracted_requests = 0  # requests of which a server took the KV memory away
+        self._use_sums: defaultdict[str, tuple[float, int]] = defaultdict(lambda: (0.0, 0))  # sum, count
+        self._commits_to_wait = 0  # commits until what is read shows the last change
 
     @property
     def limit(self) -> int:
         return int(self.level)
 
     @property
-    def use(self) -> float | None:
+    def mean_use(self) -> float | None:
         """Return the mean reading of the fullest server; None: nothing was read."""
-        return max((total / count for total, count in self._uses.values()), default=None)
+        return max((total / count for total, count in self._use_sums.values()), default=None)
 
-    def read(self, server: str, use: float) -> None:
+    def note_use(self, server: str, use: float) -> None:
         """Note a server's share of KV memory in use, in [0, 1]."""
-        total, count = self._uses[server]
-        self._uses[server] = total + use, count + 1
+        use_sum, reading_count = self._use_sums[server]
+        self._use_sums[server] = use_sum + use, reading_count + 1
 
-    def update(self, live: int, counts: bool = True) -> None:
+    def update_cap(self, live_groups: int, plain_step: bool = True) -> None:
         """Move the limit after a commit, before which `live` groups were live. `counts`: what was read since
         the last commit is of a plain step, not of a validation."""
-        use = self.use
-        retracted = self.retracted
+        mean_use = self.mean_use
+        retracted_requests = self.retracted_requests
 
-        self._uses.clear()
-        self.retracted = 0
+        self._use_sums.clear()
+        self.retracted_requests = 0
 
-        self._wait -= 1
-        if self._wait >= 0 or not counts:
+        self._commits_to_wait -= 1
+        if self._commits_to_wait >= 0 or not plain_step:
             return
 
-        before = self.level
-        if retracted or (use is not None and use > HIGH):
-            self.level = max(self.groups, min(before, live) / FACTOR)
-        elif use is not None and use < LOW:
-            self.level = min(self.most, before * FACTOR)
+        old_level = self.level
+        if retracted_requests or (mean_use is not None and mean_use > HIGH):
+            self.level = max(self.groups_per_batch, min(old_level, live_groups) / FACTOR)
+        elif mean_use is not None and mean_use < LOW:
+            self.level = min(self.max_level, old_level * FACTOR)
 
-        if self.level != before:
-            self._wait = -(-self.limit // self.groups)  # the steps for which a group is live
+        if self.level != old_level:
+            self._commits_to_wait = -(-self.limit // self.groups_per_batch)  # the steps for which a group is live
 
 
 # -- flow control in the run -------------------------------------------------------------------------------
@@ -161,23 +161,23 @@ class LiveLimit:
     number: flow control, within what the servers' memory holds. A restarted coordinator begins anew."""
 
     def __init__(self, config: RunConfig, buffer: ReplayBuffer) -> None:
-        section = config.buffer
+        buffer_config = config.buffer
         self.buffer = buffer
-        self.adapts = section.target_staleness == "auto"
-        self.budget = section.stale_budget
-        self.control = FlowControl(section)
-        self.kv = KvCap(section.groups_per_batch, section.usual_staleness)
+        self.adapts = buffer_config.target_staleness == "auto"
+        self.budget = buffer_config.stale_budget
+        self.control = FlowControl(buffer_config)
+        self.kv = KvCap(buffer_config.groups_per_batch, buffer_config.usual_staleness)
 
         self._servers = config.engine.remote
         # With shifts the trainer waits for theirs in any case: then more live groups are of use to engines.
         self._waits = ROLLOUT_IDLE if config.shifts else TRAINER_IDLE
-        self.crossings = Crossings(buffer, section.max_staleness)
+        self.crossings = Crossings(buffer, buffer_config.max_staleness)
         self._crossed = 0.0  # share of tokens that went over the bound and that the control does not know yet
         self._idle = 0.0  # share of a step that the trainer waited, as last known
         self._engines: frozenset[str] = frozenset()
 
     def committed(
-        self, row: Mapping[str, float], taken: int, engines: Collection[str], validating: bool, now: float
+        self, metrics: Mapping[str, float], taken_groups: int, engines: Collection[str], validating: bool, now: float
     ) -> None:
         """Move the limit after a commit, whose step has taken so many new groups; `row` has its metrics. The
         limit does not change after a step that ends in a validation, or that has other engines than the one
@@ -186,19 +186,19 @@ class LiveLimit:
         self._engines = frozenset(engines)
         plain = same and not validating
 
-        live = self.buffer.tally.open(self.buffer.committed) + taken  # before the commit
-        self.kv.update(live, plain)
+        live = self.buffer.tally.open(self.buffer.committed) + taken_groups  # before the commit
+        self.kv.update_cap(live, plain)
 
-        self._idle = row.get(self._waits, self._idle)  # it comes with heartbeats
-        masked = row.get("staleness/masked_token_frac", 0.0)
-        tokens = row.get("trainer/model_tokens", 0.0)
+        self._idle = metrics.get(self._waits, self._idle)  # it comes with heartbeats
+        masked = metrics.get("staleness/masked_token_frac", 0.0)
+        tokens = metrics.get("trainer/model_tokens", 0.0)
         self._crossed += self.crossings.committed(masked, tokens, now)
 
         if self.adapts:
             if plain:
                 grows = self._idle >= BUSY and live >= self.control.limit
-                outside = row.get("timing_s/tools/mean", 0.0) + row.get("timing_s/reward/mean", 0.0)
-                outside /= max(1e-9, outside, row.get("timing_s/episode/mean", 0.0))
+                outside = metrics.get("timing_s/tools/mean", 0.0) + metrics.get("timing_s/reward/mean", 0.0)
+                outside /= max(1e-9, outside, metrics.get("timing_s/episode/mean", 0.0))
                 self.control.update([(self._crossed, self.budget)], grows, self._idle * outside)
                 self.buffer.spare = self.control.spare(outside)
                 self._crossed = 0.0
@@ -208,5 +208,5 @@ class LiveLimit:
     def gauges(self) -> dict[str, float]:
         found = {"async/live_limit": float(self.buffer.max_live)}
         if self._servers:
-            found["rollout/retractions"] = float(self.kv.retracted)
-        return found if self.kv.use is None else found | {"rollout/kv_use": self.kv.use}
+            found["rollout/retractions"] = float(self.kv.retracted_requests)
+        return found if self.kv.mean_use is None else found | {"rollout/kv_use": self.kv.mean_use}

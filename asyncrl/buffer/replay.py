@@ -138,7 +138,7 @@ class ReplayBuffer:
         self.left = Counter(left)
 
         for group in self.live.values():
-            self.cohorts.exclude(group.issued_step)
+            self.cohorts.exclude_step(group.issued_step)
             self.deadlines.restore(group, now)
             self.tally.join(group, [self.episodes[uid] for uid in group.members])
 
@@ -188,7 +188,7 @@ class ReplayBuffer:
         self.tally.join(group, [self.episodes[uid] for uid in members])
         self.next_group = number + 1
         self.prompts.cursor = position + 1
-        self.cohorts.issued(step)
+        self.cohorts.add_group(step)
 
         return group
 
@@ -222,7 +222,7 @@ class ReplayBuffer:
         self.move(episode, State.LANDED)
 
         if not episode.greedy:
-            self.cohorts.landed(group.issued_step, episode)
+            self.cohorts.add_landed(group.issued_step, episode)
         self._end(group, now)
 
         if group.settled:
@@ -401,7 +401,7 @@ class ReplayBuffer:
 
     def trained(self, episodes: Sequence[EpisodeRecord]) -> None:
         for episode in episodes:
-            self.cohorts.trained(self.live[episode.group].issued_step, episode)
+            self.cohorts.add_trained(self.live[episode.group].issued_step, episode)
             self._set_state(episode, State.TRAINED)
 
         for number in {episode.group for episode in episodes}:
@@ -442,7 +442,7 @@ class ReplayBuffer:
         del self.live[group.id]
         self.deadlines.forget(group)
         self._dirty_groups[group.id] = group  # written as over
-        self.cohorts.over(group.issued_step)
+        self.cohorts.close_group(group.issued_step)
         self.tally.leave(group)
         self.floors.pop(group.id, None)
 

@@ -257,7 +257,7 @@ class EngineHandler:
         keeper.beat = message
         if message.kv_use is not None:
             self.state.versions.engines[peer].kv_use = message.kv_use
-            self.state.live_limit.kv.read(keeper.name, message.kv_use)
+            self.state.live_limit.kv.note_use(keeper.name, message.kv_use)
 
         if message.starting:  # a keeper whose server does not start in time ends by itself
             self.state.liveness.alive(now)
@@ -327,7 +327,7 @@ class EngineHandler:
                 for name in COUNTS:
                     if more := getattr(use, name) - getattr(had, name):
                         totals[name] += more
-                self.state.live_limit.kv.retracted += use.retracted - had.retracted
+                self.state.live_limit.kv.retracted_requests += use.retracted - had.retracted
 
     def gauges(self) -> dict[str, float]:
         """Metrics per server: what it has done for the workers, and its newest update; and the share of all

@@ -31,7 +31,7 @@ def recover(state: RunState, step: int, now: float) -> None:
     with ProtocolError.instead_of(CheckpointError, text=refusal, advice=ADVICE):
         manifests = checkpoints.lineage(step, known)
 
-    state.buffer.cohorts.exclude(known)
+    state.buffer.cohorts.exclude_step(known)
     trained = [uid for manifest in manifests for uid in manifest.trained]
     before = state.buffer.counts()[State.TRAINED]
     _set_trained(state, trained, step, now)

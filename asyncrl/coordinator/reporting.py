@@ -288,7 +288,7 @@ class Reporter:
         before = self._settled
         self._settled = now
         settled = (now - before).total()
-        row = state.buffer.cohorts.take(before=step)
+        row = state.buffer.cohorts.pop_gaps(before_step=step)
 
         if settled:
             filtered = now[State.FILTERED] - before[State.FILTERED]

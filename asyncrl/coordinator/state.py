@@ -196,7 +196,7 @@ class RunState:
             self.store.put_meta(ABANDONED, str(self.buffer.abandoned_tokens))
             self.store.put_meta(REASONS, msgspec.json.encode(self.buffer.reasons).decode())
 
-        self.store.put_batches(self.batches.changes())
+        self.store.put_batches(self.batches.pop_changes())
         self.held_out.put_changes()
 
         for episode in (*episodes, *moved):
@@ -323,7 +323,7 @@ def restore(config: RunConfig, store: RunStore, buffer: ReplayBuffer, batches: B
     buffer.abandoned_tokens = int(store.read.meta(ABANDONED, "0"))
     buffer.reasons.update(msgspec.json.decode(store.read.meta(REASONS, "{}"), type=dict[str, int]))
 
-    batches.restore(held.batches, held.taken, held.baselines)
+    batches.restore_plans(held.batches, held.taken, held.baselines)
 
 
 def _new_buffer(config: RunConfig, prompts: Prompts) -> ReplayBuffer:

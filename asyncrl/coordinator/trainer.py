@@ -291,7 +291,7 @@ class TrainerHandler:
             )
 
         log.warning("%s; left out: %s", message.detail, " ".join(batch.uids))
-        return self.state.batches.leave_out(DropReason.SPIKE)
+        return self.state.batches.leave_out_batch(DropReason.SPIKE)
 
     def publish(self, message: trainer.Published, now: float) -> None:
         state = self.state
@@ -473,7 +473,7 @@ class TrainerHandler:
         if not uids:
             return plan("step", plan_hash=batch.plan_hash)
 
-        episodes = map(batches.taken.__getitem__, uids)  # the lost ones, too: ranks deal the others as before
+        episodes = map(batches.planned_episodes.__getitem__, uids)  # the lost ones, too: ranks deal the others as before
         warmth = state.config.rollout.temperature
         return plan(
             "work",
@@ -492,7 +492,7 @@ class TrainerHandler:
         lost = list[str]()
         frames = list[bytes]()
         for uid in message.uids:
-            turns = [] if uid in batch.lost else state.payloads(state.batches.taken[uid])
+            turns = [] if uid in batch.lost else state.payloads(state.batches.planned_episodes[uid])
             if not turns:
                 state.batches.mark_lost(message.step, uid)
                 lost.append(uid)

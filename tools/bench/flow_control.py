@@ -324,7 +324,7 @@ def _ending(job: tuple[str, int, bool, int]) -> tuple[float, float, float, float
     size = run.buffer.config.groups_per_batch
     run.buffer.total_groups = steps * size
     if not spares:
-        run.control.first = run.control.most
+        run.control.first_level = run.control.max_level
     done = run.run(steps)
     found = Figures.of(done, one.batch)
     return (

@@ -283,7 +283,7 @@ class Learning(Simulation):
         work = []
         heat = self.config.rollout.temperature
         for uid in self.batches.batches[self.buffer.committed].micros[-1]:
-            episode = self.batches.taken[uid]
+            episode = self.batches.planned_episodes[uid]
             planned = PlannedTrajectory.of(episode, self.batches.baselines[episode.group], heat)
             work.append((planned, self.landed.pop(uid)))
         self.learner.accumulate(work)

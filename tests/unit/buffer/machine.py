@@ -31,7 +31,7 @@ def make(
     )
     prompts = Prompts(rows, lambda epoch: shuffled(range(rows), f"0/{epoch}"), epochs)
     buffer = ReplayBuffer(config, prompts, total_groups, retries=1, group_bytes=1, greedy=greedy, reads=reads)
-    return buffer, Batches(buffer, micro_tokens=1 << 20, flush=True)
+    return buffer, Batches(buffer, micro_batch_tokens=1 << 20, flush=True)
 
 
 def admit(buffer: ReplayBuffer, groups: int, step: int = 0) -> None:

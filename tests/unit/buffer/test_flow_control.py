@@ -111,7 +111,7 @@ def test_it_stays_within_its_limits_and_moves_only_for_a_reason(
         before = control.level
         control.update([(share, BUDGET)], grows, waits)
         slow.update([(share, BUDGET)], grows, 0.0)
-        assert groups <= slow.level <= control.level <= control.most
+        assert groups <= slow.level <= control.level <= control.max_level
         assert control.level <= before or (grows and share < BUDGET)
         assert control.level >= before * math.exp(-MOST)
 
@@ -186,7 +186,7 @@ def test_each_token_that_goes_over_the_bound_counts_once() -> None:
     waiting = buffer.waiting_tokens
     for uid in ("masked", "dropped"):
         waiting.begin(uid, 0.5)
-    crossings = Crossings(buffer, bound=1)
+    crossings = Crossings(buffer, max_staleness=1)
     assert [crossings.committed(0.0, 10, now) for now in (1.0, 2.0, 3.0)] == [0.0, 0.2, 0.0]
     waiting.end("masked", 3.5)
     waiting.forget("dropped")
@@ -295,9 +295,9 @@ def test_no_run_beats_the_ceiling(name: str, keys: dict[str, Any], nearest: floa
 
 def after(cap: KvCap, *uses: float, live: int = 1000, retracted: int = 0) -> float:
     for use in uses:
-        cap.read("a", use)
-    cap.retracted = retracted
-    cap.update(live)
+        cap.note_use("a", use)
+    cap.retracted_requests = retracted
+    cap.update_cap(live)
     return cap.level
 
 
@@ -305,7 +305,7 @@ def test_the_example_of_the_docs() -> None:
     """G = 8, η = 4: 40 groups at most. 30 are live and fill a cache: 24, for the next 3 steps at least."""
     cap = KvCap(8, 4)
     assert (after(cap), after(cap, 0.1), cap.limit) == (40, 40, 40)
-    cap.read("b", 0.3)
+    cap.note_use("b", 0.3)
     assert after(cap, 0.9, 1.0, live=30) == 24
     assert [after(cap, 0.9) for _ in range(4)] == [24, 24, 24, 19.2]
     assert [after(cap, 0.5) for _ in range(4)] == [19.2, 19.2, 19.2, 24]
@@ -333,16 +333,16 @@ def test_readings_without_a_commit_take_no_memory() -> None:
     """The trainer may be away for hours."""
     cap = KvCap(8, 4)
     for number in range(1000):
-        cap.read("a", number % 2)
-    assert cap.use == 0.5 and len(msgspec.msgpack.encode(dict(cap._uses))) < 20
+        cap.note_use("a", number % 2)
+    assert cap.mean_use == 0.5 and len(msgspec.msgpack.encode(dict(cap._use_sums))) < 20
 
 
 def test_what_is_read_during_a_validation_is_forgotten() -> None:
     cap = KvCap(8, 4)
-    cap.read("a", 1.0)
-    cap.retracted = 3
-    cap.update(40, counts=False)
-    assert after(cap) == 40 and (cap.use, cap.retracted) == (None, 0)
+    cap.note_use("a", 1.0)
+    cap.retracted_requests = 3
+    cap.update_cap(40, plain_step=False)
+    assert after(cap) == 40 and (cap.mean_use, cap.retracted_requests) == (None, 0)
 
 
 @given(
@@ -485,8 +485,8 @@ def test_servers_without_room_lower_it() -> None:
     step(limit)
     assert "rollout/kv_use" not in limit.gauges()
     for server, use in (("a", 0.8), ("b", 0.2), ("a", 1.0)):
-        limit.kv.read(server, use)
-    limit.kv.retracted = 2
+        limit.kv.note_use(server, use)
+    limit.kv.retracted_requests = 2
     found = limit.gauges()
     assert (found["rollout/kv_use"], found["rollout/retractions"]) == (pytest.approx(0.9), 2)
     limit.control.level = 20.0
@@ -499,7 +499,7 @@ def test_servers_without_room_lower_it() -> None:
 
 def test_a_number_stays_and_the_default_adapts() -> None:
     limit = limit_of(buffer__target_staleness=1)
-    limit.kv.read("a", 1.0)
+    limit.kv.note_use("a", 1.0)
     for _ in range(3):
         step(limit)
     assert limit.buffer.live_limit == 8

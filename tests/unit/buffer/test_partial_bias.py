@@ -51,7 +51,7 @@ def ours(arms: Arms, times: tuple[float, ...], filtering: bool) -> Trained:
         filter_zero_variance=filtering,
         max_staleness=2 * MEMBERS,
     )
-    batches.micro_tokens = 1  # what is ready is enough
+    batches.micro_batch_tokens = 1  # what is ready is enough
     admit(buffer, 1)
     for member in range(MEMBERS):
         run(buffer, f"0.{member}")
@@ -60,7 +60,7 @@ def ours(arms: Arms, times: tuple[float, ...], filtering: bool) -> Trained:
     def take() -> None:
         while buffer.flow().ready:
             for uid in batches.plan(0, len(batches.batches[0].micros) if batches.batches else 0, 1) or ():
-                own = batches.taken[uid]
+                own = batches.planned_episodes[uid]
                 group = batches.baselines[0]
                 trained.append((own.member, given(own.result, *group.siblings(own))))
 

@@ -97,7 +97,7 @@ def test_where_too_few_land_in_time_the_first_two_are_compared_and_later_ones_wi
     train(batches, 0)
     (baseline,) = batches.baselines.values()
     rewards = {
-        member: [result.reward for result in baseline.siblings(batches.taken[f"0.{member}"])[0]]
+        member: [result.reward for result in baseline.siblings(batches.planned_episodes[f"0.{member}"])[0]]
         for member in range(4)
     }
     first, second = map(float, order[:2])
@@ -197,7 +197,7 @@ class FlowMachine(RuleBasedStateMachine):
     @rule()
     def step(self) -> None:
         """Ask for the next micro-batch; at the end of the batch, commit."""
-        short = self.batches._capped or self.buffer.prompts.over
+        short = self.batches._refill_limit_reached or self.buffer.prompts.over
         plan = self.batches.plan(self.batches.committed, self.micro, 1)
         if plan is None:
             return
@@ -286,32 +286,32 @@ def episode(reward: float, tokens: int) -> EpisodeRecord:
 def test_gaps_are_trained_minus_landed_of_the_same_cohort() -> None:
     cohorts = Cohorts()
     for step in (0, 0, 1):
-        cohorts.issued(step)
+        cohorts.add_group(step)
     for step, reward, tokens in ((0, 1.0, 10), (0, 0.0, 30), (0, 0.0, 20), (1, 5.0, 8)):
-        cohorts.landed(step, episode(reward, tokens))
-    cohorts.trained(0, episode(1.0, 10))
-    cohorts.trained(0, episode(0.0, 20))
-    cohorts.over(0)
-    assert cohorts.take(before=1) == {}  # a group of it is not over
-    cohorts.over(0)
-    assert cohorts.take(before=0) == {}  # more may be issued at this step
+        cohorts.add_landed(step, episode(reward, tokens))
+    cohorts.add_trained(0, episode(1.0, 10))
+    cohorts.add_trained(0, episode(0.0, 20))
+    cohorts.close_group(0)
+    assert cohorts.pop_gaps(before_step=1) == {}  # a group of it is not over
+    cohorts.close_group(0)
+    assert cohorts.pop_gaps(before_step=0) == {}  # more may be issued at this step
     # trained: mean reward 1/2, length 15; landed: 1/3, 20
-    found = cohorts.take(before=1)
+    found = cohorts.pop_gaps(before_step=1)
     assert abs(found["cohort/reward_gap"] - 1 / 6) < 1e-15
     assert found["cohort/length_gap"] == -5.0
-    assert cohorts.take(before=9) == {}  # reported once; of cohort 1 nothing was trained
+    assert cohorts.pop_gaps(before_step=9) == {}  # reported once; of cohort 1 nothing was trained
 
 
 def test_several_cohorts_weigh_by_what_they_trained() -> None:
     cohorts = Cohorts()
     for step, landed, trained in ((0, (1.0, 0.0), (1.0,)), (1, (1.0, 1.0, 1.0), (1.0, 1.0, 1.0))):
-        cohorts.issued(step)
+        cohorts.add_group(step)
         for reward in landed:
-            cohorts.landed(step, episode(reward, 1))
+            cohorts.add_landed(step, episode(reward, 1))
         for reward in trained:
-            cohorts.trained(step, episode(reward, 1))
-        cohorts.over(step)
-    assert cohorts.take(before=2)["cohort/reward_gap"] == (1 * 0.5 + 3 * 0.0) / 4
+            cohorts.add_trained(step, episode(reward, 1))
+        cohorts.close_group(step)
+    assert cohorts.pop_gaps(before_step=2)["cohort/reward_gap"] == (1 * 0.5 + 3 * 0.0) / 4
 
 
 def test_a_cohort_that_a_restart_cut_in_two_is_left_out() -> None:
@@ -324,10 +324,10 @@ def test_a_cohort_that_a_restart_cut_in_two_is_left_out() -> None:
     admit(again, 2, step=4)
     land_group(again, 0, 1.0, 0.0), land_group(again, 1, 1.0, 0.0)
     train(batches, 0), train(batches, 1)
-    assert again.cohorts.take(before=4) == {}
+    assert again.cohorts.pop_gaps(before_step=4) == {}
     land_group(again, 2, 1.0, 0.0), land_group(again, 3, 1.0, 1.0)  # the second is filtered
     train(batches, 2)
-    assert again.cohorts.take(before=5) == {"cohort/reward_gap": 0.5 - 0.75, "cohort/length_gap": 0.0}
+    assert again.cohorts.pop_gaps(before_step=5) == {"cohort/reward_gap": 0.5 - 0.75, "cohort/length_gap": 0.0}
 
 
 def contents(value: Any) -> Any:
@@ -375,4 +375,4 @@ def test_the_greedy_episode_is_of_no_cohort() -> None:
     land_group(buffer, 0, 1.0, 0.0)
     land(buffer, "0.2", 100.0)
     train(batches, 0)
-    assert buffer.cohorts.take(before=1) == {"cohort/reward_gap": 0.0, "cohort/length_gap": 0.0}
+    assert buffer.cohorts.pop_gaps(before_step=1) == {"cohort/reward_gap": 0.0, "cohort/length_gap": 0.0}

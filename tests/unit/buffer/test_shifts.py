@@ -110,8 +110,8 @@ class World:
         self.buffer, self.batches = make(
             rows, self.steps * keys["groups_per_batch"], epochs, greedy=random.random() < 0.2, **keys
         )
-        self.batches.micro_tokens = random.choice([10, 60, 1 << 20])
-        self.batches.flush = random.random() < 0.5
+        self.batches.micro_batch_tokens = random.choice([10, 60, 1 << 20])
+        self.batches.flush_at_end = random.random() < 0.5
         self.barrier = random.random() < 0.2  # the trainer asks for the whole batch before it computes
         self.shifts = Shifts(random.choice(["auto", 0.0, 0.5, 1.0]), 0.0, Shift.SLEEPING)
         self.slots = random.choice([1, 4, 100])
@@ -149,7 +149,7 @@ class World:
         for needed, episode in list(pending(buffer)):
             if needed <= self.version and self._running() < self.slots:
                 buffer.assign(episode, "w", 1, self.version, self.time)
-        if buffer.prompts.over and not self.batches.flush:
+        if buffer.prompts.over and not self.batches.flush_at_end:
             self.batches.drop_remainder()
         self._shift()
         if self.shifts.shift is Shift.TRAIN:

@@ -187,7 +187,7 @@ class HeldRun:
             batch = self.batches.batches.get(step)
             if (plan := self.batches.plan(step, len(batch.micros) if batch else 0, 1)) is None:
                 return
-            self.worst = max([self.worst, *(step - self.batches.taken[uid].oldest for uid in plan)])
+            self.worst = max([self.worst, *(step - self.batches.planned_episodes[uid].oldest for uid in plan)])
             if not plan:
                 self.training = True
                 self.after(self.random.uniform(0.2, 1.5), self.commit)
@@ -261,7 +261,7 @@ def test_a_group_that_starts_late_leaves_room_for_the_older_one() -> None:
     for uid in ("0.0", "0.1"):
         buffer.assign(buffer.episodes[uid], "w", 1, 0, 0.0)  # due in batch 1
     land_group(buffer, 2, 1.0, 0.0, version=1)
-    batches.micro_tokens = 40
+    batches.micro_batch_tokens = 40
     assert batches.plan(1, 0, 1) == ["2.0", "2.1"]
     assert {needed for needed, _ in pending(buffer)} == {1}  # group 1: on version 0, both would be due now
 

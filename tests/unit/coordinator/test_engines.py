@@ -382,7 +382,7 @@ def test_what_workers_had_from_each_server_is_counted(setup: EngineSetup) -> Non
     setup.handler.add_use([], [EngineUse("engine 0", requests=1, prompt_tokens=30, cached_tokens=25)])
     gauges = setup.handler.gauges()
     assert gauges["engine/0/requests"] == 5 and gauges["engine/0/cache_hit"] == 0.5
-    assert gauges["engine/0/retracted"] == 3 == setup.state.live_limit.kv.retracted
+    assert gauges["engine/0/retracted"] == 3 == setup.state.live_limit.kv.retracted_requests
     assert gauges["rollout/prefix_cache_hit"] == 0.5
     assert gauges["engine/1/requests"] == 0 and gauges["engine/1/version"] == 2
     assert gauges["async/engines"] == 2 and not any("engine/7" in name for name in gauges)
@@ -394,7 +394,7 @@ def test_the_memory_of_the_fullest_server_is_what_counts(setup: EngineSetup) -> 
         setup.beat(peer, 1.0, msgspec.structs.replace(HEALTHY, kv_use=use))
     gauges = setup.handler.gauges()
     assert (gauges["engine/0/kv_use"], gauges["engine/1/kv_use"]) == (0.3, 0.7)
-    assert setup.state.live_limit.kv.use == 0.7
+    assert setup.state.live_limit.kv.mean_use == 0.7
 
 
 def test_a_restarted_coordinator_waits_for_the_keepers_before_it_tells_of_them(setup: EngineSetup) -> None:

@@ -302,7 +302,7 @@ def test_what_is_trained_again_may_have_been_lost_since(tmp_path: Path) -> None:
     assert state.buffer.flow().trained == 1 and state.buffer.reasons["dropped/corrupt"] == 1
     audit(state)
     state.batches.retain(1)
-    assert not state.batches.taken
+    assert not state.batches.planned_episodes
 
 
 # -- a power cut between a checkpoint and the sync of the store ---------------------------------------------

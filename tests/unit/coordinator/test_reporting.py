@@ -195,11 +195,11 @@ def test_cohorts_and_retired_samples_are_reported(reporter: Reporter) -> None:
     buffer = reporter.state.buffer
     buffer.prompts.retired = {3, 4}
     episode = EpisodeRecord("0.0", 0, 0, result=EpisodeResult(1.0, 8))
-    buffer.cohorts.issued(5)
+    buffer.cohorts.add_group(5)
     for other in (episode, EpisodeRecord("0.1", 0, 1, result=EpisodeResult(0.0, 4))):
-        buffer.cohorts.landed(5, other)
-    buffer.cohorts.trained(5, episode)
-    buffer.cohorts.over(5)
+        buffer.cohorts.add_landed(5, other)
+    buffer.cohorts.add_trained(5, episode)
+    buffer.cohorts.close_group(5)
     assert "cohort/reward_gap" not in row(reporter, 5, groups=1)
     found = row(reporter, 6, groups=1)
     assert (found["cohort/reward_gap"], found["cohort/length_gap"]) == (0.5, 2.0)

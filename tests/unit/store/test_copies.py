@@ -61,8 +61,8 @@ def test_a_copy_is_all_that_a_resume_needs_and_counts_the_rest(tmp_path: Path) -
                 buffer, batches = restored(reader)
                 assert buffer.flow() == run.buffer.flow() and batches.batches == run.batches.batches
                 reader._segments = SegmentReader(tmp_path / "segments")
-                needed = {**run.buffer.episodes, **run.batches.taken}.values()
-                for uid in (e.uid for e in needed if not e.state.over or e.uid in run.batches.taken):
+                needed = {**run.buffer.episodes, **run.batches.planned_episodes}.values()
+                for uid in (e.uid for e in needed if not e.state.over or e.uid in run.batches.planned_episodes):
                     if uid in run.sent:
                         assert list(reader.frames(uid, 1)) == [run.sent[uid], b""]
                 count = "SELECT count(*) FROM episodes"
@@ -156,7 +156,7 @@ def test_a_damaged_database_is_found_before_the_start_and_made_anew(
     assert again.store.read.meta("trainer_epoch") == str(7 + BEYOND)
     needed = {e.uid for e in again.buffer.episodes.values() if e.turns and not e.state.over}
     named = said.partition("lost: payloads of ")[2].splitlines()[0].split()
-    assert needed and set(named) == needed | again.batches.taken.keys()
+    assert needed and set(named) == needed | again.batches.planned_episodes.keys()
     again.store.close()
     damage(run_dir / "run.db")
     restore(run_dir)  # once more, with no copy since

@@ -89,7 +89,7 @@ def restored(reader: RunReader) -> tuple[ReplayBuffer, Batches]:
     buffer.restore(held.groups, held.episodes, held.left, 0.0)
     buffer.next_group = held.next_group
     buffer.committed = held.committed
-    batches.restore(held.batches, held.taken, held.baselines)
+    batches.restore_plans(held.batches, held.taken, held.baselines)
     return buffer, batches
 
 
@@ -115,7 +115,7 @@ def test_nothing_needed_goes_and_everything_else_does(tmp_path: Path, seed: int,
             assert buffer.episodes == run.buffer.episodes
             assert batches.batches == run.batches.batches and batches.baselines == run.batches.baselines
             assert reader.trained_in_plans() == buffer.flow().trained
-            needed = [*run.batches.taken, *(u for u, e in run.buffer.episodes.items() if not e.state.over)]
+            needed = [*run.batches.planned_episodes, *(u for u, e in run.buffer.episodes.items() if not e.state.over)]
             plans = [uid for step in reader.planned_steps() for uid in reader.plan(step).uids]
             for uid in (uid for uid in (*needed, *plans) if uid in run.sent):
                 assert list(reader.frames(uid, 1)) == [run.sent[uid], b""]

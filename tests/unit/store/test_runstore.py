@@ -56,7 +56,7 @@ def test_everything_comes_back(tmp_path: Path) -> None:
     persist(store, buffer)
     train(batches, 0)
     persist(store, buffer)  # what left the buffer between two transactions is over in the store, too
-    store.put_batches(batches.changes())
+    store.put_batches(batches.pop_changes())
     store.put_commit(1, 1, batches.batches[0].plan_hash)
     store.commit()
     store.close()
