@@ -16,7 +16,7 @@ import msgspec
 from asyncrl.buffer.records import EpisodeRecord, GroupRecord, State
 from asyncrl.buffer.replay import ReplayBuffer
 from asyncrl.buffer.shifts import Outlook
-from asyncrl.buffer.staleness import Places, floor_of, places_of
+from asyncrl.buffer.staleness import GroupSlots, oldest_version_of, upcoming_slots
 from asyncrl.config import Packing
 from asyncrl.errors import ProtocolError
 from asyncrl.types import DropReason, EpisodeResult
@@ -116,7 +116,10 @@ class Batches:
         return changed_batches
 
     def restore_plans(
-        self, batches: Iterable[Batch], planned_episodes: Iterable[EpisodeRecord], baselines: Mapping[int, Baseline]
+        self,
+        batches: Iterable[Batch],
+        planned_episodes: Iterable[EpisodeRecord],
+        baselines: Mapping[int, Baseline],
     ) -> None:
         """Take over the plans of a store, in place of all plans before. Episodes that are still in the buffer
         stay the buffer's objects."""
@@ -125,7 +128,9 @@ class Batches:
         self.planned_episodes = {e.uid: self.buffer.episodes.get(e.uid, e) for e in planned_episodes}
         self.baselines = dict(baselines)
 
-        self.buffer.closed = max((step for step, batch in self.batches.items() if batch.closed), default=-1)
+        self.buffer.closed_step = max(
+            (step for step, batch in self.batches.items() if batch.closed), default=-1
+        )
 
     def plan(self, step: int, part_index: int, ranks: int, token_budget: int = 0) -> list[str] | None:
         """Uids of the next part for so many ranks, which cut it by `budget` (0: `micro_tokens`); [] when the
@@ -153,20 +158,24 @@ class Batches:
         """Say what a `plan` would find now."""
         batch = self.batches.get(step, Batch(step))
         if part_index < len(batch.micros) or batch.closed or self.over:
-            return Outlook(ready=True, share=1.0, complete=True)
+            return Outlook(ready=True, group_fraction=1.0, batch_complete=True)
 
         ready_episodes, new_groups, batch_full = self._select_ready(batch, ranks, math.inf)
         group_fraction = len(batch.groups | new_groups) / self.buffer.config.groups_per_batch
-        return Outlook(bool(ready_episodes) or (batch_full and bool(batch.planned)), group_fraction, batch_full)
+        return Outlook(
+            bool(ready_episodes) or (batch_full and bool(batch.planned)), group_fraction, batch_full
+        )
 
     def _add_part(self, batch: Batch, ranks: int) -> list[str] | None:
         """Add what is ready; without it, close the batch if it is full."""
-        ready_episodes, _, batch_full = self._select_ready(batch, ranks, MAX_MICRO_BATCHES_PER_PART * self.micro_batch_tokens * ranks)
+        ready_episodes, _, batch_full = self._select_ready(
+            batch, ranks, MAX_MICRO_BATCHES_PER_PART * self.micro_batch_tokens * ranks
+        )
         if not ready_episodes:
             return self._close_batch(batch) if batch_full else None
 
         for episode in ready_episodes:
-            self.buffer.take(episode, batch.step)
+            self.buffer.take_episode(episode, batch.step)
             self.planned_episodes[episode.uid] = episode
             group = self.buffer.live[episode.group]
             if group.id not in self.baselines:
@@ -178,22 +187,36 @@ class Batches:
         self._changed_steps.add(batch.step)
         return batch.micros[-1]
 
-    def _select_ready(self, batch: Batch, ranks: int, token_limit: float) -> tuple[list[EpisodeRecord], set[int], bool]:
+    def _select_ready(
+        self, batch: Batch, ranks: int, token_limit: float
+    ) -> tuple[list[EpisodeRecord], set[int], bool]:
         """Find what is ready, up to so many tokens, once it is enough or nothing more can enter the batch;
         its new groups; and whether the batch is full with them. Late members that are not enough by
         themselves are left to the next batch, if there is one."""
-        slots = places_of(self.buffer)
+        slots = upcoming_slots(self.buffer)
         ready_episodes, new_groups = self._collect_ready(batch, slots, token_limit)
 
         groups_per_batch = self.buffer.config.groups_per_batch
         batch_full = len(batch.groups | new_groups) >= groups_per_batch
-        batch_full = batch_full or self._is_last_batch(batch, new_groups) or (self._refill_limit_reached and slots.may_close)
+        batch_full = (
+            batch_full
+            or self._is_last_batch(batch, new_groups)
+            or (self._refill_limit_reached and slots.may_close)
+        )
 
         worth_training = self._worth_training(ready_episodes, new_groups, ranks)
-        last_chance = self.buffer.prompts.over or batch.step + 1 >= self.buffer.total_groups // groups_per_batch
-        leave_to_next = not (worth_training or last_chance) and all(self._may_wait(episode, batch.step) for episode in ready_episodes)
+        last_chance = (
+            self.buffer.prompts.over or batch.step + 1 >= self.buffer.total_groups // groups_per_batch
+        )
+        leave_to_next = not (worth_training or last_chance) and all(
+            self._may_wait(episode, batch.step) for episode in ready_episodes
+        )
 
-        return ([] if leave_to_next or not (worth_training or batch_full) else ready_episodes), new_groups, batch_full
+        return (
+            ([] if leave_to_next or not (worth_training or batch_full) else ready_episodes),
+            new_groups,
+            batch_full,
+        )
 
     def _may_wait(self, episode: EpisodeRecord, step: int) -> bool:
         """True for a late member of a group that was taken or filtered, if none of its tokens is over the
@@ -202,7 +225,9 @@ class Batches:
         is_late = (group.step >= 0 or group.filtered) and episode.member not in group.baseline
         return is_late and episode.oldest > step - self.buffer.config.max_staleness
 
-    def _worth_training(self, ready_episodes: Sequence[EpisodeRecord], new_groups: set[int], ranks: int) -> bool:
+    def _worth_training(
+        self, ready_episodes: Sequence[EpisodeRecord], new_groups: set[int], ranks: int
+    ) -> bool:
         """The trainer waits, so it is given what is ready, if that is a full micro-batch for each rank; or
         MIN_SHARE_OF_GROUPS of the batch's, new ones, with MIN_FILL of those tokens. A smaller one would be
         mostly costs that do not depend on its tokens (gathering weights, launching kernels).
@@ -228,7 +253,7 @@ class Batches:
             return None
 
         batch.closed = True
-        self.buffer.closed = batch.step
+        self.buffer.closed_step = batch.step
         self._changed_steps.add(batch.step)
         return []
 
@@ -236,18 +261,18 @@ class Batches:
         """The data is over, and nothing but these groups can become ready: late members, too, are waited for,
         or each would be a batch. One that has begun is then trained short; another only with `flush`."""
         tally = self.buffer.tally
-        unfinished_groups = tally.groups[State.PENDING] | tally.groups[State.RUNNING]
+        unfinished_groups = tally.groups_by_state[State.PENDING] | tally.groups_by_state[State.RUNNING]
         return (
             (self.flush_at_end or bool(batch.planned))
             and self.buffer.prompts.over
             and not unfinished_groups
-            and tally.untaken <= new_groups
+            and tally.untaken_groups <= new_groups
         )
 
     def drop_remainder(self) -> list[EpisodeRecord]:
         """The data is over: give up the groups that cannot fill a batch any more. Returns those running."""
         has_begun = bool(self.batches.get(self.committed, Batch(self.committed)).planned)
-        if has_begun or len(self.buffer.tally.untaken) >= self.buffer.config.groups_per_batch:
+        if has_begun or len(self.buffer.tally.untaken_groups) >= self.buffer.config.groups_per_batch:
             return []
         return self.buffer.drop_all(DropReason.END_OF_DATA)
 
@@ -269,22 +294,26 @@ class Batches:
 
     # -- what may be taken ---------------------------------------------------------------------------
 
-    def _collect_ready(self, batch: Batch, slots: Places, token_limit: float) -> tuple[list[EpisodeRecord], set[int]]:
+    def _collect_ready(
+        self, batch: Batch, slots: GroupSlots, token_limit: float
+    ) -> tuple[list[EpisodeRecord], set[int]]:
         """Ready trajectories that may enter the batch now, oldest group first, up to so many tokens; and
         their new groups, which take their `places`."""
         ready_episodes: list[EpisodeRecord] = []
         new_groups: set[int] = set()
 
-        for group in [self.buffer.live[number] for number in sorted(self.buffer.tally.groups[State.READY])]:
+        for group in [
+            self.buffer.live[number] for number in sorted(self.buffer.tally.groups_by_state[State.READY])
+        ]:
             usable_members = self._usable_members(group, batch.step)
             if not usable_members:
                 continue
 
             if group.step < 0 and not group.filtered:  # late members need no room
-                oldest_version = floor_of(self.buffer, group)
+                oldest_version = oldest_version_of(self.buffer, group)
                 if not slots.may_take(oldest_version):
                     continue
-                slots.take(oldest_version)
+                slots.take_slot(oldest_version)
                 new_groups.add(group.id)
 
             ready_episodes += usable_members
@@ -296,14 +325,16 @@ class Batches:
 
     def _usable_members(self, group: GroupRecord, step: int) -> list[EpisodeRecord]:
         """The ready members of a group; under on_stale=drop the stale ones are dropped here."""
-        ready_members = [episode for episode in self.buffer.members(group) if episode.state is State.READY]
+        ready_members = [
+            episode for episode in self.buffer.trainable_members(group) if episode.state is State.READY
+        ]
         if self.buffer.config.on_stale != "drop":
             return ready_members
 
         min_version = step - self.buffer.config.max_staleness
         for episode in [episode for episode in ready_members if 0 <= episode.oldest < min_version]:
             ready_members.remove(episode)
-            self.buffer.drop(episode, DropReason.STALE)
+            self.buffer.drop_episode(episode, DropReason.STALE)
 
         return ready_members
 
@@ -315,33 +346,45 @@ class Batches:
         more than the plan goes on without, or when others were trained."""
         batch = self.batches[step - 1]
         if mismatched_uids := set(trained_uids).symmetric_difference(batch.uids) - batch.lost:
-            raise ProtocolError(f"commit of step {step} does not fit its plan: {' '.join(sorted(mismatched_uids))}")
+            raise ProtocolError(
+                f"commit of step {step} does not fit its plan: {' '.join(sorted(mismatched_uids))}"
+            )
 
         if batch.lost:
             batch.lost.difference_update(trained_uids)
             self._changed_steps.add(batch.step)
 
-        self.buffer.trained([self.planned_episodes[uid] for uid in batch.uids if self.planned_episodes[uid].state is State.TAKEN])
+        self.buffer.mark_trained(
+            [
+                self.planned_episodes[uid]
+                for uid in batch.uids
+                if self.planned_episodes[uid].state is State.TAKEN
+            ]
+        )
         for uid in batch.lost:
-            self.buffer.lose(self.planned_episodes[uid])
+            self.buffer.drop_corrupt(self.planned_episodes[uid])
 
         if step > self.committed:
-            self.buffer.commit(step)
+            self.buffer.note_commit(step)
 
     def leave_out_batch(self, reason: DropReason) -> list[EpisodeRecord]:
         """Drop what the batch under way has taken, and the rest of its groups, which could be a part of no
         other; the step gets another batch. Returns what was running."""
         step = self.committed
         for uid in self.batches[step].planned:
-            self.buffer.drop(self.planned_episodes[uid], reason)
+            self.buffer.drop_episode(self.planned_episodes[uid], reason)
 
-        taken_groups = [self.buffer.live[number] for number in self.buffer.tally.steps[step]]  # of late members
-        running_episodes = [episode for group in taken_groups for episode in self.buffer.drop_group(group, reason)]
+        taken_groups = [
+            self.buffer.live[number] for number in self.buffer.tally.groups_by_step[step]
+        ]  # of late members
+        running_episodes = [
+            episode for group in taken_groups for episode in self.buffer.drop_group(group, reason)
+        ]
 
         self._forget_plans([step])
         self.batches[step] = Batch(step)  # written over the plan in the store
         self._changed_steps.add(step)
-        self.buffer.closed = step - 1
+        self.buffer.closed_step = step - 1
 
         return running_episodes
 
@@ -355,12 +398,14 @@ class Batches:
         """Batches up to `step` were committed, as others know. Their plans are not needed any more, and what
         is still taken by them was lost."""
         skipped_steps = [number for number in self.batches if self.committed <= number < step]
-        for episode in [self.planned_episodes[uid] for number in skipped_steps for uid in self.batches[number].planned]:
+        for episode in [
+            self.planned_episodes[uid] for number in skipped_steps for uid in self.batches[number].planned
+        ]:
             if episode.state is State.TAKEN:
-                self.buffer.lose(episode)
+                self.buffer.drop_corrupt(episode)
 
         self._forget_plans(skipped_steps)
-        self.buffer.commit(step)
+        self.buffer.note_commit(step)
 
     def retain(self, step: int) -> list[str]:
         """A checkpoint covers the first `step` batches: forget their plans. Returns their uids."""
@@ -369,10 +414,14 @@ class Batches:
     def _forget_plans(self, steps: list[int]) -> list[str]:
         forgotten_batches = [self.batches.pop(number) for number in steps]
         self._changed_steps -= set(steps)
-        forgotten_episodes = [self.planned_episodes.pop(uid, None) for batch in forgotten_batches for uid in batch.planned]
+        forgotten_episodes = [
+            self.planned_episodes.pop(uid, None) for batch in forgotten_batches for uid in batch.planned
+        ]
 
         for group in {episode.group for episode in forgotten_episodes if episode is not None}:
-            if not any(f"{group}.{member}" in self.planned_episodes for member in range(self.buffer.group_size)):
+            if not any(
+                f"{group}.{member}" in self.planned_episodes for member in range(self.buffer.group_size)
+            ):
                 self.baselines.pop(group, None)
 
         return [uid for batch in forgotten_batches for uid in batch.uids]

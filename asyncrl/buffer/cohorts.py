@@ -65,14 +65,27 @@ class Cohorts:
         """`cohort/reward_gap` and `cohort/length_gap` (model tokens): trained mean minus landed mean of the
         same cohort, over the cohorts issued `before` a step that are complete and not reported yet, by their
         trained episodes. Empty when there is none."""
-        complete_steps = [step for step, cohort in self._open_cohorts.items() if step < before_step and not cohort.open_groups]
-        cohorts = [cohort for cohort in map(self._open_cohorts.pop, complete_steps) if cohort.trained.episode_count]
+        complete_steps = [
+            step
+            for step, cohort in self._open_cohorts.items()
+            if step < before_step and not cohort.open_groups
+        ]
+        cohorts = [
+            cohort for cohort in map(self._open_cohorts.pop, complete_steps) if cohort.trained.episode_count
+        ]
 
         trained_count = sum(cohort.trained.episode_count for cohort in cohorts)
         if not trained_count:
             return {}
 
-        trained_fractions = [(cohort, cohort.trained.episode_count / cohort.landed.episode_count) for cohort in cohorts]
+        trained_fractions = [
+            (cohort, cohort.trained.episode_count / cohort.landed.episode_count) for cohort in cohorts
+        ]
         reward_gap = sum(c.trained.reward_sum - c.landed.reward_sum * share for c, share in trained_fractions)
-        token_gap = sum(c.trained.token_count - c.landed.token_count * share for c, share in trained_fractions)
-        return {"cohort/reward_gap": reward_gap / trained_count, "cohort/length_gap": token_gap / trained_count}
+        token_gap = sum(
+            c.trained.token_count - c.landed.token_count * share for c, share in trained_fractions
+        )
+        return {
+            "cohort/reward_gap": reward_gap / trained_count,
+            "cohort/length_gap": token_gap / trained_count,
+        }

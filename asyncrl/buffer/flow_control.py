@@ -16,14 +16,14 @@ from asyncrl.config import BufferConfig, RunConfig
 GAIN = 0.015  # how fast the level moves: slowly, as one late group masks many tokens at once
 FIRST_GAIN = 0.03  # the same until the first token goes over the bound
 QUICK_GAIN = 0.5  # added until then, times the share of the step that was only waiting,
-QUICK = 4  # while groups live for less than a quarter of the bound
-WAITING = 0.25  # of their time: episodes that wait less for tools end as soon as engines have time
+QUICK_LEVEL_DIVISOR = 4  # while groups live for less than a quarter of the bound
+MIN_TOOL_WAITING = 0.25  # of their time: episodes that wait less for tools end as soon as engines have time
 MOST = 0.25  # of the level, that one batch takes at most: a batch may be a single trajectory
 BUSY = 0.02  # a trainer that idles less than this gains nothing from more live groups
 # share of a KV cache in use: over HIGH the cap shrinks, under LOW it grows
-HIGH = 0.8
-LOW = 0.6
-FACTOR = 1.25  # less than HIGH / LOW: a change of the cap does not lead from one side to the other
+HIGH_KV_USE = 0.8
+LOW_KV_USE = 0.6
+CAP_FACTOR = 1.25  # less than HIGH / LOW: a change of the cap does not lead from one side to the other
 
 
 class Crossings:
@@ -32,7 +32,9 @@ class Crossings:
 
     def __init__(self, buffer: ReplayBuffer, max_staleness: int) -> None:
         self._buffer = buffer
-        self._commit_times = deque([-math.inf] * (max_staleness + 1), max_staleness + 1)  # times of the newest
+        self._commit_times = deque(
+            [-math.inf] * (max_staleness + 1), max_staleness + 1
+        )  # times of the newest
         self._counted_tokens = 0.0  # tokens that are ready, and were counted while they waited
 
     def committed(self, masked_fraction: float, model_tokens: float, now: float) -> float:
@@ -44,11 +46,15 @@ class Crossings:
         self._commit_times.append(now)
 
         waiting_tokens = self._buffer.waiting_tokens
-        self._counted_tokens += waiting_tokens.ended(last_commit, oldest_commit)
-        newly_crossed = waiting_tokens.older(self._commit_times[0]) - waiting_tokens.older(oldest_commit)
+        self._counted_tokens += waiting_tokens.ended_weight(last_commit, oldest_commit)
+        newly_crossed = waiting_tokens.running_weight(self._commit_times[0]) - waiting_tokens.running_weight(
+            oldest_commit
+        )
 
         counted_before = min(self._counted_tokens, masked_fraction * model_tokens)
-        self._counted_tokens = (self._counted_tokens - counted_before) / 2  # some of them are dropped, and no batch masks these
+        self._counted_tokens = (
+            self._counted_tokens - counted_before
+        ) / 2  # some of them are dropped, and no batch masks these
 
         return (masked_fraction * model_tokens - counted_before + newly_crossed) / max(1.0, model_tokens)
 
@@ -65,7 +71,9 @@ class FlowControl:
         self.groups_per_batch = config.groups_per_batch
         self.max_level = config.max_live_groups
         self.level = self.first_level = (1 + config.target) * self.groups_per_batch
-        self.quick_level = config.max_staleness * self.groups_per_batch / QUICK  # L groups live for L / G steps on average
+        self.quick_level = (
+            config.max_staleness * self.groups_per_batch / QUICK_LEVEL_DIVISOR
+        )  # L groups live for L / G steps on average
         self._stale_measured = False
 
     @property
@@ -75,9 +83,11 @@ class FlowControl:
     def spare(self, waiting_fraction: float) -> int:
         """Return how many groups a run may issue beyond those that it trains: what `update` has added to the
         live ones, if `outside`, the share of their time in which episodes wait for tools, is not small."""
-        return max(0, round(self.level - self.first_level)) if waiting_fraction >= WAITING else 0
+        return max(0, round(self.level - self.first_level)) if waiting_fraction >= MIN_TOOL_WAITING else 0
 
-    def update(self, measured_fractions: Iterable[tuple[float, float]], may_grow: bool, idle_waiting: float) -> None:
+    def update(
+        self, measured_fractions: Iterable[tuple[float, float]], may_grow: bool, idle_waiting: float
+    ) -> None:
         """Obey the tightest of (measured share, its budget). `grows`: more live groups would be of use, as
         the trainer idles and the limit is reached; engines, slots and memory still have room then. `waits`,
         w in the docs: the share of the step in which the trainer idled, times the share of their time in
@@ -140,13 +150,15 @@ class KvCap:
             return
 
         old_level = self.level
-        if retracted_requests or (mean_use is not None and mean_use > HIGH):
-            self.level = max(self.groups_per_batch, min(old_level, live_groups) / FACTOR)
-        elif mean_use is not None and mean_use < LOW:
-            self.level = min(self.max_level, old_level * FACTOR)
+        if retracted_requests or (mean_use is not None and mean_use > HIGH_KV_USE):
+            self.level = max(self.groups_per_batch, min(old_level, live_groups) / CAP_FACTOR)
+        elif mean_use is not None and mean_use < LOW_KV_USE:
+            self.level = min(self.max_level, old_level * CAP_FACTOR)
 
         if self.level != old_level:
-            self._commits_to_wait = -(-self.limit // self.groups_per_batch)  # the steps for which a group is live
+            self._commits_to_wait = -(
+                -self.limit // self.groups_per_batch
+            )  # the steps for which a group is live
 
 
 # -- flow control in the run -------------------------------------------------------------------------------
@@ -163,50 +175,63 @@ class LiveLimit:
     def __init__(self, config: RunConfig, buffer: ReplayBuffer) -> None:
         buffer_config = config.buffer
         self.buffer = buffer
-        self.adapts = buffer_config.target_staleness == "auto"
-        self.budget = buffer_config.stale_budget
-        self.control = FlowControl(buffer_config)
-        self.kv = KvCap(buffer_config.groups_per_batch, buffer_config.usual_staleness)
+        self.adapts_limit = buffer_config.target_staleness == "auto"
+        self.stale_budget = buffer_config.stale_budget
+        self.flow_control = FlowControl(buffer_config)
+        self.kv_cap = KvCap(buffer_config.groups_per_batch, buffer_config.usual_staleness)
 
-        self._servers = config.engine.remote
+        self._has_servers = config.engine.remote
         # With shifts the trainer waits for theirs in any case: then more live groups are of use to engines.
-        self._waits = ROLLOUT_IDLE if config.shifts else TRAINER_IDLE
+        self._idle_metric = ROLLOUT_IDLE if config.shifts else TRAINER_IDLE
         self.crossings = Crossings(buffer, buffer_config.max_staleness)
-        self._crossed = 0.0  # share of tokens that went over the bound and that the control does not know yet
-        self._idle = 0.0  # share of a step that the trainer waited, as last known
-        self._engines: frozenset[str] = frozenset()
+        self._crossed_fraction = (
+            0.0  # share of tokens that went over the bound and that the control does not know yet
+        )
+        self._idle_fraction = 0.0  # share of a step that the trainer waited, as last known
+        self._last_engines: frozenset[str] = frozenset()
 
-    def committed(
-        self, metrics: Mapping[str, float], taken_groups: int, engines: Collection[str], validating: bool, now: float
+    def update_limit(
+        self,
+        metrics: Mapping[str, float],
+        taken_groups: int,
+        engines: Collection[str],
+        validating: bool,
+        now: float,
     ) -> None:
         """Move the limit after a commit, whose step has taken so many new groups; `row` has its metrics. The
         limit does not change after a step that ends in a validation, or that has other engines than the one
         before: its times are not those of plain steps."""
-        same = self._engines == frozenset(engines)
-        self._engines = frozenset(engines)
-        plain = same and not validating
+        same_engines = self._last_engines == frozenset(engines)
+        self._last_engines = frozenset(engines)
+        plain_step = same_engines and not validating
 
-        live = self.buffer.tally.open(self.buffer.committed) + taken_groups  # before the commit
-        self.kv.update_cap(live, plain)
+        live_groups = self.buffer.tally.open(self.buffer.committed) + taken_groups  # before the commit
+        self.kv_cap.update_cap(live_groups, plain_step)
 
-        self._idle = metrics.get(self._waits, self._idle)  # it comes with heartbeats
-        masked = metrics.get("staleness/masked_token_frac", 0.0)
-        tokens = metrics.get("trainer/model_tokens", 0.0)
-        self._crossed += self.crossings.committed(masked, tokens, now)
+        self._idle_fraction = metrics.get(self._idle_metric, self._idle_fraction)  # it comes with heartbeats
+        masked_fraction = metrics.get("staleness/masked_token_frac", 0.0)
+        model_tokens = metrics.get("trainer/model_tokens", 0.0)
+        self._crossed_fraction += self.crossings.committed(masked_fraction, model_tokens, now)
 
-        if self.adapts:
-            if plain:
-                grows = self._idle >= BUSY and live >= self.control.limit
-                outside = metrics.get("timing_s/tools/mean", 0.0) + metrics.get("timing_s/reward/mean", 0.0)
-                outside /= max(1e-9, outside, metrics.get("timing_s/episode/mean", 0.0))
-                self.control.update([(self._crossed, self.budget)], grows, self._idle * outside)
-                self.buffer.spare = self.control.spare(outside)
-                self._crossed = 0.0
+        if self.adapts_limit:
+            if plain_step:
+                may_grow = self._idle_fraction >= BUSY and live_groups >= self.flow_control.limit
+                waiting_fraction = metrics.get("timing_s/tools/mean", 0.0) + metrics.get(
+                    "timing_s/reward/mean", 0.0
+                )
+                waiting_fraction /= max(1e-9, waiting_fraction, metrics.get("timing_s/episode/mean", 0.0))
+                self.flow_control.update(
+                    [(self._crossed_fraction, self.stale_budget)],
+                    may_grow,
+                    self._idle_fraction * waiting_fraction,
+                )
+                self.buffer.spare = self.flow_control.spare(waiting_fraction)
+                self._crossed_fraction = 0.0
 
-            self.buffer.live_limit = min(self.control.limit, self.kv.limit)
+            self.buffer.live_limit = min(self.flow_control.limit, self.kv_cap.limit)
 
     def gauges(self) -> dict[str, float]:
-        found = {"async/live_limit": float(self.buffer.max_live)}
-        if self._servers:
-            found["rollout/retractions"] = float(self.kv.retracted_requests)
-        return found if self.kv.mean_use is None else found | {"rollout/kv_use": self.kv.mean_use}
+        metrics = {"async/live_limit": float(self.buffer.max_live_groups)}
+        if self._has_servers:
+            metrics["rollout/retractions"] = float(self.kv_cap.retracted_requests)
+        return metrics if self.kv_cap.mean_use is None else metrics | {"rollout/kv_use": self.kv_cap.mean_use}

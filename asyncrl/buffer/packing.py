@@ -34,41 +34,43 @@ class RowUnit(NamedTuple):
     width: int = 0
     work: float = 0.0
 
-    def joined(self, other: RowUnit, shared: int = 0) -> RowUnit:
+    def joined_with(self, added_unit: RowUnit, shared: int = 0) -> RowUnit:
         """Both; `shared` tokens are computed once."""
         return RowUnit(
-            self.members + other.members,
-            self.tokens + other.tokens - shared,
-            self.rows + other.rows,
-            max(self.width, other.width),
-            self.work + other.work - shared,
+            self.members + added_unit.members,
+            self.tokens + added_unit.tokens - shared,
+            self.rows + added_unit.rows,
+            max(self.width, added_unit.width),
+            self.work + added_unit.work - shared,
         )
 
 
 def units(pieces: Sequence[Piece], budget: int, ranks: int = 1) -> list[RowUnit]:
     """Units of one key, of at most `budget` tokens or of a single piece; those of a key come one after
     another, in order. Where they are fewer than `ranks`, they are cut into as many parts as make enough."""
-    found: dict[Hashable, list[RowUnit]] = {}
+    units_by_key: dict[Hashable, list[RowUnit]] = {}
 
     for index, piece in enumerate(pieces):
-        own = found.setdefault(piece.key, [])
+        key_units = units_by_key.setdefault(piece.key, [])
         unit = RowUnit((index,), piece.tokens, piece.rows, piece.width, piece.tokens + piece.attention)
-        if own:
-            both = own[-1].joined(unit, min(piece.shared, pieces[own[-1].members[0]].shared))
-            if both.tokens <= budget:
-                own[-1] = both
+        if key_units:
+            joined_unit = key_units[-1].joined_with(
+                unit, min(piece.shared, pieces[key_units[-1].members[0]].shared)
+            )
+            if joined_unit.tokens <= budget:
+                key_units[-1] = joined_unit
                 continue
-        own.append(unit)
+        key_units.append(unit)
 
-    listed = [*chain(*found.values())]
-    if not 0 < len(listed) < ranks:
-        return listed
+    all_units = [*chain(*units_by_key.values())]
+    if not 0 < len(all_units) < ranks:
+        return all_units
 
-    parts = -(-ranks // len(listed))
+    parts_per_unit = -(-ranks // len(all_units))
     part_of = {
-        index: (number, place * parts // len(unit.members))
-        for number, unit in enumerate(listed)
-        for place, index in enumerate(unit.members)
+        index: (number, position * parts_per_unit // len(unit.members))
+        for number, unit in enumerate(all_units)
+        for position, index in enumerate(unit.members)
     }
 
     return units([piece._replace(key=part_of[index]) for index, piece in enumerate(pieces)], budget)
@@ -79,20 +81,23 @@ def deal(units: Sequence[RowUnit], ranks: int) -> list[RowUnit]:
     parts = [RowUnit()] * ranks
     for unit in units:
         rank = min(range(ranks), key=lambda rank: parts[rank].work)
-        parts[rank] = parts[rank].joined(unit)
+        parts[rank] = parts[rank].joined_with(unit)
     return parts
 
 
 def micro_batches(pieces: Sequence[Piece], budget: int, *, padded: bool = False) -> list[tuple[int, ...]]:
     """All pieces, by index, in micro-batches of at most `budget` tokens or of a single unit, the largest
     units first. `padded`: each row counts as the widest one, so rows of similar width go together."""
-    found: list[RowUnit] = []
+    packed_units: list[RowUnit] = []
 
     for unit in sorted(units(pieces, budget), key=lambda unit: -(unit.width if padded else unit.tokens)):
-        both = found[-1].joined(unit) if found else unit
-        if found and (both.rows * both.width if padded else both.tokens) <= budget:
-            found[-1] = both
+        joined_unit = packed_units[-1].joined_with(unit) if packed_units else unit
+        if (
+            packed_units
+            and (joined_unit.rows * joined_unit.width if padded else joined_unit.tokens) <= budget
+        ):
+            packed_units[-1] = joined_unit
         else:
-            found.append(unit)
+            packed_units.append(unit)
 
-    return [part.members for part in found]
+    return [part.members for part in packed_units]

@@ -38,29 +38,29 @@ class TurnPart(msgspec.Struct, frozen=True, array_like=True):
     sampled: Generation
 
 
-_turn = msgspec.msgpack.Decoder(Turn)
-_part = msgspec.msgpack.Decoder(TurnPart)
-_reply = msgspec.msgpack.Decoder(TurnReply)
-MOST_TOP = 256  # likeliest tokens that a scorer names at a place
-MOST_LOGPROB = 0.01  # of one token: an engine may round
+_turn_decoder = msgspec.msgpack.Decoder(Turn)
+_part_decoder = msgspec.msgpack.Decoder(TurnPart)
+_reply_decoder = msgspec.msgpack.Decoder(TurnReply)
+MAX_TOP_TOKENS = 256  # likeliest tokens that a scorer names at a place
+MAX_LOGPROB = 0.01  # of one token: an engine may round
 
 
 def decode_turn(payload: bytes) -> Turn:
     """ProtocolError when it is no turn."""
     with ProtocolError.instead_of(*UNDECODABLE, text="a turn that cannot be decoded"):
-        return _turn.decode(payload)
+        return _turn_decoder.decode(payload)
 
 
 def decode_part(payload: bytes) -> TurnPart:
     """ProtocolError when it is no part of a turn."""
     with ProtocolError.instead_of(*UNDECODABLE, text="a part of a turn that cannot be decoded"):
-        return _part.decode(payload)
+        return _part_decoder.decode(payload)
 
 
 def decode_reply(payload: bytes) -> TurnReply:
     """ProtocolError when it is not what answers a turn."""
     with ProtocolError.instead_of(*UNDECODABLE, text="replies that cannot be decoded"):
-        return _reply.decode(payload)
+        return _reply_decoder.decode(payload)
 
 
 def check_result(payload: bytes) -> None:
@@ -87,13 +87,19 @@ def check_turn(uid: str, turn: Turn, rows: int, vocabulary: int = MAX_VOCABULARY
         )
 
     if (scores := turn.scores) is not None:
-        sizes = (len(scores.logprobs), len(scores.ids), len(scores.top))
-        each = 4 * len(turn.ids)
-        whole = sizes[0] == each and sizes[1] == sizes[2] and not (each and sizes[1] % each)
-        if not whole or sizes[1] > MOST_TOP * each:
-            raise ProtocolError(f"episode {uid} turn {turn.index}: scores of {sizes} bytes, {each} expected")
-        if (lowest := np.frombuffer(scores.ids, "<i4").min(initial=0)) < 0:
-            raise ProtocolError(f"episode {uid} turn {turn.index}: scores of {lowest}, which is no token")
+        byte_counts = (len(scores.logprobs), len(scores.ids), len(scores.top))
+        logprob_bytes = 4 * len(turn.ids)
+        sizes_match = (
+            byte_counts[0] == logprob_bytes
+            and byte_counts[1] == byte_counts[2]
+            and not (logprob_bytes and byte_counts[1] % logprob_bytes)
+        )
+        if not sizes_match or byte_counts[1] > MAX_TOP_TOKENS * logprob_bytes:
+            raise ProtocolError(
+                f"episode {uid} turn {turn.index}: scores of {byte_counts} bytes, {logprob_bytes} expected"
+            )
+        if (lowest_id := np.frombuffer(scores.ids, "<i4").min(initial=0)) < 0:
+            raise ProtocolError(f"episode {uid} turn {turn.index}: scores of {lowest_id}, which is no token")
 
     if not 0 <= turn.row <= rows:
         raise ProtocolError(f"episode {uid} turn {turn.index}: row {turn.row} follows {rows} rows")
@@ -104,40 +110,44 @@ def check_turn(uid: str, turn: Turn, rows: int, vocabulary: int = MAX_VOCABULARY
 def check_part(uid: str, part: TurnPart, vocabulary: int = MAX_VOCABULARY) -> None:
     """Check a decoded part like a turn, as another attempt goes on after it. Its routes come with the turn.
     ProtocolError when it is not right."""
-    where = f"episode {uid} part of a turn from token {part.start}"
-    _check_sampled(where, part.sampled, vocabulary)
-    check_logprobs(where, part.sampled)
+    subject = f"episode {uid} part of a turn from token {part.start}"
+    _check_sampled(subject, part.sampled, vocabulary)
+    check_logprobs(subject, part.sampled)
 
     if part.sampled.routes is not None:
-        raise ProtocolError(f"{where}: it has routes")
+        raise ProtocolError(f"{subject}: it has routes")
 
 
-def _check_sampled(where: str, sampled: Turn | Generation, vocabulary: int) -> None:
-    ends = [0, *(span.end for span in sampled.spans)]
-    starts = [span.start for span in sampled.spans]
-    whole = starts == ends[:-1] and ends == sorted(set(ends)) and ends[-1] == len(sampled.ids)
+def _check_sampled(subject: str, sampled: Turn | Generation, vocabulary: int) -> None:
+    span_ends = [0, *(span.end for span in sampled.spans)]
+    span_starts = [span.start for span in sampled.spans]
+    contiguous = (
+        span_starts == span_ends[:-1]
+        and span_ends == sorted(set(span_ends))
+        and span_ends[-1] == len(sampled.ids)
+    )
 
-    if len(sampled.ids) != len(sampled.logprobs) or not whole:
+    if len(sampled.ids) != len(sampled.logprobs) or not contiguous:
         raise ProtocolError(
-            f"{where}: {len(sampled.ids)} tokens with {len(sampled.logprobs)} log-probs "
+            f"{subject}: {len(sampled.ids)} tokens with {len(sampled.logprobs)} log-probs "
             f"and spans {[(s.start, s.end) for s in sampled.spans]}"
         )
 
     if sampled.ids and max(sampled.ids) >= vocabulary:
-        raise ProtocolError(f"{where}: {max(sampled.ids)} is no token")
+        raise ProtocolError(f"{subject}: {max(sampled.ids)} is no token")
     if any(span.version < 0 for span in sampled.spans):
-        raise ProtocolError(f"{where}: versions {[s.version for s in sampled.spans]}")
+        raise ProtocolError(f"{subject}: versions {[s.version for s in sampled.spans]}")
 
 
-def check_logprobs(where: str, sampled: Turn | Generation) -> None:
+def check_logprobs(subject: str, sampled: Turn | Generation) -> None:
     """Checks that they are finite, and of probabilities up to 1. ProtocolError when not. (The trainer does
     not ask: it leaves tokens out whose ratio is not finite.)"""
-    told = sampled.logprobs
-    if told and not (math.isfinite(sum(told)) and max(told) <= MOST_LOGPROB):
-        raise ProtocolError(f"{where}: log-probs that are no finite numbers up to 0")
+    logprobs = sampled.logprobs
+    if logprobs and not (math.isfinite(sum(logprobs)) and max(logprobs) <= MAX_LOGPROB):
+        raise ProtocolError(f"{subject}: log-probs that are no finite numbers up to 0")
 
 
-def extend(episode: EpisodeRecord, turn: Turn, seconds: float = 0.0) -> None:
+def add_turn(episode: EpisodeRecord, turn: Turn, seconds: float = 0.0) -> None:
     """A turn became durable, `seconds` after the episode began."""
     versions = [span.version for span in turn.spans]
     tokens = len(turn.context) + len(turn.ids), len(turn.ids)
@@ -147,18 +157,18 @@ def extend(episode: EpisodeRecord, turn: Turn, seconds: float = 0.0) -> None:
     episode.extend(*tokens, oldest, newest, seconds=seconds, row=who[0], untrained=who[1], agent=who[2])
 
 
-def cut_back(buffer: ReplayBuffer, episode: EpisodeRecord, turns: Sequence[Turn]) -> None:
+def cut_back(buffer: ReplayBuffer, episode: EpisodeRecord, readable_turns: Sequence[Turn]) -> None:
     """Only these turns of an untaken episode can be read: it goes on from there, as a new attempt. One that
     is ready is dropped by name, as its result is a part of its group's baseline."""
     if episode.state is State.READY:
-        buffer.drop(episode, DropReason.CORRUPT)
+        buffer.drop_episode(episode, DropReason.CORRUPT)
         return
 
-    sampled = episode.sampled
-    episode.restart()
-    for turn in turns:
-        extend(episode, turn)
-    buffer.abandoned_tokens += sampled - episode.sampled
+    sampled_before = episode.sampled
+    episode.forget_turns()
+    for turn in readable_turns:
+        add_turn(episode, turn)
+    buffer.abandoned_tokens += sampled_before - episode.sampled
 
     episode.result = EpisodeResult(0.0)
     episode.stats = EpisodeStats(0)
@@ -169,4 +179,4 @@ def cut_back(buffer: ReplayBuffer, episode: EpisodeRecord, turns: Sequence[Turn]
     episode.attempt += 1
     episode.worker = ""
     buffer.touch(episode)
-    buffer.move(episode, State.PENDING)
+    buffer.move_episode(episode, State.PENDING)

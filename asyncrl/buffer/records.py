@@ -40,13 +40,13 @@ class State(enum.StrEnum):
 
     @property
     def over(self) -> bool:
-        return self in OVER
+        return self in FINAL_STATES
 
 
-OVER = frozenset({State.TRAINED, State.FILTERED, State.DROPPED, State.FAILED})
+FINAL_STATES = frozenset({State.TRAINED, State.FILTERED, State.DROPPED, State.FAILED})
 IN_FLIGHT = (State.PENDING, State.RUNNING, State.LANDED)
 MOST_NAMED = 80  # characters of a name of a tool, or of names of agents
-NEVER = 1 << 60  # the floor of what has no token: it is never over the bound
+NEVER_STALE = 1 << 60  # the floor of what has no token: it is never over the bound
 
 
 class OpenTurn(msgspec.Struct, gc=False, array_like=True):
@@ -55,7 +55,7 @@ class OpenTurn(msgspec.Struct, gc=False, array_like=True):
     prompt: bytes = b""  # see TurnPart
     parts: int = 0
     tokens: int = 0  # in them
-    oldest: int = NEVER  # version of these
+    oldest: int = NEVER_STALE  # version of these
 
 
 # Small on the disk, as each change is written; no cycles, as a collection of 100,000 takes too long.
@@ -97,11 +97,11 @@ class EpisodeRecord(msgspec.Struct, gc=False, array_like=True):
         return self.stats.longest_row or self.tokens
 
     @property
-    def floor(self) -> int:
+    def oldest_possible_version(self) -> int:
         """No token that it has, or may still get while it runs, is older."""
-        sampled = self.oldest if self.oldest >= 0 else NEVER
-        sampled = min([sampled, *(turn.oldest for turn in self.open.values())])
-        return min(sampled, self.bound) if self.state is State.RUNNING else sampled
+        oldest_sampled = self.oldest if self.oldest >= 0 else NEVER_STALE
+        oldest_sampled = min([oldest_sampled, *(turn.oldest for turn in self.open.values())])
+        return min(oldest_sampled, self.bound) if self.state is State.RUNNING else oldest_sampled
 
     @property
     def ending(self) -> str:
@@ -109,7 +109,7 @@ class EpisodeRecord(msgspec.Struct, gc=False, array_like=True):
         alike = self.reason == FilterReason.ZERO_VARIANCE
         return f"{self.state} ({'all of its episodes earned the same' if alike else self.reason})"
 
-    def retry(self, reason: FailReason, retries: int) -> bool:
+    def prepare_retry(self, reason: FailReason, retries: int) -> bool:
         """An attempt failed: prepare the next one, which may go on from the durable turns. False: there is
         none, as it would fail again, or `retries` are used up."""
         self.losses += reason in LOSSES
@@ -118,7 +118,7 @@ class EpisodeRecord(msgspec.Struct, gc=False, array_like=True):
         if reason in FINAL_FAILURES or self.failures > retries or self.losses > MAX_LOSSES:
             return False
         if reason not in RESUMABLE:
-            self.restart()
+            self.forget_turns()
 
         self.attempt += 1
         self.worker = ""
@@ -155,7 +155,7 @@ class EpisodeRecord(msgspec.Struct, gc=False, array_like=True):
             self.oldest = oldest if self.oldest < 0 else min(self.oldest, oldest)
             self.newest = max(self.newest, newest)
 
-    def restart(self) -> None:
+    def forget_turns(self) -> None:
         """Forget the turns: the next attempt starts from the prompt."""
         self.open = {}
         self.oldest = self.newest = -1
@@ -205,9 +205,9 @@ class Flow(msgspec.Struct, frozen=True):
     in_flight: int
 
     @classmethod
-    def of(cls, issued: int, counts: Counter[State]) -> Flow:
-        over = {state.value: counts[state] for state in (*OVER, State.TAKEN, State.READY)}
-        return cls(issued, **over, in_flight=sum(counts[state] for state in IN_FLIGHT))
+    def from_counts(cls, issued: int, counts: Counter[State]) -> Flow:
+        final_counts = {state.value: counts[state] for state in (*FINAL_STATES, State.TAKEN, State.READY)}
+        return cls(issued, **final_counts, in_flight=sum(counts[state] for state in IN_FLIGHT))
 
     @property
     def conserved(self) -> bool:
@@ -227,77 +227,79 @@ class Tally:
 
     def __init__(self) -> None:
         self.states: Counter[State] = Counter()
-        self.groups: defaultdict[State, set[int]] = defaultdict(set)
-        self.untaken: set[int] = set()
-        self.steps: defaultdict[int, set[int]] = defaultdict(set)
-        self.filtered: set[int] = set()
-        self._members: defaultdict[int, Counter[State]] = defaultdict(Counter)
-        self._order: list[int] = []  # ids of all groups, ascending
+        self.groups_by_state: defaultdict[State, set[int]] = defaultdict(set)
+        self.untaken_groups: set[int] = set()
+        self.groups_by_step: defaultdict[int, set[int]] = defaultdict(set)
+        self.filtered_groups: set[int] = set()
+        self._member_counts: defaultdict[int, Counter[State]] = defaultdict(Counter)
+        self._group_ids: list[int] = []  # ids of all groups, ascending
 
-    def join(self, group: GroupRecord, members: list[EpisodeRecord]) -> None:
+    def add_group(self, group: GroupRecord, members: list[EpisodeRecord]) -> None:
         """A group that is newer than all others."""
-        self._order.append(group.id)
-        self._join_step(group)
+        self._group_ids.append(group.id)
+        self._index_group(group)
         for episode in members:
-            self._count(group.id, episode.state, 1)
+            self._change_count(group.id, episode.state, 1)
 
-    def leave(self, group: GroupRecord) -> None:
-        self._order.pop(bisect_left(self._order, group.id))
-        self._leave_step(group)
-        for state, count in self._members.pop(group.id).items():
+    def remove_group(self, group: GroupRecord) -> None:
+        self._group_ids.pop(bisect_left(self._group_ids, group.id))
+        self._unindex_group(group)
+        for state, count in self._member_counts.pop(group.id).items():
             self.states[state] -= count
-            self.groups[state].discard(group.id)
+            self.groups_by_state[state].discard(group.id)
 
-    def move(self, episode: EpisodeRecord, state: State) -> None:
+    def move_episode(self, episode: EpisodeRecord, state: State) -> None:
         """The only place where the state of an episode of a live group is set."""
-        self._count(episode.group, episode.state, -1)
-        self._count(episode.group, state, 1)
+        self._change_count(episode.group, episode.state, -1)
+        self._change_count(episode.group, state, 1)
         episode.state = state
 
-    def take(self, group: GroupRecord, step: int) -> None:
+    def mark_taken(self, group: GroupRecord, step: int) -> None:
         """The first member of a group goes into a batch."""
-        self._leave_step(group)
+        self._unindex_group(group)
         group.step = step
-        self._join_step(group)
+        self._index_group(group)
 
-    def filter(self, group: GroupRecord) -> None:
+    def mark_filtered(self, group: GroupRecord) -> None:
         """Count the landed members of a group as filtered."""
-        self._leave_step(group)
+        self._unindex_group(group)
         group.filtered = True
-        self._join_step(group)
+        self._index_group(group)
 
     def open(self, committed: int) -> int:
         """Number of live groups: neither filtered, nor taken by a batch that is committed."""
-        return len(self._order) - len(self._closed(committed))
+        return len(self._group_ids) - len(self._closed_groups(committed))
 
-    def ranks(self, groups: list[int], committed: int) -> list[int]:
+    def count_older(self, groups: list[int], committed: int) -> list[int]:
         """For each of these groups: the number of live groups that are older."""
-        closed = sorted(self._closed(committed))
-        return [bisect_left(self._order, group) - bisect_left(closed, group) for group in groups]
+        closed_groups = sorted(self._closed_groups(committed))
+        return [bisect_left(self._group_ids, group) - bisect_left(closed_groups, group) for group in groups]
 
-    def over(self, group: GroupRecord) -> bool:
+    def is_over(self, group: GroupRecord) -> bool:
         """True when no member changes any more."""
-        return all(state.over for state, count in self._members[group.id].items() if count)
+        return all(state.over for state, count in self._member_counts[group.id].items() if count)
 
-    def _closed(self, committed: int) -> set[int]:
-        return self.filtered.union(*(ids for step, ids in self.steps.items() if step < committed))
+    def _closed_groups(self, committed: int) -> set[int]:
+        return self.filtered_groups.union(
+            *(group_ids for step, group_ids in self.groups_by_step.items() if step < committed)
+        )
 
-    def _join_step(self, group: GroupRecord) -> None:
-        taken = self.untaken if group.step < 0 else self.steps[group.step]
-        (self.filtered if group.filtered else taken).add(group.id)
+    def _index_group(self, group: GroupRecord) -> None:
+        taken = self.untaken_groups if group.step < 0 else self.groups_by_step[group.step]
+        (self.filtered_groups if group.filtered else taken).add(group.id)
 
-    def _leave_step(self, group: GroupRecord) -> None:
-        for ids in (self.filtered, self.untaken, self.steps[group.step]):
-            ids.discard(group.id)
+    def _unindex_group(self, group: GroupRecord) -> None:
+        for group_ids in (self.filtered_groups, self.untaken_groups, self.groups_by_step[group.step]):
+            group_ids.discard(group.id)
 
-        if not self.steps[group.step]:
-            del self.steps[group.step]
+        if not self.groups_by_step[group.step]:
+            del self.groups_by_step[group.step]
 
-    def _count(self, group: int, state: State, change: int) -> None:
+    def _change_count(self, group: int, state: State, change: int) -> None:
         self.states[state] += change
-        members = self._members[group]
-        members[state] += change
-        if not members[state]:
-            self.groups[state].discard(group)
-        elif members[state] == change:  # the first one
-            self.groups[state].add(group)
+        member_counts = self._member_counts[group]
+        member_counts[state] += change
+        if not member_counts[state]:
+            self.groups_by_state[state].discard(group)
+        elif member_counts[state] == change:  # the first one
+            self.groups_by_state[state].add(group)

@@ -30,8 +30,8 @@ class Outlook:
     groups that are in it, or could be; `complete`: nothing more can enter the batch before it is trained."""
 
     ready: bool
-    share: float
-    complete: bool
+    group_fraction: float
+    batch_complete: bool
 
 
 NOTHING_ASKED = Outlook(False, 0.0, False)
@@ -52,9 +52,9 @@ class Situation:
     """
 
     outlook: Outlook = NOTHING_ASKED
-    starting: bool = False
+    ranks_starting: bool = False
     asked: bool = False
-    held: bool = False
+    validation_waits: bool = False
     asleep: bool = False
     awake: bool = False
     resting: bool = False
@@ -69,61 +69,67 @@ class Shifts:
             no engine has sampled for as long as two changes take: to wait longer could cost more than both.
     """
 
-    def __init__(self, fill: float | Literal["auto"], now: float, shift: Shift = Shift.TRAIN) -> None:
+    def __init__(self, min_fraction: float | Literal["auto"], now: float, shift: Shift = Shift.TRAIN) -> None:
         self.shift = shift
-        self.since = now
+        self.entered_at = now
         self.clock = EngineClock(now, stopped=shift is not Shift.ROLLOUT)
         self.seconds = {Shift.SLEEPING: 0.0, Shift.WAKING: 0.0}  # of the newest change
-        self.count = 0  # of the trainer's shifts
-        self._fill = fill
+        self.train_shifts = 0  # of the trainer's shifts
+        self._min_fraction = min_fraction
 
-    def move(self, now: float, seen: Situation) -> bool:
+    def move(self, now: float, situation: Situation) -> bool:
         """Enter the next state if it is time. True: it was entered."""
-        after = self._next(seen)
-        if after is self.shift:
+        next_shift = self._next_shift(situation)
+        if next_shift is self.shift:
             return False
 
         if self.shift in self.seconds:
-            self.seconds[self.shift] = now - self.since
-        self.count += after is Shift.TRAIN
+            self.seconds[self.shift] = now - self.entered_at
+        self.train_shifts += next_shift is Shift.TRAIN
 
-        (self.clock.go if after is Shift.ROLLOUT else self.clock.stop)(now)
-        self.shift = after
-        self.since = now
+        (self.clock.go if next_shift is Shift.ROLLOUT else self.clock.stop)(now)
+        self.shift = next_shift
+        self.entered_at = now
         return True
 
     def gauges(self) -> dict[str, float]:
         return {
             "shift/train": float(self.shift is Shift.TRAIN),
-            "shift/count": float(self.count),
+            "shift/count": float(self.train_shifts),
             "shift/sleep_s": self.seconds[Shift.SLEEPING],
             "shift/wake_s": self.seconds[Shift.WAKING],
         }
 
-    def _next(self, seen: Situation) -> Shift:
+    def _next_shift(self, situation: Situation) -> Shift:
         match self.shift:
-            case Shift.ROLLOUT if not seen.held and (seen.starting or self._enough(seen)):
+            case Shift.ROLLOUT if not situation.validation_waits and (
+                situation.ranks_starting or self._enough_ready(situation)
+            ):
                 return Shift.SLEEPING
-            case Shift.SLEEPING if seen.asleep:
+            case Shift.SLEEPING if situation.asleep:
                 return Shift.TRAIN
-            case Shift.TRAIN if seen.asked and not seen.starting and (seen.held or not seen.outlook.ready):
+            case Shift.TRAIN if (
+                situation.asked
+                and not situation.ranks_starting
+                and (situation.validation_waits or not situation.outlook.ready)
+            ):
                 return Shift.WAKING
-            case Shift.WAKING if seen.starting:
+            case Shift.WAKING if situation.ranks_starting:
                 return Shift.SLEEPING
-            case Shift.WAKING if seen.resting and seen.awake:
+            case Shift.WAKING if situation.resting and situation.awake:
                 return Shift.ROLLOUT
         return self.shift
 
-    def _enough(self, seen: Situation) -> bool:
+    def _enough_ready(self, situation: Situation) -> bool:
         """Tell whether enough is ready for a shift of the trainer."""
-        outlook = seen.outlook
+        outlook = situation.outlook
 
-        if self._fill == "auto":
-            filled = outlook.share >= 1 or seen.idle > sum(self.seconds.values())
+        if self._min_fraction == "auto":
+            filled = outlook.group_fraction >= 1 or situation.idle > sum(self.seconds.values())
         else:
-            filled = outlook.share >= self._fill
+            filled = outlook.group_fraction >= self._min_fraction
 
-        return outlook.ready and (outlook.complete or filled)
+        return outlook.ready and (outlook.batch_complete or filled)
 
 
 class EngineClock:
@@ -133,7 +139,7 @@ class EngineClock:
     """
 
     def __init__(self, now: float, stopped: bool = False) -> None:
-        self._slept = 0.0
+        self._slept_seconds = 0.0
         self._stopped_at: float | None = now if stopped else None
 
     def stop(self, now: float) -> None:
@@ -142,8 +148,8 @@ class EngineClock:
 
     def go(self, now: float) -> None:
         if self._stopped_at is not None:
-            self._slept += now - self._stopped_at
+            self._slept_seconds += now - self._stopped_at
             self._stopped_at = None
 
     def __call__(self, now: float) -> float:
-        return (now if self._stopped_at is None else min(now, self._stopped_at)) - self._slept
+        return (now if self._stopped_at is None else min(now, self._stopped_at)) - self._slept_seconds

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 
-from asyncrl.buffer.records import NEVER, EpisodeRecord, GroupRecord, State
+from asyncrl.buffer.records import NEVER_STALE, EpisodeRecord, GroupRecord, State
 from asyncrl.buffer.replay import ReplayBuffer
 from asyncrl.types import DropReason, VersionSpan
 
@@ -30,32 +30,32 @@ def token_lags(spans: Iterable[VersionSpan], step: int) -> list[int]:
     return [value for span in spans for value in [lag(step, span.version)] * (span.end - span.start)]
 
 
-def stale_mask(lags: Iterable[int], bound: int) -> list[bool]:
+def stale_mask(lags: Iterable[int], max_staleness: int) -> list[bool]:
     """Marks the tokens over the bound: these never contribute to a gradient."""
-    return [value > bound for value in lags]
+    return [value > max_staleness for value in lags]
 
 
 class LagHistogram:
     """Counts tokens by lag, exact. All figures are 0 without tokens."""
 
     def __init__(self, tokens: Mapping[int, int]) -> None:
-        self.tokens = {value: count for value, count in sorted(tokens.items()) if count > 0}
-        self.total = sum(self.tokens.values())
+        self.tokens_by_lag = {value: count for value, count in sorted(tokens.items()) if count > 0}
+        self.token_count = sum(self.tokens_by_lag.values())
 
     @property
     def mean(self) -> float:
-        return sum(value * count for value, count in self.tokens.items()) / max(self.total, 1)
+        return sum(value * count for value, count in self.tokens_by_lag.items()) / max(self.token_count, 1)
 
     @property
     def max(self) -> int:
-        return max(self.tokens, default=0)
+        return max(self.tokens_by_lag, default=0)
 
-    def quantile(self, q: float) -> int:
+    def quantile(self, fraction: float) -> int:
         """The smallest lag that at least a share `q` of the tokens do not exceed."""
-        seen = 0
-        for value, count in self.tokens.items():
-            seen += count
-            if seen >= q * self.total:
+        counted_tokens = 0
+        for value, count in self.tokens_by_lag.items():
+            counted_tokens += count
+            if counted_tokens >= fraction * self.token_count:
                 return value
         return 0
 
@@ -67,15 +67,15 @@ def length_bucket(tokens: int) -> int:
 
 def masked_by_quarter(stale: Sequence[bool]) -> list[tuple[int, int]]:
     """Return (masked, all) tokens in each quarter of one response's model tokens, first quarter first."""
-    n = len(stale)
-    edges = [n * quarter // 4 for quarter in range(5)]
+    token_count = len(stale)
+    edges = [token_count * quarter // 4 for quarter in range(5)]
     return [(sum(stale[a:b]), b - a) for a, b in pairwise(edges)]
 
 
 # -- starts and places -------------------------------------------------------------------------------------
 
 
-class Places:
+class GroupSlots:
     """`left[j]`: places up to the batch j after the current one, less the groups due by then; j = 0 … bound.
 
     Args:
@@ -89,44 +89,57 @@ class Places:
     the third in batch 8: `left` is [0, 1]. Another group may start on version 7, but not on version 6.
     """
 
-    def __init__(self, step: int, free: int, per_batch: int, bound: int, floors: Iterable[int]) -> None:
-        self.free = free
-        self._oldest = step - bound
-        self.left = [free + ahead * per_batch for ahead in range(bound + 1)]
-        for floor, groups in Counter(floors).items():
-            self._owe(floor, groups)
+    def __init__(
+        self,
+        step: int,
+        free_slots: int,
+        slots_per_batch: int,
+        max_staleness: int,
+        oldest_versions: Iterable[int],
+    ) -> None:
+        self.free_slots = free_slots
+        self._min_version = step - max_staleness
+        self.slots_left = [free_slots + ahead * slots_per_batch for ahead in range(max_staleness + 1)]
+        for oldest_version, groups in Counter(oldest_versions).items():
+            self._reserve(oldest_version, groups)
 
-    def may_take(self, floor: int) -> bool:
+    def may_take(self, oldest_version: int) -> bool:
         """A group takes a place of the current batch. Those due before it must still find theirs."""
-        return self.free > 0 and all(left > 0 for left in self.left[: self._due(floor)])
+        return self.free_slots > 0 and all(
+            left > 0 for left in self.slots_left[: self._batches_until_due(oldest_version)]
+        )
 
-    def take(self, floor: int) -> None:
-        self._owe(floor, -1)
-        self.free -= 1
-        self.left = [left - 1 for left in self.left]
+    def take_slot(self, oldest_version: int) -> None:
+        self._reserve(oldest_version, -1)
+        self.free_slots -= 1
+        self.slots_left = [left - 1 for left in self.slots_left]
 
-    def needed(self, floor: int) -> int:
+    def min_start_version(self, oldest_version: int) -> int:
         """The oldest version on which an episode of a group may start: all are still taken in time."""
-        full = [ahead for ahead, left in enumerate(self.left[: self._due(floor)]) if left <= 0]
-        return self._oldest + (full[-1] + 1 if full else 0)
+        full_batches = [
+            ahead
+            for ahead, left in enumerate(self.slots_left[: self._batches_until_due(oldest_version)])
+            if left <= 0
+        ]
+        return self._min_version + (full_batches[-1] + 1 if full_batches else 0)
 
-    def move(self, before: int, after: int) -> None:
+    def move_group(self, before: int, after: int) -> None:
         """The floor of a group has changed."""
-        self._owe(before, -1)
-        self._owe(after, 1)
+        self._reserve(before, -1)
+        self._reserve(after, 1)
 
     @property
     def may_close(self) -> bool:
         """The current batch may be trained without its free places."""
-        return all(left >= self.free for left in self.left)
+        return all(left >= self.free_slots for left in self.slots_left)
 
-    def _owe(self, floor: int, groups: int) -> None:
-        for ahead in range(self._due(floor), len(self.left)):
-            self.left[ahead] -= groups
+    def _reserve(self, oldest_version: int, group_count: int) -> None:
+        for ahead in range(self._batches_until_due(oldest_version), len(self.slots_left)):
+            self.slots_left[ahead] -= group_count
 
-    def _due(self, floor: int) -> int:
+    def _batches_until_due(self, oldest_version: int) -> int:
         """Counts the batches until a group with this floor is due at the latest."""
-        return max(0, floor - self._oldest)
+        return max(0, oldest_version - self._min_version)
 
 
 def pending(buffer: ReplayBuffer) -> Iterator[tuple[int, EpisodeRecord]]:
@@ -137,54 +150,68 @@ def pending(buffer: ReplayBuffer) -> Iterator[tuple[int, EpisodeRecord]]:
     step `committed + rank // groups_per_batch` or later, if groups are taken in order; with on_stale=hold the
     places of the coming batches say it exactly.
     """
-    places = places_of(buffer)
-    waiting = sorted(buffer.tally.groups[State.PENDING])
+    slots = upcoming_slots(buffer)
+    waiting_groups = sorted(buffer.tally.groups_by_state[State.PENDING])
 
-    for number, rank in zip(waiting, buffer.tally.ranks(waiting, buffer.committed), strict=True):
-        group = buffer.live[number]
-        floor = floor_of(buffer, group)
+    for group_id, older_groups in zip(
+        waiting_groups, buffer.tally.count_older(waiting_groups, buffer.committed), strict=True
+    ):
+        group = buffer.live[group_id]
+        oldest_version = oldest_version_of(buffer, group)
         for uid in group.members:
             if buffer.episodes[uid].state is State.PENDING:
-                holds = buffer.config.on_stale == "hold"
+                holds_stale = buffer.config.on_stale == "hold"
                 # Fresh enough in the batch that follows `rank` older groups: with 20 of them and 8 groups
                 # per batch in the second after this one.
-                later = buffer.committed + rank // buffer.config.groups_per_batch - buffer.fresh
-                needed = places.needed(floor) if holds else later
-                yield needed, buffer.episodes[uid]
-                places.move(floor, floor := floor_of(buffer, group))
+                other_min_version = (
+                    buffer.committed
+                    + older_groups // buffer.config.groups_per_batch
+                    - buffer.max_start_staleness
+                )
+                min_version = slots.min_start_version(oldest_version) if holds_stale else other_min_version
+                yield min_version, buffer.episodes[uid]
+                slots.move_group(oldest_version, oldest_version := oldest_version_of(buffer, group))
 
 
-def floor_of(buffer: ReplayBuffer, group: GroupRecord) -> int:
+def oldest_version_of(buffer: ReplayBuffer, group: GroupRecord) -> int:
     """The oldest version of a token that the group has, or may still get from what runs; NEVER unless
     on_stale=hold, the only mode that waits for it."""
     if buffer.config.on_stale != "hold":
-        return NEVER
+        return NEVER_STALE
 
-    if group.id not in buffer.floors:
-        members = buffer.members(group)
-        buffer.floors[group.id] = min((e.floor for e in members if not e.state.over), default=NEVER)
-    return buffer.floors[group.id]
+    if group.id not in buffer.oldest_versions:
+        group_members = buffer.trainable_members(group)
+        buffer.oldest_versions[group.id] = min(
+            (e.oldest_possible_version for e in group_members if not e.state.over), default=NEVER_STALE
+        )
+    return buffer.oldest_versions[group.id]
 
 
-def places_of(buffer: ReplayBuffer) -> Places:
+def upcoming_slots(buffer: ReplayBuffer) -> GroupSlots:
     """Places of the current batch and the next ones, and the groups that need them."""
-    size = buffer.config.groups_per_batch
-    taken = len(buffer.tally.steps[buffer.committed])
-    free = 0 if buffer.closed == buffer.committed else size - taken  # closed: it may be short
-    floors = (floor_of(buffer, group) for group in _untaken(buffer))
+    groups_per_batch = buffer.config.groups_per_batch
+    taken_groups = len(buffer.tally.groups_by_step[buffer.committed])
+    free_slots = (
+        0 if buffer.closed_step == buffer.committed else groups_per_batch - taken_groups
+    )  # closed: it may be short
+    oldest_versions = (oldest_version_of(buffer, group) for group in _untaken_groups(buffer))
 
-    return Places(buffer.committed, free, size, buffer.config.max_staleness, floors)
+    return GroupSlots(
+        buffer.committed, free_slots, groups_per_batch, buffer.config.max_staleness, oldest_versions
+    )
 
 
 def drop_overdue(buffer: ReplayBuffer) -> list[EpisodeRecord]:
     """on_stale=hold: drop untaken groups with a token over the bound, which no batch can take in time. There
     are none unless a resumed run has a lower bound, or had another rule before. Returns what was running."""
-    first = buffer.committed - buffer.config.max_staleness
-    overdue = [group for group in _untaken(buffer) if floor_of(buffer, group) < first]
-    return [episode for group in overdue for episode in buffer.drop_group(group, DropReason.STALE)]
+    min_version = buffer.committed - buffer.config.max_staleness
+    overdue_groups = [
+        group for group in _untaken_groups(buffer) if oldest_version_of(buffer, group) < min_version
+    ]
+    return [episode for group in overdue_groups for episode in buffer.drop_group(group, DropReason.STALE)]
 
 
-def _untaken(buffer: ReplayBuffer) -> list[GroupRecord]:
+def _untaken_groups(buffer: ReplayBuffer) -> list[GroupRecord]:
     """Returns the groups that a batch may still take; none unless they are waited for (on_stale=hold)."""
-    holds = buffer.config.on_stale == "hold"
-    return [buffer.live[number] for number in sorted(buffer.tally.untaken)] if holds else []
+    holds_stale = buffer.config.on_stale == "hold"
+    return [buffer.live[number] for number in sorted(buffer.tally.untaken_groups)] if holds_stale else []

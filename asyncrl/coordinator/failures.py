@@ -21,7 +21,7 @@ from asyncrl.store.runstore import RunStore
 from asyncrl.types import FailReason
 from asyncrl.wire.messages.trainer import GaveUp
 
-LONGEST = 300  # characters of a cause that are kept
+MAX_CAUSE_CHARACTERS = 300  # characters of a cause that are kept
 MIN_ATTEMPTS = 128
 MIN_SAMPLES = 64
 
@@ -37,13 +37,13 @@ class FailedAttempts(msgspec.Struct):
     lost: str = ""
 
     @classmethod
-    def stored(cls, store: RunStore) -> FailedAttempts:
+    def load_from(cls, store: RunStore) -> FailedAttempts:
         return msgspec.json.decode(store.read.meta(cls.META, "{}"), type=cls)
 
-    def add(self, reason: FailReason, detail: str, store: RunStore) -> None:
+    def add_failure(self, reason: FailReason, detail: str, store: RunStore) -> None:
         self.counts[reason] = self.counts.get(reason, 0) + 1
 
-        cause = " ".join(detail.split())[:LONGEST]
+        cause = " ".join(detail.split())[:MAX_CAUSE_CHARACTERS]
         if reason in LOSSES:
             self.lost = cause or self.lost
         if reason is not FailReason.WORKER_LOST:
@@ -65,36 +65,38 @@ class FirstAttempts:
     """
 
     def __init__(self, samples: int) -> None:
-        self._needed = min(MIN_SAMPLES, samples)
-        self._reason: FailReason | None = None
-        self._failed: list[tuple[int, int]] = []  # (place, sample) of those that failed for it in a row
+        self._min_failed_samples = min(MIN_SAMPLES, samples)
+        self._common_reason: FailReason | None = None
+        self._failed_attempts: list[
+            tuple[int, int]
+        ] = []  # (place, sample) of those that failed for it in a row
         self.landed = False
 
-    def fail(self, place: int, sample: int, reason: FailReason) -> None:
+    def note_failure(self, assign_number: int, sample: int, reason: FailReason) -> None:
         """An attempt failed that was the `place`th to be given out. Lost workers and servers do not count."""
         if self.landed or reason in LOSSES:
             return
-        if reason is not self._reason:
-            self._reason = reason
-            self._failed = []
+        if reason is not self._common_reason:
+            self._common_reason = reason
+            self._failed_attempts = []
 
-        self._failed.append((place, sample))
+        self._failed_attempts.append((assign_number, sample))
 
-    def verdict(self, running: Iterable[int]) -> str:
+    def verdict(self, running_numbers: Iterable[int]) -> str:
         """Says what has failed; '' as long as an attempt may land. `running`: places of those under way. Only
         the attempts before all of these count, or slow ones that land would come after many that fail
         fast."""
-        if self.landed or len(self._failed) < MIN_ATTEMPTS:
+        if self.landed or len(self._failed_attempts) < MIN_ATTEMPTS:
             return ""
 
-        first = min(running, default=math.inf)
-        samples = [sample for place, sample in self._failed if place < first]
+        first_running = min(running_numbers, default=math.inf)
+        samples = [sample for assign_number, sample in self._failed_attempts if assign_number < first_running]
 
-        if len(samples) < MIN_ATTEMPTS or len(set(samples)) < self._needed:
+        if len(samples) < MIN_ATTEMPTS or len(set(samples)) < self._min_failed_samples:
             return ""
 
-        count = f"{len(samples):,} attempts (samples: {len(set(samples))})"
-        return f"the first {count} all failed with {self._reason}"
+        attempt_count = f"{len(samples):,} attempts (samples: {len(set(samples))})"
+        return f"the first {attempt_count} all failed with {self._common_reason}"
 
 
 class MemoryLimits(msgspec.Struct):
@@ -108,10 +110,10 @@ class MemoryLimits(msgspec.Struct):
     recompute_every: int = 0
 
     @classmethod
-    def stored(cls, reader: RunReader, configured: int) -> MemoryLimits:
-        kept = reader.meta(cls.META)
-        found = msgspec.json.decode(kept, type=cls) if kept else cls(configured, configured)
-        return found if found.configured == configured else cls(configured, configured)
+    def load_from(cls, reader: RunReader, configured: int) -> MemoryLimits:
+        stored_text = reader.meta(cls.META)
+        limits = msgspec.json.decode(stored_text, type=cls) if stored_text else cls(configured, configured)
+        return limits if limits.configured == configured else cls(configured, configured)
 
     def tighten(self, message: GaveUp, store: RunStore) -> None:
         """A rank ran out of memory: let more layers be recomputed where that is left, or else allow half
@@ -131,10 +133,12 @@ class MemoryLimits(msgspec.Struct):
                 "resume=auto"
             )
 
-        had = max(message.tokens, self.tokens // 4)  # a small rest of a batch is not what was too large
-        self.tokens = max(1, min(self.tokens, had) // 2)
+        tried_tokens = max(
+            message.tokens, self.tokens // 4
+        )  # a small rest of a batch is not what was too large
+        self.tokens = max(1, min(self.tokens, tried_tokens) // 2)
 
-    def described(self, message: GaveUp) -> str:
+    def describe_change(self, message: GaveUp) -> str:
         """Return in words what was changed because of this message."""
         if message.recompute_every:
             return f"{described_recomputation(self.recompute_every)} from now on"

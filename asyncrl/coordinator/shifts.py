@@ -23,8 +23,8 @@ from asyncrl.coordinator.workers import WorkerHandler
 from asyncrl.types import NO_VERSION
 from asyncrl.wire.messages.shared import Replace, Sleep, Slept
 
-SLEEP_AGAIN = 2.0  # seconds after which an engine that has not answered is told again
-META = "shift"  # in the store's meta
+SLEEP_RETRY = 2.0  # seconds after which an engine that has not answered is told again
+SHIFT_KEY = "shift"  # in the store's meta
 
 
 class ShiftHandler:
@@ -46,25 +46,25 @@ class ShiftHandler:
         self.validation = validation
         self._replace = replace
 
-        self.places: Peers[Any] = engines.keepers if engines.remote else workers.peers
+        self.engine_peers: Peers[Any] = engines.keepers if engines.remote else workers.peers
         self.role = "engine" if engines.remote else "rollout"
-        self._number = state.coordinator_epoch << 32  # of the newest order to sleep
-        self._told = self._began = self._hopeless_at = 0.0
-        self._sampled = self._sampled_at = 0.0  # seconds of all workers' engines; when they last grew
+        self._sleep_number = state.coordinator_epoch << 32  # of the newest order to sleep
+        self._sleep_sent_at = self._deadline_start = self._start_deadline = 0.0
+        self._sampled_seconds = self._sampled_at = 0.0  # seconds of all workers' engines; when they last grew
 
-    def begin(self, now: float) -> None:
+    def restore_shift(self, now: float) -> None:
         """A new launch begins with engines that sleep; a restarted coordinator goes on."""
         if self.state.config.shifts:
-            stored = self.state.store.read.meta(META) or Shift.SLEEPING
+            stored = self.state.store.read.meta(SHIFT_KEY) or Shift.SLEEPING
             self.state.shifts = Shifts(self.state.config.buffer.shift_fill, now, Shift(stored))
-            self._began = now
-            self._hopeless_at = now + self.state.liveness.start
+            self._deadline_start = now
+            self._start_deadline = now + self.state.liveness.start
 
-    def slept(self, peer: bytes, message: Slept, now: float) -> None:
+    def confirm_sleep(self, peer: bytes, message: Slept, now: float) -> None:
         """An engine answers the order to sleep."""
         engine = self.state.versions.engines.get(peer)
-        told = self.state.shifts is not None and self.state.shifts.shift is Shift.SLEEPING
-        if engine is None or message.number != self._number or not told:
+        sleep_requested = self.state.shifts is not None and self.state.shifts.shift is Shift.SLEEPING
+        if engine is None or message.number != self._sleep_number or not sleep_requested:
             return  # of an earlier order, or twice of one
 
         if message.error:
@@ -78,63 +78,65 @@ class ShiftHandler:
 
         if (worker := self.workers.peers.get(peer)) is not None:
             worker.eval_version = None
-            worker.eval_asked = 0.0
+            worker.eval_requested_at = 0.0
 
-    def tick(self, now: float) -> None:
+    def advance_shift(self, now: float) -> None:
         shifts = self.state.shifts
         trainer = self.trainer
         if shifts is None:
             return
 
-        request = trainer.ranks.request
+        request = trainer.ranks.open_request
         engines = self.state.versions.engines.values()
-        waiting = [f"{self.role}-{index}" for index in self.places.vacant]
-        seen = Situation(
-            outlook=self._outlook(),
-            starting=bool(trainer.asking),
-            asked=trainer.ranks.told == "end" or request is not None,
-            held=self.validation.needs_engines and (request is None or not request.micro),
-            asleep=not waiting and all(engine.asleep for engine in engines),
+        vacant_names = [f"{self.role}-{index}" for index in self.engine_peers.vacant_indices]
+        situation = Situation(
+            outlook=self._request_outlook(),
+            ranks_starting=bool(trainer.waiting_for_devices),
+            asked=trainer.ranks.last_plan_kind == "end" or request is not None,
+            validation_waits=self.validation.needs_engines and (request is None or not request.micro),
+            asleep=not vacant_names and all(engine.asleep for engine in engines),
             awake=any(engine.woken for engine in engines),
-            resting=trainer.ranks.resting,
-            idle=self._idle(),
+            resting=trainer.ranks.offloaded,
+            idle=self._engine_idle_seconds(),
         )
 
-        if shifts.move(now, seen):
-            self._entered(shifts.shift, now)
-        self.engines.wakes = shifts.shift is Shift.WAKING and trainer.ranks.resting and self._written(now)
+        if shifts.move(now, situation):
+            self._on_enter(shifts.shift, now)
+        self.engines.may_wake = (
+            shifts.shift is Shift.WAKING and trainer.ranks.offloaded and self._version_ready(now)
+        )
 
         if shifts.shift is Shift.SLEEPING:
             self._put_to_sleep(now)
-        elif shifts.shift is Shift.WAKING and not trainer.ranks.resting:
-            self._let_rest(now)
+        elif shifts.shift is Shift.WAKING and not trainer.ranks.offloaded:
+            self._replace_unrested(now)
 
-        self.state.waits += self._waits(shifts, waiting)
+        self.state.waits += self._shift_waits(shifts, vacant_names)
 
-    def _outlook(self) -> Outlook:
+    def _request_outlook(self) -> Outlook:
         """Say what rank 0's request would find if the trainer had the devices."""
         state = self.state
-        request = self.trainer.ranks.request
+        request = self.trainer.ranks.open_request
         if request is None or request.step > state.batches.committed:
             return NOTHING_ASKED
 
         if request.step in (state.config.total_steps, *range(state.batches.committed)):
-            return Outlook(ready=True, share=1.0, complete=True)
+            return Outlook(ready=True, group_fraction=1.0, batch_complete=True)
 
-        ranks = self.trainer.ranks.size // state.config.trainer.sequence_parallel
+        ranks = self.trainer.ranks.rank_count // state.config.trainer.sequence_parallel
         return state.batches.outlook(request.step, request.micro, ranks)
 
-    def _entered(self, shift: Shift, now: float) -> None:
+    def _on_enter(self, shift: Shift, now: float) -> None:
         log.info("shift: %s", shift)
-        self.state.store.put_meta(META, shift)
+        self.state.store.put_meta(SHIFT_KEY, shift)
         self.state.liveness.alive(now)
-        self._began = self._sampled_at = now
+        self._deadline_start = self._sampled_at = now
 
         if shift is Shift.SLEEPING:
-            self._number += 1
-            self._told = 0.0
-            self._hopeless_at = now + self.state.liveness.start
-            self.engines.refused.clear()  # by an engine, while another one held the version
+            self._sleep_number += 1
+            self._sleep_sent_at = 0.0
+            self._start_deadline = now + self.state.liveness.start
+            self.engines.refusals.clear()  # by an engine, while another one held the version
             for engine in self.state.versions.engines.values():
                 engine.resend(now)  # when it wakes it is sent a version, also the one that it had
                 engine.woken = False
@@ -143,72 +145,76 @@ class ShiftHandler:
         versions = self.state.versions
         deadline = self.state.config.weights.deadline
 
-        if now > self._told + SLEEP_AGAIN:
-            self._told = now
+        if now > self._sleep_sent_at + SLEEP_RETRY:
+            self._sleep_sent_at = now
             for peer in [peer for peer, engine in versions.engines.items() if not engine.asleep]:
-                self.state.outbox.to_control(peer, Sleep(self._number))
+                self.state.outbox.to_control(peer, Sleep(self._sleep_number))
 
-        if now > self._began + deadline:
-            self._began = now  # the next ones have as long
-            names = [*self.places.vacant.values()]
-            for place in self.places:
-                engine = versions.engines[place.peer]
+        if now > self._deadline_start + deadline:
+            self._deadline_start = now  # the next ones have as long
+            incarnations = [*self.engine_peers.vacant_indices.values()]
+            for process in self.engine_peers:
+                engine = versions.engines[process.peer]
                 if engine.up and not engine.asleep:  # a server that starts has a deadline of its own
-                    names.append(place.hello.incarnation)
+                    incarnations.append(process.hello.incarnation)
 
-            for name in filter(None, names):
-                why = f"{self.role} {name} has not fallen asleep within {deadline:g} s"
-                self._replace(Replace(self.role, why, name))
+            for name in filter(None, incarnations):
+                reason = f"{self.role} {name} has not fallen asleep within {deadline:g} s"
+                self._replace(Replace(self.role, reason, name))
 
-            if "" in names and now > self._hopeless_at:  # not heard of since this coordinator began
-                self._hopeless_at = now + self.state.liveness.start
+            if "" in incarnations and now > self._start_deadline:  # not heard of since this coordinator began
+                self._start_deadline = now + self.state.liveness.start
                 self._replace(
                     Replace(self.role, f"not all of {self.role} have reported in: they cannot sleep")
                 )
 
-    def _let_rest(self, now: float) -> None:
+    def _replace_unrested(self, now: float) -> None:
         """Replace ranks that do not rest within the time of a start, in which they read as much. It begins
         when they are told to."""
         ranks = self.trainer.ranks
-        limit = self.state.liveness.start
+        time_limit = self.state.liveness.start
 
-        if ranks.told not in ("rest", ""):  # "": told by an earlier coordinator
-            self._began = now
-        elif now > self._began + limit:
-            self._began = now  # the next ones have as long
-            why = f"the trainer has not come to rest within {limit:g} s"
-            self._replace(Replace("trainer", why, ranks.incarnation))
+        if ranks.last_plan_kind not in ("rest", ""):  # "": told by an earlier coordinator
+            self._deadline_start = now
+        elif now > self._deadline_start + time_limit:
+            self._deadline_start = now  # the next ones have as long
+            reason = f"the trainer has not come to rest within {time_limit:g} s"
+            self._replace(Replace("trainer", reason, ranks.incarnation))
 
-    def _written(self, now: float) -> bool:
+    def _version_ready(self, now: float) -> bool:
         """The version of the committed steps is there to be loaded; or an earlier one is, and this one has
         not come for long."""
         versions = self.state.versions
         config = self.state.config
-        late = now > self._began + config.weights.deadline and versions.newest != NO_VERSION
-        return versions.newest.step >= self.state.batches.committed or late
+        is_late = now > self._deadline_start + config.weights.deadline and versions.newest != NO_VERSION
+        return versions.newest.step >= self.state.batches.committed or is_late
 
-    def _idle(self) -> float:
+    def _engine_idle_seconds(self) -> float:
         """Seconds for which no engine has sampled, as far as all workers' beats tell."""
-        beats = [(one.beat.busy_s, one.beat_at) for one in self.workers.peers if one.beat]
-        sampled = sum(busy for busy, _ in beats)
-        times = [at for _, at in beats]
+        heartbeats = [
+            (worker.heartbeat.busy_s, worker.heartbeat_at)
+            for worker in self.workers.peers
+            if worker.heartbeat
+        ]
+        sampled_seconds = sum(busy for busy, _ in heartbeats)
+        times = [received_at for _, received_at in heartbeats]
 
-        if beats and sampled != self._sampled:
-            self._sampled = sampled
+        if heartbeats and sampled_seconds != self._sampled_seconds:
+            self._sampled_seconds = sampled_seconds
             self._sampled_at = max(times)
 
         return min(times, default=0.0) - self._sampled_at
 
-    def _waits(self, shifts: Shifts, missing: list[str]) -> Iterator[str]:
+    def _shift_waits(self, shifts: Shifts, missing_names: list[str]) -> Iterator[str]:
         engines = self.state.versions.engines.values()
         versions = self.state.versions
-        awake = [engine.name for engine in engines if not engine.asleep]
+        awake_names = [engine.name for engine in engines if not engine.asleep]
 
         if shifts.shift is Shift.SLEEPING:
-            yield f"the trainer waits for its shift: {', '.join([*missing, *awake])} to sleep"
-        elif shifts.shift is Shift.WAKING and self.engines.wakes:
+            yield f"the trainer waits for its shift: {', '.join([*missing_names, *awake_names])} to sleep"
+        elif shifts.shift is Shift.WAKING and self.engines.may_wake:
             yield f"engines load v{versions.newest.step}"
         elif shifts.shift is Shift.WAKING:
             written = f"v{self.state.batches.committed} must be written first"
-            lack = written if self.trainer.ranks.resting else "the trainer must rest first"
-            yield f"engines wait for their shift: {lack}"
+            obstacle = written if self.trainer.ranks.offloaded else "the trainer must rest first"
+            yield f"engines wait for their shift: {obstacle}"

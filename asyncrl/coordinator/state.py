@@ -16,7 +16,7 @@ from asyncrl.buffer.batches import Batches
 from asyncrl.buffer.flow_control import LiveLimit
 from asyncrl.buffer.payloads import cut_back, decode_turn
 from asyncrl.buffer.prompts import ComparedParts, Prompts
-from asyncrl.buffer.records import IN_FLIGHT, OVER, EpisodeRecord, State
+from asyncrl.buffer.records import IN_FLIGHT, FINAL_STATES, EpisodeRecord, State
 from asyncrl.buffer.replay import ReplayBuffer
 from asyncrl.buffer.shifts import Shifts
 from asyncrl.config import RunConfig
@@ -39,12 +39,12 @@ from asyncrl.wire.messages.shared import Welcome, WireMessage
 from asyncrl.wire.sockets import Hub
 
 MAX_UNTRAINED_BATCHES = 50  # batches' worth of groups in a row that left untrained; then the run ends
-ABANDONED = "abandoned_tokens"  # in the store's meta
-REASONS = "reasons"  # in the store's meta: episodes by final state and reason
+ABANDONED_KEY = "abandoned_tokens"  # in the store's meta
+REASONS_KEY = "reasons"  # in the store's meta: episodes by final state and reason
 MAX_SKIPPED_BATCHES = 20  # batches in a row that were committed without an optimizer step
 
 log = logging.getLogger("asyncrl.coordinator")
-UNTAKEN = (*IN_FLIGHT, State.READY)
+UNTAKEN_STATES = (*IN_FLIGHT, State.READY)
 
 
 @dataclass
@@ -98,49 +98,49 @@ class RunState:
     trainer_epoch: int = 0
     vocabulary: int = MAX_VOCABULARY  # token ids are below it, once the trainer has told
     launch: str = ""  # that this coordinator belongs to
-    skipped: int = 0  # committed batches in a row without an optimizer step
+    skipped_batches: int = 0  # committed batches in a row without an optimizer step
     waits: list[str] = field(default_factory=list)
     damage: str = ""  # why the store could not be read again: what is in memory is not what it holds
     stopping: bool = False  # the run was told to stop: what ends from then on is no loss
     shifts: Shifts | None = None  # where engines and trainer use the same devices
 
     def __post_init__(self) -> None:
-        evaluates = not self.config.total_steps
-        self.held_out = HeldOutEpisodes(self.store, self.config.rollout.retries, keeps=evaluates)
+        is_evaluation = not self.config.total_steps
+        self.held_out = HeldOutEpisodes(self.store, self.config.rollout.retries, keeps_turns=is_evaluation)
 
         self.liveness = Liveness(self.config, time.monotonic())
         self.timeline = Timeline(self.run_dir / "timeline" / "coordinator-0.jsonl")
         self.timeline.past(START, 0.0)
 
-        self.failed = FailedAttempts.stored(self.store)
-        self.memory_limits = MemoryLimits.stored(self.store.read, self.config.trainer.micro_batch_tokens)
+        self.failed_attempts = FailedAttempts.load_from(self.store)
+        self.memory_limits = MemoryLimits.load_from(self.store.read, self.config.trainer.micro_batch_tokens)
         self.first_attempts = FirstAttempts(len(self.samples))
 
         self.live_limit = LiveLimit(self.config, self.buffer)
         self.launches = launches.decode(self.store.read.meta(launches.KEY, "[]"))
-        self.trains_since(self.batches.committed)
+        self.record_launch(self.batches.committed)
 
-    def futile(self) -> str:
+    def futile_reason(self) -> str:
         """Says why the run learns nothing and had better end; '' when that is not so."""
         buffer = self.buffer
 
-        if buffer.prompts.failed and buffer.lacking > 0:
-            return f"{buffer.prompts.failed}; mend that, then go on with resume=auto"
+        if buffer.prompts.order_error and buffer.missing_groups > 0:
+            return f"{buffer.prompts.order_error}; mend that, then go on with resume=auto"
 
-        running = (e.assign_seq for e in buffer.episodes.values() if e.state is State.RUNNING)
-        if hopeless := self.first_attempts.verdict(running):
-            return f"{hopeless}: {self.failed.newest}; mend that, then go on with resume=auto"
+        running_numbers = (e.assign_seq for e in buffer.episodes.values() if e.state is State.RUNNING)
+        if common_failure := self.first_attempts.verdict(running_numbers):
+            return f"{common_failure}: {self.failed_attempts.newest}; mend that, then go on with resume=auto"
 
-        if buffer.untrained > MAX_UNTRAINED_BATCHES * self.config.buffer.groups_per_batch:
+        if buffer.untrained_groups > MAX_UNTRAINED_BATCHES * self.config.buffer.groups_per_batch:
             return (
-                f"{buffer.untrained} groups in a row could not be trained; the last one: "
+                f"{buffer.untrained_groups} groups in a row could not be trained; the last one: "
                 f"{buffer.untrained_reason}; read what the model wrote (asyncrl runs transcripts --of "
                 "training) and logs/"
             )
 
-        if self.skipped > MAX_SKIPPED_BATCHES:
+        if self.skipped_batches > MAX_SKIPPED_BATCHES:
             return (
-                f"the last {self.skipped} batches took no optimizer step: their gradients were not finite, "
+                f"the last {self.skipped_batches} batches took no optimizer step: their gradients were not finite, "
                 "or all their tokens masked; see rewards, rollout_corr/* and staleness/* in metrics.jsonl"
             )
 
@@ -150,7 +150,7 @@ class RunState:
         """Return the time on the engines' clock, which stands still while they sleep: by it groups live."""
         return now if self.shifts is None else self.shifts.clock(now)
 
-    def flow_of(self, uid: str) -> ReplayBuffer | HeldOutEpisodes:
+    def ledger_of(self, uid: str) -> ReplayBuffer | HeldOutEpisodes:
         """Return the owner of an episode: what is trained, or a validation."""
         return self.held_out if uid.startswith(EVAL) else self.buffer
 
@@ -160,13 +160,17 @@ class RunState:
         return [*self.buffer.episodes.values(), *self.held_out.episodes.values()]
 
     @property
-    def steps(self) -> int:
+    def total_batches(self) -> int:
         """Batches of the run: `total_steps`, or fewer where the data end before."""
-        limit = self.buffer.prompts.limit
-        size = self.config.buffer.groups_per_batch
-        return self.config.total_steps if limit is None else min(self.config.total_steps, -(-limit // size))
+        max_draws = self.buffer.prompts.max_draws
+        groups_per_batch = self.config.buffer.groups_per_batch
+        return (
+            self.config.total_steps
+            if max_draws is None
+            else min(self.config.total_steps, -(-max_draws // groups_per_batch))
+        )
 
-    def welcome(self, peer: bytes) -> None:
+    def send_welcome(self, peer: bytes) -> None:
         """Answer a hello."""
         self.outbox.to_control(peer, self.welcome_message)
 
@@ -180,7 +184,7 @@ class RunState:
             self.memory_limits.recompute_every,
         )
 
-    def trains_since(self, step: int) -> None:
+    def record_launch(self, step: int) -> None:
         """All steps after this one are trained, or trained again, with the configuration of this launch."""
         self.launches = launches.since(self.launches, step, self.config)
         self.store.put_meta(launches.KEY, msgspec.json.encode(self.launches).decode())
@@ -188,36 +192,36 @@ class RunState:
     def persist(self) -> None:
         """Write what changed in one transaction, then send the messages of this turn. StorePaused: neither
         has happened; call it again, before anything else changes."""
-        groups, episodes, moved = self.buffer.changes()
+        groups, episodes, moved_episodes = self.buffer.changes()
         self.store.put_groups(groups, self.buffer.live)
-        self.store.put_episodes(episodes, moved)
+        self.store.put_episodes(episodes, moved_episodes)
 
-        if episodes or moved:  # else no attempt was given up
-            self.store.put_meta(ABANDONED, str(self.buffer.abandoned_tokens))
-            self.store.put_meta(REASONS, msgspec.json.encode(self.buffer.reasons).decode())
+        if episodes or moved_episodes:  # else no attempt was given up
+            self.store.put_meta(ABANDONED_KEY, str(self.buffer.abandoned_tokens))
+            self.store.put_meta(REASONS_KEY, msgspec.json.encode(self.buffer.reasons).decode())
 
         self.store.put_batches(self.batches.pop_changes())
         self.held_out.put_changes()
 
-        for episode in (*episodes, *moved):
-            if episode.state in OVER and episode.state is not State.TRAINED:
+        for episode in (*episodes, *moved_episodes):
+            if episode.state in FINAL_STATES and episode.state is not State.TRAINED:
                 self.store.release_frames(episode.uid)
 
         self.store.commit()
         self.outbox.flush()
-        self.store.copies.take(self.buffer.counts())
+        self.store.copies.take(self.buffer.state_counts())
 
-    def payloads(self, episode: EpisodeRecord) -> list[bytes]:
+    def read_turns(self, episode: EpisodeRecord) -> list[bytes]:
         """Reads its turns, without the replies to them; [] where one cannot be read. They were checked when
         they came: to decode them again takes most of the time of a plan."""
         try:
-            found = list(self.store.read.frames(episode.uid, episode.turns, ("generated",)))
+            turn_payloads = list(self.store.read.frames(episode.uid, episode.turns, ("generated",)))
         except StoreError as error:
             log.error("episode %s: %s", episode.uid, error)
             return []
-        return found if all(found) else []
+        return turn_payloads if all(turn_payloads) else []
 
-    def readable(self, episode: EpisodeRecord) -> list[bytes]:
+    def read_frames(self, episode: EpisodeRecord) -> list[bytes]:
         """Its payloads, two per turn, as far as they can be read. An untaken episode that has more turns than
         that is cut back to them."""
         turns: list[Turn] = []
@@ -234,17 +238,17 @@ class RunState:
         except (StoreError, ProtocolError) as error:
             log.error("episode %s: %d of %d turns can be read: %s", uid, len(turns), episode.turns, error)
             if uid in self.held_out.episodes:
-                episode.restart()  # it starts over
+                episode.forget_turns()  # it starts over
                 self.held_out.touch(episode)
                 self.store.forget_frames(uid)
                 return []
-            if episode.state in UNTAKEN:
+            if episode.state in UNTAKEN_STATES:
                 cut_back(self.buffer, episode, turns)
                 self.store.forget_frames(uid, len(turns))
 
         return frames
 
-    def parts(self, episode: EpisodeRecord) -> list[bytes]:
+    def read_parts(self, episode: EpisodeRecord) -> list[bytes]:
         """Return the payloads of turns that no attempt has ended. Those that cannot be read are forgotten."""
         frames: list[bytes] = []
 
@@ -258,20 +262,22 @@ class RunState:
 
         return frames
 
-    def salvage(self) -> None:
+    def cut_back_unreadable(self) -> None:
         """After a start, before anything is planned: a power cut or a bad sector may have taken payloads."""
-        for episode in [e for e in self.buffer.episodes.values() if e.turns and e.state in UNTAKEN]:
-            self.readable(episode)
+        for episode in [e for e in self.buffer.episodes.values() if e.turns and e.state in UNTAKEN_STATES]:
+            self.read_frames(episode)
 
-    def rollback(self) -> None:
+    def roll_back(self) -> None:
         """Forget what was not committed, and read again what is stored, as far as it can be read."""
         self.outbox.clear()
         self.store.rollback()
         try:
-            self.failed = FailedAttempts.stored(self.store)
-            self.memory_limits = MemoryLimits.stored(self.store.read, self.config.trainer.micro_batch_tokens)
-            restore(self.config, self.store, self.buffer, self.batches)
-            self.held_out.restore()
+            self.failed_attempts = FailedAttempts.load_from(self.store)
+            self.memory_limits = MemoryLimits.load_from(
+                self.store.read, self.config.trainer.micro_batch_tokens
+            )
+            restore_from_store(self.config, self.store, self.buffer, self.batches)
+            self.held_out.restore_episodes()
         except StoreError as error:
             log.error("%s", error)
             self.damage = str(error)
@@ -283,12 +289,12 @@ def load_state(config: RunConfig, run_dir: Path, store: RunStore, outbox: Transa
     check_same_data(samples, store.read.meta("data"))
     store.put_meta("data", samples.fingerprint)
 
-    order = EpochOrder(samples, config.data, config.seed, samples_path(run_dir, "train").parent)
-    buffer = _new_buffer(config, Prompts(len(samples), order, config.data.epochs))
+    sample_order = EpochOrder(samples, config.data, config.seed, samples_path(run_dir, "train").parent)
+    buffer = _new_buffer(config, Prompts(len(samples), sample_order, config.data.epochs))
     trainer = config.trainer
     flush = config.data.at_end == "flush"
     batches = Batches(buffer, trainer.micro_batch_tokens, flush, trainer.packing)
-    restore(config, store, buffer, batches)
+    restore_from_store(config, store, buffer, batches)
 
     if not store.read.meta(MODEL):
         store.put_meta(MODEL, json.dumps(identity(config.model.path)))
@@ -310,41 +316,42 @@ def load_state(config: RunConfig, run_dir: Path, store: RunStore, outbox: Transa
     )
 
 
-def restore(config: RunConfig, store: RunStore, buffer: ReplayBuffer, batches: Batches) -> None:
+def restore_from_store(config: RunConfig, store: RunStore, buffer: ReplayBuffer, batches: Batches) -> None:
     """Take over what the store holds."""
-    held = store.read.load()
-    buffer.restore(held.groups, held.episodes, held.left, time.monotonic())
+    stored_run = store.read.load()
+    buffer.restore_groups(stored_run.groups, stored_run.episodes, stored_run.left, time.monotonic())
 
-    buffer.next_group = held.next_group
-    buffer.prompts.cursor = held.cursor
-    buffer.prompts.retired = held.retired if config.buffer.retire_pass_rate < 1 else set()
-    buffer.committed = held.committed
+    buffer.next_group = stored_run.next_group
+    buffer.prompts.cursor = stored_run.cursor
+    buffer.prompts.retired_samples = stored_run.retired if config.buffer.retire_pass_rate < 1 else set()
+    buffer.committed = stored_run.committed
 
-    buffer.abandoned_tokens = int(store.read.meta(ABANDONED, "0"))
-    buffer.reasons.update(msgspec.json.decode(store.read.meta(REASONS, "{}"), type=dict[str, int]))
+    buffer.abandoned_tokens = int(store.read.meta(ABANDONED_KEY, "0"))
+    buffer.reasons.update(msgspec.json.decode(store.read.meta(REASONS_KEY, "{}"), type=dict[str, int]))
 
-    batches.restore_plans(held.batches, held.taken, held.baselines)
+    batches.restore_plans(stored_run.batches, stored_run.taken, stored_run.baselines)
 
 
 def _new_buffer(config: RunConfig, prompts: Prompts) -> ReplayBuffer:
-    buffer = config.buffer
-    credit = credit_of(config)
+    buffer_config = config.buffer
+    advantage_inputs = credit_of(config)
     return ReplayBuffer(
-        buffer,
+        buffer_config,
         prompts,
-        total_groups=config.total_steps * buffer.groups_per_batch,
+        total_groups=config.total_steps * buffer_config.groups_per_batch,
         retries=config.rollout.retries,
-        group_bytes=config.group_bytes + credit.greedy * config.group_bytes // buffer.episodes_per_group,
-        greedy=credit.greedy,
-        reads=ComparedParts(turns=credit.turns, components=credit.components),
-        every=config.weights.every,
+        group_bytes=config.group_bytes
+        + advantage_inputs.greedy * config.group_bytes // buffer_config.episodes_per_group,
+        greedy=advantage_inputs.greedy,
+        compared=ComparedParts(turns=advantage_inputs.turns, components=advantage_inputs.components),
+        publish_every=config.weights.every,
     )
 
 
 # -- the journal -------------------------------------------------------------------------------------------
 
 
-CONTACT_EVERY = 0.5
+CONTACT_INTERVAL = 0.5
 
 
 class Journal:
@@ -355,7 +362,7 @@ class Journal:
         self._state = state
         self._keep_contact = keep_contact
         self._paused_at: float | None = None
-        self._contact_at = 0.0
+        self._next_contact_at = 0.0
 
     @property
     def paused(self) -> bool:
@@ -368,7 +375,7 @@ class Journal:
         try:
             self._state.persist()
         except StorePaused as error:
-            self._pause(error, now)
+            self._note_pause(error, now)
             return False
 
         if self._paused_at is not None:
@@ -378,15 +385,15 @@ class Journal:
 
         return True
 
-    def _pause(self, error: StorePaused, now: float) -> None:
+    def _note_pause(self, error: StorePaused, now: float) -> None:
         if self._paused_at is None:
             self._paused_at = now
             log.error("%s", error)
 
-        limit = self._state.config.launch.stall_timeout
-        if now - self._paused_at > limit:
-            raise StoreError(f"not written within {limit:g} s: {error}")
+        stall_timeout = self._state.config.launch.stall_timeout
+        if now - self._paused_at > stall_timeout:
+            raise StoreError(f"not written within {stall_timeout:g} s: {error}")
 
-        if now >= self._contact_at:
-            self._contact_at = now + CONTACT_EVERY
+        if now >= self._next_contact_at:
+            self._next_contact_at = now + CONTACT_INTERVAL
             self._keep_contact(str(error))

@@ -15,7 +15,7 @@ import msgspec
 
 from asyncrl.buffer.records import EpisodeRecord
 from asyncrl.buffer.shifts import Shift
-from asyncrl.coordinator.lost_tail import recover
+from asyncrl.coordinator.lost_tail import recover_commits
 from asyncrl.coordinator.peers import Peers
 from asyncrl.coordinator.state import RunState, log
 from asyncrl.errors import ProtocolError
@@ -25,8 +25,8 @@ from asyncrl.wire.addresses import is_older
 from asyncrl.wire.messages import shared, trainer
 
 # Scores of a validation that choose the best checkpoint; the first one present counts. -1: lower is better.
-SCORES = ((SAMPLED_SCORE, 1), (NLL_HELD_OUT, -1))
-MOST_SPIKES = 3  # batches in a row that are left out of one step: then it is not them, but the weights
+BEST_SCORES = ((SAMPLED_SCORE, 1), (NLL_HELD_OUT, -1))
+MAX_SPIKES = 3  # batches in a row that are left out of one step: then it is not them, but the weights
 
 
 @dataclass
@@ -37,7 +37,7 @@ class RankRecord:
     name: str
     hello: trainer.TrainerHello
     seen: float
-    beat: trainer.TrainerBeat | None = None
+    heartbeat: trainer.TrainerBeat | None = None
 
 
 @dataclass
@@ -46,11 +46,11 @@ class Ranks:
 
     peers: Peers[RankRecord]
     incarnation: str = ""
-    size: int = 0
-    request: trainer.PlanRequest | None = None  # rank 0's, that is not answered
-    resting: bool = False  # they hold nothing on their devices
-    told: str = ""  # the kind of the last plan
-    committed: int = 0  # the newest step that they have committed
+    rank_count: int = 0
+    open_request: trainer.PlanRequest | None = None  # rank 0's, that is not answered
+    offloaded: bool = False  # they hold nothing on their devices
+    last_plan_kind: str = ""  # the kind of the last plan
+    committed_step: int = 0  # the newest step that they have committed
 
 
 class TrainerHandler:
@@ -61,115 +61,129 @@ class TrainerHandler:
         self.on_commit = on_commit
         self.ranks = Ranks(Peers(state, "trainer"), state.store.read.meta("trainer_incarnation"))
 
-        self.stopping = self.finished = False  # asked to write a checkpoint; it is written
-        self._covered = int(state.store.read.meta("to_forget", "0"))  # steps before this one are not needed
-        self._stopped_at: int | None = None  # the step at which the ranks were asked
+        self.stopping = self.checkpoint_written = False  # asked to write a checkpoint; it is written
+        self._covered_step = int(
+            state.store.read.meta("to_forget", "0")
+        )  # steps before this one are not needed
+        self._stop_step: int | None = None  # the step at which the ranks were asked
 
         self.checkpoint_step = max(state.store.read.checkpoints(), default=-1)  # of the newest one
         self._checkpoint_problem = ""  # why the newest checkpoint was not written, until one is
         self.checkpoint_trained: int | None = None  # what a checkpoint of the last step counts as trained
 
-        stored = state.store.read.meta("validated", "{}")
-        self._scores = msgspec.json.decode(stored, type=dict[int, float])  # of validated steps
-        self.best = int(state.store.read.meta("best", "-1"))  # step of the checkpoint that was kept for it
+        stored_scores = state.store.read.meta("validated", "{}")
+        self._scores = msgspec.json.decode(stored_scores, type=dict[int, float])  # of validated steps
+        self.best_step = int(
+            state.store.read.meta("best", "-1")
+        )  # step of the checkpoint that was kept for it
 
         self.snapshot_s = self.write_s = 0.0  # of the newest publish
         # the last step that spiked, and batches in a row that did there
-        self._spiked = -1
-        self._spikes = 0
+        self._spiked_step = -1
+        self._spike_count = 0
 
-        self.asking: dict[bytes, trainer.AskDevices] = {}  # ranks that have loaded nothing yet
-        self.asker = ""  # the incarnation of the newest of them
-        self.starting: dict[bytes, tuple[trainer.TrainerBeat, float]] = {}  # no hello yet; and when heard
+        self.waiting_for_devices: dict[bytes, trainer.AskDevices] = {}  # ranks that have loaded nothing yet
+        self.newest_asker = ""  # the incarnation of the newest of them
+        self.starting_ranks: dict[
+            bytes, tuple[trainer.TrainerBeat, float]
+        ] = {}  # no hello yet; and when heard
 
-        self._given_up = int(state.store.read.meta("given_up", "-1"))  # the newest epoch that gave up a batch
+        self._given_up_epoch = int(
+            state.store.read.meta("given_up", "-1")
+        )  # the newest epoch that gave up a batch
 
     # -- control -------------------------------------------------------------------------------------
 
-    def hello(self, peer: bytes, message: trainer.TrainerHello, now: float) -> None:
+    def welcome_rank(self, peer: bytes, message: trainer.TrainerHello, now: float) -> None:
         """A rank reports in. A new incarnation begins a new trainer epoch, which fences the earlier ones."""
-        name = f"trainer {message.index}"
-        newest = self.ranks.incarnation
-        rank = self.ranks.peers.hello(
-            peer, message, now, lambda: RankRecord(peer, name, message, now), newest
+        rank_name = f"trainer {message.index}"
+        newest_incarnation = self.ranks.incarnation
+        rank = self.ranks.peers.accept_hello(
+            peer, message, now, lambda: RankRecord(peer, rank_name, message, now), newest_incarnation
         )
 
-        self.starting.pop(peer, None)
+        self.starting_ranks.pop(peer, None)
         if rank is None:
             return
 
         state = self.state
-        if message.incarnation != self.ranks.incarnation or not self.ranks.size:
+        if message.incarnation != self.ranks.incarnation or not self.ranks.rank_count:
             if message.incarnation != self.ranks.incarnation:
                 state.trainer_epoch += 1
                 state.store.put_meta("trainer_epoch", str(state.trainer_epoch))
                 state.store.put_meta("trainer_incarnation", message.incarnation)
                 state.store.sync()  # after a power cut the number must not be given again
 
-            started = not self.ranks.size
+            first_hello = not self.ranks.rank_count
             peers = self.ranks.peers
             self.ranks = Ranks(peers, message.incarnation, message.ranks)
-            for old in [one for one in peers if one.hello.incarnation != message.incarnation]:
-                peers.lose(old.peer, "replaced by a new start", now)
+            for replaced in [
+                process for process in peers if process.hello.incarnation != message.incarnation
+            ]:
+                peers.remove_process(replaced.peer, "replaced by a new start", now)
             log.info("trainer epoch %d begins at step %d", state.trainer_epoch, message.step)
 
             if message.step > state.batches.committed:
-                recover(state, message.step, now)
+                recover_commits(state, message.step, now)
                 self.checkpoint_step = message.step
-            if started:  # after `recover`: what is trained needs no payload
-                state.salvage()
+            if first_hello:  # after `recover`: what is trained needs no payload
+                state.cut_back_unreadable()
 
             self._check_position(message.step)
-            state.trains_since(message.step)
+            state.record_launch(message.step)
             state.liveness.alive(now)  # a hello that is only repeated is no sign of life
 
         state.vocabulary = message.vocabulary
-        state.welcome(peer)
+        state.send_welcome(peer)
 
-    def ask_devices(self, peer: bytes, message: trainer.AskDevices) -> None:
+    def note_device_request(self, peer: bytes, message: trainer.AskDevices) -> None:
         """A rank waits until engines sleep. The ranks that it replaces have ended, and need no answers."""
-        if is_older(message.incarnation, self.asker):
+        if is_older(message.incarnation, self.newest_asker):
             return
 
-        if message.incarnation != self.asker:
-            self.asker = message.incarnation
-            self.asking = {}
-            self.ranks.request = None
-            self.ranks.told = ""
+        if message.incarnation != self.newest_asker:
+            self.newest_asker = message.incarnation
+            self.waiting_for_devices = {}
+            self.ranks.open_request = None
+            self.ranks.last_plan_kind = ""
 
-        self.asking[peer] = message
+        self.waiting_for_devices[peer] = message
 
     def _check_position(self, step: int) -> None:
-        kept = self.state.batches.batches
-        if any(number not in kept for number in range(step, self.state.batches.committed)):
+        retained_batches = self.state.batches.batches
+        if any(number not in retained_batches for number in range(step, self.state.batches.committed)):
             raise ProtocolError(
                 f"the trainer's checkpoint is of step {step}, but the run store holds the plans of steps "
-                f"{min(kept, default=self.state.batches.committed)} to {self.state.batches.committed}: "
+                f"{min(retained_batches, default=self.state.batches.committed)} to {self.state.batches.committed}: "
                 "checkpoint and store are not of one run; restore both from the same copy"
             )
 
-    def beat(self, peer: bytes, message: trainer.TrainerBeat, now: float) -> None:
+    def note_heartbeat(self, peer: bytes, message: trainer.TrainerBeat, now: float) -> None:
         """A heartbeat. Only work done since the last one is progress: a long step must not trip the watchdog,
         but a rank that hangs in one must."""
         if (rank := self.ranks.peers.get(peer)) is None:
             incarnation = peer.decode().rpartition("/")[2]
             if message.waiting and not is_older(incarnation, self.ranks.incarnation):
                 same_start_peers = (
-                    other for other in self.starting if other.decode().endswith(f"/{incarnation}")
+                    starting_peer
+                    for starting_peer in self.starting_ranks
+                    if starting_peer.decode().endswith(f"/{incarnation}")
                 )
-                self.starting = {other: self.starting[other] for other in same_start_peers}
-                self.starting[peer] = message, now
+                self.starting_ranks = {
+                    starting_peer: self.starting_ranks[starting_peer] for starting_peer in same_start_peers
+                }
+                self.starting_ranks[peer] = message, now
             return
 
-        before = rank.beat
-        rank.beat = message
+        previous = rank.heartbeat
+        rank.heartbeat = message
 
         if message.rank == 0:  # its beats and its Checkpointed come in order; a new start has not tried yet
             self._checkpoint_problem = message.checkpoint_problem or self._checkpoint_problem
 
-        if message.work > (before.work if before else 0):
+        if message.work > (previous.work if previous else 0):
             self.state.liveness.progress(now)
-        elif message.written > (before.written if before else 0):
+        elif message.written > (previous.written if previous else 0):
             self.state.liveness.alive(now)  # no progress: on a full disk the same bytes are written again
 
     def starting_waits(self, now: float) -> list[tuple[str, str]]:
@@ -177,72 +191,75 @@ class TrainerHandler:
         lease = self.state.config.launch.lease
         return [
             (f"trainer {beat.rank}", beat.waiting)
-            for beat, heard_at in self.starting.values()
+            for beat, heard_at in self.starting_ranks.values()
             if now - heard_at < lease
         ]
 
-    def hangs(self, now: float) -> bool:
+    def hangs_since_stall(self, now: float) -> bool:
         """True where some rank is silent; asked when nothing has moved for long. Who waits sends beats."""
         peers = self.ranks.peers
-        return not self.asking and (len(peers) < max(1, self.ranks.size) or bool(peers.silent(now)))
+        return not self.waiting_for_devices and (
+            len(peers) < max(1, self.ranks.rank_count) or bool(peers.silent_processes(now))
+        )
 
     def _superseded(self, peer: bytes, message: trainer.Commit | trainer.Checkpointed) -> bool:
         """True for a message of an earlier trainer, which is told to end."""
-        if earlier := message.trainer_epoch != self.state.trainer_epoch:
+        if is_earlier := message.trainer_epoch != self.state.trainer_epoch:
             self.state.outbox.to_control(peer, shared.Stop("a newer trainer has taken over"))
-        return earlier
+        return is_earlier
 
-    def commit(self, peer: bytes, message: trainer.Commit, now: float) -> None:
+    def record_commit(self, peer: bytes, message: trainer.Commit, now: float) -> None:
         """Idempotent on the step: a repeat gets the same answer. Another plan under that step is an error.
         The ranks say what of it was trained: they may hold payloads that cannot be read any more."""
         state = self.state
         if self._superseded(peer, message):
             return
 
-        recorded = state.store.read.plan_hash(message.step)
+        stored_hash = state.store.read.plan_hash(message.step)
         batch = state.batches.batches.get(message.step - 1)
-        expected = batch.plan_hash if batch is not None else recorded
-        if message.plan_hash != expected:
+        expected_hash = batch.plan_hash if batch is not None else stored_hash
+        if message.plan_hash != expected_hash:
             raise ProtocolError(f"commit of step {message.step} names a plan that was never issued")
 
-        first = message.step > state.batches.committed
+        first_commit = message.step > state.batches.committed
         if batch is not None:
             state.batches.commit(message.step, message.trained)
 
-        if first:
+        if first_commit:
             state.store.put_commit(message.step, state.trainer_epoch, message.plan_hash)
             self.checkpoint_trained = None
             state.timeline.past("commit", 0.0, step=message.step)
-            stepped = "actor/grad_norm" in message.metrics or not message.metrics.get("actor/skipped_steps")
-            state.skipped = 0 if stepped else state.skipped + 1
+            took_step = "actor/grad_norm" in message.metrics or not message.metrics.get("actor/skipped_steps")
+            state.skipped_batches = 0 if took_step else state.skipped_batches + 1
             self.on_commit(message)
 
-        self.ranks.committed = max(self.ranks.committed, message.step)
+        self.ranks.committed_step = max(self.ranks.committed_step, message.step)
         state.liveness.progress(now)
         # While a restarted trainer repeats steps the engines keep the newer weights they have.
         state.outbox.to_control(
-            peer, trainer.Committed(message.step, message.step >= state.batches.committed, self._best())
+            peer,
+            trainer.Committed(message.step, message.step >= state.batches.committed, self._choose_best()),
         )
 
-    def validated(self, step: int, metrics: Mapping[str, float]) -> None:
+    def record_score(self, step: int, metrics: Mapping[str, float]) -> None:
         """The validation of a step is over. Its score is kept with the run."""
-        found = [metrics[name] * sign for name, sign in SCORES if name in metrics]
-        if found:
-            self._scores[step] = found[0]
+        scores = [metrics[name] * sign for name, sign in BEST_SCORES if name in metrics]
+        if scores:
+            self._scores[step] = scores[0]
             self.state.store.put_meta("validated", msgspec.json.encode(self._scores).decode())
 
-    def _best(self) -> int:
+    def _choose_best(self) -> int:
         """Name the best so far and the newest `checkpoint.keep`, which are there; others are deleted."""
         if not self.state.config.checkpoint.best:
             return -1
 
-        newest = self.state.store.read.checkpoints()[-self.state.config.checkpoint.keep :]
-        known = sorted(self._scores.keys() & {*newest, self.best})
-        self.best = max(known, key=lambda step: self._scores[step], default=-1)
-        self.state.store.put_meta("best", str(self.best))
-        return self.best
+        retained_steps = self.state.store.read.checkpoints()[-self.state.config.checkpoint.keep :]
+        scored_steps = sorted(self._scores.keys() & {*retained_steps, self.best_step})
+        self.best_step = max(scored_steps, key=lambda step: self._scores[step], default=-1)
+        self.state.store.put_meta("best", str(self.best_step))
+        return self.best_step
 
-    def gave_up(self, peer: bytes, message: trainer.GaveUp) -> list[EpisodeRecord]:
+    def record_given_up(self, peer: bytes, message: trainer.GaveUp) -> list[EpisodeRecord]:
         """Ranks gave a batch up; their supervisor starts others. After too little memory the next trainer
         epoch recomputes more layers, or trains the recorded plans in smaller micro-batches; after a spike
         it leaves the batch out and goes back to the newest checkpoint. Only the first message of an epoch
@@ -252,62 +269,62 @@ class TrainerHandler:
         ProtocolError where the run ends.
         """
         state = self.state
-        running = list[EpisodeRecord]()
+        running_episodes = list[EpisodeRecord]()
 
-        first = message.trainer_epoch == state.trainer_epoch != self._given_up
-        if first and message.reason == "memory":
+        first_message = message.trainer_epoch == state.trainer_epoch != self._given_up_epoch
+        if first_message and message.reason == "memory":
             state.memory_limits.tighten(message, state.store)
-            had = f"trainer rank {message.rank}: {message.detail}"
-            log.warning("%s; %s", had, state.memory_limits.described(message))
-        elif first:
-            running = self._leave_out(message)
-        if first:
-            self._given_up = message.trainer_epoch
-            state.store.put_meta("given_up", str(self._given_up))
+            failure = f"trainer rank {message.rank}: {message.detail}"
+            log.warning("%s; %s", failure, state.memory_limits.describe_change(message))
+        elif first_message:
+            running_episodes = self._leave_out_batch(message)
+        if first_message:
+            self._given_up_epoch = message.trainer_epoch
+            state.store.put_meta("given_up", str(self._given_up_epoch))
 
-        then = {
-            "memory": f"it is tried again: {state.memory_limits.described(message)}",
+        stop_reasons = {
+            "memory": f"it is tried again: {state.memory_limits.describe_change(message)}",
             "spike": "it is left out, back to the newest checkpoint",
         }
-        state.outbox.to_control(peer, shared.Stop(then[message.reason]))
-        return running
+        state.outbox.to_control(peer, shared.Stop(stop_reasons[message.reason]))
+        return running_episodes
 
-    def _leave_out(self, message: trainer.GaveUp) -> list[EpisodeRecord]:
+    def _leave_out_batch(self, message: trainer.GaveUp) -> list[EpisodeRecord]:
         step = message.step
         batch = self.state.batches.batches.get(message.step - 1)
         if batch is None or not batch.closed:  # left out before this coordinator was restarted
             return []
 
-        self._spikes = self._spikes + 1 if self._spiked == step else 1
-        self._spiked = step
+        self._spike_count = self._spike_count + 1 if self._spiked_step == step else 1
+        self._spiked_step = step
 
-        if self.state.config.trainer.on_spike == "stop" or self._spikes > MOST_SPIKES:
-            more = ", or leave it out by trainer.on_spike=rollback"
-            if self._spikes > MOST_SPIKES:
-                more = f"; {MOST_SPIKES} other batches were left out of this step before it"
+        if self.state.config.trainer.on_spike == "stop" or self._spike_count > MAX_SPIKES:
+            remedy = ", or leave it out by trainer.on_spike=rollback"
+            if self._spike_count > MAX_SPIKES:
+                remedy = f"; {MAX_SPIKES} other batches were left out of this step before it"
             raise ProtocolError(
                 f"{message.detail}; it is not trained, and its plan is kept; resume=auto repeats it, from "
-                f"the newest checkpoint: set a smaller trainer.lr or another loss{more}"
+                f"the newest checkpoint: set a smaller trainer.lr or another loss{remedy}"
             )
 
         log.warning("%s; left out: %s", message.detail, " ".join(batch.uids))
         return self.state.batches.leave_out_batch(DropReason.SPIKE)
 
-    def publish(self, message: trainer.Published, now: float) -> None:
+    def record_version(self, message: trainer.Published, now: float) -> None:
         state = self.state
         ref = message.ref
-        if ref.version.epoch == state.trainer_epoch and state.versions.publish(ref):
+        if ref.version.epoch == state.trainer_epoch and state.versions.set_newest(ref):
             self.snapshot_s = message.snapshot_s
             self.write_s = message.write_s
             state.store.put_meta("version", msgspec.json.encode(ref).decode())
             state.timeline.past("write_weights", message.write_s, version=ref.version)
             state.liveness.alive(now)
 
-    def probed(self, message: trainer.Probed, now: float) -> None:
+    def record_probe(self, message: trainer.Probed, now: float) -> None:
         if message.version.epoch == self.state.trainer_epoch:
-            self.state.versions.take_probe(message, now)
+            self.state.versions.add_probe(message, now)
 
-    def checkpointed(self, peer: bytes, message: trainer.Checkpointed, now: float) -> None:
+    def record_checkpoint(self, peer: bytes, message: trainer.Checkpointed, now: float) -> None:
         """A checkpoint is in place: what the oldest retained one covers can be forgotten."""
         state = self.state
         if self._superseded(peer, message):
@@ -315,12 +332,12 @@ class TrainerHandler:
 
         self._checkpoint_problem = ""
         # Ranks that repeat steps after a crash are stopped before the last committed one.
-        reached = state.batches.committed if self._stopped_at is None else self._stopped_at
-        self.finished = self.finished or (self.stopping and message.step >= reached)
+        required_step = state.batches.committed if self._stop_step is None else self._stop_step
+        self.checkpoint_written = self.checkpoint_written or (self.stopping and message.step >= required_step)
 
-        if message.resting and not self.ranks.told:  # an earlier coordinator has told them
-            self.ranks.told = "end"
-        self.ranks.resting |= message.resting and self.ranks.told == "end"
+        if message.resting and not self.ranks.last_plan_kind:  # an earlier coordinator has told them
+            self.ranks.last_plan_kind = "end"
+        self.ranks.offloaded |= message.resting and self.ranks.last_plan_kind == "end"
 
         if message.step == self.checkpoint_step:
             return  # sent again, as a restarted coordinator may have missed it
@@ -328,13 +345,15 @@ class TrainerHandler:
         state.store.put_checkpoint(message.step)
         state.timeline.past("checkpoint", 0.0, step=message.step)
         self.checkpoint_step = message.step
-        at_end = message.step == state.batches.committed
-        self.checkpoint_trained = message.trained_total if at_end else None
+        covers_all = message.step == state.batches.committed
+        self.checkpoint_trained = message.trained_total if covers_all else None
 
-        keep = state.config.checkpoint.keep
-        kept = sorted({*state.store.read.checkpoints(), message.step})[-keep:]
-        self._covered = max(self._covered, kept[0] if len(kept) == keep else 0)
-        state.store.put_meta("to_forget", str(self._covered))
+        retained_count = state.config.checkpoint.keep
+        retained_steps = sorted({*state.store.read.checkpoints(), message.step})[-retained_count:]
+        self._covered_step = max(
+            self._covered_step, retained_steps[0] if len(retained_steps) == retained_count else 0
+        )
+        state.store.put_meta("to_forget", str(self._covered_step))
 
         state.store.copies.due = True
         state.store.sync()
@@ -347,140 +366,146 @@ class TrainerHandler:
         if not self._covers_more:
             return
 
-        first = next(iter(state.batches.batches))
-        forgotten = state.batches.retain(first + 1)
-        for uid in forgotten:
+        first_step = next(iter(state.batches.batches))
+        forgotten_uids = state.batches.retain(first_step + 1)
+        for uid in forgotten_uids:
             state.store.release_frames(uid)
-        state.store.cover(first + 1, len(forgotten))
+        state.store.cover(first_step + 1, len(forgotten_uids))
 
         if not self._covers_more:
             state.store.sync()  # the store forgets what is beyond store.keep_bytes
 
     @property
-    def forgetting(self) -> bool:
+    def is_forgetting(self) -> bool:
         """True while not all that checkpoints cover is forgotten."""
         return self._covers_more or self.state.store.pruning
 
     @property
     def _covers_more(self) -> bool:
-        return next(iter(self.state.batches.batches), self._covered) < self._covered
+        return next(iter(self.state.batches.batches), self._covered_step) < self._covered_step
 
-    def finish(self) -> None:
+    def request_checkpoint(self) -> None:
         """Let the ranks write a checkpoint at the next micro-batch, unless nothing was trained since the
         newest one."""
         committed = self.state.batches.committed
         self.stopping = True
-        self.finished = self.checkpoint_step >= committed or not committed
+        self.checkpoint_written = self.checkpoint_step >= committed or not committed
 
     @property
     def checkpoint_problem(self) -> str:
         """Say why no checkpoint can be written, and from where a crash would go on; '' while they are."""
         if not self._checkpoint_problem:
             return ""
-        saved = self.checkpoint_step
-        newest = f"the newest checkpoint is of step {saved}" if saved >= 0 else "there is no checkpoint yet"
-        return f"{self._checkpoint_problem}; {newest}"
+        saved_step = self.checkpoint_step
+        newest_checkpoint = (
+            f"the newest checkpoint is of step {saved_step}"
+            if saved_step >= 0
+            else "there is no checkpoint yet"
+        )
+        return f"{self._checkpoint_problem}; {newest_checkpoint}"
 
-    def describe_unsaved_stop(self, why: str) -> str:
+    def describe_unsaved_stop(self, reason: str) -> str:
         """Say what a stop without a checkpoint means."""
         step = self.state.batches.committed
-        saved = self.checkpoint_step
-        waits = (rank.beat.waiting for rank in self.ranks.peers if rank.beat)
-        why = "; ".join(filter(None, (why, *waits)))
-        since = f"the one of step {saved}" if saved >= 0 else "the start"
-        return (
-            f"stopped without a checkpoint of step {step}: {why}; resume=auto repeats the steps since {since}"
-        )
+        saved_step = self.checkpoint_step
+        waits = (rank.heartbeat.waiting for rank in self.ranks.peers if rank.heartbeat)
+        reason = "; ".join(filter(None, (reason, *waits)))
+        starting_point = f"the one of step {saved_step}" if saved_step >= 0 else "the start"
+        return f"stopped without a checkpoint of step {step}: {reason}; resume=auto repeats the steps since {starting_point}"
 
     # -- bulk ----------------------------------------------------------------------------------------
 
-    def plan_requested(self, peer: bytes, message: trainer.PlanRequest) -> None:
+    def note_request(self, peer: bytes, message: trainer.PlanRequest) -> None:
         """Remember the request; `serve` answers it when there is something to train. One that comes late, for
         a step that they have committed, is not answered: what cannot be read by now was trained."""
         rank = self._rank_of(peer, message)
         if rank is not None and rank.hello.index == 0:
-            self.ranks.request = message  # one at rest may have been sent twice, and be answered already
-            self.ranks.resting = message.resting and self.ranks.told in ("", "rest")
+            self.ranks.open_request = message  # one at rest may have been sent twice, and be answered already
+            self.ranks.offloaded = message.resting and self.ranks.last_plan_kind in ("", "rest")
 
     def _rank_of(
         self, peer: bytes, message: trainer.PlanRequest | trainer.PayloadRequest
     ) -> RankRecord | None:
         """The rank that asks, if its trainer is the newest, for a step that is not committed by it."""
-        late = message.trainer_epoch != self.state.trainer_epoch or message.step < self.ranks.committed
-        replaced = is_older(self.ranks.incarnation, self.asker)
-        return None if late or replaced else self.ranks.peers.get(peer)
+        is_late = (
+            message.trainer_epoch != self.state.trainer_epoch or message.step < self.ranks.committed_step
+        )
+        is_replaced = is_older(self.ranks.incarnation, self.newest_asker)
+        return None if is_late or is_replaced else self.ranks.peers.get(peer)
 
-    def serve(self) -> None:
+    def serve_request(self) -> None:
         """Answer rank 0's request if it can be answered; else its beat says what it waits for."""
-        request = self.ranks.request
+        request = self.ranks.open_request
         shifts = self.state.shifts
 
-        if self.asking and (self.stopping or shifts is None or shifts.shift is Shift.TRAIN):
-            for peer in self.asking:
+        if self.waiting_for_devices and (self.stopping or shifts is None or shifts.shift is Shift.TRAIN):
+            for peer in self.waiting_for_devices:
                 self.state.outbox.to_control(peer, trainer.GrantDevices())
-            self.asking = {}
-            self.ranks.resting = False
+            self.waiting_for_devices = {}
+            self.ranks.offloaded = False
 
-        first = next((rank for rank in self.ranks.peers if rank.hello.index == 0), None)
-        if request is None or first is None or (plan := self._in_shift(request)) is None:
+        first_rank = next((rank for rank in self.ranks.peers if rank.hello.index == 0), None)
+        if request is None or first_rank is None or (plan := self._plan_in_shift(request)) is None:
             return
 
-        self.ranks.request = None
-        self.ranks.resting = False
-        self.ranks.told = plan.kind
-        self.state.outbox.to_bulk(first.peer, plan)
+        self.ranks.open_request = None
+        self.ranks.offloaded = False
+        self.ranks.last_plan_kind = plan.kind
+        self.state.outbox.to_bulk(first_rank.peer, plan)
 
-    def _in_shift(self, request: trainer.PlanRequest) -> trainer.WorkPlan | None:
+    def _plan_in_shift(self, request: trainer.PlanRequest) -> trainer.WorkPlan | None:
         """Return the plan asked for if the trainer has the devices. It rests where engines are to have them,
         once they can compare the version that they will load. A stop is for ranks that rest, too."""
         shifts = self.state.shifts
         version = PolicyVersion(self.state.trainer_epoch, request.step)
         if shifts is None or shifts.shift is Shift.TRAIN or self.stopping:
-            return self._answer(request)
+            return self._make_plan(request)
 
-        if shifts.shift is Shift.ROLLOUT or self.ranks.resting:
+        if shifts.shift is Shift.ROLLOUT or self.ranks.offloaded:
             return None
 
-        newest = request.step == self.state.batches.committed
-        lacks = newest and self.state.versions.lacks_probe(version, always=True)
-        return trainer.WorkPlan(request.step, request.micro, "probe" if lacks else "rest")
+        is_newest = request.step == self.state.batches.committed
+        lacks_probe = is_newest and self.state.versions.lacks_probe(version, always=True)
+        return trainer.WorkPlan(request.step, request.micro, "probe" if lacks_probe else "rest")
 
-    def _answer(self, request: trainer.PlanRequest) -> trainer.WorkPlan | None:
+    def _make_plan(self, request: trainer.PlanRequest) -> trainer.WorkPlan | None:
         """Return the plan asked for. None: the request has to wait."""
         state = self.state
         batches = self.state.batches
         step = request.step
-        plan = partial(trainer.WorkPlan, step, request.micro)
+        make_plan = partial(trainer.WorkPlan, step, request.micro)
 
         if step > batches.committed:
             raise ProtocolError(f"the trainer asks for step {step} before committing {step - 1}")
 
         if self.stopping:
-            self._stopped_at = step
-            return plan("stop")
+            self._stop_step = step
+            return make_plan("stop")
         if step >= state.config.total_steps:
-            return plan("end")
+            return make_plan("end")
 
         if step == batches.committed and state.versions.lacks_probe(PolicyVersion(state.trainer_epoch, step)):
-            return plan("probe")  # ranks that repeat steps score none
+            return make_plan("probe")  # ranks that repeat steps score none
 
-        ranks = self.ranks.size // state.config.trainer.sequence_parallel
+        ranks = self.ranks.rank_count // state.config.trainer.sequence_parallel
         uids = batches.plan(step, request.micro, ranks, state.memory_limits.tokens)
         batch = batches.batches[step]
 
         if uids is None:
-            return plan("end") if batches.over and not batch.planned else None
+            return make_plan("end") if batches.over and not batch.planned else None
         if not uids:
-            return plan("step", plan_hash=batch.plan_hash)
+            return make_plan("step", plan_hash=batch.plan_hash)
 
-        episodes = map(batches.planned_episodes.__getitem__, uids)  # the lost ones, too: ranks deal the others as before
-        warmth = state.config.rollout.temperature
-        return plan(
+        episodes = map(
+            batches.planned_episodes.__getitem__, uids
+        )  # the lost ones, too: ranks deal the others as before
+        temperature = state.config.rollout.temperature
+        return make_plan(
             "work",
-            tuple(trainer.PlannedTrajectory.of(e, batches.baselines[e.group], warmth) for e in episodes),
+            tuple(trainer.PlannedTrajectory.of(e, batches.baselines[e.group], temperature) for e in episodes),
         )
 
-    def payloads_requested(self, peer: bytes, message: trainer.PayloadRequest) -> None:
+    def send_payloads(self, peer: bytes, message: trainer.PayloadRequest) -> None:
         """Send a rank the payloads of its part of a plan; of a batch that is left out there are none."""
         state = self.state
         batch = self.state.batches.batches.get(message.step)
@@ -489,13 +514,13 @@ class TrainerHandler:
         if not set(batch.planned).issuperset(message.uids):
             return
 
-        lost = list[str]()
+        lost_uids = list[str]()
         frames = list[bytes]()
         for uid in message.uids:
-            turns = [] if uid in batch.lost else state.payloads(state.batches.planned_episodes[uid])
+            turns = [] if uid in batch.lost else state.read_turns(state.batches.planned_episodes[uid])
             if not turns:
                 state.batches.mark_lost(message.step, uid)
-                lost.append(uid)
+                lost_uids.append(uid)
             frames += turns
 
-        state.outbox.to_bulk(peer, trainer.Payloads(message.step, message.uids, tuple(lost)), frames)
+        state.outbox.to_bulk(peer, trainer.Payloads(message.step, message.uids, tuple(lost_uids)), frames)

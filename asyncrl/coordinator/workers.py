@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from asyncrl.buffer.records import LOSSES, NEVER, EpisodeRecord, State
+from asyncrl.buffer.records import LOSSES, NEVER_STALE, EpisodeRecord, State
 from asyncrl.buffer.staleness import pending
 from asyncrl.coordinator.engines import EngineHandler
 from asyncrl.coordinator.peers import Peers
@@ -26,7 +26,7 @@ from asyncrl.types import FailReason, PolicyVersion, Sample
 from asyncrl.wire.messages.shared import Attempt
 from asyncrl.wire.messages.worker import Assign, Cancel, Clock, Fenced, Heartbeat, WorkerHello
 
-MOST_ASSIGNED = 128  # episodes per turn of the loop: messages must not wait until thousands are assigned
+MAX_ASSIGNED = 128  # episodes per turn of the loop: messages must not wait until thousands are assigned
 
 W = TypeVar("W")
 
@@ -39,16 +39,16 @@ class WorkerRecord:
     name: str
     hello: WorkerHello
     seen: float
-    seq: int  # highest bulk record processed
+    last_record: int  # highest bulk record processed
     running: dict[str, tuple[int, float]] = field(default_factory=dict)  # uid -> (assign seq, sent at)
-    beat: Heartbeat | None = None
-    beat_at: float = 0.0
+    heartbeat: Heartbeat | None = None
+    heartbeat_at: float = 0.0
     eval_version: PolicyVersion | None = None
-    eval_asked: float = 0.0  # when its eval lane was last sent a version
+    eval_requested_at: float = 0.0  # when its eval lane was last sent a version
     leaving: bool = False  # told to end: what the worker gives up is no loss
 
     @property
-    def free(self) -> int:
+    def free_slots(self) -> int:
         return 0 if self.leaving else max(0, self.hello.slots - len(self.running))
 
 
@@ -58,61 +58,67 @@ class WorkerHandler:
     def __init__(self, state: RunState, engines: EngineHandler) -> None:
         self.state = state
         self.engines = engines
-        self.peers = Peers(state, "rollout", state.config.rollout.workers, self._lost)
+        self.peers = Peers(state, "rollout", state.config.rollout.workers, self._on_lost)
         self.assign_seq = state.coordinator_epoch << 32  # grows across restarts of the coordinator
-        self.more = False  # the last tick left episodes that may be assigned now
+        self.work_left = False  # the last tick left episodes that may be assigned now
 
-        self._restored: defaultdict[str, list[EpisodeRecord]] = defaultdict(list)  # that ran, by incarnation
+        self._restored_episodes: defaultdict[str, list[EpisodeRecord]] = defaultdict(
+            list
+        )  # that ran, by incarnation
         for episode in state.all_episodes:
             if episode.state is State.RUNNING:
-                self._restored[episode.worker].append(episode)
+                self._restored_episodes[episode.worker].append(episode)
 
     # -- control -------------------------------------------------------------------------------------
 
-    def hello(self, peer: bytes, message: WorkerHello, now: float) -> None:
+    def welcome_worker(self, peer: bytes, message: WorkerHello, now: float) -> None:
         """A worker reports in, for the first time or again. Both are handled alike: its state is absolute."""
-        if self.peers.hello(peer, message, now, lambda: self._join(peer, message, now)) is not None:
-            self.state.welcome(peer)
-            self.state.outbox.to_control(peer, self._clock())
-            self.engines.worker_here(peer, message.version, now)
+        if self.peers.accept_hello(peer, message, now, lambda: self._join(peer, message, now)) is not None:
+            self.state.send_welcome(peer)
+            self.state.outbox.to_control(peer, self._min_version_message())
+            self.engines.resend_to_worker(peer, message.version, now)
 
     def _join(self, peer: bytes, message: WorkerHello, now: float) -> WorkerRecord:
         """Episodes a restarted coordinator finds assigned to this very process go on."""
         worker = WorkerRecord(peer, f"worker {message.index}", message, now, message.acked)
-        for episode in self._restored.pop(message.incarnation, []):
+        for episode in self._restored_episodes.pop(message.incarnation, []):
             if episode.worker == message.incarnation and episode.state is State.RUNNING:
                 worker.running[episode.uid] = (episode.assign_seq, now)
 
         if not self.engines.remote:
-            self.engines.join(peer, worker.name)
+            self.engines.add_engine(peer, worker.name)
         return worker
 
-    def heartbeat(self, peer: bytes, message: Heartbeat, now: float) -> None:
+    def note_heartbeat(self, peer: bytes, message: Heartbeat, now: float) -> None:
         worker = self.peers.get(peer)
         if worker is None:
             return  # it will say hello
 
         worker.leaving = worker.leaving or message.leaving
-        if message.in_time or message.tokens > (worker.beat.tokens if worker.beat else 0):
+        if message.in_time or message.tokens > (worker.heartbeat.tokens if worker.heartbeat else 0):
             self.state.liveness.alive(now)
 
-        held = {attempt.uid for attempt in message.held}
-        for uid, (seq, sent) in [item for item in worker.running.items() if item[0] not in held]:
-            arrived = seq <= message.assigned
-            overdue = worker.beat_at - sent > self.state.config.launch.lease  # when it last ran
-            if arrived or overdue:
+        held_uids = {attempt.uid for attempt in message.held}
+        for uid, (assign_seq, sent_at) in [
+            item for item in worker.running.items() if item[0] not in held_uids
+        ]:
+            has_arrived = assign_seq <= message.assigned
+            overdue = worker.heartbeat_at - sent_at > self.state.config.launch.lease  # when it last ran
+            if has_arrived or overdue:
                 self._lose_episode(worker, uid, "", now)
 
-        self.engines.add_use(worker.beat.engines if worker.beat else (), message.engines)
-        worker.beat = message
-        worker.beat_at = now
-        worker.seq = max(worker.seq, message.acked)  # acks may have overtaken its hello on the other channel
+        self.engines.add_use(worker.heartbeat.engines if worker.heartbeat else (), message.engines)
+        worker.heartbeat = message
+        worker.heartbeat_at = now
+        worker.last_record = max(
+            worker.last_record, message.acked
+        )  # acks may have overtaken its hello on the other channel
 
-        flow_of = self.state.flow_of
-        name = worker.hello.incarnation
+        ledger_of = self.state.ledger_of
+        incarnation = worker.hello.incarnation
         for attempt in message.held:  # in a large run 100,000 a second
-            episode = flow_of(attempt.uid).episodes.get(attempt.uid)
-            if episode is None or episode.attempt != attempt.attempt or episode.worker != name:
+            episode = ledger_of(attempt.uid).episodes.get(attempt.uid)
+            if episode is None or episode.attempt != attempt.attempt or episode.worker != incarnation:
                 # it was given to another worker, or given up, while this one was silent
                 self.state.outbox.to_control(peer, Cancel(attempt))
 
@@ -121,94 +127,96 @@ class WorkerHandler:
         if (worker := self.peers.get(peer)) is not None:
             worker.leaving = True
 
-    def clock(self) -> None:
+    def send_min_version(self) -> None:
         """Send all workers the oldest version a turn may start on."""
         for worker in self.peers:
-            self.state.outbox.to_control(worker.peer, self._clock())
+            self.state.outbox.to_control(worker.peer, self._min_version_message())
 
-    def _clock(self) -> Clock:
-        return Clock(max(0, self.state.batches.committed - self.state.buffer.fresh))
+    def _min_version_message(self) -> Clock:
+        return Clock(max(0, self.state.batches.committed - self.state.buffer.max_start_staleness))
 
     # -- losing --------------------------------------------------------------------------------------
 
     def extend_leases(self, now: float, gap: float) -> None:
-        self.peers.extend(now, gap)
+        self.peers.extend_leases(now, gap)
         for worker in self.peers:
             worker.running = {uid: (seq, now) for uid, (seq, _) in worker.running.items()}
 
-    def tick(self, now: float) -> None:
+    def assign_pending(self, now: float) -> None:
         """Remove silent workers, assign."""
-        self.peers.tick(now)
+        self.peers.remove_silent(now)
         self.engines.send_table([worker.peer for worker in self.peers], now)
-        self._assign(now)
+        self._assign_pending(now)
 
-    def _lost(self, worker: WorkerRecord, why: str, now: float) -> None:
+    def _on_lost(self, worker: WorkerRecord, reason: str, now: float) -> None:
         """Its episodes go on elsewhere, from their last durable turns."""
         index = worker.hello.index
         step = self.state.batches.committed + 1
         log_file = self.state.run_dir / "logs" / f"rollout-{index}.log"
-        said = cause_of_death(log_file, worker.hello.incarnation, crashed=False)
-        cause = f"{worker.name} in step {step} ({why})" + f": {said}" * bool(said)
+        last_output = cause_of_death(log_file, worker.hello.incarnation, crashed=False)
+        cause = f"{worker.name} in step {step} ({reason})" + f": {last_output}" * bool(last_output)
 
         for uid in list(worker.running):
             self._lose_episode(worker, uid, cause, now)
-        self.engines.leave(worker.peer)
+        self.engines.remove_engine(worker.peer)
 
     def reissue_orphans(self, now: float) -> None:
         """Issue the episodes again whose worker is not connected (after a restart of the coordinator)."""
-        here = {worker.hello.incarnation for worker in self.peers}
+        connected_workers = {worker.hello.incarnation for worker in self.peers}
         for episode in self.state.all_episodes:
-            if episode.state is State.RUNNING and episode.worker not in here:
-                self._reissue(episode, FailReason.WORKER_LOST, now)  # a stop of the run is no failed attempt
+            if episode.state is State.RUNNING and episode.worker not in connected_workers:
+                self._reissue_episode(
+                    episode, FailReason.WORKER_LOST, now
+                )  # a stop of the run is no failed attempt
 
     def _lose_episode(self, worker: WorkerRecord, uid: str, cause: str, now: float) -> None:
         if worker.running.pop(uid, None) is None:
             return  # its group was dropped with one that was lost just before
 
-        episode = self.state.flow_of(uid).episodes.get(uid)
+        episode = self.state.ledger_of(uid).episodes.get(uid)
         if episode is None or episode.worker != worker.hello.incarnation or episode.state != "running":
             return
 
         if worker.leaving:
-            self._reissue(episode, FailReason.WORKER_LOST, now)
+            self._reissue_episode(episode, FailReason.WORKER_LOST, now)
         else:
-            self.fail(episode, FailReason.WORKER_LOST, cause, now)
+            self.fail_episode(episode, FailReason.WORKER_LOST, cause, now)
 
-    def give_up(
+    def give_up_attempt(
         self, worker: WorkerRecord, episode: EpisodeRecord, reason: FailReason, detail: str, now: float
     ) -> None:
         worker.running.pop(episode.uid, None)
         self.state.outbox.to_bulk(worker.peer, Fenced(Attempt(episode.uid, episode.attempt)))
-        self.fail(episode, reason, detail, now)
+        self.fail_episode(episode, reason, detail, now)
 
-    def fail(self, episode: EpisodeRecord, reason: FailReason, detail: str, now: float) -> None:
+    def fail_episode(self, episode: EpisodeRecord, reason: FailReason, detail: str, now: float) -> None:
         """An attempt failed; `detail` is the cause in a line, where it is known. One that is lost as the run
         stops is only issued again."""
         if self.state.stopping and reason in LOSSES:
-            self._reissue(episode, reason, now)
+            self._reissue_episode(episode, reason, now)
             return
 
         if episode.uid in self.state.held_out.episodes:
             self.state.held_out.causes[episode.uid] = detail
         else:
-            self.state.failed.add(reason, detail, self.state.store)
+            self.state.failed_attempts.add_failure(reason, detail, self.state.store)
             sample = self.state.buffer.live[episode.group].sample
-            self.state.first_attempts.fail(episode.assign_seq, sample, reason)
+            self.state.first_attempts.note_failure(episode.assign_seq, sample, reason)
 
-        self._reissue(episode, reason, now)
+        self._reissue_episode(episode, reason, now)
 
-    def _reissue(self, episode: EpisodeRecord, reason: FailReason, now: float) -> None:
+    def _reissue_episode(self, episode: EpisodeRecord, reason: FailReason, now: float) -> None:
         """Issue it again, or give it up."""
-        flow = self.state.flow_of(episode.uid)
-        self.cancel(flow.fail(episode, reason, self.state.engine_time(now)))
+        ledger = self.state.ledger_of(episode.uid)
+        self.cancel_episodes(ledger.fail_attempt(episode, reason, self.state.engine_time(now)))
         if not episode.turns and not episode.open:
             self.state.store.forget_frames(episode.uid)
 
-    def cancel(self, episodes: list[EpisodeRecord]) -> None:
+    def cancel_episodes(self, episodes: list[EpisodeRecord]) -> None:
         """Let the workers stop these running episodes."""
-        here = {worker.hello.incarnation: worker for worker in self.peers} if episodes else {}
+        connected_workers = {worker.hello.incarnation: worker for worker in self.peers} if episodes else {}
         for episode in episodes:
-            worker = here.get(episode.worker)
+            worker = connected_workers.get(episode.worker)
             if worker is not None and worker.running.pop(episode.uid, None) is not None:
                 self.state.outbox.to_control(worker.peer, Cancel(Attempt(episode.uid, episode.attempt)))
 
@@ -216,102 +224,106 @@ class WorkerHandler:
 
     @property
     def free_slots(self) -> int:
-        return sum(worker.free for worker in self.peers if not self.engines.quarantined(worker.peer))
+        return sum(worker.free_slots for worker in self.peers if not self.engines.quarantined(worker.peer))
 
     @property
     def total_slots(self) -> int:
         return sum(worker.hello.slots for worker in self.peers)
 
-    def _assign(self, now: float) -> None:
+    def _assign_pending(self, now: float) -> None:
         """Give pending episodes, oldest first, to the least loaded worker whose weights are fresh enough; at
         most MOST_ASSIGNED."""
         state = self.state
-        self.more = False
+        self.work_left = False
         if not state.buffer.waiting:
             return
 
-        if lacks := self.engines.lacks:
+        if missing_server := self.engines.missing_server:
             if self.free_slots:
-                state.waits.append(f"new episodes wait for {lacks}")
+                state.waits.append(f"new episodes wait for {missing_server}")
             return
 
-        usable = (worker for worker in self.peers if not self.engines.quarantined(worker.peer))
-        steps = self.engines.steps()
-        unmet = NEVER
-        left = MOST_ASSIGNED
-        slots = FreeSlots((worker, worker.free, steps(worker.peer)) for worker in usable)
+        usable_workers = (worker for worker in self.peers if not self.engines.quarantined(worker.peer))
+        versions_of = self.engines.steps_by_worker()
+        unmet_version = NEVER_STALE
+        assignments_left = MAX_ASSIGNED
+        slots = FreeSlots((worker, worker.free_slots, versions_of(worker.peer)) for worker in usable_workers)
         in_order = state.config.buffer.on_stale != "hold"  # later ones need no older weights
 
-        for needed, episode in pending(state.buffer):
-            self.more = left == 0
-            if self.more or not slots:
+        for min_version, episode in pending(state.buffer):
+            self.work_left = assignments_left == 0
+            if self.work_left or not slots:
                 return
 
-            if needed >= unmet:
+            if min_version >= unmet_version:
                 if in_order:
                     return
                 continue
 
-            if (found := slots.take(needed)) is None:
-                unmet = needed
-                held = [held.acked.step for held in state.versions.engines.values()]
-                acked = f"{sum(step >= needed for step in held)} of {len(held)} engines acked"
-                state.waits.append(f"new episodes wait for weights v{max(0, needed)}: {acked}")
+            if (assignment := slots.take_slot(min_version)) is None:
+                unmet_version = min_version
+                acked_steps = [acked_steps.acked.step for acked_steps in state.versions.engines.values()]
+                acked_count = (
+                    f"{sum(step >= min_version for step in acked_steps)} of {len(acked_steps)} engines acked"
+                )
+                state.waits.append(f"new episodes wait for weights v{max(0, min_version)}: {acked_count}")
                 continue
 
-            (worker, oldest), group = found, state.buffer.live[episode.group]
-            kept = is_kept(group.id, episode.member, state.config.buffer.groups_per_batch)
-            self.give(worker, episode, state.samples[group.sample], oldest, kept, now)
-            left -= 1
+            (worker, oldest_usable), group = assignment, state.buffer.live[episode.group]
+            is_transcribed = is_kept(group.id, episode.member, state.config.buffer.groups_per_batch)
+            self.give_episode(
+                worker, episode, state.samples[group.sample], oldest_usable, is_transcribed, now
+            )
+            assignments_left -= 1
 
-    def admit(self, now: float) -> None:
+    def admit_groups(self, now: float) -> None:
         """Admit groups, as far as their episodes can be assigned in this turn of the loop."""
         buffer = self.state.buffer
         batches = self.state.batches
         if buffer.has_room:
-            free = self.free_slots - buffer.waiting
-            total = self.total_slots
-            while buffer.waiting < MOST_ASSIGNED and buffer.can_admit(free, total):
-                free -= len(buffer.admit(batches.committed, self.state.engine_time(now)).members)
+            free_slots = self.free_slots - buffer.waiting
+            total_slots = self.total_slots
+            while buffer.waiting < MAX_ASSIGNED and buffer.can_admit(free_slots, total_slots):
+                free_slots -= len(buffer.admit(batches.committed, self.state.engine_time(now)).members)
 
         if buffer.prompts.over and self.state.config.data.at_end == "drop":
-            self.cancel(batches.drop_remainder())
+            self.cancel_episodes(batches.drop_remainder())
 
-    def give(
+    def give_episode(
         self,
         worker: WorkerRecord,
         episode: EpisodeRecord,
         sample: Sample,
-        oldest: int,
-        kept: bool,
+        min_version: int,
+        is_transcribed: bool,
         now: float,
     ) -> None:
         """Assign an episode to a worker, with its durable turns. `kept`: its text is wanted."""
-        frames = self.state.readable(episode)
-        flow = self.state.flow_of(episode.uid)
-        parts = self.state.parts(episode)
+        frames = self.state.read_frames(episode)
+        ledger = self.state.ledger_of(episode.uid)
+        parts = self.state.read_parts(episode)
 
         self.assign_seq += 1
-        started = self.state.engine_time(now)
-        flow.assign(episode, worker.hello.incarnation, self.assign_seq, oldest, started)
+        engine_time = self.state.engine_time(now)
+        ledger.assign(episode, worker.hello.incarnation, self.assign_seq, min_version, engine_time)
 
-        trained = flow is self.state.buffer
+        is_training = ledger is self.state.buffer
         if not episode.member:
-            self.state.store.put_question(episode.group if trained else -1 - episode.group, sample)
+            self.state.store.put_question(episode.group if is_training else -1 - episode.group, sample)
 
         # A held-out episode that goes on samples what it would have: an evaluation that is killed ends alike.
-        drawn = episode.attempt if trained else episode.failures
+        draw_number = episode.attempt if is_training else episode.failures
         worker.running[episode.uid] = (self.assign_seq, now)
 
         message = Assign(
             seq=self.assign_seq,
             attempt=Attempt(episode.uid, episode.attempt),
             sample=sample,
-            lane="train" if trained else "eval",
+            lane="train" if is_training else "eval",
             temperature=0.0 if episode.greedy else self.state.config.rollout.temperature,
-            key=sampling_key(self.state.config.seed, episode.uid, drawn),
-            transcript=kept,
-            oldest=oldest,
+            key=sampling_key(self.state.config.seed, episode.uid, draw_number),
+            transcript=is_transcribed,
+            oldest=min_version,
             seconds=episode.seconds,
             parts=len(parts),
         )
@@ -337,29 +349,33 @@ class FreeSlots(Generic[W]):
     """
 
     def __init__(self, workers: Iterable[tuple[W, int, Sequence[int]]]) -> None:
-        self._heaps: defaultdict[int, list[tuple[int, int, W, Sequence[int]]]] = defaultdict(list)
-        for number, (worker, free, versions) in enumerate(workers):
-            if free > 0 and versions:
-                self._heaps[versions[-1]].append((-free, number, worker, versions))
+        self._heaps_by_version: defaultdict[int, list[tuple[int, int, W, Sequence[int]]]] = defaultdict(list)
+        for order_number, (worker, free_count, versions) in enumerate(workers):
+            if free_count > 0 and versions:
+                self._heaps_by_version[versions[-1]].append((-free_count, order_number, worker, versions))
 
-        for heap in self._heaps.values():
+        for heap in self._heaps_by_version.values():
             heapq.heapify(heap)
 
     def __bool__(self) -> bool:
-        return any(self._heaps.values())
+        return any(self._heaps_by_version.values())
 
-    def take(self, needed: int) -> tuple[W, int] | None:
+    def take_slot(self, min_version: int) -> tuple[W, int] | None:
         """Take a slot of the worker with the most free ones that has a version not older than `needed`.
         Returns the worker and the oldest such version that it has; None: there is none."""
-        fit = [heap for newest, heap in self._heaps.items() if newest >= needed and heap]
-        if not fit:
+        suitable_heaps = [
+            heap
+            for newest_version, heap in self._heaps_by_version.items()
+            if newest_version >= min_version and heap
+        ]
+        if not suitable_heaps:
             return None
 
-        heap = min(fit)
-        free, number, worker, versions = heap[0]
-        if free < -1:
-            heapq.heapreplace(heap, (free + 1, number, worker, versions))
+        heap = min(suitable_heaps)
+        negative_count, order_number, worker, versions = heap[0]
+        if negative_count < -1:
+            heapq.heapreplace(heap, (negative_count + 1, order_number, worker, versions))
         else:
             heapq.heappop(heap)
 
-        return worker, versions[bisect_left(versions, needed)]
+        return worker, versions[bisect_left(versions, min_version)]

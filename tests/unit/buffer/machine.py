@@ -11,7 +11,7 @@ from asyncrl.buffer.batches import Batches
 from asyncrl.buffer.prompts import ComparedParts, Prompts, shuffled
 from asyncrl.buffer.records import EpisodeRecord, State
 from asyncrl.buffer.replay import ReplayBuffer
-from asyncrl.buffer.staleness import floor_of
+from asyncrl.buffer.staleness import oldest_version_of
 from asyncrl.config import BufferConfig
 from asyncrl.types import EpisodeResult, EpisodeStats, FailReason, StopReason, Turn, VersionSpan
 
@@ -30,7 +30,9 @@ def make(
         | keys
     )
     prompts = Prompts(rows, lambda epoch: shuffled(range(rows), f"0/{epoch}"), epochs)
-    buffer = ReplayBuffer(config, prompts, total_groups, retries=1, group_bytes=1, greedy=greedy, reads=reads)
+    buffer = ReplayBuffer(
+        config, prompts, total_groups, retries=1, group_bytes=1, greedy=greedy, compared=reads
+    )
     return buffer, Batches(buffer, micro_batch_tokens=1 << 20, flush=True)
 
 
@@ -74,7 +76,7 @@ def give_up(buffer: ReplayBuffer, uid: str, now: float = 0.0) -> list[EpisodeRec
     """Fail an episode for good. What was running and is dropped with it."""
     if buffer.episodes[uid].state is State.PENDING:
         run(buffer, uid)
-    return buffer.fail(buffer.episodes[uid], FailReason.PROMPT_TOO_LONG, now)
+    return buffer.fail_attempt(buffer.episodes[uid], FailReason.PROMPT_TOO_LONG, now)
 
 
 def play(buffer: ReplayBuffer, batches: Batches, events: str) -> list[list[str]]:
@@ -117,7 +119,7 @@ def play(buffer: ReplayBuffer, batches: Batches, events: str) -> list[list[str]]
         elif last == "!":
             give_up(buffer, word[:-1], now)
         else:
-            buffer.fail(buffer.episodes[word[:-1]], FailReason.ENGINE_ERROR, now)
+            buffer.fail_attempt(buffer.episodes[word[:-1]], FailReason.ENGINE_ERROR, now)
     return trained
 
 
@@ -129,19 +131,19 @@ def count_again(buffer: ReplayBuffer) -> None:
     assert +tally.states == Counter(episode.state for episode in episodes.values())
     for state in State:
         members = {episode.group for episode in episodes.values() if episode.state is state}
-        assert tally.groups[state] == members, state
-    for step in {group.step for group in groups} | set(tally.steps):
-        ids = tally.untaken if step < 0 else tally.steps[step]
+        assert tally.groups_by_state[state] == members, state
+    for step in {group.step for group in groups} | set(tally.groups_by_step):
+        ids = tally.untaken_groups if step < 0 else tally.groups_by_step[step]
         assert ids == {g.id for g in groups if g.step == step and not g.filtered}
     is_open = [not g.filtered and (g.step < 0 or g.step >= buffer.committed) for g in groups]
     assert tally.open(buffer.committed) == sum(is_open)
     ranks = [sum(is_open[:place]) for place in range(len(groups))]
-    assert tally.ranks(list(buffer.live), buffer.committed) == ranks
+    assert tally.count_older(list(buffer.live), buffer.committed) == ranks
     over = [all(episodes[uid].state.over for uid in group.members) for group in groups]
-    assert not any(over) and not any(map(tally.over, groups))
-    kept = buffer.floors
-    buffer.floors = {}
-    assert all(floor_of(buffer, buffer.live[number]) == floor for number, floor in kept.items())
+    assert not any(over) and not any(map(tally.is_over, groups))
+    kept = buffer.oldest_versions
+    buffer.oldest_versions = {}
+    assert all(oldest_version_of(buffer, buffer.live[number]) == floor for number, floor in kept.items())
 
 
 def train(batches: Batches, step: int, ranks: int = 1) -> list[str]:

@@ -65,7 +65,7 @@ def test_what_is_counted_does_not_grow_with_the_steps() -> None:
         admit(buffer, 2, step)
         land_group(buffer, 2 * step, 1.0, 1.0), land_group(buffer, 2 * step + 1, 1.0, 1.0)
         train(batches, step)
-    assert len(buffer.tally.steps) <= 2
+    assert len(buffer.tally.groups_by_step) <= 2
 
 
 def test_forgetting_plans_looks_at_each_of_them_once() -> None:
@@ -186,7 +186,7 @@ def test_a_batch_that_is_left_out_leaves_nothing_of_its_groups() -> None:
     taken = batches.plan(0, 0, 1)
     assert taken == ["0.0", "0.1", "1.0", "1.1"] and batches.plan(0, 1, 1) == []
     assert [episode.uid for episode in batches.leave_out_batch(DropReason.SPIKE)] == ["0.2", "1.2"]
-    assert buffer.reasons == {"dropped/spike": 6} and not buffer.live and buffer.flow().conserved
+    assert buffer.reasons == {"dropped/spike": 6} and not buffer.live and buffer.account().conserved
     assert batches.batches[0].uids == [] and buffer.has_room
     count_again(buffer)
     admit(buffer, 2)

@@ -11,7 +11,7 @@ import pytest
 from asyncrl.buffer.batches import Batches
 from asyncrl.buffer.records import Flow, State
 from asyncrl.buffer.replay import ReplayBuffer
-from asyncrl.buffer.staleness import floor_of
+from asyncrl.buffer.staleness import oldest_version_of
 from asyncrl.types import DropReason, FilterReason
 from tests.unit.buffer.machine import admit, count_again, give_up, land, land_group, make, play, run, train
 
@@ -154,7 +154,7 @@ def test_groups(keys: dict[str, Any], events: str, flow: dict[str, int], trained
     for name, value in own.items():
         setattr(batches, name, value)
     assert play(buffer, batches, events) == trained
-    found = msgspec.structs.asdict(buffer.flow())
+    found = msgspec.structs.asdict(buffer.account())
     assert found.pop("issued") == sum(found.values())
     assert {state: count for state, count in found.items() if count} == flow
     assert batches.over is (buffer.prompts.over and not buffer.live)
@@ -172,7 +172,7 @@ def world(groups: int = 2, **keys: object) -> tuple[ReplayBuffer, Batches]:
 
 
 def flow(buffer: ReplayBuffer) -> Flow:
-    found = buffer.flow()
+    found = buffer.account()
     assert found.conserved
     return found
 
@@ -222,11 +222,11 @@ def test_a_group_whose_greedy_episode_is_given_up_is_dropped_at_once(
     assert [episode.member for episode in running] == [i for i in (0, 1) if states[i] == "running"]
     assert (found.failed, found.dropped, list(buffer.live)) == (1 + failed, 2 - failed, [1])
     assert buffer.reasons[f"{State.DROPPED}/{DropReason.GROUP_SHORT}"] == 2 - failed
-    assert batches.plan(0, 0, 1) is None and buffer.settled[State.DROPPED] == 1
+    assert batches.plan(0, 0, 1) is None and buffer.settled_counts[State.DROPPED] == 1
 
 
 def test_it_is_not_what_hold_waits_for() -> None:
     buffer, _ = world(on_stale="hold", target_staleness=4)
     for uid in ("0.0", "0.1", "0.2", "1.0", "1.1", "1.2"):
         buffer.assign(buffer.episodes[uid], "w", 1, 4 if uid != "0.2" else 0, 0.0)
-    assert floor_of(buffer, buffer.live[0]) == 4
+    assert oldest_version_of(buffer, buffer.live[0]) == 4

@@ -58,7 +58,7 @@ def ours(arms: Arms, times: tuple[float, ...], filtering: bool) -> Trained:
     trained: Trained = []
 
     def take() -> None:
-        while buffer.flow().ready:
+        while buffer.account().ready:
             for uid in batches.plan(0, len(batches.batches[0].micros) if batches.batches else 0, 1) or ():
                 own = batches.planned_episodes[uid]
                 group = batches.baselines[0]

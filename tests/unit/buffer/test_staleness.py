@@ -11,17 +11,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.buffer.records import NEVER
-from asyncrl.buffer.replay import current
+from asyncrl.buffer.records import NEVER_STALE
+from asyncrl.buffer.replay import running_attempt
 from asyncrl.buffer.staleness import (
     LagHistogram,
-    Places,
+    GroupSlots,
     drop_overdue,
     lag,
     length_bucket,
     masked_by_quarter,
     pending,
-    places_of,
+    upcoming_slots,
     stale_mask,
     token_lags,
 )
@@ -36,12 +36,12 @@ def test_by_hand() -> None:
     given = [VersionSpan(2, 4, 1, 1), VersionSpan(4, 5, 2, 2), VersionSpan(8, 10, 3, 3)]
     found = token_lags(given, step=7)
     assert found == [6, 6, 5, 4, 4]
-    assert stale_mask(found, bound=4) == [True, True, True, False, False]
+    assert stale_mask(found, max_staleness=4) == [True, True, True, False, False]
 
 
 def test_versions_ahead_of_the_step_count_by_distance() -> None:
     assert lag(3, 5) == lag(5, 3) == 2
-    assert stale_mask(token_lags([VersionSpan(0, 1, 9, 9)], step=3), bound=4) == [True]
+    assert stale_mask(token_lags([VersionSpan(0, 1, 9, 9)], step=3), max_staleness=4) == [True]
 
 
 @settings(deadline=None)
@@ -57,7 +57,7 @@ def test_no_token_over_the_bound_is_left(values: list[int], bound: int) -> None:
 def test_the_histogram_counts_every_token(values: list[int]) -> None:
     histogram = LagHistogram(Counter(values))
     ordered = sorted(values)
-    assert histogram.total == len(ordered)
+    assert histogram.token_count == len(ordered)
     if ordered:
         assert histogram.max == ordered[-1] and histogram.quantile(1.0) == ordered[-1]
         assert histogram.quantile(0.5) == ordered[(len(ordered) - 1) // 2]
@@ -66,7 +66,7 @@ def test_the_histogram_counts_every_token(values: list[int]) -> None:
 
 def test_an_empty_histogram_is_zero() -> None:
     empty = LagHistogram({})
-    assert (empty.total, empty.mean, empty.max, empty.quantile(0.95)) == (0, 0.0, 0, 0)
+    assert (empty.token_count, empty.mean, empty.max, empty.quantile(0.95)) == (0, 0.0, 0, 0)
 
 
 @settings(deadline=None)
@@ -140,7 +140,7 @@ class HeldRun:
             if fit := [self.held[server] for server in self.usable(needed)]:
                 self.buffer.assign(episode, "w", 1, min(fit), 0.0)
                 self.turns.append((episode.uid, episode.attempt, int(self.random.lognormvariate(0.5, 1))))
-        assert not self.strict or min(places_of(self.buffer).left) >= 0, (
+        assert not self.strict or min(upcoming_slots(self.buffer).slots_left) >= 0, (
             "more groups are due than there are places"
         )
         self.turns = [turn for turn in self.turns if not self.begun(*turn)]
@@ -155,7 +155,7 @@ class HeldRun:
 
     def begun(self, uid: str, attempt: int, left: int) -> bool:
         """Whether the turn has a server, or is wanted no more."""
-        if (episode := current(self.buffer.episodes, uid, attempt)) is None:
+        if (episode := running_attempt(self.buffer.episodes, uid, attempt)) is None:
             return True
         servers = self.usable(max(episode.bound, self.buffer.committed - self.bound))
         if servers:
@@ -164,12 +164,12 @@ class HeldRun:
         return bool(servers)
 
     def end_turn(self, uid: str, attempt: int, left: int, version: int) -> None:
-        if (episode := current(self.buffer.episodes, uid, attempt)) is None:
+        if (episode := running_attempt(self.buffer.episodes, uid, attempt)) is None:
             return
         if self.random.random() < 0.05:
             self.buffer.retries += 1
             reason = self.random.choice([FailReason.WORKER_LOST, FailReason.REWARD_ERROR])
-            self.buffer.fail(episode, reason, self.now)
+            self.buffer.fail_attempt(episode, reason, self.now)
             return
         episode.extend(20, 10, version, version)
         self.buffer.touch(episode)
@@ -187,7 +187,9 @@ class HeldRun:
             batch = self.batches.batches.get(step)
             if (plan := self.batches.plan(step, len(batch.micros) if batch else 0, 1)) is None:
                 return
-            self.worst = max([self.worst, *(step - self.batches.planned_episodes[uid].oldest for uid in plan)])
+            self.worst = max(
+                [self.worst, *(step - self.batches.planned_episodes[uid].oldest for uid in plan)]
+            )
             if not plan:
                 self.training = True
                 self.after(self.random.uniform(0.2, 1.5), self.commit)
@@ -300,17 +302,17 @@ def test_places_are_what_a_schedule_by_due_time_leaves(
     step = 10
     free = min(free, per_batch)
     floors = [step - min(age, bound) for age in ages]
-    floor = NEVER if age is None else step - min(age, bound)
+    floor = NEVER_STALE if age is None else step - min(age, bound)
     rest = [*floors, floor]
-    places = Places(step, free, per_batch, bound, rest)
-    assert (min(places.left) >= 0) is fits(step, free, per_batch, bound, rest)
-    if min(places.left) < 0:
+    places = GroupSlots(step, free, per_batch, bound, rest)
+    assert (min(places.slots_left) >= 0) is fits(step, free, per_batch, bound, rest)
+    if min(places.slots_left) < 0:
         return
     possible = [
         v
         for v in range(step - bound, step + 2)
         if fits(step, free, per_batch, bound, [*floors, min(v, floor)])
     ]
-    assert places.needed(floor) == possible[0]
+    assert places.min_start_version(floor) == possible[0]
     assert places.may_take(floor) is (free > 0 and fits(step, free - 1, per_batch, bound, floors))
     assert places.may_close is fits(step, 0, per_batch, bound, rest)

@@ -52,7 +52,7 @@ class Joining:
             acting = pool.submit(act)
             while not acting.done():
                 Poller(self.coordinator.control).wait(0.01)
-                self.coordinator.turn(self.coordinator._turned_at + 0.05)
+                self.coordinator.run_pass(self.coordinator._last_pass_at + 0.05)
             return acting.result()
 
     def token(self, role: str = "rollout", seconds: float = 1e6) -> str:

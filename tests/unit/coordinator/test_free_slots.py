@@ -24,7 +24,7 @@ def test_the_least_loaded_worker_with_weights_that_are_new_enough(
         fit = {n: [v for v in versions[n] if v >= needed] for n in free if free[n] > 0}
         fit = {n: fresh for n, fresh in fit.items() if fresh}
         best = max(fit, key=lambda n: free[n], default=None)  # of equals the first
-        assert found.take(needed) == (None if best is None else (best, fit[best][0]))
+        assert found.take_slot(needed) == (None if best is None else (best, fit[best][0]))
         if best is not None:
             free[best] -= 1
     assert bool(found) == any(free[n] > 0 and versions[n] for n in free)

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl.coordinator.trainer import MOST_SPIKES
+from asyncrl.coordinator.trainer import MAX_SPIKES
 from asyncrl.coordinator.validation import Validation
 from asyncrl.store.checkpoints import Checkpoints
 from tests.fakes.played import PlayedTrainer
@@ -74,7 +74,7 @@ def kill_trainer(world: World) -> None:
 def spike(world: World) -> None:
     """The next batch that is not a repeat is left out; too many of one step would end the run."""
     world.spikes += 1
-    world.trainer.spikes = world.spikes <= MOST_SPIKES
+    world.trainer.spikes = world.spikes <= MAX_SPIKES
 
 
 def fill_disk(world: World) -> None:
@@ -207,7 +207,7 @@ def test_a_trainer_that_does_not_come_to_rest_is_replaced(root: Path, restarted:
 
     def happen(world: World) -> None:
         ranks = world.coordinator.trainer.ranks
-        if not since and ranks.told == "rest" and not world.trainer.resting:
+        if not since and ranks.last_plan_kind == "rest" and not world.trainer.resting:
             since.append(world.now)
             world.trainer.link.asleep_until = world.now + 1000
         if restarted and len(since) == 1 and world.now > since[0] + 3:
@@ -246,7 +246,7 @@ def test_a_last_version_that_no_engine_can_load(root: Path, seed: int, mended: b
 def test_the_last_validation_waits_for_the_last_version(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is written long after its step, as where the disk is slow: longer than `weights.deadline`."""
     publish = PlayedTrainer._publish
-    start = Validation._start
+    start = Validation._start_session
     judged = list[tuple[int, int]]()
     late = list[float]()
 

@@ -32,14 +32,14 @@ def test_engines_idle_once_all_workers_have_said_so_twice() -> None:
     def beat(worker: int, at: float, busy: float) -> float:
         workers[worker].beat_at = at
         workers[worker].beat.busy_s = busy
-        return handler._idle()
+        return handler._engine_idle_seconds()
 
     assert beat(0, 10.0, 3.0) <= 0 and beat(1, 10.2, 3.0) <= 0
     assert beat(0, 10.5, 3.0) <= 0.3 and beat(1, 10.7, 3.5) <= 0
     assert beat(0, 11.0, 3.0) <= 0.3 and beat(1, 11.2, 3.5) == pytest.approx(0.3)
     assert beat(0, 12.0, 3.0) == pytest.approx(0.5)
     workers.clear()
-    assert handler._idle() < 0
+    assert handler._engine_idle_seconds() < 0
 
 
 @pytest.mark.parametrize(

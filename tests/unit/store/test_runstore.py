@@ -75,9 +75,9 @@ def test_everything_comes_back(tmp_path: Path) -> None:
     assert list(held.read.frames("0.0", 1)) == [b"0.0", b""]  # a kept plan's payloads are kept
     assert held.read.trained_in_plans() == 4
     restored, _ = make()
-    restored.restore(snapshot.groups, snapshot.episodes, snapshot.left, 0.0)
+    restored.restore_groups(snapshot.groups, snapshot.episodes, snapshot.left, 0.0)
     restored.next_group = snapshot.next_group
-    assert restored.flow() == buffer.flow() and restored.flow().conserved
+    assert restored.account() == buffer.flow() and restored.flow().conserved
 
 
 def test_kill_9_loses_nothing_acknowledged(tmp_path: Path) -> None:
