@@ -1,7 +1,7 @@
-"""Batches and their plans: which trajectories a step trains, in which micro-batches.
+"""Plan batches: which trajectories a step trains, in which order and in which parts.
 
-A plan is stored before it is sent, and kept until a checkpoint covers it; who asks again gets the same one.
-A retry of a request, and a step that a restarted trainer repeats, are therefore a look-up.
+A plan is stored before any rank sees it, and kept until a checkpoint covers it. A repeated request gets the
+same plan, so a retry, or a step that a restarted trainer repeats, is a look-up.
 """
 
 from __future__ import annotations
@@ -21,19 +21,21 @@ from asyncrl.config import Packing
 from asyncrl.errors import ProtocolError
 from asyncrl.types import DropReason, EpisodeResult
 
-# Micro-batches' worth of trajectories that ranks are given at once: more are cut better, a stop waits longer.
+# Largest part of a plan, in micro-batches per rank. Larger parts are cut better, but delay a stop.
 MAX_MICRO_BATCHES_PER_PART = 4
-# Worth a micro-batch of its own: this share of the batch's groups, with this share of micro_batch_tokens.
+# Smallest part that is trained at once although no micro-batch is full: this fraction of the batch's groups,
+# with this fraction of micro_batch_tokens.
 MIN_GROUP_FRACTION = MIN_TOKEN_FRACTION = 1 / 4
 
 
 class Baseline(msgspec.Struct, frozen=True):
-    """Holds the rewards that those of a group are compared with.
+    """The baseline of a settled group: the rewards with which the reward of each member is compared.
 
-    members: numbers within the group, of those whose `results` the others are compared with.
-    late: a late member is compared with the first `late` of them.
-    issued: members that the group was issued with, landed or not.
-    greedy: reward of its greedy episode, where there is one.
+    members: numbers within the group of the baseline's episodes.
+    results: results of these episodes, in the same order.
+    late: a member that lands late is compared with the first `late` results.
+    issued: episodes that the group was issued with, whether they landed or not.
+    greedy: reward of the group's greedy episode, if there is one.
     """
 
     members: tuple[int, ...]
@@ -44,7 +46,7 @@ class Baseline(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, group: GroupRecord, episodes: Mapping[str, EpisodeRecord]) -> Baseline:
-        """The baseline of a settled group. Results do not change any more: a restart computes the same."""
+        """Compute the baseline of a settled group. Results are final, so a restart computes the same."""
         results = tuple(episodes[group.members[number]].result for number in group.baseline)
         last_member = episodes[group.members[-1]]
         issued = len(group.members) - last_member.greedy
@@ -52,19 +54,26 @@ class Baseline(msgspec.Struct, frozen=True):
         return cls(group.baseline, results, len(group.late_siblings), issued, greedy)
 
     def siblings(self, episode: EpisodeRecord) -> tuple[tuple[EpisodeResult, ...], int]:
-        """The results that an episode is compared with (its own may be among them), and the place of its own;
-        -1: it is late, and not among them."""
+        """Return the results that an episode is compared with, and the index of the episode's own result.
+
+        The index is -1 for a late episode, whose result is not part of the baseline.
+        """
         if episode.member in self.members:
             return self.results, self.members.index(episode.member)
         return self.results[: self.late], -1
 
 
 class Batch(msgspec.Struct):
-    """The plan of one optimizer batch. `micros`: the uids of each part, which the ranks deal and cut into
-    micro-batches. `closed`: no more come. `lost`: those whose payload could not be read, as far as no
-    commit says that they were trained nevertheless. They keep their places, so that others keep theirs.
-    `ranks`, `budget`: among how many it was dealt, and cut into micro-batches of how many tokens, when it was
-    last handed out."""
+    """The plan of one optimizer batch, as stored.
+
+    step: number of committed batches before this batch.
+    micros: uids of each part. The ranks partition a part and cut their shares into micro-batches.
+    groups: ids of the groups that count towards the batch.
+    closed: no further part will be added.
+    lost: episodes whose payload could not be read, unless a commit has reported them as trained. Lost
+        episodes stay in `micros`, so that the partition of the other episodes does not change.
+    ranks, budget: number of ranks and tokens of a micro-batch when the plan was last handed out.
+    """
 
     step: int  # 0-based: committed batches before it
     micros: list[list[str]] = []
@@ -80,7 +89,7 @@ class Batch(msgspec.Struct):
 
     @property
     def uids(self) -> list[str]:
-        """Returns the episodes that are trained."""
+        """Return the planned episodes without the lost ones."""
         return [uid for uid in self.planned if uid not in self.lost]
 
     @property
@@ -89,13 +98,13 @@ class Batch(msgspec.Struct):
 
 
 class Batches:
-    """Plans of all batches that no retained checkpoint covers, and the current one.
+    """Plans of the current batch and of all batches that no retained checkpoint covers.
 
     Args:
-        buffer: where trajectories are taken from.
-        micro_tokens: tokens of one micro-batch on one rank, padding included.
-        flush: train a short batch when the data has run out, rather than drop it.
-        packing: padded: rows as long as the longest. tree: a group stays together, and shares its prompt.
+        buffer: source of the trajectories.
+        micro_batch_tokens: tokens of one micro-batch on one rank, padding included.
+        flush_at_end: train a short batch when the data has run out, instead of dropping the rest.
+        packing: "padded": all sequences are padded to the longest. "tree": a group shares one prompt.
     """
 
     def __init__(
@@ -121,8 +130,7 @@ class Batches:
         planned_episodes: Iterable[EpisodeRecord],
         baselines: Mapping[int, Baseline],
     ) -> None:
-        """Take over the plans of a store, in place of all plans before. Episodes that are still in the buffer
-        stay the buffer's objects."""
+        """Replace all plans by the plans of a store. Episodes of the buffer stay the buffer's objects."""
         self._changed_steps = set()
         self.batches = {batch.step: batch for batch in batches}
         self.planned_episodes = {e.uid: self.buffer.episodes.get(e.uid, e) for e in planned_episodes}
@@ -133,10 +141,13 @@ class Batches:
         )
 
     def plan(self, step: int, part_index: int, ranks: int, token_budget: int = 0) -> list[str] | None:
-        """Uids of the next part for so many ranks, which cut it by `budget` (0: `micro_tokens`); [] when the
-        batch is complete; None: the caller must wait.
+        """Return the uids of a part of the plan; [] if the batch is complete, None if the caller must wait.
 
         The caller refuses a `step` greater than `committed`.
+
+        Args:
+            ranks: number of ranks among which the part is partitioned.
+            token_budget: tokens of a micro-batch; 0: `micro_batch_tokens`.
         """
         batch = self.batches.get(step)
         if batch is None:
@@ -155,7 +166,7 @@ class Batches:
         return uids
 
     def outlook(self, step: int, part_index: int, ranks: int) -> Outlook:
-        """Say what a `plan` would find now."""
+        """Return the answer that `next_part` would give now, without changing the plan."""
         batch = self.batches.get(step, Batch(step))
         if part_index < len(batch.micros) or batch.closed or self.over:
             return Outlook(ready=True, group_fraction=1.0, batch_complete=True)
@@ -167,7 +178,7 @@ class Batches:
         )
 
     def _add_part(self, batch: Batch, ranks: int) -> list[str] | None:
-        """Add what is ready; without it, close the batch if it is full."""
+        """Add the ready trajectories as a part. If there are none, close the batch if it is full."""
         ready_episodes, _, batch_full = self._select_ready(
             batch, ranks, MAX_MICRO_BATCHES_PER_PART * self.micro_batch_tokens * ranks
         )
@@ -190,9 +201,14 @@ class Batches:
     def _select_ready(
         self, batch: Batch, ranks: int, token_limit: float
     ) -> tuple[list[EpisodeRecord], set[int], bool]:
-        """Find what is ready, up to so many tokens, once it is enough or nothing more can enter the batch;
-        its new groups; and whether the batch is full with them. Late members that are not enough by
-        themselves are left to the next batch, if there is one."""
+        """Select the trajectories of the next part, at most `token_limit` tokens.
+
+        Nothing is selected until the trajectories are worth training or the batch is full. Late members that
+        are not worth a part alone are left to the next batch, if there is one.
+
+        Returns:
+            the trajectories, their new groups, and whether the batch is full with these groups.
+        """
         slots = upcoming_slots(self.buffer)
         ready_episodes, new_groups = self._collect_ready(batch, slots, token_limit)
 
@@ -219,8 +235,7 @@ class Batches:
         )
 
     def _may_wait(self, episode: EpisodeRecord, step: int) -> bool:
-        """True for a late member of a group that was taken or filtered, if none of its tokens is over the
-        bound in the next batch."""
+        """Return True for a late member of a taken or filtered group that is not stale in the next batch."""
         group = self.buffer.live[episode.group]
         is_late = (group.step >= 0 or group.filtered) and episode.member not in group.baseline
         return is_late and episode.oldest > step - self.buffer.config.max_staleness
@@ -228,19 +243,21 @@ class Batches:
     def _worth_training(
         self, ready_episodes: Sequence[EpisodeRecord], new_groups: set[int], ranks: int
     ) -> bool:
-        """The trainer waits, so it is given what is ready, if that is a full micro-batch for each rank; or
-        MIN_SHARE_OF_GROUPS of the batch's, new ones, with MIN_FILL of those tokens. A smaller one would be
-        mostly costs that do not depend on its tokens (gathering weights, launching kernels).
+        """Return True if the ready trajectories should be trained now, without waiting for more.
 
-        Of 8 groups of 1,000 tokens each, with micro_batch_tokens 8192: 3 ready ones are trained at once, as
-        3,000 > 8192 * MIN_FILL; with two ranks 5, as each gets half of them.
+        That holds for a full micro-batch per rank, and for MIN_TOKEN_FRACTION of these tokens if they come
+        from MIN_GROUP_FRACTION of the batch's groups. The time of a smaller part would be mostly spent on
+        gathering weights and launching kernels.
+
+        Example: a batch of 8 groups of 1,000 tokens each, and micro_batch_tokens 8192. On one rank 3 ready
+        groups are trained at once, as 3,000 > 8192 * MIN_TOKEN_FRACTION; on two ranks 5 groups.
         """
         many_groups = len(new_groups) >= MIN_GROUP_FRACTION * self.buffer.config.groups_per_batch
         min_tokens = (MIN_TOKEN_FRACTION if many_groups else 1) * self.micro_batch_tokens * ranks
         return self._count_tokens(ready_episodes) >= min_tokens
 
     def _count_tokens(self, episodes: Sequence[EpisodeRecord]) -> int:
-        """Estimate what ranks compute: the prompt of a group once, where its members share it."""
+        """Estimate the tokens that ranks compute. With tree packing a group's prompt is computed once."""
         tokens = sum(episode.tokens for episode in episodes)
         if self.packing == "tree":
             prompt_tokens = {episode.group: episode.stats.prompt for episode in episodes}
@@ -248,7 +265,7 @@ class Batches:
         return tokens
 
     def _close_batch(self, batch: Batch) -> list[str] | None:
-        """Nothing more will be added. An empty batch is not closed: it would be a step without data."""
+        """Close a batch. An empty batch stays open, as a step without data is impossible."""
         if not batch.planned:
             return None
 
@@ -258,8 +275,11 @@ class Batches:
         return []
 
     def _is_last_batch(self, batch: Batch, new_groups: set[int]) -> bool:
-        """The data is over, and nothing but these groups can become ready: late members, too, are waited for,
-        or each would be a batch. One that has begun is then trained short; another only with `flush`."""
+        """Return True if the data has run out and no trajectory outside of `new_groups` can become ready.
+
+        Late members are waited for, as each of them would become a batch otherwise. A batch that has begun is
+        trained short; an empty batch is begun only with `flush_at_end`.
+        """
         tally = self.buffer.tally
         unfinished_groups = tally.groups_by_state[State.PENDING] | tally.groups_by_state[State.RUNNING]
         return (
@@ -270,7 +290,7 @@ class Batches:
         )
 
     def drop_remainder(self) -> list[EpisodeRecord]:
-        """The data is over: give up the groups that cannot fill a batch any more. Returns those running."""
+        """Drop groups that cannot fill a batch, as the data has run out. Return their running members."""
         has_begun = bool(self.batches.get(self.committed, Batch(self.committed)).planned)
         if has_begun or len(self.buffer.tally.untaken_groups) >= self.buffer.config.groups_per_batch:
             return []
@@ -278,7 +298,7 @@ class Batches:
 
     @property
     def _refill_limit_reached(self) -> bool:
-        """`max_refill` is reached: so many groups were filtered that the batch is trained short."""
+        """True if `max_refill` is reached: so many groups were filtered that the batch is trained short."""
         config = self.buffer.config
         return self.buffer.refills >= config.max_refill * config.groups_per_batch
 
@@ -289,16 +309,18 @@ class Batches:
 
     @property
     def over(self) -> bool:
-        """The data is exhausted and nothing is left that could be trained."""
+        """True if the data has run out and no trajectory is left to train."""
         return self.buffer.prompts.over and not self.buffer.live
 
-    # -- what may be taken ---------------------------------------------------------------------------
+    # -- selection -----------------------------------------------------------------------------------
 
     def _collect_ready(
         self, batch: Batch, slots: GroupSlots, token_limit: float
     ) -> tuple[list[EpisodeRecord], set[int]]:
-        """Ready trajectories that may enter the batch now, oldest group first, up to so many tokens; and
-        their new groups, which take their `places`."""
+        """Collect ready trajectories that may enter the batch, oldest group first, until `token_limit`.
+
+        Each new group takes one of the `slots`. Returns the trajectories and the new groups.
+        """
         ready_episodes: list[EpisodeRecord] = []
         new_groups: set[int] = set()
 
@@ -324,7 +346,7 @@ class Batches:
         return ready_episodes, new_groups
 
     def _usable_members(self, group: GroupRecord, step: int) -> list[EpisodeRecord]:
-        """The ready members of a group; under on_stale=drop the stale ones are dropped here."""
+        """Return the ready members of a group. With on_stale=drop, stale members are dropped here."""
         ready_members = [
             episode for episode in self.buffer.trainable_members(group) if episode.state is State.READY
         ]
@@ -341,9 +363,13 @@ class Batches:
     # -- commit, rollback, retention -----------------------------------------------------------------
 
     def commit(self, step: int, trained_uids: Collection[str]) -> None:
-        """Batch number `step` (1-based) was applied, perhaps again by a restarted trainer. What it has not
-        trained of the plan, as its payload could not be read, is dropped by name. ProtocolError when that is
-        more than the plan goes on without, or when others were trained."""
+        """Record that batch number `step` (1-based) was applied, perhaps again by a restarted trainer.
+
+        Planned episodes that were not trained, as their payload could not be read, are dropped as corrupt.
+
+        Raises:
+            ProtocolError: `trained_uids` is not the plan without its lost episodes.
+        """
         batch = self.batches[step - 1]
         if mismatched_uids := set(trained_uids).symmetric_difference(batch.uids) - batch.lost:
             raise ProtocolError(
@@ -368,8 +394,11 @@ class Batches:
             self.buffer.note_commit(step)
 
     def leave_out_batch(self, reason: DropReason) -> list[EpisodeRecord]:
-        """Drop what the batch under way has taken, and the rest of its groups, which could be a part of no
-        other; the step gets another batch. Returns what was running."""
+        """Drop the current batch and begin another batch for the same step.
+
+        The remaining members of its groups are dropped, too, as no other batch could take them. Returns the
+        members that were running.
+        """
         step = self.committed
         for uid in self.batches[step].planned:
             self.buffer.drop_episode(self.planned_episodes[uid], reason)
@@ -389,14 +418,19 @@ class Batches:
         return running_episodes
 
     def mark_lost(self, step: int, uid: str) -> None:
-        """The payload of a planned trajectory cannot be read: the plan goes on without it. A rank may hold it
-        already, though, and the answer have been another coordinator's: the commit tells."""
+        """Note that the payload of a planned trajectory cannot be read, so that the plan goes on without it.
+
+        A rank may have received the payload from an earlier coordinator. The commit tells whether it was
+        trained.
+        """
         self.batches[step].lost.add(uid)
         self._changed_steps.add(step)
 
     def skip_to(self, step: int) -> None:
-        """Batches up to `step` were committed, as others know. Their plans are not needed any more, and what
-        is still taken by them was lost."""
+        """Count batches up to `step` as committed, as checkpoints show, although this store did not know.
+
+        Their plans are forgotten. Episodes that are still taken by these plans are dropped as corrupt.
+        """
         skipped_steps = [number for number in self.batches if self.committed <= number < step]
         for episode in [
             self.planned_episodes[uid] for number in skipped_steps for uid in self.batches[number].planned
@@ -408,7 +442,7 @@ class Batches:
         self.buffer.note_commit(step)
 
     def retain(self, step: int) -> list[str]:
-        """A checkpoint covers the first `step` batches: forget their plans. Returns their uids."""
+        """Forget the plans of the first `step` batches, which a checkpoint covers. Return their uids."""
         return self._forget_plans(list(takewhile(lambda number: number < step, self.batches)))
 
     def _forget_plans(self, steps: list[int]) -> list[str]:

@@ -1,7 +1,8 @@
-"""Cohorts: whether the trained episodes are like the issued ones.
+"""Measure by cohorts whether the trained episodes are a fair sample of the issued episodes.
 
-Short and easy episodes land first, so one batch alone is never a fair sample of the policy's episodes. Of
-the groups issued at one step (a cohort), once all are over, both are known: what landed and what was trained.
+Short and easy episodes land first, so one batch alone is never a fair sample of the policy's episodes. A
+cohort is all groups issued at one step. Once all its groups are over, its landed and its trained episodes are
+known.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class EpisodeSums(msgspec.Struct):
 
 
 class Cohort(msgspec.Struct):
-    """The groups issued at one step; `open` of them are not over."""
+    """The groups issued at one step. `open_groups` counts the groups that are not over."""
 
     open_groups: int = 0
     landed: EpisodeSums = msgspec.field(default_factory=EpisodeSums)
@@ -33,15 +34,14 @@ class Cohort(msgspec.Struct):
 
 
 class Cohorts:
-    """Cohorts that are not reported yet, by the step they were issued at. A cohort that began
-    before a restart of the coordinator is left out."""
+    """Cohorts that are not reported yet. A cohort from before a restart of the coordinator is left out."""
 
     def __init__(self) -> None:
         self._open_cohorts: dict[int, Cohort] = {}
         self._excluded_steps: set[int] = set()
 
     def exclude_step(self, step: int) -> None:
-        """Not everything of this cohort is known."""
+        """Leave out a cohort of which some episodes are not known."""
         self._excluded_steps.add(step)
         self._open_cohorts.pop(step, None)
 
@@ -62,9 +62,11 @@ class Cohorts:
             cohort.open_groups -= 1
 
     def pop_gaps(self, before_step: int) -> dict[str, float]:
-        """`cohort/reward_gap` and `cohort/length_gap` (model tokens): trained mean minus landed mean of the
-        same cohort, over the cohorts issued `before` a step that are complete and not reported yet, by their
-        trained episodes. Empty when there is none."""
+        """Return `cohort/reward_gap` and `cohort/length_gap` (model tokens), and forget complete cohorts.
+
+        A gap is the mean of a cohort's trained episodes minus the mean of its landed episodes, averaged over
+        trained episodes of the cohorts issued before `before_step`. The result is empty without such cohorts.
+        """
         complete_steps = [
             step
             for step, cohort in self._open_cohorts.items()

@@ -1,7 +1,8 @@
-"""Flow control sets how many groups may be live, once per committed batch, by what was measured.
+"""Flow control: set how many groups may be live, once per committed batch, by measurements.
 
-An integral controller keeps shares of stale tokens within their budgets. A cap keeps to what the servers'
-memory holds. `LiveLimit` uses both in a run. Formulas and reasons are in docs/staleness.md, section 1.
+`FlowControl`, an integral controller, keeps the fraction of stale tokens within a budget. `KvCap` keeps to
+the memory of the servers. `LiveLimit` applies both in a run. Formulas and reasons: docs/staleness.md, section
+1.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ CAP_FACTOR = 1.25  # less than HIGH / LOW: a change of the cap does not lead fro
 
 
 class Crossings:
-    """Counts tokens when they go over the bound, once each: when a batch has masked them, or while their
-    episode or group still runs. `buffer`: its `waiting_tokens` are those that no batch may take yet."""
+    """Counts each token once when its lag exceeds max_staleness, whether a batch has masked the token or its
+    episode or group still runs. The `waiting_tokens` of `buffer` are tokens that no batch may take yet."""
 
     def __init__(self, buffer: ReplayBuffer, max_staleness: int) -> None:
         self._buffer = buffer
@@ -38,9 +39,15 @@ class Crossings:
         self._counted_tokens = 0.0  # tokens that are ready, and were counted while they waited
 
     def committed(self, masked_fraction: float, model_tokens: float, now: float) -> float:
-        """Return what went over the bound since the last commit, as a share of this batch. The batch has so
-        many model tokens, of which the share `masked` was masked. What was sampled before the first of the
-        newest bound + 1 commits, with this one, is over the bound from now on."""
+        """Return the tokens that became stale since the last commit, as a fraction of the committed batch.
+
+        Tokens sampled before the first of the newest max_staleness + 1 commits, the current commit included,
+        are stale from now on.
+
+        Args:
+            masked_fraction: fraction of the batch's model tokens that was masked.
+            model_tokens: model tokens of the batch.
+        """
         last_commit = self._commit_times[-1]
         oldest_commit = self._commit_times[0]
         self._commit_times.append(now)
@@ -60,11 +67,12 @@ class Crossings:
 
 
 class FlowControl:
-    """Moves `limit`, how many live groups rule 1 allows now.
+    """Moves `limit`, the number of live groups that rule 1 allows.
 
-    Example: G = 8, a level of 16, a budget of 1%. A batch with 0.2% of its tokens over the bound leads to
-    16 · exp(0.015 · (1 − 0.2)) = 16.19, one with 5% to 16 · exp(0.015 · (1 − 5)) = 15.07. At the beginning
-    one with none leads from 12 to 12 · exp(0.03 + 0.5 · 0.4) = 15.10, if trainer and episodes waited for 40%.
+    Example: G = 8, a level of 16, a budget of 1%. A batch with 0.2% of stale tokens leads to
+    16 · exp(0.015 · (1 − 0.2)) = 16.19, a batch with 5% to 16 · exp(0.015 · (1 − 5)) = 15.07. At the
+    beginning a batch without stale tokens leads from 12 to 12 · exp(0.03 + 0.5 · 0.4) = 15.10, if trainer and
+    episodes waited for 40% of the time.
     """
 
     def __init__(self, config: BufferConfig) -> None:
@@ -81,17 +89,25 @@ class FlowControl:
         return round(self.level)
 
     def spare(self, waiting_fraction: float) -> int:
-        """Return how many groups a run may issue beyond those that it trains: what `update` has added to the
-        live ones, if `outside`, the share of their time in which episodes wait for tools, is not small."""
+        """Return how many groups a run may issue beyond the groups that are trained.
+
+        That is the number that `update_level` has added to the live groups, if `waiting_fraction`, the
+        fraction of their time in which episodes wait for tools, is at least MIN_TOOL_WAITING; else 0.
+        """
         return max(0, round(self.level - self.first_level)) if waiting_fraction >= MIN_TOOL_WAITING else 0
 
     def update(
         self, measured_fractions: Iterable[tuple[float, float]], may_grow: bool, idle_waiting: float
     ) -> None:
-        """Obey the tightest of (measured share, its budget). `grows`: more live groups would be of use, as
-        the trainer idles and the limit is reached; engines, slots and memory still have room then. `waits`,
-        w in the docs: the share of the step in which the trainer idled, times the share of their time in
-        which the episodes that landed in it waited for tools and rewards."""
+        """Move the level by the tightest budget.
+
+        Args:
+            measured_fractions: pairs of a measured fraction of tokens and the budget for that fraction.
+            may_grow: more live groups would be of use, as the trainer idles and the limit is reached;
+                engines, slots and memory still have room then.
+            idle_waiting: w in the docs: the fraction of the step in which the trainer idled, times the
+                fraction of their time in which the step's landed episodes waited for tools and rewards.
+        """
         budget_use = max(share / budget for share, budget in measured_fractions)
         self._stale_measured |= budget_use > 0
 
@@ -105,13 +121,13 @@ class FlowControl:
 
 
 class KvCap:
-    """Moves `limit`, how many live groups the servers have room for.
+    """Moves `limit`, the number of live groups that the servers' memory has room for.
 
-    Readings of the time since the last commit are given to `read` and added to `retracted`.
+    Readings since the last commit are passed to `note_use` and added to `retracted_requests`.
 
     Args:
-        groups: groups per batch, G: the cap is never less.
-        ahead: usual staleness, in batches: the cap is never more than (1 + ahead) * groups.
+        groups_per_batch: G; the cap is never less.
+        usual_staleness: in batches; the cap is never more than (1 + usual_staleness) * groups_per_batch.
     """
 
     def __init__(self, groups_per_batch: int, usual_staleness: int) -> None:
@@ -128,17 +144,19 @@ class KvCap:
 
     @property
     def mean_use(self) -> float | None:
-        """Return the mean reading of the fullest server; None: nothing was read."""
+        """Mean reading of the fullest server; None without a reading."""
         return max((total / count for total, count in self._use_sums.values()), default=None)
 
     def note_use(self, server: str, use: float) -> None:
-        """Note a server's share of KV memory in use, in [0, 1]."""
+        """Note the fraction of a server's KV memory that is in use, in [0, 1]."""
         use_sum, reading_count = self._use_sums[server]
         self._use_sums[server] = use_sum + use, reading_count + 1
 
     def update_cap(self, live_groups: int, plain_step: bool = True) -> None:
-        """Move the limit after a commit, before which `live` groups were live. `counts`: what was read since
-        the last commit is of a plain step, not of a validation."""
+        """Move the limit after a commit, before which `live_groups` groups were live.
+
+        Readings count only if `plain_step`: those of a step with a validation are of other requests.
+        """
         mean_use = self.mean_use
         retracted_requests = self.retracted_requests
 
@@ -169,8 +187,10 @@ ROLLOUT_IDLE = "async/rollout_idle_frac"
 
 
 class LiveLimit:
-    """Moves `buffer.live_limit` and `buffer.spare` after each commit, unless buffer.target_staleness is a
-    number: flow control, within what the servers' memory holds. A restarted coordinator begins anew."""
+    """Moves `buffer.live_limit` and `buffer.spare_groups` after each commit, by flow control and the KV cap.
+
+    With a number as buffer.target_staleness nothing moves. A restarted coordinator begins anew.
+    """
 
     def __init__(self, config: RunConfig, buffer: ReplayBuffer) -> None:
         buffer_config = config.buffer
@@ -198,9 +218,15 @@ class LiveLimit:
         validating: bool,
         now: float,
     ) -> None:
-        """Move the limit after a commit, whose step has taken so many new groups; `row` has its metrics. The
-        limit does not change after a step that ends in a validation, or that has other engines than the one
-        before: its times are not those of plain steps."""
+        """Move the limit after a commit.
+
+        The limit stays after a step that ends in a validation, or that had other engines than the step
+        before, as the times of such a step are not typical.
+
+        Args:
+            metrics: the metrics row of the step.
+            taken_groups: new groups that the step has taken.
+        """
         same_engines = self._last_engines == frozenset(engines)
         self._last_engines = frozenset(engines)
         plain_step = same_engines and not validating

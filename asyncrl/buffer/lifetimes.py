@@ -1,4 +1,4 @@
-"""Estimates how long groups live and tokens wait, while some of them still run; the deadlines that follow."""
+"""Estimate how long groups live and tokens wait while some still run, and set deadlines of groups."""
 
 from __future__ import annotations
 
@@ -18,14 +18,16 @@ ESTIMATE_EVERY = 0.25  # seconds: many groups are issued at once, and one estima
 
 
 class Lifetimes:
-    """The newest `size` lifetimes that ended, and those that still run, which count as lasting longer than
-    until now: the product-limit estimate (Kaplan and Meier, JASA 53, 1958). A lifetime that began before the
-    window counts only from the age that it had then (delayed entry), as short ones of that time have left it.
+    """The product-limit estimate (Kaplan and Meier, JASA 53, 1958) over a window of lifetimes.
+
+    The window has the newest `size` lifetimes that ended and all that still run. A running lifetime counts as
+    longer than its present age. A lifetime that began before the window counts only from its age at the
+    window's start (delayed entry), as short lifetimes of that time have left the window.
 
     Times are of the caller's clock, in seconds. `weight` is a number of tokens, or 1.
 
-    Example: three of weight 1 last 1, 2 and 3 s, and the second still runs. The share that lasts longer falls
-    to 2/3 at 1 s and to 0 at 3 s, so 1 s is the quantile of 0.3.
+    Example: three lifetimes of weight 1 last 1, 2 and 3 s, and the second still runs. The fraction that lasts
+    longer falls to 2/3 at 1 s and to 0 at 3 s, so 1 s is the quantile of 0.3.
     """
 
     def __init__(self, size: int) -> None:
@@ -37,38 +39,38 @@ class Lifetimes:
         self._window_start = -math.inf  # when the window begins: the newest end that is not in it any more
 
     def begin(self, key: Hashable, now: float, weight: float = 1.0) -> None:
-        """Begins one more lifetime of `key`."""
+        """Begin a further lifetime of `key`."""
         self._running_lives.setdefault(key, []).append((now, weight))
 
     def end_lives(self, key: Hashable, now: float) -> None:
-        """End all lifetimes of `key`, if there are any."""
+        """End all running lifetimes of `key`."""
         for began, weight in self._running_lives.pop(key, ()):
             self._ended_lives.append((began, weight, now))
             if len(self._ended_lives) > self.size:
                 self._window_start = self._ended_lives.popleft()[-1]
 
     def forget_lives(self, key: Hashable) -> None:
-        """Leave out the lifetimes of `key` that still run."""
+        """Remove the running lifetimes of `key`."""
         self._running_lives.pop(key, None)
 
     def running_weight(self, began_before: float) -> float:
-        """Weight that runs and began before `than`."""
+        """Return the weight of running lifetimes that began before a time."""
         older_lives = takewhile(lambda lives: lives[0][0] < began_before, self._running_lives.values())
         return sum(weight for lives in older_lives for began, weight in lives if began < began_before)
 
     def ended_weight(self, ended_after: float, began_before: float) -> float:
-        """Weight that ended after `since` and began before `than`, of the window."""
+        """Return the weight of ended lifetimes of the window, by time of end and of begin."""
         newest_lives = takewhile(lambda life: life[2] > ended_after, reversed(self._ended_lives))
         return sum(weight for began, weight, _ in newest_lives if began < began_before)
 
     def quantile(self, fraction: float, now: float) -> float:
-        """The duration that a share q of the weight does not exceed; inf where too much runs to know it."""
+        """Return the duration that `fraction` of the weight does not exceed; inf if too much still runs."""
         ages, survival = self._survival(now)
         reached = np.flatnonzero(survival <= 1 - fraction + 1e-9)
         return float(ages[reached[0]]) if reached.size else math.inf
 
     def _survival(self, now: float) -> tuple[np.ndarray, np.ndarray]:
-        """(ages at which a life ended or was last seen, ascending; share of the weight that lasts longer)."""
+        """Return the ages at which lives ended or were last seen, and the fraction that lasts longer."""
         running_lives = chain.from_iterable(self._running_lives.values())
         rows = np.array([*self._ended_lives, *((b, w, math.inf) for b, w in running_lives)], float).reshape(
             -1, 3
@@ -91,11 +93,13 @@ class Lifetimes:
 
 
 class Deadlines:
-    """The deadlines of partial groups, at which their baselines are fixed: as long after the start of a group
-    as half of the groups need until all of their members have ended (docs/staleness.md, section 4).
+    """The deadlines of partial groups, at which their baselines are fixed.
+
+    The time from a group's start to its deadline is the time in which half of the groups end all their
+    members (docs/staleness.md, section 4).
 
     Args:
-        patience: from the start of a group to its deadline; "auto": estimated; inf: there are no deadlines.
+        patience: seconds from the start of a group to its deadline; "auto": estimated; inf: no deadlines.
     """
 
     def __init__(self, patience: float | Literal["auto"]) -> None:
@@ -108,9 +112,11 @@ class Deadlines:
         self._estimated_at = -math.inf
 
     def patience(self, now: float) -> float:
-        """Seconds from start to deadline for a group that is issued now. "auto": the time in which half of
-        the groups end all of their members; inf while fewer than half have. What the group itself will do has
-        no influence on it."""
+        """Return the seconds from start to deadline for a group that is issued now.
+
+        The estimate is inf while fewer than half of the groups have ended all their members. The group itself
+        has no influence on its deadline.
+        """
         if self._fixed_patience != "auto":
             return self._fixed_patience
 
@@ -120,14 +126,17 @@ class Deadlines:
         return self._estimate
 
     def start_group(self, group: GroupRecord, now: float) -> None:
-        """Its first member was assigned."""
+        """Start the clock of a group, whose first member was assigned."""
         group.started = now
         self._lifetimes.begin(group.id, now)
         self._set_deadline(group, now)
 
     def restore_group(self, group: GroupRecord, now: float) -> None:
-        """Take over a group from the store. If it was started before this process, the clock of that time is
-        gone: its deadline is set anew, and what has landed counts as in time."""
+        """Take over a group from the store.
+
+        A group that was started before this process gets a new deadline, as the clock of that time is gone,
+        and its landed members count as in time.
+        """
         if not math.isnan(group.started):
             group.started = -math.inf
             self._set_deadline(group, now)
@@ -141,14 +150,14 @@ class Deadlines:
             heapq.heappush(self._deadline_heap, (group.deadline, group.id))
 
     def end_group(self, group: GroupRecord, now: float) -> None:
-        """Note that all members have ended. A second call changes nothing."""
+        """Note that all members of a group have ended. A second call changes nothing."""
         self._lifetimes.end_lives(group.id, now)
 
     def forget_group(self, group: GroupRecord) -> None:
-        """The group is over. One that was dropped while members were running gives no duration."""
+        """Forget a group that is over. A group dropped while members were running gives no duration."""
         self._lifetimes.forget_lives(group.id)
 
     def pop_passed(self, now: float) -> Iterator[int]:
-        """Groups whose deadline has passed since the last call."""
+        """Yield the ids of groups whose deadline has passed since the last call."""
         while self._deadline_heap and self._deadline_heap[0][0] <= now:
             yield heapq.heappop(self._deadline_heap)[1]

@@ -1,7 +1,7 @@
-"""The payloads of turns: what training takes for granted of them, and what becomes of an episode without.
+"""Decode and check the payloads of turns, and cut back episodes whose payloads are lost.
 
-They are checked when they come, before they are acknowledged. When they are read, the store compares their
-digests: a power cut or a bad sector may have taken some.
+Payloads are checked when they arrive, before the acknowledgement. When payloads are read again, the store
+compares their digests, as a power cut or a bad sector may have destroyed some.
 """
 
 from __future__ import annotations
@@ -28,9 +28,11 @@ from asyncrl.types import (
 
 
 class TurnPart(msgspec.Struct, frozen=True, array_like=True):
-    """Holds what a turn that lasts has sampled after `start` tokens of it. `session` names its row, which may
-    have no number yet; `prompt` tells which turn of it this is. Once a turn is whole, its parts are worth
-    nothing."""
+    """A part of a turn that is still being sampled: the tokens after the first `start` tokens of the turn.
+
+    `session` names the sequence, which may have no number yet, and `prompt` identifies the turn within the
+    sequence. Parts are of no use once the turn is complete.
+    """
 
     session: Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
     prompt: Annotated[bytes, msgspec.Meta(max_length=64)]
@@ -41,38 +43,40 @@ class TurnPart(msgspec.Struct, frozen=True, array_like=True):
 _turn_decoder = msgspec.msgpack.Decoder(Turn)
 _part_decoder = msgspec.msgpack.Decoder(TurnPart)
 _reply_decoder = msgspec.msgpack.Decoder(TurnReply)
-MAX_TOP_TOKENS = 256  # likeliest tokens that a scorer names at a place
-MAX_LOGPROB = 0.01  # of one token: an engine may round
+MAX_TOP_TOKENS = 256  # most likely tokens that a scorer returns at each position
+MAX_LOGPROB = 0.01  # highest log-prob of a token, as engines may round up
 
 
 def decode_turn(payload: bytes) -> Turn:
-    """ProtocolError when it is no turn."""
+    """Decode a turn. ProtocolError if the payload is no turn."""
     with ProtocolError.instead_of(*UNDECODABLE, text="a turn that cannot be decoded"):
         return _turn_decoder.decode(payload)
 
 
 def decode_part(payload: bytes) -> TurnPart:
-    """ProtocolError when it is no part of a turn."""
+    """Decode a part of a turn. ProtocolError if the payload is no part."""
     with ProtocolError.instead_of(*UNDECODABLE, text="a part of a turn that cannot be decoded"):
         return _part_decoder.decode(payload)
 
 
 def decode_reply(payload: bytes) -> TurnReply:
-    """ProtocolError when it is not what answers a turn."""
+    """Decode the replies to a turn. ProtocolError if the payload has no replies."""
     with ProtocolError.instead_of(*UNDECODABLE, text="replies that cannot be decoded"):
         return _reply_decoder.decode(payload)
 
 
 def check_result(payload: bytes) -> None:
-    """ProtocolError when it is no JSON value."""
+    """Check the result of an episode. ProtocolError if the payload is no JSON value."""
     with ProtocolError.instead_of(*UNDECODABLE, text="the result of an episode cannot be decoded"):
         msgspec.json.decode(payload)
 
 
 def check_turn(uid: str, turn: Turn, rows: int, vocabulary: int = MAX_VOCABULARY) -> None:
-    """Check a decoded turn: every token is of the vocabulary, and every model token has a log-prob, a version
-    and a token before it that predicts it; its row is one of the `rows` before, or the next new one.
-    ProtocolError when not."""
+    """Check a decoded turn. ProtocolError if the turn cannot be trained.
+
+    Every token must be in the vocabulary, every model token needs a log-prob, a version and a token before
+    it, and the turn's sequence must be one of the `rows` earlier sequences, or the next new one.
+    """
     _check_sampled(f"episode {uid} turn {turn.index}", turn, vocabulary)
 
     if turn.context and max(turn.context) >= vocabulary:
@@ -108,8 +112,10 @@ def check_turn(uid: str, turn: Turn, rows: int, vocabulary: int = MAX_VOCABULARY
 
 
 def check_part(uid: str, part: TurnPart, vocabulary: int = MAX_VOCABULARY) -> None:
-    """Check a decoded part like a turn, as another attempt goes on after it. Its routes come with the turn.
-    ProtocolError when it is not right."""
+    """Check a decoded part like a turn, as another attempt may go on after the part.
+
+    ProtocolError if the part is not valid. Routes come with the complete turn alone.
+    """
     subject = f"episode {uid} part of a turn from token {part.start}"
     _check_sampled(subject, part.sampled, vocabulary)
     check_logprobs(subject, part.sampled)
@@ -140,26 +146,35 @@ def _check_sampled(subject: str, sampled: Turn | Generation, vocabulary: int) ->
 
 
 def check_logprobs(subject: str, sampled: Turn | Generation) -> None:
-    """Checks that they are finite, and of probabilities up to 1. ProtocolError when not. (The trainer does
-    not ask: it leaves tokens out whose ratio is not finite.)"""
+    """Check that log-probs are finite and of probabilities up to 1. ProtocolError if not.
+
+    The trainer does not call this: tokens whose ratio is not finite are left out there.
+    """
     logprobs = sampled.logprobs
     if logprobs and not (math.isfinite(sum(logprobs)) and max(logprobs) <= MAX_LOGPROB):
         raise ProtocolError(f"{subject}: log-probs that are no finite numbers up to 0")
 
 
 def add_turn(episode: EpisodeRecord, turn: Turn, seconds: float = 0.0) -> None:
-    """A turn became durable, `seconds` after the episode began."""
+    """Count a turn that became durable `seconds` after the episode began."""
     versions = [span.version for span in turn.spans]
-    tokens = len(turn.context) + len(turn.ids), len(turn.ids)
-    oldest = min(versions, default=0)
-    newest = max(versions, default=0)
-    who = turn.row, turn.untrained, turn.agent
-    episode.extend(*tokens, oldest, newest, seconds=seconds, row=who[0], untrained=who[1], agent=who[2])
+    episode.extend(
+        tokens=len(turn.context) + len(turn.ids),
+        model_tokens=len(turn.ids),
+        oldest=min(versions, default=0),
+        newest=max(versions, default=0),
+        seconds=seconds,
+        row=turn.row,
+        untrained=turn.untrained,
+        agent=turn.agent,
+    )
 
 
 def cut_back(buffer: ReplayBuffer, episode: EpisodeRecord, readable_turns: Sequence[Turn]) -> None:
-    """Only these turns of an untaken episode can be read: it goes on from there, as a new attempt. One that
-    is ready is dropped by name, as its result is a part of its group's baseline."""
+    """Cut an untaken episode back to the turns that can be read, from which a new attempt goes on.
+
+    A ready episode is dropped as corrupt, as its result is part of its group's baseline.
+    """
     if episode.state is State.READY:
         buffer.drop_episode(episode, DropReason.CORRUPT)
         return
@@ -173,7 +188,7 @@ def cut_back(buffer: ReplayBuffer, episode: EpisodeRecord, readable_turns: Seque
     episode.result = EpisodeResult(0.0)
     episode.stats = EpisodeStats(0)
 
-    group = buffer.live[episode.group]  # it may have landed after the deadline, and the group not be settled
+    group = buffer.live[episode.group]  # the episode may have landed after the deadline of an unsettled group
     group.baseline = tuple(member for member in group.baseline if member != episode.member)
 
     episode.attempt += 1

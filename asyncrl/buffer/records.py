@@ -1,4 +1,4 @@
-"""Records of an episode and of a group, and counts of them by state. Payloads are in the store's segments."""
+"""Define the records of episodes and groups, and count both by state. Payloads are in the store."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ RESUMABLE = frozenset(
         *(FailReason.SETUP_FAILED, FailReason.TESTS_FAILED_TO_RUN),
     }
 )
-# They hit long episodes most, so they must not use up the retries; a number that only a fault reaches.
+# Losses hit long episodes most, so they must not use up the retries.
 LOSSES = frozenset({FailReason.WORKER_LOST, FailReason.ENGINE_LOST, FailReason.NOT_REPEATED})
-MAX_LOSSES = 100
+MAX_LOSSES = 100  # lost attempts of an episode; only a fault reaches this number
 
 
 class State(enum.StrEnum):
-    """Names the state of an episode. Every issued episode is in exactly one state (conservation)."""
+    """The state of an episode. Every issued episode is in exactly one state (conservation)."""
 
     PENDING = "pending"  # issued, waiting for a worker
     RUNNING = "running"  # assigned
-    LANDED = "landed"  # finished, its group is not settled
+    LANDED = "landed"  # finished, in a group that is not settled
     READY = "ready"  # may be taken
     TAKEN = "taken"  # in the plan of a batch that is not committed
     TRAINED = "trained"
@@ -45,24 +45,28 @@ class State(enum.StrEnum):
 
 FINAL_STATES = frozenset({State.TRAINED, State.FILTERED, State.DROPPED, State.FAILED})
 IN_FLIGHT = (State.PENDING, State.RUNNING, State.LANDED)
-MOST_NAMED = 80  # characters of a name of a tool, or of names of agents
-NEVER_STALE = 1 << 60  # the floor of what has no token: it is never over the bound
+MOST_NAMED = 80  # characters of a stored tool name, or of stored names of agents
+NEVER_STALE = 1 << 60  # version of an episode without tokens, which is never stale
 
 
 class OpenTurn(msgspec.Struct, gc=False, array_like=True):
-    """A turn that is under way, or was when its attempt was lost, as far as parts of it are durable."""
+    """The durable parts of a turn that is being sampled, or was when its attempt was lost."""
 
     prompt: bytes = b""  # see TurnPart
     parts: int = 0
-    tokens: int = 0  # in them
-    oldest: int = NEVER_STALE  # version of these
+    tokens: int = 0  # tokens in these parts
+    oldest: int = NEVER_STALE  # oldest version of these tokens
 
 
-# Small on the disk, as each change is written; no cycles, as a collection of 100,000 takes too long.
+# An array is small on the disk, as each change is written. gc=False: a collection of 100,000 takes too long.
 class EpisodeRecord(msgspec.Struct, gc=False, array_like=True):
-    """A member of a group. `oldest` and `newest` are policy versions of its trained tokens; while it runs, no
-    token is added that is older than `bound`. `step` is the batch it was taken into (the lag is counted from
-    it). The `greedy` one is sampled at temperature 0 and never trained: the others are compared with it."""
+    """An episode, member of a group.
+
+    oldest, newest: policy versions of the episode's trained tokens.
+    bound: while the episode runs, no token is added that is older than this version.
+    step: the batch that took the episode, from which the lag of tokens is counted.
+    greedy: sampled at temperature 0 and never trained; the other members are compared with this reward.
+    """
 
     uid: str
     group: int
@@ -70,48 +74,52 @@ class EpisodeRecord(msgspec.Struct, gc=False, array_like=True):
     attempt: int = 0
     state: State = State.PENDING
     reason: str = ""
-    failures: int = 0  # attempts that failed; those that were lost apart
-    losses: int = 0
-    worker: str = ""  # incarnation it is assigned to
+    failures: int = 0  # attempts that failed, without lost attempts
+    losses: int = 0  # attempts lost with a worker or a server
+    worker: str = ""  # incarnation of the assigned worker
     assign_seq: int = 0
     oldest: int = -1  # -1: no token yet
     newest: int = -1
-    bound: int = -1  # version that it was started on, at least
+    bound: int = -1  # oldest version that its turns may start on
     turns: int = 0  # durable turns
-    rows: int = 0  # that they are of
-    tokens: int = 0  # of all rows that are trained
-    untrained_tokens: int = 0  # of the others
-    sampled: int = 0  # model tokens of both
-    seconds: float = 0.0  # that its durable turns took
-    result: EpisodeResult = EpisodeResult(0.0)  # of the attempt that landed
+    rows: int = 0  # sequences of these turns
+    tokens: int = 0  # tokens of trained turns
+    untrained_tokens: int = 0  # tokens of untrained turns
+    sampled: int = 0  # model tokens of all durable turns
+    seconds: float = 0.0  # time from the beginning to the newest durable turn
+    result: EpisodeResult = EpisodeResult(0.0)  # result of the attempt that landed
     stats: EpisodeStats = EpisodeStats(0)
     step: int = -1
     greedy: bool = False
-    agent: str = ""  # those that asked for its trained turns, by name
-    failed_tool: str = ""  # the first one that did
-    open: dict[int, OpenTurn] = {}  # by session; counted in no other field
+    agent: str = ""  # names of the agents that asked for trained turns
+    failed_tool: str = ""  # name of the first tool that failed
+    open: dict[int, OpenTurn] = {}  # unfinished turns by session; counted in no other field
 
     @property
     def width(self) -> int:
-        """Tokens that each of its rows takes in a padded batch by itself."""
+        """Tokens that each sequence of the episode takes in a padded batch of this episode alone."""
         return self.stats.longest_row or self.tokens
 
     @property
     def oldest_possible_version(self) -> int:
-        """No token that it has, or may still get while it runs, is older."""
+        """The oldest version that a token of the episode has, or may still get while the episode runs."""
         oldest_sampled = self.oldest if self.oldest >= 0 else NEVER_STALE
         oldest_sampled = min([oldest_sampled, *(turn.oldest for turn in self.open.values())])
         return min(oldest_sampled, self.bound) if self.state is State.RUNNING else oldest_sampled
 
     @property
     def ending(self) -> str:
-        """The state in which it is over, and why, for people."""
-        alike = self.reason == FilterReason.ZERO_VARIANCE
-        return f"{self.state} ({'all of its episodes earned the same' if alike else self.reason})"
+        """The final state with its reason, as text for people."""
+        zero_variance = self.reason == FilterReason.ZERO_VARIANCE
+        reason = "all of its episodes earned the same" if zero_variance else self.reason
+        return f"{self.state} ({reason})"
 
     def prepare_retry(self, reason: FailReason, retries: int) -> bool:
-        """An attempt failed: prepare the next one, which may go on from the durable turns. False: there is
-        none, as it would fail again, or `retries` are used up."""
+        """Prepare the next attempt after a failed attempt. False if there is none.
+
+        The next attempt goes on from the durable turns if the failure permits. There is none if it would only
+        fail again, or if `retries` are used up.
+        """
         self.losses += reason in LOSSES
         self.failures += reason not in LOSSES
 
@@ -137,7 +145,7 @@ class EpisodeRecord(msgspec.Struct, gc=False, array_like=True):
         untrained: bool = False,
         agent: str = "",
     ) -> None:
-        """A turn became durable, `seconds` after the episode began. An `untrained` one is never stale."""
+        """Count a turn that became durable `seconds` after the episode began. Untrained turns are not stale."""
         self.turns += 1
         self.rows = max(self.rows, row + 1)
         self.seconds = max(self.seconds, seconds)
@@ -149,14 +157,15 @@ class EpisodeRecord(msgspec.Struct, gc=False, array_like=True):
 
         self.tokens += tokens
         if agent and agent not in self.agent.split(", ") and len(self.agent) < MOST_NAMED:
-            self.agent += f", {agent}"[0 if self.agent else 2 :][:MOST_NAMED]
+            separator = ", " if self.agent else ""
+            self.agent += f"{separator}{agent}"[:MOST_NAMED]
 
         if model_tokens:
             self.oldest = oldest if self.oldest < 0 else min(self.oldest, oldest)
             self.newest = max(self.newest, newest)
 
     def forget_turns(self) -> None:
-        """Forget the turns: the next attempt starts from the prompt."""
+        """Forget all turns, so that the next attempt starts from the prompt."""
         self.open = {}
         self.oldest = self.newest = -1
         self.turns = self.rows = self.tokens = self.untrained_tokens = self.sampled = 0
@@ -165,19 +174,23 @@ class EpisodeRecord(msgspec.Struct, gc=False, array_like=True):
 
 
 class GroupRecord(msgspec.Struct, array_like=True):
-    """The episodes of one sample, the greedy one (where there is one) last. `baseline`: the members that
-    others are compared with, fixed when the group settles; before that those that landed after the deadline,
-    in order. `first_only`: a late member is compared with the first of them alone. `filtered`: those of the
-    baseline were filtered; only late members may still be trained. `position`: of the sample in the order of
-    the data. `retires`: its sample is not drawn again."""
+    """The episodes of one sample. A greedy episode, if there is one, is the last member.
+
+    baseline: members with which every member is compared, fixed when the group settles. Before that, the
+        members that landed after the deadline, in order.
+    first_only: a late member is compared with the first baseline member alone.
+    filtered: the baseline members were filtered; only late members may still be trained.
+    position: position of the sample in the order of the data.
+    retires: the sample is not drawn again.
+    """
 
     id: int
-    sample: int  # its index in the data
+    sample: int  # index of the sample in the data
     issued_step: int
     members: list[str]
-    patience: float = math.inf  # seconds from its start to its deadline; inf: it is not a partial group
+    patience: float = math.inf  # seconds from start to deadline; inf: no partial group
     started: float = math.nan  # when the first member was assigned; -inf: before this process; nan: not yet
-    deadline: float = math.inf  # when its baseline is fixed; both are on the caller's clock
+    deadline: float = math.inf  # when the baseline is fixed; on the caller's clock, like `started`
     settled: bool = False
     baseline: tuple[int, ...] = ()
     first_only: bool = False
@@ -188,12 +201,12 @@ class GroupRecord(msgspec.Struct, array_like=True):
 
     @property
     def late_siblings(self) -> tuple[int, ...]:
-        """The members that a late member is compared with."""
+        """The baseline members with which a late member is compared."""
         return self.baseline[:1] if self.first_only else self.baseline
 
 
 class Flow(msgspec.Struct, frozen=True):
-    """States the conservation identity, in episodes: `issued` is the sum of the others."""
+    """The account of all issued episodes (conservation): `issued` is the sum of the other fields."""
 
     issued: int
     trained: int
@@ -217,12 +230,12 @@ class Flow(msgspec.Struct, frozen=True):
 class Tally:
     """Counts over all groups in memory.
 
-    states: episodes in each state.
-    groups: by state, ids of the groups with a member in it.
-    untaken: ids of the groups of which no batch has taken a member yet. Without the filtered ones.
-    steps: by batch, ids of the groups whose first member it took. Without the filtered ones.
-    filtered: ids of the groups that were filtered. Only late members of them may still be trained, which take
-        no place of a batch.
+    state_counts: number of episodes in each state.
+    groups_by_state: ids of the groups with a member in a state.
+    untaken_groups: ids of the groups of which no batch has taken a member yet, without filtered groups.
+    groups_by_step: ids of the groups whose first member a batch took, without filtered groups.
+    filtered_groups: ids of filtered groups. Only their late members may still be trained, and these do not
+        count as a group of a batch.
     """
 
     def __init__(self) -> None:
@@ -235,7 +248,7 @@ class Tally:
         self._group_ids: list[int] = []  # ids of all groups, ascending
 
     def add_group(self, group: GroupRecord, members: list[EpisodeRecord]) -> None:
-        """A group that is newer than all others."""
+        """Add a group that is newer than all groups before."""
         self._group_ids.append(group.id)
         self._index_group(group)
         for episode in members:
@@ -249,13 +262,13 @@ class Tally:
             self.groups_by_state[state].discard(group.id)
 
     def move_episode(self, episode: EpisodeRecord, state: State) -> None:
-        """The only place where the state of an episode of a live group is set."""
+        """Set the state of an episode of a live group. No other code sets this state."""
         self._change_count(episode.group, episode.state, -1)
         self._change_count(episode.group, state, 1)
         episode.state = state
 
     def mark_taken(self, group: GroupRecord, step: int) -> None:
-        """The first member of a group goes into a batch."""
+        """Note that a batch has taken the first member of a group."""
         self._unindex_group(group)
         group.step = step
         self._index_group(group)
@@ -267,16 +280,16 @@ class Tally:
         self._index_group(group)
 
     def open(self, committed: int) -> int:
-        """Number of live groups: neither filtered, nor taken by a batch that is committed."""
+        """Return the number of groups that are neither filtered nor taken by a committed batch."""
         return len(self._group_ids) - len(self._closed_groups(committed))
 
     def count_older(self, groups: list[int], committed: int) -> list[int]:
-        """For each of these groups: the number of live groups that are older."""
+        """Return for each of these groups the number of live groups that are older."""
         closed_groups = sorted(self._closed_groups(committed))
         return [bisect_left(self._group_ids, group) - bisect_left(closed_groups, group) for group in groups]
 
     def is_over(self, group: GroupRecord) -> bool:
-        """True when no member changes any more."""
+        """Return True if all members of a group are in a final state."""
         return all(state.over for state, count in self._member_counts[group.id].items() if count)
 
     def _closed_groups(self, committed: int) -> set[int]:

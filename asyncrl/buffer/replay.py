@@ -1,7 +1,12 @@
-"""The replay buffer: states of episodes and groups, admission, group settlement.
+"""The replay buffer: admission of groups, states of their episodes, and settlement.
 
-Pure: no sockets, no clock (`now` is passed in), no payloads. The coordinator stores `changes()` before it
-sends a message about them. The rules are those of docs/staleness.md.
+A group is admitted (`admit_group`), its episodes are assigned to workers, land or fail, and once all have
+ended
+or the deadline has passed the group settles: its members become ready, or are filtered or dropped. Batches
+(batches.py) take ready members and commit them.
+
+The buffer has no sockets, no clock (`now` is passed in) and no payloads. The coordinator stores
+`pop_changes()` before any message about a change is sent. The rules are in docs/staleness.md.
 """
 
 from __future__ import annotations
@@ -13,15 +18,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from asyncrl.buffer.cohorts import Cohorts
 from asyncrl.buffer.lifetimes import Deadlines, Lifetimes
 from asyncrl.buffer.prompts import ComparedParts, Prompts, all_equal, solved
-from asyncrl.buffer.records import IN_FLIGHT, FINAL_STATES, EpisodeRecord, Flow, GroupRecord, State, Tally
+from asyncrl.buffer.records import FINAL_STATES, IN_FLIGHT, EpisodeRecord, Flow, GroupRecord, State, Tally
 from asyncrl.config import BufferConfig
 from asyncrl.types import DropReason, EpisodeResult, EpisodeStats, FailReason, FilterReason
 
-USABLE = "usable"  # outcome of a group, beside State.FILTERED and State.DROPPED
+USABLE = "usable"  # a possible outcome of a group, besides State.FILTERED and State.DROPPED
 
 
 def running_attempt(episodes: Mapping[str, EpisodeRecord], uid: str, attempt: int) -> EpisodeRecord | None:
-    """Return the running episode of an attempt. None when the attempt is not current: it is to be fenced."""
+    """Return the running episode of an attempt, or None for an outdated attempt, which is to be fenced."""
     episode = episodes.get(uid)
     if episode is None or episode.attempt != attempt or episode.state is not State.RUNNING:
         return None
@@ -29,16 +34,16 @@ def running_attempt(episodes: Mapping[str, EpisodeRecord], uid: str, attempt: in
 
 
 class ReplayBuffer:
-    """All groups with a member that is not over, in admission order, and the totals of those that have left.
+    """All groups with a member that is not over, in order of admission, and totals of groups that left.
 
     Args:
-        config: bounds and policies.
+        config: limits and policies.
         prompts: order of the samples.
-        total_groups: groups that the run will train in all; admission exceeds it only by the `spare` ones.
-        retries: re-issues of an episode whose failure was not the policy's.
-        group_bytes: worst-case payload of a group.
-        greedy: each group has one member more, sampled at temperature 0, for the baseline only.
-        reads: what members must have in common for their group to be of zero variance.
+        total_groups: groups that the run will train in all; admission exceeds them only by `spare_groups`.
+        retries: new attempts of an episode whose failure was not the policy's.
+        group_bytes: bytes of the largest possible payload of a group.
+        greedy: each group has a further member, sampled at temperature 0, for the baseline alone.
+        reads: parts of a result that must be equal for a group to count as zero-variance.
         every: engines get the weights of every k-th step.
     """
 
@@ -61,7 +66,8 @@ class ReplayBuffer:
         self.compared = compared
 
         holds_stale = config.on_stale == "hold"  # and counts on every version within the bound
-        # The most that weights may lag behind when a turn starts.
+        # A turn may start on weights that are at most this many steps old. With on_stale=hold every version
+        # up to max_staleness will be trained.
         self.max_start_staleness = (
             config.max_staleness if holds_stale else max(config.usual_staleness, publish_every - 1)
         )
@@ -69,44 +75,46 @@ class ReplayBuffer:
         self.group_size = config.episodes_per_group + greedy
         self._max_groups_in_memory = max(1, config.max_bytes // max(1, group_bytes))
         self.live_limit = int((1 + config.target) * config.groups_per_batch)  # moved by flow control
-        self.spare = 0  # groups; set by flow control, so that no run ends with a wait for its slowest groups
+        self.spare = 0  # set by flow control, so that no run ends with a wait for its slowest groups
 
         self._reset()
 
     def _reset(self) -> None:
-        """Set all that groups, episodes and batches change to the state of a run that has none yet."""
+        """Set all fields that groups, episodes and batches change to the state of a new run."""
         has_deadlines = self.config.group_policy == "partial" and not self.greedy
         self.deadlines = Deadlines(self.config.group_deadline if has_deadlines else math.inf)
-        self.waiting_tokens = Lifetimes(4096)  # by turn, from its end until a batch may take its episode
+        self.waiting_tokens = Lifetimes(4096)  # from the end of a turn until a batch may take the episode
 
-        self.live: dict[int, GroupRecord] = {}  # with a member that is not over; has_room counts fewer
+        self.live: dict[int, GroupRecord] = {}  # groups with a member that is not over; has_room counts fewer
         self.episodes: dict[str, EpisodeRecord] = {}
         self.tally = Tally()
         self.oldest_versions: dict[
             int, int
-        ] = {}  # of groups (staleness.floor_of), until one of its members changes
+        ] = {}  # by group (staleness.oldest_version_of), until a member changes
 
         self.next_group = 0
-        self.committed = 0  # batches
-        self.closed_step = -1  # newest batch that takes nothing more
+        self.committed = 0  # number of committed batches
+        self.closed_step = -1  # newest batch that is closed
         self.departed_counts: Counter[State] = Counter()  # episodes that have left memory, by state
         self.reasons: Counter[str] = Counter()
         self.untrained_groups = 0  # groups in a row that left untrained
-        self.untrained_reason = ""  # why the last of them did
+        self.untrained_reason = ""  # why the last of these groups was not trained
         self.settled_counts: Counter[str] = Counter()  # groups by outcome, of this process
         self.refills = 0  # groups filtered since the last batch was committed
-        self.abandoned_tokens = 0  # model tokens of durable turns that no episode has any more
+        self.abandoned_tokens = 0  # model tokens of durable turns that were given up
         self.cohorts = Cohorts()
 
         self._changed_episodes: dict[str, EpisodeRecord] = {}
-        self._moved_episodes: dict[str, EpisodeRecord] = {}  # their states have changed
+        self._moved_episodes: dict[str, EpisodeRecord] = {}  # episodes whose state has changed
         self._changed_groups: dict[int, GroupRecord] = {}
 
     # -- persistence ---------------------------------------------------------------------------------
 
     def changes(self) -> tuple[list[GroupRecord], list[EpisodeRecord], list[EpisodeRecord]]:
-        """Returns the records that changed since the last call, to be written in one transaction: groups,
-        episodes, and episodes of which only state, reason and step have changed."""
+        """Return the records that changed since the last call, to be written in one transaction.
+
+        These are groups, episodes, and episodes of which only state, reason and step have changed.
+        """
         changed_groups = list(self._changed_groups.values())
         changed_episodes = list(self._changed_episodes.values())
         moved_episodes = [
@@ -120,11 +128,11 @@ class ReplayBuffer:
         return changed_groups, changed_episodes, moved_episodes
 
     def find_unwritten(self, uid: str) -> EpisodeRecord | None:
-        """An episode that is in memory, or has left it since the last call of `changes`."""
+        """Return an episode that is in memory, or has left memory since the last call of `pop_changes`."""
         return self.episodes.get(uid) or self._changed_episodes.get(uid) or self._moved_episodes.get(uid)
 
     def touch(self, episode: EpisodeRecord) -> None:
-        """Mark an episode of which more than state, reason and step changes."""
+        """Mark an episode of which more than state, reason and step has changed."""
         self._changed_episodes[episode.uid] = episode
         self.oldest_versions.pop(episode.group, None)
 
@@ -135,8 +143,10 @@ class ReplayBuffer:
         departed_counts: dict[State, int],
         now: float,
     ) -> None:
-        """Take over what a store holds: live groups, their episodes, counts of the rest. Whatever the buffer
-        held before is forgotten, and so are its totals: the caller sets them afterwards."""
+        """Take over live groups and their episodes from a store, and the counts of episodes that have left.
+
+        All state before is forgotten, also the totals, which the caller sets afterwards.
+        """
         self._reset()
 
         self.live = {group.id: group for group in sorted(groups, key=lambda group: group.id)}
@@ -151,12 +161,12 @@ class ReplayBuffer:
     # -- admission -----------------------------------------------------------------------------------
 
     def can_admit(self, free_slots: int, total_slots: int) -> bool:
-        """Rule 1: a whole group, if there is room for it and its members find slots."""
+        """Return True if a whole group may be admitted (rule 1): there is room, and members find slots."""
         return self.has_room and free_slots >= max(1, min(self.group_size, total_slots))
 
     @property
     def has_room(self) -> bool:
-        """True when one more group may be live. A group of only late members does not count."""
+        """True if a further group may be live. A group of which only late members are left does not count."""
         return (
             self.tally.open(self.committed) + 1 <= self.max_live_groups
             and self.missing_groups + self.spare > 0
@@ -167,17 +177,17 @@ class ReplayBuffer:
 
     @property
     def missing_groups(self) -> int:
-        """Groups that the run will train, and that are neither live nor in a committed batch."""
+        """Number of groups to be trained that are neither live nor in a committed batch."""
         committed_groups = self.committed * self.config.groups_per_batch
         return self.total_groups - committed_groups - self.tally.open(self.committed)
 
     @property
     def max_live_groups(self) -> int:
-        """Groups that may be live: as many as flow control allows, but no more than fit into max_bytes."""
+        """Number of groups that may be live: the limit of flow control, or less if max_bytes are exceeded."""
         return min(self.live_limit, self._max_groups_in_memory)
 
     def admit(self, step: int, now: float) -> GroupRecord:
-        """Issue the next group: all its episodes become pending."""
+        """Issue the next group, whose episodes become pending."""
         group_id = self.next_group
         position = self.prompts.position
         member_uids = [f"{group_id}.{member}" for member in range(self.group_size)]
@@ -202,7 +212,7 @@ class ReplayBuffer:
 
     @property
     def waiting(self) -> int:
-        """Episodes that are to be assigned."""
+        """Number of episodes that are to be assigned."""
         return self.tally.states[State.PENDING]
 
     def assign(
@@ -220,11 +230,9 @@ class ReplayBuffer:
             self._changed_groups[group.id] = group
 
     def finish(self, episode: EpisodeRecord, result: EpisodeResult, stats: EpisodeStats, now: float) -> None:
-        """The episode landed; its group may settle."""
+        """Record an episode that landed. The episode's group may settle."""
         group = self.live[episode.group]
-        self._settle_if_due(
-            group, now
-        )  # if the deadline has passed since the last tick: before this one landed
+        self._settle_if_due(group, now)  # a deadline that passed since the last pass counts first
 
         episode.result = result
         episode.stats = stats
@@ -245,8 +253,10 @@ class ReplayBuffer:
         self._settle_if_due(group, now)
 
     def fail_attempt(self, episode: EpisodeRecord, reason: FailReason, now: float) -> list[EpisodeRecord]:
-        """An attempt ended without a trajectory: issue it again, or give the episode up. Returns what was
-        running and is dropped with it."""
+        """Issue an episode again after a failed attempt, or give the episode up.
+
+        Returns the running members that are dropped together with the episode.
+        """
         sampled_before = episode.sampled
         will_retry = episode.prepare_retry(reason, self.retries)
         self.abandoned_tokens += sampled_before - episode.sampled
@@ -269,18 +279,20 @@ class ReplayBuffer:
     # -- groups --------------------------------------------------------------------------------------
 
     def tick(self, now: float) -> None:
-        """Settle the groups whose deadline has passed and of which enough members have landed."""
+        """Settle the groups whose deadline has passed, if enough of their members have landed."""
         for group_id in self.deadlines.pop_passed(now):
             if group_id in self.live:
                 self._settle_if_due(self.live[group_id], now)
 
     def trainable_members(self, group: GroupRecord) -> list[EpisodeRecord]:
-        """Returns the members that may be trained: all but the greedy one."""
+        """Return the members that may be trained: all but the greedy episode."""
         return [self.episodes[uid] for uid in group.members[: self.config.episodes_per_group]]
 
     def _settle_if_due(self, group: GroupRecord, now: float) -> None:
-        """Fix whom the members are compared with, if it is time: all have ended; or the deadline has passed,
-        and enough have landed. If the greedy episode fails, the group is dropped."""
+        """Fix the baseline of a group once all members have ended, or enough have landed by the deadline.
+
+        A group whose greedy episode failed is dropped.
+        """
         greedy_episode = self.episodes[group.members[-1]] if self.greedy else None
         all_ended = self._all_ended(group)
         overdue = now >= group.deadline
@@ -313,7 +325,7 @@ class ReplayBuffer:
                 self._set_state(greedy_episode, State.FILTERED, FilterReason.BASELINE)
 
     def _land_late(self, group: GroupRecord, episode: EpisodeRecord, now: float) -> None:
-        """A late member is trained, or filtered if it has earned the same as those it is compared with."""
+        """Make a late member ready, or filter the member if its siblings have earned the same."""
         siblings = [self.episodes[group.members[member]] for member in group.late_siblings]
         if self._earned_equal([episode, *siblings], None):
             self._set_state(episode, State.FILTERED, FilterReason.ZERO_VARIANCE)
@@ -328,17 +340,17 @@ class ReplayBuffer:
     def _earned_equal(
         self, compared_episodes: list[EpisodeRecord], greedy_episode: EpisodeRecord | None
     ) -> bool:
-        """True when nothing can be learned from comparing these: they are to be filtered."""
+        """Return True if these episodes are to be filtered, as a comparison teaches nothing."""
         results = [episode.result for episode in compared_episodes]
         greedy_reward = greedy_episode.result.reward if greedy_episode else None
         return self.config.filter_zero_variance and all_equal(results, greedy_reward, self.compared)
 
     def _all_ended(self, group: GroupRecord) -> bool:
-        """No member will land any more."""
+        """Return True if no member of a group will land any more."""
         return all(self.episodes[uid].state not in (State.PENDING, State.RUNNING) for uid in group.members)
 
     def _note_member_end(self, group: GroupRecord, now: float) -> None:
-        """A member has ended; after the last one, note how long the group took and if its sample retires."""
+        """After a group's last member has ended, note the group's duration and whether its sample retires."""
         if not self._all_ended(group):
             return
 
@@ -355,7 +367,7 @@ class ReplayBuffer:
             self._changed_groups[group.id] = group
 
     def _discard_members(self, group: GroupRecord, state: State, reason: str) -> None:
-        """Filter or drop the members that landed, and of a dropped group those that have not."""
+        """Filter the landed members of a group, or drop all members that are not over."""
         self.settled_counts[state] += 1
         discarded_states = (State.LANDED,) if state is State.FILTERED else IN_FLIGHT
         for uid in group.members:
@@ -369,8 +381,10 @@ class ReplayBuffer:
         self._forget_if_over(self.live[episode.group])
 
     def drop_corrupt(self, episode: EpisodeRecord) -> None:
-        """An episode in a plan was not trained, as its payload could not be read: it is dropped by name. It
-        may have left memory as trained, by steps that a restarted trainer repeats."""
+        """Drop a planned episode that was not trained, as its payload could not be read.
+
+        The episode may have left memory as trained, if a restarted trainer repeats steps.
+        """
         if episode.state is State.DROPPED:
             return
         if episode.uid in self.episodes:
@@ -379,7 +393,7 @@ class ReplayBuffer:
         self.correct_state(episode, State.DROPPED, DropReason.CORRUPT)
 
     def correct_state(self, episode: EpisodeRecord, state: State, reason: str = "") -> None:
-        """An episode that has left memory is over in another state than was known."""
+        """Correct the final state of an episode that has left memory."""
         self.departed_counts.subtract([episode.state])
         self.departed_counts.update([state])
         episode.state = state
@@ -390,11 +404,11 @@ class ReplayBuffer:
         self._moved_episodes[episode.uid] = episode
 
     def drop_all(self, reason: DropReason) -> list[EpisodeRecord]:
-        """Give up everything that is not taken: the run ends. Returns what was running."""
+        """Drop all untaken episodes, at the end of the run. Return the episodes that were running."""
         return [e for group in list(self.live.values()) for e in self.drop_group(group, reason)]
 
     def drop_group(self, group: GroupRecord, reason: DropReason) -> list[EpisodeRecord]:
-        """Give up what is not taken of a group. Returns what was running."""
+        """Drop the members of a group that are not taken. Return the members that were running."""
         members = [self.episodes[uid] for uid in group.members]
         running_members = [episode for episode in members if episode.state is State.RUNNING]
 
@@ -410,7 +424,7 @@ class ReplayBuffer:
         group = self.live[episode.group]
         self.untrained_groups = 0
         if group.step < 0:
-            group.settled = True  # it is, unless it comes from a checkpoint's manifest
+            group.settled = True  # only a group from a checkpoint's manifest is not settled yet
             self.tally.mark_taken(group, step)
             self._changed_groups[group.id] = group
 
@@ -426,7 +440,7 @@ class ReplayBuffer:
             self._forget_if_over(self.live[group_id])
 
     def note_commit(self, step: int) -> None:
-        """The first `step` batches are committed."""
+        """Note that the first `step` batches are committed."""
         self.committed = step
         self.refills = 0
 
@@ -437,7 +451,7 @@ class ReplayBuffer:
         self.move_episode(episode, state)
 
     def move_episode(self, episode: EpisodeRecord, state: State) -> None:
-        """Set the state and leave the reason as it is."""
+        """Set the state of an episode and leave the reason unchanged."""
         if episode.state in (State.PENDING, State.RUNNING) and state in (State.FAILED, State.DROPPED):
             self.abandoned_tokens += episode.sampled
 
@@ -470,9 +484,9 @@ class ReplayBuffer:
     # -- numbers -------------------------------------------------------------------------------------
 
     def state_counts(self) -> Counter[State]:
-        """Episodes by state, those that left memory included."""
+        """Count episodes by state, including episodes that have left memory."""
         return self.departed_counts + self.tally.states
 
     def account(self) -> Flow:
-        """Return the conservation identity now. `issued` is counted from the data cursor alone."""
+        """Return the account of all episodes. `issued` is counted from the data cursor alone."""
         return Flow.from_counts(self.next_group * self.group_size, self.state_counts())

@@ -1,11 +1,11 @@
-"""Decides whose shift it is, where engines and trainer use the same devices, one side at a time.
+"""Decide which side has the devices, where engines and trainer share them, one side at a time.
 
     ROLLOUT ──► SLEEPING ──► TRAIN ──► WAKING ──► ROLLOUT
-       engines fall asleep    ranks rest, engines load the newest version
+       engines fall asleep    ranks offload, engines load the newest version
 
-The trainer gets the devices when its next request can be answered at once and enough of the batch is ready;
-it gives them back when its next request cannot be. So a shift of the trainer trains something, and a shift
-of the engines lasts until an episode has landed.
+The trainer gets the devices when its next request can be answered at once and enough of the batch is ready,
+and gives the devices back when its next request cannot be answered. So a shift of the trainer trains
+something, and a shift of the engines lasts until an episode has landed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Literal
 
 
 class Shift(enum.StrEnum):
-    """Names the four states."""
+    """The four states of the devices."""
 
     ROLLOUT = "rollout"
     SLEEPING = "sleeping"
@@ -26,8 +26,12 @@ class Shift(enum.StrEnum):
 
 @dataclass(frozen=True)
 class Outlook:
-    """What the trainer's next request would meet. `ready`: it would be answered now; `share`: of the batch's
-    groups that are in it, or could be; `complete`: nothing more can enter the batch before it is trained."""
+    """The answer that the trainer's next request would get.
+
+    ready: the request would be answered now.
+    share: fraction of the batch's groups that are in the batch, or could be.
+    complete: nothing more can enter the batch before it is trained.
+    """
 
     ready: bool
     group_fraction: float
@@ -62,23 +66,23 @@ class Situation:
 
 
 class Shifts:
-    """Decides which side has the devices. Times are seconds of one monotonic clock.
+    """Decides which side has the devices. Times are seconds of a monotonic clock.
 
     Args:
-        fill: share of a batch's groups that must be ready for the trainer's shift. "auto": all, or any once
-            no engine has sampled for as long as two changes take: to wait longer could cost more than both.
+        fill: fraction of a batch's groups that must be ready for the trainer's shift. "auto": all groups, or
+            any once no engine has sampled for as long as two changes take, as waiting longer could cost more.
     """
 
     def __init__(self, min_fraction: float | Literal["auto"], now: float, shift: Shift = Shift.TRAIN) -> None:
         self.shift = shift
         self.entered_at = now
         self.clock = EngineClock(now, stopped=shift is not Shift.ROLLOUT)
-        self.seconds = {Shift.SLEEPING: 0.0, Shift.WAKING: 0.0}  # of the newest change
-        self.train_shifts = 0  # of the trainer's shifts
+        self.seconds = {Shift.SLEEPING: 0.0, Shift.WAKING: 0.0}  # duration of the newest change
+        self.train_shifts = 0  # number of the trainer's shifts
         self._min_fraction = min_fraction
 
     def move(self, now: float, situation: Situation) -> bool:
-        """Enter the next state if it is time. True: it was entered."""
+        """Enter the next state if it is time. Return True if a state was entered."""
         next_shift = self._next_shift(situation)
         if next_shift is self.shift:
             return False
@@ -121,7 +125,7 @@ class Shifts:
         return self.shift
 
     def _enough_ready(self, situation: Situation) -> bool:
-        """Tell whether enough is ready for a shift of the trainer."""
+        """Return True if enough is ready for a shift of the trainer."""
         outlook = situation.outlook
 
         if self._min_fraction == "auto":
@@ -133,7 +137,7 @@ class Shifts:
 
 
 class EngineClock:
-    """Stands still while engines sleep. Ages and deadlines of groups are measured with it.
+    """A clock that stands still while engines sleep, for the ages and deadlines of groups.
 
     Example: engines sleep from second 10 to 14. Second 9 is 9, 12 is 10, and 15 is 11.
     """

@@ -1,12 +1,13 @@
-"""Staleness of tokens: the arithmetic behind the promise that no token over the bound is trained, and what
-the bound asks of episodes that start and of the coming batches (docs/staleness.md).
+"""Staleness of tokens: the arithmetic by which no token older than max_staleness is trained.
+
+The rules and proofs are in docs/staleness.md.
 
 V is the step being trained (completed optimizer batches), s the version that sampled a token, and
 lag = V - s. Versions of a branch that a rollback has left can be ahead of V; their distance counts.
 
-With `on_stale=hold` a group whose oldest token was sampled by version s is within the bound until batch
-s + max_staleness, so it is due then at the latest. While no batch owes more places than there are until then,
-every group can be taken in time (proof: docs/staleness.md).
+With `on_stale=hold` a group whose oldest token was sampled by version s may be trained until batch
+s + max_staleness, where the group is due. While at most as many groups are due by each batch as slots are
+left until then, every group can be taken in time (proof: docs/staleness.md).
 """
 
 from __future__ import annotations
@@ -21,17 +22,17 @@ from asyncrl.types import DropReason, VersionSpan
 
 
 def lag(step: int, version: int) -> int:
-    """Return the distance in optimizer batches between the policy in training and the one that sampled."""
+    """Return the distance in optimizer batches between the policy in training and the policy that sampled."""
     return abs(step - version)
 
 
 def token_lags(spans: Iterable[VersionSpan], step: int) -> list[int]:
-    """The lag of every token of the spans, in order."""
+    """Return the lag of every token of the spans, in order."""
     return [value for span in spans for value in [lag(step, span.version)] * (span.end - span.start)]
 
 
 def stale_mask(lags: Iterable[int], max_staleness: int) -> list[bool]:
-    """Marks the tokens over the bound: these never contribute to a gradient."""
+    """Mark the stale tokens, which never contribute to a gradient."""
     return [value > max_staleness for value in lags]
 
 
@@ -51,7 +52,7 @@ class LagHistogram:
         return max(self.tokens_by_lag, default=0)
 
     def quantile(self, fraction: float) -> int:
-        """The smallest lag that at least a share `q` of the tokens do not exceed."""
+        """Return the smallest lag that at least this fraction of the tokens does not exceed."""
         counted_tokens = 0
         for value, count in self.tokens_by_lag.items():
             counted_tokens += count
@@ -61,7 +62,7 @@ class LagHistogram:
 
 
 def length_bucket(tokens: int) -> int:
-    """Lower edge of the power-of-two bucket that a response length falls in, for reports; 0 below 32."""
+    """Return the lower edge of the power-of-two bucket of a response length, for reports; 0 below 32."""
     return 0 if tokens < 32 else 1 << (tokens.bit_length() - 1)
 
 
@@ -72,21 +73,25 @@ def masked_by_quarter(stale: Sequence[bool]) -> list[tuple[int, int]]:
     return [(sum(stale[a:b]), b - a) for a, b in pairwise(edges)]
 
 
-# -- starts and places -------------------------------------------------------------------------------------
+# -- starts of episodes, and slots of batches --------------------------------------------------------------
 
 
 class GroupSlots:
-    """`left[j]`: places up to the batch j after the current one, less the groups due by then; j = 0 … bound.
+    """Slots for groups in the current batch and the coming batches.
+
+    `slots_left[j]`: slots of all batches up to the j-th after the current batch, less the groups due by then;
+    j = 0 … max_staleness.
 
     Args:
         step: number of committed batches, V.
-        free: places left in the current batch.
-        per_batch: places of each batch after it.
-        bound: max_staleness.
-        floors: of each live group that is not taken, the oldest version of its tokens.
+        free_slots: slots left in the current batch.
+        slots_per_batch: slots of each later batch.
+        max_staleness: largest lag of a trained token, in batches.
+        oldest_versions: the oldest version of a token, for each live group that is not taken.
 
-    Example: V = 7, a bound of 1, two places a batch, the floors 6, 6 and 7. Two groups are due in batch 7,
-    the third in batch 8: `left` is [0, 1]. Another group may start on version 7, but not on version 6.
+    Example: V = 7, max_staleness 1, two slots a batch, the oldest versions 6, 6 and 7. Two groups are due in
+    batch 7, the third in batch 8: `slots_left` is [0, 1]. Another group may start on version 7, not on
+    version 6.
     """
 
     def __init__(
@@ -104,7 +109,7 @@ class GroupSlots:
             self._reserve(oldest_version, groups)
 
     def may_take(self, oldest_version: int) -> bool:
-        """A group takes a place of the current batch. Those due before it must still find theirs."""
+        """Return True if a group may take a slot of the current batch, as groups due earlier find slots."""
         return self.free_slots > 0 and all(
             left > 0 for left in self.slots_left[: self._batches_until_due(oldest_version)]
         )
@@ -115,7 +120,7 @@ class GroupSlots:
         self.slots_left = [left - 1 for left in self.slots_left]
 
     def min_start_version(self, oldest_version: int) -> int:
-        """The oldest version on which an episode of a group may start: all are still taken in time."""
+        """Return the oldest version on which an episode of a group may start so that no group is late."""
         full_batches = [
             ahead
             for ahead, left in enumerate(self.slots_left[: self._batches_until_due(oldest_version)])
@@ -124,13 +129,13 @@ class GroupSlots:
         return self._min_version + (full_batches[-1] + 1 if full_batches else 0)
 
     def move_group(self, before: int, after: int) -> None:
-        """The floor of a group has changed."""
+        """Note that the oldest version of a group has changed."""
         self._reserve(before, -1)
         self._reserve(after, 1)
 
     @property
     def may_close(self) -> bool:
-        """The current batch may be trained without its free places."""
+        """True if the current batch may be trained without its free slots."""
         return all(left >= self.free_slots for left in self.slots_left)
 
     def _reserve(self, oldest_version: int, group_count: int) -> None:
@@ -138,17 +143,18 @@ class GroupSlots:
             self.slots_left[ahead] -= group_count
 
     def _batches_until_due(self, oldest_version: int) -> int:
-        """Counts the batches until a group with this floor is due at the latest."""
+        """Return the number of batches until a group with this oldest version is due."""
         return max(0, oldest_version - self._min_version)
 
 
 def pending(buffer: ReplayBuffer) -> Iterator[tuple[int, EpisodeRecord]]:
-    """(oldest version that it may be started on, episode to be assigned), oldest groups first. The caller may
-    assign each before it asks for the next one.
+    """Yield the pending episodes with the oldest version that each may start on, oldest groups first.
 
-    Rule 2: its tokens will be within the bound when they are trained. After `rank` older groups that is at
-    step `committed + rank // groups_per_batch` or later, if groups are taken in order; with on_stale=hold the
-    places of the coming batches say it exactly.
+    The caller may assign each episode before the next is requested.
+
+    Rule 2: the tokens will not be stale when they are trained. After `older_groups` older groups that is at
+    step `committed + older_groups // groups_per_batch` or later, if groups are taken in order. With
+    on_stale=hold the slots of the coming batches give the exact step.
     """
     slots = upcoming_slots(buffer)
     waiting_groups = sorted(buffer.tally.groups_by_state[State.PENDING])
@@ -161,8 +167,8 @@ def pending(buffer: ReplayBuffer) -> Iterator[tuple[int, EpisodeRecord]]:
         for uid in group.members:
             if buffer.episodes[uid].state is State.PENDING:
                 holds_stale = buffer.config.on_stale == "hold"
-                # Fresh enough in the batch that follows `rank` older groups: with 20 of them and 8 groups
-                # per batch in the second after this one.
+                # With 20 older groups and 8 groups per batch, the episode is trained in the second batch
+                # after the current one.
                 other_min_version = (
                     buffer.committed
                     + older_groups // buffer.config.groups_per_batch
@@ -174,8 +180,10 @@ def pending(buffer: ReplayBuffer) -> Iterator[tuple[int, EpisodeRecord]]:
 
 
 def oldest_version_of(buffer: ReplayBuffer, group: GroupRecord) -> int:
-    """The oldest version of a token that the group has, or may still get from what runs; NEVER unless
-    on_stale=hold, the only mode that waits for it."""
+    """Return the oldest version of a token that the group has, or may still get from running episodes.
+
+    NEVER_STALE unless on_stale=hold, as no other mode waits for the group.
+    """
     if buffer.config.on_stale != "hold":
         return NEVER_STALE
 
@@ -188,12 +196,12 @@ def oldest_version_of(buffer: ReplayBuffer, group: GroupRecord) -> int:
 
 
 def upcoming_slots(buffer: ReplayBuffer) -> GroupSlots:
-    """Places of the current batch and the next ones, and the groups that need them."""
+    """Return the slots of the current batch and the next batches, less the groups that need them."""
     groups_per_batch = buffer.config.groups_per_batch
     taken_groups = len(buffer.tally.groups_by_step[buffer.committed])
     free_slots = (
         0 if buffer.closed_step == buffer.committed else groups_per_batch - taken_groups
-    )  # closed: it may be short
+    )  # a closed batch may be short
     oldest_versions = (oldest_version_of(buffer, group) for group in _untaken_groups(buffer))
 
     return GroupSlots(
@@ -202,8 +210,11 @@ def upcoming_slots(buffer: ReplayBuffer) -> GroupSlots:
 
 
 def drop_overdue(buffer: ReplayBuffer) -> list[EpisodeRecord]:
-    """on_stale=hold: drop untaken groups with a token over the bound, which no batch can take in time. There
-    are none unless a resumed run has a lower bound, or had another rule before. Returns what was running."""
+    """With on_stale=hold, drop untaken groups with a stale token, which no batch can take in time.
+
+    Such groups exist only in a resumed run with a lower max_staleness, or with another rule before. Returns
+    the members that were running.
+    """
     min_version = buffer.committed - buffer.config.max_staleness
     overdue_groups = [
         group for group in _untaken_groups(buffer) if oldest_version_of(buffer, group) < min_version
@@ -212,6 +223,6 @@ def drop_overdue(buffer: ReplayBuffer) -> list[EpisodeRecord]:
 
 
 def _untaken_groups(buffer: ReplayBuffer) -> list[GroupRecord]:
-    """Returns the groups that a batch may still take; none unless they are waited for (on_stale=hold)."""
+    """Return the groups that a batch may still take. Empty unless on_stale=hold."""
     holds_stale = buffer.config.on_stale == "hold"
     return [buffer.live[number] for number in sorted(buffer.tally.untaken_groups)] if holds_stale else []

@@ -1,10 +1,12 @@
-"""The coordinator's side of the engines: embedded ones, by their workers, and servers, by their keepers.
+"""The coordinator's side of the engines: push versions to them, and tell workers which servers to use.
 
-consumes: hellos and beats of keepers, confirmations of versions
-waits for: engines to confirm what they were sent, each with a deadline
+Embedded engines are reached through their workers, servers through their keepers.
+
+consumes: hellos and heartbeats of keepers, confirmations of versions
+waits for: engines to confirm pushed versions, each with a deadline
 unblocks: engines (versions, one after another), workers (the table of servers)
 
-    published ──► pushed to an engine ──► loaded and checked by it ──► acked: it may sample training turns
+    published ──► pushed to an engine ──► loaded and checked there ──► acked: may sample training turns
 
 An engine on a restarted peer is new, and holds no version.
 """
@@ -26,16 +28,20 @@ from asyncrl.wire.messages.shared import Loaded, Prefetch
 from asyncrl.wire.messages.worker import EngineEntry, Engines, EngineUse
 from asyncrl.wire.sockets import role_of
 
-LOAD_RETRY = 1.0  # seconds before an engine that refused a version is sent the latest again
-MAX_REFUSALS = 5  # of the newest version by one engine, while none holds it: then its files count as damaged
-TABLES_PER_SECOND = 2000  # messages to all workers together, at most: four a second to each of 512
+LOAD_RETRY = 1.0  # seconds before an engine that refused a version is sent the newest version again
+# Refusals of the newest version by an engine, while no engine holds it, after which its files count as
+# damaged.
+MAX_REFUSALS = 5
+TABLES_PER_SECOND = 2000  # largest rate of messages to all workers together: four a second to each of 512
 USE_COUNTERS = [field for field in EngineUse.__struct_fields__ if field != "name"]
 NO_USE = EngineUse("")
 
 
 class EngineHandler:
-    """Tracks which engine has which version, and who may use it. An engine is named by its peer, a worker or
-    a keeper."""
+    """Tracks which engine has which version, and which engines may sample.
+
+    An engine is identified by its peer, a worker or a keeper.
+    """
 
     def __init__(self, state: RunState, now: float) -> None:
         self.state = state
@@ -45,56 +51,62 @@ class EngineHandler:
         self.keepers = Peers[KeeperRecord](
             state, "engine", state.config.engine.keepers, lambda keeper, *_: self.remove_engine(keeper.peer)
         )
-        self.scorers = ScorerHandler(state)  # in the same table
+        self.scorers = ScorerHandler(state)  # their servers are in the same table
         self.supervised_peers = self.keepers, self.scorers.keepers
 
-        # engines against the trainer, over all publishes
-        self.probe_gap = 0.0
-        self.probe_tokens = 0
+        self.probe_gap = 0.0  # largest difference between log-probs of an engine and of the trainer
+        self.probe_tokens = 0  # tokens compared so far
 
-        self.may_wake = False  # the trainer rests: engines that sleep get the newest version
-        self.refusals: Counter[tuple[bytes, PolicyVersion]] = Counter()  # since an engine loaded any version
-        self.last_refusal = ""  # why the last was
+        self.may_wake = False  # the trainer has offloaded: sleeping engines get the newest version
+        self.refusals: Counter[tuple[bytes, PolicyVersion]] = (
+            Counter()
+        )  # counts since an engine loaded any version
+        self.last_refusal = ""  # reason of the last refusal
 
-        self._announced_version = NO_VERSION  # newest version that keepers were told of
-        self._sent_table: dict[str, EngineEntry] = {}  # by name: what workers were sent last
-        self._informed_workers: set[bytes] = set()  # workers that have it
-        self._next_table_at = 0.0  # no change is sent earlier
+        self._announced_version = NO_VERSION  # newest version that keepers prefetch
+        self._sent_table: dict[str, EngineEntry] = {}  # entries by name, as last sent to workers
+        self._informed_workers: set[bytes] = set()  # workers that have the sent table
+        self._next_table_at = 0.0  # time before which no change is sent
         self._server_uses: defaultdict[str, Counter[str]] = defaultdict(
             Counter
-        )  # by server: totals of all workers
+        )  # totals of all workers, by server
 
     # -- engines of both kinds -----------------------------------------------------------------------
 
     def add_engine(self, peer: bytes, name: str, up: bool = True) -> None:
-        """An engine reports in; it is sent the latest version whatever it has."""
+        """Add an engine that reported in. The engine will be sent the newest version, whatever it holds."""
         self.state.versions.engines[peer] = EngineRecord(name, up)
 
     def remove_engine(self, peer: bytes) -> None:
         self.state.versions.engines.pop(peer, None)
 
     def quarantined(self, peer: bytes) -> bool:
-        """True where the worker's own engine must not sample."""
+        """Return True if the worker's own engine must not sample."""
         engine = self.state.versions.engines.get(peer)
         return engine is not None and engine.quarantined
 
     def quarantine(self, peer: bytes, at: float) -> None:
-        """Give the engine no more work until it has loaded the latest version anew; it is sent that at time
-        `at`. A worker of servers has no engine."""
+        """Give an engine no more work until the newest version, sent at time `at`, is loaded anew.
+
+        Nothing happens for a worker that uses servers, as there is no engine of its own.
+        """
         if (engine := self.state.versions.engines.get(peer)) is not None:
             engine.quarantined = True
             engine.resend(at)
 
     def resend_to_worker(self, peer: bytes, version: PolicyVersion, now: float) -> None:
-        """A worker said hello: it may have missed the table, and its own engine, which has `version`, what it
-        was sent."""
+        """Send a worker that said hello all that it may have missed.
+
+        That is the table of servers, and for the worker's own engine, which has `version`, the newest
+        version.
+        """
         self._informed_workers.discard(peer)
         engine = self.state.versions.engines.get(peer)
         if engine is not None and engine.pushed > min(version, engine.acked):
             engine.resend(now)
 
     def confirm_load(self, peer: bytes, message: Loaded, now: float) -> None:
-        """An engine confirmed a version, or could not load it."""
+        """Handle the report of an engine that loaded a version, or could not load it."""
         versions = self.state.versions
         loaded_version = message.ref.version
         if (engine := versions.engines.get(peer)) is None:
@@ -109,7 +121,7 @@ class EngineHandler:
         if message.error:
             log.warning("%s could not load v%d: %s", engine.name, loaded_version.step, message.error)
             engine.resend(now + LOAD_RETRY)
-            if not (message.lost or message.process_failed):  # else another trainer would not help
+            if not (message.lost or message.process_failed):  # in those cases another trainer would not help
                 self.refusals[peer, loaded_version] += 1
                 self.last_refusal = message.error
             return
@@ -124,7 +136,7 @@ class EngineHandler:
         engine.woken = True
         engine.unproven = message.unproven
 
-        if message.unproven:  # it is sent the newest version again, with the probe
+        if message.unproven:  # sent again with the probe, for a comparison
             engine.resend(now)
             return
 
@@ -138,9 +150,11 @@ class EngineHandler:
             self.state.liveness.alive(now)
 
     def pop_unloadable_version(self) -> str:
-        """Returns why no engine can load the newest version, once its files were refused REFUSALS times; ''
-        if an engine holds it, or is loading it and has not refused it. A process that fails to load, whatever
-        the files are, ends by itself (runtime/weight_loader.py), and another one tries."""
+        """Return why no engine can load the newest version, once an engine has refused it MAX_REFUSALS times.
+
+        Returns '' if an engine holds the version, or is loading it without a refusal so far. A process that
+        fails to load any files ends by itself (runtime/weight_loader.py), and a new process tries.
+        """
         engines = self.state.versions.engines
         newest = self.state.versions.newest
         refused = self.refusals
@@ -160,13 +174,15 @@ class EngineHandler:
         return f"no engine can load v{newest.step}: {self.last_refusal}"
 
     def record_probe(self, message: Loaded) -> None:
-        """Keep the largest difference between an engine's log-probs and the trainer's."""
+        """Record the largest difference between an engine's log-probs and the trainer's."""
         self.probe_gap = max(self.probe_gap, message.probe_gap)
         self.probe_tokens += message.probe_tokens
 
     def steps_by_worker(self) -> Callable[[bytes], list[int]]:
-        """By worker: policy versions that its episodes can start on, ascending: that of its own engine, or
-        those of all servers."""
+        """Return a function from a worker to the versions that its episodes can start on, ascending.
+
+        These are the version of the worker's own engine, or the versions of all servers.
+        """
         engines = self.state.versions.engines
         if not self.remote:
             return lambda worker_peer: [engines[worker_peer].acked.step]
@@ -201,12 +217,15 @@ class EngineHandler:
 
     @property
     def awake(self) -> bool:
-        """Engines have their devices: always, unless they share them with the trainer."""
+        """True if engines have their devices. False only in the trainer's shift, where both share devices."""
         return self.state.shifts is None or self.state.shifts.shift is Shift.ROLLOUT
 
     def _due_peers(self, now: float) -> list[bytes]:
-        """Engines to send the newest version to. Servers that serve are updated one after another, in turn:
-        while one is paused, the others generate. None is for adapters."""
+        """Return the engines to which the newest version is to be sent now.
+
+        Servers in use are updated one after another, so that the other servers generate while a server is
+        paused. Adapters need no pause.
+        """
         engines = self.state.versions.engines
 
         free_peers = {
@@ -225,9 +244,7 @@ class EngineHandler:
         if not self.remote or not config.weights.rolling or config.adapters_apart or config.shifts:
             return due_peers
 
-        serving_peers = {
-            peer for peer in engines if engines[peer].acked != NO_VERSION
-        }  # whether healthy now or not
+        serving_peers = {peer for peer in engines if engines[peer].acked != NO_VERSION}  # healthy or not
         idle_peers = [peer for peer in due_peers if peer not in serving_peers]
         if any(engines[peer].acked < engines[peer].pushed for peer in serving_peers):
             return idle_peers
@@ -238,7 +255,7 @@ class EngineHandler:
     # -- keepers -------------------------------------------------------------------------------------
 
     def welcome_keeper(self, peer: bytes, message: KeeperHello, now: float) -> None:
-        """A keeper reports in, for the first time or again. Both are handled alike: its state is absolute."""
+        """Handle the hello of a keeper, first or repeated. Both are alike, as a hello has the whole state."""
         if role_of(peer) == SCORER:
             self.scorers.welcome_keeper(peer, message, now)
             return
@@ -269,7 +286,7 @@ class EngineHandler:
 
         keeper = self.keepers.get(peer)
         if keeper is None:
-            return  # it will say hello
+            return  # the keeper will say hello
 
         keeper.heartbeat = message
         if message.kv_use is not None:
@@ -283,18 +300,20 @@ class EngineHandler:
 
     @property
     def can_sample(self) -> bool:
-        """Turns can be sampled: with servers, one of them holds a published version."""
+        """True if turns can be sampled. A run with servers needs a server with a published version."""
         return not self.remote or bool(self._serving_keepers(None))
 
     @property
     def missing_server(self) -> str:
-        """Name what new episodes wait for: a server that samples, one of each scorer that reads turns."""
+        """The server that new episodes wait for, to sample or to score; '' if none is missing."""
         return self.scorers.missing_server if self.can_sample else "a server that holds a published version"
 
     def send_table(self, workers: Collection[bytes], now: float) -> None:
-        """Send each worker what it does not have yet of the table: all of it, or what changed. Changes are
-        collected, so that TABLES_PER_SECOND is kept. A restarted coordinator first gives the keepers a
-        lease's time to report: workers take back turns from servers that a table leaves out."""
+        """Send workers the table of servers, or the changes since it was last sent.
+
+        Changes are collected, so that at most TABLES_PER_SECOND messages are sent. A restarted coordinator
+        first waits a lease for keepers to report, as workers take back turns from servers missing in a table.
+        """
         config = self.state.config
         planned_servers = self.state.config.engine.keepers
         table_complete = (
@@ -306,7 +325,7 @@ class EngineHandler:
         ):
             return
 
-        self._informed_workers -= self.state.outbox.unreachable  # a change did not reach them
+        self._informed_workers -= self.state.outbox.unreachable  # they missed a change
         self._informed_workers &= set(workers)
 
         if now >= self._next_table_at:
@@ -344,8 +363,10 @@ class EngineHandler:
         return (*engines, *self.scorers.table_entries(engines))
 
     def add_use(self, previous_uses: Sequence[EngineUse], current_uses: Sequence[EngineUse]) -> None:
-        """Count what the servers have done for a worker between two heartbeats. The later one has the same
-        servers in the same order, and perhaps more of them."""
+        """Count the servers' work for a worker between two heartbeats.
+
+        The later heartbeat names the same servers in the same order, and perhaps further servers.
+        """
         for use, previous_use in zip(current_uses, chain(previous_uses, repeat(NO_USE)), strict=False):
             if use != previous_use:
                 totals = self._server_uses[use.name]
@@ -355,8 +376,7 @@ class EngineHandler:
                 self.state.live_limit.kv_cap.retracted_requests += use.retracted - previous_use.retracted
 
     def gauges(self) -> dict[str, float]:
-        """Metrics per server: what it has done for the workers, and its newest update; and the share of all
-        prompt tokens that were found in a prefix cache."""
+        """Return metrics of each server, and the fraction of all prompt tokens found in a prefix cache."""
         metrics: dict[str, float] = {}
         prompt_tokens = cached_tokens = 0
 
@@ -383,7 +403,7 @@ class EngineHandler:
         return metrics | self.scorers.gauges(self.server_table(), self._server_uses)
 
     def _serving_keepers(self, lane: str | None) -> list[KeeperRecord]:
-        """Keepers of servers that may sample, in all lanes or in one."""
+        """Return the keepers of servers that may sample, in all lanes or in the given lane."""
         engines = self.state.versions.engines
         return [
             keeper
@@ -398,8 +418,11 @@ class EngineHandler:
     # -- validation ----------------------------------------------------------------------------------
 
     def pin_servers(self, version: PolicyVersion, all_servers: bool) -> bool:
-        """True when validation may sample: one server with `version` or newer is set aside for it, or all,
-        and keeps what it has. With a single one nothing is pinned: training goes on, on the same weights."""
+        """Set servers aside for validation, which keep their version. Return True when validation may sample.
+
+        One server with `version` or a newer version is set aside, or all such servers. A single server is
+        shared: training goes on, and the weights change as usual.
+        """
         engines = self.state.versions.engines
         any_pinned = any(engine.held_for_validation for engine in engines.values())
 
@@ -413,12 +436,12 @@ class EngineHandler:
 
         for engine in suitable_engines if all_servers else suitable_engines[: not any_pinned]:
             engine.held_for_validation = any_pinned = True
-            self._next_table_at = 0.0  # workers are told before they are given its episodes
+            self._next_table_at = 0.0  # workers get the table before episodes of the validation
             log.info("%s is set aside for validation", engine.name)
 
         return any_pinned
 
     def unpin_servers(self) -> None:
-        """Validation is over: its servers get the latest version and training requests again."""
+        """Return the servers set aside to training, after a validation."""
         for engine in self.state.versions.engines.values():
             engine.held_for_validation = False

@@ -1,8 +1,9 @@
-"""Counts failures, and draws the conclusions that a restarted coordinator keeps.
+"""Count failures, and draw conclusions that survive a restart of the coordinator.
 
-Attempts at training episodes: how many failed since the run began, and whether the first of a launch all fail
-alike (a tool, a reward, an environment or an agent that always raises, long prompts). Trainer ranks that ran
-out of memory: each time, more layers are recomputed, or micro-batches are halved.
+`FailedAttempts` counts failed attempts at training episodes. `FirstAttempts` ends a run whose first attempts
+all fail for the same reason (a tool, a reward, an environment or an agent that always raises, or long
+prompts). `MemoryLimits` recomputes more layers, or halves micro-batches, each time a trainer rank ran out of
+memory.
 """
 
 from __future__ import annotations
@@ -21,18 +22,21 @@ from asyncrl.store.runstore import RunStore
 from asyncrl.types import FailReason
 from asyncrl.wire.messages.trainer import GaveUp
 
-MAX_CAUSE_CHARACTERS = 300  # characters of a cause that are kept
-MIN_ATTEMPTS = 128
-MIN_SAMPLES = 64
+MAX_CAUSE_CHARACTERS = 300  # stored characters of a cause
+MIN_ATTEMPTS = 128  # failed attempts in a row before a run is ended
+MIN_SAMPLES = 64  # different samples among these attempts
 
 
 class FailedAttempts(msgspec.Struct):
-    """Kept in the store. An attempt counts whatever became of its episode: the next one may have landed.
-    `newest`: the cause of the last one that named it, with file and line where users' code raised; `lost`: of
-    the last one that was lost with a worker or a server."""
+    """Failed attempts since the run began, as stored. An attempt counts even if a later attempt landed.
+
+    counts: number of attempts by FailReason.
+    newest: newest known cause, with file and line if users' code raised.
+    lost: newest known cause among attempts lost with a worker or a server.
+    """
 
     META: ClassVar = "failed_attempts"
-    counts: dict[str, int] = {}  # by FailReason
+    counts: dict[str, int] = {}
     newest: str = ""
     lost: str = ""
 
@@ -53,15 +57,18 @@ class FailedAttempts(msgspec.Struct):
 
 
 class FirstAttempts:
-    """Ends a run whose first attempts all fail alike: the next ones would, too. Pure.
+    """Decides whether a run ends because its first attempts all fail for the same reason.
 
     A run in which one attempt in ten lands must not be ended. If nine in ten fail by chance, MIN_ATTEMPTS in
-    a row do once in 700,000 launches (0.9 ** 128 = 1.4e-6). If nine samples in ten fail whatever the attempt,
-    as their columns lack something, more attempts at one sample tell nothing new: MIN_SAMPLES in a row fail
-    once in 850 launches (0.9 ** 64 = 0.0012). With 8 episodes per group and 2 retries this is known after
-    1,536 attempts at the latest. Groups that are not trained end a run after 50 batches' worth: 38,400.
+    a row do once in 700,000 launches (0.9 ** 128 = 1.4e-6). If nine samples in ten fail at every attempt, for
+    a
+    missing column for instance, more attempts at a sample tell nothing new: MIN_SAMPLES in a row fail once in
+    850 launches (0.9 ** 64 = 0.0012). With 8 episodes per group and 2 retries this is known after 1,536
+    attempts at the latest. Untrained groups end a run only after 50 batches' worth of groups: 38,400
+    attempts.
 
-    `samples`: how many there are; if fewer than MIN_SAMPLES, all of them must have failed.
+    Args:
+        samples: number of samples of the data; with fewer than MIN_SAMPLES, all must have failed.
     """
 
     def __init__(self, samples: int) -> None:
@@ -69,11 +76,11 @@ class FirstAttempts:
         self._common_reason: FailReason | None = None
         self._failed_attempts: list[
             tuple[int, int]
-        ] = []  # (place, sample) of those that failed for it in a row
+        ] = []  # (assign number, sample) of the attempts that failed in a row
         self.landed = False
 
     def note_failure(self, assign_number: int, sample: int, reason: FailReason) -> None:
-        """An attempt failed that was the `place`th to be given out. Lost workers and servers do not count."""
+        """Note a failed attempt, the `assign_number`th assigned. Lost workers and servers do not count."""
         if self.landed or reason in LOSSES:
             return
         if reason is not self._common_reason:
@@ -83,9 +90,11 @@ class FirstAttempts:
         self._failed_attempts.append((assign_number, sample))
 
     def verdict(self, running_numbers: Iterable[int]) -> str:
-        """Says what has failed; '' as long as an attempt may land. `running`: places of those under way. Only
-        the attempts before all of these count, or slow ones that land would come after many that fail
-        fast."""
+        """Return which attempts have failed; '' as long as an attempt may land.
+
+        Only attempts assigned before all running attempts (`running_numbers`) count. Otherwise many attempts
+        that fail fast would outrun slow attempts that land.
+        """
         if self.landed or len(self._failed_attempts) < MIN_ATTEMPTS:
             return ""
 
@@ -100,9 +109,12 @@ class FirstAttempts:
 
 
 class MemoryLimits(msgspec.Struct):
-    """What ranks that ran out of memory have taught: the `tokens` that a micro-batch may have, and
-    `recompute_every` (see Welcome). Kept in the store; forgotten under another `trainer.micro_batch_tokens`
-    than they were learned under (`configured`)."""
+    """Limits learned from ranks that ran out of memory, as stored.
+
+    configured: `trainer.micro_batch_tokens` under which the limits were learned; another value resets them.
+    tokens: largest number of tokens of a micro-batch.
+    recompute_every: see Welcome.
+    """
 
     META: ClassVar = "micro_budget"
     configured: int
@@ -116,9 +128,10 @@ class MemoryLimits(msgspec.Struct):
         return limits if limits.configured == configured else cls(configured, configured)
 
     def tighten(self, message: GaveUp, store: RunStore) -> None:
-        """A rank ran out of memory: let more layers be recomputed where that is left, or else allow half
-        the tokens. ConfigError when the micro-batch cannot be cut any more, as it was a single episode over
-        the budget."""
+        """Tighten the limits after a rank ran out of memory: recompute more layers, or else halve tokens.
+
+        ConfigError if the micro-batch was a single episode, which cannot be cut.
+        """
         if message.recompute_every:
             self.recompute_every = message.recompute_every
         else:
@@ -135,11 +148,11 @@ class MemoryLimits(msgspec.Struct):
 
         tried_tokens = max(
             message.tokens, self.tokens // 4
-        )  # a small rest of a batch is not what was too large
+        )  # the small remainder of a batch was not too large
         self.tokens = max(1, min(self.tokens, tried_tokens) // 2)
 
     def describe_change(self, message: GaveUp) -> str:
-        """Return in words what was changed because of this message."""
+        """Describe the change that followed from this message."""
         if message.recompute_every:
             return f"{described_recomputation(self.recompute_every)} from now on"
         return f"micro-batches have at most {self.tokens} tokens from now on"

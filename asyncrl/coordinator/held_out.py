@@ -1,8 +1,10 @@
-"""The episodes of the validation under way. They are leased, fenced, retried and continued as those that are
-trained, but are never live, taken or filtered: they have an account of their own.
+"""Keep the ledger of held-out episodes: the episodes of the validation under way.
 
-The store has a record of each until the session ends, and in its place the result of each that is over, which
-lists show as well.
+Held-out episodes are leased, fenced, retried and continued like training episodes, but are never live, taken
+or filtered, and have an account of their own.
+
+The store has a record of each held-out episode until the session ends, and the result of each episode that is
+over, which lists show as well.
 """
 
 from __future__ import annotations
@@ -20,12 +22,15 @@ from asyncrl.wire.messages.shared import Attempt
 from asyncrl.wire.messages.worker import Failed, Finished
 
 ACCOUNT_KEY = "held_out"
-RECORD_PREFIX = "record:"  # before the uid, in the store
+RECORD_PREFIX = "record:"  # precedes the uid in the store's keys
 
 
 class HeldOutAccount(msgspec.Struct, frozen=True):
-    """The account of held-out episodes: `issued` is the sum of the others. `begun_anew`: those that were not
-    over when their session was cut short, and began again from the start under other weights or settings."""
+    """The account of held-out episodes: `issued` is the sum of the other fields.
+
+    begun_anew: episodes that were not over when their session was cut short, and that started again from the
+        beginning under other weights or settings.
+    """
 
     issued: int = 0
     scored: int = 0
@@ -39,8 +44,12 @@ class HeldOutAccount(msgspec.Struct, frozen=True):
 
 
 class HeldOutEpisodes:
-    """At most one session's, which `begin` issues. `keeps`: it is an evaluation, and all turns are kept; else
-    those of episodes that are over as far as `store.keep_bytes` allows."""
+    """The held-out episodes of at most one session, issued by `begin_session`.
+
+    Args:
+        keeps_turns: store all turns (an evaluation). False: turns of ended episodes are stored as far as
+            `store.keep_bytes` allows.
+    """
 
     def __init__(self, store: RunStore, retries: int, keeps_turns: bool) -> None:
         self._store = store
@@ -49,7 +58,7 @@ class HeldOutEpisodes:
         self.restore_episodes()
 
     def restore_episodes(self) -> None:
-        """Take over what the store holds."""
+        """Take over the session of the store."""
         reader = self._store.read
         decode = msgspec.msgpack.Decoder(EpisodeRecord).decode
         records = (decode(record) for _, record in reader.held_out(RECORD_PREFIX))
@@ -58,34 +67,36 @@ class HeldOutEpisodes:
 
         stored_results = reader.held_out(self._prefix) if self._prefix else ()
         result_type = Finished | Failed
-        self.results: dict[str, Finished | Failed] = {  # results without texts, which are in the store,
+        self.results: dict[str, Finished | Failed] = {  # without texts, which are in the store
             uid: _without_text(msgspec.msgpack.decode(record, type=result_type))
             for uid, record in stored_results
         }
 
-        self.texts: dict[str, str] = {}  # but for those of this turn
-        self.causes: dict[str, str] = {}  # of the newest failure, by uid
+        self.texts: dict[str, str] = {}  # texts of results that ended in the current pass of the loop
+        self.causes: dict[str, str] = {}  # cause of the newest failure, by uid
         self._changed_episodes: dict[str, EpisodeRecord] = {}
 
         self._earlier_account = msgspec.json.decode(
             reader.meta(ACCOUNT_KEY, "{}"), type=HeldOutAccount
-        )  # of earlier sessions
+        )  # the account at the end of the last session
         self._issued_count = len(self.episodes)
         self._count_states()
 
     # -- a session -----------------------------------------------------------------------------------
 
     def begin_session(self, prefix: str, uids: list[str], continues: bool) -> None:
-        """Issue the episodes of a session, whose uids begin with `prefix`. `again`: it goes on with what the
-        store has of it; else nothing of it stays."""
+        """Issue the episodes of a session, whose uids begin with `prefix`.
+
+        If the session `continues`, stored episodes and results are reused; else they are forgotten.
+        """
         known_episodes = self.episodes
 
         if not continues:
-            self.end_session(counts_apart=True)  # one that was cut short, and cannot go on
+            self.end_session(counts_apart=True)  # a session that was cut short and cannot go on
             self._store.forget_held_out(prefix)
             for uid in known_episodes.keys() & set(uids):
                 self._store.forget_frames(uid)
-            self.results = {}  # else it has what ended in this turn, which the store does not show yet
+            self.results = {}  # a continued session has results of this pass that the store does not show yet
 
         self._issued_count = len(uids)
         self._prefix = prefix
@@ -98,8 +109,10 @@ class HeldOutEpisodes:
         self._pending_episodes = {uid: e for uid, e in self.episodes.items() if e.state is State.PENDING}
 
     def end_session(self, cause: str = "not over in time", counts_apart: bool = False) -> list[EpisodeRecord]:
-        """The session is over: what is in flight has failed, or with `anew` counts apart. Returns what was
-        running."""
+        """End the session. Return the episodes that were running.
+
+        Unfinished episodes have failed, or are counted as begun anew if `counts_apart`.
+        """
         unfinished_episodes = [
             episode for episode in self.episodes.values() if episode.state in (State.PENDING, State.RUNNING)
         ]
@@ -124,7 +137,7 @@ class HeldOutEpisodes:
 
     @property
     def waiting(self) -> list[EpisodeRecord]:
-        """Episodes that are to be assigned, in their order."""
+        """Episodes that are to be assigned, in order."""
         return list(self._pending_episodes.values())
 
     # -- running: see ReplayBuffer -------------------------------------------------------------------
@@ -144,7 +157,7 @@ class HeldOutEpisodes:
         self._end_episode(episode, State.LANDED, message)
 
     def fail_attempt(self, episode: EpisodeRecord, reason: FailReason, now: float) -> list[EpisodeRecord]:
-        """An attempt ended without a result: issue the episode again, or give it up."""
+        """Issue an episode again after a failed attempt, or give the episode up."""
         if episode.prepare_retry(reason, self._retries):
             self._set_state(episode, State.PENDING)
         else:
@@ -188,7 +201,7 @@ class HeldOutEpisodes:
         self.touch(episode)
 
     def put_changes(self) -> None:
-        """Let the store write what has changed."""
+        """Put changed records into the store's transaction."""
         for uid, episode in self._changed_episodes.items():
             self._store.put_held_out(RECORD_PREFIX + uid, msgspec.msgpack.encode(episode))
         self._changed_episodes = {}
@@ -208,7 +221,7 @@ class HeldOutEpisodes:
         )
 
     def audit(self) -> bool:
-        """The account is exact, and the store has as many results of the session as are counted here."""
+        """Return True if the account is exact and the store has as many results of the session."""
         stored_count = self._store.read.count_held_out(self._prefix) if self._prefix else 0
         ended_count = (
             self._state_counts[State.LANDED] + self._state_counts[State.FAILED]
@@ -223,7 +236,10 @@ def _without_text(result: Finished | Failed) -> Finished | Failed:
 
 
 def _issue_episode(uid: str, known_episode: EpisodeRecord | None, continues: bool) -> EpisodeRecord:
-    """An attempt of the same number may still run somewhere: that of a session that begins anew is higher."""
+    """Issue an episode of a session, or continue a known episode.
+
+    In a session that begins anew, attempts get higher numbers, as an old attempt may still run somewhere.
+    """
     if known_episode is not None and continues:
         return known_episode
 

@@ -1,4 +1,4 @@
-"""Moves a run from phase to phase, says what it waits for, and ends it.
+"""Move a run from phase to phase, report what a phase waits for, and end the run.
 
 waits for: peers (to start); the last push, checkpoint and validation (to complete); a checkpoint (to stop)
 unblocks: the end of the run
@@ -19,11 +19,11 @@ from asyncrl.errors import ProtocolError
 from asyncrl.observe.summary import UNSOUND
 from asyncrl.types import DropReason
 
-EXIT_SECONDS = 4.0  # of the stop timeout: for the other processes to end
+EXIT_SECONDS = 4.0  # seconds of the stop timeout reserved for the other processes to end
 
 
 class Phase(enum.StrEnum):
-    """Names the parts of a run. Each phase but RUNNING has a deadline."""
+    """The parts of a run. Each phase but RUNNING has a deadline."""
 
     STARTING = "starting"
     RUNNING = "running"
@@ -62,16 +62,16 @@ class Lifecycle:
 
     @property
     def training(self) -> bool:
-        """Work is given out and trained."""
+        """True while episodes are assigned and trained."""
         return self.phase in (Phase.STARTING, Phase.RUNNING)
 
     @property
     def ending(self) -> bool:
-        """The run was stopped, or is over."""
+        """True if the run was stopped, or is over."""
         return self.phase in (Phase.STOPPING, Phase.CLOSED)
 
     def advance_phase(self, now: float) -> None:
-        """Enter the next phase if this one is over. ProtocolError when the run does not start in time."""
+        """Enter the next phase if the present phase is over. ProtocolError if the start takes too long."""
         match self.phase:
             case Phase.STARTING if (
                 self.state.versions.ref and self.workers.peers and not self.engines.missing_server
@@ -126,7 +126,7 @@ class Lifecycle:
                 raise ProtocolError(f"not started within {time_limit}: {'; '.join(reasons) or 'unknown'}")
 
     def stop_run(self, reason: str, now: float, save: bool = True) -> None:
-        """Let the trainer write a checkpoint, then end. `save` False: it cannot, it was lost."""
+        """Let the trainer write a checkpoint, then end the run. `save` is False if the trainer was lost."""
         self._can_checkpoint = self._can_checkpoint and save
         if self.ending:
             return
@@ -141,18 +141,18 @@ class Lifecycle:
         self._enter_phase(Phase.STOPPING, now, max(1.0, self.state.config.launch.stop_timeout - EXIT_SECONDS))
 
     def abort_run(self, error: str, now: float) -> None:
-        """The run cannot go on, but what was trained can be saved: a stop, after which it has failed."""
+        """Stop a run that cannot go on with a checkpoint. The outcome is "failed"."""
         log.error("the run cannot go on: %s", error)
         self.error = error
         self.stop_run(error, now)
 
     def fail_run(self, error: str) -> None:
-        """The run ends now, with what is stored."""
+        """End the run at once, without a further checkpoint."""
         self.error = error
         self._close_run("failed")
 
     def conclude_run(self) -> None:
-        """Write the summary; without an exact account the run has failed. Raises StoreError and OSError."""
+        """Write the summary. A run without an exact account has failed. Raises StoreError and OSError."""
         if not self.reporter.audit()[1]:
             self.fail_run("; ".join(filter(None, [self.error, f"the account of the episodes: {UNSOUND}"])))
         self.reporter.write_summary(self.outcome, self.error)
@@ -168,7 +168,7 @@ class Lifecycle:
         self.phase = Phase.CLOSED
 
     def _training_over(self) -> bool:
-        """No batch is left to train."""
+        """Return True if no batch is left to train."""
         batches = self.state.batches
         return batches.committed >= self.state.config.total_steps or batches.over
 
@@ -177,15 +177,18 @@ class Lifecycle:
         return 0 < account.issued == account.failed
 
     def _drained(self, now: float) -> bool:
-        """The last checkpoint is in place, what it covers is forgotten, and the last version acked by all, or
-        its time is up."""
+        """Return True if the last checkpoint is written and all engines have the last version.
+
+        Plans that the checkpoint covers must be forgotten, too. Engines may take no longer than
+        weights.deadline.
+        """
         committed = self.state.batches.committed
         versions = self.state.versions
         all_acked = all(engine.acked >= versions.newest for engine in versions.engines.values())
         fully_pushed = versions.newest.step >= committed and all_acked
         checkpoint_saved = self.trainer.checkpoint_step >= committed and not self.trainer.is_forgetting
 
-        if checkpoint_saved and (self.engines.awake or self.engines.may_wake):  # they may load it
+        if checkpoint_saved and (self.engines.awake or self.engines.may_wake):  # engines may load now
             self._deadline = min(self._deadline, now + self.state.config.weights.deadline)
 
         return checkpoint_saved and (fully_pushed or now > self._deadline)

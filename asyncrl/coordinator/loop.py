@@ -1,13 +1,14 @@
-"""The coordinator: it alone decides what is sampled and what is trained. A loop around the state of the run.
+"""The coordinator, a loop around the state of the run, which alone decides about sampling and training.
 
 consumes: all messages of the other processes (two ROUTER sockets)
-waits for: the sockets, at most TICK seconds
+waits for: the sockets, at most PASS_SECONDS
 unblocks: all other processes
 
-Each turn of the loop calls, in order: `Poller.wait`, `_drain` (messages into the state), `_tick` (admission,
-deadlines, assignments), `queue_acks`, `RunState.persist` (one transaction, then the replies). Replies go out
-only after the transaction commits, so a kill -9 cannot undo anything that a peer knows of. Nothing else
-commits: a turn that an error interrupts has not happened.
+Each pass of the loop calls, in order: `Poller.wait`, `_drain_socket` (messages into the state), `_advance`
+(admission, deadlines, assignments), `queue_acks`, `RunState.persist` (one transaction, then the replies).
+Replies go out only after the transaction commits, so a kill -9 cannot undo anything that a peer knows of.
+Nothing else
+commits: a pass that an error interrupts has not happened.
 """
 
 from __future__ import annotations
@@ -42,18 +43,17 @@ from asyncrl.wire.messages import engine, shared, trainer, worker
 from asyncrl.wire.messages.channels import AnyBulk, AnyControl, ToCoordinatorBulk, ToCoordinatorControl
 from asyncrl.wire.sockets import Endpoints, Gate, Hub, Poller
 
-PASS_SECONDS = 0.05
-# messages, and seconds, per socket and turn of the loop
-DRAIN_MESSAGES = 128
-DRAIN_SECONDS = 0.01
-STATUS_EVERY = 0.5
-LAST_WORDS_SECONDS = 5.0  # for processes on other machines to end, and to send what they wrote
+PASS_SECONDS = 0.05  # longest wait for messages before a pass of the loop
+DRAIN_MESSAGES = 128  # messages taken from a socket in a pass, at most
+DRAIN_SECONDS = 0.01  # time for the messages of a socket in a pass, in seconds
+STATUS_EVERY = 0.5  # seconds between two status reports
+LAST_WORDS_SECONDS = 5.0  # time for processes on other machines to end and to send their files
 
 
 def run(config: RunConfig, endpoints: Endpoints, incarnation: str) -> int:
     """Run the coordinator of the launch `incarnation` until the run is over, and return the exit code."""
     coordinator = Coordinator(config, endpoints, incarnation)
-    gc.freeze()  # a collection need not look at modules
+    gc.freeze()  # excludes modules from collections
     gc.set_threshold(10_000)  # of the many young objects of a step hardly any is in a cycle
 
     try:
@@ -72,7 +72,9 @@ class Coordinator:
     def __init__(self, config: RunConfig, endpoints: Endpoints, incarnation: str) -> None:
         self.config = config
         self.run_dir = Path(config.run_dir) / config.name
-        store = RunStore(self.run_dir, config.store.keep_bytes)  # it knows who may connect
+        store = RunStore(
+            self.run_dir, config.store.keep_bytes
+        )  # the gate needs the enrolled keys of the store
 
         host = config.launch.host
         self._gate = Gate(endpoints, enrolled_keys(store.read, incarnation))
@@ -98,28 +100,31 @@ class Coordinator:
         self.lifecycle = Lifecycle(self.state, *handlers, self.reporter, now)
         self.files = WrittenFiles(self.state)
 
-        self.is_over = False  # closed, and everybody was sent the end
+        self.is_over = False  # the run is closed, and all processes were sent the end
         self.observers: set[bytes] = set()
         self._next_status_at = 0.0
         self._last_pass_at = now
-        self._work_left = False  # the last turn left what the next one can do at once
+        self._work_left = False  # the last pass left work that can be done at once
         self.journal = Journal(self.state, self._keep_contact)
-        self._missing_waits: list[str] = []  # waits for processes that are not heard of
+        self._missing_waits: list[str] = []  # waits for processes that are missing
         self._unread_messages: dict[
             object, tuple[bytes, Any, list[bytes]]
-        ] = {}  # that came while it was not writable
+        ] = {}  # messages that came while the store was not writable
 
         self._resume_run(incarnation)
 
     def _resume_run(self, incarnation: str) -> None:
-        """Continue what the store holds. Episodes of an earlier launch are issued again at once; the workers
-        of this launch (only the coordinator was restarted) have a lease's time to report theirs."""
+        """Continue the run of the store.
+
+        Episodes of an earlier launch are issued again at once. Workers of this launch (if only the
+        coordinator was restarted) have a lease's time to report their episodes.
+        """
         state = self.state
         state.launch = incarnation
 
         if state.store.read.meta("launch") != incarnation:
             self.workers.reissue_orphans(time.monotonic())
-            state.versions.ref = None  # its files may have been damaged by a power cut
+            state.versions.ref = None  # a power cut may have damaged the files
             state.store.put_meta("shift", "")
             state.store.put_meta("launch", incarnation)
 
@@ -131,7 +136,7 @@ class Coordinator:
     # -- the loop --------------------------------------------------------------------------------------
 
     def loop(self) -> None:
-        """Run until the end. An error ends the run with its reason, after what is known is written."""
+        """Run passes until the end of the run."""
         both_sockets = Poller(self.control, self.bulk)
         control_socket = Poller(self.control)
 
@@ -146,7 +151,7 @@ class Coordinator:
         self._take_last_words()
 
     def _take_last_words(self) -> None:
-        """Take what processes on other machines still write as they end, for LAST_SECONDS at most."""
+        """Receive the last files of processes on other machines, for LAST_WORDS_SECONDS at most."""
         deadline = time.monotonic() + LAST_WORDS_SECONDS
         bulk_poller = Poller(self.bulk)
 
@@ -157,23 +162,25 @@ class Coordinator:
             self.state.outbox.flush()
 
     def run_pass(self, now: float) -> None:
-        """Runs one turn of the loop; an error undoes it and ends the run."""
+        """Run a pass of the loop. An error undoes the pass and ends the run with a reason."""
         try:
             durable = self._run_pass(now)
         except SupersededError:
-            raise  # the run is another coordinator's: neither its summary nor its peers are ours
+            raise  # another coordinator has taken over the run, with its peers and its summary
         except AsyncrlError as error:
             log.exception("the run cannot go on")
             self.lifecycle.fail_run(one_line(error))
-            self.state.roll_back()  # that turn never happened
+            self.state.roll_back()
             durable = True
 
         if durable and self.lifecycle.phase is Phase.CLOSED:
             self._finish()
 
     def _run_pass(self, now: float) -> bool:
-        """Returns True when the turn is written. While the store cannot be, nothing is taken in, acknowledged
-        or admitted."""
+        """Run a pass, and return True once the pass is durable.
+
+        While the store cannot be written, no message is processed or acknowledged, and no group is admitted.
+        """
         if self.journal.paused:
             self._receive_while_paused(now)
             if not self.journal.commit_pass(now):
@@ -196,8 +203,11 @@ class Coordinator:
         return self.journal.commit_pass(now)
 
     def _receive_while_paused(self, now: float) -> None:
-        """Whoever watches a run that cannot write may stop it; what others say waits: once, and of a peer's
-        beats, which are absolute, the newest."""
+        """Receive messages while the store is not writable.
+
+        Observers may stop the run. Other messages are queued, repeated messages once, and of each peer's
+        heartbeats, which have absolute values, only the newest.
+        """
         while (received := self.control.receive()) is not None:
             peer, message, _ = received
             if isinstance(message, shared.ObserverHello | shared.Stop):
@@ -209,7 +219,10 @@ class Coordinator:
                 self._unread_messages.setdefault((peer, msgspec.msgpack.encode(message)), received)
 
     def _keep_contact(self, wait: str) -> None:
-        """Past the outbox, whose messages may leave only after the commit."""
+        """Tell all peers that the coordinator lives, during a pause.
+
+        These messages bypass the outbox, whose messages may leave only after the commit.
+        """
         self.state.waits = [wait]
         status = self.reporter.write_status(self.lifecycle.phase)
         for peer in self.observers:
@@ -304,7 +317,7 @@ class Coordinator:
     # -- time ------------------------------------------------------------------------------------------
 
     def _extend_leases(self, now: float, gap: float) -> None:
-        """Nobody is judged by messages that waited for `gap` seconds while the coordinator did not run."""
+        """Extend all leases by the `gap` seconds in which the coordinator did not run and messages waited."""
         if gap > self.config.launch.lease / 4:
             log.warning("the coordinator did not run for %.1f s: all leases are extended", gap)
             self.workers.extend_leases(now, gap)
@@ -346,15 +359,15 @@ class Coordinator:
         self._report_validations()
         self._watch_stall(now)
 
-        self.observers -= state.outbox.unreachable  # one that was only away says hello again
-        state.outbox.unreachable.clear()  # workers that missed a change of the table have been sent it
+        self.observers -= state.outbox.unreachable  # an observer that was only away says hello again
+        state.outbox.unreachable.clear()  # workers that missed a change of the table have the table by now
 
         if now >= self._next_status_at:
             self._next_status_at = now + STATUS_EVERY
             self._to_observers(self.reporter.write_status(self.lifecycle.phase))
 
     def _finish(self) -> None:
-        """Write the summary, send all processes the end."""
+        """Write the summary, and send all processes the end."""
         self.is_over = True
         try:
             self.lifecycle.conclude_run()
@@ -421,10 +434,11 @@ class Coordinator:
         self._to_observers(message)
 
     def _watch_stall(self, now: float) -> None:
-        """Replace trainer ranks that are silent, in a run that has stalled; else end that run, with a
-        checkpoint. Either way a line says who waits for what. Ranks are replaced, too, if they wait for
-        engines that cannot load the newest version, or for engines that have slept and have no other one;
-        but not before they have published a version."""
+        """Replace silent trainer ranks of a run that has stalled, or end the run with a checkpoint.
+
+        The reason lists all waits. Ranks are also replaced if they wait for engines that cannot load the
+        newest version, once the ranks have published a version.
+        """
         ranks = self.trainer.ranks
 
         published = self.state.versions.newest.epoch == self.state.trainer_epoch
@@ -434,7 +448,7 @@ class Coordinator:
         if ranks_wait and (damage := self.engines.pop_unloadable_version()):
             damage += "; the next trainer publishes it anew"
             self._request_replacement(shared.Replace("trainer", damage, ranks.incarnation))
-            # not again until the next one asks
+            # No second replacement before the next trainer sends a request.
             ranks.open_request = None
             ranks.last_plan_kind = ""
 
@@ -446,7 +460,7 @@ class Coordinator:
         is_training = self.lifecycle.phase in (Phase.RUNNING, Phase.DRAINING)
         if is_training and self.trainer.hangs_since_stall(now):
             self._request_replacement(shared.Replace("trainer", f"the trainer hangs, {stall_report}"))
-            self.state.liveness.progress(now)  # the next ones are given the same time
+            self.state.liveness.progress(now)  # the new ranks have the same time
         else:
             self.lifecycle.abort_run(stall_report, now)
 

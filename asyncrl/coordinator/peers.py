@@ -1,8 +1,8 @@
-"""The processes of a run: who may join it, who replaces whom, whose lease is over, and who is missing.
+"""Track the processes of a run: admission, replacement, leases and missing processes.
 
-consumes: invitations of the launcher, enrolments (control); what processes on other machines write (bulk)
+consumes: invitations of the launcher, enrolments (control); files of processes on other machines (bulk)
 waits for: a sign of life of each process, at most launch.lease seconds
-unblocks: a process with a token; what a lost process held, through `lost`
+unblocks: a process with a token; the work of a lost process, through `lost`
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from asyncrl.wire.sockets import TOKEN, Gate, role_of
 
 
 class Hello(Protocol):
-    """Is the first message of a process, repeated after silence. Its place is the pair of role and index."""
+    """The first message of a process, repeated after silence. Role and index identify the process."""
 
     @property
     def index(self) -> int: ...
@@ -31,7 +31,7 @@ class Hello(Protocol):
 
 
 class Connected(Protocol):
-    """A process that has reported in. `name` is for people, `seen` the time of its newest message."""
+    """A process that has reported in. `name` is for people, `seen` the time of the newest message."""
 
     peer: bytes
     name: str
@@ -42,15 +42,15 @@ class Connected(Protocol):
 
 
 P = TypeVar("P", bound=Connected)
-Lost = Callable[[P, str, float], None]  # what is lost, why, and when
+Lost = Callable[[P, str, float], None]  # called with a lost process, the reason and the time
 
 
 class Peers(Generic[P]):
-    """Holds connected processes, at most one a place.
+    """The connected processes of a role, at most one for each index.
 
     Args:
-        planned: number of processes that the launcher starts; more may join.
-        lost: called with each process that is lost. None: their lease never ends.
+        planned: number of processes that the launcher starts; further processes may join.
+        lost: called with each lost process. None: leases never end.
     """
 
     def __init__(self, state: RunState, role: str, planned: int = 0, lost: Lost[P] | None = None) -> None:
@@ -61,7 +61,7 @@ class Peers(Generic[P]):
         self._connected: dict[bytes, P] = {}
         self._lost_processes: dict[
             int, tuple[str, float]
-        ] = {}  # by index: the process that was lost, and when
+        ] = {}  # by index: incarnation of the lost process, and time of the loss
 
     def __iter__(self) -> Iterator[P]:
         return iter(self._connected.values())
@@ -70,15 +70,22 @@ class Peers(Generic[P]):
         return len(self._connected)
 
     def get(self, peer: bytes) -> P | None:
-        """Return the process of this identity; None: it is not connected, and will say hello."""
+        """Return the process of this identity, or None if the process is not connected yet."""
         return self._connected.get(peer)
 
     def accept_hello(
         self, peer: bytes, message: Hello, now: float, join: Callable[[], P], newest_incarnation: str = ""
     ) -> P | None:
-        """A process reports in, for the first time or again: `join` makes its record. None: a process that
-        was started later has its place (or is the `newest` of its role), or an earlier launch started it; it
-        is told to end."""
+        """Handle the hello of a process, first or repeated, and return the process's record.
+
+        A process that was replaced by a later start (or is older than `newest_incarnation`), or that belongs
+        to
+        an earlier launch, is told to end: the result is None.
+
+        Args:
+            join: makes the record of a new process.
+            newest_incarnation: newest incarnation of the role, if known.
+        """
         connected = self._connected.get(peer)
         place_holders = (
             [connected]
@@ -106,12 +113,12 @@ class Peers(Generic[P]):
         return connected
 
     def note_contact(self, peer: bytes, now: float) -> None:
-        """Any message is a sign of life."""
+        """Note a message of a process, which is a sign of life."""
         if (connected := self._connected.get(peer)) is not None:
             connected.seen = now
 
     def remove_process(self, peer: bytes, reason: str, now: float) -> None:
-        """The process is gone; what it held goes to others."""
+        """Remove a lost process, and report the loss so that other processes get its work."""
         if (connected := self._connected.pop(peer, None)) is not None:
             log.warning("%s lost (%s)", connected.name, reason)
             self._lost_processes[connected.hello.index] = connected.hello.incarnation, now
@@ -119,16 +126,16 @@ class Peers(Generic[P]):
                 self._on_lost(connected, reason, now)
 
     def remove_silent(self, now: float) -> None:
-        """Lose those whose lease is over."""
+        """Remove the processes whose lease is over."""
         for process in self.silent_processes(now):
             self.remove_process(process.peer, f"silent for {self._state.config.launch.lease:g} s", now)
 
     def silent_processes(self, now: float) -> list[P]:
-        """Processes that were not heard of for longer than a lease."""
+        """Return the processes that were silent for longer than a lease."""
         return [process for process in self if now - process.seen > self._state.config.launch.lease]
 
     def extend_leases(self, now: float, gap: float) -> None:
-        """The coordinator did not run for `gap` seconds: nobody was silent in that time."""
+        """Extend leases by the `gap` seconds in which the coordinator did not run."""
         for process in self:
             process.seen = now
         self._lost_processes = {
@@ -142,14 +149,17 @@ class Peers(Generic[P]):
 
     @property
     def vacant_indices(self) -> dict[int, str]:
-        """The planned places without a process: by index, the one that was lost; '': none was there."""
+        """Planned indices without a process, with the incarnation of the lost process ('' without one)."""
         occupied = {process.hello.index for process in self}
         free_indices = (index for index in range(self._planned_count) if index not in occupied)
         return {index: self._lost_processes.get(index, ("", 0.0))[0] for index in free_indices}
 
     def missing_processes(self, now: float) -> tuple[list[str], list[shared.Replace]]:
-        """A wait for each planned process that is silent, or still starts. One that was lost `liveness.start`
-        seconds ago hangs: it is to be replaced, and the next one has as long."""
+        """Return a wait for each missing process, and the processes to be replaced.
+
+        A process that was lost more than `liveness.start` seconds ago hangs and is to be replaced. The new
+        process has as much time.
+        """
         time_limit = self._state.liveness.start
         vacant_indices = self.vacant_indices
         replacements = list[shared.Replace]()
@@ -166,12 +176,14 @@ class Peers(Generic[P]):
         ], replacements
 
 
-FIRST_START = 1_000_000_000  # of their incarnations: the launcher counts its own starts from 1
+FIRST_START = 1_000_000_000  # start numbers of enrolled processes; the launcher counts its own starts from 1
 
 
 def enrolled_keys(reader: RunReader, launch: str) -> dict[str, str]:
-    """Public key -> role, of those that were enrolled in this launch. The gate has to know them before anyone
-    can connect: ZeroMQ does not dial again after it was refused."""
+    """Return the roles of processes enrolled in this launch, by public key.
+
+    The gate needs the keys before any process connects, as ZeroMQ does not dial again after a refusal.
+    """
     stored_launch, keys = msgspec.json.decode(
         reader.meta("enrolled", '["", {}]'), type=tuple[str, dict[str, str]]
     )
@@ -179,18 +191,20 @@ def enrolled_keys(reader: RunReader, launch: str) -> dict[str, str]:
 
 
 class EnrolmentHandler:
-    """Changes who the gate lets in. Public keys that were enrolled are kept for a restart of this process;
-    tokens that nobody has used are not."""
+    """Changes which processes the gate admits.
+
+    Enrolled public keys survive a restart of the coordinator; unused tokens do not.
+    """
 
     def __init__(self, state: RunState, gate: Gate) -> None:
         self.state = state
         self._gate = gate
-        self._open_tokens: dict[str, tuple[str, float]] = {}  # role, and when it is over
+        self._open_tokens: dict[str, tuple[str, float]] = {}  # by token: role, and time of expiry
         self._enrolled_roles = enrolled_keys(state.store.read, state.launch)
         planned = {"rollout": state.config.rollout.workers, "engine": state.config.engine.keepers}
         self._planned_processes = {
             role: count for role, count in planned.items() if count
-        }  # more of these may join
+        }  # further processes of these roles may join
 
     def add_token(self, message: shared.Invite, now: float) -> None:
         if message.role not in self._planned_processes or message.token in self._gate.members:
@@ -205,7 +219,7 @@ class EnrolmentHandler:
         self._gate.members[message.token] = TOKEN
 
     def enrol_process(self, peer: bytes, message: shared.Enrol) -> None:
-        """The peer's name ends with its token, which is taken back at once: a second use is refused."""
+        """Enrol the process whose peer name ends with a token. The token cannot be used a second time."""
         token = peer.decode().split("/", 2)[2]
         if token not in self._open_tokens or message.key in self._gate.members:
             return
@@ -228,34 +242,35 @@ class EnrolmentHandler:
         )
 
     def expire_tokens(self, now: float) -> None:
-        """Take back tokens that are over."""
+        """Take back expired tokens."""
         for token in [token for token, (_, expires_at) in self._open_tokens.items() if now > expires_at]:
             del self._open_tokens[token], self._gate.members[token]
 
 
-SENDER_TIMEOUT = 10.0  # of silence, after which nothing more is expected of who sends files
-MAX_SENDERS = 4096  # that are known: a process that is killed does not say that it was its last
+SENDER_TIMEOUT = 10.0  # seconds of silence after which no more files are expected from a process
+MAX_SENDERS = 4096  # remembered senders: a killed process does not announce its last message
 
 
 class WrittenFiles:
-    """Adds what processes on other machines write to the files of the run directory."""
+    """Appends files of processes on other machines to the run directory."""
 
     def __init__(self, state: RunState) -> None:
         self._state = state
-        # The last file of each, where its last bytes begin, where they end, and when they came.
+        # By peer: the last file, begin and end of the last bytes, and the time of their arrival.
         self._senders: dict[bytes, tuple[str, int, int, float]] = {}
 
     def append_bytes(
         self, peer: bytes, message: shared.WrittenBytes, frames: list[bytes], now: float
     ) -> None:
-        """Take bytes of a file, once each. No answer where the disk is full, or the file another role's."""
-        role, (kind, _, file_name) = role_of(peer), message.name.partition("/")
+        """Append new bytes of a file. There is no reply if the disk is full or the file is another role's."""
+        role = role_of(peer)
+        kind, _, file_name = message.name.partition("/")
         if not file_name.startswith("step-" if kind == "ratios" and role == "trainer" else f"{role}-"):
             log.warning("%s sends %s, which is not its own", peer.decode(), message.name)
             return
 
         name, last_offset, received_bytes, _ = self._senders.get(peer, ("", 0, 0, now))
-        if name != message.name or message.offset < last_offset:  # a log that was cut is shorter
+        if name != message.name or message.offset < last_offset:  # a truncated log begins anew
             received_bytes = message.offset
 
         path = self._state.run_dir / message.name
@@ -281,5 +296,5 @@ class WrittenFiles:
         self._state.outbox.to_bulk(peer, shared.WrittenTaken(message.name, received_bytes + len(new_bytes)))
 
     def expects_more(self, now: float) -> bool:
-        """True while somebody has more to send."""
+        """Return True while a process has more to send."""
         return any(now - last_contact < SENDER_TIMEOUT for *_, last_contact in self._senders.values())

@@ -1,8 +1,10 @@
-"""The records of rollout workers: turns, replies, endings. Each is processed once, and then acknowledged.
+"""Process the records of rollout workers: turns, replies and endings.
+
+Each record is processed once, and then acknowledged.
 
 consumes: turns, replies, endings (bulk), of training and of validation
-waits for: the record before, where one was lost
-unblocks: the workers (acks), through the buffer the trainer
+waits for: the preceding record, if a record was lost
+unblocks: the workers (acks), and through the buffer the trainer
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 from typing import assert_never
 
 from asyncrl.buffer.payloads import (
+    add_turn,
     check_logprobs,
     check_part,
     check_result,
@@ -17,7 +20,6 @@ from asyncrl.buffer.payloads import (
     decode_part,
     decode_reply,
     decode_turn,
-    add_turn,
 )
 from asyncrl.buffer.records import MOST_NAMED, EpisodeRecord, OpenTurn
 from asyncrl.buffer.replay import running_attempt
@@ -31,7 +33,7 @@ from asyncrl.wire.messages.worker import Ack, Failed, Fenced, Finished, Generate
 
 
 class RecordHandler:
-    """Takes in what workers report of episodes, in the order of their sequence numbers."""
+    """Processes the workers' records of episodes, in the order of their sequence numbers."""
 
     def __init__(self, state: RunState, workers: WorkerHandler, reporter: Reporter) -> None:
         self.state = state
@@ -39,21 +41,23 @@ class RecordHandler:
         self.reporter = reporter
         self._workers_to_ack: set[bytes] = set()
 
-        # Some began under another configuration.
+        # Stored episodes may exceed the limit, as they may have begun under another configuration.
         stored_tokens = (
             episode.tokens + episode.untrained_tokens for episode in state.buffer.episodes.values()
         )
-        rollout = state.config.rollout  # side requests have as many rows for themselves
+        rollout = state.config.rollout  # side requests have as many sequences of their own
         configured_tokens = rollout.rows * rollout.max_tokens * (2 if state.config.side_requests else 1)
-        self._max_episode_tokens = max([configured_tokens, *stored_tokens])  # of an episode
+        self._max_episode_tokens = max(
+            [configured_tokens, *stored_tokens]
+        )  # largest number of tokens of an episode
 
     def process_record(self, peer: bytes, message: Record, frames: list[bytes], now: float) -> None:
-        """Takes in one sequenced record: it is processed once, and acknowledged after the commit."""
+        """Process a sequenced record once. The acknowledgement follows after the commit."""
         worker = self.workers.peers.get(peer)
         if worker is None:
-            return  # unacknowledged: it is sent again after the hello
+            return  # without an acknowledgement the worker sends the record again after the hello
         if message.seq > worker.last_record + 1:
-            return  # something in between was lost: wait for the resend
+            return  # a record in between was lost: wait for the resend
 
         self._workers_to_ack.add(peer)
         if message.seq <= worker.last_record:
@@ -115,7 +119,7 @@ class RecordHandler:
                     state.store.put_frame(episode.uid, turns - 1, "result", frame)
 
                 state.store.put_answer(episode.uid, message.answer)
-                episode.open = {}  # of requests that an agent gave up
+                episode.open = {}  # unfinished turns of requests that an agent gave up
                 del worker.running[episode.uid]
 
                 if episode.uid in state.held_out.episodes:
@@ -127,7 +131,9 @@ class RecordHandler:
                 self.reporter.note_landed(episode)
 
                 if not state.first_attempts.landed:
-                    state.first_attempts.landed = True  # after a restart of this process alone, too
+                    state.first_attempts.landed = (
+                        True  # the store keeps this for a restart of this process alone
+                    )
                     state.store.put_meta("landed", state.launch)
 
             case Failed():
@@ -138,7 +144,7 @@ class RecordHandler:
                 assert_never(message)
 
     def _save_transcript(self, episode: EpisodeRecord, message: Finished) -> None:
-        """Save the text of an episode that is transcribed. `versions`: from the oldest to the newest."""
+        """Save the text of a transcribed episode."""
         if not message.text:
             return
         state = self.state
@@ -163,7 +169,9 @@ class RecordHandler:
         frames: list[bytes],
         now: float,
     ) -> None:
-        part = episode.open.pop(message.session, OpenTurn())  # also where the turn is refused: they are of it
+        part = episode.open.pop(
+            message.session, OpenTurn()
+        )  # parts are of no use even if the turn is refused
 
         if message.turn < episode.turns:
             return  # sent again to a restarted coordinator, perhaps after its parts
@@ -198,8 +206,10 @@ class RecordHandler:
     def _reject_unpushed(
         self, worker: WorkerRecord, episode: EpisodeRecord, sampled: Turn | Generation, now: float
     ) -> bool:
-        """True where a training episode was sampled on weights that no engine was given: the attempt is given
-        up, and the worker quarantined."""
+        """Return True if a training episode was sampled on weights that no engine was given.
+
+        The attempt is then given up, and the worker quarantined.
+        """
         newest_version = max((span.version for span in sampled.spans), default=0)
         if episode.uid not in self.state.buffer.episodes or newest_version <= self.state.versions.newest.step:
             return False
@@ -213,7 +223,7 @@ class RecordHandler:
     def _store_part(
         self, worker: WorkerRecord, episode: EpisodeRecord, message: Sampled, frames: list[bytes], now: float
     ) -> None:
-        """Store a part of a turn. One that does not fit is left out: the turn comes all the same."""
+        """Store a part of a turn. An unsuitable part is left out, as the complete turn comes all the same."""
         part = decode_part(frame := _single_frame(frames))
         state = self.state
         check_part(episode.uid, part, state.vocabulary)
@@ -223,7 +233,7 @@ class RecordHandler:
 
         turn = episode.open.get(part.session)
         if turn is None or turn.prompt != part.prompt:
-            turn = OpenTurn(part.prompt)  # the one before, if any, is not sampled any more
+            turn = OpenTurn(part.prompt)  # an earlier turn of the session is not sampled any more
 
         if part.start != turn.tokens or not part.sampled.ids:
             return  # sent again to a restarted coordinator, perhaps without the parts before it
@@ -236,7 +246,7 @@ class RecordHandler:
             episode.tokens + episode.untrained_tokens + other_open_tokens + turn_tokens
             > self._max_episode_tokens
         ):
-            return  # of many requests that an agent gave up
+            return  # an agent gave up many requests
 
         state.store.put_frame(episode.uid, part.session, part_kind(turn.parts), frame)
         oldest = min([turn.oldest, *(span.version for span in part.sampled.spans)])
@@ -248,7 +258,7 @@ class RecordHandler:
             state.buffer.waiting_tokens.begin(episode.uid, state.engine_time(now), len(part.sampled.ids))
 
     def queue_acks(self) -> None:
-        """Queues one cumulative ack per worker that sent records in this turn of the loop."""
+        """Queue a cumulative ack for each worker that sent records in this pass of the loop."""
         for peer in self._workers_to_ack:
             worker = self.workers.peers.get(peer)
             if worker is not None:
@@ -258,7 +268,7 @@ class RecordHandler:
 
 
 def _validated(message: Record, most_tokens: int) -> Record:
-    """The record, or a failure in its place where numbers of it cannot be trained, summed up or stored."""
+    """Return the record, or a failure if a number in the record cannot be trained, summed up or stored."""
     if not isinstance(message, Finished):
         return message
 

@@ -1,8 +1,7 @@
-"""Numbers of the run: one metrics row per committed step, gauges for the console, the audit at the end, and
-the episodes that are kept as text.
+"""Report the run: a metrics row per committed step, gauges for the console, the final audit, and transcripts.
 
-`transcripts/<validation|training>/step-<N>.jsonl`: of a validation the same questions each time; of training
-the first episodes of one group for each batch, in the file of the step that was under way when they landed.
+`transcripts/<validation|training>/step-<N>.jsonl`: a validation has the same questions each time. Training
+has the first episodes of a group for each batch, in the file of the step that was under way when they landed.
 """
 
 from __future__ import annotations
@@ -39,16 +38,20 @@ from asyncrl.wire.messages.shared import Status
 HISTOGRAM_METRICS = (
     "rollout/score",
     "rollout/response_length",
-)  # of single episodes, for the histograms of trackers
-MAX_VALUES = 4096  # of each, in a report
-MAX_LATE_SECONDS = 1.0  # busy seconds that heartbeats, one each half a second, may not have told yet
+)  # values of single episodes, for the histograms of trackers
+MAX_VALUES = 4096  # values of a metric in a report
+MAX_LATE_SECONDS = 1.0  # busy seconds that heartbeats, sent every half second, may not have reported yet
 
 
 @dataclass
 class LandedEpisodes:
-    """Training episodes that landed since the last row, whatever became of their group: their numbers by
-    metric, shares by metric as (part, whole) of each, and how they ended. Of greedy episodes only the score
-    is kept, as a metric of its own."""
+    """Training episodes that landed since the last row, whatever the outcome of their groups.
+
+    columns: numbers of the episodes by metric. Of greedy episodes only the score counts, as a separate
+        metric.
+    fractions: pairs (numerator, denominator) of the episodes by metric.
+    end_counts: number of episodes by ending.
+    """
 
     columns: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     fractions: dict[str, list[tuple[int, int]]] = field(default_factory=lambda: defaultdict(list))
@@ -56,7 +59,7 @@ class LandedEpisodes:
 
 
 class Reporter:
-    """Collects numbers and writes `metrics.jsonl`. A restarted one reads the run's time there."""
+    """Collects numbers and writes `metrics.jsonl`, from which a restarted reporter reads the run's time."""
 
     def __init__(
         self, state: RunState, workers: WorkerHandler, engines: EngineHandler, trainer: TrainerHandler
@@ -69,9 +72,9 @@ class Reporter:
         self.landed_episodes = LandedEpisodes()
         self.started = self.running_since = self.row_at = time.monotonic()
         self.finished_episodes = self.multi_version_episodes = self.checked_turns = (
-            0  # totals of this process
+            0  # counted by this process
         )
-        self.longest_pass = 0.0  # seconds of the loop's longest turn since the last row
+        self.longest_pass = 0.0  # seconds of the longest pass of the loop since the last row
         self._new_tokens = 0  # model tokens of durable turns since the last row
 
         earlier_rows = read_rows(state.run_dir)
@@ -80,27 +83,30 @@ class Reporter:
         self._config_leaves = dict(leaves(msgspec.to_builtins(state.config)))
 
         self._metrics_file = LineFile(state.run_dir / "metrics.jsonl")
-        self._unwritten_rows = b""  # rows that found no room
+        self._unwritten_rows = b""  # rows that did not fit on a full disk
 
         self._process_totals = self._busy_totals()
-        self._engine_time = state.engine_time(self.row_at)  # on the engines' clock, at the last row
-        self._excess_busy = {"rollout": 0.0, "trainer": 0.0}  # busy seconds of an earlier shift, told late
+        self._engine_time = state.engine_time(self.row_at)  # time of the engines' clock at the last row
+        self._excess_busy = {
+            "rollout": 0.0,
+            "trainer": 0.0,
+        }  # busy seconds of an earlier shift, reported late
         self._settled_counts: Counter[str] = Counter()
 
-        self._wait_since: dict[str, float] = {}  # when a wait was found that has been there ever since
+        self._wait_since: dict[str, float] = {}  # time at which a present wait was first found
         self._coordinator_waits: dict[
             str, float
-        ] = {}  # likewise, the coordinator's own, by their name in the timeline
-        self.episode_values: dict[str, list[float]] = {}  # of the episodes of the last row
+        ] = {}  # the same for the coordinator's waits, by name in the timeline
+        self.episode_values: dict[str, list[float]] = {}  # values of single episodes of the last row
         self._last_metrics: dict[str, float] = {}  # metrics of the last step that `asyncrl status` shows
 
     def begin_running(self) -> None:
-        """The run leaves its start phase: the first row counts from here."""
+        """Begin the first row, as the run leaves the start phase."""
         self.running_since = self.row_at = time.monotonic()
         self._process_totals, self._engine_time = self._busy_totals(), self.state.engine_time(self.row_at)
 
     def count_turn(self, tokens: int) -> None:
-        """A turn is durable: its prompt was seen to extend the tokens of its row."""
+        """Count a durable turn, whose prompt was checked to extend the tokens of its sequence."""
         self._new_tokens += tokens
         self.checked_turns += 1
 
@@ -140,7 +146,7 @@ class Reporter:
         self.multi_version_episodes += episode.oldest != episode.newest
 
     def step_row(self, step: int, trainer_metrics: dict[str, float]) -> dict[str, float]:
-        """Return the metrics of a committed step: the trainer's, and what only the coordinator knows."""
+        """Return the metrics of a committed step, by trainer and coordinator, and write the row."""
         now = time.monotonic()
         row = {"training/step": float(step), "time_s": self.seconds, STEP_SECONDS: now - self.row_at}
         row |= trainer_metrics | self.gauges() | self._episode_metrics() | self._group_metrics(step)
@@ -158,7 +164,7 @@ class Reporter:
         return row
 
     def write_row(self, row: dict[str, float]) -> None:
-        """Append a row to metrics.jsonl. On a full disk it waits for the next one: the run does not."""
+        """Append a row to metrics.jsonl. On a full disk the row is written together with the next row."""
         self._recent_rows = ends([*self._recent_rows, row])
         self._unwritten_rows += json.dumps(row).encode() + b"\n"
 
@@ -170,11 +176,11 @@ class Reporter:
 
     @property
     def seconds(self) -> float:
-        """Wall time of the run, earlier parts of a resumed one included."""
+        """Wall time of the run, including the parts before a resume."""
         return self.seconds_before + time.monotonic() - self.started
 
     def write_status(self, phase: str) -> Status:
-        """The state now, for observers; written, too, for whoever looks from outside: `asyncrl status`."""
+        """Return the present status for observers, and write the status file for `asyncrl status`."""
         state = self.state
         gauges = self.gauges() | {BATCH: self.batch_fraction()}
 
@@ -199,7 +205,7 @@ class Reporter:
         return status
 
     def gauges(self) -> dict[str, float]:
-        """The state now, under the names of metrics.jsonl."""
+        """Return present values, under the names of metrics.jsonl."""
         state = self.state
         counts = self.state.buffer.state_counts()
         trainer = self.trainer
@@ -238,8 +244,10 @@ class Reporter:
         )
 
     def batch_fraction(self) -> float:
-        """Measures how far the step under way is: an episode counts half when it has landed, and whole when
-        the trainer has taken it."""
+        """Return the progress of the current step in [0, 1].
+
+        An episode counts half once landed, and full once taken by the trainer.
+        """
         counts = self.state.buffer.state_counts()
         buffer_config = self.state.config.buffer
         taken_count = counts[State.TAKEN]
@@ -251,8 +259,10 @@ class Reporter:
         )
 
     def describe_waits(self) -> tuple[str, ...]:
-        """Says who waits for what, and for how long, as far as asked: each wait since it was first found
-        here. Who waits for the same is named together."""
+        """Return a line for each wait, with its duration since a call of this method first found the wait.
+
+        Processes with the same wait share a line.
+        """
         keepers = *self.engines.keepers, *self.engines.scorers.keepers
         peers = (*self.workers.peers, *keepers, *self.trainer.ranks.peers)
         process_waits = [(process.name, process.beat.waiting) for process in peers if process.beat]
@@ -324,7 +334,7 @@ class Reporter:
         return row
 
     def _group_metrics(self, step: int) -> dict[str, float]:
-        """Count what became of the groups settled since the last row, and of cohorts that are over."""
+        """Return metrics of the groups settled since the last row, and of cohorts that are over."""
         state = self.state
         settled_counts: Counter[str] = Counter(state.buffer.settled_counts)
         earlier_counts = self._settled_counts
@@ -345,7 +355,7 @@ class Reporter:
         return row
 
     def _busy_totals(self) -> dict[str, tuple[float, float]]:
-        """(busy s, idle s) by process, since each began."""
+        """Return the pair of busy and idle seconds of each process, since its start."""
         return {
             f"{process.name}/{process.hello.incarnation}": (process.beat.busy_s, process.beat.idle_s)
             for process in (*self.workers.peers, *self.trainer.ranks.peers)
@@ -353,7 +363,7 @@ class Reporter:
         }
 
     def _idle_metrics(self, seconds: float) -> dict[str, float]:
-        """Idle shares and throughput since the last row."""
+        """Return idle fractions and throughput since the last row."""
         earlier_totals = self._process_totals
         self._process_totals = self._busy_totals()
 
@@ -365,7 +375,7 @@ class Reporter:
             busy_seconds[role] += b - b0
             idle_seconds[role] += i - i0
 
-        if (shifts := self.state.shifts) is not None:  # each side counts its own half
+        if (shifts := self.state.shifts) is not None:  # a side has the devices for a part of the time alone
             awake_before = self._engine_time
             self._engine_time = shifts.clock(time.monotonic())
             side_seconds = {
@@ -404,11 +414,11 @@ class Reporter:
         )
 
     def audit(self) -> tuple[Flow, bool]:
-        """Return (the conservation identity, whether it and independent counters agree).
+        """Return the account of all episodes, and whether the account agrees with independent counters.
 
-        `issued` comes from the data cursor; the buffer's states, the store's index, the plans of committed
-        batches and, if it is of the last step, the checkpoint's own count of the lineage must agree. Raises
-        StoreError when the store cannot be read: then nothing is known of the account.
+        `issued` comes from the data cursor. The buffer's states, the store's index, the plans of committed
+        batches and a checkpoint's count of the lineage, if the checkpoint is of the last step, must agree.
+        Raises StoreError if the store cannot be read, as the account is unknown then.
         """
         state = self.state
         if state.damage:
@@ -428,7 +438,7 @@ class Reporter:
         )
 
     def write_summary(self, outcome: str, error: str) -> None:
-        """The last row, and the summary of the run, which is over. Raises StoreError and OSError."""
+        """Write the last row and the summary of the ended run. Raises StoreError and OSError."""
         state = self.state
         self.write_row(
             {"training/step": float(state.batches.committed), "time_s": self.seconds} | self.gauges()
@@ -463,25 +473,24 @@ class Reporter:
 # -- transcripts -------------------------------------------------------------------------------------------
 
 
-MAX_QUESTIONS = 8  # of a validation, each with its sampled and its greedy episode
+MAX_QUESTIONS = 8  # transcribed questions of a validation, each with sampled and greedy episodes
 
 
 def transcribed_questions(count: int) -> frozenset[int]:
-    """Chooses some of `count` held-out samples, evenly spread: files are often sorted by source or
-    difficulty."""
+    """Choose some of `count` held-out samples, evenly spread, as files are often sorted by difficulty."""
     question_count = min(MAX_QUESTIONS, count)
     return frozenset(index * count // question_count for index in range(question_count))
 
 
 def transcript_entry(uid: str, sample: Sample, **outcome: Any) -> dict[str, Any]:
-    """Describes what is asked, and in `more` what came of it."""
+    """Return a transcript: the question, and the outcome of the episode."""
     truth = json.loads(sample.ground_truth)
     question = {"sample": sample.row, "data_source": sample.data_source, "ground_truth": truth}
     return {"uid": uid} | question | outcome
 
 
 def result_entry(result: EpisodeResult) -> dict[str, Any]:
-    """Return the numbers of an entry. `reward`: with what shaping adds."""
+    """Return the numbers of a transcript. `reward` is present only with shaping, which it includes."""
     numbers = {"score": result.score, "components": result.components, "end": result.end}
     scores_by_agent = {name: part.score for name, part in result.parts.items()}
     agent_scores = {"agents": scores_by_agent} if scores_by_agent else {}
@@ -491,7 +500,7 @@ def result_entry(result: EpisodeResult) -> dict[str, Any]:
 def save_transcripts(
     run_dir: Path, kind: str, step: int, entries: Iterable[dict[str, Any]], replace: bool = False
 ) -> None:
-    """Append them to the file of a step, or write it `anew`. A full disk costs no more than them."""
+    """Append transcripts to the file of a step, or replace the file. On a full disk they are left out."""
     path = run_dir / "transcripts" / kind / f"step-{step}.jsonl"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

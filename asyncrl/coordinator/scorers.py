@@ -1,7 +1,7 @@
-"""The coordinator's side of the servers of frozen models, by their keepers.
+"""The coordinator's side of scorers: the servers of frozen models, reached through their keepers.
 
-consumes: hellos and beats of keepers
-waits for: a sign of life of each, at most launch.lease seconds
+consumes: hellos and heartbeats of keepers
+waits for: a sign of life of each keeper, at most launch.lease seconds
 unblocks: workers (their entries in the table of servers)
 """
 
@@ -21,12 +21,12 @@ from asyncrl.wire.messages.engine import KeeperBeat, KeeperHello
 from asyncrl.wire.messages.shared import Stop
 from asyncrl.wire.messages.worker import EngineEntry
 
-SCORER = "scorer"  # the role of their keepers
+SCORER = "scorer"  # the role of the keepers of scorers
 
 
 @dataclass
 class KeeperRecord:
-    """Hold a connected keeper and what is known of its server."""
+    """A connected keeper with the reported state of its server."""
 
     peer: bytes
     name: str
@@ -37,13 +37,15 @@ class KeeperRecord:
     def table_entry(
         self, version: PolicyVersion, healthy: bool, lane: str, asleep: bool = False
     ) -> EngineEntry:
-        """Return what workers are told of its server."""
+        """Return the entry for the keeper's server in the table of the workers."""
         return EngineEntry(self.name, self.hello.url, self.hello.incarnation, version, healthy, lane, asleep)
 
 
 class ScorerHandler:
-    """Tracks the servers of scorers. They are no engines: no version is pushed to them. New episodes wait for
-    them, as their turns would."""
+    """Tracks the servers of scorers, to which no version is ever pushed.
+
+    New episodes wait for these servers, as the turns of the episodes would.
+    """
 
     def __init__(self, state: RunState) -> None:
         self.state = state
@@ -51,7 +53,7 @@ class ScorerHandler:
         self.keepers = Peers[KeeperRecord](state, SCORER, len(self._servers), lambda *_: None)
 
     def welcome_keeper(self, peer: bytes, message: KeeperHello, now: float) -> None:
-        """A keeper reports in, for the first time or again; its state is absolute."""
+        """Handle the hello of a keeper, first or repeated."""
         if message.index >= len(self._servers):
             self.state.outbox.to_control(peer, Stop(f"there is no scorer {message.index}"))
             return
@@ -72,7 +74,7 @@ class ScorerHandler:
 
     @property
     def missing_server(self) -> str:
-        """Name the first scorer that reads turns and has no server; '': none is lacking."""
+        """The first scorer that reads turns and has no server, as text; '' if no server is missing."""
         connected_scorers = {
             self._servers[keeper.hello.index][0] for keeper in self.keepers if keeper.heartbeat.healthy
         }
@@ -82,8 +84,10 @@ class ScorerHandler:
         return next((f"a server of scorers.{name}" for name in missing_scorers), "")
 
     def table_entries(self, engines: Sequence[EngineEntry]) -> Iterator[EngineEntry]:
-        """Yield the scorers' own servers, and for scorers that have none those of engines once more: they
-        score with the base of their adapters, which no version changes."""
+        """Yield the entries of the scorers' own servers, and of engines that serve scorers without servers.
+
+        Such engines score with the base model below their adapters, which no version changes.
+        """
         for keeper in self.keepers:
             yield keeper.table_entry(
                 NO_VERSION, keeper.heartbeat.healthy, self._servers[keeper.hello.index][0]
@@ -93,7 +97,7 @@ class ScorerHandler:
                 yield replace(engine, name=f"{SCORER} {name} {engine.name}", version=NO_VERSION, lane=name)
 
     def gauges(self, table: Sequence[EngineEntry], uses: Mapping[str, Counter[str]]) -> dict[str, float]:
-        """Return metrics per scorer, by what its servers have done for the workers."""
+        """Return metrics of each scorer, by the work of its servers."""
         metrics: dict[str, float] = {}
         for name in self.state.config.scorers_used:
             is_lent = name in self.state.config.scorers_lent
@@ -102,7 +106,7 @@ class ScorerHandler:
 
             scorer_entries = [entry for entry in table if entry.lane == name]
             server_names = {entry.name for entry in scorer_entries}
-            if is_lent:  # those that are a validation's now have scored, too
+            if is_lent:  # include engines that are set aside for a validation now
                 server_names |= {
                     server_name for server_name in uses if server_name.startswith(f"{SCORER} {name} ")
                 }

@@ -16,7 +16,7 @@ from asyncrl.buffer.batches import Batches
 from asyncrl.buffer.flow_control import LiveLimit
 from asyncrl.buffer.payloads import cut_back, decode_turn
 from asyncrl.buffer.prompts import ComparedParts, Prompts
-from asyncrl.buffer.records import IN_FLIGHT, FINAL_STATES, EpisodeRecord, State
+from asyncrl.buffer.records import FINAL_STATES, IN_FLIGHT, EpisodeRecord, State
 from asyncrl.buffer.replay import ReplayBuffer
 from asyncrl.buffer.shifts import Shifts
 from asyncrl.config import RunConfig
@@ -140,7 +140,8 @@ class RunState:
 
         if self.skipped_batches > MAX_SKIPPED_BATCHES:
             return (
-                f"the last {self.skipped_batches} batches took no optimizer step: their gradients were not finite, "
+                f"the last {self.skipped_batches} batches took no optimizer step: "
+                "their gradients were not finite, "
                 "or all their tokens masked; see rewards, rollout_corr/* and staleness/* in metrics.jsonl"
             )
 

@@ -151,10 +151,11 @@ class TrainerHandler:
 
     def _check_position(self, step: int) -> None:
         retained_batches = self.state.batches.batches
-        if any(number not in retained_batches for number in range(step, self.state.batches.committed)):
+        committed = self.state.batches.committed
+        if any(number not in retained_batches for number in range(step, committed)):
             raise ProtocolError(
                 f"the trainer's checkpoint is of step {step}, but the run store holds the plans of steps "
-                f"{min(retained_batches, default=self.state.batches.committed)} to {self.state.batches.committed}: "
+                f"{min(retained_batches, default=committed)} to {committed}: "
                 "checkpoint and store are not of one run; restore both from the same copy"
             )
 
@@ -411,7 +412,8 @@ class TrainerHandler:
         waits = (rank.heartbeat.waiting for rank in self.ranks.peers if rank.heartbeat)
         reason = "; ".join(filter(None, (reason, *waits)))
         starting_point = f"the one of step {saved_step}" if saved_step >= 0 else "the start"
-        return f"stopped without a checkpoint of step {step}: {reason}; resume=auto repeats the steps since {starting_point}"
+        repeated = f"resume=auto repeats the steps since {starting_point}"
+        return f"stopped without a checkpoint of step {step}: {reason}; {repeated}"
 
     # -- bulk ----------------------------------------------------------------------------------------
 

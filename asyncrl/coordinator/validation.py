@@ -23,8 +23,8 @@ from asyncrl.buffer.records import EpisodeRecord
 from asyncrl.coordinator.engines import LOAD_RETRY, EngineHandler
 from asyncrl.coordinator.reporting import (
     result_entry,
-    transcribed_questions,
     save_transcripts,
+    transcribed_questions,
     transcript_entry,
 )
 from asyncrl.coordinator.state import RunState, log

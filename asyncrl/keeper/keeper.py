@@ -1,14 +1,14 @@
-"""The keeper of one server: starts it or attaches to it, watches it, and loads versions into an engine's.
+"""The keeper of a server: start a server or attach to it, watch the server, and load versions into an engine.
 
 consumes: versions to load (control), the end of the server
-waits for: the server to be ready -- with a deadline; messages of the coordinator
+waits for: the server to be ready, with a deadline; messages of the coordinator
 unblocks: the coordinator (a server that can be used, versions confirmed)
 
-    start / attach ──► ready ──► checked ──► hello with its url ──► watched, loaded, beats ──► end
+    start / attach ──► ready ──► checked ──► hello with url ──► watched, loaded, heartbeats ──► end
 
-It is the only one who pauses the server or changes its weights; workers only sample, or have it score. A
-server that dies, is restarted from outside or cannot be loaded ends the keeper, and the launcher starts both
-anew, where the keeper is its own.
+Only the keeper pauses the server or changes its weights; workers only sample or score. A server that dies, is
+restarted from outside or cannot load a version ends the keeper. The launcher starts both anew if the keeper
+was started by this launcher.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from asyncrl.wire.messages.worker import Leave
 from asyncrl.wire.sockets import AsyncLink, Endpoints, identity
 
 T = TypeVar("T")
-ScorerServer = tuple[str, int]  # a scorer, and the number of its server
+ScorerServer = tuple[str, int]  # name of a scorer, and number of the server among the scorer's servers
 log = logging.getLogger("asyncrl.keeper")
 
-CHECK_SECONDS = 1.0  # seconds between two looks at a server
-MAX_UNANSWERED = 3  # looks in a row without an answer after which a server is given up
+CHECK_SECONDS = 1.0  # seconds between two checks of a server
+MAX_UNANSWERED = 3  # unanswered checks in a row after which a server is given up
 
 
 def run(
@@ -62,8 +62,12 @@ def run(
 
 
 class Keeper:
-    """Owns one server and the contact with the coordinator. `scorer`: whose server it is, and which; None:
-    an engine's, which alone has versions."""
+    """Owns a server and the contact with the coordinator.
+
+    Args:
+        scorer: the scorer and the number of its server; None: the server of an engine, which alone has
+            versions.
+    """
 
     def __init__(
         self,
@@ -89,12 +93,12 @@ class Keeper:
         self._waits = Waits(activity=self._activity)
         self._versions = None if scorer else ServerVersions(config, endpoints, index, self._timeline)
 
-        self._server: Attached | None = None  # once it is ready
+        self._server: Attached | None = None  # set once the server is ready
         self._process: ServerProcess | None = None
         self._healthy = False
 
     async def serve(self) -> int:
-        """Until `Stop`."""
+        """Serve until `Stop`, a signal or an error. Return the exit code."""
         loop = asyncio.get_running_loop()
         peer_identity = identity(self._role, self.index, self.incarnation)
         self._control = AsyncLink(self._endpoints.control, ToKeeper, peer_identity, self._endpoints.keys)
@@ -124,10 +128,10 @@ class Keeper:
             task.cancel()
         await asyncio.gather(*services, return_exceptions=True)
 
-        with suppress(AsyncrlError):  # nothing may keep the server from being ended
-            await self._control.send(Leave())  # workers turn to other servers at once
+        with suppress(AsyncrlError):  # an error here must not keep the server from being stopped
+            await self._control.send(Leave())  # so that workers turn to other servers at once
 
-        if self._process is not None:  # first: the launcher does not wait for long
+        if self._process is not None:  # before all else, as the launcher does not wait for long
             await self._process.stop()
         if self._versions is not None:
             await self._versions.close()
@@ -141,7 +145,7 @@ class Keeper:
     # -- the server ----------------------------------------------------------------------------------
 
     async def _keep_server(self) -> int:
-        """Start and serve; raises when the server is lost."""
+        """Start the server and watch it for ever. Raises EngineError when the server is lost."""
         if self._versions is not None and self._versions.asleep:
             with self._waits.named("the devices, which the trainer has, to start its server"):
                 await self._versions.wait_until_wanted(self._control.send)
@@ -170,7 +174,7 @@ class Keeper:
         return 1
 
     async def _start_server(self) -> Attached:
-        """A server that answers and has been checked against the run. It is given `engine.start_timeout`."""
+        """Start or attach a server, and check the server against the run, within `engine.start_timeout`."""
         config = self.config
         scorer = self._scorer
         start_timeout = self.config.engine.start_timeout
@@ -179,7 +183,7 @@ class Keeper:
         try:
             async with asyncio.timeout(start_timeout):
                 with self._waits.named("its server to become ready"):
-                    if urls:  # a keeper that has joined knows its own alone
+                    if urls:  # a keeper that joined later knows the URL of its own server alone
                         return await self._attach(urls[self._server_number % len(urls)])
 
                     host = local_address(self._endpoints.control)
@@ -194,19 +198,19 @@ class Keeper:
                         keep_tokens(self._run_dir, self.index, server.info.max_total_num_tokens)
                     return server
         except TimeoutError:
-            late = f"not ready within engine.start_timeout ({start_timeout:g} s); its output is above"
-            raise EngineError(f"{self.name}: {late}") from None
+            timeout = f"not ready within engine.start_timeout ({start_timeout:g} s); its output is above"
+            raise EngineError(f"{self.name}: {timeout}") from None
 
     async def _attach(self, url: str, fresh: bool = False) -> Attached:
         return await attach(self.config, url, *keys(self.config.engine), scorer=self._scorer, fresh=fresh)
 
     async def _raise_at_exit(self, process: ServerProcess) -> NoReturn:
-        """Raises EngineError when the process ends."""
+        """Wait for the process to end, then raise EngineError."""
         exit_code = await process.ended()
         raise EngineError(f"{self.name}: its server ended with code {exit_code}; its output is above")
 
     async def _watch_server(self, server: Attached) -> NoReturn:
-        """Raises when the server is gone, or holds what nobody loaded here."""
+        """Check the server for ever. Raises when the server is gone, or holds weights of another origin."""
         unanswered = 0
         while True:
             await asyncio.sleep(CHECK_SECONDS)
@@ -217,13 +221,13 @@ class Keeper:
                     self._healthy = usable
                 unanswered = 0
             except EngineError as error:
-                unanswered = unanswered + 1
+                unanswered += 1
                 self._healthy = False
                 if unanswered >= MAX_UNANSWERED:
                     raise EngineError(f"{self.name}: no answer {unanswered} times: {error}") from error
 
     async def _load_versions(self, versions: ServerVersions) -> NoReturn:
-        """Load what is offered, for ever, and report it."""
+        """Load offered versions for ever, and report each load."""
         while True:
             message = await versions.next_answer()
             if message.error:
@@ -254,8 +258,10 @@ class Keeper:
                     assert_never(message)
 
     async def _keep_contact(self) -> int:
-        """Heartbeats; hellos while the coordinator does not answer; DeadlineError when it stays away. Workers
-        go on sampling meanwhile."""
+        """Send heartbeats, or hellos while the coordinator does not answer.
+
+        Workers go on sampling meanwhile. Raises DeadlineError when the coordinator stays away.
+        """
         while True:
             match self._contact.tick(asyncio.get_running_loop().time()):
                 case ContactState.FINE:
@@ -270,16 +276,18 @@ class Keeper:
 
     async def _send_heartbeat(self) -> None:
         kv_use = self._versions.pop_kv_use() if self._versions else None
-        starting = not (self._server or (self._versions and self._versions.asleep))  # and has the devices
+        # A sleeping server has no devices to start on.
+        starting = not (self._server or (self._versions and self._versions.asleep))
         await self._control.send(KeeperBeat(self._healthy, starting, self._waits.longest(), kv_use))
 
     async def _send_hello(self) -> None:
-        url, what = (self._server.api.url, self._server.description) if self._server else ("", "")
-        await self._control.send(KeeperHello(self.index, self.incarnation, url, os.getpid(), what))
+        url = self._server.api.url if self._server else ""
+        description = self._server.description if self._server else ""
+        await self._control.send(KeeperHello(self.index, self.incarnation, url, os.getpid(), description))
 
 
 async def first_finished(*coroutines: Coroutine[Any, Any, T]) -> T:
-    """The result of what ends first, or its exception; the rest is cancelled."""
+    """Return the result of the coroutine that ends first, or raise its exception; cancel the others."""
     tasks = [asyncio.create_task(work) for work in coroutines]
 
     try:

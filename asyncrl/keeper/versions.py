@@ -1,5 +1,4 @@
-"""Loads the versions that are offered to an engine's server, puts it to sleep between them where that is
-asked for, and looks whether it holds the last."""
+"""Load offered versions into an engine's server, put the server to sleep, and check its version."""
 
 from __future__ import annotations
 
@@ -18,35 +17,36 @@ from asyncrl.weights.manifest import WeightsError
 from asyncrl.wire.messages.shared import Loaded, LoadWeights, Prefetch, Sleep, Slept
 from asyncrl.wire.sockets import Endpoints
 
-# Nats between server and trainer on the first probe; with more it is not the same model. In bfloat16
-# rounding alone may reach that: then a multiple of what the trainer's own rounding makes.
+# Largest difference in nats between the log-probs of server and trainer on the first probe: beyond, the
+# server computes another model. As bfloat16 rounding alone may exceed this, so may a multiple of the
+# trainer's own noise.
 MAX_PROBE_GAP = 1.0
 MAX_PROBE_NOISES = 5.0
 
 
 class ServerVersions:
-    """Owns what changes the weights of a server."""
+    """Owns all that changes the weights of a server: mirror, loader and sleep."""
 
     def __init__(self, config: RunConfig, endpoints: Endpoints, index: int, timeline: Timeline) -> None:
         self._mirror = Mirror(config, endpoints, "engine", index, timeline)
         self._weight_loader = WeightLoader(
             "train", timeline, config.weights.deadline, self._ready_server, self._mirror
         )
-        self._kv_use: float | None = None  # read since it was last asked for
+        self._kv_use: float | None = None  # newest reading that is not reported yet
         self._config = config
         self._index = index
 
         self._server: Loader | None = None
-        # versions in all
-        self._loaded_count = 0
+        self._loaded_count = 0  # loaded versions in all
         self._failures = LoadFailures()
         self._probe_checked = False  # the server has been compared with the trainer
-        # The first server of a run starts before the trainer does, later ones when that has left the devices.
+        # The first server of a run starts before the trainer, later servers once the trainer has left the
+        # devices.
         self._starts_later = config.shifts and kept_tokens(Path(config.run_dir) / config.name, index) > 0
-        self._sleep_answer: Awaitable[Slept] | None = None  # asleep, until it is answered
+        self._sleep_answer: Awaitable[Slept] | None = None  # the answer to a sleep request under way
 
     async def wait_until_wanted(self, report: Callable[[Slept], Awaitable[None]]) -> None:
-        """Wait until the server is to be started. Until then it holds nothing."""
+        """Wait until the server is to be started. Until then the server holds nothing on the devices."""
         while self._starts_later and not self._weight_loader.waiting:
             if self._sleep_answer is not None:
                 await report(await self._fall_asleep(self._sleep_answer))
@@ -56,7 +56,7 @@ class ServerVersions:
         self._starts_later = False
 
     async def attach_server(self, server: Attached, attachment: str) -> None:
-        """In a run with shifts a server that nothing waits for sleeps at once."""
+        """Take over a started server. In a run with shifts an unneeded server is put to sleep at once."""
         self._server = await asyncio.to_thread(loader, self._config, self._index, server, attachment)
         if self._config.shifts and not self._weight_loader.waiting:
             await self._server.sleep()
@@ -76,33 +76,33 @@ class ServerVersions:
             self._mirror.prefetch(message.ref)
         elif isinstance(message, LoadWeights):
             self._weight_loader.offer(message.ref, message.probe)
-        elif self._sleep_answer is None:  # else it is told again, if that was another order
+        elif self._sleep_answer is None:  # during a sleep request, the coordinator repeats a newer request
             self._sleep_answer = slept(message, self._weight_loader.sleep(self._sleep_server))
             self._weight_loader.changed.notify()
 
     def pop_kv_use(self) -> float | None:
-        """Return the share of the server's KV memory that requests hold; None: not read since."""
+        """Return the fraction of the server's KV memory that requests hold; None without a new reading."""
         kv_use = self._kv_use
         self._kv_use = None
         return kv_use
 
     @property
     def broken(self) -> bool:
-        """Tells whether a load has failed: nobody knows which weights the server has now."""
+        """True after a failed load, when the weights of the server are unknown."""
         return self._server is not None and bool(self._server.broken)
 
     @property
     def asleep(self) -> bool:
-        """The server holds neither KV cache nor weights, or is not started yet."""
+        """True if the server holds neither KV cache nor weights, or is not started yet."""
         return self._starts_later if self._server is None else self._server.sleeping.asleep
 
     @property
     def unknown_reason(self) -> str:
-        """Says why nobody knows what the server holds: it must be replaced; else ""."""
+        """The reason why the server's memory is in an unknown state, which demands a new server; else ""."""
         return "" if self._server is None else self._server.sleeping.unknown
 
     async def next_answer(self) -> Loaded | Slept:
-        """Load what is offered next, or fall asleep. ConfigError: the server computes another model."""
+        """Load the next offered version, or fall asleep. ConfigError if the server computes another model."""
         while not (self._weight_loader.waiting or self._sleep_answer):
             await self._weight_loader.changed.wait()
 
@@ -125,9 +125,12 @@ class ServerVersions:
             await self._server.sleep()
 
     def count_load(self, message: Loaded) -> None:
-        """Raises once loads have failed for too long. The cause need not be the server: files are pruned, a
-        trainer that broadcasts dies and comes back. So failures may last for `weights.deadline`, but not
-        where files are refused from the start. Another process may do better than one that fails."""
+        """Count a load. Raises EngineError or ConfigError once loads have failed for too long.
+
+        The cause need not be the server: files are pruned, or a trainer that broadcasts dies and comes back.
+        So failures may last for `weights.deadline`, unless files are refused from the start. A new process
+        may then succeed.
+        """
         self._failures.add(message)
 
         undecided = self._loaded_count or message.lost or message.process_failed
@@ -138,9 +141,14 @@ class ServerVersions:
             raise error_type(f"engine {self._index}: {failure}")
 
     async def check_server(self) -> bool | None:
-        """Tells whether the server can be used. None while a version is loaded: then the old weights, the new
-        ones and a mixture are all right. EngineError: no answer. WeightsError: it holds
-        another version than the last one."""
+        """Return whether the server can be used, or None while a version is being loaded.
+
+        During a load, old weights, new weights and a mixture are all legitimate.
+
+        Raises:
+            EngineError: the server does not answer.
+            WeightsError: the server holds another version than the last loaded version.
+        """
         server = await self._ready_server()
         loaded_before = self._loaded_count
         server_label = await server.label()
@@ -167,7 +175,8 @@ class ServerVersions:
             raise ConfigError(
                 f"engine {self._index}: the server computes another model: its log-probs of version "
                 f"{message.ref.version.step} differ from the trainer's by up to {message.probe_gap:.3g} "
-                f"nats, where rounding explains {max_gap:.3g}; start it with the trainer's model.path and dtype"
+                f"nats, where rounding explains {max_gap:.3g}; "
+                "start it with the trainer's model.path and dtype"
             )
 
         self._probe_checked = not message.unproven

@@ -201,8 +201,8 @@ class World:
             self.counted &= episode.state is not State.LANDED  # it will land again
             payloads.cut_back(buffer, episode, turns)
 
-        patch.setattr(reporting.Reporter, "on_turn", sampled)
-        patch.setattr(reporting.Reporter, "on_landed", delivered)
+        patch.setattr(reporting.Reporter, "count_turn", sampled)
+        patch.setattr(reporting.Reporter, "note_landed", delivered)
         patch.setattr(state, "cut_back", cut_back)
 
     def _around(self, function: Callable[..., Any], paused: bool = False) -> Callable[..., Any]:

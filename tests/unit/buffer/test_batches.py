@@ -164,7 +164,7 @@ def land_groups(buffer: ReplayBuffer, groups: int, prompt: int, *tokens: int) ->
 
 def test_ranks_are_given_what_is_ready_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Some micro-batches for each, of whole groups, the oldest first."""
-    monkeypatch.setattr(module, "MOST", 2)
+    monkeypatch.setattr(module, "MAX_MICRO_BATCHES_PER_PART", 2)
     buffer, batches = make(groups_per_batch=8)
     batches.micro_batch_tokens = 100
     land_groups(buffer, 8, 0, 40, 40)

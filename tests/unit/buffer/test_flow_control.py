@@ -518,7 +518,7 @@ def test_a_bound_for_the_tail_lets_no_more_groups_be_live(
     buffer, _ = make(groups_per_batch=8, max_staleness=bound, target_staleness=target)
     assert (buffer.config.usual_staleness, buffer.config.max_live_groups) == (usual, live)
     held, _ = make(groups_per_batch=8, max_staleness=bound, target_staleness=target, on_stale="hold")
-    assert (buffer.max_start_staleness, held.fresh) == (usual, bound)
+    assert (buffer.max_start_staleness, held.max_start_staleness) == (usual, bound)
     admit(buffer, 9)
     buffer.note_commit(20)
     oldest = [needed for needed, _ in pending(buffer)]

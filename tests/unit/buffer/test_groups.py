@@ -40,7 +40,7 @@ CASES: dict[str, tuple[dict[str, Any], str, dict[str, int], list[list[str]]]] = 
     ),
     # batches
     "micro-batches stream in; a group that is ready goes before an older one that is not": (
-        {"micro_tokens": 40},
+        {"micro_batch_tokens": 40},
         *("+3 0.0=1 ? 0.1=1 M ? 2e T", {"trained": 4, "in_flight": 2}, [[*PAIR, "2.0", "2.1"]]),
     ),
     "the oldest groups that are ready go first": (
@@ -60,7 +60,7 @@ CASES: dict[str, tuple[dict[str, Any], str, dict[str, int], list[list[str]]]] = 
         [PAIR, ["0.2", "0.3"]],
     ),
     "with at_end=drop a batch that has begun is trained, though it can never fill": (
-        {"rows": 2, "flush": False, "micro_tokens": 40, "filter_zero_variance": True, **DATA},
+        {"rows": 2, "flush_at_end": False, "micro_batch_tokens": 40, "filter_zero_variance": True, **DATA},
         *("+2 0m M 1e T", {"trained": 2, "filtered": 2}, [PAIR]),
     ),
     # settlement
@@ -115,7 +115,7 @@ CASES: dict[str, tuple[dict[str, Any], str, dict[str, int], list[list[str]]]] = 
         *("+8 0e 1e 2e 3e 4e 5e 6e ? 7m T", {"filtered": 14, "trained": 2}, [["7.0", "7.1"]]),
     ),
     "a capped batch that was taken in part closes": (
-        {**FILTER, "micro_tokens": 40},
+        {**FILTER, "micro_batch_tokens": 40},
         *("+7 0m M ? 1e ? 2e ? 3e ? 4e ? 5e ? 6e T", {"filtered": 12, "trained": 2}, [PAIR]),
     ),
     "groups that are short do not count as refills": (
@@ -149,7 +149,7 @@ CASES: dict[str, tuple[dict[str, Any], str, dict[str, int], list[list[str]]]] = 
 def test_groups(keys: dict[str, Any], events: str, flow: dict[str, int], trained: list[list[str]]) -> None:
     """`flow`: episodes by state, those of other states are none."""
     keys = dict(keys)
-    own = {name: keys.pop(name) for name in ("micro_tokens", "flush") if name in keys}
+    own = {name: keys.pop(name) for name in ("micro_batch_tokens", "flush_at_end") if name in keys}
     buffer, batches = make(**keys)
     for name, value in own.items():
         setattr(batches, name, value)

@@ -14,16 +14,16 @@ from hypothesis import strategies as st
 from asyncrl.buffer.records import NEVER_STALE
 from asyncrl.buffer.replay import running_attempt
 from asyncrl.buffer.staleness import (
-    LagHistogram,
     GroupSlots,
+    LagHistogram,
     drop_overdue,
     lag,
     length_bucket,
     masked_by_quarter,
     pending,
-    upcoming_slots,
     stale_mask,
     token_lags,
+    upcoming_slots,
 )
 from asyncrl.types import DropReason, EpisodeResult, EpisodeStats, FailReason, VersionSpan
 from tests.unit.buffer.machine import admit, count_again, land_group, make

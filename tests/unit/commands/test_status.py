@@ -46,7 +46,7 @@ def test_who_waits_for_what_since_when(setup: LoopSetup, capsys: pytest.CaptureF
     waits = read_status(setup.run_dir)["waits"]
     assert waits and not any(wait.endswith(" s)") for wait in waits)
     coordinator.reporter._wait_since = {
-        wait: since - 12 for wait, since in coordinator.reporter._since.items()
+        wait: since - 12 for wait, since in coordinator.reporter._wait_since.items()
     }
     coordinator.reporter.write_status(coordinator.lifecycle.phase)
     text = shown(setup.run_dir, capsys)

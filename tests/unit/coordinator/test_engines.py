@@ -286,7 +286,7 @@ def test_probes_of_versions_that_are_never_written_do_not_pile_up(setup: EngineS
     versions = setup.state.versions
     for step in range(1000):
         versions.add_probe(Probed(PolicyVersion(1, step), Probe((1,), (-1.0,))), 1.0)
-    assert len(versions.recent_probes) == MAX_PROBES and versions.probed[-1].version.step == 999
+    assert len(versions.recent_probes) == MAX_PROBES and versions.recent_probes[-1].version.step == 999
 
 
 def test_a_version_is_not_given_up_while_an_engine_tries_it_for_the_first_time(setup: EngineSetup) -> None:

@@ -214,7 +214,7 @@ def test_what_takes_long_leaves_the_next_messages_to_the_next_turn(
 def test_a_peer_that_writes_without_end_does_not_hold_up_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("asyncrl.coordinator.loop.LAST_SECONDS", 0.02)
+    monkeypatch.setattr("asyncrl.coordinator.loop.LAST_WORDS_SECONDS", 0.02)
     setup = LoopSetup(tmp_path)
     coordinator = setup.coordinator
     begin = time.monotonic()
@@ -235,7 +235,7 @@ def test_the_loop_does_not_wait_while_there_is_work_left(
 ) -> None:
     """A group of two per turn, of the six that there is room for."""
     for module in ("loop", "workers"):
-        monkeypatch.setattr(f"asyncrl.coordinator.{module}.MOST_ASSIGNED", 2)
+        monkeypatch.setattr(f"asyncrl.coordinator.{module}.MAX_ASSIGNED", 2)
     sizes = {"groups_per_batch": 3, "episodes_per_group": 2, "target_staleness": 1}
     setup = LoopSetup(tmp_path, buffer=sizes)
     coordinator = setup.coordinator
@@ -456,7 +456,7 @@ def test_the_status_counts_the_steps_that_the_data_are_enough_for(setup: LoopSet
 
 def test_failed_attempts_are_in_the_status_the_rows_and_the_summary(setup: LoopSetup) -> None:
     coordinator = setup.coordinator
-    coordinator.state.failed_attempts.add(
+    coordinator.state.failed_attempts.add_failure(
         FailReason.REWARD_ERROR, "KeyError: 'b' (bad.py:41)", coordinator.state.store
     )
     assert coordinator.reporter.write_status("running").failed == (

@@ -273,7 +273,7 @@ def test_first_attempts_that_all_fail_end_the_run_with_their_cause(coordinator: 
     cause = "KeyError: 'b' (bad.py:41)"
     for place in range(128):
         coordinator.state.first_attempts.note_failure(place, place % 4, FailReason.REWARD_ERROR)
-    coordinator.state.failed_attempts.add(FailReason.REWARD_ERROR, cause, coordinator.state.store)
+    coordinator.state.failed_attempts.add_failure(FailReason.REWARD_ERROR, cause, coordinator.state.store)
     tick(coordinator, 0.0)
     tick(coordinator, 0.0)
     assert coordinator.lifecycle.outcome == "failed"
@@ -290,7 +290,9 @@ def test_a_run_of_a_few_samples_all_of_whose_episodes_fail_has_failed(coordinato
         tick(coordinator, 0.0)
         assert coordinator.lifecycle.phase is Phase.RUNNING
         buffer.fail_attempt(buffer.episodes[episode], FailReason.PROMPT_TOO_LONG, 0.0)
-    coordinator.state.failed_attempts.add(FailReason.PROMPT_TOO_LONG, "100 tokens", coordinator.state.store)
+    coordinator.state.failed_attempts.add_failure(
+        FailReason.PROMPT_TOO_LONG, "100 tokens", coordinator.state.store
+    )
     tick(coordinator, 0.0)
     tick(coordinator, 0.0)
     assert (coordinator.lifecycle.outcome, coordinator.lifecycle.error) == (

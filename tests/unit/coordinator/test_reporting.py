@@ -211,7 +211,7 @@ def test_generation_is_told_per_second_of_the_step_and_per_token(
 ) -> None:
     """`timing_s/gen` is the mean of the workers' busy seconds since the last row: here 3 and 1."""
     totals = {"one": (1.0, 0.0), "two": (4.0, 2.0), "trainer/x/0": (5.0, 5.0)}
-    monkeypatch.setattr(reporter, "_totals", lambda: totals)
+    monkeypatch.setattr(reporter, "_busy_totals", lambda: totals)
     reporter.begin_running()
     totals = {"one": (4.0, 1.0), "two": (5.0, 5.0), "trainer/x/0": (9.0, 5.0)}
     reporter.count_turn(tokens=400)
@@ -230,7 +230,7 @@ def test_engines_that_are_busy_in_all_of_their_short_halves_are_not_idle(
     busy = 0.0
     sampled = 0.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
-    monkeypatch.setattr(reporter, "_totals", lambda: {"one": (busy, 0.0)})
+    monkeypatch.setattr(reporter, "_busy_totals", lambda: {"one": (busy, 0.0)})
     monkeypatch.setattr(reporter.workers, "peers", ["one"])
     shifts = reporter.state.shifts = Shifts("auto", now, Shift.ROLLOUT)
     reporter.begin_running()

@@ -266,7 +266,7 @@ def test_the_last_validation_waits_for_the_last_version(root: Path, monkeypatch:
         return start(validation, given, now)
 
     monkeypatch.setattr(PlayedTrainer, "_publish", published_late)
-    monkeypatch.setattr(Validation, "_start", noted)
+    monkeypatch.setattr(Validation, "_start_session", noted)
     world = World(root / "late", "last 0", happen, shifts=True)
     world.run()
     world.check()

@@ -295,7 +295,7 @@ def test_the_best_validated_checkpoint_is_known_after_a_restart_too(setup: Train
     setup.handler.record_score(4, {"val-core/all/sampled/mean@1": 0.8})  # late: it is deleted
     setup.handler.record_score(5, {"val-aux/episodes": 0.0})  # it was abandoned
     state.persist()
-    assert setup.handler._choose_best() == TrainerHandler(state, lambda commit: None)._best() == 3
+    assert setup.handler._choose_best() == TrainerHandler(state, lambda commit: None)._choose_best() == 3
     state.config = msgspec.structs.replace(
         state.config, checkpoint=msgspec.structs.replace(config, best=False)
     )
@@ -482,7 +482,7 @@ def test_a_batch_that_spiked_is_left_out_by_name(
     other = batch_of(setup)
     assert len(other) == 4 and not other & (first | left_out)
     setup.handler.record_commit(PEERS[0], commit_of(setup, 2), 0.0)
-    assert state.buffer.account().trained == 8 and state.buffer.flow().conserved
+    assert state.buffer.account().trained == 8 and state.buffer.account().conserved
 
 
 def test_spikes_in_a_row_end_the_run_with_what_to_do(setup: TrainerSetup) -> None:

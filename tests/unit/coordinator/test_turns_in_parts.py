@@ -106,7 +106,7 @@ def test_tokens_of_parts_wait_from_when_they_came_and_hold_the_floor(setup: Work
     post(setup, first, part(0, version=5), part(4, version=3))
     setup.records.process_record(A, Generated(3, first, 0), [turn_payload(version=3)], 9.0)
     waited = buffer.waiting_tokens
-    assert (waited.running_weight(1.5), waited.older(10.0)) == (8, 10)
+    assert (waited.running_weight(1.5), waited.running_weight(10.0)) == (8, 10)
     post(setup, first, part(0, prompt=b"q", version=2))
     assert episode.oldest_possible_version == 0  # it was started on version 0, and still runs
     buffer.fail_attempt(episode, FailReason.WORKER_LOST, 9.0)

@@ -10,7 +10,7 @@ import pytest
 from msgspec.structs import asdict, replace
 
 from asyncrl.config import ValidationConfig
-from asyncrl.coordinator.held_out import HeldOutEpisodes, HeldOutAccount
+from asyncrl.coordinator.held_out import HeldOutAccount, HeldOutEpisodes
 from asyncrl.coordinator.validation import Validation
 from asyncrl.coordinator.workers import WorkerRecord
 from asyncrl.observe.held_out import GREEDY, SAMPLED, HeldOut, uid_prefix
@@ -61,7 +61,7 @@ def test_a_result_in_the_turn_in_which_a_session_goes_on_counts(tmp_path: Path) 
     """After a restart of the coordinator a worker's result may come ahead of the session."""
     uids = [HeldOut(3, SAMPLED, row, 0).uid for row in range(2)]
     before = HeldOutEpisodes(RunStore(tmp_path), retries=2, keeps_turns=False)
-    before.begin_session(uid_prefix(3), uids, again=False)
+    before.begin_session(uid_prefix(3), uids, continues=False)
     for uid in uids:
         before.assign(before.episodes[uid], "worker", sequence_number=1, min_version=0, now=0.0)
     before.put_changes()
@@ -71,7 +71,7 @@ def test_a_result_in_the_turn_in_which_a_session_goes_on_counts(tmp_path: Path) 
     after.finish_episode(
         after.episodes[uids[0]], Finished(1, Attempt(uids[0], 0), EpisodeResult(1.0), EpisodeStats(1))
     )
-    after.begin_session(uid_prefix(3), uids, again=True)
+    after.begin_session(uid_prefix(3), uids, continues=True)
     after.put_changes()
     after._store.commit()
     assert after.account() == HeldOutAccount(issued=2, scored=1, in_flight=1)
@@ -267,14 +267,14 @@ def test_a_session_that_a_restart_cut_short_begins_again(tmp_path: Path) -> None
     ref = setup.state.versions.ref
     setup.state.versions.ref = None  # a newer one by now, or not known yet
     after = session(setup)
-    after.resume_session(0.0, over=False)
+    after.resume_session(0.0, training_over=False)
     assert after.session is not None and before.session is not None
     assert (after.session.step, after.session.ref) == (1, ref) and after.session == before.session
     assert [episode.uid for episode in after.episodes.waiting] == ["val1/sampled/0", "val1/greedy/0"]
     after.assign_episodes(after.deadline + 1, exclusive=True)  # ended, however
     setup.state.persist()
     again = session(setup)
-    again.resume_session(0.0, over=False)
+    again.resume_session(0.0, training_over=False)
     assert not again.is_busy
 
 
@@ -291,7 +291,7 @@ def test_a_session_whose_weights_are_gone_is_done_with_the_newest(tmp_path: Path
     setup.state.versions.ref = training.ref(4)
     setup.state.buffer.committed = 5
     after = session(setup)
-    after.resume_session(0.0, over=False)
+    after.resume_session(0.0, training_over=False)
     assert after.session is not None and (after.session.step, after.session.ref) == (5, training.ref(4))
 
 
@@ -311,7 +311,7 @@ def test_a_session_that_no_weights_are_left_for_has_failed_and_the_account_says_
     assert not held_out.audit(), "what the store has is compared"
     held_out.restore_episodes()
     after = Validation(setup.state, setup.handler, setup.engines, [SAMPLE])
-    after.resume_session(0.0, over=False)
+    after.resume_session(0.0, training_over=False)
     setup.state.persist()
     assert not after.is_busy and held_out.account() == HeldOutAccount(issued=2, scored=1, failed=1)
     assert held_out.audit() and held_out.results.keys() == {*uids}
@@ -323,7 +323,7 @@ def test_rounds_that_are_begun_anew_are_no_failures(tmp_path: Path) -> None:
     held_out = setup.state.held_out
     for step in (3, 3, 6):  # under other settings, then of another step
         uids = [HeldOut(step, mode, 0).uid for mode in (SAMPLED, GREEDY)]
-        held_out.begin_session(uid_prefix(step), uids, again=False)
+        held_out.begin_session(uid_prefix(step), uids, continues=False)
         setup.state.persist()
     held_out.restore_episodes()
     flow = HeldOutAccount(issued=8, in_flight=2, begun_anew=6)
@@ -353,7 +353,7 @@ def test_the_last_validation_is_left_to_the_end_of_the_run(tmp_path: Path) -> No
     setup.state.persist()
     setup.state.buffer.committed = 1
     after = session(setup)
-    after.resume_session(0.0, over=True)
+    after.resume_session(0.0, training_over=True)
     assert not after.is_busy
 
 
@@ -377,7 +377,7 @@ def test_a_session_that_was_cut_short_goes_on_with_what_is_left(tmp_path: Path) 
         setup.state.held_out.restore_episodes()
         setup.handler.reissue_orphans(0.0)
         other = session(setup, 3 * [SAMPLE])
-        other.resume_session(now=0.0, over=False)
+        other.resume_session(now=0.0, training_over=False)
         (worker,) = setup.handler.peers
         worker.eval_version = first_version
         other.assign_episodes(0.0, exclusive=True)

@@ -144,7 +144,7 @@ def test_many_episodes_are_assigned_over_several_turns_of_the_loop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Messages must not wait for all of them. The order of the groups and the balance stay."""
-    monkeypatch.setattr("asyncrl.coordinator.workers.MOST_ASSIGNED", 3)
+    monkeypatch.setattr("asyncrl.coordinator.workers.MAX_ASSIGNED", 3)
     setup = WorkerSetup(tmp_path)
     setup.join(A, 0), setup.join(B, 1)
     admit(setup.state.buffer, 3)

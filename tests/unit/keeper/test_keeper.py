@@ -182,7 +182,7 @@ async def test_a_server_whose_loader_cannot_be_made_is_disconnected(tmp_path: Pa
 
 def report(*answers: Loaded) -> Callable[[Keeper, ServerVersions], Awaitable[Any]]:
     async def act(keeper: Keeper, versions: ServerVersions) -> None:
-        with patch.object(versions, "_loads", Answers(answers)), suppress(asyncio.CancelledError):
+        with patch.object(versions, "_weight_loader", Answers(answers)), suppress(asyncio.CancelledError):
             await keeper._load_versions(versions)
 
     return act
@@ -398,7 +398,7 @@ async def test_the_first_server_of_a_run_starts_at_once_and_later_ones_when_ther
             started.set()
             raise EngineError("a start")
 
-        with patch.object(keeper, "_start", start):
+        with patch.object(keeper, "_start_server", start):
             task = asyncio.create_task(keeper._keep_server())
             await keeper._send_hello()
             versions.take_message(Sleep(7))

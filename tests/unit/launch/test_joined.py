@@ -161,7 +161,7 @@ def test_a_full_disk_here_does_not_make_it_forget_what_it_sent(
 def test_who_was_silent_for_the_longest_time_is_forgotten_where_many_send(
     home: Home, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("asyncrl.coordinator.peers.MOST_SENDERS", 2)
+    monkeypatch.setattr("asyncrl.coordinator.peers.MAX_SENDERS", 2)
     for peer, now in (
         (b"rollout/0/a", 0.0),
         (b"rollout/1/b", 1.0),

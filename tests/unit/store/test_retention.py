@@ -111,7 +111,7 @@ def test_nothing_needed_goes_and_everything_else_does(tmp_path: Path, seed: int,
                 run.checkpoint(run.random.choice(KEEP))
                 run.turn()
             buffer, batches = restored(reader)
-            assert buffer.account() == run.buffer.flow() and buffer.flow().conserved
+            assert buffer.account() == run.buffer.account() and buffer.flow().conserved
             assert buffer.episodes == run.buffer.episodes
             assert batches.batches == run.batches.batches and batches.baselines == run.batches.baselines
             assert reader.trained_in_plans() == buffer.account().trained
@@ -151,7 +151,7 @@ def test_a_turn_forgets_one_batch_and_a_restart_goes_on_with_it(tmp_path: Path) 
         assert len(run.batches.batches) == left
     run.store.close()  # as by kill -9
     again = Coordinator(tmp_path, 0, Random(0))
-    assert [*again.batches.batches] == [3, 4, 5] and again.buffer.account() == run.buffer.flow()
+    assert [*again.batches.batches] == [3, 4, 5] and again.buffer.account() == run.buffer.account()
     again.turn()
     assert [*again.batches.batches] == [4, 5]
     again.forget()
