@@ -145,7 +145,10 @@ class EpisodeRecord(msgspec.Struct, gc=False, array_like=True):
         untrained: bool = False,
         agent: str = "",
     ) -> None:
-        """Count a turn that became durable `seconds` after the episode began. Untrained turns are not stale."""
+        """Count a turn that became durable `seconds` after the episode's begin.
+
+        Untrained turns never are stale.
+        """
         self.turns += 1
         self.rows = max(self.rows, row + 1)
         self.seconds = max(self.seconds, seconds)

@@ -1,11 +1,11 @@
-"""Moves the devices that engines and trainer share from one side to the other.
+"""Move the devices that engines and trainer share from one side to the other.
 
-consumes: answers to Sleep; what handlers know of ranks, engines and the buffer
-waits for: engines to fall asleep and to wake, ranks to rest, each with a deadline
-unblocks: the ranks (plans, in their shift), the engines (the newest version, in theirs)
+consumes: answers to Sleep; the handlers' state of ranks, engines and the buffer
+waits for: engines to fall asleep and to wake, ranks to offload, each with a deadline
+unblocks: the ranks (plans, in the trainer's shift), the engines (the newest version, in the rollout shift)
 
-Nobody is given devices before the other side has said that it holds nothing there: engines by Slept or a
-hello, ranks by a request or a checkpoint at rest. A process that does not say so in time is replaced.
+A side gets the devices only after the other side has confirmed that it holds nothing there: engines by Slept
+or a hello, ranks by a request or a checkpoint at rest. A process that does not confirm in time is replaced.
 """
 
 from __future__ import annotations
@@ -23,12 +23,16 @@ from asyncrl.coordinator.workers import WorkerHandler
 from asyncrl.types import NO_VERSION
 from asyncrl.wire.messages.shared import Replace, Sleep, Slept
 
-SLEEP_RETRY = 2.0  # seconds after which an engine that has not answered is told again
+SLEEP_RETRY = 2.0  # seconds after which an engine without an answer gets Sleep again
 SHIFT_KEY = "shift"  # in the store's meta
 
 
 class ShiftHandler:
-    """Does nothing in a run without shifts. `replace` has the launcher replace a process."""
+    """Runs the shifts. Does nothing in a run without shifts.
+
+    Args:
+        replace: has the launcher replace a process.
+    """
 
     def __init__(
         self,
@@ -48,12 +52,13 @@ class ShiftHandler:
 
         self.engine_peers: Peers[Any] = engines.keepers if engines.remote else workers.peers
         self.role = "engine" if engines.remote else "rollout"
-        self._sleep_number = state.coordinator_epoch << 32  # of the newest order to sleep
+        self._sleep_number = state.coordinator_epoch << 32  # number of the newest Sleep message
         self._sleep_sent_at = self._deadline_start = self._start_deadline = 0.0
-        self._sampled_seconds = self._sampled_at = 0.0  # seconds of all workers' engines; when they last grew
+        # Seconds of all workers' engines, and the time of their last growth.
+        self._sampled_seconds = self._sampled_at = 0.0
 
     def restore_shift(self, now: float) -> None:
-        """A new launch begins with engines that sleep; a restarted coordinator goes on."""
+        """Begin a new launch with sleeping engines, or continue the shift of a restarted coordinator."""
         if self.state.config.shifts:
             stored = self.state.store.read.meta(SHIFT_KEY) or Shift.SLEEPING
             self.state.shifts = Shifts(self.state.config.buffer.shift_fill, now, Shift(stored))
@@ -61,11 +66,11 @@ class ShiftHandler:
             self._start_deadline = now + self.state.liveness.start
 
     def confirm_sleep(self, peer: bytes, message: Slept, now: float) -> None:
-        """An engine answers the order to sleep."""
+        """Handle an engine's answer to Sleep."""
         engine = self.state.versions.engines.get(peer)
         sleep_requested = self.state.shifts is not None and self.state.shifts.shift is Shift.SLEEPING
         if engine is None or message.number != self._sleep_number or not sleep_requested:
-            return  # of an earlier order, or twice of one
+            return  # an answer to an earlier message, or a repetition
 
         if message.error:
             log.warning("%s does not sleep: %s", engine.name, message.error)
@@ -114,7 +119,7 @@ class ShiftHandler:
         self.state.waits += self._shift_waits(shifts, vacant_names)
 
     def _request_outlook(self) -> Outlook:
-        """Say what rank 0's request would find if the trainer had the devices."""
+        """Return the answer that rank 0's request would get if the trainer had the devices."""
         state = self.state
         request = self.trainer.ranks.open_request
         if request is None or request.step > state.batches.committed:
@@ -136,9 +141,9 @@ class ShiftHandler:
             self._sleep_number += 1
             self._sleep_sent_at = 0.0
             self._start_deadline = now + self.state.liveness.start
-            self.engines.refusals.clear()  # by an engine, while another one held the version
+            self.engines.refusals.clear()  # an engine may have refused a version that others held
             for engine in self.state.versions.engines.values():
-                engine.resend(now)  # when it wakes it is sent a version, also the one that it had
+                engine.resend(now)  # after waking, engines get a version even if they held it before
                 engine.woken = False
 
     def _put_to_sleep(self, now: float) -> None:
@@ -151,46 +156,51 @@ class ShiftHandler:
                 self.state.outbox.to_control(peer, Sleep(self._sleep_number))
 
         if now > self._deadline_start + deadline:
-            self._deadline_start = now  # the next ones have as long
+            self._deadline_start = now  # new processes have as much time
             incarnations = [*self.engine_peers.vacant_indices.values()]
             for process in self.engine_peers:
                 engine = versions.engines[process.peer]
-                if engine.up and not engine.asleep:  # a server that starts has a deadline of its own
+                if engine.up and not engine.asleep:  # a starting server has another deadline
                     incarnations.append(process.hello.incarnation)
 
             for name in filter(None, incarnations):
                 reason = f"{self.role} {name} has not fallen asleep within {deadline:g} s"
                 self._replace(Replace(self.role, reason, name))
 
-            if "" in incarnations and now > self._start_deadline:  # not heard of since this coordinator began
+            # A process has not reported in since the coordinator's start.
+            if "" in incarnations and now > self._start_deadline:
                 self._start_deadline = now + self.state.liveness.start
                 self._replace(
                     Replace(self.role, f"not all of {self.role} have reported in: they cannot sleep")
                 )
 
     def _replace_unrested(self, now: float) -> None:
-        """Replace ranks that do not rest within the time of a start, in which they read as much. It begins
-        when they are told to."""
+        """Replace ranks that do not offload within the time of a start, in which ranks read as much.
+
+        The time begins when the ranks are told to rest.
+        """
         ranks = self.trainer.ranks
         time_limit = self.state.liveness.start
 
-        if ranks.last_plan_kind not in ("rest", ""):  # "": told by an earlier coordinator
+        if ranks.last_plan_kind not in ("rest", ""):  # "": an earlier coordinator has sent the plan
             self._deadline_start = now
         elif now > self._deadline_start + time_limit:
-            self._deadline_start = now  # the next ones have as long
+            self._deadline_start = now  # new processes have as much time
             reason = f"the trainer has not come to rest within {time_limit:g} s"
             self._replace(Replace("trainer", reason, ranks.incarnation))
 
     def _version_ready(self, now: float) -> bool:
-        """The version of the committed steps is there to be loaded; or an earlier one is, and this one has
-        not come for long."""
+        """Return True if the version of the committed steps can be loaded.
+
+        After weights.deadline an earlier version is enough.
+        """
         versions = self.state.versions
         config = self.state.config
         is_late = now > self._deadline_start + config.weights.deadline and versions.newest != NO_VERSION
         return versions.newest.step >= self.state.batches.committed or is_late
 
     def _engine_idle_seconds(self) -> float:
-        """Seconds for which no engine has sampled, as far as all workers' beats tell."""
+        """Return the seconds for which no engine has sampled, by the workers' heartbeats."""
         heartbeats = [
             (worker.heartbeat.busy_s, worker.heartbeat_at)
             for worker in self.workers.peers

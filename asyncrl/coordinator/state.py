@@ -1,4 +1,4 @@
-"""Holds what the coordinator's handlers share: buffer, batches, versions, store, outbox and journal."""
+"""The state that the coordinator's handlers share: buffer, batches, versions, store, outbox and journal."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ from asyncrl.weights.model_files import MODEL, identity
 from asyncrl.wire.messages.shared import Welcome, WireMessage
 from asyncrl.wire.sockets import Hub
 
-MAX_UNTRAINED_BATCHES = 50  # batches' worth of groups in a row that left untrained; then the run ends
+MAX_UNTRAINED_BATCHES = 50  # batches' worth of groups in a row without training, after which the run ends
 ABANDONED_KEY = "abandoned_tokens"  # in the store's meta
 REASONS_KEY = "reasons"  # in the store's meta: episodes by final state and reason
-MAX_SKIPPED_BATCHES = 20  # batches in a row that were committed without an optimizer step
+MAX_SKIPPED_BATCHES = 20  # committed batches in a row without an optimizer step, after which the run ends
 
 log = logging.getLogger("asyncrl.coordinator")
 UNTAKEN_STATES = (*IN_FLIGHT, State.READY)
@@ -49,8 +49,10 @@ UNTAKEN_STATES = (*IN_FLIGHT, State.READY)
 
 @dataclass
 class TransactionalOutbox:
-    """Messages of one turn of the loop. They are sent after the store's commit: what a peer has been sent
-    cannot be undone by a kill -9."""
+    """Messages of a pass of the loop, sent after the store's commit.
+
+    So a kill -9 cannot undo anything that a peer knows of.
+    """
 
     control: Hub
     bulk: Hub
@@ -59,7 +61,7 @@ class TransactionalOutbox:
 
     @property
     def refused(self) -> int:
-        """Messages that came and could not be read."""
+        """Number of received messages that could not be read."""
         return self.control.refused + self.bulk.refused
 
     def to_control(self, peer: bytes, message: WireMessage, frames: Sequence[bytes] = ()) -> None:
@@ -69,11 +71,11 @@ class TransactionalOutbox:
         self._queue.append((self.bulk, peer, message, frames))
 
     def clear(self) -> None:
-        """Send nothing of this turn: it was undone."""
+        """Discard the messages of a pass that was undone."""
         self._queue = []
 
     def flush(self) -> None:
-        """Send everything. A peer that misses a message asks for it again, as its protocol says."""
+        """Send all messages. A peer that misses a message requests the message again, by its protocol."""
         queue = self._queue
         self._queue = []
         for hub, peer, message, frames in queue:
@@ -96,13 +98,13 @@ class RunState:
     outbox: TransactionalOutbox
     coordinator_epoch: int
     trainer_epoch: int = 0
-    vocabulary: int = MAX_VOCABULARY  # token ids are below it, once the trainer has told
-    launch: str = ""  # that this coordinator belongs to
+    vocabulary: int = MAX_VOCABULARY  # token ids are smaller; known once a rank has reported in
+    launch: str = ""  # incarnation of the launch of this coordinator
     skipped_batches: int = 0  # committed batches in a row without an optimizer step
     waits: list[str] = field(default_factory=list)
-    damage: str = ""  # why the store could not be read again: what is in memory is not what it holds
-    stopping: bool = False  # the run was told to stop: what ends from then on is no loss
-    shifts: Shifts | None = None  # where engines and trainer use the same devices
+    damage: str = ""  # why the store could not be read again, so that memory and store differ
+    stopping: bool = False  # the run was told to stop: processes that end from then on are no loss
+    shifts: Shifts | None = None  # None unless engines and trainer share devices
 
     def __post_init__(self) -> None:
         is_evaluation = not self.config.total_steps
@@ -121,7 +123,7 @@ class RunState:
         self.record_launch(self.batches.committed)
 
     def futile_reason(self) -> str:
-        """Says why the run learns nothing and had better end; '' when that is not so."""
+        """Return why the run should end as it learns nothing; '' if there is no such reason."""
         buffer = self.buffer
 
         if buffer.prompts.order_error and buffer.missing_groups > 0:
@@ -148,11 +150,14 @@ class RunState:
         return ""
 
     def engine_time(self, now: float) -> float:
-        """Return the time on the engines' clock, which stands still while they sleep: by it groups live."""
+        """Return the time of the engines' clock, which stands still while they sleep.
+
+        Groups age by this time.
+        """
         return now if self.shifts is None else self.shifts.clock(now)
 
     def ledger_of(self, uid: str) -> ReplayBuffer | HeldOutEpisodes:
-        """Return the owner of an episode: what is trained, or a validation."""
+        """Return the ledger (training buffer or validation) that owns this episode."""
         return self.held_out if uid.startswith(EVAL) else self.buffer
 
     @property
@@ -162,7 +167,7 @@ class RunState:
 
     @property
     def total_batches(self) -> int:
-        """Batches of the run: `total_steps`, or fewer where the data end before."""
+        """Number of batches of the run: `total_steps`, or fewer if the data runs out before."""
         max_draws = self.buffer.prompts.max_draws
         groups_per_batch = self.config.buffer.groups_per_batch
         return (
@@ -186,18 +191,20 @@ class RunState:
         )
 
     def record_launch(self, step: int) -> None:
-        """All steps after this one are trained, or trained again, with the configuration of this launch."""
+        """Record that steps after `step` are trained, perhaps again, with the configuration of this launch."""
         self.launches = launches.since(self.launches, step, self.config)
         self.store.put_meta(launches.KEY, msgspec.json.encode(self.launches).decode())
 
     def persist(self) -> None:
-        """Write what changed in one transaction, then send the messages of this turn. StorePaused: neither
-        has happened; call it again, before anything else changes."""
+        """Write all changes in a transaction, then send the messages of this pass.
+
+        After StorePaused neither has happened, and `persist` must be called again before any further change.
+        """
         groups, episodes, moved_episodes = self.buffer.changes()
         self.store.put_groups(groups, self.buffer.live)
         self.store.put_episodes(episodes, moved_episodes)
 
-        if episodes or moved_episodes:  # else no attempt was given up
+        if episodes or moved_episodes:  # without changed episodes no attempt was given up
             self.store.put_meta(ABANDONED_KEY, str(self.buffer.abandoned_tokens))
             self.store.put_meta(REASONS_KEY, msgspec.json.encode(self.buffer.reasons).decode())
 
@@ -213,8 +220,10 @@ class RunState:
         self.store.copies.take(self.buffer.state_counts())
 
     def read_turns(self, episode: EpisodeRecord) -> list[bytes]:
-        """Reads its turns, without the replies to them; [] where one cannot be read. They were checked when
-        they came: to decode them again takes most of the time of a plan."""
+        """Read the payloads of an episode's turns, without replies; [] if a payload cannot be read.
+
+        Payloads were checked on arrival. Decoding them again would take most of the time of a plan.
+        """
         try:
             turn_payloads = list(self.store.read.frames(episode.uid, episode.turns, ("generated",)))
         except StoreError as error:
@@ -223,8 +232,10 @@ class RunState:
         return turn_payloads if all(turn_payloads) else []
 
     def read_frames(self, episode: EpisodeRecord) -> list[bytes]:
-        """Its payloads, two per turn, as far as they can be read. An untaken episode that has more turns than
-        that is cut back to them."""
+        """Return the readable payloads of an episode, two per turn.
+
+        An untaken episode with further turns is cut back to the readable turns.
+        """
         turns: list[Turn] = []
         frames: list[bytes] = []
         if not episode.turns:
@@ -239,7 +250,7 @@ class RunState:
         except (StoreError, ProtocolError) as error:
             log.error("episode %s: %d of %d turns can be read: %s", uid, len(turns), episode.turns, error)
             if uid in self.held_out.episodes:
-                episode.forget_turns()  # it starts over
+                episode.forget_turns()
                 self.held_out.touch(episode)
                 self.store.forget_frames(uid)
                 return []
@@ -250,7 +261,7 @@ class RunState:
         return frames
 
     def read_parts(self, episode: EpisodeRecord) -> list[bytes]:
-        """Return the payloads of turns that no attempt has ended. Those that cannot be read are forgotten."""
+        """Return the parts of turns that no attempt has ended. Unreadable turns are forgotten."""
         frames: list[bytes] = []
 
         for session, turn in list(episode.open.items()):
@@ -264,12 +275,15 @@ class RunState:
         return frames
 
     def cut_back_unreadable(self) -> None:
-        """After a start, before anything is planned: a power cut or a bad sector may have taken payloads."""
+        """Cut back untaken episodes whose payloads were lost by a power cut or a bad sector.
+
+        Called after a start, before anything is planned.
+        """
         for episode in [e for e in self.buffer.episodes.values() if e.turns and e.state in UNTAKEN_STATES]:
             self.read_frames(episode)
 
     def roll_back(self) -> None:
-        """Forget what was not committed, and read again what is stored, as far as it can be read."""
+        """Forget all uncommitted changes, and read the state from the store again, as far as possible."""
         self.outbox.clear()
         self.store.rollback()
         try:
@@ -285,7 +299,7 @@ class RunState:
 
 
 def load_state(config: RunConfig, run_dir: Path, store: RunStore, outbox: TransactionalOutbox) -> RunState:
-    """The state of a run, restored from its store; a new one where that is empty."""
+    """Return the state of a run, restored from the store, or a new state if the store is empty."""
     samples = Samples.open(samples_path(run_dir, "train"))
     check_same_data(samples, store.read.meta("data"))
     store.put_meta("data", samples.fingerprint)
@@ -318,7 +332,7 @@ def load_state(config: RunConfig, run_dir: Path, store: RunStore, outbox: Transa
 
 
 def restore_from_store(config: RunConfig, store: RunStore, buffer: ReplayBuffer, batches: Batches) -> None:
-    """Take over what the store holds."""
+    """Restore buffer and batches from the store."""
     stored_run = store.read.load()
     buffer.restore_groups(stored_run.groups, stored_run.episodes, stored_run.left, time.monotonic())
 
@@ -356,8 +370,12 @@ CONTACT_INTERVAL = 0.5
 
 
 class Journal:
-    """`commit_pass` is called after each pass of the loop, and again before the next. `keep_contact` is
-    called now and then during a pause, with its reason: the peers must not give the coordinator up."""
+    """Commits each pass of the loop, and waits while the store cannot be written.
+
+    Args:
+        keep_contact: called from time to time during a pause with the reason, as peers must not give the
+            coordinator up.
+    """
 
     def __init__(self, state: RunState, keep_contact: Callable[[str], None]) -> None:
         self._state = state
@@ -367,12 +385,14 @@ class Journal:
 
     @property
     def paused(self) -> bool:
-        """The last pass is not written yet."""
+        """True while the last pass is not written."""
         return self._paused_at is not None
 
     def commit_pass(self, now: float) -> bool:
-        """True when the pass is durable and its messages are sent. Until then the next one must not begin.
-        StoreError after launch.stall_timeout."""
+        """Return True once the pass is durable and its messages are sent. Until then no other pass may begin.
+
+        Raises StoreError after launch.stall_timeout.
+        """
         try:
             self._state.persist()
         except StorePaused as error:

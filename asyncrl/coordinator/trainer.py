@@ -1,8 +1,8 @@
-"""The coordinator's side of the trainer ranks.
+"""The coordinator's side of the trainer ranks: answer requests for plans, record commits and checkpoints.
 
 consumes: hellos, commits, versions, checkpoints (control); requests for plans and payloads (bulk)
-waits for: a micro-batch's worth of ready trajectories; all ranks of one start
-unblocks: the ranks (plans, payloads, committed), through the clock the workers
+waits for: a micro-batch's worth of ready trajectories; all ranks of a start
+unblocks: the ranks (plans, payloads, committed), and through the clock the workers
 """
 
 from __future__ import annotations
@@ -24,14 +24,15 @@ from asyncrl.types import DropReason, PolicyVersion
 from asyncrl.wire.addresses import is_older
 from asyncrl.wire.messages import shared, trainer
 
-# Scores of a validation that choose the best checkpoint; the first one present counts. -1: lower is better.
+# Metrics of a validation that choose the best checkpoint, each with a sign (-1: lower is better). The first
+# metric that is present counts.
 BEST_SCORES = ((SAMPLED_SCORE, 1), (NLL_HELD_OUT, -1))
-MAX_SPIKES = 3  # batches in a row that are left out of one step: then it is not them, but the weights
+MAX_SPIKES = 3  # batches in a row left out of a step; after more of them the weights must be the cause
 
 
 @dataclass
 class RankRecord:
-    """Holds a connected rank."""
+    """A connected rank."""
 
     peer: bytes
     name: str
@@ -42,15 +43,15 @@ class RankRecord:
 
 @dataclass
 class Ranks:
-    """The ranks of one trainer start."""
+    """The ranks of a trainer start."""
 
     peers: Peers[RankRecord]
     incarnation: str = ""
     rank_count: int = 0
-    open_request: trainer.PlanRequest | None = None  # rank 0's, that is not answered
-    offloaded: bool = False  # they hold nothing on their devices
-    last_plan_kind: str = ""  # the kind of the last plan
-    committed_step: int = 0  # the newest step that they have committed
+    open_request: trainer.PlanRequest | None = None  # rank 0's unanswered request
+    offloaded: bool = False  # the ranks hold nothing on their devices
+    last_plan_kind: str = ""  # kind of the last plan that was sent
+    committed_step: int = 0  # newest step that these ranks have committed
 
 
 class TrainerHandler:
@@ -61,41 +62,46 @@ class TrainerHandler:
         self.on_commit = on_commit
         self.ranks = Ranks(Peers(state, "trainer"), state.store.read.meta("trainer_incarnation"))
 
-        self.stopping = self.checkpoint_written = False  # asked to write a checkpoint; it is written
+        self.stopping = self.checkpoint_written = False  # the last checkpoint was requested; was written
         self._covered_step = int(
             state.store.read.meta("to_forget", "0")
-        )  # steps before this one are not needed
-        self._stop_step: int | None = None  # the step at which the ranks were asked
+        )  # plans before this step are not needed
+        self._stop_step: int | None = None  # step at which the ranks were told to stop
 
-        self.checkpoint_step = max(state.store.read.checkpoints(), default=-1)  # of the newest one
-        self._checkpoint_problem = ""  # why the newest checkpoint was not written, until one is
-        self.checkpoint_trained: int | None = None  # what a checkpoint of the last step counts as trained
+        # Step of the newest checkpoint.
+        self.checkpoint_step = max(state.store.read.checkpoints(), default=-1)
+        self._checkpoint_problem = ""  # why the newest checkpoint was not written; "" after a success
+        # Trajectories trained by the count of a checkpoint of the last step.
+        self.checkpoint_trained: int | None = None
 
         stored_scores = state.store.read.meta("validated", "{}")
-        self._scores = msgspec.json.decode(stored_scores, type=dict[int, float])  # of validated steps
-        self.best_step = int(
-            state.store.read.meta("best", "-1")
-        )  # step of the checkpoint that was kept for it
+        # Score of each validated step.
+        self._scores = msgspec.json.decode(stored_scores, type=dict[int, float])
+        self.best_step = int(state.store.read.meta("best", "-1"))  # step of the best checkpoint
 
-        self.snapshot_s = self.write_s = 0.0  # of the newest publish
-        # the last step that spiked, and batches in a row that did there
+        self.snapshot_s = self.write_s = 0.0  # seconds of the newest publish
+        # The last step with a spike, and the number of its batches in a row with a spike.
         self._spiked_step = -1
         self._spike_count = 0
 
-        self.waiting_for_devices: dict[bytes, trainer.AskDevices] = {}  # ranks that have loaded nothing yet
-        self.newest_asker = ""  # the incarnation of the newest of them
+        # Ranks that have loaded nothing yet, by peer.
+        self.waiting_for_devices: dict[bytes, trainer.AskDevices] = {}
+        self.newest_asker = ""  # incarnation of the newest of these ranks
         self.starting_ranks: dict[
             bytes, tuple[trainer.TrainerBeat, float]
-        ] = {}  # no hello yet; and when heard
+        ] = {}  # ranks before their hello: heartbeat and its time
 
         self._given_up_epoch = int(
             state.store.read.meta("given_up", "-1")
-        )  # the newest epoch that gave up a batch
+        )  # newest trainer epoch that gave up a batch
 
     # -- control -------------------------------------------------------------------------------------
 
     def welcome_rank(self, peer: bytes, message: trainer.TrainerHello, now: float) -> None:
-        """A rank reports in. A new incarnation begins a new trainer epoch, which fences the earlier ones."""
+        """Handle the hello of a rank.
+
+        A new incarnation begins a trainer epoch, which fences earlier epochs.
+        """
         rank_name = f"trainer {message.index}"
         newest_incarnation = self.ranks.incarnation
         rank = self.ranks.peers.accept_hello(
@@ -112,7 +118,7 @@ class TrainerHandler:
                 state.trainer_epoch += 1
                 state.store.put_meta("trainer_epoch", str(state.trainer_epoch))
                 state.store.put_meta("trainer_incarnation", message.incarnation)
-                state.store.sync()  # after a power cut the number must not be given again
+                state.store.sync()  # a power cut must not lead to the same number again
 
             first_hello = not self.ranks.rank_count
             peers = self.ranks.peers
@@ -126,18 +132,21 @@ class TrainerHandler:
             if message.step > state.batches.committed:
                 recover_commits(state, message.step, now)
                 self.checkpoint_step = message.step
-            if first_hello:  # after `recover`: what is trained needs no payload
+            if first_hello:  # after recovery, as trained episodes need no payload
                 state.cut_back_unreadable()
 
             self._check_position(message.step)
             state.record_launch(message.step)
-            state.liveness.alive(now)  # a hello that is only repeated is no sign of life
+            state.liveness.alive(now)  # a repeated hello is no sign of life
 
         state.vocabulary = message.vocabulary
         state.send_welcome(peer)
 
     def note_device_request(self, peer: bytes, message: trainer.AskDevices) -> None:
-        """A rank waits until engines sleep. The ranks that it replaces have ended, and need no answers."""
+        """Note a rank that waits for the devices.
+
+        The ranks that it replaces have ended, and need no answers.
+        """
         if is_older(message.incarnation, self.newest_asker):
             return
 
@@ -160,8 +169,10 @@ class TrainerHandler:
             )
 
     def note_heartbeat(self, peer: bytes, message: trainer.TrainerBeat, now: float) -> None:
-        """A heartbeat. Only work done since the last one is progress: a long step must not trip the watchdog,
-        but a rank that hangs in one must."""
+        """Note a heartbeat. Only work since the last heartbeat is progress.
+
+        So a long step does not trip the watchdog, but a rank that hangs in a step does.
+        """
         if (rank := self.ranks.peers.get(peer)) is None:
             incarnation = peer.decode().rpartition("/")[2]
             if message.waiting and not is_older(incarnation, self.ranks.incarnation):
@@ -179,16 +190,16 @@ class TrainerHandler:
         previous = rank.heartbeat
         rank.heartbeat = message
 
-        if message.rank == 0:  # its beats and its Checkpointed come in order; a new start has not tried yet
+        if message.rank == 0:  # heartbeats and Checkpointed arrive in order; a new start has not tried yet
             self._checkpoint_problem = message.checkpoint_problem or self._checkpoint_problem
 
         if message.work > (previous.work if previous else 0):
             self.state.liveness.progress(now)
         elif message.written > (previous.written if previous else 0):
-            self.state.liveness.alive(now)  # no progress: on a full disk the same bytes are written again
+            self.state.liveness.alive(now)  # no progress, as on a full disk the same bytes are written again
 
     def starting_waits(self, now: float) -> list[tuple[str, str]]:
-        """Name and wait of each rank that has not said hello, and was heard of within a lease."""
+        """Return name and wait of each rank without a hello that was heard of within a lease."""
         lease = self.state.config.launch.lease
         return [
             (f"trainer {beat.rank}", beat.waiting)
@@ -197,21 +208,23 @@ class TrainerHandler:
         ]
 
     def hangs_since_stall(self, now: float) -> bool:
-        """True where some rank is silent; asked when nothing has moved for long. Who waits sends beats."""
+        """Return True if a rank is silent, in a run that has stalled. A rank that waits sends heartbeats."""
         peers = self.ranks.peers
         return not self.waiting_for_devices and (
             len(peers) < max(1, self.ranks.rank_count) or bool(peers.silent_processes(now))
         )
 
     def _superseded(self, peer: bytes, message: trainer.Commit | trainer.Checkpointed) -> bool:
-        """True for a message of an earlier trainer, which is told to end."""
+        """Return True for a message of an earlier trainer, and tell that trainer to end."""
         if is_earlier := message.trainer_epoch != self.state.trainer_epoch:
             self.state.outbox.to_control(peer, shared.Stop("a newer trainer has taken over"))
         return is_earlier
 
     def record_commit(self, peer: bytes, message: trainer.Commit, now: float) -> None:
-        """Idempotent on the step: a repeat gets the same answer. Another plan under that step is an error.
-        The ranks say what of it was trained: they may hold payloads that cannot be read any more."""
+        """Record a commit. A repeated commit of a step gets the same answer; another plan is a ProtocolError.
+
+        The ranks report which episodes were trained, as they may hold payloads that cannot be read any more.
+        """
         state = self.state
         if self._superseded(peer, message):
             return
@@ -236,21 +249,21 @@ class TrainerHandler:
 
         self.ranks.committed_step = max(self.ranks.committed_step, message.step)
         state.liveness.progress(now)
-        # While a restarted trainer repeats steps the engines keep the newer weights they have.
+        # While a restarted trainer repeats steps, the engines keep their newer weights.
         state.outbox.to_control(
             peer,
             trainer.Committed(message.step, message.step >= state.batches.committed, self._choose_best()),
         )
 
     def record_score(self, step: int, metrics: Mapping[str, float]) -> None:
-        """The validation of a step is over. Its score is kept with the run."""
+        """Store the score of a validated step."""
         scores = [metrics[name] * sign for name, sign in BEST_SCORES if name in metrics]
         if scores:
             self._scores[step] = scores[0]
             self.state.store.put_meta("validated", msgspec.json.encode(self._scores).decode())
 
     def _choose_best(self) -> int:
-        """Name the best so far and the newest `checkpoint.keep`, which are there; others are deleted."""
+        """Choose the best step of the checkpoints that are left: the best so far and the newest ones."""
         if not self.state.config.checkpoint.best:
             return -1
 
@@ -261,13 +274,14 @@ class TrainerHandler:
         return self.best_step
 
     def record_given_up(self, peer: bytes, message: trainer.GaveUp) -> list[EpisodeRecord]:
-        """Ranks gave a batch up; their supervisor starts others. After too little memory the next trainer
-        epoch recomputes more layers, or trains the recorded plans in smaller micro-batches; after a spike
-        it leaves the batch out and goes back to the newest checkpoint. Only the first message of an epoch
-        changes anything.
+        """Handle ranks that gave a batch up, for which a supervisor starts new ranks.
+
+        After too little memory the next trainer epoch recomputes more layers, or trains the recorded plans in
+        smaller micro-batches. After a spike the next epoch leaves the batch out and goes back to the newest
+        checkpoint. Only the first message of an epoch changes anything.
 
         Returns the episodes that were running for a batch that is left out. Raises ConfigError or
-        ProtocolError where the run ends.
+        ProtocolError if the run ends.
         """
         state = self.state
         running_episodes = list[EpisodeRecord]()
@@ -293,7 +307,7 @@ class TrainerHandler:
     def _leave_out_batch(self, message: trainer.GaveUp) -> list[EpisodeRecord]:
         step = message.step
         batch = self.state.batches.batches.get(message.step - 1)
-        if batch is None or not batch.closed:  # left out before this coordinator was restarted
+        if batch is None or not batch.closed:  # the batch was left out before a restart of the coordinator
             return []
 
         self._spike_count = self._spike_count + 1 if self._spiked_step == step else 1
@@ -326,22 +340,22 @@ class TrainerHandler:
             self.state.versions.add_probe(message, now)
 
     def record_checkpoint(self, peer: bytes, message: trainer.Checkpointed, now: float) -> None:
-        """A checkpoint is in place: what the oldest retained one covers can be forgotten."""
+        """Record a checkpoint. Plans that the oldest retained checkpoint covers can be forgotten."""
         state = self.state
         if self._superseded(peer, message):
             return
 
         self._checkpoint_problem = ""
-        # Ranks that repeat steps after a crash are stopped before the last committed one.
+        # Ranks that repeat steps after a crash are stopped before the last committed step.
         required_step = state.batches.committed if self._stop_step is None else self._stop_step
         self.checkpoint_written = self.checkpoint_written or (self.stopping and message.step >= required_step)
 
-        if message.resting and not self.ranks.last_plan_kind:  # an earlier coordinator has told them
+        if message.resting and not self.ranks.last_plan_kind:  # an earlier coordinator has sent the last plan
             self.ranks.last_plan_kind = "end"
         self.ranks.offloaded |= message.resting and self.ranks.last_plan_kind == "end"
 
         if message.step == self.checkpoint_step:
-            return  # sent again, as a restarted coordinator may have missed it
+            return  # a repetition, for a restarted coordinator that may have missed the message
 
         state.store.put_checkpoint(message.step)
         state.timeline.past("checkpoint", 0.0, step=message.step)
@@ -361,8 +375,10 @@ class TrainerHandler:
         state.liveness.progress(now)
 
     def forget_covered(self) -> None:
-        """Forget one batch that the oldest retained checkpoint covers: its plan and payloads. It is called in
-        each turn of the loop, as there may be many batches between two checkpoints."""
+        """Forget plan and payloads of a batch that the oldest retained checkpoint covers.
+
+        The loop calls this in each pass, as there may be many batches between two checkpoints.
+        """
         state = self.state
         if not self._covers_more:
             return
@@ -374,11 +390,11 @@ class TrainerHandler:
         state.store.cover(first_step + 1, len(forgotten_uids))
 
         if not self._covers_more:
-            state.store.sync()  # the store forgets what is beyond store.keep_bytes
+            state.store.sync()  # the store then removes payloads beyond store.keep_bytes
 
     @property
     def is_forgetting(self) -> bool:
-        """True while not all that checkpoints cover is forgotten."""
+        """True while plans or payloads that checkpoints cover are not yet forgotten."""
         return self._covers_more or self.state.store.pruning
 
     @property
@@ -386,15 +402,14 @@ class TrainerHandler:
         return next(iter(self.state.batches.batches), self._covered_step) < self._covered_step
 
     def request_checkpoint(self) -> None:
-        """Let the ranks write a checkpoint at the next micro-batch, unless nothing was trained since the
-        newest one."""
+        """Let the ranks write a checkpoint at the next micro-batch, unless the newest covers all training."""
         committed = self.state.batches.committed
         self.stopping = True
         self.checkpoint_written = self.checkpoint_step >= committed or not committed
 
     @property
     def checkpoint_problem(self) -> str:
-        """Say why no checkpoint can be written, and from where a crash would go on; '' while they are."""
+        """Why no checkpoint can be written, and where a resume would begin; '' without a problem."""
         if not self._checkpoint_problem:
             return ""
         saved_step = self.checkpoint_step
@@ -406,7 +421,7 @@ class TrainerHandler:
         return f"{self._checkpoint_problem}; {newest_checkpoint}"
 
     def describe_unsaved_stop(self, reason: str) -> str:
-        """Say what a stop without a checkpoint means."""
+        """Return the message for a stop without a checkpoint."""
         step = self.state.batches.committed
         saved_step = self.checkpoint_step
         waits = (rank.heartbeat.waiting for rank in self.ranks.peers if rank.heartbeat)
@@ -418,17 +433,21 @@ class TrainerHandler:
     # -- bulk ----------------------------------------------------------------------------------------
 
     def note_request(self, peer: bytes, message: trainer.PlanRequest) -> None:
-        """Remember the request; `serve` answers it when there is something to train. One that comes late, for
-        a step that they have committed, is not answered: what cannot be read by now was trained."""
+        """Note a request, which `serve_request` answers once there is something to train.
+
+        A late request, for a step that the ranks have committed, gets no answer: unreadable episodes of that
+        step were trained.
+        """
         rank = self._rank_of(peer, message)
         if rank is not None and rank.hello.index == 0:
-            self.ranks.open_request = message  # one at rest may have been sent twice, and be answered already
+            # At rest, a request may have been sent twice, and answered already.
+            self.ranks.open_request = message
             self.ranks.offloaded = message.resting and self.ranks.last_plan_kind in ("", "rest")
 
     def _rank_of(
         self, peer: bytes, message: trainer.PlanRequest | trainer.PayloadRequest
     ) -> RankRecord | None:
-        """The rank that asks, if its trainer is the newest, for a step that is not committed by it."""
+        """Return the rank of a request; None for an outdated trainer, or a step that it has committed."""
         is_late = (
             message.trainer_epoch != self.state.trainer_epoch or message.step < self.ranks.committed_step
         )
@@ -436,7 +455,7 @@ class TrainerHandler:
         return None if is_late or is_replaced else self.ranks.peers.get(peer)
 
     def serve_request(self) -> None:
-        """Answer rank 0's request if it can be answered; else its beat says what it waits for."""
+        """Answer rank 0's request if possible. Until then the rank's heartbeat reports the wait."""
         request = self.ranks.open_request
         shifts = self.state.shifts
 
@@ -456,8 +475,11 @@ class TrainerHandler:
         self.state.outbox.to_bulk(first_rank.peer, plan)
 
     def _plan_in_shift(self, request: trainer.PlanRequest) -> trainer.WorkPlan | None:
-        """Return the plan asked for if the trainer has the devices. It rests where engines are to have them,
-        once they can compare the version that they will load. A stop is for ranks that rest, too."""
+        """Return the requested plan if the trainer has the devices, or the order to rest before engines wake.
+
+        Before the ranks rest, the trainer must have scored the probe for the version that engines will load.
+        Ranks at rest are stopped, too.
+        """
         shifts = self.state.shifts
         version = PolicyVersion(self.state.trainer_epoch, request.step)
         if shifts is None or shifts.shift is Shift.TRAIN or self.stopping:
@@ -471,7 +493,7 @@ class TrainerHandler:
         return trainer.WorkPlan(request.step, request.micro, "probe" if lacks_probe else "rest")
 
     def _make_plan(self, request: trainer.PlanRequest) -> trainer.WorkPlan | None:
-        """Return the plan asked for. None: the request has to wait."""
+        """Return the requested plan. None: the request has to wait."""
         state = self.state
         batches = self.state.batches
         step = request.step
@@ -487,7 +509,7 @@ class TrainerHandler:
             return make_plan("end")
 
         if step == batches.committed and state.versions.lacks_probe(PolicyVersion(state.trainer_epoch, step)):
-            return make_plan("probe")  # ranks that repeat steps score none
+            return make_plan("probe")  # ranks that repeat steps score no probe
 
         ranks = self.ranks.rank_count // state.config.trainer.sequence_parallel
         uids = batches.plan(step, request.micro, ranks, state.memory_limits.tokens)
@@ -500,7 +522,7 @@ class TrainerHandler:
 
         episodes = map(
             batches.planned_episodes.__getitem__, uids
-        )  # the lost ones, too: ranks deal the others as before
+        )  # with lost episodes, so that ranks partition the plan as before
         temperature = state.config.rollout.temperature
         return make_plan(
             "work",
@@ -508,7 +530,7 @@ class TrainerHandler:
         )
 
     def send_payloads(self, peer: bytes, message: trainer.PayloadRequest) -> None:
-        """Send a rank the payloads of its part of a plan; of a batch that is left out there are none."""
+        """Send a rank the payloads of its part of a plan. There are none for a batch that was left out."""
         state = self.state
         batch = self.state.batches.batches.get(message.step)
         if self._rank_of(peer, message) is None or batch is None:

@@ -1,10 +1,10 @@
-"""Validation: held-out episodes at one pinned version, in their own ledger beside the training flow.
+"""Validate: sample held-out episodes with a fixed version, in a ledger beside the training buffer.
 
-An embedded engine has a second one for it in each worker; of several servers one is set aside. With a single
-server the weights go on changing, and the versions that sampled are reported.
+With embedded engines each worker has a second engine for the validation; of several servers one is set aside.
+With a single server the weights go on changing, and the versions that sampled are reported.
 
 consumes: validation episodes' records, from the worker handler
-waits for: a share of the slots, engines that hold the pinned version; with a deadline
+waits for: a fraction of the slots, engines that hold the fixed version; with a deadline
 unblocks: the end of the run (the last validation)
 """
 
@@ -52,13 +52,16 @@ from asyncrl.weights.manifest import WeightsError, WeightsRef
 from asyncrl.wire.messages.shared import Loaded
 from asyncrl.wire.messages.worker import Failed, Finished
 
-MID_RUN_FRACTION = 0.5  # of a worker's slots
-NO_SESSION = "null"  # is under way, but something has been
+MID_RUN_FRACTION = 0.5  # fraction of a worker's slots for a validation during training
+NO_SESSION = "null"  # stored after a session has ended
 
 
 class SessionStart(msgspec.Struct, frozen=True):
-    """Describes a session under way, as the store keeps it beside its episodes. `final`: at the start or the
-    end of training. `settings`: under which it samples."""
+    """A session under way, as stored beside its episodes.
+
+    final: the session is at the start or the end of training.
+    settings: settings under which the session samples.
+    """
 
     step: int
     final: bool
@@ -66,14 +69,19 @@ class SessionStart(msgspec.Struct, frozen=True):
     settings: str = ""
 
     def can_continue(self, earlier: SessionStart) -> bool:
-        """The episodes of `other` are as good as its own: of the same weights, under the same settings. Those
-        of step 0 are the model's own, whoever has published them."""
+        """Return True if episodes of an earlier session can be reused: weights and settings are the same.
+
+        The weights of step 0 are the model's own, whichever trainer has published them.
+        """
         same_weights = self.ref.version == earlier.ref.version or self.step == 0
         return same_weights and (self.step, self.settings) == (earlier.step, earlier.settings)
 
 
 class Validation:
-    """Runs at most one session at a time. One that is not over by its deadline is abandoned and logged."""
+    """Runs at most one session at a time.
+
+    A session that is not over by its deadline is abandoned and logged.
+    """
 
     def __init__(
         self, state: RunState, workers: WorkerHandler, engines: EngineHandler, samples: Sequence[Sample]
@@ -87,10 +95,13 @@ class Validation:
         self.deadline = math.inf
         self.results: list[tuple[int, dict[str, float]]] = []
         self._session_resources = ExitStack()
-        self._resumed = False  # what was under way when the coordinator ended, if anything was
+        self._resumed = False  # a session from before a restart was resumed, if there was one
 
     def begin_session(self, step: int, final: bool, now: float) -> bool:
-        """Start validating the latest published version; False when there is none, or nothing to do."""
+        """Start validating the newest published version.
+
+        Return False without a version, or without samples.
+        """
         ref = self.state.versions.ref
         sample_count = self._sample_count
 
@@ -104,8 +115,10 @@ class Validation:
         return self._start_session(SessionStart(step, final, ref, self.state.config.held_out_settings), now)
 
     def resume_session(self, now: float, training_over: bool) -> None:
-        """Begin again what was under way when the coordinator ended, or the first validation of a new run.
-        `over`: training has ended, and the last validation is still to come."""
+        """Resume the session that was under way when the coordinator ended, or validate step 0 of a new run.
+
+        `training_over`: training has ended, and the last validation is still to come.
+        """
         self._resumed = True
         stored = self.state.store.read.meta("validation")
         start = self._stored_session()
@@ -120,13 +133,13 @@ class Validation:
                 self.begin_session(committed, start.final, now)
 
     def _stored_session(self) -> SessionStart | None:
-        """Reads which session was under way when the coordinator ended."""
+        """Read the session that was under way when the coordinator ended."""
         stored = self.state.store.read.meta("validation", NO_SESSION)
         return msgspec.json.decode(stored, type=SessionStart | None)
 
     @property
     def _is_evaluation(self) -> bool:
-        """Nothing is trained: everything that is sampled is kept, and there is no hurry."""
+        """True if nothing is trained: all samples are stored, and there is no deadline."""
         return not self.state.config.total_steps
 
     @property
@@ -150,11 +163,12 @@ class Validation:
 
     def _start_session(self, start: SessionStart, now: float) -> bool:
         try:
-            if not self.engines.remote:  # workers load it themselves, some of them late: it is not pruned
+            # Workers load the files themselves, perhaps late: they must not be pruned.
+            if not self.engines.remote:
                 self._session_resources.enter_context(disk.lock_version(start.ref))
         except WeightsError as error:
             log.warning("no validation of step %d: its weights are gone (%s)", start.step, error)
-            if start.step:  # where one was cut short; the model's own weights are published again
+            if start.step:  # the weights of step 0 are published again
                 self.workers.cancel_episodes(self.episodes.end_session("the weights are gone"))
                 self._store_session(None)
             return False
@@ -177,7 +191,10 @@ class Validation:
         self.state.store.put_meta("validation", msgspec.json.encode(start).decode())
 
     def assign_episodes(self, now: float, exclusive: bool) -> None:
-        """Assign what fits. `exclusive`: training has ended, and validation may use all slots."""
+        """Assign episodes to free slots.
+
+        `exclusive`: training has ended, so the validation may use all slots.
+        """
         session = self.session
         if session is None:
             return
@@ -195,7 +212,7 @@ class Validation:
         pinned = False
         if (
             uses_servers := self.engines.remote
-        ):  # servers with the version are set aside, as workers know before
+        ):  # servers are set aside, and workers know before they get episodes
             pinned = self.engines.pin_servers(session.ref.version, all_servers=exclusive)
             self.engines.send_table([worker.peer for worker in self.workers.peers], now)
 
@@ -230,11 +247,14 @@ class Validation:
 
     @property
     def needs_engines(self) -> bool:
-        """One is under way, or will go on once the run is."""
+        """True if a session is under way, or will be resumed once the run has started."""
         return self.is_busy or (not self._resumed and self._stored_session() is not None)
 
     def _has_version(self, session: SessionStart, worker: WorkerRecord, now: float) -> bool:
-        """The worker's own engine has the version. It is sent it; again after a refusal or a long silence."""
+        """Return True if the worker's own engine has the version; else send the version, if it is time.
+
+        The version is sent again after a refusal or a long silence.
+        """
         if worker.eval_version == session.ref.version:
             return True
         if now - worker.eval_requested_at > self.state.config.weights.deadline:
@@ -244,7 +264,7 @@ class Validation:
         return False
 
     def confirm_load(self, peer: bytes, message: Loaded, now: float) -> None:
-        """The worker's second engine confirmed a version, or could not load it."""
+        """Handle the report of a worker's second engine that loaded a version, or could not load it."""
         if (worker := self.workers.peers.get(peer)) is None:
             return
 
@@ -260,7 +280,7 @@ class Validation:
         self._store_session(None)
 
         for episode in self.episodes.waiting:
-            if episode.failures:  # no time to try it again
+            if episode.failures:  # no time for another attempt
                 self.episodes.give_up_episode(episode, FailReason(episode.reason))
 
         episodes = list(self.episodes.episodes.values())
@@ -270,7 +290,7 @@ class Validation:
             worker.eval_requested_at = 0.0
         self.results.append((session.step, self._metrics(session, episodes, unfinished_count)))
 
-        # Transcripts of the same questions at each validation, whatever became of them.
+        # Transcribe the same questions at each validation, whatever their outcome.
         uids = (
             (row, uid)
             for row in sorted(self._transcribed_rows)
@@ -286,7 +306,7 @@ class Validation:
     def _metrics(
         self, session: SessionStart, episodes: Sequence[EpisodeRecord], unfinished: int
     ) -> dict[str, float]:
-        """See observe/held_out.py. Of a session that was not over in time there are no scores."""
+        """Return the metrics of a session (observe/held_out.py). An abandoned session has no scores."""
         judged_episodes = [self._judged_episode(uid) for uid in self.episodes.results]
         scored_results = [judged.result for judged in judged_episodes if judged.result is not None]
         played_results = [
@@ -296,7 +316,7 @@ class Validation:
         ]
 
         metrics: dict[str, float] = {}
-        if not unfinished:  # the missing episodes are the long ones: the mean of the rest is biased
+        if not unfinished:  # without the missing episodes, which are long, means would be biased
             threshold = threshold_of(self.state.config, judged_episodes)
             metrics = (
                 means(per_sample(judged_episodes, threshold))

@@ -1,6 +1,6 @@
-"""The coordinator's side of the rollout workers.
+"""The coordinator's side of the rollout workers: leases, admission and assignment of episodes.
 
-consumes: hellos, heartbeats, loads (control); their records are `records.py`'s
+consumes: hellos, heartbeats, loads (control); records.py consumes the workers' records
 waits for: a lease to run out, an engine to confirm a version
 unblocks: workers (assignments, the clock)
 """
@@ -26,26 +26,26 @@ from asyncrl.types import FailReason, PolicyVersion, Sample
 from asyncrl.wire.messages.shared import Attempt
 from asyncrl.wire.messages.worker import Assign, Cancel, Clock, Fenced, Heartbeat, WorkerHello
 
-MAX_ASSIGNED = 128  # episodes per turn of the loop: messages must not wait until thousands are assigned
+MAX_ASSIGNED = 128  # episodes assigned in a pass of the loop, as messages must not wait for thousands
 
 W = TypeVar("W")
 
 
 @dataclass
 class WorkerRecord:
-    """Holds a connected rollout worker."""
+    """A connected rollout worker."""
 
     peer: bytes
     name: str
     hello: WorkerHello
     seen: float
-    last_record: int  # highest bulk record processed
+    last_record: int  # highest number of a processed bulk record
     running: dict[str, tuple[int, float]] = field(default_factory=dict)  # uid -> (assign seq, sent at)
     heartbeat: Heartbeat | None = None
     heartbeat_at: float = 0.0
     eval_version: PolicyVersion | None = None
-    eval_requested_at: float = 0.0  # when its eval lane was last sent a version
-    leaving: bool = False  # told to end: what the worker gives up is no loss
+    eval_requested_at: float = 0.0  # when the eval lane was last sent a version
+    leaving: bool = False  # told to end: episodes that the worker gives up are no loss
 
     @property
     def free_slots(self) -> int:
@@ -53,18 +53,18 @@ class WorkerRecord:
 
 
 class WorkerHandler:
-    """Handles leases and assignments, of episodes to be trained and of a validation alike."""
+    """Handles leases and assignments of training episodes and of held-out episodes."""
 
     def __init__(self, state: RunState, engines: EngineHandler) -> None:
         self.state = state
         self.engines = engines
         self.peers = Peers(state, "rollout", state.config.rollout.workers, self._on_lost)
         self.assign_seq = state.coordinator_epoch << 32  # grows across restarts of the coordinator
-        self.work_left = False  # the last tick left episodes that may be assigned now
+        self.work_left = False  # the last pass left episodes that can be assigned
 
         self._restored_episodes: defaultdict[str, list[EpisodeRecord]] = defaultdict(
             list
-        )  # that ran, by incarnation
+        )  # running episodes of the store, by worker incarnation
         for episode in state.all_episodes:
             if episode.state is State.RUNNING:
                 self._restored_episodes[episode.worker].append(episode)
@@ -72,14 +72,14 @@ class WorkerHandler:
     # -- control -------------------------------------------------------------------------------------
 
     def welcome_worker(self, peer: bytes, message: WorkerHello, now: float) -> None:
-        """A worker reports in, for the first time or again. Both are handled alike: its state is absolute."""
+        """Handle the hello of a worker, first or repeated. Both are alike, as a hello has the whole state."""
         if self.peers.accept_hello(peer, message, now, lambda: self._join(peer, message, now)) is not None:
             self.state.send_welcome(peer)
             self.state.outbox.to_control(peer, self._min_version_message())
             self.engines.resend_to_worker(peer, message.version, now)
 
     def _join(self, peer: bytes, message: WorkerHello, now: float) -> WorkerRecord:
-        """Episodes a restarted coordinator finds assigned to this very process go on."""
+        """Make the record of a worker. Its episodes go on if only the coordinator was restarted."""
         worker = WorkerRecord(peer, f"worker {message.index}", message, now, message.acked)
         for episode in self._restored_episodes.pop(message.incarnation, []):
             if episode.worker == message.incarnation and episode.state is State.RUNNING:
@@ -92,7 +92,7 @@ class WorkerHandler:
     def note_heartbeat(self, peer: bytes, message: Heartbeat, now: float) -> None:
         worker = self.peers.get(peer)
         if worker is None:
-            return  # it will say hello
+            return  # the worker will say hello
 
         worker.leaving = worker.leaving or message.leaving
         if message.in_time or message.tokens > (worker.heartbeat.tokens if worker.heartbeat else 0):
@@ -103,7 +103,7 @@ class WorkerHandler:
             item for item in worker.running.items() if item[0] not in held_uids
         ]:
             has_arrived = assign_seq <= message.assigned
-            overdue = worker.heartbeat_at - sent_at > self.state.config.launch.lease  # when it last ran
+            overdue = worker.heartbeat_at - sent_at > self.state.config.launch.lease  # by the last heartbeat
             if has_arrived or overdue:
                 self._lose_episode(worker, uid, "", now)
 
@@ -112,23 +112,23 @@ class WorkerHandler:
         worker.heartbeat_at = now
         worker.last_record = max(
             worker.last_record, message.acked
-        )  # acks may have overtaken its hello on the other channel
+        )  # acks may have overtaken the hello on the other channel
 
         ledger_of = self.state.ledger_of
         incarnation = worker.hello.incarnation
-        for attempt in message.held:  # in a large run 100,000 a second
+        for attempt in message.held:  # 100,000 a second in a large run
             episode = ledger_of(attempt.uid).episodes.get(attempt.uid)
             if episode is None or episode.attempt != attempt.attempt or episode.worker != incarnation:
-                # it was given to another worker, or given up, while this one was silent
+                # The episode was reassigned or given up while the worker was silent.
                 self.state.outbox.to_control(peer, Cancel(attempt))
 
     def note_leaving(self, peer: bytes) -> None:
-        """The worker, if it is one, was told to end, by a signal: it is about to."""
+        """Note that a worker is about to end by a signal. Other peers are ignored."""
         if (worker := self.peers.get(peer)) is not None:
             worker.leaving = True
 
     def send_min_version(self) -> None:
-        """Send all workers the oldest version a turn may start on."""
+        """Send all workers the oldest version that a turn may start on."""
         for worker in self.peers:
             self.state.outbox.to_control(worker.peer, self._min_version_message())
 
@@ -143,13 +143,13 @@ class WorkerHandler:
             worker.running = {uid: (seq, now) for uid, (seq, _) in worker.running.items()}
 
     def assign_pending(self, now: float) -> None:
-        """Remove silent workers, assign."""
+        """Remove silent workers, send the table of servers, and assign pending episodes."""
         self.peers.remove_silent(now)
         self.engines.send_table([worker.peer for worker in self.peers], now)
         self._assign_pending(now)
 
     def _on_lost(self, worker: WorkerRecord, reason: str, now: float) -> None:
-        """Its episodes go on elsewhere, from their last durable turns."""
+        """Issue the episodes of a lost worker again, from their last durable turns."""
         index = worker.hello.index
         step = self.state.batches.committed + 1
         log_file = self.state.run_dir / "logs" / f"rollout-{index}.log"
@@ -161,7 +161,7 @@ class WorkerHandler:
         self.engines.remove_engine(worker.peer)
 
     def reissue_orphans(self, now: float) -> None:
-        """Issue the episodes again whose worker is not connected (after a restart of the coordinator)."""
+        """Issue episodes again whose worker is not connected, after a restart of the coordinator."""
         connected_workers = {worker.hello.incarnation for worker in self.peers}
         for episode in self.state.all_episodes:
             if episode.state is State.RUNNING and episode.worker not in connected_workers:
@@ -171,7 +171,7 @@ class WorkerHandler:
 
     def _lose_episode(self, worker: WorkerRecord, uid: str, cause: str, now: float) -> None:
         if worker.running.pop(uid, None) is None:
-            return  # its group was dropped with one that was lost just before
+            return  # the group was dropped with an episode that was lost just before
 
         episode = self.state.ledger_of(uid).episodes.get(uid)
         if episode is None or episode.worker != worker.hello.incarnation or episode.state != "running":
@@ -190,8 +190,10 @@ class WorkerHandler:
         self.fail_episode(episode, reason, detail, now)
 
     def fail_episode(self, episode: EpisodeRecord, reason: FailReason, detail: str, now: float) -> None:
-        """An attempt failed; `detail` is the cause in a line, where it is known. One that is lost as the run
-        stops is only issued again."""
+        """Handle a failed attempt. `detail` is the cause in a line, if known.
+
+        An attempt that is lost while the run stops is only issued again.
+        """
         if self.state.stopping and reason in LOSSES:
             self._reissue_episode(episode, reason, now)
             return
@@ -206,14 +208,14 @@ class WorkerHandler:
         self._reissue_episode(episode, reason, now)
 
     def _reissue_episode(self, episode: EpisodeRecord, reason: FailReason, now: float) -> None:
-        """Issue it again, or give it up."""
+        """Issue an episode again, or give the episode up."""
         ledger = self.state.ledger_of(episode.uid)
         self.cancel_episodes(ledger.fail_attempt(episode, reason, self.state.engine_time(now)))
         if not episode.turns and not episode.open:
             self.state.store.forget_frames(episode.uid)
 
     def cancel_episodes(self, episodes: list[EpisodeRecord]) -> None:
-        """Let the workers stop these running episodes."""
+        """Tell the workers to stop these running episodes."""
         connected_workers = {worker.hello.incarnation: worker for worker in self.peers} if episodes else {}
         for episode in episodes:
             worker = connected_workers.get(episode.worker)
@@ -231,8 +233,10 @@ class WorkerHandler:
         return sum(worker.hello.slots for worker in self.peers)
 
     def _assign_pending(self, now: float) -> None:
-        """Give pending episodes, oldest first, to the least loaded worker whose weights are fresh enough; at
-        most MOST_ASSIGNED."""
+        """Assign pending episodes, oldest first, to the least loaded worker with weights that are new enough.
+
+        At most MAX_ASSIGNED episodes are assigned.
+        """
         state = self.state
         self.work_left = False
         if not state.buffer.waiting:
@@ -248,7 +252,7 @@ class WorkerHandler:
         unmet_version = NEVER_STALE
         assignments_left = MAX_ASSIGNED
         slots = FreeSlots((worker, worker.free_slots, versions_of(worker.peer)) for worker in usable_workers)
-        in_order = state.config.buffer.on_stale != "hold"  # later ones need no older weights
+        in_order = state.config.buffer.on_stale != "hold"  # later episodes need newer weights
 
         for min_version, episode in pending(state.buffer):
             self.work_left = assignments_left == 0
@@ -277,7 +281,7 @@ class WorkerHandler:
             assignments_left -= 1
 
     def admit_groups(self, now: float) -> None:
-        """Admit groups, as far as their episodes can be assigned in this turn of the loop."""
+        """Admit groups whose episodes can be assigned in this pass of the loop."""
         buffer = self.state.buffer
         batches = self.state.batches
         if buffer.has_room:
@@ -298,7 +302,10 @@ class WorkerHandler:
         is_transcribed: bool,
         now: float,
     ) -> None:
-        """Assign an episode to a worker, with its durable turns. `kept`: its text is wanted."""
+        """Assign an episode to a worker, with its durable turns.
+
+        `is_transcribed`: the text is to be stored.
+        """
         frames = self.state.read_frames(episode)
         ledger = self.state.ledger_of(episode.uid)
         parts = self.state.read_parts(episode)
@@ -311,7 +318,8 @@ class WorkerHandler:
         if not episode.member:
             self.state.store.put_question(episode.group if is_training else -1 - episode.group, sample)
 
-        # A held-out episode that goes on samples what it would have: an evaluation that is killed ends alike.
+        # A held-out episode that is continued samples the same tokens, so an evaluation that was killed ends
+        # with the same result.
         draw_number = episode.attempt if is_training else episode.failures
         worker.running[episode.uid] = (self.assign_seq, now)
 
@@ -332,20 +340,20 @@ class WorkerHandler:
 
 
 def sampling_key(seed: int, uid: str, attempt: int) -> int:
-    """Key of the counter RNG: what is sampled depends on (seed, uid, attempt, position) and the weights."""
+    """Return the key of the counter RNG: samples depend on (seed, uid, attempt, position) and the weights."""
     digest = hashlib.blake2b(f"{seed}/{uid}/{attempt}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 class FreeSlots(Generic[W]):
-    """The free slots of the workers in one turn of the loop.
+    """The free slots of the workers in a pass of the loop.
 
     Args:
-        workers: each with the number of its free slots, and the policy versions that it can sample with,
-            ascending: those of all servers, or that of its own engine.
+        workers: tuples of a worker, the number of free slots, and the usable policy versions, ascending: the
+            versions of all servers, or the version of the worker's own engine.
 
-    The cost of a `take` grows with the logarithm of the number of workers, and with the number of different
-    newest versions.
+    The cost of `take_slot` grows with the logarithm of the number of workers, and with the number of
+    different newest versions.
     """
 
     def __init__(self, workers: Iterable[tuple[W, int, Sequence[int]]]) -> None:
@@ -361,8 +369,10 @@ class FreeSlots(Generic[W]):
         return any(self._heaps_by_version.values())
 
     def take_slot(self, min_version: int) -> tuple[W, int] | None:
-        """Take a slot of the worker with the most free ones that has a version not older than `needed`.
-        Returns the worker and the oldest such version that it has; None: there is none."""
+        """Take a slot of the worker with the most free slots that has `min_version` or a newer version.
+
+        Returns the worker and its oldest version that is new enough; None without such a worker.
+        """
         suitable_heaps = [
             heap
             for newest_version, heap in self._heaps_by_version.items()
