@@ -114,9 +114,9 @@ class Batches:
         self.micro_batch_tokens = micro_batch_tokens
         self.flush_at_end = flush
         self.packing = packing
-        self.batches: dict[int, Batch] = {}  # by step, in order
-        self.planned_episodes: dict[str, EpisodeRecord] = {}  # by uid: all episodes of the kept plans
-        self.baselines: dict[int, Baseline] = {}  # of their groups
+        self.batches: dict[int, Batch] = {}  # plans by step, in order
+        self.planned_episodes: dict[str, EpisodeRecord] = {}  # episodes of all plans, by uid
+        self.baselines: dict[int, Baseline] = {}  # baselines of their groups, by group id
         self._changed_steps: set[int] = set()
 
     def pop_changes(self) -> list[Batch]:
@@ -158,15 +158,16 @@ class Batches:
         else:
             uids = [] if batch.closed else self._add_part(batch, ranks)
 
-        how = (ranks, token_budget or self.micro_batch_tokens)
-        if uids and how != (batch.ranks, batch.budget):
-            batch.ranks, batch.budget = how
+        token_budget = token_budget or self.micro_batch_tokens
+        if uids and (batch.ranks, batch.budget) != (ranks, token_budget):
+            batch.ranks = ranks
+            batch.budget = token_budget
             self._changed_steps.add(step)
 
         return uids
 
     def outlook(self, step: int, part_index: int, ranks: int) -> Outlook:
-        """Return the answer that `next_part` would give now, without changing the plan."""
+        """Return the answer that `plan` would give now, without changing the plan."""
         batch = self.batches.get(step, Batch(step))
         if part_index < len(batch.micros) or batch.closed or self.over:
             return Outlook(ready=True, group_fraction=1.0, batch_complete=True)

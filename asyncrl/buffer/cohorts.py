@@ -80,13 +80,13 @@ class Cohorts:
         if not trained_count:
             return {}
 
-        trained_fractions = [
-            (cohort, cohort.trained.episode_count / cohort.landed.episode_count) for cohort in cohorts
-        ]
-        reward_gap = sum(c.trained.reward_sum - c.landed.reward_sum * share for c, share in trained_fractions)
-        token_gap = sum(
-            c.trained.token_count - c.landed.token_count * share for c, share in trained_fractions
-        )
+        reward_gap = 0.0
+        token_gap = 0.0
+        for cohort in cohorts:
+            trained_fraction = cohort.trained.episode_count / cohort.landed.episode_count
+            reward_gap += cohort.trained.reward_sum - cohort.landed.reward_sum * trained_fraction
+            token_gap += cohort.trained.token_count - cohort.landed.token_count * trained_fraction
+
         return {
             "cohort/reward_gap": reward_gap / trained_count,
             "cohort/length_gap": token_gap / trained_count,

@@ -19,7 +19,7 @@ FIRST_GAIN = 0.03  # the same until the first token goes over the bound
 QUICK_GAIN = 0.5  # added until then, times the share of the step that was only waiting,
 QUICK_LEVEL_DIVISOR = 4  # while groups live for less than a quarter of the bound
 MIN_TOOL_WAITING = 0.25  # of their time: episodes that wait less for tools end as soon as engines have time
-MOST = 0.25  # of the level, that one batch takes at most: a batch may be a single trajectory
+MAX_LOG_DECREASE = 0.25  # of the level, that one batch takes at most: a batch may be a single trajectory
 BUSY = 0.02  # a trainer that idles less than this gains nothing from more live groups
 # share of a KV cache in use: over HIGH the cap shrinks, under LOW it grows
 HIGH_KV_USE = 0.8
@@ -78,7 +78,8 @@ class FlowControl:
     def __init__(self, config: BufferConfig) -> None:
         self.groups_per_batch = config.groups_per_batch
         self.max_level = config.max_live_groups
-        self.level = self.first_level = (1 + config.target) * self.groups_per_batch
+        self.first_level = (1 + config.target) * self.groups_per_batch
+        self.level = self.first_level
         self.quick_level = (
             config.max_staleness * self.groups_per_batch / QUICK_LEVEL_DIVISOR
         )  # L groups live for L / G steps on average
@@ -116,7 +117,7 @@ class FlowControl:
             log_change += QUICK_GAIN * idle_waiting
 
         if log_change < 0 or may_grow:
-            new_level = self.level * math.exp(max(log_change, -MOST))
+            new_level = self.level * math.exp(max(log_change, -MAX_LOG_DECREASE))
             self.level = min(max(new_level, self.groups_per_batch), self.max_level)
 
 

@@ -72,10 +72,9 @@ class Lifetimes:
     def _survival(self, now: float) -> tuple[np.ndarray, np.ndarray]:
         """Return the ages at which lives ended or were last seen, and the fraction that lasts longer."""
         running_lives = chain.from_iterable(self._running_lives.values())
-        rows = np.array([*self._ended_lives, *((b, w, math.inf) for b, w in running_lives)], float).reshape(
-            -1, 3
-        )
-        began_at, weights, ended_at = rows[rows[:, 1] > 0].T
+        lives = [*self._ended_lives, *((began, weight, math.inf) for began, weight in running_lives)]
+        table = np.array(lives, float).reshape(-1, 3)
+        began_at, weights, ended_at = table[table[:, 1] > 0].T
 
         durations = np.minimum(ended_at, now) - began_at
         entry_ages = self._window_start - began_at
@@ -89,7 +88,8 @@ class Lifetimes:
 
         at_risk = np.cumsum(entering_weight) - np.cumsum(leaving_weight) + leaving_weight
         hazard = np.divide(ended_weight, at_risk, out=np.zeros(ages.size), where=ended_weight > 0)
-        return ages, np.where((curve := np.cumprod(np.maximum(0, 1 - hazard))) < 1e-12, 0.0, curve)
+        survival = np.cumprod(np.maximum(0, 1 - hazard))
+        return ages, np.where(survival < 1e-12, 0.0, survival)
 
 
 class Deadlines:

@@ -82,12 +82,13 @@ def check_turn(uid: str, turn: Turn, rows: int, vocabulary: int = MAX_VOCABULARY
     if turn.context and max(turn.context) >= vocabulary:
         raise ProtocolError(f"episode {uid} turn {turn.index}: {max(turn.context)} is no token")
 
-    if (told := turn.routes) is not None and (
-        min(told.start, told.tokens - 1) < 0 or not told.data or len(told.data) % (2 * told.tokens)
+    routes = turn.routes
+    if routes is not None and (
+        min(routes.start, routes.tokens - 1) < 0 or not routes.data or len(routes.data) % (2 * routes.tokens)
     ):
         raise ProtocolError(
-            f"episode {uid} turn {turn.index}: routes of {told.tokens} tokens from position {told.start} in "
-            f"{len(told.data)} bytes, which is no multiple of 2 for each token"
+            f"episode {uid} turn {turn.index}: routes of {routes.tokens} tokens from position {routes.start} "
+            f"in {len(routes.data)} bytes, which is no multiple of 2 for each token"
         )
 
     if (scores := turn.scores) is not None:

@@ -170,10 +170,16 @@ class EpisodeRecord(msgspec.Struct, gc=False, array_like=True):
     def forget_turns(self) -> None:
         """Forget all turns, so that the next attempt starts from the prompt."""
         self.open = {}
-        self.oldest = self.newest = -1
-        self.turns = self.rows = self.tokens = self.untrained_tokens = self.sampled = 0
+        self.oldest = -1
+        self.newest = -1
+        self.turns = 0
+        self.rows = 0
+        self.tokens = 0
+        self.untrained_tokens = 0
+        self.sampled = 0
         self.seconds = 0.0
-        self.agent = self.failed_tool = ""
+        self.agent = ""
+        self.failed_tool = ""
 
 
 class GroupRecord(msgspec.Struct, array_like=True):
@@ -301,8 +307,12 @@ class Tally:
         )
 
     def _index_group(self, group: GroupRecord) -> None:
-        taken = self.untaken_groups if group.step < 0 else self.groups_by_step[group.step]
-        (self.filtered_groups if group.filtered else taken).add(group.id)
+        if group.filtered:
+            self.filtered_groups.add(group.id)
+        elif group.step < 0:
+            self.untaken_groups.add(group.id)
+        else:
+            self.groups_by_step[group.step].add(group.id)
 
     def _unindex_group(self, group: GroupRecord) -> None:
         for group_ids in (self.filtered_groups, self.untaken_groups, self.groups_by_step[group.step]):

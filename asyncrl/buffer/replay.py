@@ -65,7 +65,7 @@ class ReplayBuffer:
         self.greedy = greedy
         self.compared = compared
 
-        holds_stale = config.on_stale == "hold"  # and counts on every version within the bound
+        holds_stale = config.on_stale == "hold"
         # A turn may start on weights that are at most this many steps old. With on_stale=hold every version
         # up to max_staleness will be trained.
         self.max_start_staleness = (

@@ -91,7 +91,11 @@ class Shifts:
             self.seconds[self.shift] = now - self.entered_at
         self.train_shifts += next_shift is Shift.TRAIN
 
-        (self.clock.go if next_shift is Shift.ROLLOUT else self.clock.stop)(now)
+        if next_shift is Shift.ROLLOUT:
+            self.clock.go(now)
+        else:
+            self.clock.stop(now)
+
         self.shift = next_shift
         self.entered_at = now
         return True

@@ -28,7 +28,10 @@ def lag(step: int, version: int) -> int:
 
 def token_lags(spans: Iterable[VersionSpan], step: int) -> list[int]:
     """Return the lag of every token of the spans, in order."""
-    return [value for span in spans for value in [lag(step, span.version)] * (span.end - span.start)]
+    lags: list[int] = []
+    for span in spans:
+        lags += [lag(step, span.version)] * (span.end - span.start)
+    return lags
 
 
 def stale_mask(lags: Iterable[int], max_staleness: int) -> list[bool]:
@@ -159,24 +162,29 @@ def pending(buffer: ReplayBuffer) -> Iterator[tuple[int, EpisodeRecord]]:
     slots = upcoming_slots(buffer)
     waiting_groups = sorted(buffer.tally.groups_by_state[State.PENDING])
 
-    for group_id, older_groups in zip(
-        waiting_groups, buffer.tally.count_older(waiting_groups, buffer.committed), strict=True
-    ):
+    counts_of_older = buffer.tally.count_older(waiting_groups, buffer.committed)
+
+    for group_id, older_groups in zip(waiting_groups, counts_of_older, strict=True):
         group = buffer.live[group_id]
         oldest_version = oldest_version_of(buffer, group)
+
         for uid in group.members:
-            if buffer.episodes[uid].state is State.PENDING:
-                holds_stale = buffer.config.on_stale == "hold"
+            if buffer.episodes[uid].state is not State.PENDING:
+                continue
+
+            if buffer.config.on_stale == "hold":
+                min_version = slots.min_start_version(oldest_version)
+            else:
                 # With 20 older groups and 8 groups per batch, the episode is trained in the second batch
                 # after the current one.
-                other_min_version = (
-                    buffer.committed
-                    + older_groups // buffer.config.groups_per_batch
-                    - buffer.max_start_staleness
-                )
-                min_version = slots.min_start_version(oldest_version) if holds_stale else other_min_version
-                yield min_version, buffer.episodes[uid]
-                slots.move_group(oldest_version, oldest_version := oldest_version_of(buffer, group))
+                batches_ahead = older_groups // buffer.config.groups_per_batch
+                min_version = buffer.committed + batches_ahead - buffer.max_start_staleness
+            yield min_version, buffer.episodes[uid]
+
+            # The caller may have assigned the episode, which changes the group's oldest version.
+            new_oldest = oldest_version_of(buffer, group)
+            slots.move_group(oldest_version, new_oldest)
+            oldest_version = new_oldest
 
 
 def oldest_version_of(buffer: ReplayBuffer, group: GroupRecord) -> int:

@@ -350,16 +350,16 @@ class EngineHandler:
 
     def server_table(self) -> tuple[EngineEntry, ...]:
         serving_peers = {keeper.peer for keeper in self._serving_keepers(None)}
-        held = self.state.versions.engines
-        engines = [
-            keeper.table_entry(
-                engine.acked,
-                keeper.peer in serving_peers,
-                "eval" if engine.held_for_validation else "train",
+        engines: list[EngineEntry] = []
+        for keeper in self.keepers:
+            engine = self.state.versions.engines[keeper.peer]
+            entry = keeper.table_entry(
+                version=engine.acked,
+                healthy=keeper.peer in serving_peers,
+                lane="eval" if engine.held_for_validation else "train",
                 asleep=self.state.shifts is not None and not engine.woken,
             )
-            for keeper, engine in ((keeper, held[keeper.peer]) for keeper in self.keepers)
-        ]
+            engines.append(entry)
         return (*engines, *self.scorers.table_entries(engines))
 
     def add_use(self, previous_uses: Sequence[EngineUse], current_uses: Sequence[EngineUse]) -> None:
@@ -378,7 +378,8 @@ class EngineHandler:
     def gauges(self) -> dict[str, float]:
         """Return metrics of each server, and the fraction of all prompt tokens found in a prefix cache."""
         metrics: dict[str, float] = {}
-        prompt_tokens = cached_tokens = 0
+        prompt_tokens = 0
+        cached_tokens = 0
 
         for keeper in self.keepers:
             use = self._server_uses[keeper.name]

@@ -141,9 +141,9 @@ class Coordinator:
         control_socket = Poller(self.control)
 
         while not self.is_over:
-            (control_socket if self.journal.paused else both_sockets).wait(
-                0.0 if self._work_left else PASS_SECONDS
-            )
+            poller = control_socket if self.journal.paused else both_sockets
+            poller.wait(0.0 if self._work_left else PASS_SECONDS)
+
             pass_start = time.monotonic()
             self.run_pass(pass_start)
             self.reporter.longest_pass = max(self.reporter.longest_pass, time.monotonic() - pass_start)

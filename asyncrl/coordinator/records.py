@@ -64,7 +64,10 @@ class RecordHandler:
             return
 
         worker.last_record = message.seq
-        (self.state.liveness.progress if isinstance(message, Finished) else self.state.liveness.alive)(now)
+        if isinstance(message, Finished):
+            self.state.liveness.progress(now)
+        else:
+            self.state.liveness.alive(now)
 
         message = _validated(message, self._max_episode_tokens)
         uid = message.attempt.uid
@@ -91,7 +94,8 @@ class RecordHandler:
                 self._store_part(worker, episode, message, frames, now)
 
             case Replied():
-                replies = decode_reply(frame := _single_frame(frames)).replies
+                frame = _single_frame(frames)
+                replies = decode_reply(frame).replies
                 if not 0 <= message.turn < episode.turns:
                     raise ProtocolError(
                         f"episode {episode.uid}: replies to turn {message.turn}, which is not there"
@@ -115,7 +119,8 @@ class RecordHandler:
                     )
 
                 if frames:
-                    check_result(frame := _single_frame(frames))
+                    frame = _single_frame(frames)
+                    check_result(frame)
                     state.store.put_frame(episode.uid, turns - 1, "result", frame)
 
                 state.store.put_answer(episode.uid, message.answer)
@@ -131,10 +136,8 @@ class RecordHandler:
                 self.reporter.note_landed(episode)
 
                 if not state.first_attempts.landed:
-                    state.first_attempts.landed = (
-                        True  # the store keeps this for a restart of this process alone
-                    )
-                    state.store.put_meta("landed", state.launch)
+                    state.first_attempts.landed = True
+                    state.store.put_meta("landed", state.launch)  # for a restart of the coordinator alone
 
             case Failed():
                 log.info("episode %s failed: %s (%s)", episode.uid, message.reason, message.detail)
@@ -178,7 +181,8 @@ class RecordHandler:
         if message.turn > episode.turns:
             raise ProtocolError(f"episode {episode.uid}: turn {message.turn} before turn {episode.turns}")
 
-        turn = decode_turn(frame := _single_frame(frames))
+        frame = _single_frame(frames)
+        turn = decode_turn(frame)
         check_turn(episode.uid, turn, episode.rows, self.state.vocabulary)
         check_logprobs(f"episode {episode.uid} turn {turn.index}", turn)
         if turn.index != message.turn:
@@ -224,7 +228,8 @@ class RecordHandler:
         self, worker: WorkerRecord, episode: EpisodeRecord, message: Sampled, frames: list[bytes], now: float
     ) -> None:
         """Store a part of a turn. An unsuitable part is left out, as the complete turn comes all the same."""
-        part = decode_part(frame := _single_frame(frames))
+        frame = _single_frame(frames)
+        part = decode_part(frame)
         state = self.state
         check_part(episode.uid, part, state.vocabulary)
 

@@ -70,10 +70,15 @@ class Reporter:
         self.trainer = trainer
 
         self.landed_episodes = LandedEpisodes()
-        self.started = self.running_since = self.row_at = time.monotonic()
-        self.finished_episodes = self.multi_version_episodes = self.checked_turns = (
-            0  # counted by this process
-        )
+        now = time.monotonic()
+        self.started = now
+        self.running_since = now
+        self.row_at = now
+
+        # Totals of this process.
+        self.finished_episodes = 0
+        self.multi_version_episodes = 0
+        self.checked_turns = 0
         self.longest_pass = 0.0  # seconds of the longest pass of the loop since the last row
         self._new_tokens = 0  # model tokens of durable turns since the last row
 
@@ -87,23 +92,25 @@ class Reporter:
 
         self._process_totals = self._busy_totals()
         self._engine_time = state.engine_time(self.row_at)  # time of the engines' clock at the last row
-        self._excess_busy = {
-            "rollout": 0.0,
-            "trainer": 0.0,
-        }  # busy seconds of an earlier shift, reported late
+        # Busy seconds of an earlier shift, reported late.
+        self._excess_busy = {"rollout": 0.0, "trainer": 0.0}
         self._settled_counts: Counter[str] = Counter()
 
-        self._wait_since: dict[str, float] = {}  # time at which a present wait was first found
-        self._coordinator_waits: dict[
-            str, float
-        ] = {}  # the same for the coordinator's waits, by name in the timeline
+        # Time at which a present wait was first found: of all waits, and of the coordinator's waits by their
+        # name in the timeline.
+        self._wait_since: dict[str, float] = {}
+        self._coordinator_waits: dict[str, float] = {}
+
         self.episode_values: dict[str, list[float]] = {}  # values of single episodes of the last row
         self._last_metrics: dict[str, float] = {}  # metrics of the last step that `asyncrl status` shows
 
     def begin_running(self) -> None:
         """Begin the first row, as the run leaves the start phase."""
-        self.running_since = self.row_at = time.monotonic()
-        self._process_totals, self._engine_time = self._busy_totals(), self.state.engine_time(self.row_at)
+        now = time.monotonic()
+        self.running_since = now
+        self.row_at = now
+        self._process_totals = self._busy_totals()
+        self._engine_time = self.state.engine_time(now)
 
     def count_turn(self, tokens: int) -> None:
         """Count a durable turn, whose prompt was checked to extend the tokens of its sequence."""
@@ -265,7 +272,7 @@ class Reporter:
         """
         keepers = *self.engines.keepers, *self.engines.scorers.keepers
         peers = (*self.workers.peers, *keepers, *self.trainer.ranks.peers)
-        process_waits = [(process.name, process.beat.waiting) for process in peers if process.beat]
+        process_waits = [(process.name, process.heartbeat.waiting) for process in peers if process.heartbeat]
         coordinator_waits = dict.fromkeys(self.state.waits)
         now = time.monotonic()
         process_waits += self.trainer.starting_waits(now)
@@ -273,19 +280,12 @@ class Reporter:
         names_by_wait: dict[str, list[str]] = {}
         for name, waiting in process_waits:
             names_by_wait.setdefault(waiting, []).append(name)
-        suffix_by_wait = {
-            waiting: f" and {len(wait_keys) - 1} more" * (len(wait_keys) > 1)
-            for waiting, wait_keys in names_by_wait.items()
-        }
-        all_waits = (
-            *coordinator_waits,
-            *(
-                f"{names_by_wait[waiting][0]}{suffix_by_wait[waiting]}: {waiting}"
-                for waiting in names_by_wait
-                if waiting
-            ),
-        )
 
+        all_waits = [*coordinator_waits]
+        for waiting, names in names_by_wait.items():
+            if waiting:
+                suffix = f" and {len(names) - 1} more" if len(names) > 1 else ""
+                all_waits.append(f"{names[0]}{suffix}: {waiting}")
         self._wait_since = {wait: self._wait_since.get(wait, now) for wait in all_waits}
 
         # The coordinator's own waits go to the timeline when they are over; numbers in them change.
@@ -357,9 +357,12 @@ class Reporter:
     def _busy_totals(self) -> dict[str, tuple[float, float]]:
         """Return the pair of busy and idle seconds of each process, since its start."""
         return {
-            f"{process.name}/{process.hello.incarnation}": (process.beat.busy_s, process.beat.idle_s)
+            f"{process.name}/{process.hello.incarnation}": (
+                process.heartbeat.busy_s,
+                process.heartbeat.idle_s,
+            )
             for process in (*self.workers.peers, *self.trainer.ranks.peers)
-            if process.beat
+            if process.heartbeat
         }
 
     def _idle_metrics(self, seconds: float) -> dict[str, float]:
@@ -369,11 +372,11 @@ class Reporter:
 
         busy_seconds = {"trainer": 0.0, "rollout": 0.0}
         idle_seconds = dict(busy_seconds)
-        for name, (b, i) in self._process_totals.items():
-            b0, i0 = earlier_totals.get(name, (0.0, 0.0))
+        for name, (busy, idle) in self._process_totals.items():
+            earlier_busy, earlier_idle = earlier_totals.get(name, (0.0, 0.0))
             role = "trainer" if name.startswith("trainer") else "rollout"
-            busy_seconds[role] += b - b0
-            idle_seconds[role] += i - i0
+            busy_seconds[role] += busy - earlier_busy
+            idle_seconds[role] += idle - earlier_idle
 
         if (shifts := self.state.shifts) is not None:  # a side has the devices for a part of the time alone
             awake_before = self._engine_time

@@ -53,9 +53,13 @@ class ShiftHandler:
         self.engine_peers: Peers[Any] = engines.keepers if engines.remote else workers.peers
         self.role = "engine" if engines.remote else "rollout"
         self._sleep_number = state.coordinator_epoch << 32  # number of the newest Sleep message
-        self._sleep_sent_at = self._deadline_start = self._start_deadline = 0.0
+        self._sleep_sent_at = 0.0
+        self._deadline_start = 0.0  # begin of the deadline of a change of the shift
+        self._start_deadline = 0.0  # time by which all engines must have reported in
+
         # Seconds of all workers' engines, and the time of their last growth.
-        self._sampled_seconds = self._sampled_at = 0.0
+        self._sampled_seconds = 0.0
+        self._sampled_at = 0.0
 
     def restore_shift(self, now: float) -> None:
         """Begin a new launch with sleeping engines, or continue the shift of a restarted coordinator."""
@@ -135,7 +139,8 @@ class ShiftHandler:
         log.info("shift: %s", shift)
         self.state.store.put_meta(SHIFT_KEY, shift)
         self.state.liveness.alive(now)
-        self._deadline_start = self._sampled_at = now
+        self._deadline_start = now
+        self._sampled_at = now
 
         if shift is Shift.SLEEPING:
             self._sleep_number += 1

@@ -191,7 +191,7 @@ class RunState:
         )
 
     def record_launch(self, step: int) -> None:
-        """Record that steps after `step` are trained, perhaps again, with the configuration of this launch."""
+        """Record that this launch trains all steps after `step`, perhaps again."""
         self.launches = launches.since(self.launches, step, self.config)
         self.store.put_meta(launches.KEY, msgspec.json.encode(self.launches).decode())
 

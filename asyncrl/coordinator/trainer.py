@@ -62,7 +62,8 @@ class TrainerHandler:
         self.on_commit = on_commit
         self.ranks = Ranks(Peers(state, "trainer"), state.store.read.meta("trainer_incarnation"))
 
-        self.stopping = self.checkpoint_written = False  # the last checkpoint was requested; was written
+        self.stopping = False  # the last checkpoint was requested
+        self.checkpoint_written = False  # the last checkpoint was written
         self._covered_step = int(
             state.store.read.meta("to_forget", "0")
         )  # plans before this step are not needed
@@ -79,7 +80,9 @@ class TrainerHandler:
         self._scores = msgspec.json.decode(stored_scores, type=dict[int, float])
         self.best_step = int(state.store.read.meta("best", "-1"))  # step of the best checkpoint
 
-        self.snapshot_s = self.write_s = 0.0  # seconds of the newest publish
+        # Seconds of the newest publish.
+        self.snapshot_s = 0.0
+        self.write_s = 0.0
         # The last step with a spike, and the number of its batches in a row with a spike.
         self._spiked_step = -1
         self._spike_count = 0

@@ -159,7 +159,8 @@ class Validation:
             return [HeldOut(step, SCORED, row).uid]
         validation_config = self.state.config.validation
         sampled = [HeldOut(step, SAMPLED, row, draw).uid for draw in range(validation_config.episodes)]
-        return sampled + [HeldOut(step, GREEDY, row).uid] * validation_config.greedy
+        greedy = [HeldOut(step, GREEDY, row).uid] if validation_config.greedy else []
+        return sampled + greedy
 
     def _start_session(self, start: SessionStart, now: float) -> bool:
         try:

@@ -154,7 +154,9 @@ class WorkerHandler:
         step = self.state.batches.committed + 1
         log_file = self.state.run_dir / "logs" / f"rollout-{index}.log"
         last_output = cause_of_death(log_file, worker.hello.incarnation, crashed=False)
-        cause = f"{worker.name} in step {step} ({reason})" + f": {last_output}" * bool(last_output)
+        cause = f"{worker.name} in step {step} ({reason})"
+        if last_output:
+            cause += f": {last_output}"
 
         for uid in list(worker.running):
             self._lose_episode(worker, uid, cause, now)
@@ -266,14 +268,16 @@ class WorkerHandler:
 
             if (assignment := slots.take_slot(min_version)) is None:
                 unmet_version = min_version
-                acked_steps = [acked_steps.acked.step for acked_steps in state.versions.engines.values()]
-                acked_count = (
-                    f"{sum(step >= min_version for step in acked_steps)} of {len(acked_steps)} engines acked"
+                acked_steps = [engine.acked.step for engine in state.versions.engines.values()]
+                acked_count = sum(step >= min_version for step in acked_steps)
+                state.waits.append(
+                    f"new episodes wait for weights v{max(0, min_version)}: "
+                    f"{acked_count} of {len(acked_steps)} engines acked"
                 )
-                state.waits.append(f"new episodes wait for weights v{max(0, min_version)}: {acked_count}")
                 continue
 
-            (worker, oldest_usable), group = assignment, state.buffer.live[episode.group]
+            worker, oldest_usable = assignment
+            group = state.buffer.live[episode.group]
             is_transcribed = is_kept(group.id, episode.member, state.config.buffer.groups_per_batch)
             self.give_episode(
                 worker, episode, state.samples[group.sample], oldest_usable, is_transcribed, now

@@ -108,7 +108,11 @@ class Keeper:
 
         self._exit_code: asyncio.Future[int] = loop.create_future()
         at_ending(loop, lambda: self._end_run("by a signal"))
-        services = [*map(asyncio.create_task, (self._listen(), self._keep_contact(), self._keep_server()))]
+        services = [
+            asyncio.create_task(self._listen()),
+            asyncio.create_task(self._keep_contact()),
+            asyncio.create_task(self._keep_server()),
+        ]
 
         try:
             finished_tasks, _ = await asyncio.wait(

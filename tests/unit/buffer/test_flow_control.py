@@ -22,7 +22,7 @@ from asyncrl.buffer.flow_control import (
     GAIN,
     HIGH_KV_USE,
     LOW_KV_USE,
-    MOST,
+    MAX_LOG_DECREASE,
     QUICK_GAIN,
     Crossings,
     FlowControl,
@@ -67,7 +67,9 @@ def control_of(bound: int, groups: int = 8) -> FlowControl:
         pytest.param([(0.002, BUDGET)], False, 1.0, id="more are of no use"),
         pytest.param([(0.002, BUDGET), (0.2, 0.1)], True, math.exp(-GAIN), id="the tightest budget"),
         pytest.param([(0.0, BUDGET)], True, math.exp(FIRST_GAIN), id="nothing was measured yet"),
-        pytest.param([(0.5, BUDGET)], True, math.exp(-MOST), id="a batch of a single late trajectory"),
+        pytest.param(
+            [(0.5, BUDGET)], True, math.exp(-MAX_LOG_DECREASE), id="a batch of a single late trajectory"
+        ),
         pytest.param([(-0.01, BUDGET)], True, math.exp(FIRST_GAIN * 2), id="fewer wait than before"),
     ],
 )
@@ -113,7 +115,7 @@ def test_it_stays_within_its_limits_and_moves_only_for_a_reason(
         slow.update([(share, BUDGET)], grows, 0.0)
         assert groups <= slow.level <= control.level <= control.max_level
         assert control.level <= before or (grows and share < BUDGET)
-        assert control.level >= before * math.exp(-MOST)
+        assert control.level >= before * math.exp(-MAX_LOG_DECREASE)
 
 
 def test_limits_of_the_limit() -> None:
