@@ -152,7 +152,7 @@ class Learning(Simulation):
         torch.manual_seed(config.seed)
         self.learner = TailLearner(config, kind)
         if kind in (INSTALMENTS, UNBOUNDED):  # flow control sees that nothing expires
-            self.crossings.committed = lambda masked, tokens, now: 0.0
+            self.crossings.committed = lambda masked_fraction, model_tokens, now: 0.0
         self.parts = EpisodeParts(config)
         self.model: Any = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float32)
         self.batcher = self._engine(slots + CONTINUATIONS * slots)

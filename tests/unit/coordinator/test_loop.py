@@ -177,7 +177,7 @@ def test_of_beats_in_a_pause_the_newest_of_each_peer_is_kept(setup: LoopSetup) -
             setup.join(1, index=1)
         assert len(coordinator._unread_messages) == 2
     setup.turn()
-    beat = coordinator.workers.peers.get(WORKER).beat
+    beat = coordinator.workers.peers.get(WORKER).heartbeat
     assert beat is not None and beat.tokens == 19 and len(coordinator.workers.peers) == 2
 
 

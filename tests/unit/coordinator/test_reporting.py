@@ -50,7 +50,7 @@ def landed(
     greedy: bool = False,
     **earned: Any,
 ) -> None:
-    result = EpisodeResult(reward, 10, **result_entry)
+    result = EpisodeResult(reward, 10, **earned)
     stats = EpisodeStats(**{"turns": 1, **(counts or {})})
     reporter.note_landed(EpisodeRecord("0.0", 0, 0, greedy=greedy, result=result, stats=stats))
 

@@ -24,14 +24,14 @@ def config(**changed: Any) -> RunConfig:
 
 def test_engines_idle_once_all_workers_have_said_so_twice() -> None:
     """A worker says how long its engine has sampled now and then only: silence in between is no idleness."""
-    workers = [SimpleNamespace(beat=SimpleNamespace(busy_s=0.0), beat_at=0.0) for _ in range(2)]
+    workers = [SimpleNamespace(heartbeat=SimpleNamespace(busy_s=0.0), heartbeat_at=0.0) for _ in range(2)]
     places: Any = SimpleNamespace(peers=workers, keepers=[], remote=False)
     state: Any = SimpleNamespace(coordinator_epoch=1)
     handler = ShiftHandler(state, places, places, places, places, lambda message: None)
 
     def beat(worker: int, at: float, busy: float) -> float:
-        workers[worker].beat_at = at
-        workers[worker].beat.busy_s = busy
+        workers[worker].heartbeat_at = at
+        workers[worker].heartbeat.busy_s = busy
         return handler._engine_idle_seconds()
 
     assert beat(0, 10.0, 3.0) <= 0 and beat(1, 10.2, 3.0) <= 0

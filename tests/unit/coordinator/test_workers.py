@@ -77,7 +77,7 @@ class WorkerSetup:
         self.resume()
 
     def resume(self) -> None:
-        reports = SimpleNamespace(on_turn=lambda tokens: None, on_landed=self.landed.append)
+        reports = SimpleNamespace(count_turn=lambda tokens: None, note_landed=self.landed.append)
         self.records = RecordHandler(self.state, self.handler, reports)  # type: ignore[arg-type]
 
     def join(self, peer: bytes, index: int = 0, slots: int = 8) -> None:
@@ -301,12 +301,12 @@ def loses_its_server(setup: WorkerSetup) -> None:
     ("end", "lost"),
     [
         (beats, 2),
-        (lambda setup: setup.handler.peers.lose(A, "silent", 1.0), 2),
+        (lambda setup: setup.handler.peers.remove_process(A, "silent", 1.0), 2),
         (loses_its_server, 2),
         (lambda setup: beats(setup, leaving=True), 0),
         (leaves, 0),
         (lambda setup: stops(setup, lambda: beats(setup)), 0),
-        (lambda setup: stops(setup, lambda: setup.handler.peers.lose(A, "silent", 1.0)), 0),
+        (lambda setup: stops(setup, lambda: setup.handler.peers.remove_process(A, "silent", 1.0)), 0),
         (lambda setup: stops(setup, lambda: loses_its_server(setup)), 0),
     ],
     ids=["dropped", "silent", "no server", "dropped by a signal", "leaves", *[f"stop {n}" for n in range(3)]],
