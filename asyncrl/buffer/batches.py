@@ -404,9 +404,8 @@ class Batches:
         for uid in self.batches[step].planned:
             self.buffer.drop_episode(self.planned_episodes[uid], reason)
 
-        taken_groups = [
-            self.buffer.live[number] for number in self.buffer.tally.groups_by_step[step]
-        ]  # of late members
+        # Groups are still live if late members are left.
+        taken_groups = [self.buffer.live[number] for number in self.buffer.tally.groups_by_step[step]]
         running_episodes = [
             episode for group in taken_groups for episode in self.buffer.drop_group(group, reason)
         ]

@@ -14,28 +14,40 @@ from collections.abc import Collection, Iterable, Mapping
 from asyncrl.buffer.replay import ReplayBuffer
 from asyncrl.config import BufferConfig, RunConfig
 
-GAIN = 0.015  # how fast the level moves: slowly, as one late group masks many tokens at once
-FIRST_GAIN = 0.03  # the same until the first token goes over the bound
-QUICK_GAIN = 0.5  # added until then, times the share of the step that was only waiting,
-QUICK_LEVEL_DIVISOR = 4  # while groups live for less than a quarter of the bound
-MIN_TOOL_WAITING = 0.25  # of their time: episodes that wait less for tools end as soon as engines have time
-MAX_LOG_DECREASE = 0.25  # of the level, that one batch takes at most: a batch may be a single trajectory
-BUSY = 0.02  # a trainer that idles less than this gains nothing from more live groups
-# share of a KV cache in use: over HIGH the cap shrinks, under LOW it grows
+# Speed of the level after the first stale token: slow, as a single late group masks many tokens at once.
+GAIN = 0.015
+# Speed of the level until the first stale token.
+FIRST_GAIN = 0.03
+# Added to FIRST_GAIN, times the fraction of the step that was only waiting, while groups live for less than
+# max_staleness / QUICK_LEVEL_DIVISOR steps.
+QUICK_GAIN = 0.5
+QUICK_LEVEL_DIVISOR = 4
+# Fraction of their time in which episodes wait for tools: with less, episodes end as soon as engines have
+# time.
+MIN_TOOL_WAITING = 0.25
+# Largest decrease of the level's logarithm by a batch, as a batch may be a single trajectory.
+MAX_LOG_DECREASE = 0.25
+# Fraction of a step: a trainer that idles less gains nothing from more live groups.
+BUSY = 0.02
+# Fraction of a KV cache in use: above HIGH_KV_USE the cap shrinks, below LOW_KV_USE the cap grows.
 HIGH_KV_USE = 0.8
 LOW_KV_USE = 0.6
-CAP_FACTOR = 1.25  # less than HIGH / LOW: a change of the cap does not lead from one side to the other
+# Factor of a change of the cap, less than HIGH_KV_USE / LOW_KV_USE, so that a change does not cross both
+# limits.
+CAP_FACTOR = 1.25
 
 
 class Crossings:
-    """Counts each token once when its lag exceeds max_staleness, whether a batch has masked the token or its
-    episode or group still runs. The `waiting_tokens` of `buffer` are tokens that no batch may take yet."""
+    """Counts each token once when the lag of the token exceeds max_staleness.
+
+    Such a token was masked by a batch, or belongs to an episode or a group that still runs. The
+    `waiting_tokens` of `buffer` are tokens that no batch may take yet.
+    """
 
     def __init__(self, buffer: ReplayBuffer, max_staleness: int) -> None:
         self._buffer = buffer
-        self._commit_times = deque(
-            [-math.inf] * (max_staleness + 1), max_staleness + 1
-        )  # times of the newest
+        # Times of the newest commits.
+        self._commit_times = deque([-math.inf] * (max_staleness + 1), max_staleness + 1)
         self._counted_tokens = 0.0  # tokens that are ready, and were counted while they waited
 
     def committed(self, masked_fraction: float, model_tokens: float, now: float) -> float:
@@ -59,9 +71,8 @@ class Crossings:
         )
 
         counted_before = min(self._counted_tokens, masked_fraction * model_tokens)
-        self._counted_tokens = (
-            self._counted_tokens - counted_before
-        ) / 2  # some of them are dropped, and no batch masks these
+        # Some counted tokens are dropped, so that no batch masks them.
+        self._counted_tokens = (self._counted_tokens - counted_before) / 2
 
         return (masked_fraction * model_tokens - counted_before + newly_crossed) / max(1.0, model_tokens)
 
@@ -80,9 +91,8 @@ class FlowControl:
         self.max_level = config.max_live_groups
         self.first_level = (1 + config.target) * self.groups_per_batch
         self.level = self.first_level
-        self.quick_level = (
-            config.max_staleness * self.groups_per_batch / QUICK_LEVEL_DIVISOR
-        )  # L groups live for L / G steps on average
+        # By Little's law L live groups live for L / G steps on average.
+        self.quick_level = config.max_staleness * self.groups_per_batch / QUICK_LEVEL_DIVISOR
         self._stale_measured = False
 
     @property
@@ -175,9 +185,8 @@ class KvCap:
             self.level = min(self.max_level, old_level * CAP_FACTOR)
 
         if self.level != old_level:
-            self._commits_to_wait = -(
-                -self.limit // self.groups_per_batch
-            )  # the steps for which a group is live
+            # The steps for which a group is live.
+            self._commits_to_wait = -(-self.limit // self.groups_per_batch)
 
 
 # -- flow control in the run -------------------------------------------------------------------------------
@@ -235,7 +244,7 @@ class LiveLimit:
         live_groups = self.buffer.tally.open(self.buffer.committed) + taken_groups  # before the commit
         self.kv_cap.update_cap(live_groups, plain_step)
 
-        self._idle_fraction = metrics.get(self._idle_metric, self._idle_fraction)  # it comes with heartbeats
+        self._idle_fraction = metrics.get(self._idle_metric, self._idle_fraction)  # arrives with heartbeats
         masked_fraction = metrics.get("staleness/masked_token_frac", 0.0)
         model_tokens = metrics.get("trainer/model_tokens", 0.0)
         self._crossed_fraction += self.crossings.committed(masked_fraction, model_tokens, now)

@@ -32,11 +32,10 @@ class Lifetimes:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self._running_lives: dict[
-            Hashable, list[tuple[float, float]]
-        ] = {}  # (began, weight), in order of begin
+        # Pairs (begin, weight) of running lives, in order of begin.
+        self._running_lives: dict[Hashable, list[tuple[float, float]]] = {}
         self._ended_lives: deque[tuple[float, float, float]] = deque()  # (began, weight, ended)
-        self._window_start = -math.inf  # when the window begins: the newest end that is not in it any more
+        self._window_start = -math.inf  # begin of the window: the newest end that has left the window
 
     def begin(self, key: Hashable, now: float, weight: float = 1.0) -> None:
         """Begin a further lifetime of `key`."""
@@ -104,9 +103,8 @@ class Deadlines:
 
     def __init__(self, patience: float | Literal["auto"]) -> None:
         self._fixed_patience = patience
-        self._lifetimes = Lifetimes(
-            ESTIMATED_GROUPS
-        )  # from the start of a group to the end of its last member
+        # From the start of a group to the end of its last member.
+        self._lifetimes = Lifetimes(ESTIMATED_GROUPS)
         self._deadline_heap: list[tuple[float, int]] = []  # (deadline, group)
         self._estimate = math.inf
         self._estimated_at = -math.inf

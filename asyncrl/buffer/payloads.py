@@ -137,13 +137,13 @@ def _check_sampled(subject: str, sampled: Turn | Generation, vocabulary: int) ->
     if len(sampled.ids) != len(sampled.logprobs) or not contiguous:
         raise ProtocolError(
             f"{subject}: {len(sampled.ids)} tokens with {len(sampled.logprobs)} log-probs "
-            f"and spans {[(s.start, s.end) for s in sampled.spans]}"
+            f"and spans {[(span.start, span.end) for span in sampled.spans]}"
         )
 
     if sampled.ids and max(sampled.ids) >= vocabulary:
         raise ProtocolError(f"{subject}: {max(sampled.ids)} is no token")
     if any(span.version < 0 for span in sampled.spans):
-        raise ProtocolError(f"{subject}: versions {[s.version for s in sampled.spans]}")
+        raise ProtocolError(f"{subject}: versions {[span.version for span in sampled.spans]}")
 
 
 def check_logprobs(subject: str, sampled: Turn | Generation) -> None:

@@ -198,8 +198,8 @@ class GroupRecord(msgspec.Struct, array_like=True):
     issued_step: int
     members: list[str]
     patience: float = math.inf  # seconds from start to deadline; inf: no partial group
-    started: float = math.nan  # when the first member was assigned; -inf: before this process; nan: not yet
-    deadline: float = math.inf  # when the baseline is fixed; on the caller's clock, like `started`
+    started: float = math.nan  # time of the first assignment; -inf: before this process; nan: not yet
+    deadline: float = math.inf  # time at which the baseline is fixed; on the caller's clock, like `started`
     settled: bool = False
     baseline: tuple[int, ...] = ()
     first_only: bool = False

@@ -88,9 +88,8 @@ class ReplayBuffer:
         self.live: dict[int, GroupRecord] = {}  # groups with a member that is not over; has_room counts fewer
         self.episodes: dict[str, EpisodeRecord] = {}
         self.tally = Tally()
-        self.oldest_versions: dict[
-            int, int
-        ] = {}  # by group (staleness.oldest_version_of), until a member changes
+        # Cached values of staleness.oldest_version_of by group, until a member changes.
+        self.oldest_versions: dict[int, int] = {}
 
         self.next_group = 0
         self.committed = 0  # number of committed batches
@@ -265,11 +264,13 @@ class ReplayBuffer:
         if not will_retry:
             group = self.live[episode.group]
             self._set_state(episode, State.FAILED, reason)
-            running_members = [e for e in self.trainable_members(group) if e.state is State.RUNNING]
+            running_members = [
+                member for member in self.trainable_members(group) if member.state is State.RUNNING
+            ]
             self._note_member_end(group, now)
             self._settle_if_due(group, now)
             self._forget_if_over(group)
-            return [e for e in running_members if e.state is State.DROPPED]
+            return [member for member in running_members if member.state is State.DROPPED]
 
         if not episode.turns and not episode.open:
             self.waiting_tokens.forget_lives(episode.uid)
@@ -356,7 +357,9 @@ class ReplayBuffer:
 
         self.deadlines.end_group(group, now)
         landed_results = [
-            e.result for e in self.trainable_members(group) if e.state not in (State.FAILED, State.DROPPED)
+            member.result
+            for member in self.trainable_members(group)
+            if member.state not in (State.FAILED, State.DROPPED)
         ]
 
         if len(landed_results) >= self.config.min_group and solved(
@@ -405,7 +408,7 @@ class ReplayBuffer:
 
     def drop_all(self, reason: DropReason) -> list[EpisodeRecord]:
         """Drop all untaken episodes, at the end of the run. Return the episodes that were running."""
-        return [e for group in list(self.live.values()) for e in self.drop_group(group, reason)]
+        return [episode for group in list(self.live.values()) for episode in self.drop_group(group, reason)]
 
     def drop_group(self, group: GroupRecord, reason: DropReason) -> list[EpisodeRecord]:
         """Drop the members of a group that are not taken. Return the members that were running."""

@@ -73,7 +73,7 @@ def masked_by_quarter(stale: Sequence[bool]) -> list[tuple[int, int]]:
     """Return (masked, all) tokens in each quarter of one response's model tokens, first quarter first."""
     token_count = len(stale)
     edges = [token_count * quarter // 4 for quarter in range(5)]
-    return [(sum(stale[a:b]), b - a) for a, b in pairwise(edges)]
+    return [(sum(stale[start:end]), end - start) for start, end in pairwise(edges)]
 
 
 # -- starts of episodes, and slots of batches --------------------------------------------------------------
@@ -198,7 +198,8 @@ def oldest_version_of(buffer: ReplayBuffer, group: GroupRecord) -> int:
     if group.id not in buffer.oldest_versions:
         group_members = buffer.trainable_members(group)
         buffer.oldest_versions[group.id] = min(
-            (e.oldest_possible_version for e in group_members if not e.state.over), default=NEVER_STALE
+            (member.oldest_possible_version for member in group_members if not member.state.over),
+            default=NEVER_STALE,
         )
     return buffer.oldest_versions[group.id]
 
@@ -207,9 +208,8 @@ def upcoming_slots(buffer: ReplayBuffer) -> GroupSlots:
     """Return the slots of the current batch and the next batches, less the groups that need them."""
     groups_per_batch = buffer.config.groups_per_batch
     taken_groups = len(buffer.tally.groups_by_step[buffer.committed])
-    free_slots = (
-        0 if buffer.closed_step == buffer.committed else groups_per_batch - taken_groups
-    )  # a closed batch may be short
+    # A closed batch may be short.
+    free_slots = 0 if buffer.closed_step == buffer.committed else groups_per_batch - taken_groups
     oldest_versions = (oldest_version_of(buffer, group) for group in _untaken_groups(buffer))
 
     return GroupSlots(

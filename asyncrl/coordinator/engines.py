@@ -58,18 +58,16 @@ class EngineHandler:
         self.probe_tokens = 0  # tokens compared so far
 
         self.may_wake = False  # the trainer has offloaded: sleeping engines get the newest version
-        self.refusals: Counter[tuple[bytes, PolicyVersion]] = (
-            Counter()
-        )  # counts since an engine loaded any version
+        # Counts since an engine loaded any version.
+        self.refusals: Counter[tuple[bytes, PolicyVersion]] = Counter()
         self.last_refusal = ""  # reason of the last refusal
 
         self._announced_version = NO_VERSION  # newest version that keepers prefetch
         self._sent_table: dict[str, EngineEntry] = {}  # entries by name, as last sent to workers
         self._informed_workers: set[bytes] = set()  # workers that have the sent table
         self._next_table_at = 0.0  # time before which no change is sent
-        self._server_uses: defaultdict[str, Counter[str]] = defaultdict(
-            Counter
-        )  # totals of all workers, by server
+        # Totals of all workers, by server.
+        self._server_uses: defaultdict[str, Counter[str]] = defaultdict(Counter)
 
     # -- engines of both kinds -----------------------------------------------------------------------
 
@@ -85,14 +83,14 @@ class EngineHandler:
         engine = self.state.versions.engines.get(peer)
         return engine is not None and engine.quarantined
 
-    def quarantine(self, peer: bytes, at: float) -> None:
+    def quarantine(self, peer: bytes, resend_at: float) -> None:
         """Give an engine no more work until the newest version, sent at time `at`, is loaded anew.
 
         Nothing happens for a worker that uses servers, as there is no engine of its own.
         """
         if (engine := self.state.versions.engines.get(peer)) is not None:
             engine.quarantined = True
-            engine.resend(at)
+            engine.resend(resend_at)
 
     def resend_to_worker(self, peer: bytes, version: PolicyVersion, now: float) -> None:
         """Send a worker that said hello all that it may have missed.
@@ -121,7 +119,7 @@ class EngineHandler:
         if message.error:
             log.warning("%s could not load v%d: %s", engine.name, loaded_version.step, message.error)
             engine.resend(now + LOAD_RETRY)
-            if not (message.lost or message.process_failed):  # in those cases another trainer would not help
+            if not (message.lost or message.process_failed):  # then another trainer might help
                 self.refusals[peer, loaded_version] += 1
                 self.last_refusal = message.error
             return
@@ -231,7 +229,7 @@ class EngineHandler:
         free_peers = {
             peer
             for peer, engine in engines.items()
-            if (engine.up or self.state.config.shifts)
+            if (engine.is_up or self.state.config.shifts)
             and (engine.quarantined or not engine.held_for_validation)
         }
         due_peers = [
@@ -265,12 +263,12 @@ class EngineHandler:
             return
 
         engine = self.state.versions.engines[peer]
-        if message.url and not engine.up:
+        if message.url and not engine.is_up:
             log.info("%s: %s at %s", keeper.name, message.engine, message.url)
             self.state.liveness.alive(now)
 
         keeper.hello = message
-        engine.up = bool(message.url)
+        engine.is_up = bool(message.url)
         self.state.send_welcome(peer)
 
     def _join_keeper(self, peer: bytes, message: KeeperHello, now: float) -> KeeperRecord:
@@ -409,7 +407,7 @@ class EngineHandler:
         return [
             keeper
             for keeper in self.keepers
-            if (engine := engines[keeper.peer]).up
+            if (engine := engines[keeper.peer]).is_up
             and keeper.heartbeat.healthy
             and not engine.quarantined
             and engine.acked != NO_VERSION
@@ -427,7 +425,7 @@ class EngineHandler:
         engines = self.state.versions.engines
         any_pinned = any(engine.held_for_validation for engine in engines.values())
 
-        if not any_pinned and sum(engine.up for engine in engines.values()) < 2:
+        if not any_pinned and sum(engine.is_up for engine in engines.values()) < 2:
             return self.can_sample
 
         serving_engines = [engines[keeper.peer] for keeper in self._serving_keepers("train")]

@@ -74,9 +74,8 @@ class FirstAttempts:
     def __init__(self, samples: int) -> None:
         self._min_failed_samples = min(MIN_SAMPLES, samples)
         self._common_reason: FailReason | None = None
-        self._failed_attempts: list[
-            tuple[int, int]
-        ] = []  # (assign number, sample) of the attempts that failed in a row
+        # Pairs (assign number, sample) of the attempts that failed in a row.
+        self._failed_attempts: list[tuple[int, int]] = []
         self.landed = False
 
     def note_failure(self, assign_number: int, sample: int, reason: FailReason) -> None:
@@ -146,9 +145,8 @@ class MemoryLimits(msgspec.Struct):
                 "resume=auto"
             )
 
-        tried_tokens = max(
-            message.tokens, self.tokens // 4
-        )  # the small remainder of a batch was not too large
+        # The small remainder of a batch was not too large.
+        tried_tokens = max(message.tokens, self.tokens // 4)
         self.tokens = max(1, min(self.tokens, tried_tokens) // 2)
 
     def describe_change(self, message: GaveUp) -> str:

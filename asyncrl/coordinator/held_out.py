@@ -76,9 +76,8 @@ class HeldOutEpisodes:
         self.causes: dict[str, str] = {}  # cause of the newest failure, by uid
         self._changed_episodes: dict[str, EpisodeRecord] = {}
 
-        self._earlier_account = msgspec.json.decode(
-            reader.meta(ACCOUNT_KEY, "{}"), type=HeldOutAccount
-        )  # the account at the end of the last session
+        # The account at the end of the last session.
+        self._earlier_account = msgspec.json.decode(reader.meta(ACCOUNT_KEY, "{}"), type=HeldOutAccount)
         self._issued_count = len(self.episodes)
         self._count_states()
 

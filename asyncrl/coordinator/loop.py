@@ -54,7 +54,7 @@ def run(config: RunConfig, endpoints: Endpoints, incarnation: str) -> int:
     """Run the coordinator of the launch `incarnation` until the run is over, and return the exit code."""
     coordinator = Coordinator(config, endpoints, incarnation)
     gc.freeze()  # excludes modules from collections
-    gc.set_threshold(10_000)  # of the many young objects of a step hardly any is in a cycle
+    gc.set_threshold(10_000)  # hardly any of the many young objects of a step is in a cycle
 
     try:
         coordinator.loop()
@@ -72,9 +72,8 @@ class Coordinator:
     def __init__(self, config: RunConfig, endpoints: Endpoints, incarnation: str) -> None:
         self.config = config
         self.run_dir = Path(config.run_dir) / config.name
-        store = RunStore(
-            self.run_dir, config.store.keep_bytes
-        )  # the gate needs the enrolled keys of the store
+        # The gate needs the enrolled keys of the store.
+        store = RunStore(self.run_dir, config.store.keep_bytes)
 
         host = config.launch.host
         self._gate = Gate(endpoints, enrolled_keys(store.read, incarnation))
@@ -107,9 +106,8 @@ class Coordinator:
         self._work_left = False  # the last pass left work that can be done at once
         self.journal = Journal(self.state, self._keep_contact)
         self._missing_waits: list[str] = []  # waits for processes that are missing
-        self._unread_messages: dict[
-            object, tuple[bytes, Any, list[bytes]]
-        ] = {}  # messages that came while the store was not writable
+        # Messages that came while the store was not writable.
+        self._unread_messages: dict[object, tuple[bytes, Any, list[bytes]]] = {}
 
         self._resume_run(incarnation)
 

@@ -42,7 +42,7 @@ class Connected(Protocol):
 
 
 P = TypeVar("P", bound=Connected)
-Lost = Callable[[P, str, float], None]  # called with a lost process, the reason and the time
+LossHandler = Callable[[P, str, float], None]  # called with a lost process, the reason and the time
 
 
 class Peers(Generic[P]):
@@ -53,15 +53,16 @@ class Peers(Generic[P]):
         lost: called with each lost process. None: leases never end.
     """
 
-    def __init__(self, state: RunState, role: str, planned: int = 0, lost: Lost[P] | None = None) -> None:
+    def __init__(
+        self, state: RunState, role: str, planned: int = 0, lost: LossHandler[P] | None = None
+    ) -> None:
         self._state = state
         self._role = role
         self._planned_count = planned
         self._on_lost = lost
         self._connected: dict[bytes, P] = {}
-        self._lost_processes: dict[
-            int, tuple[str, float]
-        ] = {}  # by index: incarnation of the lost process, and time of the loss
+        # By index: incarnation of the lost process, and time of the loss.
+        self._lost_processes: dict[int, tuple[str, float]] = {}
 
     def __iter__(self) -> Iterator[P]:
         return iter(self._connected.values())
@@ -202,9 +203,8 @@ class EnrolmentHandler:
         self._open_tokens: dict[str, tuple[str, float]] = {}  # by token: role, and time of expiry
         self._enrolled_roles = enrolled_keys(state.store.read, state.launch)
         planned = {"rollout": state.config.rollout.workers, "engine": state.config.engine.keepers}
-        self._planned_processes = {
-            role: count for role, count in planned.items() if count
-        }  # further processes of these roles may join
+        # Further processes of these roles may join.
+        self._planned_processes = {role: count for role, count in planned.items() if count}
 
     def add_token(self, message: shared.Invite, now: float) -> None:
         if message.role not in self._planned_processes or message.token in self._gate.members:

@@ -47,9 +47,7 @@ class RecordHandler:
         )
         rollout = state.config.rollout  # side requests have as many sequences of their own
         configured_tokens = rollout.rows * rollout.max_tokens * (2 if state.config.side_requests else 1)
-        self._max_episode_tokens = max(
-            [configured_tokens, *stored_tokens]
-        )  # largest number of tokens of an episode
+        self._max_episode_tokens = max([configured_tokens, *stored_tokens])
 
     def process_record(self, peer: bytes, message: Record, frames: list[bytes], now: float) -> None:
         """Process a sequenced record once. The acknowledgement follows after the commit."""
@@ -172,9 +170,8 @@ class RecordHandler:
         frames: list[bytes],
         now: float,
     ) -> None:
-        part = episode.open.pop(
-            message.session, OpenTurn()
-        )  # parts are of no use even if the turn is refused
+        # Parts are of no use even if the turn is refused.
+        part = episode.open.pop(message.session, OpenTurn())
 
         if message.turn < episode.turns:
             return  # sent again to a restarted coordinator, perhaps after its parts

@@ -191,9 +191,8 @@ class Reporter:
         state = self.state
         gauges = self.gauges() | {BATCH: self.batch_fraction()}
 
-        if (
-            not self._last_metrics and not state.samples[0].demonstration and self.landed_episodes.end_counts
-        ):  # no step is over yet
+        # Before the end of the first step, landed episodes give the numbers.
+        if not self._last_metrics and not state.samples[0].demonstration and self.landed_episodes.end_counts:
             settled = state.buffer.settled_counts
             gauges |= self._episode_metrics() | {FILTERED: settled[State.FILTERED] / max(1, settled.total())}
 
@@ -431,7 +430,9 @@ class Reporter:
         counts = state.buffer.state_counts()
         stored_counts = state.store.read.counts()
 
-        states_agree = all(counts[one] == stored_counts.get(one, 0) for one in State)
+        states_agree = all(
+            counts[episode_state] == stored_counts.get(episode_state, 0) for episode_state in State
+        )
         plans_agree = state.store.read.trained_in_plans() == account.trained
         checkpoint_agrees = self.trainer.checkpoint_trained in (None, account.trained)
         held_out_agrees = state.held_out.audit()

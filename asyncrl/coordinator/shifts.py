@@ -24,7 +24,7 @@ from asyncrl.types import NO_VERSION
 from asyncrl.wire.messages.shared import Replace, Sleep, Slept
 
 SLEEP_RETRY = 2.0  # seconds after which an engine without an answer gets Sleep again
-SHIFT_KEY = "shift"  # in the store's meta
+SHIFT_KEY = "shift"  # key of the store's meta
 
 
 class ShiftHandler:
@@ -165,7 +165,7 @@ class ShiftHandler:
             incarnations = [*self.engine_peers.vacant_indices.values()]
             for process in self.engine_peers:
                 engine = versions.engines[process.peer]
-                if engine.up and not engine.asleep:  # a starting server has another deadline
+                if engine.is_up and not engine.asleep:  # a starting server has another deadline
                     incarnations.append(process.hello.incarnation)
 
             for name in filter(None, incarnations):
@@ -211,7 +211,7 @@ class ShiftHandler:
             for worker in self.workers.peers
             if worker.heartbeat
         ]
-        sampled_seconds = sum(busy for busy, _ in heartbeats)
+        sampled_seconds = sum(busy_seconds for busy_seconds, _ in heartbeats)
         times = [received_at for _, received_at in heartbeats]
 
         if heartbeats and sampled_seconds != self._sampled_seconds:

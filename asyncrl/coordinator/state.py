@@ -39,8 +39,8 @@ from asyncrl.wire.messages.shared import Welcome, WireMessage
 from asyncrl.wire.sockets import Hub
 
 MAX_UNTRAINED_BATCHES = 50  # batches' worth of groups in a row without training, after which the run ends
-ABANDONED_KEY = "abandoned_tokens"  # in the store's meta
-REASONS_KEY = "reasons"  # in the store's meta: episodes by final state and reason
+ABANDONED_KEY = "abandoned_tokens"  # key of the store's meta
+REASONS_KEY = "reasons"  # key of the store's meta: episodes by final state and reason
 MAX_SKIPPED_BATCHES = 20  # committed batches in a row without an optimizer step, after which the run ends
 
 log = logging.getLogger("asyncrl.coordinator")
@@ -129,7 +129,9 @@ class RunState:
         if buffer.prompts.order_error and buffer.missing_groups > 0:
             return f"{buffer.prompts.order_error}; mend that, then go on with resume=auto"
 
-        running_numbers = (e.assign_seq for e in buffer.episodes.values() if e.state is State.RUNNING)
+        running_numbers = (
+            episode.assign_seq for episode in buffer.episodes.values() if episode.state is State.RUNNING
+        )
         if common_failure := self.first_attempts.verdict(running_numbers):
             return f"{common_failure}: {self.failed_attempts.newest}; mend that, then go on with resume=auto"
 

@@ -64,9 +64,8 @@ class TrainerHandler:
 
         self.stopping = False  # the last checkpoint was requested
         self.checkpoint_written = False  # the last checkpoint was written
-        self._covered_step = int(
-            state.store.read.meta("to_forget", "0")
-        )  # plans before this step are not needed
+        # Plans before this step are not needed.
+        self._covered_step = int(state.store.read.meta("to_forget", "0"))
         self._stop_step: int | None = None  # step at which the ranks were told to stop
 
         # Step of the newest checkpoint.
@@ -90,13 +89,11 @@ class TrainerHandler:
         # Ranks that have loaded nothing yet, by peer.
         self.waiting_for_devices: dict[bytes, trainer.AskDevices] = {}
         self.newest_asker = ""  # incarnation of the newest of these ranks
-        self.starting_ranks: dict[
-            bytes, tuple[trainer.TrainerBeat, float]
-        ] = {}  # ranks before their hello: heartbeat and its time
+        # Ranks before their hello: heartbeat and its time.
+        self.starting_ranks: dict[bytes, tuple[trainer.TrainerBeat, float]] = {}
 
-        self._given_up_epoch = int(
-            state.store.read.meta("given_up", "-1")
-        )  # newest trainer epoch that gave up a batch
+        # Newest trainer epoch that gave up a batch.
+        self._given_up_epoch = int(state.store.read.meta("given_up", "-1"))
 
     # -- control -------------------------------------------------------------------------------------
 
@@ -523,13 +520,15 @@ class TrainerHandler:
         if not uids:
             return make_plan("step", plan_hash=batch.plan_hash)
 
-        episodes = map(
-            batches.planned_episodes.__getitem__, uids
-        )  # with lost episodes, so that ranks partition the plan as before
+        # Lost episodes are sent, too, so that ranks partition the plan as before.
+        episodes = [batches.planned_episodes[uid] for uid in uids]
         temperature = state.config.rollout.temperature
         return make_plan(
             "work",
-            tuple(trainer.PlannedTrajectory.of(e, batches.baselines[e.group], temperature) for e in episodes),
+            tuple(
+                trainer.PlannedTrajectory.of(episode, batches.baselines[episode.group], temperature)
+                for episode in episodes
+            ),
         )
 
     def send_payloads(self, peer: bytes, message: trainer.PayloadRequest) -> None:

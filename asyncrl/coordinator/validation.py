@@ -211,9 +211,8 @@ class Validation:
             return
 
         pinned = False
-        if (
-            uses_servers := self.engines.remote
-        ):  # servers are set aside, and workers know before they get episodes
+        # Servers are set aside, and workers know before they get episodes.
+        if uses_servers := self.engines.remote:
             pinned = self.engines.pin_servers(session.ref.version, all_servers=exclusive)
             self.engines.send_table([worker.peer for worker in self.workers.peers], now)
 

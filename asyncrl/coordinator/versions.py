@@ -17,7 +17,7 @@ MAX_PROBES = 64  # stored probes; while a disk is full, their versions do not be
 class EngineRecord(msgspec.Struct):
     """An engine on a peer: the embedded engine of a worker, or the server of a keeper.
 
-    up: a server has reported its URL.
+    is_up: a server has reported its URL.
     quarantined: the weights are wrong; the engine gets no work before it has loaded them anew.
     held_for_validation: set aside for a validation; the engine keeps its version.
     pushed, acked: versions that were sent and confirmed; NO_VERSION: none.
@@ -28,7 +28,7 @@ class EngineRecord(msgspec.Struct):
     """
 
     name: str
-    up: bool = True
+    is_up: bool = True
     quarantined: bool = False
     held_for_validation: bool = False
     push_s: float = 0.0  # seconds of the newest load
@@ -58,8 +58,8 @@ class VersionLedger:
     def __init__(self, newest: PolicyVersion = NO_VERSION, ref: WeightsRef | None = None) -> None:
         self.newest = newest
         self.ref = ref
-        self.engines: dict[bytes, EngineRecord] = {}  # by identity of the peer
-        self.recent_probes: list[Probed] = []  # of the newest version, and of later versions not written yet
+        self.engines: dict[bytes, EngineRecord] = {}  # engines by identity of the peer
+        self.recent_probes: list[Probed] = []  # probes of the newest version, and of versions not written yet
         # Newest loaded version, and its checksum by the first engine.
         self._newest_checksum = (NO_VERSION, "")
 

@@ -44,7 +44,7 @@ class WorkerRecord:
     heartbeat: Heartbeat | None = None
     heartbeat_at: float = 0.0
     eval_version: PolicyVersion | None = None
-    eval_requested_at: float = 0.0  # when the eval lane was last sent a version
+    eval_requested_at: float = 0.0  # time at which the eval lane was last sent a version
     leaving: bool = False  # told to end: episodes that the worker gives up are no loss
 
     @property
@@ -62,9 +62,8 @@ class WorkerHandler:
         self.assign_seq = state.coordinator_epoch << 32  # grows across restarts of the coordinator
         self.work_left = False  # the last pass left episodes that can be assigned
 
-        self._restored_episodes: defaultdict[str, list[EpisodeRecord]] = defaultdict(
-            list
-        )  # running episodes of the store, by worker incarnation
+        # Running episodes of the store, by worker incarnation.
+        self._restored_episodes: defaultdict[str, list[EpisodeRecord]] = defaultdict(list)
         for episode in state.all_episodes:
             if episode.state is State.RUNNING:
                 self._restored_episodes[episode.worker].append(episode)
@@ -110,9 +109,8 @@ class WorkerHandler:
         self.engines.add_use(worker.heartbeat.engines if worker.heartbeat else (), message.engines)
         worker.heartbeat = message
         worker.heartbeat_at = now
-        worker.last_record = max(
-            worker.last_record, message.acked
-        )  # acks may have overtaken the hello on the other channel
+        # Acks may have overtaken the hello on the other channel.
+        worker.last_record = max(worker.last_record, message.acked)
 
         ledger_of = self.state.ledger_of
         incarnation = worker.hello.incarnation
@@ -167,9 +165,8 @@ class WorkerHandler:
         connected_workers = {worker.hello.incarnation for worker in self.peers}
         for episode in self.state.all_episodes:
             if episode.state is State.RUNNING and episode.worker not in connected_workers:
-                self._reissue_episode(
-                    episode, FailReason.WORKER_LOST, now
-                )  # a stop of the run is no failed attempt
+                # A stop of the run is no failed attempt.
+                self._reissue_episode(episode, FailReason.WORKER_LOST, now)
 
     def _lose_episode(self, worker: WorkerRecord, uid: str, cause: str, now: float) -> None:
         if worker.running.pop(uid, None) is None:

@@ -111,7 +111,7 @@ def test_nothing_needed_goes_and_everything_else_does(tmp_path: Path, seed: int,
                 run.checkpoint(run.random.choice(KEEP))
                 run.turn()
             buffer, batches = restored(reader)
-            assert buffer.account() == run.buffer.account() and buffer.flow().conserved
+            assert buffer.account() == run.buffer.account() and buffer.account().conserved
             assert buffer.episodes == run.buffer.episodes
             assert batches.batches == run.batches.batches and batches.baselines == run.batches.baselines
             assert reader.trained_in_plans() == buffer.account().trained

@@ -77,7 +77,7 @@ def test_everything_comes_back(tmp_path: Path) -> None:
     restored, _ = make()
     restored.restore_groups(snapshot.groups, snapshot.episodes, snapshot.left, 0.0)
     restored.next_group = snapshot.next_group
-    assert restored.account() == buffer.account() and restored.flow().conserved
+    assert restored.account() == buffer.account() and restored.account().conserved
 
 
 def test_kill_9_loses_nothing_acknowledged(tmp_path: Path) -> None:
