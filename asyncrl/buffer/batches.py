@@ -75,7 +75,7 @@ class Batch(msgspec.Struct):
     ranks, budget: number of ranks and tokens of a micro-batch when the plan was last handed out.
     """
 
-    step: int  # 0-based: committed batches before it
+    step: int  # 0-based: number of committed batches before
     micros: list[list[str]] = []
     groups: set[int] = set()
     closed: bool = False
@@ -103,7 +103,7 @@ class Batches:
     Args:
         buffer: source of the trajectories.
         micro_batch_tokens: tokens of one micro-batch on one rank, padding included.
-        flush_at_end: train a short batch when the data has run out, instead of dropping the rest.
+        flush: train a short batch when the data has run out, instead of dropping the rest.
         packing: "padded": all sequences are padded to the longest. "tree": a group shares one prompt.
     """
 

@@ -102,7 +102,7 @@ class FlowControl:
     def spare(self, waiting_fraction: float) -> int:
         """Return how many groups a run may issue beyond the groups that are trained.
 
-        That is the number that `update_level` has added to the live groups, if `waiting_fraction`, the
+        That is the number that `update` has added to the live groups, if `waiting_fraction`, the
         fraction of their time in which episodes wait for tools, is at least MIN_TOOL_WAITING; else 0.
         """
         return max(0, round(self.level - self.first_level)) if waiting_fraction >= MIN_TOOL_WAITING else 0
@@ -147,7 +147,7 @@ class KvCap:
         self.level = float(self.max_level)
         self.retracted_requests = 0  # requests of which a server took the KV memory away
         self._use_sums: defaultdict[str, tuple[float, int]] = defaultdict(lambda: (0.0, 0))  # sum, count
-        self._commits_to_wait = 0  # commits until what is read shows the last change
+        self._commits_to_wait = 0  # commits until readings show the last change
 
     @property
     def limit(self) -> int:
@@ -197,7 +197,7 @@ ROLLOUT_IDLE = "async/rollout_idle_frac"
 
 
 class LiveLimit:
-    """Moves `buffer.live_limit` and `buffer.spare_groups` after each commit, by flow control and the KV cap.
+    """Moves `buffer.live_limit` and `buffer.spare` after each commit, by flow control and the KV cap.
 
     With a number as buffer.target_staleness nothing moves. A restarted coordinator begins anew.
     """
@@ -211,13 +211,12 @@ class LiveLimit:
         self.kv_cap = KvCap(buffer_config.groups_per_batch, buffer_config.usual_staleness)
 
         self._has_servers = config.engine.remote
-        # With shifts the trainer waits for theirs in any case: then more live groups are of use to engines.
+        # With shifts the trainer always waits for the rollout shift: then more live groups are of use to
+        # engines.
         self._idle_metric = ROLLOUT_IDLE if config.shifts else TRAINER_IDLE
         self.crossings = Crossings(buffer, buffer_config.max_staleness)
-        self._crossed_fraction = (
-            0.0  # share of tokens that went over the bound and that the control does not know yet
-        )
-        self._idle_fraction = 0.0  # share of a step that the trainer waited, as last known
+        self._crossed_fraction = 0.0  # fraction of stale tokens that the control does not know yet
+        self._idle_fraction = 0.0  # newest known fraction of a step in which the trainer waited
         self._last_engines: frozenset[str] = frozenset()
 
     def update_limit(

@@ -19,7 +19,7 @@ class Prompts:
     """The samples of a run in the order in which they are drawn.
 
     Args:
-        samples: number of samples of an epoch.
+        sample_count: number of samples of an epoch.
         sample_order: returns the numbers of the samples of an epoch, in order.
         epochs: number of epochs; 0: no end.
 

@@ -80,7 +80,7 @@ class EpisodeRecord(msgspec.Struct, gc=False, array_like=True):
     assign_seq: int = 0
     oldest: int = -1  # -1: no token yet
     newest: int = -1
-    bound: int = -1  # oldest version that its turns may start on
+    bound: int = -1  # oldest version that turns of the episode may start on
     turns: int = 0  # durable turns
     rows: int = 0  # sequences of these turns
     tokens: int = 0  # tokens of trained turns
@@ -239,7 +239,7 @@ class Flow(msgspec.Struct, frozen=True):
 class Tally:
     """Counts over all groups in memory.
 
-    state_counts: number of episodes in each state.
+    states: number of episodes in each state.
     groups_by_state: ids of the groups with a member in a state.
     untaken_groups: ids of the groups of which no batch has taken a member yet, without filtered groups.
     groups_by_step: ids of the groups whose first member a batch took, without filtered groups.
@@ -327,5 +327,5 @@ class Tally:
         member_counts[state] += change
         if not member_counts[state]:
             self.groups_by_state[state].discard(group)
-        elif member_counts[state] == change:  # the first one
+        elif member_counts[state] == change:  # the first member in this state
             self.groups_by_state[state].add(group)

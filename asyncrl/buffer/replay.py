@@ -1,12 +1,12 @@
 """The replay buffer: admission of groups, states of their episodes, and settlement.
 
-A group is admitted (`admit_group`), its episodes are assigned to workers, land or fail, and once all have
+A group is admitted (`admit`), its episodes are assigned to workers, land or fail, and once all have
 ended
 or the deadline has passed the group settles: its members become ready, or are filtered or dropped. Batches
 (batches.py) take ready members and commit them.
 
 The buffer has no sockets, no clock (`now` is passed in) and no payloads. The coordinator stores
-`pop_changes()` before any message about a change is sent. The rules are in docs/staleness.md.
+`changes()` before any message about a change is sent. The rules are in docs/staleness.md.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ class ReplayBuffer:
     Args:
         config: limits and policies.
         prompts: order of the samples.
-        total_groups: groups that the run will train in all; admission exceeds them only by `spare_groups`.
+        total_groups: groups that the run will train in all; admission exceeds them only by `spare`.
         retries: new attempts of an episode whose failure was not the policy's.
         group_bytes: bytes of the largest possible payload of a group.
         greedy: each group has a further member, sampled at temperature 0, for the baseline alone.
-        reads: parts of a result that must be equal for a group to count as zero-variance.
-        every: engines get the weights of every k-th step.
+        compared: parts of a result that must be equal for a group to count as zero-variance.
+        publish_every: engines get the weights of every k-th step.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class ReplayBuffer:
         return changed_groups, changed_episodes, moved_episodes
 
     def find_unwritten(self, uid: str) -> EpisodeRecord | None:
-        """Return an episode that is in memory, or has left memory since the last call of `pop_changes`."""
+        """Return an episode that is in memory, or has left memory since the last call of `changes`."""
         return self.episodes.get(uid) or self._changed_episodes.get(uid) or self._moved_episodes.get(uid)
 
     def touch(self, episode: EpisodeRecord) -> None:

@@ -29,8 +29,8 @@ class Outlook:
     """The answer that the trainer's next request would get.
 
     ready: the request would be answered now.
-    share: fraction of the batch's groups that are in the batch, or could be.
-    complete: nothing more can enter the batch before it is trained.
+    group_fraction: fraction of the batch's groups that are in the batch, or could be.
+    batch_complete: nothing more can enter the batch before the batch is trained.
     """
 
     ready: bool
@@ -43,15 +43,15 @@ NOTHING_ASKED = Outlook(False, 0.0, False)
 
 @dataclass(frozen=True)
 class Situation:
-    """What both sides report.
+    """The reports of engines and trainer by which the next shift is decided.
 
-    outlook: of the trainer's request; NOTHING_ASKED while it has none, or trains.
-    starting: ranks that have loaded nothing ask for the devices.
+    outlook: outlook of the trainer's request; NOTHING_ASKED without a request, or while the trainer trains.
+    ranks_starting: ranks that have loaded nothing wait for the devices.
     asked: the trainer waits for an answer, or for the end of the run.
-    held: held-out episodes need the engines, and the batch under way has nothing yet.
-    asleep: all engines are; a place without a process counts as awake.
+    validation_waits: held-out episodes need the engines, and the batch under way has no episode yet.
+    asleep: all engines are asleep; a missing process counts as awake.
     awake: an engine has loaded a version since it slept.
-    resting: all ranks hold nothing on the devices.
+    resting: no rank holds anything on the devices.
     idle: seconds since an engine last sampled.
     """
 
@@ -69,8 +69,9 @@ class Shifts:
     """Decides which side has the devices. Times are seconds of a monotonic clock.
 
     Args:
-        fill: fraction of a batch's groups that must be ready for the trainer's shift. "auto": all groups, or
-            any once no engine has sampled for as long as two changes take, as waiting longer could cost more.
+        min_fraction: fraction of a batch's groups that must be ready for the trainer's shift. "auto": all
+            groups, or any once no engine has sampled for as long as two changes take, as waiting longer could
+            cost more.
     """
 
     def __init__(self, min_fraction: float | Literal["auto"], now: float, shift: Shift = Shift.TRAIN) -> None:

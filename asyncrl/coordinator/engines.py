@@ -108,7 +108,7 @@ class EngineHandler:
         versions = self.state.versions
         loaded_version = message.ref.version
         if (engine := versions.engines.get(peer)) is None:
-            return  # its peer will say hello
+            return  # the peer will say hello
 
         engine.push_s = message.seconds
         if message.postponed:

@@ -456,7 +456,7 @@ class Coordinator:
 
         stall_report = f"{stalled}: {'; '.join(self.reporter.describe_waits()) or 'no wait is known'}"
         is_training = self.lifecycle.phase in (Phase.RUNNING, Phase.DRAINING)
-        if is_training and self.trainer.hangs_since_stall(now):
+        if is_training and self.trainer.is_hanging(now):
             self._request_replacement(shared.Replace("trainer", f"the trainer hangs, {stall_report}"))
             self.state.liveness.progress(now)  # the new ranks have the same time
         else:

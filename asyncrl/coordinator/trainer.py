@@ -202,12 +202,12 @@ class TrainerHandler:
         """Return name and wait of each rank without a hello that was heard of within a lease."""
         lease = self.state.config.launch.lease
         return [
-            (f"trainer {beat.rank}", beat.waiting)
-            for beat, heard_at in self.starting_ranks.values()
+            (f"trainer {heartbeat.rank}", heartbeat.waiting)
+            for heartbeat, heard_at in self.starting_ranks.values()
             if now - heard_at < lease
         ]
 
-    def hangs_since_stall(self, now: float) -> bool:
+    def is_hanging(self, now: float) -> bool:
         """Return True if a rank is silent, in a run that has stalled. A rank that waits sends heartbeats."""
         peers = self.ranks.peers
         return not self.waiting_for_devices and (
