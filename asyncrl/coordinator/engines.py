@@ -188,7 +188,7 @@ class EngineHandler:
         return lambda worker_peer: server_steps
 
     def push_versions(self, now: float) -> None:
-        """Remove silent keepers, push versions."""
+        """Remove silent keepers, and push the newest version to engines that are due."""
         for peers in self.supervised_peers:
             peers.remove_silent(now)
 
@@ -199,7 +199,8 @@ class EngineHandler:
                 for keeper in self.keepers:
                     self.state.outbox.to_control(keeper.peer, Prefetch(versions.ref))
 
-            for peer in self._due_peers(now) if self.awake or self.may_wake else []:
+            due_peers = self._due_peers(now) if self.awake or self.may_wake else []
+            for peer in due_peers:
                 self.state.outbox.to_control(peer, versions.load_message(versions.ref, "train"))
                 engine = versions.engines[peer]
                 engine.pushed = versions.newest
@@ -215,7 +216,7 @@ class EngineHandler:
 
     @property
     def awake(self) -> bool:
-        """True if engines have their devices. False only in the trainer's shift, where both share devices."""
+        """True if engines have their devices: always without shifts, else in the rollout shift."""
         return self.state.shifts is None or self.state.shifts.shift is Shift.ROLLOUT
 
     def _due_peers(self, now: float) -> list[bytes]:
@@ -433,8 +434,11 @@ class EngineHandler:
             engine for engine in serving_engines if engine.acked >= max(version, engine.pushed)
         ]
 
-        for engine in suitable_engines if all_servers else suitable_engines[: not any_pinned]:
-            engine.held_for_validation = any_pinned = True
+        for engine in suitable_engines:
+            if any_pinned and not all_servers:
+                break
+            engine.held_for_validation = True
+            any_pinned = True
             self._next_table_at = 0.0  # workers get the table before episodes of the validation
             log.info("%s is set aside for validation", engine.name)
 

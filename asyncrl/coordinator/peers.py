@@ -88,14 +88,12 @@ class Peers(Generic[P]):
             newest_incarnation: newest incarnation of the role, if known.
         """
         connected = self._connected.get(peer)
-        place_holders = (
-            [connected]
-            if connected
-            else [process for process in self if process.hello.index == message.index]
-        )
-        newest_incarnation = newest_incarnation or (
-            place_holders[0].hello.incarnation if place_holders else ""
-        )
+        if connected:
+            same_index = [connected]
+        else:
+            same_index = [process for process in self if process.hello.index == message.index]
+        if same_index and not newest_incarnation:
+            newest_incarnation = same_index[0].hello.incarnation
 
         is_foreign = launch_of(message.incarnation) not in ("", self._state.launch)
         if is_foreign or is_older(message.incarnation, newest_incarnation):
@@ -104,9 +102,10 @@ class Peers(Generic[P]):
             return None
 
         if connected is None or connected.hello.incarnation != message.incarnation:
-            for replaced in place_holders:
+            for replaced in same_index:
                 self.remove_process(replaced.peer, "replaced by a new process", now)
-            connected = self._connected[peer] = join()
+            connected = join()
+            self._connected[peer] = connected
             self._lost_processes.pop(message.index, None)
             log.info("%s joined", connected.name)
 

@@ -210,9 +210,10 @@ class Validation:
         if not self.engines.awake:
             return
 
+        uses_servers = self.engines.remote
         pinned = False
         # Servers are set aside, and workers know before they get episodes.
-        if uses_servers := self.engines.remote:
+        if uses_servers:
             pinned = self.engines.pin_servers(session.ref.version, all_servers=exclusive)
             self.engines.send_table([worker.peer for worker in self.workers.peers], now)
 
