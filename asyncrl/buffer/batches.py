@@ -214,9 +214,8 @@ class Batches:
         ready_episodes, new_groups = self._collect_ready(batch, slots, token_limit)
 
         groups_per_batch = self.buffer.config.groups_per_batch
-        batch_full = len(batch.groups | new_groups) >= groups_per_batch
         batch_full = (
-            batch_full
+            len(batch.groups | new_groups) >= groups_per_batch
             or self._is_last_batch(batch, new_groups)
             or (self._refill_limit_reached and slots.may_close)
         )
@@ -229,11 +228,9 @@ class Batches:
             self._may_wait(episode, batch.step) for episode in ready_episodes
         )
 
-        return (
-            ([] if leave_to_next or not (worth_training or batch_full) else ready_episodes),
-            new_groups,
-            batch_full,
-        )
+        if leave_to_next or not (worth_training or batch_full):
+            ready_episodes = []
+        return ready_episodes, new_groups, batch_full
 
     def _may_wait(self, episode: EpisodeRecord, step: int) -> bool:
         """Return True for a late member of a taken or filtered group that is not stale in the next batch."""

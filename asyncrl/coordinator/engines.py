@@ -247,9 +247,9 @@ class EngineHandler:
         idle_peers = [peer for peer in due_peers if peer not in serving_peers]
         if any(engines[peer].acked < engines[peer].pushed for peer in serving_peers):
             return idle_peers
-        return (
-            idle_peers + sorted(set(due_peers) & serving_peers, key=lambda peer: engines[peer].pushed_at)[:1]
-        )
+
+        due_serving = sorted(set(due_peers) & serving_peers, key=lambda peer: engines[peer].pushed_at)
+        return idle_peers + due_serving[:1]
 
     # -- keepers -------------------------------------------------------------------------------------
 

@@ -222,11 +222,10 @@ class HeldOutEpisodes:
     def audit(self) -> bool:
         """Return True if the account is exact and the store has as many results of the session."""
         stored_count = self._store.read.count_held_out(self._prefix) if self._prefix else 0
-        ended_count = (
-            self._state_counts[State.LANDED] + self._state_counts[State.FAILED]
-            if self.episodes
-            else stored_count
-        )
+        if self.episodes:
+            ended_count = self._state_counts[State.LANDED] + self._state_counts[State.FAILED]
+        else:
+            ended_count = stored_count
         return self.account().conserved and stored_count == len(self.results) == ended_count
 
 

@@ -171,12 +171,10 @@ class RunState:
     def total_batches(self) -> int:
         """Number of batches of the run: `total_steps`, or fewer if the data runs out before."""
         max_draws = self.buffer.prompts.max_draws
-        groups_per_batch = self.config.buffer.groups_per_batch
-        return (
-            self.config.total_steps
-            if max_draws is None
-            else min(self.config.total_steps, -(-max_draws // groups_per_batch))
-        )
+        if max_draws is None:
+            return self.config.total_steps
+        batches_of_data = -(-max_draws // self.config.buffer.groups_per_batch)
+        return min(self.config.total_steps, batches_of_data)
 
     def send_welcome(self, peer: bytes) -> None:
         """Answer a hello."""

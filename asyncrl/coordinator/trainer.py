@@ -176,13 +176,10 @@ class TrainerHandler:
         if (rank := self.ranks.peers.get(peer)) is None:
             incarnation = peer.decode().rpartition("/")[2]
             if message.waiting and not is_older(incarnation, self.ranks.incarnation):
-                same_start_peers = (
-                    starting_peer
-                    for starting_peer in self.starting_ranks
-                    if starting_peer.decode().endswith(f"/{incarnation}")
-                )
                 self.starting_ranks = {
-                    starting_peer: self.starting_ranks[starting_peer] for starting_peer in same_start_peers
+                    starting_peer: entry
+                    for starting_peer, entry in self.starting_ranks.items()
+                    if starting_peer.decode().endswith(f"/{incarnation}")
                 }
                 self.starting_ranks[peer] = message, now
             return
@@ -413,12 +410,9 @@ class TrainerHandler:
         if not self._checkpoint_problem:
             return ""
         saved_step = self.checkpoint_step
-        newest_checkpoint = (
-            f"the newest checkpoint is of step {saved_step}"
-            if saved_step >= 0
-            else "there is no checkpoint yet"
-        )
-        return f"{self._checkpoint_problem}; {newest_checkpoint}"
+        if saved_step < 0:
+            return f"{self._checkpoint_problem}; there is no checkpoint yet"
+        return f"{self._checkpoint_problem}; the newest checkpoint is of step {saved_step}"
 
     def describe_unsaved_stop(self, reason: str) -> str:
         """Return the message for a stop without a checkpoint."""

@@ -144,11 +144,9 @@ class Validation:
 
     @property
     def _transcribed_rows(self) -> frozenset[int]:
-        return (
-            frozenset(range(self._sample_count))
-            if self._is_evaluation
-            else transcribed_questions(self._sample_count)
-        )
+        if self._is_evaluation:
+            return frozenset(range(self._sample_count))
+        return transcribed_questions(self._sample_count)
 
     @property
     def _sample_count(self) -> int:

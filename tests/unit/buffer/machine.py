@@ -91,23 +91,23 @@ def play(buffer: ReplayBuffer, batches: Batches, events: str) -> list[list[str]]
     trained = []
     for word in events.split():
         first = word[0]
-        rest = word[1:]
+        arguments = word[1:]
         last = word[-1]
         uid, _, reward = word.partition("=")
         if first == "+":
-            admit(buffer, int(rest))
+            admit(buffer, int(arguments))
         elif first == "a":
             before = buffer.next_group
             while buffer.can_admit(100, 100):
                 buffer.admit(buffer.committed, now)
-            assert buffer.next_group - before == int(rest), word
+            assert buffer.next_group - before == int(arguments), word
         elif first == "@":
-            buffer.tick(now := float(rest))
+            buffer.tick(now := float(arguments))
         elif first == "T":
             trained.append(sorted(train(batches, batches.committed)))
         elif first in "M?":
-            known = batches.batches.get(batches.committed)
-            plan = batches.plan(batches.committed, len(known.micros) if known else 0, 1)
+            current_batch = batches.batches.get(batches.committed)
+            plan = batches.plan(batches.committed, len(current_batch.micros) if current_batch else 0, 1)
             assert bool(plan) is (first == "M") and plan != [], (word, plan)
         elif reward:
             land(buffer, uid, float(reward), now=now)
@@ -137,13 +137,15 @@ def count_again(buffer: ReplayBuffer) -> None:
         assert ids == {g.id for g in groups if g.step == step and not g.filtered}
     is_open = [not g.filtered and (g.step < 0 or g.step >= buffer.committed) for g in groups]
     assert tally.open(buffer.committed) == sum(is_open)
-    ranks = [sum(is_open[:place]) for place in range(len(groups))]
+    ranks = [sum(is_open[:position]) for position in range(len(groups))]
     assert tally.count_older(list(buffer.live), buffer.committed) == ranks
     over = [all(episodes[uid].state.over for uid in group.members) for group in groups]
     assert not any(over) and not any(map(tally.is_over, groups))
-    kept = buffer.oldest_versions
+    cached_versions = buffer.oldest_versions
     buffer.oldest_versions = {}
-    assert all(oldest_version_of(buffer, buffer.live[number]) == floor for number, floor in kept.items())
+    assert all(
+        oldest_version_of(buffer, buffer.live[number]) == floor for number, floor in cached_versions.items()
+    )
 
 
 def train(batches: Batches, step: int, ranks: int = 1) -> list[str]:

@@ -17,14 +17,14 @@ def test_a_trainer_that_waits_is_given_what_is_worth_a_micro_batch(ranks: int, g
     buffer, batches = make(groups_per_batch=8, max_staleness=4, target_staleness=4)
     batches.micro_batch_tokens = 8192
     admit(buffer, 9)
-    found = []
+    parts = []
     for group in range(9):
         for member in range(2):
             land(buffer, f"{group}.{member}").tokens = 500
-        plan = batches.plan(0, len(found), ranks)
-        found += [plan] if plan else []
-    assert [len(plan) / 2 for plan in found] == groups
-    assert batches.plan(0, len(found), ranks) == []
+        plan = batches.plan(0, len(parts), ranks)
+        parts += [plan] if plan else []
+    assert [len(plan) / 2 for plan in parts] == groups
+    assert batches.plan(0, len(parts), ranks) == []
 
 
 def test_what_a_group_shares_counts_once() -> None:
@@ -183,8 +183,8 @@ def test_a_batch_that_is_left_out_leaves_nothing_of_its_groups() -> None:
         run(buffer, f"{group}.2")
     buffer.tick(2.0)
     assert not buffer.has_room
-    taken = batches.plan(0, 0, 1)
-    assert taken == ["0.0", "0.1", "1.0", "1.1"] and batches.plan(0, 1, 1) == []
+    planned_uids = batches.plan(0, 0, 1)
+    assert planned_uids == ["0.0", "0.1", "1.0", "1.1"] and batches.plan(0, 1, 1) == []
     assert [episode.uid for episode in batches.leave_out_batch(DropReason.SPIKE)] == ["0.2", "1.2"]
     assert buffer.reasons == {"dropped/spike": 6} and not buffer.live and buffer.account().conserved
     assert batches.batches[0].uids == [] and buffer.has_room

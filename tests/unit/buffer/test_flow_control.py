@@ -286,9 +286,9 @@ def test_no_run_beats_the_ceiling(name: str, keys: dict[str, Any], nearest: floa
     work = (WORKLOADS | BENCH.TAILS)[name]
     work = replace(work, recorded=work.recorded[:50])
     settings = BENCH.Settings(**keys)
-    own = BENCH.alone(replace(work, slots=settings.slots))
-    found = BENCH.Figures.of(settings.run(work, 100, seed=2), own.batch)
-    reached = max(own.g, own.t) / found.t / settings.ceiling(work, found.masked, found.t)
+    ceiling = BENCH.alone(replace(work, slots=settings.slots))
+    figures = BENCH.Figures.of(settings.run(work, 100, seed=2), ceiling.batch)
+    reached = max(ceiling.g, ceiling.t) / figures.t / settings.ceiling(work, figures.masked, figures.t)
     assert nearest <= reached <= 1.15
 
 
@@ -376,8 +376,8 @@ def test_it_settles_between_the_two_thresholds(groups: int, bound: int, full: fl
         while len(ages) < cap.limit:
             ages.append(0)
         live = len(ages)
-        held = sum(min(1.0, (age + 0.5) * groups / live) for age in ages)
-        after(cap, min(1.0, 2 * held / (full * groups)), live=live)
+        kv_use = sum(min(1.0, (age + 0.5) * groups / live) for age in ages)
+        after(cap, min(1.0, 2 * kv_use / (full * groups)), live=live)
         for _ in range(groups):
             ages.popleft()
         ages = deque(age + 1 for age in ages)
@@ -410,9 +410,9 @@ def step(
     engines: Collection[str] = ("a",),
     validating: bool = False,
     now: float = 3.0,
-    taken: int = 4,
+    taken_groups: int = 4,
 ) -> float:
-    limit.update_limit(row, taken, engines, validating, now)
+    limit.update_limit(row, taken_groups, engines, validating, now)
     return limit.flow_control.level
 
 
@@ -430,8 +430,8 @@ def test_it_follows_the_steps_and_is_reported() -> None:
     for _ in range(4):
         step(limit)
     assert limit.buffer.spare == 0
-    found = limit.gauges()
-    assert found["async/live_limit"] == limit.buffer.live_limit == 7
+    gauges = limit.gauges()
+    assert gauges["async/live_limit"] == limit.buffer.live_limit == 7
 
 
 @pytest.mark.parametrize(
@@ -489,8 +489,8 @@ def test_servers_without_room_lower_it() -> None:
     for server, use in (("a", 0.8), ("b", 0.2), ("a", 1.0)):
         limit.kv_cap.note_use(server, use)
     limit.kv_cap.retracted_requests = 2
-    found = limit.gauges()
-    assert (found["rollout/kv_use"], found["rollout/retractions"]) == (pytest.approx(0.9), 2)
+    gauges = limit.gauges()
+    assert (gauges["rollout/kv_use"], gauges["rollout/retractions"]) == (pytest.approx(0.9), 2)
     limit.flow_control.level = 20.0
     limit.kv_cap.level = 10.0
     step(limit)  # at once: groups are admitted in the turn of a commit
@@ -519,8 +519,8 @@ def test_a_bound_for_the_tail_lets_no_more_groups_be_live(
     groups; with on_stale=hold the bound itself decides."""
     buffer, _ = make(groups_per_batch=8, max_staleness=bound, target_staleness=target)
     assert (buffer.config.usual_staleness, buffer.config.max_live_groups) == (usual, live)
-    held, _ = make(groups_per_batch=8, max_staleness=bound, target_staleness=target, on_stale="hold")
-    assert (buffer.max_start_staleness, held.max_start_staleness) == (usual, bound)
+    hold_buffer, _ = make(groups_per_batch=8, max_staleness=bound, target_staleness=target, on_stale="hold")
+    assert (buffer.max_start_staleness, hold_buffer.max_start_staleness) == (usual, bound)
     admit(buffer, 9)
     buffer.note_commit(20)
     oldest = [needed for needed, _ in pending(buffer)]

@@ -149,14 +149,14 @@ CASES: dict[str, tuple[dict[str, Any], str, dict[str, int], list[list[str]]]] = 
 def test_groups(keys: dict[str, Any], events: str, flow: dict[str, int], trained: list[list[str]]) -> None:
     """`flow`: episodes by state, those of other states are none."""
     keys = dict(keys)
-    own = {name: keys.pop(name) for name in ("micro_batch_tokens", "flush_at_end") if name in keys}
+    batch_settings = {name: keys.pop(name) for name in ("micro_batch_tokens", "flush_at_end") if name in keys}
     buffer, batches = make(**keys)
-    for name, value in own.items():
+    for name, value in batch_settings.items():
         setattr(batches, name, value)
     assert play(buffer, batches, events) == trained
-    found = msgspec.structs.asdict(buffer.account())
-    assert found.pop("issued") == sum(found.values())
-    assert {state: count for state, count in found.items() if count} == flow
+    account = msgspec.structs.asdict(buffer.account())
+    assert account.pop("issued") == sum(account.values())
+    assert {state: count for state, count in account.items() if count} == flow
     assert batches.over is (buffer.prompts.over and not buffer.live)
     count_again(buffer)
 
@@ -172,9 +172,9 @@ def world(groups: int = 2, **keys: object) -> tuple[ReplayBuffer, Batches]:
 
 
 def flow(buffer: ReplayBuffer) -> Flow:
-    found = buffer.account()
-    assert found.conserved
-    return found
+    account = buffer.account()
+    assert account.conserved
+    return account
 
 
 def test_a_group_has_one_member_more() -> None:
@@ -195,7 +195,8 @@ def test_its_reward_is_the_baseline_and_it_leaves_as_filtered() -> None:
     baseline = batches.baselines[0]
     assert baseline.greedy == 0.25
     assert [
-        (place, r.reward, r.turn_rewards) for place, r in zip(baseline.members, baseline.results, strict=True)
+        (member, r.reward, r.turn_rewards)
+        for member, r in zip(baseline.members, baseline.results, strict=True)
     ] == [
         (0, 1.0, (1.0,)),
         (1, 0.0, (0.0,)),
@@ -217,10 +218,10 @@ def test_a_group_whose_greedy_episode_is_given_up_is_dropped_at_once(
     for member, state in enumerate(states):
         act[state](buffer, f"0.{member}")
     running = give_up(buffer, "0.2")
-    found = flow(buffer)
+    account = flow(buffer)
     failed = states.count("failed")
     assert [episode.member for episode in running] == [i for i in (0, 1) if states[i] == "running"]
-    assert (found.failed, found.dropped, list(buffer.live)) == (1 + failed, 2 - failed, [1])
+    assert (account.failed, account.dropped, list(buffer.live)) == (1 + failed, 2 - failed, [1])
     assert buffer.reasons[f"{State.DROPPED}/{DropReason.GROUP_SHORT}"] == 2 - failed
     assert batches.plan(0, 0, 1) is None and buffer.settled_counts[State.DROPPED] == 1
 

@@ -17,12 +17,12 @@ Lives = list[tuple[float, float, bool]]  # duration, weight, whether it ended
 
 def seen(lives: Lives, size: int = 1000) -> Lifetimes:
     """All that runs is looked at when it is NOW."""
-    found = Lifetimes(size)
-    for key, (duration, weight, ended) in enumerate(sorted(lives, key=lambda life: not life[2])):
-        found.begin(key, NOW - duration if not ended else 10.0, weight)
-        if ended:
-            found.end_lives(key, 10.0 + duration)
-    return found
+    lifetimes = Lifetimes(size)
+    for key, (duration, weight, has_ended) in enumerate(sorted(lives, key=lambda life: not life[2])):
+        lifetimes.begin(key, NOW - duration if not has_ended else 10.0, weight)
+        if has_ended:
+            lifetimes.end_lives(key, 10.0 + duration)
+    return lifetimes
 
 
 @pytest.mark.parametrize(
@@ -48,17 +48,17 @@ def seen(lives: Lives, size: int = 1000) -> Lifetimes:
     ],
 )
 def test_by_hand(lives: Lives, quantiles: dict[float, float]) -> None:
-    found = seen(lives)
-    assert {q: found.quantile(q, NOW) for q in quantiles} == quantiles
+    lifetimes = seen(lives)
+    assert {q: lifetimes.quantile(q, NOW) for q in quantiles} == quantiles
 
 
 def test_delayed_entry_is_at_risk_only_from_then() -> None:
     """A window of two begins at 2 s. One of those that it sees began 2 s before: at 1 one of the others is at
     risk of two, at 3 one of two, at 4 the last one."""
     window = Lifetimes(2)
-    for key, (began, ended) in enumerate([(1.0, 2.0), (2.0, 3.0), (0.0, 4.0)]):
+    for key, (began, ended_at) in enumerate([(1.0, 2.0), (2.0, 3.0), (0.0, 4.0)]):
         window.begin(key, began)
-        window.end_lives(key, ended)
+        window.end_lives(key, ended_at)
     window.begin("runs", 2.0)
     assert [window.quantile(q, 5.0) for q in (0.5, 0.51, 0.75, 0.76)] == [1.0, 4.0, 4.0, 4.0]
     window.end_lives("runs", 5.0)  # the window begins at 3 s: at 3 nothing else is at risk yet
@@ -70,10 +70,10 @@ def test_a_window_over_a_steady_stream_is_unbiased() -> None:
     rng = np.random.default_rng(1)
     now = 1000.0
     began = np.arange(10_000) / 10
-    ended = began + rng.exponential(5.0, began.size)
+    ended_at = began + rng.exponential(5.0, began.size)
     window = Lifetimes(2000)
     events = sorted(
-        [(at, False, key) for key, at in enumerate(began)] + [(at, True, k) for k, at in enumerate(ended)]
+        [(at, False, key) for key, at in enumerate(began)] + [(at, True, k) for k, at in enumerate(ended_at)]
     )
     for at, ends, key in events:
         if at <= now:
@@ -92,14 +92,14 @@ def test_a_window_follows_a_change() -> None:
 
 
 def test_weight_that_runs_and_is_older() -> None:
-    found = Lifetimes(10)
+    lifetimes = Lifetimes(10)
     for key, now in (("a", 1.0), ("a", 3.0), ("b", 1.0)):
-        found.begin(key, now, 10)
-    assert [found.running_weight(than) for than in (1.0, 2.0, 4.0)] == [0, 20, 30]
-    found.end_lives("b", 4.0)
-    assert found.running_weight(2.0) == 10
-    found.forget_lives("a")
-    assert found.running_weight(4.0) == 0
+        lifetimes.begin(key, now, 10)
+    assert [lifetimes.running_weight(than) for than in (1.0, 2.0, 4.0)] == [0, 20, 30]
+    lifetimes.end_lives("b", 4.0)
+    assert lifetimes.running_weight(2.0) == 10
+    lifetimes.forget_lives("a")
+    assert lifetimes.running_weight(4.0) == 0
 
 
 def test_ages_of_tokens_in_a_buffer() -> None:

@@ -71,12 +71,14 @@ def test_components_by_hand(parts: list[dict[str, float]], reads: ComparedParts,
 
 def advantages_of(name: str, group: list[EpisodeResult], greedy: float | None) -> list[float]:
     """The advantages themselves, with one token per turn."""
-    found: list[float] = []
-    for place, own in enumerate(group):
-        rewards = np.array(own.turn_rewards)
-        credit = CreditInput(own, group, rewards, np.arange(len(rewards)), len(group), place, greedy=greedy)
-        found += np.atleast_1d(advantages.load(name).of(credit)).tolist()
-    return found
+    advantage_list: list[float] = []
+    for position, result in enumerate(group):
+        rewards = np.array(result.turn_rewards)
+        credit = CreditInput(
+            result, group, rewards, np.arange(len(rewards)), len(group), position, greedy=greedy
+        )
+        advantage_list += np.atleast_1d(advantages.load(name).of(credit)).tolist()
+    return advantage_list
 
 
 @settings(deadline=None)
@@ -88,8 +90,8 @@ def test_a_group_is_left_out_if_and_only_if_all_its_advantages_are_zero(
     group = results(*turns)
     baseline = greedy if entry.greedy else None
     trains = any(abs(value) > 1e-9 for value in advantages_of(name, group, baseline))
-    reads = ComparedParts(turns=entry.turns, components=entry.components)
-    assert all_equal(group, baseline, reads) is not trains
+    compared = ComparedParts(turns=entry.turns, components=entry.components)
+    assert all_equal(group, baseline, compared) is not trains
 
 
 @pytest.mark.parametrize(("reads", "filtered"), [(ComparedParts(), 2), (PARTS, 0)])

@@ -90,8 +90,8 @@ def test_where_too_few_land_in_time_the_first_two_are_compared_and_later_ones_wi
         land(buffer, f"0.{member}", float(member))
     buffer.tick(now=5.0)
     order = [*in_time, *(member for member in (2, 0, 3, 1) if member not in in_time)]
-    for place, member in enumerate(order[len(in_time) :], len(in_time)):
-        assert buffer.live[0].settled is (place > 1)
+    for position, member in enumerate(order[len(in_time) :], len(in_time)):
+        assert buffer.live[0].settled is (position > 1)
         land(buffer, f"0.{member}", float(member), now=6.0)
     assert (buffer.live[0].baseline, buffer.live[0].late_siblings) == (tuple(order[:2]), (order[0],))
     train(batches, 0)
@@ -166,8 +166,8 @@ class FlowMachine(RuleBasedStateMachine):
     def admit(self, n: int) -> None:
         for _ in range(n):
             if self.buffer.can_admit(10, 10):
-                gone = set(self.buffer.prompts.retired_samples)
-                assert self.buffer.admit(self.batches.committed, self.now).sample not in gone
+                retired_before = set(self.buffer.prompts.retired_samples)
+                assert self.buffer.admit(self.batches.committed, self.now).sample not in retired_before
 
     @rule(n=st.integers(1, 6))
     def assign(self, n: int) -> None:
@@ -300,9 +300,9 @@ def test_gaps_are_trained_minus_landed_of_the_same_cohort() -> None:
     cohorts.close_group(0)
     assert cohorts.pop_gaps(before_step=0) == {}  # more may be issued at this step
     # trained: mean reward 1/2, length 15; landed: 1/3, 20
-    found = cohorts.pop_gaps(before_step=1)
-    assert abs(found["cohort/reward_gap"] - 1 / 6) < 1e-15
-    assert found["cohort/length_gap"] == -5.0
+    gaps = cohorts.pop_gaps(before_step=1)
+    assert abs(gaps["cohort/reward_gap"] - 1 / 6) < 1e-15
+    assert gaps["cohort/length_gap"] == -5.0
     assert cohorts.pop_gaps(before_step=9) == {}  # reported once; of cohort 1 nothing was trained
 
 
@@ -340,9 +340,9 @@ def test_a_cohort_that_a_restart_cut_in_two_is_left_out() -> None:
 def contents(value: Any) -> Any:
     """All that an object holds, down to plain values and records, as text: NaN is not equal to itself."""
     if isinstance(value, dict):
-        return {key: contents(one) for key, one in value.items()}
+        return {key: contents(item) for key, item in value.items()}
     if isinstance(value, list | tuple | deque):
-        return [contents(one) for one in value]
+        return [contents(item) for item in value]
     if hasattr(value, "__dict__") and not callable(value) and not isinstance(value, enum.Enum):
         return contents(vars(value))
     return repr(value)

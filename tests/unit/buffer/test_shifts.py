@@ -17,7 +17,7 @@ READY = Outlook(ready=True, group_fraction=1.0, batch_complete=False)
 def test_a_shift_after_the_other() -> None:
     """Each state waits for what the other side reports, and for nothing else."""
     shifts = Shifts("auto", 0.0, Shift.SLEEPING)
-    found = []
+    visited = []
     for situation in (
         Situation(asked=True, outlook=READY),
         Situation(asleep=True),
@@ -28,13 +28,13 @@ def test_a_shift_after_the_other() -> None:
         Situation(asked=True, awake=True, resting=True, outlook=Outlook(True, 0.9, False)),
         Situation(asked=True, awake=True, resting=True, outlook=READY),
     ):
-        shifts.move(1.0 * len(found), situation)
-        found.append(shifts.shift)
+        shifts.move(1.0 * len(visited), situation)
+        visited.append(shifts.shift)
     asleep = Shift.SLEEPING
     train = Shift.TRAIN
     waking = Shift.WAKING
     rollout = Shift.ROLLOUT
-    assert found == [asleep, train, train, waking, waking, rollout, rollout, asleep]
+    assert visited == [asleep, train, train, waking, waking, rollout, rollout, asleep]
     assert shifts.seconds == {Shift.SLEEPING: 1.0, Shift.WAKING: 2.0} and shifts.train_shifts == 1
 
 

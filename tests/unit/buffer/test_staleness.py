@@ -33,10 +33,10 @@ lags = st.lists(st.integers(0, 20), max_size=40)
 
 def test_by_hand() -> None:
     """At V = 7 with a bound of 4, versions below 3 are over it."""
-    given = [VersionSpan(2, 4, 1, 1), VersionSpan(4, 5, 2, 2), VersionSpan(8, 10, 3, 3)]
-    found = token_lags(given, step=7)
-    assert found == [6, 6, 5, 4, 4]
-    assert stale_mask(found, max_staleness=4) == [True, True, True, False, False]
+    spans = [VersionSpan(2, 4, 1, 1), VersionSpan(4, 5, 2, 2), VersionSpan(8, 10, 3, 3)]
+    lags = token_lags(spans, step=7)
+    assert lags == [6, 6, 5, 4, 4]
+    assert stale_mask(lags, max_staleness=4) == [True, True, True, False, False]
 
 
 def test_versions_ahead_of_the_step_count_by_distance() -> None:
@@ -119,8 +119,8 @@ class HeldRun:
     def bound(self) -> int:
         return self.buffer.config.max_staleness
 
-    def after(self, seconds: float, what: Any) -> None:
-        heapq.heappush(self.events, (self.now + seconds, next(self.numbers), what))
+    def after(self, seconds: float, action: Any) -> None:
+        heapq.heappush(self.events, (self.now + seconds, next(self.numbers), action))
 
     def until(self, steps: int, every: int = 1) -> None:
         """Until so many batches are committed; every so many are published."""
@@ -129,8 +129,8 @@ class HeldRun:
         while self.buffer.committed < steps:
             self.go_on()
             assert self.now < limit and self.events, f"step {self.buffer.committed} waits for ever"
-            self.now, _, what = heapq.heappop(self.events)
-            what()
+            self.now, _, action = heapq.heappop(self.events)
+            action()
 
     def go_on(self) -> None:
         while self.buffer.can_admit(100, 100):
@@ -144,14 +144,14 @@ class HeldRun:
             "more groups are due than there are places"
         )
         self.turns = [turn for turn in self.turns if not self.begun(*turn)]
-        for server, held in enumerate(self.held):
-            if held < self.published and not self.leased[server] and not any(self.loading):
+        for server, version in enumerate(self.held):
+            if version < self.published and not self.leased[server] and not any(self.loading):
                 self.loading[server] = True
                 self.after(self.random.uniform(0.05, 2), lambda server=server: self.load(server))
         self.take()
 
     def usable(self, oldest: int) -> list[int]:
-        return [s for s, held in enumerate(self.held) if not self.leased[s] and held >= oldest]
+        return [s for s, version in enumerate(self.held) if not self.leased[s] and version >= oldest]
 
     def begun(self, uid: str, attempt: int, left: int) -> bool:
         """Whether the turn has a server, or is wanted no more."""
@@ -159,8 +159,8 @@ class HeldRun:
             return True
         servers = self.usable(max(episode.bound, self.buffer.committed - self.bound))
         if servers:
-            held = self.held[self.random.choice(servers)]
-            self.after(self.random.lognormvariate(0, 1), lambda: self.end_turn(uid, attempt, left, held))
+            version = self.held[self.random.choice(servers)]
+            self.after(self.random.lognormvariate(0, 1), lambda: self.end_turn(uid, attempt, left, version))
         return bool(servers)
 
     def end_turn(self, uid: str, attempt: int, left: int, version: int) -> None:
@@ -282,9 +282,9 @@ def test_a_batch_that_was_closed_short_has_no_places_left() -> None:
 
 def fits(step: int, free: int, per_batch: int, bound: int, floors: list[int]) -> bool:
     """Whether all groups can be taken in time, those due first first."""
-    due = sorted(floor + bound for floor in floors)
-    batches = [step] * free + [step + 1 + index // per_batch for index in range(len(due))]
-    return all(batch <= last for batch, last in zip(batches, due, strict=False))
+    due_steps = sorted(floor + bound for floor in floors)
+    batches = [step] * free + [step + 1 + index // per_batch for index in range(len(due_steps))]
+    return all(batch <= last for batch, last in zip(batches, due_steps, strict=False))
 
 
 @settings(deadline=None)
@@ -303,16 +303,16 @@ def test_places_are_what_a_schedule_by_due_time_leaves(
     free = min(free, per_batch)
     floors = [step - min(age, bound) for age in ages]
     floor = NEVER_STALE if age is None else step - min(age, bound)
-    rest = [*floors, floor]
-    places = GroupSlots(step, free, per_batch, bound, rest)
-    assert (min(places.slots_left) >= 0) is fits(step, free, per_batch, bound, rest)
-    if min(places.slots_left) < 0:
+    oldest_versions = [*floors, floor]
+    slots = GroupSlots(step, free, per_batch, bound, oldest_versions)
+    assert (min(slots.slots_left) >= 0) is fits(step, free, per_batch, bound, oldest_versions)
+    if min(slots.slots_left) < 0:
         return
     possible = [
         v
         for v in range(step - bound, step + 2)
         if fits(step, free, per_batch, bound, [*floors, min(v, floor)])
     ]
-    assert places.min_start_version(floor) == possible[0]
-    assert places.may_take(floor) is (free > 0 and fits(step, free - 1, per_batch, bound, floors))
-    assert places.may_close is fits(step, 0, per_batch, bound, rest)
+    assert slots.min_start_version(floor) == possible[0]
+    assert slots.may_take(floor) is (free > 0 and fits(step, free - 1, per_batch, bound, floors))
+    assert slots.may_close is fits(step, 0, per_batch, bound, oldest_versions)

@@ -96,8 +96,8 @@ class EngineSetup:
 
     def version(self, needed: int) -> int | None:
         """That an episode which needs one starts on."""
-        found = FreeSlots([(WORKER, 1, self.handler.steps_by_worker()(WORKER))]).take_slot(needed)
-        return found[1] if found else None
+        slot = FreeSlots([(WORKER, 1, self.handler.steps_by_worker()(WORKER))]).take_slot(needed)
+        return slot[1] if slot else None
 
     def table(self) -> list[tuple[int, bool, str]]:
         return [(entry.version.step, entry.healthy, entry.lane) for entry in self.handler.server_table()]
@@ -127,54 +127,56 @@ class Script:
         for event in events.split("; "):
             self.act(*event.split())
 
-    def peer(self, name: str, found: bytes = b"") -> bytes:
-        if name == "X" and found and "X" not in self.names:
-            self.names |= {"X": found, "Y": B if found == A else A}
+    def peer(self, name: str, known_peer: bytes = b"") -> bytes:
+        if name == "X" and known_peer and "X" not in self.names:
+            self.names |= {"X": known_peer, "Y": B if known_peer == A else A}
         return self.names[name]
 
-    def act(self, verb: str, what: str = "", *more: str) -> None:
+    def act(self, verb: str, argument: str = "", *more: str) -> None:
         setup = self.setup
         handler = self.setup.handler
         versions = self.setup.state.versions
         match verb:
             case "serve":
-                setup.serve(int(what))
+                setup.serve(int(argument))
             case "publish":
-                setup.publish(int(what))
+                setup.publish(int(argument))
             case "at":
-                found = setup.pushed(float(what))
+                pushed_peers = setup.pushed(float(argument))
                 wanted = {
-                    self.peer(one[0], next(iter(found), b"")): int(one[1:] or 0) for one in more if one != "?"
+                    self.peer(one[0], next(iter(pushed_peers), b"")): int(one[1:] or 0)
+                    for one in more
+                    if one != "?"
                 }
-                assert found == wanted or "?" in more
+                assert pushed_peers == wanted or "?" in more
             case "acks" | "refuses" | "differs":
                 assert versions.ref is not None
                 error = "no such file" if verb == "refuses" else ""
-                setup.ack(self.peer(what), versions.ref, "wrong" if verb == "differs" else "sum", error)
+                setup.ack(self.peer(argument), versions.ref, "wrong" if verb == "differs" else "sum", error)
             case "beats":
-                setup.beat(self.peer(what), float(more[0]))
+                setup.beat(self.peer(argument), float(more[0]))
             case "down":
-                setup.beat(self.peer(what), 0.0, KeeperBeat(healthy=False, starting=False))
+                setup.beat(self.peer(argument), 0.0, KeeperBeat(healthy=False, starting=False))
             case "hello":
-                setup.join(self.peer(what), "AB".index(what))
+                setup.join(self.peer(argument), "AB".index(argument))
             case "pins":
-                assert handler.pin_servers(PolicyVersion(1, int(what)), "all" in more) is (
+                assert handler.pin_servers(PolicyVersion(1, int(argument)), "all" in more) is (
                     "waits" not in more
                 )
             case "releases":
                 handler.unpin_servers()
             case "pinned":
                 (one,) = [peer for peer, engine in versions.engines.items() if engine.held_for_validation]
-                assert one == self.peer(what, one)
+                assert one == self.peer(argument, one)
             case "here":
-                assert [one.peer for one in handler.keepers] == [self.peer(what)]
+                assert [one.peer for one in handler.keepers] == [self.peer(argument)]
             case "starts":
-                assert setup.version(int(what)) == (int(more[0]) if more else None)
+                assert setup.version(int(argument)) == (int(more[0]) if more else None)
                 assert handler.can_sample is bool(more)
             case "table":
                 signs = {(True, "train"): "+", (True, "eval"): "v"}
                 table = [f"{step}{signs.get((healthy, lane), '-')}" for step, healthy, lane in setup.table()]
-                assert sorted(table) == sorted((what, *more))
+                assert sorted(table) == sorted((argument, *more))
             case _:
                 raise AssertionError(verb)
 
@@ -304,7 +306,7 @@ def test_a_silent_keeper_is_lost_and_its_successor_starts_without_versions(setup
     setup.serve(3)
     setup.beat(B, 9.0)
     setup.handler.push_versions(10.1)
-    assert [one.peer for one in setup.handler.keepers] == [B]
+    assert [keeper.peer for keeper in setup.handler.keepers] == [B]
     setup.join(b"engine/0/c", 0, url="")
     assert setup.table() == [(3, True, "train"), (0, False, "train")]
     assert setup.pushed(0.0) == {}  # its server is not up yet
@@ -337,24 +339,24 @@ class Tables:
 
 
 def test_workers_get_what_changes_of_the_table_and_all_of_it_after_a_hello(setup: EngineSetup) -> None:
-    other = b"rollout/1/x"
+    second_worker = b"rollout/1/x"
     tables = Tables(setup)
     assert tables.send(WORKER) == 2 and tables.know(WORKER)
     assert tables.send(WORKER) == 0
     ref = setup.serve(0)
-    assert tables.send(WORKER, other) == 4 and tables.know(WORKER, other)
+    assert tables.send(WORKER, second_worker) == 4 and tables.know(WORKER, second_worker)
     setup.beat(A, 0.0, KeeperBeat(healthy=False, starting=False))
-    assert tables.send(WORKER, other) == 2 and tables.know(WORKER, other)
+    assert tables.send(WORKER, second_worker) == 2 and tables.know(WORKER, second_worker)
     setup.handler.resend_to_worker(WORKER, NO_VERSION, 0.0)
-    assert tables.send(WORKER, other) == 2 and tables.know(WORKER, other)
+    assert tables.send(WORKER, second_worker) == 2 and tables.know(WORKER, second_worker)
     setup.beat(A, 0.0)
-    assert tables.send(WORKER, other, lost=other) == 2 and not tables.know(other)
-    assert tables.send(WORKER, other) == 2 and tables.know(WORKER, other)
+    assert tables.send(WORKER, second_worker, lost=second_worker) == 2 and not tables.know(second_worker)
+    assert tables.send(WORKER, second_worker) == 2 and tables.know(WORKER, second_worker)
     assert setup.handler.pin_servers(ref.version, False)
     setup.handler.keepers.remove_process(B, "gone", 0.0)
     tables.setup.handler._started_at = -100.0  # its keeper is not waited for
-    tables.send(WORKER, other)
-    assert tables.know(WORKER, other) and len(tables.known[WORKER]) == 1
+    tables.send(WORKER, second_worker)
+    assert tables.know(WORKER, second_worker) and len(tables.known[WORKER]) == 1
 
 
 def test_changes_of_the_table_that_come_fast_go_out_together(setup: EngineSetup) -> None:
@@ -422,9 +424,9 @@ def test_servers_of_scorers_are_in_the_table_and_count_for_nothing_else(tmp_path
     setup.publish(1)
     assert scorer not in setup.pushed() and not setup.handler.can_sample
     setup.handler.add_use((), (EngineUse(last.name, requests=3, prompt_tokens=40, cached_tokens=30),))
-    found = setup.handler.gauges()
-    assert found["scorer/teacher/cache_hit"] == 0.75 and found["scorer/teacher/servers"] == 1
-    assert found["scorer/reward/servers"] == 0 and "rollout/prefix_cache_hit" not in found
+    gauges = setup.handler.gauges()
+    assert gauges["scorer/teacher/cache_hit"] == 0.75 and gauges["scorer/teacher/servers"] == 1
+    assert gauges["scorer/reward/servers"] == 0 and "rollout/prefix_cache_hit" not in gauges
     setup.handler.push_versions(11.0)  # silent for longer than its lease
     assert len(setup.handler.server_table()) == 0
 
@@ -437,17 +439,17 @@ def test_engines_score_for_a_scorer_without_servers_of_its_own(tmp_path: Path) -
     setup.state.versions.engines[B].held_for_validation = True
     *_, last = setup.handler.server_table()
     lent = EngineEntry("scorer reference engine 0", "http://host", "a", NO_VERSION, True, lane="reference")
-    assert last == lent and [one.lane for one in setup.handler.server_table()] == [
+    assert last == lent and [entry.lane for entry in setup.handler.server_table()] == [
         "train",
         "eval",
         "reference",
     ]
     setup.handler.add_use((), (EngineUse(last.name, requests=3, prompt_tokens=40, cached_tokens=30),))
-    found = setup.handler.gauges()
-    assert found["scorer/reference/cache_hit"] == 0.75 and found["scorer/reference/servers"] == 1
+    gauges = setup.handler.gauges()
+    assert gauges["scorer/reference/cache_hit"] == 0.75 and gauges["scorer/reference/servers"] == 1
     setup.handler.add_use((), (EngineUse("scorer reference engine 1", requests=1, prompt_tokens=10),))
     assert setup.handler.gauges()["scorer/reference/turns"] == 4  # it did that before it was set aside
-    assert "rollout/prefix_cache_hit" not in found
+    assert "rollout/prefix_cache_hit" not in gauges
     setup.publish(2)
     setup.beat(A, 0.0, KeeperBeat(healthy=False, starting=False))
     *_, last = setup.handler.server_table()

@@ -14,8 +14,8 @@ EPISODES = 8  # at one sample before the next one
 
 def failing(count: int, samples: int = 1000, reason: FailReason = FailReason.REWARD_ERROR) -> FirstAttempts:
     first = FirstAttempts(samples)
-    for place in range(count):
-        first.note_failure(place, place // EPISODES % samples, reason)
+    for assign_number in range(count):
+        first.note_failure(assign_number, assign_number // EPISODES % samples, reason)
     return first
 
 
@@ -58,9 +58,9 @@ def test_a_launch_goes_on_until_a_tenth_lands(alike: int) -> None:
     draw = random.Random(0)
     for _ in range(200):
         first = FirstAttempts(1000)
-        place = 0
+        assign_number = 0
         while draw.random() < 0.9:
             for _ in range(alike):
-                first.note_failure(place, place // EPISODES, FailReason.TOOL_ERROR)
-                place += 1
+                first.note_failure(assign_number, assign_number // EPISODES, FailReason.TOOL_ERROR)
+                assign_number += 1
             assert not first.verdict([])

@@ -18,7 +18,7 @@ def test_the_least_loaded_worker_with_weights_that_are_new_enough(
     given_workers: list[tuple[int, list[int]]], needs: list[int]
 ) -> None:
     free = {number: slots for number, (slots, _) in enumerate(given_workers)}
-    versions = {number: held for number, (_, held) in enumerate(given_workers)}
+    versions = {number: worker_versions for number, (_, worker_versions) in enumerate(given_workers)}
     found = FreeSlots((number, free[number], versions[number]) for number in free)
     for needed in needs:
         fit = {n: [v for v in versions[n] if v >= needed] for n in free if free[n] > 0}

@@ -101,11 +101,11 @@ class LoopSetup:
     def locked(self) -> Iterator[None]:
         """What this turn has put cannot be written: another process has the store locked."""
         self.coordinator.state.store.put_meta("something", "to write")
-        with closing(sqlite3.connect(self.run_dir / "run.db", isolation_level=None)) as other:
-            other.execute("BEGIN IMMEDIATE")
+        with closing(sqlite3.connect(self.run_dir / "run.db", isolation_level=None)) as connection:
+            connection.execute("BEGIN IMMEDIATE")
             self.turn()
             yield
-            other.execute("ROLLBACK")
+            connection.execute("ROLLBACK")
 
     def received(self, peer: bytes, kind: type) -> int:
         """How many messages of a kind have come to a peer; waits a moment for the first."""
@@ -123,9 +123,9 @@ class LoopSetup:
 
 @pytest.fixture
 def setup(tmp_path: Path) -> Iterator[LoopSetup]:
-    made = LoopSetup(tmp_path)
-    yield made
-    made.close()
+    loop_setup = LoopSetup(tmp_path)
+    yield loop_setup
+    loop_setup.close()
 
 
 def test_what_a_stranger_sends_does_not_end_the_run(setup: LoopSetup) -> None:
@@ -254,11 +254,11 @@ def test_the_loop_does_not_wait_while_there_is_work_left(
 def test_leases_are_extended_before_messages_that_waited_are_read(setup: LoopSetup) -> None:
     worker = setup.join()
     setup.turn()
-    given = {uid: seq for uid, (seq, _) in worker.running.items()}
-    assert given
+    assigned = {uid: seq for uid, (seq, _) in worker.running.items()}
+    assert assigned
     setup.send(WORKER, *encode(Heartbeat(0, (), 0, 0, 0), []))  # from before the assignments arrived
     setup.turn(60.0)
-    assert {uid: seq for uid, (seq, _) in worker.running.items()} == given
+    assert {uid: seq for uid, (seq, _) in worker.running.items()} == assigned
 
 
 def test_a_coordinator_that_was_replaced_leaves_everything_alone(setup: LoopSetup) -> None:
@@ -332,13 +332,13 @@ def test_an_account_that_is_not_exact_fails_the_run(
     coordinator.lifecycle.stop_run("enough", coordinator._last_pass_at)
     coordinator.trainer.checkpoint_written = True
     setup.turn()
-    found = read_summary(setup.run_dir)
-    assert coordinator.is_over and coordinator.lifecycle.error and not found["conserved"]  # exit code 1
-    assert found["outcome"] == "failed" and "NOT CONSERVED" in found["error"]
+    summary = read_summary(setup.run_dir)
+    assert coordinator.is_over and coordinator.lifecycle.error and not summary["conserved"]  # exit code 1
+    assert summary["outcome"] == "failed" and "NOT CONSERVED" in summary["error"]
     (setup.run_dir / "config.yaml").touch()
     assert cli.main(["runs", "show", str(setup.run_dir)]) == 1
     assert cli.main(["status", str(setup.run_dir)]) == 1, "by the run's end"
-    write_summary(setup.run_dir, found | {"outcome": "completed", "error": ""})
+    write_summary(setup.run_dir, summary | {"outcome": "completed", "error": ""})
     assert cli.main(["status", str(setup.run_dir)]) == 0, "its numbers add up"
     status = read_status(setup.run_dir)
     status["gauges"]["flow/issued"] += 1
@@ -448,8 +448,8 @@ def test_a_store_error_at_a_busy_moment_is_no_lost_episode(setup: LoopSetup, fau
 
 def test_the_status_counts_the_steps_that_the_data_are_enough_for(setup: LoopSetup) -> None:
     state = setup.coordinator.state
-    asked = setup.coordinator.config.total_steps
-    assert setup.coordinator.reporter.write_status("running").total_steps == asked > 1
+    total_steps = setup.coordinator.config.total_steps
+    assert setup.coordinator.reporter.write_status("running").total_steps == total_steps > 1
     state.buffer.prompts.max_draws = 1
     assert setup.coordinator.reporter.write_status("running").total_steps == 1
 
@@ -485,11 +485,11 @@ def test_a_full_disk_keeps_the_rows_of_the_metrics(setup: LoopSetup) -> None:
     reporter = setup.coordinator.reporter
     path = setup.run_dir / "metrics.jsonl"
     reporter.write_row({"a": 0.0})
-    whole = path.read_bytes()
-    with limit_of_files(len(whole) + 5):
+    written_rows = path.read_bytes()
+    with limit_of_files(len(written_rows) + 5):
         for number in (1.0, 2.0):
             reporter.write_row({"a": number})
-            assert path.read_bytes() == whole
+            assert path.read_bytes() == written_rows
     reporter.write_row({"a": 3.0})
     assert [json.loads(line)["a"] for line in path.read_bytes().splitlines()] == [0.0, 1.0, 2.0, 3.0]
 

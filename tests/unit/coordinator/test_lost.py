@@ -73,8 +73,8 @@ def started(run_dir: Path, step: int = 0, **buffer: Any) -> RunState:
 class Power(DurableFiles):
     """A run whose machine loses power."""
 
-    def cut(self, state: RunState, kept: str) -> RunState:
-        self.keep(kept)
+    def cut(self, state: RunState, surviving: str) -> RunState:
+        self.keep(surviving)
         state.store.close()
         self.cut_power()
         return started(self.root)
@@ -83,8 +83,8 @@ class Power(DurableFiles):
 class BadSector:
     """In place of `os`: the byte at this place of a file cannot be read."""
 
-    def __init__(self, place: int) -> None:
-        self.place = place
+    def __init__(self, offset: int) -> None:
+        self.place = offset
 
     def __getattr__(self, name: str) -> Any:
         return getattr(os, name)
@@ -143,18 +143,18 @@ def test_each_episode_goes_on_from_what_reached_the_disk(tmp_path: Path) -> None
         state.persist()
     again = power.cut(state, kept="run.db*")
     flow = again.buffer.account()
-    found = again.buffer.episodes
+    episodes = again.buffer.episodes
     assert flow.conserved and flow.issued == 8
     uids = ("0.0", "0.1", "1.0", "3.0")
-    cut = {uid: (found[uid].state, found[uid].turns, found[uid].attempt) for uid in uids}
+    cut = {uid: (episodes[uid].state, episodes[uid].turns, episodes[uid].attempt) for uid in uids}
     assert cut == {
         "0.0": (State.PENDING, 2, 1),  # running: two turns of four are left
         "0.1": (State.PENDING, 0, 1),  # its only turn is gone
         "1.0": (State.PENDING, 1, 1),  # it had landed
         "3.0": (State.PENDING, 0, 1),
     }
-    assert (found["0.0"].tokens, found["0.0"].oldest, found["0.0"].newest) == (40, 0, 1)
-    assert found["2.0"].state is State.READY and again.buffer.state_counts()[State.DROPPED] == 1  # 2.1
+    assert (episodes["0.0"].tokens, episodes["0.0"].oldest, episodes["0.0"].newest) == (40, 0, 1)
+    assert episodes["2.0"].state is State.READY and again.buffer.state_counts()[State.DROPPED] == 1  # 2.1
     assert again.buffer.reasons == {"dropped/corrupt": 1}
     assert again.buffer.abandoned_tokens == 20 + 10 + 10 + 10  # not those of 2.1: it had landed
     play(again, "0.0", 1)
@@ -211,8 +211,8 @@ class Training:
         uids = tuple(planned.uid for planned in plan.trajectories)
         request = PayloadRequest(self.state.trainer_epoch, plan.step, uids)
         self.handler.send_payloads(PEER, request)
-        ((_, found),) = self.sent.take(Payloads)
-        return [uid for uid in uids if uid not in found.lost]
+        ((_, payloads),) = self.sent.take(Payloads)
+        return [uid for uid in uids if uid not in payloads.lost]
 
     def train(self, uids: list[str] | None = None) -> list[str]:
         """Batch 0, of one part, perhaps as it was received before; what was in it."""

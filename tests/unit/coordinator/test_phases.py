@@ -216,8 +216,10 @@ def test_a_silent_worker_is_named_and_then_replaced(coordinator: Coordinator, si
         named = {wait.partition(" ")[0] for wait in coordinator.state.waits if "is silent" in wait}
         assert len(named) == (silent if now > 30 else 0)  # launch.lease
         replaced |= {(order.role, order.incarnation, now): named for order in sent(coordinator, Replace)}
-    gone = ["launch.1"] if silent == 1 else ["launch.0", "launch.1"]
-    assert list(replaced) == [("rollout", one, now) for now in (152, 273) for one in gone]
+    lost_incarnations = ["launch.1"] if silent == 1 else ["launch.0", "launch.1"]
+    assert list(replaced) == [
+        ("rollout", incarnation, now) for now in (152, 273) for incarnation in lost_incarnations
+    ]
     assert coordinator.lifecycle.phase is Phase.RUNNING
 
 
@@ -271,8 +273,10 @@ def test_batches_that_learn_nothing_end_the_run_with_a_checkpoint(coordinator: C
 def test_first_attempts_that_all_fail_end_the_run_with_their_cause(coordinator: Coordinator) -> None:
     """Also before the first step, when there is nothing to save."""
     cause = "KeyError: 'b' (bad.py:41)"
-    for place in range(128):
-        coordinator.state.first_attempts.note_failure(place, place % 4, FailReason.REWARD_ERROR)
+    for assign_number in range(128):
+        coordinator.state.first_attempts.note_failure(
+            assign_number, assign_number % 4, FailReason.REWARD_ERROR
+        )
     coordinator.state.failed_attempts.add_failure(FailReason.REWARD_ERROR, cause, coordinator.state.store)
     tick(coordinator, 0.0)
     tick(coordinator, 0.0)

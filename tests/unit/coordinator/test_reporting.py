@@ -83,14 +83,14 @@ def test_scores_are_before_shaping_and_without_greedy_episodes(reporter: Reporte
         reporter, 0.0, {"turns": 2, "answered": 7, "refused": 4, "declined": 2}, components={"format": 0.5}
     )
     landed(reporter, 0.25, greedy=True)
-    found = row(reporter, 1, groups=1)
-    assert found["rollout/score/mean"] == 0.5 and found["rollout/landed"] == 2.0
-    assert found["rollout/greedy_score/mean"] == 0.25
-    assert found["rollout/component/format/mean"] == 0.75
-    assert (found["num_turns/mean"], found["num_turns/min"], found["num_turns/max"]) == (1.5, 1.0, 2.0)
-    assert found["rollout/end/answered"] == 1.0
-    assert (found["rollout/tool_failed_frac"], found["rollout/tool_refused_frac"]) == (1 / 8, 4 / 8)
-    assert found["rollout/tool_declined_frac"] == 2 / 8
+    metrics = row(reporter, 1, groups=1)
+    assert metrics["rollout/score/mean"] == 0.5 and metrics["rollout/landed"] == 2.0
+    assert metrics["rollout/greedy_score/mean"] == 0.25
+    assert metrics["rollout/component/format/mean"] == 0.75
+    assert (metrics["num_turns/mean"], metrics["num_turns/min"], metrics["num_turns/max"]) == (1.5, 1.0, 2.0)
+    assert metrics["rollout/end/answered"] == 1.0
+    assert (metrics["rollout/tool_failed_frac"], metrics["rollout/tool_refused_frac"]) == (1 / 8, 4 / 8)
+    assert metrics["rollout/tool_declined_frac"] == 2 / 8
     assert "rollout/greedy_score/mean" not in row(reporter, 2, groups=1)
 
 
@@ -109,10 +109,12 @@ def test_before_any_step_the_status_has_the_score_and_why_nothing_is_learned(
     for at in range(episodes):
         landed(reporter, scores[at % 2])
     reporter.state.buffer.settled_counts.update({State.FILTERED: 64})
-    found = reporter.write_status("running")
+    status = reporter.write_status("running")
     written = read_status(reporter.state.run_dir)
-    assert [alert.what for alert in found.alerts if alert.name == "constant reward"] == [said] * bool(said)
-    assert [one["name"] for one in written["alerts"]] == [alert.name for alert in found.alerts]
+    assert [alert.what for alert in status.alerts if alert.name == "constant reward"] == [said] * bool(said)
+    assert [alert_entry["name"] for alert_entry in written["alerts"]] == [
+        alert.name for alert in status.alerts
+    ]
     assert written["gauges"][REWARD] == sum(scores) / 2 and written["gauges"][FILTERED] == 1.0
     row(reporter, 1, groups=32)  # afterwards they are those of the last step
     assert FILTERED in read_status(reporter.state.run_dir)["gauges"]
@@ -154,7 +156,7 @@ def test_checkpoints_that_cannot_be_written_are_an_alert_until_one_is(reporter: 
     """Reason first, the directory, the newest step; on console and status, page (status.json) and summary. A
     trainer that was just started, and a rank whose beat comes late, do not end or renew the alert."""
     trainer = reporter.trainer
-    told = list[str]()
+    reported = list[str]()
     problem = "OSError: [Errno 28] No space left on device; checkpoint /runs/t/checkpoints/step-5"
 
     def alerts() -> list[str]:
@@ -166,8 +168,8 @@ def test_checkpoints_that_cannot_be_written_are_an_alert_until_one_is(reporter: 
         for reported_problem in beats:
             beat = TrainerBeat(0, 0, 0, checkpoint_problem=reported_problem)
             trainer.note_heartbeat(b"trainer/0/" + incarnation.encode(), beat, 0.0)
-            told += alerts()
-    assert told == [f"{problem}; there is no checkpoint yet"] * 4
+            reported += alerts()
+    assert reported == [f"{problem}; there is no checkpoint yet"] * 4
     epoch = reporter.state.trainer_epoch
     trainer.welcome_rank(b"trainer/1/y", TrainerHello(1, 2, "y", 0), 0.0)
     trainer.record_checkpoint(b"trainer/0/y", Checkpointed(epoch, 0, 0), 0.0)
@@ -196,14 +198,14 @@ def test_cohorts_and_retired_samples_are_reported(reporter: Reporter) -> None:
     buffer.prompts.retired_samples = {3, 4}
     episode = EpisodeRecord("0.0", 0, 0, result=EpisodeResult(1.0, 8))
     buffer.cohorts.add_group(5)
-    for other in (episode, EpisodeRecord("0.1", 0, 1, result=EpisodeResult(0.0, 4))):
-        buffer.cohorts.add_landed(5, other)
+    for landed_episode in (episode, EpisodeRecord("0.1", 0, 1, result=EpisodeResult(0.0, 4))):
+        buffer.cohorts.add_landed(5, landed_episode)
     buffer.cohorts.add_trained(5, episode)
     buffer.cohorts.close_group(5)
     assert "cohort/reward_gap" not in row(reporter, 5, groups=1)
-    found = row(reporter, 6, groups=1)
-    assert (found["cohort/reward_gap"], found["cohort/length_gap"]) == (0.5, 2.0)
-    assert found["data/retired_samples"] == 2.0
+    metrics = row(reporter, 6, groups=1)
+    assert (metrics["cohort/reward_gap"], metrics["cohort/length_gap"]) == (0.5, 2.0)
+    assert metrics["data/retired_samples"] == 2.0
 
 
 def test_generation_is_told_per_second_of_the_step_and_per_token(
@@ -215,9 +217,9 @@ def test_generation_is_told_per_second_of_the_step_and_per_token(
     reporter.begin_running()
     totals = {"one": (4.0, 1.0), "two": (5.0, 5.0), "trainer/x/0": (9.0, 5.0)}
     reporter.count_turn(tokens=400)
-    found = reporter._idle_metrics(4.0)
-    assert found["timing_s/gen"] == 2.0 and found["rollout/tokens_per_s"] == 100.0
-    assert found["timing_per_token_ms/gen"] == 5.0 and found["async/rollout_idle_frac"] == 0.5
+    metrics = reporter._idle_metrics(4.0)
+    assert metrics["timing_s/gen"] == 2.0 and metrics["rollout/tokens_per_s"] == 100.0
+    assert metrics["timing_per_token_ms/gen"] == 5.0 and metrics["async/rollout_idle_frac"] == 0.5
     assert "timing_per_token_ms/gen" not in reporter._idle_metrics(4.0), "nothing was generated since"
 
 
@@ -234,7 +236,7 @@ def test_engines_that_are_busy_in_all_of_their_short_halves_are_not_idle(
     monkeypatch.setattr(reporter.workers, "peers", ["one"])
     shifts = reporter.state.shifts = Shifts("auto", now, Shift.ROLLOUT)
     reporter.begin_running()
-    found = []
+    idle_fractions = []
     for step in range(40):
         shifts.clock.go(now)
         now += 0.2
@@ -242,11 +244,11 @@ def test_engines_that_are_busy_in_all_of_their_short_halves_are_not_idle(
         now += 0.1
         sampled += 0.2 * (step < 30)
         busy = busy if step % 3 else sampled
-        found.append(reporter._idle_metrics(0.3).get("async/rollout_idle_frac"))
+        idle_fractions.append(reporter._idle_metrics(0.3).get("async/rollout_idle_frac"))
         if step % 3 == 0:
             now += 0.1
-            found.append(reporter._idle_metrics(0.1).get("async/rollout_idle_frac"))
-    shares = [share for share in found if share is not None]
+            idle_fractions.append(reporter._idle_metrics(0.1).get("async/rollout_idle_frac"))
+    shares = [share for share in idle_fractions if share is not None]
     assert len(shares) == 40 and max(shares[3:-9]) < 1e-9 and min(shares[-4:]) > 1 - 1e-9
 
 
@@ -289,12 +291,12 @@ def test_a_validation_keeps_its_questions_whoever_ends_first_and_whoever_fails(t
             failed = Failed(0, message.attempt, FailReason.TOOL_ERROR, "KeyError: 'b' (bad.py:41)")
             slow = row == 56 and message.attempt.attempt < 2
             setup.play(message.attempt, failed if row == 8 or slow else good)
-            found = setup.state.held_out.results.values()  # of a large evaluation texts are gigabytes
-            assert not any(isinstance(done, Finished) and done.text for done in found)
-    kept = entries(tmp_path, "validation/step-2.jsonl")
+            results = setup.state.held_out.results.values()  # of a large evaluation texts are gigabytes
+            assert not any(isinstance(done, Finished) and done.text for done in results)
+    transcripts = entries(tmp_path, "validation/step-2.jsonl")
     order = [(row, mode) for row in range(0, 64, 8) for mode in ("sampled", "greedy")]
-    assert [(entry["sample"], entry["mode"]) for entry in kept] == order
-    assert kept[0] == {
+    assert [(entry["sample"], entry["mode"]) for entry in transcripts] == order
+    assert transcripts[0] == {
         "uid": "val2/sampled/0",
         "sample": 0,
         "data_source": "s",
@@ -308,14 +310,16 @@ def test_a_validation_keeps_its_questions_whoever_ends_first_and_whoever_fails(t
         "notes": {"pred": "7"},
         "text": "text",
     }
-    assert [entry["text"] for entry in kept if "text" in entry] == ["text"] * 14
-    assert kept[2]["failed"] == "tool_error: KeyError: 'b' (bad.py:41)" and "text" not in kept[2]
-    assert [entry["success"] for entry in kept if "success" in entry] == [True] * 6 + [False] * 8
+    assert [entry["text"] for entry in transcripts if "text" in entry] == ["text"] * 14
+    assert (
+        transcripts[2]["failed"] == "tool_error: KeyError: 'b' (bad.py:41)" and "text" not in transcripts[2]
+    )
+    assert [entry["success"] for entry in transcripts if "success" in entry] == [True] * 6 + [False] * 8
 
 
 def test_of_training_the_first_members_of_one_group_for_each_batch_are_kept(tmp_path: Path) -> None:
-    kept = [(group, member) for group in range(17) for member in range(8) if is_kept(group, member, 8)]
-    assert kept == [(group, member) for group in (0, 8, 16) for member in range(4)]
+    transcribed = [(group, member) for group in range(17) for member in range(8) if is_kept(group, member, 8)]
+    assert transcribed == [(group, member) for group in (0, 8, 16) for member in range(4)]
     setup = WorkerSetup(tmp_path)
     setup.join(A)
     first, second = (attempt for _, attempt in setup.tick())

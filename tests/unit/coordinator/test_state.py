@@ -88,12 +88,12 @@ def play(state: RunState, groups: int) -> list[int]:
 
 def test_what_has_retired_stays_retired_and_the_order_goes_on(tmp_path: Path) -> None:
     """Killed after any number of groups: the same samples follow as without."""
-    whole = play(build(tmp_path / "whole", retire_pass_rate=0.9), 8)
+    uninterrupted = play(build(tmp_path / "whole", retire_pass_rate=0.9), 8)
     for killed in (1, 3, 6):
         first = play(build(tmp_path / str(killed), retire_pass_rate=0.9), killed)
         again = build(tmp_path / str(killed), retire_pass_rate=0.9)
         assert again.buffer.prompts.retired_samples == set(first[::2])
-        assert first + play(again, 8 - killed) == whole
+        assert first + play(again, 8 - killed) == uninterrupted
         assert again.buffer.account().conserved
 
 

@@ -75,7 +75,9 @@ class TrainerSetup:
     def payloads(self, rank: int, *uids: str, step: int = 0) -> list[Payloads]:
         request = PayloadRequest(self.state.trainer_epoch, step, uids)
         self.handler.send_payloads(PEERS[rank], request)
-        return [found for peer, found in self.sent.take(Payloads) if peer == PEERS[rank]]
+        return [
+            payloads_message for peer, payloads_message in self.sent.take(Payloads) if peer == PEERS[rank]
+        ]
 
 
 @pytest.fixture
@@ -161,8 +163,8 @@ def test_a_trainer_that_waits_for_data_is_given_the_probe_and_no_batch(tmp_path:
     versions.engines[b"engine"].unproven = False
     assert setup.take(0, 0) is None  # a batch without trajectories is no step
     setup.state.buffer.prompts.retired_samples.update(range(100))  # the data is over
-    ended = setup.take(0, 0)
-    assert ended is not None and ended.kind == "end"
+    end_plan = setup.take(0, 0)
+    assert end_plan is not None and end_plan.kind == "end"
 
 
 def test_a_stop_is_the_answer_from_then_on(setup: TrainerSetup) -> None:
@@ -233,8 +235,8 @@ def test_a_commit_is_idempotent_and_another_plan_is_fatal(setup: TrainerSetup) -
     assert len(setup.commits) == 1 and setup.state.buffer.account().trained == 4
     with pytest.raises(ProtocolError, match="never issued"):
         setup.handler.record_commit(PEERS[0], msgspec.structs.replace(commit, plan_hash="other"), 0.0)
-    first, *rest = commit.trained
-    for odd, trained in ((first, rest), ("9.0", [first, *rest, "9.0"])):
+    first, *other_uids = commit.trained
+    for odd, trained in ((first, other_uids), ("9.0", [first, *other_uids, "9.0"])):
         with pytest.raises(ProtocolError, match=f"does not fit its plan: {odd}$"):
             setup.handler.record_commit(
                 PEERS[0], msgspec.structs.replace(commit, trained=tuple(trained)), 0.0
@@ -273,10 +275,10 @@ def test_a_launch_trains_all_after_the_checkpoint_that_its_trainer_resumes_from(
     again = setup.state = setup.handler.state = replace(
         setup.state, config=msgspec.structs.replace(setup.state.config, seed=9)
     )
-    for incarnation, step, found in (("y", 1, [(0, 0), (1, 9)]), ("z", 0, [(0, 9)])):
+    for incarnation, step, expected in (("y", 1, [(0, 0), (1, 9)]), ("z", 0, [(0, 9)])):
         setup.hello(incarnation, step)
         again.persist()
-        assert [(one.step, one.config["seed"]) for one in launches_of(again.run_dir)] == found
+        assert [(launch.step, launch.config["seed"]) for launch in launches_of(again.run_dir)] == expected
 
 
 def test_the_best_validated_checkpoint_is_known_after_a_restart_too(setup: TrainerSetup) -> None:
@@ -474,13 +476,15 @@ def test_a_batch_that_spiked_is_left_out_by_name(
     assert state.buffer.reasons == {"dropped/spike": 4}
     assert caplog.text.count("step 2 spiked") == 1 and all(uid in caplog.text for uid in left_out)
     state.persist()
-    held = state.store.read.load()
-    assert held.left == state.buffer.state_counts() and [batch.uids for batch in held.batches][1:] == [[]]
+    stored_run = state.store.read.load()
+    assert stored_run.left == state.buffer.state_counts() and [batch.uids for batch in stored_run.batches][
+        1:
+    ] == [[]]
     setup.hello("y")  # from the start: there is no checkpoint
     again = setup.take(0, 0)
     assert again is not None and uids(again) == first
-    other = batch_of(setup)
-    assert len(other) == 4 and not other & (first | left_out)
+    next_batch = batch_of(setup)
+    assert len(next_batch) == 4 and not next_batch & (first | left_out)
     setup.handler.record_commit(PEERS[0], commit_of(setup, 2), 0.0)
     assert state.buffer.account().trained == 8 and state.buffer.account().conserved
 

@@ -51,8 +51,10 @@ def lost(setup: WorkerSetup, uid: str) -> tuple[Assign, list[bytes]]:
     setup.join(B, index=1)
     setup.beat(B, Heartbeat(0, (), 0, 0, 0), now=LATE)
     setup.handler.assign_pending(LATE)
-    given = {message.attempt.uid: message for peer, message in setup.sent.take(Assign) if peer == B}
-    return given[uid], next((frames for message, frames in setup.sent.frames if message is given[uid]), [])
+    assigned = {message.attempt.uid: message for peer, message in setup.sent.take(Assign) if peer == B}
+    return assigned[uid], next(
+        (frames for message, frames in setup.sent.frames if message is assigned[uid]), []
+    )
 
 
 def test_the_next_attempt_is_given_the_parts_of_the_turn_that_was_under_way(setup: WorkerSetup) -> None:
@@ -79,8 +81,8 @@ def test_parts_alone_outlive_the_worker_and_the_coordinator(setup: WorkerSetup, 
     (_, first), _ = setup.tick()
     post(setup, first, part(0), part(4))
     setup.state.persist()
-    (found,) = [one for one in setup.state.store.read.load().episodes if one.uid == first.uid]
-    assert found.open == setup.state.buffer.episodes[first.uid].open
+    (stored_episode,) = [one for one in setup.state.store.read.load().episodes if one.uid == first.uid]
+    assert stored_episode.open == setup.state.buffer.episodes[first.uid].open
     message, frames = lost(setup, first.uid)
     assert (message.parts, frames) == (2, [part(0), part(4)])
     end = Failed(1, message.attempt, FailReason.NOT_REPEATED, "")

@@ -116,9 +116,9 @@ def test_a_failed_episode_is_tried_again_and_then_counts_as_nothing(tmp_path: Pa
     0 would be a prize."""
     (setup, worker, validation), tries = validating(tmp_path), Counter[str]()
 
-    def answer(which: HeldOut) -> Finished | Failed:
-        tries[which.mode] += 1
-        return BROKE if which.mode == SAMPLED else scored(EpisodeResult(reward))
+    def answer(identity: HeldOut) -> Finished | Failed:
+        tries[identity.mode] += 1
+        return BROKE if identity.mode == SAMPLED else scored(EpisodeResult(reward))
 
     metrics = play(setup, validation, answer)
     assert "the validation of step 1: 1 of 2 episodes are over" in setup.state.waits
@@ -195,16 +195,16 @@ def test_success_is_what_the_threshold_says_and_the_score_stays_a_number(
 
 def test_demonstrations_are_scored_once_and_their_loss_is_of_all_tokens(tmp_path: Path) -> None:
     """Beside prompts, which are sampled as ever. Where one could not be scored there is no loss."""
-    shown = [replace(SAMPLE, given=0, data_source=source) for source in "xxyy"]
-    setup, _, validation = validating(tmp_path, *shown, SAMPLE)
+    demonstrations = [replace(SAMPLE, given=0, data_source=source) for source in "xxyy"]
+    setup, _, validation = validating(tmp_path, *demonstrations, SAMPLE)
     losses = {0: (1.0, 15), 1: (4.0, 5), 2: (2.0, 5)}
     modes: list[str] = []
 
-    def answer(which: HeldOut) -> Finished | Failed:
-        modes.append(which.mode)
-        nll, tokens = losses.get(which.row, (0.0, 0))
+    def answer(identity: HeldOut) -> Finished | Failed:
+        modes.append(identity.mode)
+        nll, tokens = losses.get(identity.row, (0.0, 0))
         end = scored(EpisodeResult(0.0, tokens, components={"nll": nll} if tokens else {}))
-        return replace(BROKE, reason=FailReason.ENGINE_ERROR) if which.row == 3 else end
+        return replace(BROKE, reason=FailReason.ENGINE_ERROR) if identity.row == 3 else end
 
     metrics = play(setup, validation, answer)
     assert sorted(set(modes)) == ["greedy", "sampled", "scored"] and modes.count("greedy") == 1
@@ -338,14 +338,14 @@ def test_rounds_that_are_begun_anew_are_no_failures(tmp_path: Path) -> None:
 def test_an_engine_that_refuses_the_version_is_asked_again_after_a_while(tmp_path: Path) -> None:
     setup, worker, validation = validating(tmp_path)
     worker.eval_version = None
-    asked = []
+    request_times = []
     for tenth in range(600, 650):
         now = tenth / 10
         validation.assign_episodes(now, exclusive=False)
         for _, message in setup.sent.take(LoadWeights):
-            asked.append(now)
+            request_times.append(now)
             validation.confirm_load(A, Loaded(message.ref, "eval", "", 0.1, "refused"), now)
-    assert 1 <= len(asked) <= 5  # in five seconds
+    assert 1 <= len(request_times) <= 5  # in five seconds
 
 
 def test_the_last_validation_is_left_to_the_end_of_the_run(tmp_path: Path) -> None:
@@ -376,12 +376,12 @@ def test_a_session_that_was_cut_short_goes_on_with_what_is_left(tmp_path: Path) 
         setup.join(peer)
         setup.state.held_out.restore_episodes()
         setup.handler.reissue_orphans(0.0)
-        other = session(setup, 3 * [SAMPLE])
-        other.resume_session(now=0.0, training_over=False)
+        next_session = session(setup, 3 * [SAMPLE])
+        next_session.resume_session(now=0.0, training_over=False)
         (worker,) = setup.handler.peers
         worker.eval_version = first_version
-        other.assign_episodes(0.0, exclusive=True)
-        return other, {message.attempt.uid: message for _, message in setup.sent.take(Assign)}
+        next_session.assign_episodes(0.0, exclusive=True)
+        return next_session, {message.attempt.uid: message for _, message in setup.sent.take(Assign)}
 
     resumed, left = again(B)
     assert left.keys() == first.keys() - over.keys()

@@ -148,20 +148,22 @@ def test_many_episodes_are_assigned_over_several_turns_of_the_loop(
     setup = WorkerSetup(tmp_path)
     setup.join(A, 0), setup.join(B, 1)
     admit(setup.state.buffer, 3)
-    given = []
+    assigned_counts = []
     more = []
     for _ in range(4):
-        given.append([(peer, attempt.uid) for peer, attempt in setup.tick()])
+        assigned_counts.append([(peer, attempt.uid) for peer, attempt in setup.tick()])
         more.append(setup.handler.work_left)
     uids = [f"{group}.{member}" for group in range(4) for member in range(2)]
-    assert [uid for turn in given for _, uid in turn] == uids and [len(turn) for turn in given] == [
+    assert [uid for turn in assigned_counts for _, uid in turn] == uids and [
+        len(turn) for turn in assigned_counts
+    ] == [
         3,
         3,
         2,
         0,
     ]
     assert more == [True, True, False, False]
-    assert [peer for turn in given for peer, _ in turn] == [A, B] * 4
+    assert [peer for turn in assigned_counts for peer, _ in turn] == [A, B] * 4
 
 
 def test_failed_attempts_are_counted_though_the_next_one_lands(setup: WorkerSetup) -> None:
@@ -236,14 +238,14 @@ def test_a_hello_that_its_acks_have_overtaken_stops_no_record(setup: WorkerSetup
 
 def test_a_dead_workers_late_hello_does_not_replace_its_successor(setup: WorkerSetup) -> None:
     setup.state.launch = "l"
-    late = b"rollout/0/l.2"
+    late_peer = b"rollout/0/l.2"
     living = b"rollout/0/l.10"
     setup.join(living), setup.tick()
-    setup.join(late)
-    assert setup.sent.take(Stop) == [(late, Stop("another process has taken its place"))]
-    assert [(one.peer, len(one.running)) for one in setup.handler.peers] == [(living, 2)]
+    setup.join(late_peer)
+    assert setup.sent.take(Stop) == [(late_peer, Stop("another process has taken its place"))]
+    assert [(worker.peer, len(worker.running)) for worker in setup.handler.peers] == [(living, 2)]
     setup.join(b"rollout/0/l.11")
-    assert [one.peer for one in setup.handler.peers] == [b"rollout/0/l.11"]
+    assert [worker.peer for worker in setup.handler.peers] == [b"rollout/0/l.11"]
 
 
 def test_a_continued_episode_has_what_is_left_of_its_time(setup: WorkerSetup) -> None:
@@ -252,8 +254,10 @@ def test_a_continued_episode_has_what_is_left_of_its_time(setup: WorkerSetup) ->
     setup.join(B, index=1)
     setup.beat(B, Heartbeat(0, (), 0, 0, 0), now=31.0)
     setup.handler.assign_pending(31.0)
-    taken = {message.attempt.uid: message.seconds for peer, message in setup.sent.take(Assign) if peer == B}
-    assert taken == {first.uid: 7.5, "0.1": 0.0}
+    seconds_by_uid = {
+        message.attempt.uid: message.seconds for peer, message in setup.sent.take(Assign) if peer == B
+    }
+    assert seconds_by_uid == {first.uid: 7.5, "0.1": 0.0}
     again = setup.state.buffer.episodes[first.uid]
     setup.records.process_record(B, Failed(1, Attempt(first.uid, 1), FailReason.REWARD_ERROR, ""), [], 31.0)
     assert (again.attempt, again.turns, again.seconds) == (2, 0, 0.0)  # starts again from the prompt
@@ -533,13 +537,13 @@ def test_a_probe_that_the_trainer_repeats_is_not_compared_again(setup: WorkerSet
     ref = WeightsRef(PolicyVersion(1, 3), "somewhere")
     setup.state.versions.set_newest(ref)
     probed = Probed(ref.version, Probe((1, 2), (-1.0,)))
-    found = []
+    probes = []
     for now in (0.0, 1.0, 2.0):
         setup.state.versions.add_probe(probed, now)
         setup.tick(now)
-        found += [message.probe for _, message in setup.sent.take(LoadWeights)]
+        probes += [message.probe for _, message in setup.sent.take(LoadWeights)]
         setup.engines.confirm_load(A, Loaded(ref, "train", "sum", 0.1, probe_tokens=1), now)
-    assert found == [probed.probe]
+    assert probes == [probed.probe]
 
 
 def test_an_assignment_says_how_old_the_weights_of_its_turns_may_be(setup: WorkerSetup) -> None:
@@ -552,12 +556,12 @@ def test_an_assignment_says_how_old_the_weights_of_its_turns_may_be(setup: Worke
 def test_without_its_greedy_episode_a_group_is_cancelled_wherever_it_runs(tmp_path: Path) -> None:
     setup = WorkerSetup(tmp_path, greedy=True)
     setup.join(A, slots=2), setup.join(B, index=1, slots=2)
-    held = {attempt.uid: (peer, attempt) for peer, attempt in setup.tick()}
-    peer, greedy = held.pop("0.2")
+    assigned_attempts = {attempt.uid: (peer, attempt) for peer, attempt in setup.tick()}
+    peer, greedy = assigned_attempts.pop("0.2")
     setup.records.process_record(peer, Failed(1, greedy, FailReason.PROMPT_TOO_LONG, ""), [], 0.0)
-    assert sorted((to, m.attempt) for to, m in setup.sent.take(Cancel)) == sorted(held.values())
+    assert sorted((to, m.attempt) for to, m in setup.sent.take(Cancel)) == sorted(assigned_attempts.values())
     assert setup.handler.free_slots == 4 and not setup.state.buffer.live
-    left, attempt = held["0.0"]
+    left, attempt = assigned_attempts["0.0"]
     setup.turn(left, 2 if left == peer else 1, attempt)  # written before the word arrived
     assert [message.attempt for _, message in setup.sent.take(Fenced)] == [attempt]
 

@@ -61,10 +61,10 @@ class Server:
         self.api = self
 
     async def label(self) -> str:
-        found = self.labels.pop(0)
-        if isinstance(found, Exception):
-            raise found
-        return found
+        current_label = self.labels.pop(0)
+        if isinstance(current_label, Exception):
+            raise current_label
+        return current_label
 
     async def kv_use(self) -> float | None:
         return len(self.labels) / 10
@@ -344,9 +344,9 @@ def test_orders_are_carried_out_as_they_came_and_a_version_is_loaded_again_after
         ):
             for order in orders:
                 versions.take_message(order)
-            got = await answers(versions, len(wanted))
-            assert [type(message) for message in got] == wanted
-            assert not any(message.error for message in got)  # type: ignore[attr-defined]
+            received = await answers(versions, len(wanted))
+            assert [type(message) for message in received] == wanted
+            assert not any(message.error for message in received)  # type: ignore[attr-defined]
         assert server.done == [REF.label, "sleep", "sleep", REF.label]
 
     keep(tmp_path, act, server)
