@@ -454,8 +454,8 @@ def test_a_batch_that_closed_short_leaves_fewer_groups_live() -> None:
     """Four live groups and a batch of one were five before the commit, under the limit of six."""
     limit = limit_of(live=4)
     step(limit)
-    assert step(limit, taken=1) == 6
-    assert step(limit, taken=2) > 6
+    assert step(limit, taken_groups=1) == 6
+    assert step(limit, taken_groups=2) > 6
 
 
 def test_tokens_count_when_they_cross_the_bound_not_when_they_are_trained() -> None:

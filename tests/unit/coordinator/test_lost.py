@@ -141,7 +141,7 @@ def test_each_episode_goes_on_from_what_reached_the_disk(tmp_path: Path) -> None
         play(state, "0.0", 2), play(state, "0.1", 1), play(state, "1.0", 1, end=True)
         play(state, "2.1", 1, end=True), play(state, "3.0", 1, end=True)
         state.persist()
-    again = power.cut(state, kept="run.db*")
+    again = power.cut(state, surviving="run.db*")
     flow = again.buffer.account()
     episodes = again.buffer.episodes
     assert flow.conserved and flow.issued == 8

@@ -313,23 +313,25 @@ def test_a_store_is_damaged_at_many_sampled_moments(root: Path) -> None:
 @pytest.mark.timeout(1200)
 def test_faults_at_many_sampled_moments(root: Path) -> None:
     for seed in range(60, 2060):
-        play(root, seed, RUNNING_ON, most=10)
+        play(root, seed, RUNNING_ON, max_faults=10)
 
 
 @pytest.mark.slow
 def test_power_cuts_at_sampled_moments(root: Path) -> None:
     """Of each file any of what was not yet fsynced is left."""
     for seed in range(30):
-        play(root, f"power {seed}", ["cut_power", "cut_power", "crash", "kill_trainer", "spike"], most=4)
+        play(
+            root, f"power {seed}", ["cut_power", "cut_power", "crash", "kill_trainer", "spike"], max_faults=4
+        )
 
 
 def test_a_payload_is_damaged_after_a_trainer_was_given_it(root: Path) -> None:
     """By a coordinator that was replaced; the next one is asked for the same again."""
-    play(root, "power 371", list(FAULTS), most=8)
+    play(root, "power 371", list(FAULTS), max_faults=8)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(1200)
 def test_power_cuts_at_many_sampled_moments(root: Path) -> None:
     for seed in range(30, 2030):
-        play(root, f"power {seed}", list(FAULTS), most=8)
+        play(root, f"power {seed}", list(FAULTS), max_faults=8)
