@@ -260,7 +260,7 @@ class Endured:
         with path.open("w+b") as file:
             Samples.write(file, [[Sample(row, "s", (Message("user", "?"),), "1") for row in range(100)]])
         self.coordinator = Coordinator(config, choose_endpoints("127.0.0.1", 0), "load")
-        self.now = self.coordinator._turned_at
+        self.now = self.coordinator._last_pass_at
         self.rng = rng
         self.taken = 0
 
@@ -296,7 +296,7 @@ class Endured:
         if worker is None or not isinstance(message, Records):
             return message
         counted = []
-        for seq, (record, count) in enumerate(message.counted, worker.seq + 1):
+        for seq, (record, count) in enumerate(message.counted, worker.last_record + 1):
             attempt = record.attempt
             if worker.running and self.rng.random() < 0.9:
                 uid = self.rng.choice([*worker.running])
@@ -323,8 +323,8 @@ class Endured:
         for peer, hello in hellos.items():
             if peer != self.KEEPER or one.engines.remote:
                 one._on_control(peer, hello, [], self.now)
-        one.turn(self.now)
-        flow = one.state.buffer.flow()
+        one.run_pass(self.now)
+        flow = one.state.buffer.account()
         if one.lifecycle.error or not flow.conserved:
             raise Stopped(f"coordinator: {one.lifecycle.error or flow}, after {self.taken} messages")
 

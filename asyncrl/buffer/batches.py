@@ -1,7 +1,7 @@
-"""Batches and their plans: which trajectories a step trains, in which micro-batches.
+"""Plan batches: which trajectories a step trains, in which order and in which parts.
 
-A plan is stored before it is sent, and kept until a checkpoint covers it; who asks again gets the same one.
-A retry of a request, and a step that a restarted trainer repeats, are therefore a look-up.
+A plan is stored before any rank sees it, and kept until a checkpoint covers it. A repeated request gets the
+same plan, so a retry, or a step that a restarted trainer repeats, is a look-up.
 """
 
 from __future__ import annotations
@@ -16,24 +16,26 @@ import msgspec
 from asyncrl.buffer.records import EpisodeRecord, GroupRecord, State
 from asyncrl.buffer.replay import ReplayBuffer
 from asyncrl.buffer.shifts import Outlook
-from asyncrl.buffer.staleness import Places, floor_of, places_of
+from asyncrl.buffer.staleness import GroupSlots, oldest_version_of, upcoming_slots
 from asyncrl.config import Packing
 from asyncrl.errors import ProtocolError
 from asyncrl.types import DropReason, EpisodeResult
 
-# Micro-batches' worth of trajectories that ranks are given at once: more are cut better, a stop waits longer.
-MOST = 4
-# Worth a micro-batch of its own: this share of the batch's groups, with this share of micro_batch_tokens.
-MIN_SHARE_OF_GROUPS = MIN_FILL = 1 / 4
+# Largest part of a plan, in micro-batches per rank. Larger parts are cut better, but delay a stop.
+MAX_MICRO_BATCHES_PER_PART = 4
+# Smallest part that is trained at once although no micro-batch is full: this fraction of the batch's groups,
+# with this fraction of micro_batch_tokens.
+MIN_GROUP_FRACTION = MIN_TOKEN_FRACTION = 1 / 4
 
 
 class Baseline(msgspec.Struct, frozen=True):
-    """Holds the rewards that those of a group are compared with.
+    """The baseline of a settled group: the rewards with which the reward of each member is compared.
 
-    members: numbers within the group, of those whose `results` the others are compared with.
-    late: a late member is compared with the first `late` of them.
-    issued: members that the group was issued with, landed or not.
-    greedy: reward of its greedy episode, where there is one.
+    members: numbers within the group of the baseline's episodes.
+    results: results of these episodes, in the same order.
+    late: a member that lands late is compared with the first `late` results.
+    issued: episodes that the group was issued with, whether they landed or not.
+    greedy: reward of the group's greedy episode, if there is one.
     """
 
     members: tuple[int, ...]
@@ -44,29 +46,36 @@ class Baseline(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, group: GroupRecord, episodes: Mapping[str, EpisodeRecord]) -> Baseline:
-        """The baseline of a settled group. Results do not change any more: a restart computes the same."""
+        """Compute the baseline of a settled group. Results are final, so a restart computes the same."""
         results = tuple(episodes[group.members[number]].result for number in group.baseline)
-        last = episodes[group.members[-1]]
-        issued = len(group.members) - last.greedy
-        greedy = last.result.reward if last.greedy else None
+        last_member = episodes[group.members[-1]]
+        issued = len(group.members) - last_member.greedy
+        greedy = last_member.result.reward if last_member.greedy else None
         return cls(group.baseline, results, len(group.late_siblings), issued, greedy)
 
     def siblings(self, episode: EpisodeRecord) -> tuple[tuple[EpisodeResult, ...], int]:
-        """The results that an episode is compared with (its own may be among them), and the place of its own;
-        -1: it is late, and not among them."""
+        """Return the results that an episode is compared with, and the index of the episode's own result.
+
+        The index is -1 for a late episode, whose result is not part of the baseline.
+        """
         if episode.member in self.members:
             return self.results, self.members.index(episode.member)
         return self.results[: self.late], -1
 
 
 class Batch(msgspec.Struct):
-    """The plan of one optimizer batch. `micros`: the uids of each part, which the ranks deal and cut into
-    micro-batches. `closed`: no more come. `lost`: those whose payload could not be read, as far as no
-    commit says that they were trained nevertheless. They keep their places, so that others keep theirs.
-    `ranks`, `budget`: among how many it was dealt, and cut into micro-batches of how many tokens, when it was
-    last handed out."""
+    """The plan of one optimizer batch, as stored.
 
-    step: int  # 0-based: committed batches before it
+    step: number of committed batches before this batch.
+    micros: uids of each part. The ranks partition a part and cut their shares into micro-batches.
+    groups: ids of the groups that count towards the batch.
+    closed: no further part will be added.
+    lost: episodes whose payload could not be read, unless a commit has reported them as trained. Lost
+        episodes stay in `micros`, so that the partition of the other episodes does not change.
+    ranks, budget: number of ranks and tokens of a micro-batch when the plan was last handed out.
+    """
+
+    step: int  # 0-based: number of committed batches before
     micros: list[list[str]] = []
     groups: set[int] = set()
     closed: bool = False
@@ -80,7 +89,7 @@ class Batch(msgspec.Struct):
 
     @property
     def uids(self) -> list[str]:
-        """Returns the episodes that are trained."""
+        """Return the planned episodes without the lost ones."""
         return [uid for uid in self.planned if uid not in self.lost]
 
     @property
@@ -89,160 +98,205 @@ class Batch(msgspec.Struct):
 
 
 class Batches:
-    """Plans of all batches that no retained checkpoint covers, and the current one.
+    """Plans of the current batch and of all batches that no retained checkpoint covers.
 
     Args:
-        buffer: where trajectories are taken from.
-        micro_tokens: tokens of one micro-batch on one rank, padding included.
-        flush: train a short batch when the data has run out, rather than drop it.
-        packing: padded: rows as long as the longest. tree: a group stays together, and shares its prompt.
+        buffer: source of the trajectories.
+        micro_batch_tokens: tokens of one micro-batch on one rank, padding included.
+        flush: train a short batch when the data has run out, instead of dropping the rest.
+        packing: "padded": all sequences are padded to the longest. "tree": a group shares one prompt.
     """
 
     def __init__(
-        self, buffer: ReplayBuffer, micro_tokens: int, flush: bool, packing: Packing = "padded"
+        self, buffer: ReplayBuffer, micro_batch_tokens: int, flush: bool, packing: Packing = "padded"
     ) -> None:
         self.buffer = buffer
-        self.micro_tokens = micro_tokens
-        self.flush = flush
+        self.micro_batch_tokens = micro_batch_tokens
+        self.flush_at_end = flush
         self.packing = packing
-        self.batches: dict[int, Batch] = {}  # by step, in order
-        self.taken: dict[str, EpisodeRecord] = {}  # by uid: all episodes of the kept plans
-        self.baselines: dict[int, Baseline] = {}  # of their groups
-        self._dirty: set[int] = set()
+        self.batches: dict[int, Batch] = {}  # plans by step, in order
+        self.planned_episodes: dict[str, EpisodeRecord] = {}  # episodes of all plans, by uid
+        self.baselines: dict[int, Baseline] = {}  # baselines of their groups, by group id
+        self._changed_steps: set[int] = set()
 
-    def changes(self) -> list[Batch]:
-        changed = [self.batches[step] for step in sorted(self._dirty)]
-        self._dirty = set()
-        return changed
+    def pop_changes(self) -> list[Batch]:
+        changed_batches = [self.batches[step] for step in sorted(self._changed_steps)]
+        self._changed_steps = set()
+        return changed_batches
 
-    def restore(
-        self, batches: Iterable[Batch], taken: Iterable[EpisodeRecord], baselines: Mapping[int, Baseline]
+    def restore_plans(
+        self,
+        batches: Iterable[Batch],
+        planned_episodes: Iterable[EpisodeRecord],
+        baselines: Mapping[int, Baseline],
     ) -> None:
-        """Take over the plans of a store, in place of all plans before. Episodes that are still in the buffer
-        stay the buffer's objects."""
-        self._dirty = set()
+        """Replace all plans by the plans of a store. Episodes of the buffer stay the buffer's objects."""
+        self._changed_steps = set()
         self.batches = {batch.step: batch for batch in batches}
-        self.taken = {e.uid: self.buffer.episodes.get(e.uid, e) for e in taken}
+        self.planned_episodes = {e.uid: self.buffer.episodes.get(e.uid, e) for e in planned_episodes}
         self.baselines = dict(baselines)
-        self.buffer.closed = max((step for step, batch in self.batches.items() if batch.closed), default=-1)
 
-    def plan(self, step: int, micro: int, ranks: int, budget: int = 0) -> list[str] | None:
-        """Uids of the next part for so many ranks, which cut it by `budget` (0: `micro_tokens`); [] when the
-        batch is complete; None: the caller must wait.
+        self.buffer.closed_step = max(
+            (step for step, batch in self.batches.items() if batch.closed), default=-1
+        )
+
+    def plan(self, step: int, part_index: int, ranks: int, token_budget: int = 0) -> list[str] | None:
+        """Return the uids of a part of the plan; [] if the batch is complete, None if the caller must wait.
 
         The caller refuses a `step` greater than `committed`.
+
+        Args:
+            ranks: number of ranks among which the part is partitioned.
+            token_budget: tokens of a micro-batch; 0: `micro_batch_tokens`.
         """
         batch = self.batches.get(step)
         if batch is None:
             batch = self.batches[step] = Batch(step)
-        if micro < len(batch.micros):
-            uids: list[str] | None = batch.micros[micro]
+
+        if part_index < len(batch.micros):
+            uids: list[str] | None = batch.micros[part_index]
         else:
-            uids = [] if batch.closed else self._extend(batch, ranks)
-        how = (ranks, budget or self.micro_tokens)
-        if uids and how != (batch.ranks, batch.budget):
-            batch.ranks, batch.budget = how
-            self._dirty.add(step)
+            uids = [] if batch.closed else self._add_part(batch, ranks)
+
+        token_budget = token_budget or self.micro_batch_tokens
+        if uids and (batch.ranks, batch.budget) != (ranks, token_budget):
+            batch.ranks = ranks
+            batch.budget = token_budget
+            self._changed_steps.add(step)
+
         return uids
 
-    def outlook(self, step: int, micro: int, ranks: int) -> Outlook:
-        """Say what a `plan` would find now."""
+    def outlook(self, step: int, part_index: int, ranks: int) -> Outlook:
+        """Return the answer that `plan` would give now, without changing the plan."""
         batch = self.batches.get(step, Batch(step))
-        if micro < len(batch.micros) or batch.closed or self.over:
-            return Outlook(ready=True, share=1.0, complete=True)
-        pool, groups, full = self._next(batch, ranks, math.inf)
-        share = len(batch.groups | groups) / self.buffer.config.groups_per_batch
-        return Outlook(bool(pool) or (full and bool(batch.planned)), share, full)
+        if part_index < len(batch.micros) or batch.closed or self.over:
+            return Outlook(ready=True, group_fraction=1.0, batch_complete=True)
 
-    def _extend(self, batch: Batch, ranks: int) -> list[str] | None:
-        """Add what is ready; without it, close the batch if it is full."""
-        pool, _, full = self._next(batch, ranks, MOST * self.micro_tokens * ranks)
-        if not pool:
-            return self._close(batch) if full else None
-        for episode in pool:
-            self.buffer.take(episode, batch.step)
-            self.taken[episode.uid] = episode
+        ready_episodes, new_groups, batch_full = self._select_ready(batch, ranks, math.inf)
+        group_fraction = len(batch.groups | new_groups) / self.buffer.config.groups_per_batch
+        return Outlook(
+            bool(ready_episodes) or (batch_full and bool(batch.planned)), group_fraction, batch_full
+        )
+
+    def _add_part(self, batch: Batch, ranks: int) -> list[str] | None:
+        """Add the ready trajectories as a part. If there are none, close the batch if it is full."""
+        ready_episodes, _, batch_full = self._select_ready(
+            batch, ranks, MAX_MICRO_BATCHES_PER_PART * self.micro_batch_tokens * ranks
+        )
+        if not ready_episodes:
+            return self._close_batch(batch) if batch_full else None
+
+        for episode in ready_episodes:
+            self.buffer.take_episode(episode, batch.step)
+            self.planned_episodes[episode.uid] = episode
             group = self.buffer.live[episode.group]
             if group.id not in self.baselines:
                 self.baselines[group.id] = Baseline.of(group, self.buffer.episodes)
             if group.step == batch.step and not group.filtered:  # a late member does not count its group
                 batch.groups.add(group.id)
-        batch.micros.append([episode.uid for episode in pool])
-        self._dirty.add(batch.step)
+
+        batch.micros.append([episode.uid for episode in ready_episodes])
+        self._changed_steps.add(batch.step)
         return batch.micros[-1]
 
-    def _next(self, batch: Batch, ranks: int, most: float) -> tuple[list[EpisodeRecord], set[int], bool]:
-        """Find what is ready, up to so many tokens, once it is enough or nothing more can enter the batch;
-        its new groups; and whether the batch is full with them. Late members that are not enough by
-        themselves are left to the next batch, if there is one."""
-        places = places_of(self.buffer)
-        pool, groups = self._pool(batch, places, most)
-        size = self.buffer.config.groups_per_batch
-        full = len(batch.groups | groups) >= size
-        full = full or self._last(batch, groups) or (self._capped and places.may_close)
-        enough = self._enough(pool, groups, ranks)
-        ends = self.buffer.prompts.over or batch.step + 1 >= self.buffer.total_groups // size
-        waits = not (enough or ends) and all(self._may_wait(episode, batch.step) for episode in pool)
-        return ([] if waits or not (enough or full) else pool), groups, full
+    def _select_ready(
+        self, batch: Batch, ranks: int, token_limit: float
+    ) -> tuple[list[EpisodeRecord], set[int], bool]:
+        """Select the trajectories of the next part, at most `token_limit` tokens.
+
+        Nothing is selected until the trajectories are worth training or the batch is full. Late members that
+        are not worth a part alone are left to the next batch, if there is one.
+
+        Returns:
+            the trajectories, their new groups, and whether the batch is full with these groups.
+        """
+        slots = upcoming_slots(self.buffer)
+        ready_episodes, new_groups = self._collect_ready(batch, slots, token_limit)
+
+        groups_per_batch = self.buffer.config.groups_per_batch
+        batch_full = (
+            len(batch.groups | new_groups) >= groups_per_batch
+            or self._is_last_batch(batch, new_groups)
+            or (self._refill_limit_reached and slots.may_close)
+        )
+
+        worth_training = self._worth_training(ready_episodes, new_groups, ranks)
+        last_chance = (
+            self.buffer.prompts.over or batch.step + 1 >= self.buffer.total_groups // groups_per_batch
+        )
+        leave_to_next = not (worth_training or last_chance) and all(
+            self._may_wait(episode, batch.step) for episode in ready_episodes
+        )
+
+        if leave_to_next or not (worth_training or batch_full):
+            ready_episodes = []
+        return ready_episodes, new_groups, batch_full
 
     def _may_wait(self, episode: EpisodeRecord, step: int) -> bool:
-        """True for a late member of a group that was taken or filtered, if none of its tokens is over the
-        bound in the next batch."""
+        """Return True for a late member of a taken or filtered group that is not stale in the next batch."""
         group = self.buffer.live[episode.group]
-        late = (group.step >= 0 or group.filtered) and episode.member not in group.baseline
-        return late and episode.oldest > step - self.buffer.config.max_staleness
+        is_late = (group.step >= 0 or group.filtered) and episode.member not in group.baseline
+        return is_late and episode.oldest > step - self.buffer.config.max_staleness
 
-    def _enough(self, pool: Sequence[EpisodeRecord], groups: set[int], ranks: int) -> bool:
-        """The trainer waits, so it is given what is ready, if that is a full micro-batch for each rank; or
-        MIN_SHARE_OF_GROUPS of the batch's, new ones, with MIN_FILL of those tokens. A smaller one would be
-        mostly costs that do not depend on its tokens (gathering weights, launching kernels).
+    def _worth_training(
+        self, ready_episodes: Sequence[EpisodeRecord], new_groups: set[int], ranks: int
+    ) -> bool:
+        """Return True if the ready trajectories should be trained now, without waiting for more.
 
-        Of 8 groups of 1,000 tokens each, with micro_batch_tokens 8192: 3 ready ones are trained at once, as
-        3,000 > 8192 * MIN_FILL; with two ranks 5, as each gets half of them.
+        That holds for a full micro-batch per rank, and for MIN_TOKEN_FRACTION of these tokens if they come
+        from MIN_GROUP_FRACTION of the batch's groups. The time of a smaller part would be mostly spent on
+        gathering weights and launching kernels.
+
+        Example: a batch of 8 groups of 1,000 tokens each, and micro_batch_tokens 8192. On one rank 3 ready
+        groups are trained at once, as 3,000 > 8192 * MIN_TOKEN_FRACTION; on two ranks 5 groups.
         """
-        share = len(groups) >= MIN_SHARE_OF_GROUPS * self.buffer.config.groups_per_batch
-        least = (MIN_FILL if share else 1) * self.micro_tokens * ranks
-        return self._tokens(pool) >= least
+        many_groups = len(new_groups) >= MIN_GROUP_FRACTION * self.buffer.config.groups_per_batch
+        min_tokens = (MIN_TOKEN_FRACTION if many_groups else 1) * self.micro_batch_tokens * ranks
+        return self._count_tokens(ready_episodes) >= min_tokens
 
-    def _tokens(self, episodes: Sequence[EpisodeRecord]) -> int:
-        """Estimate what ranks compute: the prompt of a group once, where its members share it."""
+    def _count_tokens(self, episodes: Sequence[EpisodeRecord]) -> int:
+        """Estimate the tokens that ranks compute. With tree packing a group's prompt is computed once."""
         tokens = sum(episode.tokens for episode in episodes)
         if self.packing == "tree":
-            prompts = {episode.group: episode.stats.prompt for episode in episodes}
-            tokens += sum(prompts.values()) - sum(episode.stats.prompt for episode in episodes)
+            prompt_tokens = {episode.group: episode.stats.prompt for episode in episodes}
+            tokens += sum(prompt_tokens.values()) - sum(episode.stats.prompt for episode in episodes)
         return tokens
 
-    def _close(self, batch: Batch) -> list[str] | None:
-        """Nothing more will be added. An empty batch is not closed: it would be a step without data."""
+    def _close_batch(self, batch: Batch) -> list[str] | None:
+        """Close a batch. An empty batch stays open, as a step without data is impossible."""
         if not batch.planned:
             return None
+
         batch.closed = True
-        self.buffer.closed = batch.step
-        self._dirty.add(batch.step)
+        self.buffer.closed_step = batch.step
+        self._changed_steps.add(batch.step)
         return []
 
-    def _last(self, batch: Batch, groups: set[int]) -> bool:
-        """The data is over, and nothing but these groups can become ready: late members, too, are waited for,
-        or each would be a batch. One that has begun is then trained short; another only with `flush`."""
+    def _is_last_batch(self, batch: Batch, new_groups: set[int]) -> bool:
+        """Return True if the data has run out and no trajectory outside of `new_groups` can become ready.
+
+        Late members are waited for, as each of them would become a batch otherwise. A batch that has begun is
+        trained short; an empty batch is begun only with `flush_at_end`.
+        """
         tally = self.buffer.tally
-        under_way = tally.groups[State.PENDING] | tally.groups[State.RUNNING]
+        unfinished_groups = tally.groups_by_state[State.PENDING] | tally.groups_by_state[State.RUNNING]
         return (
-            (self.flush or bool(batch.planned))
+            (self.flush_at_end or bool(batch.planned))
             and self.buffer.prompts.over
-            and not under_way
-            and tally.untaken <= groups
+            and not unfinished_groups
+            and tally.untaken_groups <= new_groups
         )
 
     def drop_remainder(self) -> list[EpisodeRecord]:
-        """The data is over: give up the groups that cannot fill a batch any more. Returns those running."""
-        begun = bool(self.batches.get(self.committed, Batch(self.committed)).planned)
-        if begun or len(self.buffer.tally.untaken) >= self.buffer.config.groups_per_batch:
+        """Drop groups that cannot fill a batch, as the data has run out. Return their running members."""
+        has_begun = bool(self.batches.get(self.committed, Batch(self.committed)).planned)
+        if has_begun or len(self.buffer.tally.untaken_groups) >= self.buffer.config.groups_per_batch:
             return []
         return self.buffer.drop_all(DropReason.END_OF_DATA)
 
     @property
-    def _capped(self) -> bool:
-        """`max_refill` is reached: so many groups were filtered that the batch is trained short."""
+    def _refill_limit_reached(self) -> bool:
+        """True if `max_refill` is reached: so many groups were filtered that the batch is trained short."""
         config = self.buffer.config
         return self.buffer.refills >= config.max_refill * config.groups_per_batch
 
@@ -253,100 +307,152 @@ class Batches:
 
     @property
     def over(self) -> bool:
-        """The data is exhausted and nothing is left that could be trained."""
+        """True if the data has run out and no trajectory is left to train."""
         return self.buffer.prompts.over and not self.buffer.live
 
-    # -- what may be taken ---------------------------------------------------------------------------
+    # -- selection -----------------------------------------------------------------------------------
 
-    def _pool(self, batch: Batch, places: Places, tokens: float) -> tuple[list[EpisodeRecord], set[int]]:
-        """Ready trajectories that may enter the batch now, oldest group first, up to so many tokens; and
-        their new groups, which take their `places`."""
-        pool: list[EpisodeRecord] = []
-        new: set[int] = set()
-        for group in [self.buffer.live[number] for number in sorted(self.buffer.tally.groups[State.READY])]:
-            ready = self._usable(group, batch.step)
-            if not ready:
+    def _collect_ready(
+        self, batch: Batch, slots: GroupSlots, token_limit: float
+    ) -> tuple[list[EpisodeRecord], set[int]]:
+        """Collect ready trajectories that may enter the batch, oldest group first, until `token_limit`.
+
+        Each new group takes one of the `slots`. Returns the trajectories and the new groups.
+        """
+        ready_episodes: list[EpisodeRecord] = []
+        new_groups: set[int] = set()
+
+        for group in [
+            self.buffer.live[number] for number in sorted(self.buffer.tally.groups_by_state[State.READY])
+        ]:
+            usable_members = self._usable_members(group, batch.step)
+            if not usable_members:
                 continue
-            if group.step < 0 and not group.filtered:  # late members need no room
-                floor = floor_of(self.buffer, group)
-                if not places.may_take(floor):
-                    continue
-                places.take(floor)
-                new.add(group.id)
-            pool += ready
-            tokens -= self._tokens(ready)
-            if tokens <= 0:
-                break
-        return pool, new
 
-    def _usable(self, group: GroupRecord, step: int) -> list[EpisodeRecord]:
-        """The ready members of a group; under on_stale=drop the stale ones are dropped here."""
-        ready = [episode for episode in self.buffer.members(group) if episode.state is State.READY]
+            if group.step < 0 and not group.filtered:  # late members need no room
+                oldest_version = oldest_version_of(self.buffer, group)
+                if not slots.may_take(oldest_version):
+                    continue
+                slots.take_slot(oldest_version)
+                new_groups.add(group.id)
+
+            ready_episodes += usable_members
+            token_limit -= self._count_tokens(usable_members)
+            if token_limit <= 0:
+                break
+
+        return ready_episodes, new_groups
+
+    def _usable_members(self, group: GroupRecord, step: int) -> list[EpisodeRecord]:
+        """Return the ready members of a group. With on_stale=drop, stale members are dropped here."""
+        ready_members = [
+            episode for episode in self.buffer.trainable_members(group) if episode.state is State.READY
+        ]
         if self.buffer.config.on_stale != "drop":
-            return ready
-        bound = step - self.buffer.config.max_staleness
-        for episode in [episode for episode in ready if 0 <= episode.oldest < bound]:
-            ready.remove(episode)
-            self.buffer.drop(episode, DropReason.STALE)
-        return ready
+            return ready_members
+
+        min_version = step - self.buffer.config.max_staleness
+        for episode in [episode for episode in ready_members if 0 <= episode.oldest < min_version]:
+            ready_members.remove(episode)
+            self.buffer.drop_episode(episode, DropReason.STALE)
+
+        return ready_members
 
     # -- commit, rollback, retention -----------------------------------------------------------------
 
-    def commit(self, step: int, trained: Collection[str]) -> None:
-        """Batch number `step` (1-based) was applied, perhaps again by a restarted trainer. What it has not
-        trained of the plan, as its payload could not be read, is dropped by name. ProtocolError when that is
-        more than the plan goes on without, or when others were trained."""
-        batch = self.batches[step - 1]
-        if odd := set(trained).symmetric_difference(batch.uids) - batch.lost:
-            raise ProtocolError(f"commit of step {step} does not fit its plan: {' '.join(sorted(odd))}")
-        if batch.lost:
-            batch.lost.difference_update(trained)
-            self._dirty.add(batch.step)
-        self.buffer.trained([self.taken[uid] for uid in batch.uids if self.taken[uid].state is State.TAKEN])
-        for uid in batch.lost:
-            self.buffer.lose(self.taken[uid])
-        if step > self.committed:
-            self.buffer.commit(step)
+    def commit(self, step: int, trained_uids: Collection[str]) -> None:
+        """Record that batch number `step` (1-based) was applied, perhaps again by a restarted trainer.
 
-    def leave_out(self, reason: DropReason) -> list[EpisodeRecord]:
-        """Drop what the batch under way has taken, and the rest of its groups, which could be a part of no
-        other; the step gets another batch. Returns what was running."""
+        Planned episodes that were not trained, as their payload could not be read, are dropped as corrupt.
+
+        Raises:
+            ProtocolError: `trained_uids` is not the plan without its lost episodes.
+        """
+        batch = self.batches[step - 1]
+        if mismatched_uids := set(trained_uids).symmetric_difference(batch.uids) - batch.lost:
+            raise ProtocolError(
+                f"commit of step {step} does not fit its plan: {' '.join(sorted(mismatched_uids))}"
+            )
+
+        if batch.lost:
+            batch.lost.difference_update(trained_uids)
+            self._changed_steps.add(batch.step)
+
+        self.buffer.mark_trained(
+            [
+                self.planned_episodes[uid]
+                for uid in batch.uids
+                if self.planned_episodes[uid].state is State.TAKEN
+            ]
+        )
+        for uid in batch.lost:
+            self.buffer.drop_corrupt(self.planned_episodes[uid])
+
+        if step > self.committed:
+            self.buffer.note_commit(step)
+
+    def leave_out_batch(self, reason: DropReason) -> list[EpisodeRecord]:
+        """Drop the current batch and begin another batch for the same step.
+
+        The remaining members of its groups are dropped, too, as no other batch could take them. Returns the
+        members that were running.
+        """
         step = self.committed
         for uid in self.batches[step].planned:
-            self.buffer.drop(self.taken[uid], reason)
-        groups = [self.buffer.live[number] for number in self.buffer.tally.steps[step]]  # of late members
-        running = [episode for group in groups for episode in self.buffer.drop_group(group, reason)]
-        self._forget([step])
+            self.buffer.drop_episode(self.planned_episodes[uid], reason)
+
+        # Groups are still live if late members are left.
+        taken_groups = [self.buffer.live[number] for number in self.buffer.tally.groups_by_step[step]]
+        running_episodes = [
+            episode for group in taken_groups for episode in self.buffer.drop_group(group, reason)
+        ]
+
+        self._forget_plans([step])
         self.batches[step] = Batch(step)  # written over the plan in the store
-        self._dirty.add(step)
-        self.buffer.closed = step - 1
-        return running
+        self._changed_steps.add(step)
+        self.buffer.closed_step = step - 1
+
+        return running_episodes
 
     def mark_lost(self, step: int, uid: str) -> None:
-        """The payload of a planned trajectory cannot be read: the plan goes on without it. A rank may hold it
-        already, though, and the answer have been another coordinator's: the commit tells."""
+        """Note that the payload of a planned trajectory cannot be read, so that the plan goes on without it.
+
+        A rank may have received the payload from an earlier coordinator. The commit tells whether it was
+        trained.
+        """
         self.batches[step].lost.add(uid)
-        self._dirty.add(step)
+        self._changed_steps.add(step)
 
     def skip_to(self, step: int) -> None:
-        """Batches up to `step` were committed, as others know. Their plans are not needed any more, and what
-        is still taken by them was lost."""
-        gone = [number for number in self.batches if self.committed <= number < step]
-        for episode in [self.taken[uid] for number in gone for uid in self.batches[number].planned]:
+        """Count batches up to `step` as committed, as checkpoints show, although this store did not know.
+
+        Their plans are forgotten. Episodes that are still taken by these plans are dropped as corrupt.
+        """
+        skipped_steps = [number for number in self.batches if self.committed <= number < step]
+        for episode in [
+            self.planned_episodes[uid] for number in skipped_steps for uid in self.batches[number].planned
+        ]:
             if episode.state is State.TAKEN:
-                self.buffer.lose(episode)
-        self._forget(gone)
-        self.buffer.commit(step)
+                self.buffer.drop_corrupt(episode)
+
+        self._forget_plans(skipped_steps)
+        self.buffer.note_commit(step)
 
     def retain(self, step: int) -> list[str]:
-        """A checkpoint covers the first `step` batches: forget their plans. Returns their uids."""
-        return self._forget(list(takewhile(lambda number: number < step, self.batches)))
+        """Forget the plans of the first `step` batches, which a checkpoint covers. Return their uids."""
+        return self._forget_plans(list(takewhile(lambda number: number < step, self.batches)))
 
-    def _forget(self, gone: list[int]) -> list[str]:
-        batches = [self.batches.pop(number) for number in gone]
-        self._dirty -= set(gone)
-        forgotten = [self.taken.pop(uid, None) for batch in batches for uid in batch.planned]
-        for group in {episode.group for episode in forgotten if episode is not None}:
-            if not any(f"{group}.{member}" in self.taken for member in range(self.buffer.group_size)):
+    def _forget_plans(self, steps: list[int]) -> list[str]:
+        forgotten_batches = [self.batches.pop(number) for number in steps]
+        self._changed_steps -= set(steps)
+        forgotten_episodes = [
+            self.planned_episodes.pop(uid, None) for batch in forgotten_batches for uid in batch.planned
+        ]
+
+        for group in {episode.group for episode in forgotten_episodes if episode is not None}:
+            if not any(
+                f"{group}.{member}" in self.planned_episodes for member in range(self.buffer.group_size)
+            ):
                 self.baselines.pop(group, None)
-        return [uid for batch in batches for uid in batch.uids]
+
+        return [uid for batch in forgotten_batches for uid in batch.uids]

@@ -1,7 +1,8 @@
-"""Cohorts: whether the trained episodes are like the issued ones.
+"""Measure by cohorts whether the trained episodes are a fair sample of the issued episodes.
 
-Short and easy episodes land first, so one batch alone is never a fair sample of the policy's episodes. Of
-the groups issued at one step (a cohort), once all are over, both are known: what landed and what was trained.
+Short and easy episodes land first, so one batch alone is never a fair sample of the policy's episodes. A
+cohort is all groups issued at one step. Once all its groups are over, its landed and its trained episodes are
+known.
 """
 
 from __future__ import annotations
@@ -11,66 +12,82 @@ import msgspec
 from asyncrl.buffer.records import EpisodeRecord
 
 
-class Sums(msgspec.Struct):
+class EpisodeSums(msgspec.Struct):
     """Sums over some episodes of a cohort."""
 
-    count: int = 0
-    reward: float = 0.0
-    tokens: int = 0
+    episode_count: int = 0
+    reward_sum: float = 0.0
+    token_count: int = 0
 
-    def add(self, episode: EpisodeRecord) -> None:
-        self.count += 1
-        self.reward += episode.result.reward
-        self.tokens += episode.result.tokens
+    def add_episode(self, episode: EpisodeRecord) -> None:
+        self.episode_count += 1
+        self.reward_sum += episode.result.reward
+        self.token_count += episode.result.tokens
 
 
 class Cohort(msgspec.Struct):
-    """The groups issued at one step; `open` of them are not over."""
+    """The groups issued at one step. `open_groups` counts the groups that are not over."""
 
-    open: int = 0
-    landed: Sums = msgspec.field(default_factory=Sums)
-    trained: Sums = msgspec.field(default_factory=Sums)
+    open_groups: int = 0
+    landed: EpisodeSums = msgspec.field(default_factory=EpisodeSums)
+    trained: EpisodeSums = msgspec.field(default_factory=EpisodeSums)
 
 
 class Cohorts:
-    """Cohorts that are not reported yet, by the step they were issued at. A cohort that began
-    before a restart of the coordinator is left out."""
+    """Cohorts that are not reported yet. A cohort from before a restart of the coordinator is left out."""
 
     def __init__(self) -> None:
-        self._cohorts: dict[int, Cohort] = {}
-        self._excluded: set[int] = set()
+        self._open_cohorts: dict[int, Cohort] = {}
+        self._excluded_steps: set[int] = set()
 
-    def exclude(self, step: int) -> None:
-        """Not everything of this cohort is known."""
-        self._excluded.add(step)
-        self._cohorts.pop(step, None)
+    def exclude_step(self, step: int) -> None:
+        """Leave out a cohort of which some episodes are not known."""
+        self._excluded_steps.add(step)
+        self._open_cohorts.pop(step, None)
 
-    def issued(self, step: int) -> None:
-        if step not in self._excluded:
-            self._cohorts.setdefault(step, Cohort()).open += 1
+    def add_group(self, step: int) -> None:
+        if step not in self._excluded_steps:
+            self._open_cohorts.setdefault(step, Cohort()).open_groups += 1
 
-    def landed(self, step: int, episode: EpisodeRecord) -> None:
-        if cohort := self._cohorts.get(step):
-            cohort.landed.add(episode)
+    def add_landed(self, step: int, episode: EpisodeRecord) -> None:
+        if cohort := self._open_cohorts.get(step):
+            cohort.landed.add_episode(episode)
 
-    def trained(self, step: int, episode: EpisodeRecord) -> None:
-        if cohort := self._cohorts.get(step):
-            cohort.trained.add(episode)
+    def add_trained(self, step: int, episode: EpisodeRecord) -> None:
+        if cohort := self._open_cohorts.get(step):
+            cohort.trained.add_episode(episode)
 
-    def over(self, step: int) -> None:
-        if cohort := self._cohorts.get(step):
-            cohort.open -= 1
+    def close_group(self, step: int) -> None:
+        if cohort := self._open_cohorts.get(step):
+            cohort.open_groups -= 1
 
-    def take(self, before: int) -> dict[str, float]:
-        """`cohort/reward_gap` and `cohort/length_gap` (model tokens): trained mean minus landed mean of the
-        same cohort, over the cohorts issued `before` a step that are complete and not reported yet, by their
-        trained episodes. Empty when there is none."""
-        done = [step for step, cohort in self._cohorts.items() if step < before and not cohort.open]
-        cohorts = [cohort for cohort in map(self._cohorts.pop, done) if cohort.trained.count]
-        trained = sum(cohort.trained.count for cohort in cohorts)
-        if not trained:
+    def pop_gaps(self, before_step: int) -> dict[str, float]:
+        """Return `cohort/reward_gap` and `cohort/length_gap` (model tokens), and forget complete cohorts.
+
+        A gap is the mean of a cohort's trained episodes minus the mean of its landed episodes, averaged over
+        trained episodes of the cohorts issued before `before_step`. The result is empty without such cohorts.
+        """
+        complete_steps = [
+            step
+            for step, cohort in self._open_cohorts.items()
+            if step < before_step and not cohort.open_groups
+        ]
+        cohorts = [
+            cohort for cohort in map(self._open_cohorts.pop, complete_steps) if cohort.trained.episode_count
+        ]
+
+        trained_count = sum(cohort.trained.episode_count for cohort in cohorts)
+        if not trained_count:
             return {}
-        shares = [(cohort, cohort.trained.count / cohort.landed.count) for cohort in cohorts]
-        reward = sum(c.trained.reward - c.landed.reward * share for c, share in shares)
-        tokens = sum(c.trained.tokens - c.landed.tokens * share for c, share in shares)
-        return {"cohort/reward_gap": reward / trained, "cohort/length_gap": tokens / trained}
+
+        reward_gap = 0.0
+        token_gap = 0.0
+        for cohort in cohorts:
+            trained_fraction = cohort.trained.episode_count / cohort.landed.episode_count
+            reward_gap += cohort.trained.reward_sum - cohort.landed.reward_sum * trained_fraction
+            token_gap += cohort.trained.token_count - cohort.landed.token_count * trained_fraction
+
+        return {
+            "cohort/reward_gap": reward_gap / trained_count,
+            "cohort/length_gap": token_gap / trained_count,
+        }

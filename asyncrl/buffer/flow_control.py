@@ -1,7 +1,8 @@
-"""Flow control sets how many groups may be live, once per committed batch, by what was measured.
+"""Flow control: set how many groups may be live, once per committed batch, by measurements.
 
-An integral controller keeps shares of stale tokens within their budgets. A cap keeps to what the servers'
-memory holds. `LiveLimit` uses both in a run. Formulas and reasons are in docs/staleness.md, section 1.
+`FlowControl`, an integral controller, keeps the fraction of stale tokens within a budget. `KvCap` keeps to
+the memory of the servers. `LiveLimit` applies both in a run. Formulas and reasons: docs/staleness.md, section
+1.
 """
 
 from __future__ import annotations
@@ -13,131 +14,179 @@ from collections.abc import Collection, Iterable, Mapping
 from asyncrl.buffer.replay import ReplayBuffer
 from asyncrl.config import BufferConfig, RunConfig
 
-GAIN = 0.015  # how fast the level moves: slowly, as one late group masks many tokens at once
-FIRST_GAIN = 0.03  # the same until the first token goes over the bound
-QUICK_GAIN = 0.5  # added until then, times the share of the step that was only waiting,
-QUICK = 4  # while groups live for less than a quarter of the bound
-WAITING = 0.25  # of their time: episodes that wait less for tools end as soon as engines have time
-MOST = 0.25  # of the level, that one batch takes at most: a batch may be a single trajectory
-BUSY = 0.02  # a trainer that idles less than this gains nothing from more live groups
-# share of a KV cache in use: over HIGH the cap shrinks, under LOW it grows
-HIGH = 0.8
-LOW = 0.6
-FACTOR = 1.25  # less than HIGH / LOW: a change of the cap does not lead from one side to the other
+# Speed of the level after the first stale token: slow, as a single late group masks many tokens at once.
+GAIN = 0.015
+# Speed of the level until the first stale token.
+FIRST_GAIN = 0.03
+# Added to FIRST_GAIN, times the fraction of the step that was only waiting, while groups live for less than
+# max_staleness / QUICK_LEVEL_DIVISOR steps.
+QUICK_GAIN = 0.5
+QUICK_LEVEL_DIVISOR = 4
+# Fraction of their time in which episodes wait for tools: with less, episodes end as soon as engines have
+# time.
+MIN_TOOL_WAITING = 0.25
+# Largest decrease of the level's logarithm by a batch, as a batch may be a single trajectory.
+MAX_LOG_DECREASE = 0.25
+# Fraction of a step: a trainer that idles less gains nothing from more live groups.
+BUSY = 0.02
+# Fraction of a KV cache in use: above HIGH_KV_USE the cap shrinks, below LOW_KV_USE the cap grows.
+HIGH_KV_USE = 0.8
+LOW_KV_USE = 0.6
+# Factor of a change of the cap, less than HIGH_KV_USE / LOW_KV_USE, so that a change does not cross both
+# limits.
+CAP_FACTOR = 1.25
 
 
 class Crossings:
-    """Counts tokens when they go over the bound, once each: when a batch has masked them, or while their
-    episode or group still runs. `buffer`: its `waiting_tokens` are those that no batch may take yet."""
+    """Counts each token once when the lag of the token exceeds max_staleness.
 
-    def __init__(self, buffer: ReplayBuffer, bound: int) -> None:
+    Such a token was masked by a batch, or belongs to an episode or a group that still runs. The
+    `waiting_tokens` of `buffer` are tokens that no batch may take yet.
+    """
+
+    def __init__(self, buffer: ReplayBuffer, max_staleness: int) -> None:
         self._buffer = buffer
-        self._commits = deque([-math.inf] * (bound + 1), bound + 1)  # times of the newest
-        self._counted = 0.0  # tokens that are ready, and were counted while they waited
+        # Times of the newest commits.
+        self._commit_times = deque([-math.inf] * (max_staleness + 1), max_staleness + 1)
+        self._counted_tokens = 0.0  # tokens that are ready, and were counted while they waited
 
-    def committed(self, masked: float, tokens: float, now: float) -> float:
-        """Return what went over the bound since the last commit, as a share of this batch. The batch has so
-        many model tokens, of which the share `masked` was masked. What was sampled before the first of the
-        newest bound + 1 commits, with this one, is over the bound from now on."""
-        last = self._commits[-1]
-        before = self._commits[0]
-        self._commits.append(now)
-        waiting = self._buffer.waiting_tokens
-        self._counted += waiting.ended(last, before)
-        crossed = waiting.older(self._commits[0]) - waiting.older(before)
-        again = min(self._counted, masked * tokens)
-        self._counted = (self._counted - again) / 2  # some of them are dropped, and no batch masks these
-        return (masked * tokens - again + crossed) / max(1.0, tokens)
+    def committed(self, masked_fraction: float, model_tokens: float, now: float) -> float:
+        """Return the tokens that became stale since the last commit, as a fraction of the committed batch.
+
+        Tokens sampled before the first of the newest max_staleness + 1 commits, the current commit included,
+        are stale from now on.
+
+        Args:
+            masked_fraction: fraction of the batch's model tokens that was masked.
+            model_tokens: model tokens of the batch.
+        """
+        last_commit = self._commit_times[-1]
+        oldest_commit = self._commit_times[0]
+        self._commit_times.append(now)
+
+        waiting_tokens = self._buffer.waiting_tokens
+        self._counted_tokens += waiting_tokens.ended_weight(last_commit, oldest_commit)
+        newly_crossed = waiting_tokens.running_weight(self._commit_times[0]) - waiting_tokens.running_weight(
+            oldest_commit
+        )
+
+        counted_before = min(self._counted_tokens, masked_fraction * model_tokens)
+        # Some counted tokens are dropped, so that no batch masks them.
+        self._counted_tokens = (self._counted_tokens - counted_before) / 2
+
+        return (masked_fraction * model_tokens - counted_before + newly_crossed) / max(1.0, model_tokens)
 
 
 class FlowControl:
-    """Moves `limit`, how many live groups rule 1 allows now.
+    """Moves `limit`, the number of live groups that rule 1 allows.
 
-    Example: G = 8, a level of 16, a budget of 1%. A batch with 0.2% of its tokens over the bound leads to
-    16 · exp(0.015 · (1 − 0.2)) = 16.19, one with 5% to 16 · exp(0.015 · (1 − 5)) = 15.07. At the beginning
-    one with none leads from 12 to 12 · exp(0.03 + 0.5 · 0.4) = 15.10, if trainer and episodes waited for 40%.
+    Example: G = 8, a level of 16, a budget of 1%. A batch with 0.2% of stale tokens leads to
+    16 · exp(0.015 · (1 − 0.2)) = 16.19, a batch with 5% to 16 · exp(0.015 · (1 − 5)) = 15.07. At the
+    beginning a batch without stale tokens leads from 12 to 12 · exp(0.03 + 0.5 · 0.4) = 15.10, if trainer and
+    episodes waited for 40% of the time.
     """
 
     def __init__(self, config: BufferConfig) -> None:
-        self.groups = config.groups_per_batch
-        self.most = config.max_live_groups
-        self.level = self.first = (1 + config.target) * self.groups
-        self.quick = config.max_staleness * self.groups / QUICK  # L groups live for L / G steps on average
-        self._measured = False
+        self.groups_per_batch = config.groups_per_batch
+        self.max_level = config.max_live_groups
+        self.first_level = (1 + config.target) * self.groups_per_batch
+        self.level = self.first_level
+        # By Little's law L live groups live for L / G steps on average.
+        self.quick_level = config.max_staleness * self.groups_per_batch / QUICK_LEVEL_DIVISOR
+        self._stale_measured = False
 
     @property
     def limit(self) -> int:
         return round(self.level)
 
-    def spare(self, outside: float) -> int:
-        """Return how many groups a run may issue beyond those that it trains: what `update` has added to the
-        live ones, if `outside`, the share of their time in which episodes wait for tools, is not small."""
-        return max(0, round(self.level - self.first)) if outside >= WAITING else 0
+    def spare(self, waiting_fraction: float) -> int:
+        """Return how many groups a run may issue beyond the groups that are trained.
 
-    def update(self, shares: Iterable[tuple[float, float]], grows: bool, waits: float) -> None:
-        """Obey the tightest of (measured share, its budget). `grows`: more live groups would be of use, as
-        the trainer idles and the limit is reached; engines, slots and memory still have room then. `waits`,
-        w in the docs: the share of the step in which the trainer idled, times the share of their time in
-        which the episodes that landed in it waited for tools and rewards."""
-        used = max(share / budget for share, budget in shares)
-        self._measured |= used > 0
-        step = (GAIN if self._measured else FIRST_GAIN) * (1 - used)
-        if not self._measured and self.level < self.quick:
-            step += QUICK_GAIN * waits
-        if step < 0 or grows:
-            level = self.level * math.exp(max(step, -MOST))
-            self.level = min(max(level, self.groups), self.most)
+        That is the number that `update` has added to the live groups, if `waiting_fraction`, the
+        fraction of their time in which episodes wait for tools, is at least MIN_TOOL_WAITING; else 0.
+        """
+        return max(0, round(self.level - self.first_level)) if waiting_fraction >= MIN_TOOL_WAITING else 0
+
+    def update(
+        self, measured_fractions: Iterable[tuple[float, float]], may_grow: bool, idle_waiting: float
+    ) -> None:
+        """Move the level by the tightest budget.
+
+        Args:
+            measured_fractions: pairs of a measured fraction of tokens and the budget for that fraction.
+            may_grow: more live groups would be of use, as the trainer idles and the limit is reached;
+                engines, slots and memory still have room then.
+            idle_waiting: w in the docs: the fraction of the step in which the trainer idled, times the
+                fraction of their time in which the step's landed episodes waited for tools and rewards.
+        """
+        budget_use = max(share / budget for share, budget in measured_fractions)
+        self._stale_measured |= budget_use > 0
+
+        log_change = (GAIN if self._stale_measured else FIRST_GAIN) * (1 - budget_use)
+        if not self._stale_measured and self.level < self.quick_level:
+            log_change += QUICK_GAIN * idle_waiting
+
+        if log_change < 0 or may_grow:
+            new_level = self.level * math.exp(max(log_change, -MAX_LOG_DECREASE))
+            self.level = min(max(new_level, self.groups_per_batch), self.max_level)
 
 
 class KvCap:
-    """Moves `limit`, how many live groups the servers have room for.
+    """Moves `limit`, the number of live groups that the servers' memory has room for.
 
-    Readings of the time since the last commit are given to `read` and added to `retracted`.
+    Readings since the last commit are passed to `note_use` and added to `retracted_requests`.
 
     Args:
-        groups: groups per batch, G: the cap is never less.
-        ahead: usual staleness, in batches: the cap is never more than (1 + ahead) * groups.
+        groups_per_batch: G; the cap is never less.
+        usual_staleness: in batches; the cap is never more than (1 + usual_staleness) * groups_per_batch.
     """
 
-    def __init__(self, groups: int, ahead: int) -> None:
-        self.groups = groups
-        self.most = (1 + ahead) * groups
-        self.level = float(self.most)
-        self.retracted = 0  # requests of which a server took the KV memory away
-        self._uses: defaultdict[str, tuple[float, int]] = defaultdict(lambda: (0.0, 0))  # sum, count
-        self._wait = 0  # commits until what is read shows the last change
+    def __init__(self, groups_per_batch: int, usual_staleness: int) -> None:
+        self.groups_per_batch = groups_per_batch
+        self.max_level = (1 + usual_staleness) * groups_per_batch
+        self.level = float(self.max_level)
+        self.retracted_requests = 0  # requests of which a server took the KV memory away
+        self._use_sums: defaultdict[str, tuple[float, int]] = defaultdict(lambda: (0.0, 0))  # sum, count
+        self._commits_to_wait = 0  # commits until readings show the last change
 
     @property
     def limit(self) -> int:
         return int(self.level)
 
     @property
-    def use(self) -> float | None:
-        """Return the mean reading of the fullest server; None: nothing was read."""
-        return max((total / count for total, count in self._uses.values()), default=None)
+    def mean_use(self) -> float | None:
+        """Mean reading of the fullest server; None without a reading."""
+        return max((total / count for total, count in self._use_sums.values()), default=None)
 
-    def read(self, server: str, use: float) -> None:
-        """Note a server's share of KV memory in use, in [0, 1]."""
-        total, count = self._uses[server]
-        self._uses[server] = total + use, count + 1
+    def note_use(self, server: str, use: float) -> None:
+        """Note the fraction of a server's KV memory that is in use, in [0, 1]."""
+        use_sum, reading_count = self._use_sums[server]
+        self._use_sums[server] = use_sum + use, reading_count + 1
 
-    def update(self, live: int, counts: bool = True) -> None:
-        """Move the limit after a commit, before which `live` groups were live. `counts`: what was read since
-        the last commit is of a plain step, not of a validation."""
-        use = self.use
-        retracted = self.retracted
-        self._uses.clear()
-        self.retracted = 0
-        self._wait -= 1
-        if self._wait >= 0 or not counts:
+    def update_cap(self, live_groups: int, plain_step: bool = True) -> None:
+        """Move the limit after a commit, before which `live_groups` groups were live.
+
+        Readings count only if `plain_step`: those of a step with a validation are of other requests.
+        """
+        mean_use = self.mean_use
+        retracted_requests = self.retracted_requests
+
+        self._use_sums.clear()
+        self.retracted_requests = 0
+
+        self._commits_to_wait -= 1
+        if self._commits_to_wait >= 0 or not plain_step:
             return
-        before = self.level
-        if retracted or (use is not None and use > HIGH):
-            self.level = max(self.groups, min(before, live) / FACTOR)
-        elif use is not None and use < LOW:
-            self.level = min(self.most, before * FACTOR)
-        if self.level != before:
-            self._wait = -(-self.limit // self.groups)  # the steps for which a group is live
+
+        old_level = self.level
+        if retracted_requests or (mean_use is not None and mean_use > HIGH_KV_USE):
+            self.level = max(self.groups_per_batch, min(old_level, live_groups) / CAP_FACTOR)
+        elif mean_use is not None and mean_use < LOW_KV_USE:
+            self.level = min(self.max_level, old_level * CAP_FACTOR)
+
+        if self.level != old_level:
+            # The steps for which a group is live.
+            self._commits_to_wait = -(-self.limit // self.groups_per_batch)
 
 
 # -- flow control in the run -------------------------------------------------------------------------------
@@ -148,51 +197,76 @@ ROLLOUT_IDLE = "async/rollout_idle_frac"
 
 
 class LiveLimit:
-    """Moves `buffer.live_limit` and `buffer.spare` after each commit, unless buffer.target_staleness is a
-    number: flow control, within what the servers' memory holds. A restarted coordinator begins anew."""
+    """Moves `buffer.live_limit` and `buffer.spare` after each commit, by flow control and the KV cap.
+
+    With a number as buffer.target_staleness nothing moves. A restarted coordinator begins anew.
+    """
 
     def __init__(self, config: RunConfig, buffer: ReplayBuffer) -> None:
-        section = config.buffer
+        buffer_config = config.buffer
         self.buffer = buffer
-        self.adapts = section.target_staleness == "auto"
-        self.budget = section.stale_budget
-        self.control = FlowControl(section)
-        self.kv = KvCap(section.groups_per_batch, section.usual_staleness)
-        self._servers = config.engine.remote
-        # With shifts the trainer waits for theirs in any case: then more live groups are of use to engines.
-        self._waits = ROLLOUT_IDLE if config.shifts else TRAINER_IDLE
-        self.crossings = Crossings(buffer, section.max_staleness)
-        self._crossed = 0.0  # share of tokens that went over the bound and that the control does not know yet
-        self._idle = 0.0  # share of a step that the trainer waited, as last known
-        self._engines: frozenset[str] = frozenset()
+        self.adapts_limit = buffer_config.target_staleness == "auto"
+        self.stale_budget = buffer_config.stale_budget
+        self.flow_control = FlowControl(buffer_config)
+        self.kv_cap = KvCap(buffer_config.groups_per_batch, buffer_config.usual_staleness)
 
-    def committed(
-        self, row: Mapping[str, float], taken: int, engines: Collection[str], validating: bool, now: float
+        self._has_servers = config.engine.remote
+        # With shifts the trainer always waits for the rollout shift: then more live groups are of use to
+        # engines.
+        self._idle_metric = ROLLOUT_IDLE if config.shifts else TRAINER_IDLE
+        self.crossings = Crossings(buffer, buffer_config.max_staleness)
+        self._crossed_fraction = 0.0  # fraction of stale tokens that the control does not know yet
+        self._idle_fraction = 0.0  # newest known fraction of a step in which the trainer waited
+        self._last_engines: frozenset[str] = frozenset()
+
+    def update_limit(
+        self,
+        metrics: Mapping[str, float],
+        taken_groups: int,
+        engines: Collection[str],
+        validating: bool,
+        now: float,
     ) -> None:
-        """Move the limit after a commit, whose step has taken so many new groups; `row` has its metrics. The
-        limit does not change after a step that ends in a validation, or that has other engines than the one
-        before: its times are not those of plain steps."""
-        same = self._engines == frozenset(engines)
-        self._engines = frozenset(engines)
-        plain = same and not validating
-        live = self.buffer.tally.open(self.buffer.committed) + taken  # before the commit
-        self.kv.update(live, plain)
-        self._idle = row.get(self._waits, self._idle)  # it comes with heartbeats
-        masked = row.get("staleness/masked_token_frac", 0.0)
-        tokens = row.get("trainer/model_tokens", 0.0)
-        self._crossed += self.crossings.committed(masked, tokens, now)
-        if self.adapts:
-            if plain:
-                grows = self._idle >= BUSY and live >= self.control.limit
-                outside = row.get("timing_s/tools/mean", 0.0) + row.get("timing_s/reward/mean", 0.0)
-                outside /= max(1e-9, outside, row.get("timing_s/episode/mean", 0.0))
-                self.control.update([(self._crossed, self.budget)], grows, self._idle * outside)
-                self.buffer.spare = self.control.spare(outside)
-                self._crossed = 0.0
-            self.buffer.live_limit = min(self.control.limit, self.kv.limit)
+        """Move the limit after a commit.
+
+        The limit stays after a step that ends in a validation, or that had other engines than the step
+        before, as the times of such a step are not typical.
+
+        Args:
+            metrics: the metrics row of the step.
+            taken_groups: new groups that the step has taken.
+        """
+        same_engines = self._last_engines == frozenset(engines)
+        self._last_engines = frozenset(engines)
+        plain_step = same_engines and not validating
+
+        live_groups = self.buffer.tally.open(self.buffer.committed) + taken_groups  # before the commit
+        self.kv_cap.update_cap(live_groups, plain_step)
+
+        self._idle_fraction = metrics.get(self._idle_metric, self._idle_fraction)  # arrives with heartbeats
+        masked_fraction = metrics.get("staleness/masked_token_frac", 0.0)
+        model_tokens = metrics.get("trainer/model_tokens", 0.0)
+        self._crossed_fraction += self.crossings.committed(masked_fraction, model_tokens, now)
+
+        if self.adapts_limit:
+            if plain_step:
+                may_grow = self._idle_fraction >= BUSY and live_groups >= self.flow_control.limit
+                waiting_fraction = metrics.get("timing_s/tools/mean", 0.0) + metrics.get(
+                    "timing_s/reward/mean", 0.0
+                )
+                waiting_fraction /= max(1e-9, waiting_fraction, metrics.get("timing_s/episode/mean", 0.0))
+                self.flow_control.update(
+                    [(self._crossed_fraction, self.stale_budget)],
+                    may_grow,
+                    self._idle_fraction * waiting_fraction,
+                )
+                self.buffer.spare = self.flow_control.spare(waiting_fraction)
+                self._crossed_fraction = 0.0
+
+            self.buffer.live_limit = min(self.flow_control.limit, self.kv_cap.limit)
 
     def gauges(self) -> dict[str, float]:
-        found = {"async/live_limit": float(self.buffer.max_live)}
-        if self._servers:
-            found["rollout/retractions"] = float(self.kv.retracted)
-        return found if self.kv.use is None else found | {"rollout/kv_use": self.kv.use}
+        metrics = {"async/live_limit": float(self.buffer.max_live_groups)}
+        if self._has_servers:
+            metrics["rollout/retractions"] = float(self.kv_cap.retracted_requests)
+        return metrics if self.kv_cap.mean_use is None else metrics | {"rollout/kv_use": self.kv_cap.mean_use}

@@ -1,7 +1,7 @@
-"""The payloads of turns: what training takes for granted of them, and what becomes of an episode without.
+"""Decode and check the payloads of turns, and cut back episodes whose payloads are lost.
 
-They are checked when they come, before they are acknowledged. When they are read, the store compares their
-digests: a power cut or a bad sector may have taken some.
+Payloads are checked when they arrive, before the acknowledgement. When payloads are read again, the store
+compares their digests, as a power cut or a bad sector may have destroyed some.
 """
 
 from __future__ import annotations
@@ -28,9 +28,11 @@ from asyncrl.types import (
 
 
 class TurnPart(msgspec.Struct, frozen=True, array_like=True):
-    """Holds what a turn that lasts has sampled after `start` tokens of it. `session` names its row, which may
-    have no number yet; `prompt` tells which turn of it this is. Once a turn is whole, its parts are worth
-    nothing."""
+    """A part of a turn that is still being sampled: the tokens after the first `start` tokens of the turn.
+
+    `session` names the sequence, which may have no number yet, and `prompt` identifies the turn within the
+    sequence. Parts are of no use once the turn is complete.
+    """
 
     session: Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
     prompt: Annotated[bytes, msgspec.Meta(max_length=64)]
@@ -38,59 +40,72 @@ class TurnPart(msgspec.Struct, frozen=True, array_like=True):
     sampled: Generation
 
 
-_turn = msgspec.msgpack.Decoder(Turn)
-_part = msgspec.msgpack.Decoder(TurnPart)
-_reply = msgspec.msgpack.Decoder(TurnReply)
-MOST_TOP = 256  # likeliest tokens that a scorer names at a place
-MOST_LOGPROB = 0.01  # of one token: an engine may round
+_turn_decoder = msgspec.msgpack.Decoder(Turn)
+_part_decoder = msgspec.msgpack.Decoder(TurnPart)
+_reply_decoder = msgspec.msgpack.Decoder(TurnReply)
+MAX_TOP_TOKENS = 256  # most likely tokens that a scorer returns at each position
+MAX_LOGPROB = 0.01  # highest log-prob of a token, as engines may round up
 
 
 def decode_turn(payload: bytes) -> Turn:
-    """ProtocolError when it is no turn."""
+    """Decode a turn. ProtocolError if the payload is no turn."""
     with ProtocolError.instead_of(*UNDECODABLE, text="a turn that cannot be decoded"):
-        return _turn.decode(payload)
+        return _turn_decoder.decode(payload)
 
 
 def decode_part(payload: bytes) -> TurnPart:
-    """ProtocolError when it is no part of a turn."""
+    """Decode a part of a turn. ProtocolError if the payload is no part."""
     with ProtocolError.instead_of(*UNDECODABLE, text="a part of a turn that cannot be decoded"):
-        return _part.decode(payload)
+        return _part_decoder.decode(payload)
 
 
 def decode_reply(payload: bytes) -> TurnReply:
-    """ProtocolError when it is not what answers a turn."""
+    """Decode the replies to a turn. ProtocolError if the payload has no replies."""
     with ProtocolError.instead_of(*UNDECODABLE, text="replies that cannot be decoded"):
-        return _reply.decode(payload)
+        return _reply_decoder.decode(payload)
 
 
 def check_result(payload: bytes) -> None:
-    """ProtocolError when it is no JSON value."""
+    """Check the result of an episode. ProtocolError if the payload is no JSON value."""
     with ProtocolError.instead_of(*UNDECODABLE, text="the result of an episode cannot be decoded"):
         msgspec.json.decode(payload)
 
 
 def check_turn(uid: str, turn: Turn, rows: int, vocabulary: int = MAX_VOCABULARY) -> None:
-    """Check a decoded turn: every token is of the vocabulary, and every model token has a log-prob, a version
-    and a token before it that predicts it; its row is one of the `rows` before, or the next new one.
-    ProtocolError when not."""
+    """Check a decoded turn. ProtocolError if the turn cannot be trained.
+
+    Every token must be in the vocabulary, every model token needs a log-prob, a version and a token before
+    it, and the turn's sequence must be one of the `rows` earlier sequences, or the next new one.
+    """
     _check_sampled(f"episode {uid} turn {turn.index}", turn, vocabulary)
+
     if turn.context and max(turn.context) >= vocabulary:
         raise ProtocolError(f"episode {uid} turn {turn.index}: {max(turn.context)} is no token")
-    if (told := turn.routes) is not None and (
-        min(told.start, told.tokens - 1) < 0 or not told.data or len(told.data) % (2 * told.tokens)
+
+    routes = turn.routes
+    if routes is not None and (
+        min(routes.start, routes.tokens - 1) < 0 or not routes.data or len(routes.data) % (2 * routes.tokens)
     ):
         raise ProtocolError(
-            f"episode {uid} turn {turn.index}: routes of {told.tokens} tokens from position {told.start} in "
-            f"{len(told.data)} bytes, which is no multiple of 2 for each token"
+            f"episode {uid} turn {turn.index}: routes of {routes.tokens} tokens from position {routes.start} "
+            f"in {len(routes.data)} bytes, which is no multiple of 2 for each token"
         )
+
     if (scores := turn.scores) is not None:
-        sizes = (len(scores.logprobs), len(scores.ids), len(scores.top))
-        each = 4 * len(turn.ids)
-        whole = sizes[0] == each and sizes[1] == sizes[2] and not (each and sizes[1] % each)
-        if not whole or sizes[1] > MOST_TOP * each:
-            raise ProtocolError(f"episode {uid} turn {turn.index}: scores of {sizes} bytes, {each} expected")
-        if (lowest := np.frombuffer(scores.ids, "<i4").min(initial=0)) < 0:
-            raise ProtocolError(f"episode {uid} turn {turn.index}: scores of {lowest}, which is no token")
+        byte_counts = (len(scores.logprobs), len(scores.ids), len(scores.top))
+        logprob_bytes = 4 * len(turn.ids)
+        sizes_match = (
+            byte_counts[0] == logprob_bytes
+            and byte_counts[1] == byte_counts[2]
+            and not (logprob_bytes and byte_counts[1] % logprob_bytes)
+        )
+        if not sizes_match or byte_counts[1] > MAX_TOP_TOKENS * logprob_bytes:
+            raise ProtocolError(
+                f"episode {uid} turn {turn.index}: scores of {byte_counts} bytes, {logprob_bytes} expected"
+            )
+        if (lowest_id := np.frombuffer(scores.ids, "<i4").min(initial=0)) < 0:
+            raise ProtocolError(f"episode {uid} turn {turn.index}: scores of {lowest_id}, which is no token")
+
     if not 0 <= turn.row <= rows:
         raise ProtocolError(f"episode {uid} turn {turn.index}: row {turn.row} follows {rows} rows")
     if turn.row == rows and turn.ids and not turn.context:
@@ -98,64 +113,86 @@ def check_turn(uid: str, turn: Turn, rows: int, vocabulary: int = MAX_VOCABULARY
 
 
 def check_part(uid: str, part: TurnPart, vocabulary: int = MAX_VOCABULARY) -> None:
-    """Check a decoded part like a turn, as another attempt goes on after it. Its routes come with the turn.
-    ProtocolError when it is not right."""
-    where = f"episode {uid} part of a turn from token {part.start}"
-    _check_sampled(where, part.sampled, vocabulary)
-    check_logprobs(where, part.sampled)
+    """Check a decoded part like a turn, as another attempt may go on after the part.
+
+    ProtocolError if the part is not valid. Routes come with the complete turn alone.
+    """
+    subject = f"episode {uid} part of a turn from token {part.start}"
+    _check_sampled(subject, part.sampled, vocabulary)
+    check_logprobs(subject, part.sampled)
+
     if part.sampled.routes is not None:
-        raise ProtocolError(f"{where}: it has routes")
+        raise ProtocolError(f"{subject}: it has routes")
 
 
-def _check_sampled(where: str, sampled: Turn | Generation, vocabulary: int) -> None:
-    ends = [0, *(span.end for span in sampled.spans)]
-    starts = [span.start for span in sampled.spans]
-    whole = starts == ends[:-1] and ends == sorted(set(ends)) and ends[-1] == len(sampled.ids)
-    if len(sampled.ids) != len(sampled.logprobs) or not whole:
+def _check_sampled(subject: str, sampled: Turn | Generation, vocabulary: int) -> None:
+    span_ends = [0, *(span.end for span in sampled.spans)]
+    span_starts = [span.start for span in sampled.spans]
+    contiguous = (
+        span_starts == span_ends[:-1]
+        and span_ends == sorted(set(span_ends))
+        and span_ends[-1] == len(sampled.ids)
+    )
+
+    if len(sampled.ids) != len(sampled.logprobs) or not contiguous:
         raise ProtocolError(
-            f"{where}: {len(sampled.ids)} tokens with {len(sampled.logprobs)} log-probs "
-            f"and spans {[(s.start, s.end) for s in sampled.spans]}"
+            f"{subject}: {len(sampled.ids)} tokens with {len(sampled.logprobs)} log-probs "
+            f"and spans {[(span.start, span.end) for span in sampled.spans]}"
         )
+
     if sampled.ids and max(sampled.ids) >= vocabulary:
-        raise ProtocolError(f"{where}: {max(sampled.ids)} is no token")
+        raise ProtocolError(f"{subject}: {max(sampled.ids)} is no token")
     if any(span.version < 0 for span in sampled.spans):
-        raise ProtocolError(f"{where}: versions {[s.version for s in sampled.spans]}")
+        raise ProtocolError(f"{subject}: versions {[span.version for span in sampled.spans]}")
 
 
-def check_logprobs(where: str, sampled: Turn | Generation) -> None:
-    """Checks that they are finite, and of probabilities up to 1. ProtocolError when not. (The trainer does
-    not ask: it leaves tokens out whose ratio is not finite.)"""
-    told = sampled.logprobs
-    if told and not (math.isfinite(sum(told)) and max(told) <= MOST_LOGPROB):
-        raise ProtocolError(f"{where}: log-probs that are no finite numbers up to 0")
+def check_logprobs(subject: str, sampled: Turn | Generation) -> None:
+    """Check that log-probs are finite and of probabilities up to 1. ProtocolError if not.
+
+    The trainer does not call this: tokens whose ratio is not finite are left out there.
+    """
+    logprobs = sampled.logprobs
+    if logprobs and not (math.isfinite(sum(logprobs)) and max(logprobs) <= MAX_LOGPROB):
+        raise ProtocolError(f"{subject}: log-probs that are no finite numbers up to 0")
 
 
-def extend(episode: EpisodeRecord, turn: Turn, seconds: float = 0.0) -> None:
-    """A turn became durable, `seconds` after the episode began."""
+def add_turn(episode: EpisodeRecord, turn: Turn, seconds: float = 0.0) -> None:
+    """Count a turn that became durable `seconds` after the episode began."""
     versions = [span.version for span in turn.spans]
-    tokens = len(turn.context) + len(turn.ids), len(turn.ids)
-    oldest = min(versions, default=0)
-    newest = max(versions, default=0)
-    who = turn.row, turn.untrained, turn.agent
-    episode.extend(*tokens, oldest, newest, seconds=seconds, row=who[0], untrained=who[1], agent=who[2])
+    episode.extend(
+        tokens=len(turn.context) + len(turn.ids),
+        model_tokens=len(turn.ids),
+        oldest=min(versions, default=0),
+        newest=max(versions, default=0),
+        seconds=seconds,
+        row=turn.row,
+        untrained=turn.untrained,
+        agent=turn.agent,
+    )
 
 
-def cut_back(buffer: ReplayBuffer, episode: EpisodeRecord, turns: Sequence[Turn]) -> None:
-    """Only these turns of an untaken episode can be read: it goes on from there, as a new attempt. One that
-    is ready is dropped by name, as its result is a part of its group's baseline."""
+def cut_back(buffer: ReplayBuffer, episode: EpisodeRecord, readable_turns: Sequence[Turn]) -> None:
+    """Cut an untaken episode back to the turns that can be read, from which a new attempt goes on.
+
+    A ready episode is dropped as corrupt, as its result is part of its group's baseline.
+    """
     if episode.state is State.READY:
-        buffer.drop(episode, DropReason.CORRUPT)
+        buffer.drop_episode(episode, DropReason.CORRUPT)
         return
-    sampled = episode.sampled
-    episode.restart()
-    for turn in turns:
-        extend(episode, turn)
-    buffer.abandoned_tokens += sampled - episode.sampled
+
+    sampled_before = episode.sampled
+    episode.forget_turns()
+    for turn in readable_turns:
+        add_turn(episode, turn)
+    buffer.abandoned_tokens += sampled_before - episode.sampled
+
     episode.result = EpisodeResult(0.0)
     episode.stats = EpisodeStats(0)
-    group = buffer.live[episode.group]  # it may have landed after the deadline, and the group not be settled
+
+    group = buffer.live[episode.group]  # the episode may have landed after the deadline of an unsettled group
     group.baseline = tuple(member for member in group.baseline if member != episode.member)
+
     episode.attempt += 1
     episode.worker = ""
     buffer.touch(episode)
-    buffer.move(episode, State.PENDING)
+    buffer.move_episode(episode, State.PENDING)

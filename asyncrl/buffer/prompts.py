@@ -1,5 +1,6 @@
-"""Chooses the samples of the next groups, and finds groups that teach nothing: equal members have advantages
-of zero. Samples that are solved retire.
+"""Choose the samples of the next groups, and find groups without a learning signal.
+
+A group whose members all earned the same has advantages of zero. Samples that the policy has solved retire.
 """
 
 from __future__ import annotations
@@ -15,100 +16,130 @@ from asyncrl.types import EpisodeResult
 
 
 class Prompts:
-    """`samples` draws an epoch, whose numbers `order` gives; `epochs` 0 is without end. `cursor`: position of
-    the next draw; samples in `retired` are passed over."""
+    """The samples of a run in the order in which they are drawn.
 
-    def __init__(self, samples: int, order: Callable[[int], Sequence[int]], epochs: int = 0) -> None:
-        self.samples = samples
-        self._order_of = order
-        self.limit = samples * epochs if epochs else None
+    Args:
+        sample_count: number of samples of an epoch.
+        sample_order: returns the numbers of the samples of an epoch, in order.
+        epochs: number of epochs; 0: no end.
+
+    `cursor` is the position of the next draw. Samples in `retired_samples` are passed over.
+    """
+
+    def __init__(
+        self, sample_count: int, sample_order: Callable[[int], Sequence[int]], epochs: int = 0
+    ) -> None:
+        self.sample_count = sample_count
+        self._sample_order = sample_order
+        self.max_draws = sample_count * epochs if epochs else None
         self.cursor = 0
-        self.retired: set[int] = set()
-        self.failed = ""  # why there is no order for the rest of the run; its ConfigError
+        self.retired_samples: set[int] = set()
+        self.order_error = ""  # text of the ConfigError for which no further epoch has an order
         self._epoch = -1
-        self._order: Sequence[int] = []
+        self._epoch_order: Sequence[int] = []
 
     def exhausted(self, position: int) -> bool:
-        """True when there is no sample at this position."""
-        return self.limit is not None and position >= self.limit
+        """Return True if the data has run out before this position."""
+        return self.max_draws is not None and position >= self.max_draws
 
     @property
     def over(self) -> bool:
-        """No sample will ever be drawn again."""
-        return len(self.retired) >= self.samples or self.exhausted(self.position)
+        """True if no sample will ever be drawn again."""
+        return len(self.retired_samples) >= self.sample_count or self.exhausted(self.position)
 
     @property
     def position(self) -> int:
-        """The cursor, moved past samples that have retired. Not all have. If none has, nothing is drawn: a
-        run that ends with an epoch needs no order of the next one."""
-        while self.retired and not self.exhausted(self.cursor) and self.draw(self.cursor) in self.retired:
+        """The cursor, moved past retired samples. The caller makes sure that not all samples have retired.
+
+        Without retired samples nothing is drawn, as a run that ends with an epoch needs no order of a next
+        epoch.
+        """
+        while (
+            self.retired_samples
+            and not self.exhausted(self.cursor)
+            and self.draw_sample(self.cursor) in self.retired_samples
+        ):
             self.cursor += 1
         return self.cursor
 
-    def draw(self, position: int) -> int:
-        """Number of the sample at a position; -1 if the order has `failed`."""
-        epoch, place = divmod(position, self.samples)
-        if epoch != self._epoch and not self.failed:
+    def draw_sample(self, position: int) -> int:
+        """Return the number of the sample at a position; -1 after an `order_error`."""
+        epoch, epoch_position = divmod(position, self.sample_count)
+
+        if epoch != self._epoch and not self.order_error:
             try:
-                self._order = self._order_of(epoch)
+                self._epoch_order = self._sample_order(epoch)
                 self._epoch = epoch
             except ConfigError as error:
-                self.failed = str(error)
-        return -1 if self.failed else self._order[place]
+                self.order_error = str(error)
+
+        return -1 if self.order_error else self._epoch_order[epoch_position]
 
 
 def shuffled(numbers: Sequence[int], key: str) -> list[int]:
-    """The numbers in an order that only the key decides."""
-    order = list(numbers)
-    random.Random(key).shuffle(order)
-    return order
+    """Return the numbers in an order that depends on the key alone."""
+    shuffled_numbers = list(numbers)
+    random.Random(key).shuffle(shuffled_numbers)
+    return shuffled_numbers
 
 
 # -- groups without a learning signal ----------------------------------------------------------------------
 
 
-TOLERANCE = 1e-9  # rewards that differ by less differ by rounding: parts of one sum, added in another order
+TOLERANCE = 1e-9  # smaller differences of rewards are rounding: the same parts added in another order
 
 
 class ComparedParts(msgspec.Struct, frozen=True):
-    """Names what the advantage reads of a member beside its reward: `turns`, the reward of each turn;
-    `components`, its named parts."""
+    """The parts of a result that the advantages depend on besides the reward.
+
+    turns: the reward of each turn.
+    components: the named components of the reward.
+    """
 
     turns: bool = False
     components: bool = False
 
 
-def all_equal(results: Sequence[EpisodeResult], greedy: float | None, reads: ComparedParts) -> bool:
-    """True when the results differ in nothing that is read, nor from the `greedy` reward where there is one.
+def all_equal(results: Sequence[EpisodeResult], greedy: float | None, compared: ComparedParts) -> bool:
+    """Return True if results differ neither in a compared part nor from the `greedy` reward, if there is one.
 
-    Turn by turn, members are compared on the turns that they have before their last. With equal sums that
-    is equal returns G_k for all who have a turn k, however many turns each took; discounts are left out.
+    Rewards of turns are compared for all turns but a member's last turn. With equal sums this means equal
+    returns G_k for all members that have a turn k, however many turns each took; discounts are left out.
     """
-    if greedy is not None:  # one number for all turns: as if all of it was earned at the very end
-        longest = max((len(result.turn_rewards) for result in results), default=0)
-        results = [*results, EpisodeResult(greedy, turn_rewards=(0.0,) * longest)]
-    columns: dict[tuple[object, ...], list[float]] = defaultdict(list)
+    if greedy is not None:  # a single number counts as earned in the last turn
+        longest_turns = max((len(result.turn_rewards) for result in results), default=0)
+        results = [*results, EpisodeResult(greedy, turn_rewards=(0.0,) * longest_turns)]
+
+    values_by_name: dict[tuple[object, ...], list[float]] = defaultdict(list)
     for result in results:
-        for name, value in _values(result, reads):
-            columns[name].append(value)
-    return all(max(column) - min(column) <= TOLERANCE for column in columns.values())
+        for name, value in _compared_values(result, compared):
+            values_by_name[name].append(value)
+
+    return all(max(column) - min(column) <= TOLERANCE for column in values_by_name.values())
 
 
-def solved(results: Sequence[EpisodeResult], rate: float) -> bool:
-    """True when at least the share `rate` was rewarded, shaping apart, and it is below 1: the sample is not
-    drawn again (no-positive-resampling; ScaleRL, arXiv 2510.13786)."""
-    return rate < 1 and sum(result.score > TOLERANCE for result in results) >= rate * len(results)
+def solved(results: Sequence[EpisodeResult], pass_rate: float) -> bool:
+    """Return True if at least the fraction `pass_rate` of the results was rewarded, shaping apart.
+
+    A solved sample is not drawn again (no-positive-resampling; ScaleRL, arXiv 2510.13786). With a rate of 1
+    no sample counts as solved.
+    """
+    return pass_rate < 1 and sum(result.score > TOLERANCE for result in results) >= pass_rate * len(results)
 
 
-def _values(result: EpisodeResult, reads: ComparedParts) -> Iterator[tuple[tuple[object, ...], float]]:
-    if result.agents:  # the sum of what they earned is not compared: 0 in a zero-sum game
-        for agent, part in result.parts.items():
-            yield from (((agent, *name), value) for name, value in _values(part, reads))
+def _compared_values(
+    result: EpisodeResult, compared: ComparedParts
+) -> Iterator[tuple[tuple[object, ...], float]]:
+    if result.agents:  # the sum over agents is not compared: 0 in a zero-sum game
+        for agent, agent_result in result.parts.items():
+            yield from (((agent, *name), value) for name, value in _compared_values(agent_result, compared))
         return
+
     yield ("reward", None), result.reward
-    if reads.turns:
-        for k, reward in enumerate(result.turn_rewards[:-1]):
-            yield ("turn", k), reward
-    if reads.components:
+
+    if compared.turns:
+        for turn_index, reward in enumerate(result.turn_rewards[:-1]):
+            yield ("turn", turn_index), reward
+    if compared.components:
         for name, value in result.components.items():
             yield ("component", name), value

@@ -1,4 +1,4 @@
-"""Records of an episode and of a group, and counts of them by state. Payloads are in the store's segments."""
+"""Define the records of episodes and groups, and count both by state. Payloads are in the store."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ RESUMABLE = frozenset(
         *(FailReason.SETUP_FAILED, FailReason.TESTS_FAILED_TO_RUN),
     }
 )
-# They hit long episodes most, so they must not use up the retries; a number that only a fault reaches.
+# Losses hit long episodes most, so they must not use up the retries.
 LOSSES = frozenset({FailReason.WORKER_LOST, FailReason.ENGINE_LOST, FailReason.NOT_REPEATED})
-MAX_LOSSES = 100
+MAX_LOSSES = 100  # lost attempts of an episode; only a fault reaches this number
 
 
 class State(enum.StrEnum):
-    """Names the state of an episode. Every issued episode is in exactly one state (conservation)."""
+    """The state of an episode. Every issued episode is in exactly one state (conservation)."""
 
     PENDING = "pending"  # issued, waiting for a worker
     RUNNING = "running"  # assigned
-    LANDED = "landed"  # finished, its group is not settled
+    LANDED = "landed"  # finished, in a group that is not settled
     READY = "ready"  # may be taken
     TAKEN = "taken"  # in the plan of a batch that is not committed
     TRAINED = "trained"
@@ -40,29 +40,33 @@ class State(enum.StrEnum):
 
     @property
     def over(self) -> bool:
-        return self in OVER
+        return self in FINAL_STATES
 
 
-OVER = frozenset({State.TRAINED, State.FILTERED, State.DROPPED, State.FAILED})
+FINAL_STATES = frozenset({State.TRAINED, State.FILTERED, State.DROPPED, State.FAILED})
 IN_FLIGHT = (State.PENDING, State.RUNNING, State.LANDED)
-MOST_NAMED = 80  # characters of a name of a tool, or of names of agents
-NEVER = 1 << 60  # the floor of what has no token: it is never over the bound
+MOST_NAMED = 80  # characters of a stored tool name, or of stored names of agents
+NEVER_STALE = 1 << 60  # version of an episode without tokens, which is never stale
 
 
 class OpenTurn(msgspec.Struct, gc=False, array_like=True):
-    """A turn that is under way, or was when its attempt was lost, as far as parts of it are durable."""
+    """The durable parts of a turn that is being sampled, or was when its attempt was lost."""
 
     prompt: bytes = b""  # see TurnPart
     parts: int = 0
-    tokens: int = 0  # in them
-    oldest: int = NEVER  # version of these
+    tokens: int = 0  # tokens in these parts
+    oldest: int = NEVER_STALE  # oldest version of these tokens
 
 
-# Small on the disk, as each change is written; no cycles, as a collection of 100,000 takes too long.
+# An array is small on the disk, as each change is written. gc=False: a collection of 100,000 takes too long.
 class EpisodeRecord(msgspec.Struct, gc=False, array_like=True):
-    """A member of a group. `oldest` and `newest` are policy versions of its trained tokens; while it runs, no
-    token is added that is older than `bound`. `step` is the batch it was taken into (the lag is counted from
-    it). The `greedy` one is sampled at temperature 0 and never trained: the others are compared with it."""
+    """An episode, member of a group.
+
+    oldest, newest: policy versions of the episode's trained tokens.
+    bound: while the episode runs, no token is added that is older than this version.
+    step: the batch that took the episode, from which the lag of tokens is counted.
+    greedy: sampled at temperature 0 and never trained; the other members are compared with this reward.
+    """
 
     uid: str
     group: int
@@ -70,54 +74,60 @@ class EpisodeRecord(msgspec.Struct, gc=False, array_like=True):
     attempt: int = 0
     state: State = State.PENDING
     reason: str = ""
-    failures: int = 0  # attempts that failed; those that were lost apart
-    losses: int = 0
-    worker: str = ""  # incarnation it is assigned to
+    failures: int = 0  # attempts that failed, without lost attempts
+    losses: int = 0  # attempts lost with a worker or a server
+    worker: str = ""  # incarnation of the assigned worker
     assign_seq: int = 0
     oldest: int = -1  # -1: no token yet
     newest: int = -1
-    bound: int = -1  # version that it was started on, at least
+    bound: int = -1  # oldest version that turns of the episode may start on
     turns: int = 0  # durable turns
-    rows: int = 0  # that they are of
-    tokens: int = 0  # of all rows that are trained
-    untrained_tokens: int = 0  # of the others
-    sampled: int = 0  # model tokens of both
-    seconds: float = 0.0  # that its durable turns took
-    result: EpisodeResult = EpisodeResult(0.0)  # of the attempt that landed
+    rows: int = 0  # sequences of these turns
+    tokens: int = 0  # tokens of trained turns
+    untrained_tokens: int = 0  # tokens of untrained turns
+    sampled: int = 0  # model tokens of all durable turns
+    seconds: float = 0.0  # time from the beginning to the newest durable turn
+    result: EpisodeResult = EpisodeResult(0.0)  # result of the attempt that landed
     stats: EpisodeStats = EpisodeStats(0)
     step: int = -1
     greedy: bool = False
-    agent: str = ""  # those that asked for its trained turns, by name
-    failed_tool: str = ""  # the first one that did
-    open: dict[int, OpenTurn] = {}  # by session; counted in no other field
+    agent: str = ""  # names of the agents that asked for trained turns
+    failed_tool: str = ""  # name of the first tool that failed
+    open: dict[int, OpenTurn] = {}  # unfinished turns by session; counted in no other field
 
     @property
     def width(self) -> int:
-        """Tokens that each of its rows takes in a padded batch by itself."""
+        """Tokens that each sequence of the episode takes in a padded batch of this episode alone."""
         return self.stats.longest_row or self.tokens
 
     @property
-    def floor(self) -> int:
-        """No token that it has, or may still get while it runs, is older."""
-        sampled = self.oldest if self.oldest >= 0 else NEVER
-        sampled = min([sampled, *(turn.oldest for turn in self.open.values())])
-        return min(sampled, self.bound) if self.state is State.RUNNING else sampled
+    def oldest_possible_version(self) -> int:
+        """The oldest version that a token of the episode has, or may still get while the episode runs."""
+        oldest_sampled = self.oldest if self.oldest >= 0 else NEVER_STALE
+        oldest_sampled = min([oldest_sampled, *(turn.oldest for turn in self.open.values())])
+        return min(oldest_sampled, self.bound) if self.state is State.RUNNING else oldest_sampled
 
     @property
     def ending(self) -> str:
-        """The state in which it is over, and why, for people."""
-        alike = self.reason == FilterReason.ZERO_VARIANCE
-        return f"{self.state} ({'all of its episodes earned the same' if alike else self.reason})"
+        """The final state with its reason, as text for people."""
+        zero_variance = self.reason == FilterReason.ZERO_VARIANCE
+        reason = "all of its episodes earned the same" if zero_variance else self.reason
+        return f"{self.state} ({reason})"
 
-    def retry(self, reason: FailReason, retries: int) -> bool:
-        """An attempt failed: prepare the next one, which may go on from the durable turns. False: there is
-        none, as it would fail again, or `retries` are used up."""
+    def prepare_retry(self, reason: FailReason, retries: int) -> bool:
+        """Prepare the next attempt after a failed attempt. False if there is none.
+
+        The next attempt goes on from the durable turns if the failure permits. There is none if it would only
+        fail again, or if `retries` are used up.
+        """
         self.losses += reason in LOSSES
         self.failures += reason not in LOSSES
+
         if reason in FINAL_FAILURES or self.failures > retries or self.losses > MAX_LOSSES:
             return False
         if reason not in RESUMABLE:
-            self.restart()
+            self.forget_turns()
+
         self.attempt += 1
         self.worker = ""
         self.reason = reason
@@ -135,44 +145,61 @@ class EpisodeRecord(msgspec.Struct, gc=False, array_like=True):
         untrained: bool = False,
         agent: str = "",
     ) -> None:
-        """A turn became durable, `seconds` after the episode began. An `untrained` one is never stale."""
+        """Count a turn that became durable `seconds` after the episode's begin.
+
+        Untrained turns never are stale.
+        """
         self.turns += 1
         self.rows = max(self.rows, row + 1)
         self.seconds = max(self.seconds, seconds)
         self.sampled += model_tokens
+
         if untrained:
             self.untrained_tokens += tokens
             return
+
         self.tokens += tokens
         if agent and agent not in self.agent.split(", ") and len(self.agent) < MOST_NAMED:
-            self.agent += f", {agent}"[0 if self.agent else 2 :][:MOST_NAMED]
+            separator = ", " if self.agent else ""
+            self.agent += f"{separator}{agent}"[:MOST_NAMED]
+
         if model_tokens:
             self.oldest = oldest if self.oldest < 0 else min(self.oldest, oldest)
             self.newest = max(self.newest, newest)
 
-    def restart(self) -> None:
-        """Forget the turns: the next attempt starts from the prompt."""
+    def forget_turns(self) -> None:
+        """Forget all turns, so that the next attempt starts from the prompt."""
         self.open = {}
-        self.oldest = self.newest = -1
-        self.turns = self.rows = self.tokens = self.untrained_tokens = self.sampled = 0
+        self.oldest = -1
+        self.newest = -1
+        self.turns = 0
+        self.rows = 0
+        self.tokens = 0
+        self.untrained_tokens = 0
+        self.sampled = 0
         self.seconds = 0.0
-        self.agent = self.failed_tool = ""
+        self.agent = ""
+        self.failed_tool = ""
 
 
 class GroupRecord(msgspec.Struct, array_like=True):
-    """The episodes of one sample, the greedy one (where there is one) last. `baseline`: the members that
-    others are compared with, fixed when the group settles; before that those that landed after the deadline,
-    in order. `first_only`: a late member is compared with the first of them alone. `filtered`: those of the
-    baseline were filtered; only late members may still be trained. `position`: of the sample in the order of
-    the data. `retires`: its sample is not drawn again."""
+    """The episodes of one sample. A greedy episode, if there is one, is the last member.
+
+    baseline: members with which every member is compared, fixed when the group settles. Before that, the
+        members that landed after the deadline, in order.
+    first_only: a late member is compared with the first baseline member alone.
+    filtered: the baseline members were filtered; only late members may still be trained.
+    position: position of the sample in the order of the data.
+    retires: the sample is not drawn again.
+    """
 
     id: int
-    sample: int  # its index in the data
+    sample: int  # index of the sample in the data
     issued_step: int
     members: list[str]
-    patience: float = math.inf  # seconds from its start to its deadline; inf: it is not a partial group
-    started: float = math.nan  # when the first member was assigned; -inf: before this process; nan: not yet
-    deadline: float = math.inf  # when its baseline is fixed; both are on the caller's clock
+    patience: float = math.inf  # seconds from start to deadline; inf: no partial group
+    started: float = math.nan  # time of the first assignment; -inf: before this process; nan: not yet
+    deadline: float = math.inf  # time at which the baseline is fixed; on the caller's clock, like `started`
     settled: bool = False
     baseline: tuple[int, ...] = ()
     first_only: bool = False
@@ -183,12 +210,12 @@ class GroupRecord(msgspec.Struct, array_like=True):
 
     @property
     def late_siblings(self) -> tuple[int, ...]:
-        """The members that a late member is compared with."""
+        """The baseline members with which a late member is compared."""
         return self.baseline[:1] if self.first_only else self.baseline
 
 
 class Flow(msgspec.Struct, frozen=True):
-    """States the conservation identity, in episodes: `issued` is the sum of the others."""
+    """The account of all issued episodes (conservation): `issued` is the sum of the other fields."""
 
     issued: int
     trained: int
@@ -200,9 +227,9 @@ class Flow(msgspec.Struct, frozen=True):
     in_flight: int
 
     @classmethod
-    def of(cls, issued: int, counts: Counter[State]) -> Flow:
-        over = {state.value: counts[state] for state in (*OVER, State.TAKEN, State.READY)}
-        return cls(issued, **over, in_flight=sum(counts[state] for state in IN_FLIGHT))
+    def from_counts(cls, issued: int, counts: Counter[State]) -> Flow:
+        final_counts = {state.value: counts[state] for state in (*FINAL_STATES, State.TAKEN, State.READY)}
+        return cls(issued, **final_counts, in_flight=sum(counts[state] for state in IN_FLIGHT))
 
     @property
     def conserved(self) -> bool:
@@ -212,86 +239,93 @@ class Flow(msgspec.Struct, frozen=True):
 class Tally:
     """Counts over all groups in memory.
 
-    states: episodes in each state.
-    groups: by state, ids of the groups with a member in it.
-    untaken: ids of the groups of which no batch has taken a member yet. Without the filtered ones.
-    steps: by batch, ids of the groups whose first member it took. Without the filtered ones.
-    filtered: ids of the groups that were filtered. Only late members of them may still be trained, which take
-        no place of a batch.
+    states: number of episodes in each state.
+    groups_by_state: ids of the groups with a member in a state.
+    untaken_groups: ids of the groups of which no batch has taken a member yet, without filtered groups.
+    groups_by_step: ids of the groups whose first member a batch took, without filtered groups.
+    filtered_groups: ids of filtered groups. Only their late members may still be trained, and these do not
+        count as a group of a batch.
     """
 
     def __init__(self) -> None:
         self.states: Counter[State] = Counter()
-        self.groups: defaultdict[State, set[int]] = defaultdict(set)
-        self.untaken: set[int] = set()
-        self.steps: defaultdict[int, set[int]] = defaultdict(set)
-        self.filtered: set[int] = set()
-        self._members: defaultdict[int, Counter[State]] = defaultdict(Counter)
-        self._order: list[int] = []  # ids of all groups, ascending
+        self.groups_by_state: defaultdict[State, set[int]] = defaultdict(set)
+        self.untaken_groups: set[int] = set()
+        self.groups_by_step: defaultdict[int, set[int]] = defaultdict(set)
+        self.filtered_groups: set[int] = set()
+        self._member_counts: defaultdict[int, Counter[State]] = defaultdict(Counter)
+        self._group_ids: list[int] = []  # ids of all groups, ascending
 
-    def join(self, group: GroupRecord, members: list[EpisodeRecord]) -> None:
-        """A group that is newer than all others."""
-        self._order.append(group.id)
-        self._join_step(group)
+    def add_group(self, group: GroupRecord, members: list[EpisodeRecord]) -> None:
+        """Add a group that is newer than all groups before."""
+        self._group_ids.append(group.id)
+        self._index_group(group)
         for episode in members:
-            self._count(group.id, episode.state, 1)
+            self._change_count(group.id, episode.state, 1)
 
-    def leave(self, group: GroupRecord) -> None:
-        self._order.pop(bisect_left(self._order, group.id))
-        self._leave_step(group)
-        for state, count in self._members.pop(group.id).items():
+    def remove_group(self, group: GroupRecord) -> None:
+        self._group_ids.pop(bisect_left(self._group_ids, group.id))
+        self._unindex_group(group)
+        for state, count in self._member_counts.pop(group.id).items():
             self.states[state] -= count
-            self.groups[state].discard(group.id)
+            self.groups_by_state[state].discard(group.id)
 
-    def move(self, episode: EpisodeRecord, state: State) -> None:
-        """The only place where the state of an episode of a live group is set."""
-        self._count(episode.group, episode.state, -1)
-        self._count(episode.group, state, 1)
+    def move_episode(self, episode: EpisodeRecord, state: State) -> None:
+        """Set the state of an episode of a live group. No other code sets this state."""
+        self._change_count(episode.group, episode.state, -1)
+        self._change_count(episode.group, state, 1)
         episode.state = state
 
-    def take(self, group: GroupRecord, step: int) -> None:
-        """The first member of a group goes into a batch."""
-        self._leave_step(group)
+    def mark_taken(self, group: GroupRecord, step: int) -> None:
+        """Note that a batch has taken the first member of a group."""
+        self._unindex_group(group)
         group.step = step
-        self._join_step(group)
+        self._index_group(group)
 
-    def filter(self, group: GroupRecord) -> None:
+    def mark_filtered(self, group: GroupRecord) -> None:
         """Count the landed members of a group as filtered."""
-        self._leave_step(group)
+        self._unindex_group(group)
         group.filtered = True
-        self._join_step(group)
+        self._index_group(group)
 
     def open(self, committed: int) -> int:
-        """Number of live groups: neither filtered, nor taken by a batch that is committed."""
-        return len(self._order) - len(self._closed(committed))
+        """Return the number of groups that are neither filtered nor taken by a committed batch."""
+        return len(self._group_ids) - len(self._closed_groups(committed))
 
-    def ranks(self, groups: list[int], committed: int) -> list[int]:
-        """For each of these groups: the number of live groups that are older."""
-        closed = sorted(self._closed(committed))
-        return [bisect_left(self._order, group) - bisect_left(closed, group) for group in groups]
+    def count_older(self, groups: list[int], committed: int) -> list[int]:
+        """Return for each of these groups the number of live groups that are older."""
+        closed_groups = sorted(self._closed_groups(committed))
+        return [bisect_left(self._group_ids, group) - bisect_left(closed_groups, group) for group in groups]
 
-    def over(self, group: GroupRecord) -> bool:
-        """True when no member changes any more."""
-        return all(state.over for state, count in self._members[group.id].items() if count)
+    def is_over(self, group: GroupRecord) -> bool:
+        """Return True if all members of a group are in a final state."""
+        return all(state.over for state, count in self._member_counts[group.id].items() if count)
 
-    def _closed(self, committed: int) -> set[int]:
-        return self.filtered.union(*(ids for step, ids in self.steps.items() if step < committed))
+    def _closed_groups(self, committed: int) -> set[int]:
+        return self.filtered_groups.union(
+            *(group_ids for step, group_ids in self.groups_by_step.items() if step < committed)
+        )
 
-    def _join_step(self, group: GroupRecord) -> None:
-        taken = self.untaken if group.step < 0 else self.steps[group.step]
-        (self.filtered if group.filtered else taken).add(group.id)
+    def _index_group(self, group: GroupRecord) -> None:
+        if group.filtered:
+            self.filtered_groups.add(group.id)
+        elif group.step < 0:
+            self.untaken_groups.add(group.id)
+        else:
+            self.groups_by_step[group.step].add(group.id)
 
-    def _leave_step(self, group: GroupRecord) -> None:
-        for ids in (self.filtered, self.untaken, self.steps[group.step]):
-            ids.discard(group.id)
-        if not self.steps[group.step]:
-            del self.steps[group.step]
+    def _unindex_group(self, group: GroupRecord) -> None:
+        for group_ids in (self.filtered_groups, self.untaken_groups, self.groups_by_step[group.step]):
+            group_ids.discard(group.id)
 
-    def _count(self, group: int, state: State, change: int) -> None:
+        if not self.groups_by_step[group.step]:
+            del self.groups_by_step[group.step]
+
+    def _change_count(self, group: int, state: State, change: int) -> None:
         self.states[state] += change
-        members = self._members[group]
-        members[state] += change
-        if not members[state]:
-            self.groups[state].discard(group)
-        elif members[state] == change:  # the first one
-            self.groups[state].add(group)
+        member_counts = self._member_counts[group]
+        member_counts[state] += change
+        if not member_counts[state]:
+            self.groups_by_state[state].discard(group)
+        elif member_counts[state] == change:  # the first member in this state
+            self.groups_by_state[state].add(group)

@@ -1,7 +1,12 @@
-"""The replay buffer: states of episodes and groups, admission, group settlement.
+"""The replay buffer: admission of groups, states of their episodes, and settlement.
 
-Pure: no sockets, no clock (`now` is passed in), no payloads. The coordinator stores `changes()` before it
-sends a message about them. The rules are those of docs/staleness.md.
+A group is admitted (`admit`), its episodes are assigned to workers, land or fail, and once all have
+ended
+or the deadline has passed the group settles: its members become ready, or are filtered or dropped. Batches
+(batches.py) take ready members and commit them.
+
+The buffer has no sockets, no clock (`now` is passed in) and no payloads. The coordinator stores
+`changes()` before any message about a change is sent. The rules are in docs/staleness.md.
 """
 
 from __future__ import annotations
@@ -13,15 +18,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from asyncrl.buffer.cohorts import Cohorts
 from asyncrl.buffer.lifetimes import Deadlines, Lifetimes
 from asyncrl.buffer.prompts import ComparedParts, Prompts, all_equal, solved
-from asyncrl.buffer.records import IN_FLIGHT, OVER, EpisodeRecord, Flow, GroupRecord, State, Tally
+from asyncrl.buffer.records import FINAL_STATES, IN_FLIGHT, EpisodeRecord, Flow, GroupRecord, State, Tally
 from asyncrl.config import BufferConfig
 from asyncrl.types import DropReason, EpisodeResult, EpisodeStats, FailReason, FilterReason
 
-USABLE = "usable"  # outcome of a group, beside State.FILTERED and State.DROPPED
+USABLE = "usable"  # a possible outcome of a group, besides State.FILTERED and State.DROPPED
 
 
-def current(episodes: Mapping[str, EpisodeRecord], uid: str, attempt: int) -> EpisodeRecord | None:
-    """Return the running episode of an attempt. None when the attempt is not current: it is to be fenced."""
+def running_attempt(episodes: Mapping[str, EpisodeRecord], uid: str, attempt: int) -> EpisodeRecord | None:
+    """Return the running episode of an attempt, or None for an outdated attempt, which is to be fenced."""
     episode = episodes.get(uid)
     if episode is None or episode.attempt != attempt or episode.state is not State.RUNNING:
         return None
@@ -29,17 +34,17 @@ def current(episodes: Mapping[str, EpisodeRecord], uid: str, attempt: int) -> Ep
 
 
 class ReplayBuffer:
-    """All groups with a member that is not over, in admission order, and the totals of those that have left.
+    """All groups with a member that is not over, in order of admission, and totals of groups that left.
 
     Args:
-        config: bounds and policies.
+        config: limits and policies.
         prompts: order of the samples.
-        total_groups: groups that the run will train in all; admission exceeds it only by the `spare` ones.
-        retries: re-issues of an episode whose failure was not the policy's.
-        group_bytes: worst-case payload of a group.
-        greedy: each group has one member more, sampled at temperature 0, for the baseline only.
-        reads: what members must have in common for their group to be of zero variance.
-        every: engines get the weights of every k-th step.
+        total_groups: groups that the run will train in all; admission exceeds them only by `spare`.
+        retries: new attempts of an episode whose failure was not the policy's.
+        group_bytes: bytes of the largest possible payload of a group.
+        greedy: each group has a further member, sampled at temperature 0, for the baseline alone.
+        compared: parts of a result that must be equal for a group to count as zero-variance.
+        publish_every: engines get the weights of every k-th step.
     """
 
     def __init__(
@@ -50,335 +55,395 @@ class ReplayBuffer:
         retries: int,
         group_bytes: int,
         greedy: bool = False,
-        reads: ComparedParts = ComparedParts(),
-        every: int = 1,
+        compared: ComparedParts = ComparedParts(),
+        publish_every: int = 1,
     ) -> None:
         self.config = config
         self.prompts = prompts
         self.total_groups = total_groups
         self.retries = retries
         self.greedy = greedy
-        self.reads = reads
-        holds = config.on_stale == "hold"  # and counts on every version within the bound
-        # The most that weights may lag behind when a turn starts.
-        self.fresh = config.max_staleness if holds else max(config.usual_staleness, every - 1)
-        self.group_size = config.episodes_per_group + greedy
-        self._fits = max(1, config.max_bytes // max(1, group_bytes))
-        self.live_limit = int((1 + config.target) * config.groups_per_batch)  # moved by flow control
-        self.spare = 0  # groups; set by flow control, so that no run ends with a wait for its slowest groups
-        self._empty()
+        self.compared = compared
 
-    def _empty(self) -> None:
-        """Set all that groups, episodes and batches change to the state of a run that has none yet."""
-        partial = self.config.group_policy == "partial" and not self.greedy
-        self.deadlines = Deadlines(self.config.group_deadline if partial else math.inf)
-        self.waiting_tokens = Lifetimes(4096)  # by turn, from its end until a batch may take its episode
-        self.live: dict[int, GroupRecord] = {}  # with a member that is not over; has_room counts fewer
+        holds_stale = config.on_stale == "hold"
+        # A turn may start on weights that are at most this many steps old. With on_stale=hold every version
+        # up to max_staleness will be trained.
+        self.max_start_staleness = (
+            config.max_staleness if holds_stale else max(config.usual_staleness, publish_every - 1)
+        )
+
+        self.group_size = config.episodes_per_group + greedy
+        self._max_groups_in_memory = max(1, config.max_bytes // max(1, group_bytes))
+        self.live_limit = int((1 + config.target) * config.groups_per_batch)  # moved by flow control
+        self.spare = 0  # set by flow control, so that no run ends with a wait for its slowest groups
+
+        self._reset()
+
+    def _reset(self) -> None:
+        """Set all fields that groups, episodes and batches change to the state of a new run."""
+        has_deadlines = self.config.group_policy == "partial" and not self.greedy
+        self.deadlines = Deadlines(self.config.group_deadline if has_deadlines else math.inf)
+        self.waiting_tokens = Lifetimes(4096)  # from the end of a turn until a batch may take the episode
+
+        self.live: dict[int, GroupRecord] = {}  # groups with a member that is not over; has_room counts fewer
         self.episodes: dict[str, EpisodeRecord] = {}
         self.tally = Tally()
-        self.floors: dict[int, int] = {}  # of groups (staleness.floor_of), until one of its members changes
+        # Cached values of staleness.oldest_version_of by group, until a member changes.
+        self.oldest_versions: dict[int, int] = {}
+
         self.next_group = 0
-        self.committed = 0  # batches
-        self.closed = -1  # newest batch that takes nothing more
-        self.left: Counter[State] = Counter()  # episodes that have left memory, by state
+        self.committed = 0  # number of committed batches
+        self.closed_step = -1  # newest batch that is closed
+        self.departed_counts: Counter[State] = Counter()  # episodes that have left memory, by state
         self.reasons: Counter[str] = Counter()
-        self.untrained = 0  # groups in a row that left untrained
-        self.untrained_reason = ""  # why the last of them did
-        self.settled: Counter[str] = Counter()  # groups by outcome, of this process
+        self.untrained_groups = 0  # groups in a row that left untrained
+        self.untrained_reason = ""  # why the last of these groups was not trained
+        self.settled_counts: Counter[str] = Counter()  # groups by outcome, of this process
         self.refills = 0  # groups filtered since the last batch was committed
-        self.abandoned_tokens = 0  # model tokens of durable turns that no episode has any more
+        self.abandoned_tokens = 0  # model tokens of durable turns that were given up
         self.cohorts = Cohorts()
-        self._dirty_episodes: dict[str, EpisodeRecord] = {}
-        self._moved: dict[str, EpisodeRecord] = {}  # their states have changed
-        self._dirty_groups: dict[int, GroupRecord] = {}
+
+        self._changed_episodes: dict[str, EpisodeRecord] = {}
+        self._moved_episodes: dict[str, EpisodeRecord] = {}  # episodes whose state has changed
+        self._changed_groups: dict[int, GroupRecord] = {}
 
     # -- persistence ---------------------------------------------------------------------------------
 
     def changes(self) -> tuple[list[GroupRecord], list[EpisodeRecord], list[EpisodeRecord]]:
-        """Returns the records that changed since the last call, to be written in one transaction: groups,
-        episodes, and episodes of which only state, reason and step have changed."""
-        groups = list(self._dirty_groups.values())
-        episodes = list(self._dirty_episodes.values())
-        moved = [episode for uid, episode in self._moved.items() if uid not in self._dirty_episodes]
-        self._dirty_groups = {}
-        self._dirty_episodes = {}
-        self._moved = {}
-        return groups, episodes, moved
+        """Return the records that changed since the last call, to be written in one transaction.
 
-    def unwritten(self, uid: str) -> EpisodeRecord | None:
-        """An episode that is in memory, or has left it since the last call of `changes`."""
-        return self.episodes.get(uid) or self._dirty_episodes.get(uid) or self._moved.get(uid)
+        These are groups, episodes, and episodes of which only state, reason and step have changed.
+        """
+        changed_groups = list(self._changed_groups.values())
+        changed_episodes = list(self._changed_episodes.values())
+        moved_episodes = [
+            episode for uid, episode in self._moved_episodes.items() if uid not in self._changed_episodes
+        ]
+
+        self._changed_groups = {}
+        self._changed_episodes = {}
+        self._moved_episodes = {}
+
+        return changed_groups, changed_episodes, moved_episodes
+
+    def find_unwritten(self, uid: str) -> EpisodeRecord | None:
+        """Return an episode that is in memory, or has left memory since the last call of `changes`."""
+        return self.episodes.get(uid) or self._changed_episodes.get(uid) or self._moved_episodes.get(uid)
 
     def touch(self, episode: EpisodeRecord) -> None:
-        """Mark an episode of which more than state, reason and step changes."""
-        self._dirty_episodes[episode.uid] = episode
-        self.floors.pop(episode.group, None)
+        """Mark an episode of which more than state, reason and step has changed."""
+        self._changed_episodes[episode.uid] = episode
+        self.oldest_versions.pop(episode.group, None)
 
-    def restore(
+    def restore_groups(
         self,
         groups: Iterable[GroupRecord],
         episodes: Iterable[EpisodeRecord],
-        left: dict[State, int],
+        departed_counts: dict[State, int],
         now: float,
     ) -> None:
-        """Take over what a store holds: live groups, their episodes, counts of the rest. Whatever the buffer
-        held before is forgotten, and so are its totals: the caller sets them afterwards."""
-        self._empty()
+        """Take over live groups and their episodes from a store, and the counts of episodes that have left.
+
+        All state before is forgotten, also the totals, which the caller sets afterwards.
+        """
+        self._reset()
+
         self.live = {group.id: group for group in sorted(groups, key=lambda group: group.id)}
         self.episodes = {episode.uid: episode for episode in episodes}
-        self.left = Counter(left)
+        self.departed_counts = Counter(departed_counts)
+
         for group in self.live.values():
-            self.cohorts.exclude(group.issued_step)
-            self.deadlines.restore(group, now)
-            self.tally.join(group, [self.episodes[uid] for uid in group.members])
+            self.cohorts.exclude_step(group.issued_step)
+            self.deadlines.restore_group(group, now)
+            self.tally.add_group(group, [self.episodes[uid] for uid in group.members])
 
     # -- admission -----------------------------------------------------------------------------------
 
     def can_admit(self, free_slots: int, total_slots: int) -> bool:
-        """Rule 1: a whole group, if there is room for it and its members find slots."""
+        """Return True if a whole group may be admitted (rule 1): there is room, and members find slots."""
         return self.has_room and free_slots >= max(1, min(self.group_size, total_slots))
 
     @property
     def has_room(self) -> bool:
-        """True when one more group may be live. A group of only late members does not count."""
+        """True if a further group may be live. A group of which only late members are left does not count."""
         return (
-            self.tally.open(self.committed) + 1 <= self.max_live
-            and self.lacking + self.spare > 0
-            and (self.closed + 1) * self.config.groups_per_batch < self.total_groups
+            self.tally.open(self.committed) + 1 <= self.max_live_groups
+            and self.missing_groups + self.spare > 0
+            and (self.closed_step + 1) * self.config.groups_per_batch < self.total_groups
             and not self.prompts.over
-            and self.prompts.draw(self.prompts.position) >= 0
+            and self.prompts.draw_sample(self.prompts.position) >= 0
         )
 
     @property
-    def lacking(self) -> int:
-        """Groups that the run will train, and that are neither live nor in a committed batch."""
-        batched = self.committed * self.config.groups_per_batch
-        return self.total_groups - batched - self.tally.open(self.committed)
+    def missing_groups(self) -> int:
+        """Number of groups to be trained that are neither live nor in a committed batch."""
+        committed_groups = self.committed * self.config.groups_per_batch
+        return self.total_groups - committed_groups - self.tally.open(self.committed)
 
     @property
-    def max_live(self) -> int:
-        """Groups that may be live: as many as flow control allows, but no more than fit into max_bytes."""
-        return min(self.live_limit, self._fits)
+    def max_live_groups(self) -> int:
+        """Number of groups that may be live: the limit of flow control, or less if max_bytes are exceeded."""
+        return min(self.live_limit, self._max_groups_in_memory)
 
     def admit(self, step: int, now: float) -> GroupRecord:
-        """Issue the next group: all its episodes become pending."""
-        number = self.next_group
+        """Issue the next group, whose episodes become pending."""
+        group_id = self.next_group
         position = self.prompts.position
-        members = [f"{number}.{member}" for member in range(self.group_size)]
-        sample = self.prompts.draw(position)
+        member_uids = [f"{group_id}.{member}" for member in range(self.group_size)]
+        sample = self.prompts.draw_sample(position)
         patience = self.deadlines.patience(now)
-        group = GroupRecord(number, sample, step, members, patience, position=position)
-        self.live[number] = self._dirty_groups[number] = group
-        for member, uid in enumerate(members):
+        group = GroupRecord(group_id, sample, step, member_uids, patience, position=position)
+
+        self.live[group_id] = self._changed_groups[group_id] = group
+        for member, uid in enumerate(member_uids):
             greedy = member == self.config.episodes_per_group
-            self.episodes[uid] = EpisodeRecord(uid, number, member, greedy=greedy)
+            self.episodes[uid] = EpisodeRecord(uid, group_id, member, greedy=greedy)
             self.touch(self.episodes[uid])
-        self.tally.join(group, [self.episodes[uid] for uid in members])
-        self.next_group = number + 1
+
+        self.tally.add_group(group, [self.episodes[uid] for uid in member_uids])
+        self.next_group = group_id + 1
         self.prompts.cursor = position + 1
-        self.cohorts.issued(step)
+        self.cohorts.add_group(step)
+
         return group
 
     # -- running -------------------------------------------------------------------------------------
 
     @property
     def waiting(self) -> int:
-        """Episodes that are to be assigned."""
+        """Number of episodes that are to be assigned."""
         return self.tally.states[State.PENDING]
 
-    def assign(self, episode: EpisodeRecord, worker: str, seq: int, acked: int, now: float) -> None:
+    def assign(
+        self, episode: EpisodeRecord, worker: str, sequence_number: int, min_version: int, now: float
+    ) -> None:
         episode.worker = worker
-        episode.assign_seq = seq
-        episode.bound = acked
+        episode.assign_seq = sequence_number
+        episode.bound = min_version
         self.touch(episode)
-        self.move(episode, State.RUNNING)
+        self.move_episode(episode, State.RUNNING)
+
         group = self.live[episode.group]
         if math.isnan(group.started):
-            self.deadlines.start(group, now)
-            self._dirty_groups[group.id] = group
+            self.deadlines.start_group(group, now)
+            self._changed_groups[group.id] = group
 
     def finish(self, episode: EpisodeRecord, result: EpisodeResult, stats: EpisodeStats, now: float) -> None:
-        """The episode landed; its group may settle."""
+        """Record an episode that landed. The episode's group may settle."""
         group = self.live[episode.group]
-        self._settle(group, now)  # if the deadline has passed since the last tick: before this one landed
+        self._settle_if_due(group, now)  # a deadline that passed since the last pass counts first
+
         episode.result = result
         episode.stats = stats
         self.touch(episode)
-        self.move(episode, State.LANDED)
+        self.move_episode(episode, State.LANDED)
+
         if not episode.greedy:
-            self.cohorts.landed(group.issued_step, episode)
-        self._end(group, now)
+            self.cohorts.add_landed(group.issued_step, episode)
+        self._note_member_end(group, now)
+
         if group.settled:
             self._land_late(group, episode, now)
             return
+
         if now >= group.deadline:
             group.baseline += (episode.member,)
-            self._dirty_groups[group.id] = group
-        self._settle(group, now)
+            self._changed_groups[group.id] = group
+        self._settle_if_due(group, now)
 
-    def fail(self, episode: EpisodeRecord, reason: FailReason, now: float) -> list[EpisodeRecord]:
-        """An attempt ended without a trajectory: issue it again, or give the episode up. Returns what was
-        running and is dropped with it."""
-        sampled = episode.sampled
-        goes_on = episode.retry(reason, self.retries)
-        self.abandoned_tokens += sampled - episode.sampled
+    def fail_attempt(self, episode: EpisodeRecord, reason: FailReason, now: float) -> list[EpisodeRecord]:
+        """Issue an episode again after a failed attempt, or give the episode up.
+
+        Returns the running members that are dropped together with the episode.
+        """
+        sampled_before = episode.sampled
+        will_retry = episode.prepare_retry(reason, self.retries)
+        self.abandoned_tokens += sampled_before - episode.sampled
         self.touch(episode)
-        if not goes_on:
+
+        if not will_retry:
             group = self.live[episode.group]
             self._set_state(episode, State.FAILED, reason)
-            running = [e for e in self.members(group) if e.state is State.RUNNING]
-            self._end(group, now)
-            self._settle(group, now)
+            running_members = [
+                member for member in self.trainable_members(group) if member.state is State.RUNNING
+            ]
+            self._note_member_end(group, now)
+            self._settle_if_due(group, now)
             self._forget_if_over(group)
-            return [e for e in running if e.state is State.DROPPED]
+            return [member for member in running_members if member.state is State.DROPPED]
+
         if not episode.turns and not episode.open:
-            self.waiting_tokens.forget(episode.uid)
-        self.move(episode, State.PENDING)
+            self.waiting_tokens.forget_lives(episode.uid)
+        self.move_episode(episode, State.PENDING)
         return []
 
     # -- groups --------------------------------------------------------------------------------------
 
     def tick(self, now: float) -> None:
-        """Settle the groups whose deadline has passed and of which enough members have landed."""
-        for number in self.deadlines.passed(now):
-            if number in self.live:
-                self._settle(self.live[number], now)
+        """Settle the groups whose deadline has passed, if enough of their members have landed."""
+        for group_id in self.deadlines.pop_passed(now):
+            if group_id in self.live:
+                self._settle_if_due(self.live[group_id], now)
 
-    def members(self, group: GroupRecord) -> list[EpisodeRecord]:
-        """Returns the members that may be trained: all but the greedy one."""
+    def trainable_members(self, group: GroupRecord) -> list[EpisodeRecord]:
+        """Return the members that may be trained: all but the greedy episode."""
         return [self.episodes[uid] for uid in group.members[: self.config.episodes_per_group]]
 
-    def _settle(self, group: GroupRecord, now: float) -> None:
-        """Fix whom the members are compared with, if it is time: all have ended; or the deadline has passed,
-        and enough have landed. If the greedy episode fails, the group is dropped."""
-        greedy = self.episodes[group.members[-1]] if self.greedy else None
-        ended = self._ended(group)
+    def _settle_if_due(self, group: GroupRecord, now: float) -> None:
+        """Fix the baseline of a group once all members have ended, or enough have landed by the deadline.
+
+        A group whose greedy episode failed is dropped.
+        """
+        greedy_episode = self.episodes[group.members[-1]] if self.greedy else None
+        all_ended = self._all_ended(group)
         overdue = now >= group.deadline
-        landed = [episode for episode in self.members(group) if episode.state is State.LANDED]
-        no_greedy = greedy is not None and greedy.state is State.FAILED
-        enough = len(landed) >= self.config.min_group
-        if group.settled or not (ended or no_greedy or (overdue and enough)):
+        landed_members = [
+            episode for episode in self.trainable_members(group) if episode.state is State.LANDED
+        ]
+        greedy_failed = greedy_episode is not None and greedy_episode.state is State.FAILED
+        enough_landed = len(landed_members) >= self.config.min_group
+
+        if group.settled or not (all_ended or greedy_failed or (overdue and enough_landed)):
             return
-        in_time = tuple(episode.member for episode in landed if episode.member not in group.baseline)
+
+        in_time = tuple(episode.member for episode in landed_members if episode.member not in group.baseline)
         group.settled = True
         group.first_only = overdue and len(in_time) < self.config.min_group
         group.baseline = in_time + group.baseline
-        self._dirty_groups[group.id] = group
-        if no_greedy or not enough:
-            self._discard(group, State.DROPPED, DropReason.GROUP_SHORT)
-        elif self._equal(landed, greedy):
+        self._changed_groups[group.id] = group
+
+        if greedy_failed or not enough_landed:
+            self._discard_members(group, State.DROPPED, DropReason.GROUP_SHORT)
+        elif self._earned_equal(landed_members, greedy_episode):
             self.refills += 1
-            self.tally.filter(group)
-            self._discard(group, State.FILTERED, FilterReason.ZERO_VARIANCE)
+            self.tally.mark_filtered(group)
+            self._discard_members(group, State.FILTERED, FilterReason.ZERO_VARIANCE)
         else:
-            self.settled[USABLE] += 1
-            for episode in landed:
-                self._get_ready(episode, now)
-            if greedy is not None:
-                self._set_state(greedy, State.FILTERED, FilterReason.BASELINE)
+            self.settled_counts[USABLE] += 1
+            for episode in landed_members:
+                self._mark_ready(episode, now)
+            if greedy_episode is not None:
+                self._set_state(greedy_episode, State.FILTERED, FilterReason.BASELINE)
 
     def _land_late(self, group: GroupRecord, episode: EpisodeRecord, now: float) -> None:
-        """A late member is trained, or filtered if it has earned the same as those it is compared with."""
+        """Make a late member ready, or filter the member if its siblings have earned the same."""
         siblings = [self.episodes[group.members[member]] for member in group.late_siblings]
-        if self._equal([episode, *siblings], None):
+        if self._earned_equal([episode, *siblings], None):
             self._set_state(episode, State.FILTERED, FilterReason.ZERO_VARIANCE)
             self._forget_if_over(group)
         else:
-            self._get_ready(episode, now)
+            self._mark_ready(episode, now)
 
-    def _get_ready(self, episode: EpisodeRecord, now: float) -> None:
-        self.waiting_tokens.end(episode.uid, now)
+    def _mark_ready(self, episode: EpisodeRecord, now: float) -> None:
+        self.waiting_tokens.end_lives(episode.uid, now)
         self._set_state(episode, State.READY)
 
-    def _equal(self, landed: list[EpisodeRecord], greedy: EpisodeRecord | None) -> bool:
-        """True when nothing can be learned from comparing these: they are to be filtered."""
-        results = [episode.result for episode in landed]
-        reward = greedy.result.reward if greedy else None
-        return self.config.filter_zero_variance and all_equal(results, reward, self.reads)
+    def _earned_equal(
+        self, compared_episodes: list[EpisodeRecord], greedy_episode: EpisodeRecord | None
+    ) -> bool:
+        """Return True if these episodes are to be filtered, as a comparison teaches nothing."""
+        results = [episode.result for episode in compared_episodes]
+        greedy_reward = greedy_episode.result.reward if greedy_episode else None
+        return self.config.filter_zero_variance and all_equal(results, greedy_reward, self.compared)
 
-    def _ended(self, group: GroupRecord) -> bool:
-        """No member will land any more."""
+    def _all_ended(self, group: GroupRecord) -> bool:
+        """Return True if no member of a group will land any more."""
         return all(self.episodes[uid].state not in (State.PENDING, State.RUNNING) for uid in group.members)
 
-    def _end(self, group: GroupRecord, now: float) -> None:
-        """A member has ended; after the last one, note how long the group took and if its sample retires."""
-        if not self._ended(group):
+    def _note_member_end(self, group: GroupRecord, now: float) -> None:
+        """After a group's last member has ended, note the group's duration and whether its sample retires."""
+        if not self._all_ended(group):
             return
-        self.deadlines.end(group, now)
-        landed = [e.result for e in self.members(group) if e.state not in (State.FAILED, State.DROPPED)]
-        if len(landed) >= self.config.min_group and solved(landed, self.config.retire_pass_rate):
-            group.retires = True
-            self.prompts.retired.add(group.sample)
-            self._dirty_groups[group.id] = group
 
-    def _discard(self, group: GroupRecord, state: State, reason: str) -> None:
-        """Filter or drop the members that landed, and of a dropped group those that have not."""
-        self.settled[state] += 1
-        gone = (State.LANDED,) if state is State.FILTERED else IN_FLIGHT
+        self.deadlines.end_group(group, now)
+        landed_results = [
+            member.result
+            for member in self.trainable_members(group)
+            if member.state not in (State.FAILED, State.DROPPED)
+        ]
+
+        if len(landed_results) >= self.config.min_group and solved(
+            landed_results, self.config.retire_pass_rate
+        ):
+            group.retires = True
+            self.prompts.retired_samples.add(group.sample)
+            self._changed_groups[group.id] = group
+
+    def _discard_members(self, group: GroupRecord, state: State, reason: str) -> None:
+        """Filter the landed members of a group, or drop all members that are not over."""
+        self.settled_counts[state] += 1
+        discarded_states = (State.LANDED,) if state is State.FILTERED else IN_FLIGHT
         for uid in group.members:
-            if self.episodes[uid].state in gone:
+            if self.episodes[uid].state in discarded_states:
                 self._set_state(self.episodes[uid], state, reason)
         self._forget_if_over(group)
 
-    def drop(self, episode: EpisodeRecord, reason: DropReason) -> None:
+    def drop_episode(self, episode: EpisodeRecord, reason: DropReason) -> None:
         """Give up a ready, landed or not yet running episode."""
         self._set_state(episode, State.DROPPED, reason)
         self._forget_if_over(self.live[episode.group])
 
-    def lose(self, episode: EpisodeRecord) -> None:
-        """An episode in a plan was not trained, as its payload could not be read: it is dropped by name. It
-        may have left memory as trained, by steps that a restarted trainer repeats."""
+    def drop_corrupt(self, episode: EpisodeRecord) -> None:
+        """Drop a planned episode that was not trained, as its payload could not be read.
+
+        The episode may have left memory as trained, if a restarted trainer repeats steps.
+        """
         if episode.state is State.DROPPED:
             return
         if episode.uid in self.episodes:
-            self.drop(episode, DropReason.CORRUPT)
+            self.drop_episode(episode, DropReason.CORRUPT)
             return
-        self.correct(episode, State.DROPPED, DropReason.CORRUPT)
+        self.correct_state(episode, State.DROPPED, DropReason.CORRUPT)
 
-    def correct(self, episode: EpisodeRecord, state: State, reason: str = "") -> None:
-        """An episode that has left memory is over in another state than was known."""
-        self.left.subtract([episode.state])
-        self.left.update([state])
+    def correct_state(self, episode: EpisodeRecord, state: State, reason: str = "") -> None:
+        """Correct the final state of an episode that has left memory."""
+        self.departed_counts.subtract([episode.state])
+        self.departed_counts.update([state])
         episode.state = state
         episode.reason = reason
+
         if reason:
             self.reasons[f"{state}/{reason}"] += 1
-        self._moved[episode.uid] = episode
+        self._moved_episodes[episode.uid] = episode
 
     def drop_all(self, reason: DropReason) -> list[EpisodeRecord]:
-        """Give up everything that is not taken: the run ends. Returns what was running."""
-        return [e for group in list(self.live.values()) for e in self.drop_group(group, reason)]
+        """Drop all untaken episodes, at the end of the run. Return the episodes that were running."""
+        return [episode for group in list(self.live.values()) for episode in self.drop_group(group, reason)]
 
     def drop_group(self, group: GroupRecord, reason: DropReason) -> list[EpisodeRecord]:
-        """Give up what is not taken of a group. Returns what was running."""
+        """Drop the members of a group that are not taken. Return the members that were running."""
         members = [self.episodes[uid] for uid in group.members]
-        running = [episode for episode in members if episode.state is State.RUNNING]
+        running_members = [episode for episode in members if episode.state is State.RUNNING]
+
         for episode in members:
             if episode.state in (*IN_FLIGHT, State.READY):
-                self.drop(episode, reason)
-        return running
+                self.drop_episode(episode, reason)
+
+        return running_members
 
     # -- taking (used by batches.py) -----------------------------------------------------------------
 
-    def take(self, episode: EpisodeRecord, step: int) -> None:
+    def take_episode(self, episode: EpisodeRecord, step: int) -> None:
         group = self.live[episode.group]
-        self.untrained = 0
+        self.untrained_groups = 0
         if group.step < 0:
-            group.settled = True  # it is, unless it comes from a checkpoint's manifest
-            self.tally.take(group, step)
-            self._dirty_groups[group.id] = group
+            group.settled = True  # only a group from a checkpoint's manifest is not settled yet
+            self.tally.mark_taken(group, step)
+            self._changed_groups[group.id] = group
+
         episode.step = step
         self._set_state(episode, State.TAKEN)
 
-    def trained(self, episodes: Sequence[EpisodeRecord]) -> None:
+    def mark_trained(self, episodes: Sequence[EpisodeRecord]) -> None:
         for episode in episodes:
-            self.cohorts.trained(self.live[episode.group].issued_step, episode)
+            self.cohorts.add_trained(self.live[episode.group].issued_step, episode)
             self._set_state(episode, State.TRAINED)
-        for number in {episode.group for episode in episodes}:
-            self._forget_if_over(self.live[number])
 
-    def commit(self, step: int) -> None:
-        """The first `step` batches are committed."""
+        for group_id in {episode.group for episode in episodes}:
+            self._forget_if_over(self.live[group_id])
+
+    def note_commit(self, step: int) -> None:
+        """Note that the first `step` batches are committed."""
         self.committed = step
         self.refills = 0
 
@@ -386,40 +451,45 @@ class ReplayBuffer:
         episode.reason = reason
         if reason:
             self.reasons[f"{state}/{reason}"] += 1
-        self.move(episode, state)
+        self.move_episode(episode, state)
 
-    def move(self, episode: EpisodeRecord, state: State) -> None:
-        """Set the state and leave the reason as it is."""
+    def move_episode(self, episode: EpisodeRecord, state: State) -> None:
+        """Set the state of an episode and leave the reason unchanged."""
         if episode.state in (State.PENDING, State.RUNNING) and state in (State.FAILED, State.DROPPED):
             self.abandoned_tokens += episode.sampled
-        self.tally.move(episode, state)
-        self._moved[episode.uid] = episode
-        self.floors.pop(episode.group, None)
-        if state in OVER:
-            self.waiting_tokens.forget(episode.uid)
+
+        self.tally.move_episode(episode, state)
+        self._moved_episodes[episode.uid] = episode
+        self.oldest_versions.pop(episode.group, None)
+
+        if state in FINAL_STATES:
+            self.waiting_tokens.forget_lives(episode.uid)
 
     def _forget_if_over(self, group: GroupRecord) -> None:
         """Forget a group when all its episodes are over. Its payloads stay in the store."""
-        if group.id not in self.live or not self.tally.over(group):
+        if group.id not in self.live or not self.tally.is_over(group):
             return
+
         if group.step < 0:
-            self.untrained += 1
-            self.untrained_reason = self.members(group)[-1].ending
+            self.untrained_groups += 1
+            self.untrained_reason = self.trainable_members(group)[-1].ending
+
         del self.live[group.id]
-        self.deadlines.forget(group)
-        self._dirty_groups[group.id] = group  # written as over
-        self.cohorts.over(group.issued_step)
-        self.tally.leave(group)
-        self.floors.pop(group.id, None)
+        self.deadlines.forget_group(group)
+        self._changed_groups[group.id] = group  # written as over
+        self.cohorts.close_group(group.issued_step)
+        self.tally.remove_group(group)
+        self.oldest_versions.pop(group.id, None)
+
         for uid in group.members:
-            self.left[self.episodes.pop(uid).state] += 1
+            self.departed_counts[self.episodes.pop(uid).state] += 1
 
     # -- numbers -------------------------------------------------------------------------------------
 
-    def counts(self) -> Counter[State]:
-        """Episodes by state, those that left memory included."""
-        return self.left + self.tally.states
+    def state_counts(self) -> Counter[State]:
+        """Count episodes by state, including episodes that have left memory."""
+        return self.departed_counts + self.tally.states
 
-    def flow(self) -> Flow:
-        """Return the conservation identity now. `issued` is counted from the data cursor alone."""
-        return Flow.of(self.next_group * self.group_size, self.counts())
+    def account(self) -> Flow:
+        """Return the account of all episodes. `issued` is counted from the data cursor alone."""
+        return Flow.from_counts(self.next_group * self.group_size, self.state_counts())

@@ -1,11 +1,11 @@
-"""Decides whose shift it is, where engines and trainer use the same devices, one side at a time.
+"""Decide which side has the devices, where engines and trainer share them, one side at a time.
 
     ROLLOUT ──► SLEEPING ──► TRAIN ──► WAKING ──► ROLLOUT
-       engines fall asleep    ranks rest, engines load the newest version
+       engines fall asleep    ranks offload, engines load the newest version
 
-The trainer gets the devices when its next request can be answered at once and enough of the batch is ready;
-it gives them back when its next request cannot be. So a shift of the trainer trains something, and a shift
-of the engines lasts until an episode has landed.
+The trainer gets the devices when its next request can be answered at once and enough of the batch is ready,
+and gives the devices back when its next request cannot be answered. So a shift of the trainer trains
+something, and a shift of the engines lasts until an episode has landed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Literal
 
 
 class Shift(enum.StrEnum):
-    """Names the four states."""
+    """The four states of the devices."""
 
     ROLLOUT = "rollout"
     SLEEPING = "sleeping"
@@ -26,12 +26,16 @@ class Shift(enum.StrEnum):
 
 @dataclass(frozen=True)
 class Outlook:
-    """What the trainer's next request would meet. `ready`: it would be answered now; `share`: of the batch's
-    groups that are in it, or could be; `complete`: nothing more can enter the batch before it is trained."""
+    """The answer that the trainer's next request would get.
+
+    ready: the request would be answered now.
+    group_fraction: fraction of the batch's groups that are in the batch, or could be.
+    batch_complete: nothing more can enter the batch before the batch is trained.
+    """
 
     ready: bool
-    share: float
-    complete: bool
+    group_fraction: float
+    batch_complete: bool
 
 
 NOTHING_ASKED = Outlook(False, 0.0, False)
@@ -39,22 +43,22 @@ NOTHING_ASKED = Outlook(False, 0.0, False)
 
 @dataclass(frozen=True)
 class Situation:
-    """What both sides report.
+    """The reports of engines and trainer by which the next shift is decided.
 
-    outlook: of the trainer's request; NOTHING_ASKED while it has none, or trains.
-    starting: ranks that have loaded nothing ask for the devices.
+    outlook: outlook of the trainer's request; NOTHING_ASKED without a request, or while the trainer trains.
+    ranks_starting: ranks that have loaded nothing wait for the devices.
     asked: the trainer waits for an answer, or for the end of the run.
-    held: held-out episodes need the engines, and the batch under way has nothing yet.
-    asleep: all engines are; a place without a process counts as awake.
+    validation_waits: held-out episodes need the engines, and the batch under way has no episode yet.
+    asleep: all engines are asleep; a missing process counts as awake.
     awake: an engine has loaded a version since it slept.
-    resting: all ranks hold nothing on the devices.
+    resting: no rank holds anything on the devices.
     idle: seconds since an engine last sampled.
     """
 
     outlook: Outlook = NOTHING_ASKED
-    starting: bool = False
+    ranks_starting: bool = False
     asked: bool = False
-    held: bool = False
+    validation_waits: bool = False
     asleep: bool = False
     awake: bool = False
     resting: bool = False
@@ -62,74 +66,89 @@ class Situation:
 
 
 class Shifts:
-    """Decides which side has the devices. Times are seconds of one monotonic clock.
+    """Decides which side has the devices. Times are seconds of a monotonic clock.
 
     Args:
-        fill: share of a batch's groups that must be ready for the trainer's shift. "auto": all, or any once
-            no engine has sampled for as long as two changes take: to wait longer could cost more than both.
+        min_fraction: fraction of a batch's groups that must be ready for the trainer's shift. "auto": all
+            groups, or any once no engine has sampled for as long as two changes take, as waiting longer could
+            cost more.
     """
 
-    def __init__(self, fill: float | Literal["auto"], now: float, shift: Shift = Shift.TRAIN) -> None:
+    def __init__(self, min_fraction: float | Literal["auto"], now: float, shift: Shift = Shift.TRAIN) -> None:
         self.shift = shift
-        self.since = now
+        self.entered_at = now
         self.clock = EngineClock(now, stopped=shift is not Shift.ROLLOUT)
-        self.seconds = {Shift.SLEEPING: 0.0, Shift.WAKING: 0.0}  # of the newest change
-        self.count = 0  # of the trainer's shifts
-        self._fill = fill
+        self.seconds = {Shift.SLEEPING: 0.0, Shift.WAKING: 0.0}  # duration of the newest change
+        self.train_shifts = 0  # number of the trainer's shifts
+        self._min_fraction = min_fraction
 
-    def move(self, now: float, seen: Situation) -> bool:
-        """Enter the next state if it is time. True: it was entered."""
-        after = self._next(seen)
-        if after is self.shift:
+    def move(self, now: float, situation: Situation) -> bool:
+        """Enter the next state if it is time. Return True if a state was entered."""
+        next_shift = self._next_shift(situation)
+        if next_shift is self.shift:
             return False
+
         if self.shift in self.seconds:
-            self.seconds[self.shift] = now - self.since
-        self.count += after is Shift.TRAIN
-        (self.clock.go if after is Shift.ROLLOUT else self.clock.stop)(now)
-        self.shift = after
-        self.since = now
+            self.seconds[self.shift] = now - self.entered_at
+        self.train_shifts += next_shift is Shift.TRAIN
+
+        if next_shift is Shift.ROLLOUT:
+            self.clock.go(now)
+        else:
+            self.clock.stop(now)
+
+        self.shift = next_shift
+        self.entered_at = now
         return True
 
     def gauges(self) -> dict[str, float]:
         return {
             "shift/train": float(self.shift is Shift.TRAIN),
-            "shift/count": float(self.count),
+            "shift/count": float(self.train_shifts),
             "shift/sleep_s": self.seconds[Shift.SLEEPING],
             "shift/wake_s": self.seconds[Shift.WAKING],
         }
 
-    def _next(self, seen: Situation) -> Shift:
+    def _next_shift(self, situation: Situation) -> Shift:
         match self.shift:
-            case Shift.ROLLOUT if not seen.held and (seen.starting or self._enough(seen)):
+            case Shift.ROLLOUT if not situation.validation_waits and (
+                situation.ranks_starting or self._enough_ready(situation)
+            ):
                 return Shift.SLEEPING
-            case Shift.SLEEPING if seen.asleep:
+            case Shift.SLEEPING if situation.asleep:
                 return Shift.TRAIN
-            case Shift.TRAIN if seen.asked and not seen.starting and (seen.held or not seen.outlook.ready):
+            case Shift.TRAIN if (
+                situation.asked
+                and not situation.ranks_starting
+                and (situation.validation_waits or not situation.outlook.ready)
+            ):
                 return Shift.WAKING
-            case Shift.WAKING if seen.starting:
+            case Shift.WAKING if situation.ranks_starting:
                 return Shift.SLEEPING
-            case Shift.WAKING if seen.resting and seen.awake:
+            case Shift.WAKING if situation.resting and situation.awake:
                 return Shift.ROLLOUT
         return self.shift
 
-    def _enough(self, seen: Situation) -> bool:
-        """Tell whether enough is ready for a shift of the trainer."""
-        outlook = seen.outlook
-        if self._fill == "auto":
-            filled = outlook.share >= 1 or seen.idle > sum(self.seconds.values())
+    def _enough_ready(self, situation: Situation) -> bool:
+        """Return True if enough is ready for a shift of the trainer."""
+        outlook = situation.outlook
+
+        if self._min_fraction == "auto":
+            filled = outlook.group_fraction >= 1 or situation.idle > sum(self.seconds.values())
         else:
-            filled = outlook.share >= self._fill
-        return outlook.ready and (outlook.complete or filled)
+            filled = outlook.group_fraction >= self._min_fraction
+
+        return outlook.ready and (outlook.batch_complete or filled)
 
 
 class EngineClock:
-    """Stands still while engines sleep. Ages and deadlines of groups are measured with it.
+    """A clock that stands still while engines sleep, for the ages and deadlines of groups.
 
     Example: engines sleep from second 10 to 14. Second 9 is 9, 12 is 10, and 15 is 11.
     """
 
     def __init__(self, now: float, stopped: bool = False) -> None:
-        self._slept = 0.0
+        self._slept_seconds = 0.0
         self._stopped_at: float | None = now if stopped else None
 
     def stop(self, now: float) -> None:
@@ -138,8 +157,8 @@ class EngineClock:
 
     def go(self, now: float) -> None:
         if self._stopped_at is not None:
-            self._slept += now - self._stopped_at
+            self._slept_seconds += now - self._stopped_at
             self._stopped_at = None
 
     def __call__(self, now: float) -> float:
-        return (now if self._stopped_at is None else min(now, self._stopped_at)) - self._slept
+        return (now if self._stopped_at is None else min(now, self._stopped_at)) - self._slept_seconds

@@ -1,12 +1,13 @@
-"""Staleness of tokens: the arithmetic behind the promise that no token over the bound is trained, and what
-the bound asks of episodes that start and of the coming batches (docs/staleness.md).
+"""Staleness of tokens: the arithmetic by which no token older than max_staleness is trained.
+
+The rules and proofs are in docs/staleness.md.
 
 V is the step being trained (completed optimizer batches), s the version that sampled a token, and
 lag = V - s. Versions of a branch that a rollback has left can be ahead of V; their distance counts.
 
-With `on_stale=hold` a group whose oldest token was sampled by version s is within the bound until batch
-s + max_staleness, so it is due then at the latest. While no batch owes more places than there are until then,
-every group can be taken in time (proof: docs/staleness.md).
+With `on_stale=hold` a group whose oldest token was sampled by version s may be trained until batch
+s + max_staleness, where the group is due. While at most as many groups are due by each batch as slots are
+left until then, every group can be taken in time (proof: docs/staleness.md).
 """
 
 from __future__ import annotations
@@ -15,173 +16,221 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 
-from asyncrl.buffer.records import NEVER, EpisodeRecord, GroupRecord, State
+from asyncrl.buffer.records import NEVER_STALE, EpisodeRecord, GroupRecord, State
 from asyncrl.buffer.replay import ReplayBuffer
 from asyncrl.types import DropReason, VersionSpan
 
 
 def lag(step: int, version: int) -> int:
-    """Return the distance in optimizer batches between the policy in training and the one that sampled."""
+    """Return the distance in optimizer batches between the policy in training and the policy that sampled."""
     return abs(step - version)
 
 
 def token_lags(spans: Iterable[VersionSpan], step: int) -> list[int]:
-    """The lag of every token of the spans, in order."""
-    return [value for span in spans for value in [lag(step, span.version)] * (span.end - span.start)]
+    """Return the lag of every token of the spans, in order."""
+    lags: list[int] = []
+    for span in spans:
+        lags += [lag(step, span.version)] * (span.end - span.start)
+    return lags
 
 
-def stale_mask(lags: Iterable[int], bound: int) -> list[bool]:
-    """Marks the tokens over the bound: these never contribute to a gradient."""
-    return [value > bound for value in lags]
+def stale_mask(lags: Iterable[int], max_staleness: int) -> list[bool]:
+    """Mark the stale tokens, which never contribute to a gradient."""
+    return [value > max_staleness for value in lags]
 
 
 class LagHistogram:
     """Counts tokens by lag, exact. All figures are 0 without tokens."""
 
     def __init__(self, tokens: Mapping[int, int]) -> None:
-        self.tokens = {value: count for value, count in sorted(tokens.items()) if count > 0}
-        self.total = sum(self.tokens.values())
+        self.tokens_by_lag = {value: count for value, count in sorted(tokens.items()) if count > 0}
+        self.token_count = sum(self.tokens_by_lag.values())
 
     @property
     def mean(self) -> float:
-        return sum(value * count for value, count in self.tokens.items()) / max(self.total, 1)
+        return sum(value * count for value, count in self.tokens_by_lag.items()) / max(self.token_count, 1)
 
     @property
     def max(self) -> int:
-        return max(self.tokens, default=0)
+        return max(self.tokens_by_lag, default=0)
 
-    def quantile(self, q: float) -> int:
-        """The smallest lag that at least a share `q` of the tokens do not exceed."""
-        seen = 0
-        for value, count in self.tokens.items():
-            seen += count
-            if seen >= q * self.total:
+    def quantile(self, fraction: float) -> int:
+        """Return the smallest lag that at least this fraction of the tokens does not exceed."""
+        counted_tokens = 0
+        for value, count in self.tokens_by_lag.items():
+            counted_tokens += count
+            if counted_tokens >= fraction * self.token_count:
                 return value
         return 0
 
 
 def length_bucket(tokens: int) -> int:
-    """Lower edge of the power-of-two bucket that a response length falls in, for reports; 0 below 32."""
+    """Return the lower edge of the power-of-two bucket of a response length, for reports; 0 below 32."""
     return 0 if tokens < 32 else 1 << (tokens.bit_length() - 1)
 
 
 def masked_by_quarter(stale: Sequence[bool]) -> list[tuple[int, int]]:
     """Return (masked, all) tokens in each quarter of one response's model tokens, first quarter first."""
-    n = len(stale)
-    edges = [n * quarter // 4 for quarter in range(5)]
-    return [(sum(stale[a:b]), b - a) for a, b in pairwise(edges)]
+    token_count = len(stale)
+    edges = [token_count * quarter // 4 for quarter in range(5)]
+    return [(sum(stale[start:end]), end - start) for start, end in pairwise(edges)]
 
 
-# -- starts and places -------------------------------------------------------------------------------------
+# -- starts of episodes, and slots of batches --------------------------------------------------------------
 
 
-class Places:
-    """`left[j]`: places up to the batch j after the current one, less the groups due by then; j = 0 … bound.
+class GroupSlots:
+    """Slots for groups in the current batch and the coming batches.
+
+    `slots_left[j]`: slots of all batches up to the j-th after the current batch, less the groups due by then;
+    j = 0 … max_staleness.
 
     Args:
         step: number of committed batches, V.
-        free: places left in the current batch.
-        per_batch: places of each batch after it.
-        bound: max_staleness.
-        floors: of each live group that is not taken, the oldest version of its tokens.
+        free_slots: slots left in the current batch.
+        slots_per_batch: slots of each later batch.
+        max_staleness: largest lag of a trained token, in batches.
+        oldest_versions: the oldest version of a token, for each live group that is not taken.
 
-    Example: V = 7, a bound of 1, two places a batch, the floors 6, 6 and 7. Two groups are due in batch 7,
-    the third in batch 8: `left` is [0, 1]. Another group may start on version 7, but not on version 6.
+    Example: V = 7, max_staleness 1, two slots a batch, the oldest versions 6, 6 and 7. Two groups are due in
+    batch 7, the third in batch 8: `slots_left` is [0, 1]. Another group may start on version 7, not on
+    version 6.
     """
 
-    def __init__(self, step: int, free: int, per_batch: int, bound: int, floors: Iterable[int]) -> None:
-        self.free = free
-        self._oldest = step - bound
-        self.left = [free + ahead * per_batch for ahead in range(bound + 1)]
-        for floor, groups in Counter(floors).items():
-            self._owe(floor, groups)
+    def __init__(
+        self,
+        step: int,
+        free_slots: int,
+        slots_per_batch: int,
+        max_staleness: int,
+        oldest_versions: Iterable[int],
+    ) -> None:
+        self.free_slots = free_slots
+        self._min_version = step - max_staleness
+        self.slots_left = [free_slots + ahead * slots_per_batch for ahead in range(max_staleness + 1)]
+        for oldest_version, groups in Counter(oldest_versions).items():
+            self._reserve(oldest_version, groups)
 
-    def may_take(self, floor: int) -> bool:
-        """A group takes a place of the current batch. Those due before it must still find theirs."""
-        return self.free > 0 and all(left > 0 for left in self.left[: self._due(floor)])
+    def may_take(self, oldest_version: int) -> bool:
+        """Return True if a group may take a slot of the current batch, as groups due earlier find slots."""
+        return self.free_slots > 0 and all(
+            left > 0 for left in self.slots_left[: self._batches_until_due(oldest_version)]
+        )
 
-    def take(self, floor: int) -> None:
-        self._owe(floor, -1)
-        self.free -= 1
-        self.left = [left - 1 for left in self.left]
+    def take_slot(self, oldest_version: int) -> None:
+        self._reserve(oldest_version, -1)
+        self.free_slots -= 1
+        self.slots_left = [left - 1 for left in self.slots_left]
 
-    def needed(self, floor: int) -> int:
-        """The oldest version on which an episode of a group may start: all are still taken in time."""
-        full = [ahead for ahead, left in enumerate(self.left[: self._due(floor)]) if left <= 0]
-        return self._oldest + (full[-1] + 1 if full else 0)
+    def min_start_version(self, oldest_version: int) -> int:
+        """Return the oldest version on which an episode of a group may start so that no group is late."""
+        full_batches = [
+            ahead
+            for ahead, left in enumerate(self.slots_left[: self._batches_until_due(oldest_version)])
+            if left <= 0
+        ]
+        return self._min_version + (full_batches[-1] + 1 if full_batches else 0)
 
-    def move(self, before: int, after: int) -> None:
-        """The floor of a group has changed."""
-        self._owe(before, -1)
-        self._owe(after, 1)
+    def move_group(self, before: int, after: int) -> None:
+        """Note that the oldest version of a group has changed."""
+        self._reserve(before, -1)
+        self._reserve(after, 1)
 
     @property
     def may_close(self) -> bool:
-        """The current batch may be trained without its free places."""
-        return all(left >= self.free for left in self.left)
+        """True if the current batch may be trained without its free slots."""
+        return all(left >= self.free_slots for left in self.slots_left)
 
-    def _owe(self, floor: int, groups: int) -> None:
-        for ahead in range(self._due(floor), len(self.left)):
-            self.left[ahead] -= groups
+    def _reserve(self, oldest_version: int, group_count: int) -> None:
+        for ahead in range(self._batches_until_due(oldest_version), len(self.slots_left)):
+            self.slots_left[ahead] -= group_count
 
-    def _due(self, floor: int) -> int:
-        """Counts the batches until a group with this floor is due at the latest."""
-        return max(0, floor - self._oldest)
+    def _batches_until_due(self, oldest_version: int) -> int:
+        """Return the number of batches until a group with this oldest version is due."""
+        return max(0, oldest_version - self._min_version)
 
 
 def pending(buffer: ReplayBuffer) -> Iterator[tuple[int, EpisodeRecord]]:
-    """(oldest version that it may be started on, episode to be assigned), oldest groups first. The caller may
-    assign each before it asks for the next one.
+    """Yield the pending episodes with the oldest version that each may start on, oldest groups first.
 
-    Rule 2: its tokens will be within the bound when they are trained. After `rank` older groups that is at
-    step `committed + rank // groups_per_batch` or later, if groups are taken in order; with on_stale=hold the
-    places of the coming batches say it exactly.
+    The caller may assign each episode before the next is requested.
+
+    Rule 2: the tokens will not be stale when they are trained. After `older_groups` older groups that is at
+    step `committed + older_groups // groups_per_batch` or later, if groups are taken in order. With
+    on_stale=hold the slots of the coming batches give the exact step.
     """
-    places = places_of(buffer)
-    waiting = sorted(buffer.tally.groups[State.PENDING])
-    for number, rank in zip(waiting, buffer.tally.ranks(waiting, buffer.committed), strict=True):
-        group = buffer.live[number]
-        floor = floor_of(buffer, group)
+    slots = upcoming_slots(buffer)
+    waiting_groups = sorted(buffer.tally.groups_by_state[State.PENDING])
+
+    counts_of_older = buffer.tally.count_older(waiting_groups, buffer.committed)
+
+    for group_id, older_groups in zip(waiting_groups, counts_of_older, strict=True):
+        group = buffer.live[group_id]
+        oldest_version = oldest_version_of(buffer, group)
+
         for uid in group.members:
-            if buffer.episodes[uid].state is State.PENDING:
-                holds = buffer.config.on_stale == "hold"
-                # Fresh enough in the batch that follows `rank` older groups: with 20 of them and 8 groups
-                # per batch in the second after this one.
-                later = buffer.committed + rank // buffer.config.groups_per_batch - buffer.fresh
-                needed = places.needed(floor) if holds else later
-                yield needed, buffer.episodes[uid]
-                places.move(floor, floor := floor_of(buffer, group))
+            if buffer.episodes[uid].state is not State.PENDING:
+                continue
+
+            if buffer.config.on_stale == "hold":
+                min_version = slots.min_start_version(oldest_version)
+            else:
+                # With 20 older groups and 8 groups per batch, the episode is trained in the second batch
+                # after the current one.
+                batches_ahead = older_groups // buffer.config.groups_per_batch
+                min_version = buffer.committed + batches_ahead - buffer.max_start_staleness
+            yield min_version, buffer.episodes[uid]
+
+            # The caller may have assigned the episode, which changes the group's oldest version.
+            new_oldest = oldest_version_of(buffer, group)
+            slots.move_group(oldest_version, new_oldest)
+            oldest_version = new_oldest
 
 
-def floor_of(buffer: ReplayBuffer, group: GroupRecord) -> int:
-    """The oldest version of a token that the group has, or may still get from what runs; NEVER unless
-    on_stale=hold, the only mode that waits for it."""
+def oldest_version_of(buffer: ReplayBuffer, group: GroupRecord) -> int:
+    """Return the oldest version of a token that the group has, or may still get from running episodes.
+
+    NEVER_STALE unless on_stale=hold, as no other mode waits for the group.
+    """
     if buffer.config.on_stale != "hold":
-        return NEVER
-    if group.id not in buffer.floors:
-        members = buffer.members(group)
-        buffer.floors[group.id] = min((e.floor for e in members if not e.state.over), default=NEVER)
-    return buffer.floors[group.id]
+        return NEVER_STALE
+
+    if group.id not in buffer.oldest_versions:
+        group_members = buffer.trainable_members(group)
+        buffer.oldest_versions[group.id] = min(
+            (member.oldest_possible_version for member in group_members if not member.state.over),
+            default=NEVER_STALE,
+        )
+    return buffer.oldest_versions[group.id]
 
 
-def places_of(buffer: ReplayBuffer) -> Places:
-    """Places of the current batch and the next ones, and the groups that need them."""
-    size = buffer.config.groups_per_batch
-    taken = len(buffer.tally.steps[buffer.committed])
-    free = 0 if buffer.closed == buffer.committed else size - taken  # closed: it may be short
-    floors = (floor_of(buffer, group) for group in _untaken(buffer))
-    return Places(buffer.committed, free, size, buffer.config.max_staleness, floors)
+def upcoming_slots(buffer: ReplayBuffer) -> GroupSlots:
+    """Return the slots of the current batch and the next batches, less the groups that need them."""
+    groups_per_batch = buffer.config.groups_per_batch
+    taken_groups = len(buffer.tally.groups_by_step[buffer.committed])
+    # A closed batch may be short.
+    free_slots = 0 if buffer.closed_step == buffer.committed else groups_per_batch - taken_groups
+    oldest_versions = (oldest_version_of(buffer, group) for group in _untaken_groups(buffer))
+
+    return GroupSlots(
+        buffer.committed, free_slots, groups_per_batch, buffer.config.max_staleness, oldest_versions
+    )
 
 
 def drop_overdue(buffer: ReplayBuffer) -> list[EpisodeRecord]:
-    """on_stale=hold: drop untaken groups with a token over the bound, which no batch can take in time. There
-    are none unless a resumed run has a lower bound, or had another rule before. Returns what was running."""
-    first = buffer.committed - buffer.config.max_staleness
-    overdue = [group for group in _untaken(buffer) if floor_of(buffer, group) < first]
-    return [episode for group in overdue for episode in buffer.drop_group(group, DropReason.STALE)]
+    """With on_stale=hold, drop untaken groups with a stale token, which no batch can take in time.
+
+    Such groups exist only in a resumed run with a lower max_staleness, or with another rule before. Returns
+    the members that were running.
+    """
+    min_version = buffer.committed - buffer.config.max_staleness
+    overdue_groups = [
+        group for group in _untaken_groups(buffer) if oldest_version_of(buffer, group) < min_version
+    ]
+    return [episode for group in overdue_groups for episode in buffer.drop_group(group, DropReason.STALE)]
 
 
-def _untaken(buffer: ReplayBuffer) -> list[GroupRecord]:
-    """Returns the groups that a batch may still take; none unless they are waited for (on_stale=hold)."""
-    holds = buffer.config.on_stale == "hold"
-    return [buffer.live[number] for number in sorted(buffer.tally.untaken)] if holds else []
+def _untaken_groups(buffer: ReplayBuffer) -> list[GroupRecord]:
+    """Return the groups that a batch may still take. Empty unless on_stale=hold."""
+    holds_stale = buffer.config.on_stale == "hold"
+    return [buffer.live[number] for number in sorted(buffer.tally.untaken_groups)] if holds_stale else []

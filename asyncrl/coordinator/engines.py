@@ -1,10 +1,12 @@
-"""The coordinator's side of the engines: embedded ones, by their workers, and servers, by their keepers.
+"""The coordinator's side of the engines: push versions to them, and tell workers which servers to use.
 
-consumes: hellos and beats of keepers, confirmations of versions
-waits for: engines to confirm what they were sent, each with a deadline
+Embedded engines are reached through their workers, servers through their keepers.
+
+consumes: hellos and heartbeats of keepers, confirmations of versions
+waits for: engines to confirm pushed versions, each with a deadline
 unblocks: engines (versions, one after another), workers (the table of servers)
 
-    published ──► pushed to an engine ──► loaded and checked by it ──► acked: it may sample training turns
+    published ──► pushed to an engine ──► loaded and checked there ──► acked: may sample training turns
 
 An engine on a restarted peer is new, and holds no version.
 """
@@ -26,335 +28,423 @@ from asyncrl.wire.messages.shared import Loaded, Prefetch
 from asyncrl.wire.messages.worker import EngineEntry, Engines, EngineUse
 from asyncrl.wire.sockets import role_of
 
-LOAD_RETRY = 1.0  # seconds before an engine that refused a version is sent the latest again
-REFUSALS = 5  # of the newest version by one engine, while none holds it: then its files count as damaged
-TABLES_PER_SECOND = 2000  # messages to all workers together, at most: four a second to each of 512
-COUNTS = [field for field in EngineUse.__struct_fields__ if field != "name"]
+LOAD_RETRY = 1.0  # seconds before an engine that refused a version is sent the newest version again
+# Refusals of the newest version by an engine, while no engine holds it, after which its files count as
+# damaged.
+MAX_REFUSALS = 5
+TABLES_PER_SECOND = 2000  # largest rate of messages to all workers together: four a second to each of 512
+USE_COUNTERS = [field for field in EngineUse.__struct_fields__ if field != "name"]
 NO_USE = EngineUse("")
 
 
 class EngineHandler:
-    """Tracks which engine has which version, and who may use it. An engine is named by its peer, a worker or
-    a keeper."""
+    """Tracks which engine has which version, and which engines may sample.
+
+    An engine is identified by its peer, a worker or a keeper.
+    """
 
     def __init__(self, state: RunState, now: float) -> None:
         self.state = state
-        self._began = now
+        self._started_at = now
         self.remote = state.config.engine.remote
+
         self.keepers = Peers[KeeperRecord](
-            state, "engine", state.config.engine.keepers, lambda keeper, *_: self.leave(keeper.peer)
+            state, "engine", state.config.engine.keepers, lambda keeper, *_: self.remove_engine(keeper.peer)
         )
-        self.scorers = ScorerHandler(state)  # in the same table
-        self.peers = self.keepers, self.scorers.keepers
-        # engines against the trainer, over all publishes
-        self.probe_gap = 0.0
-        self.probe_tokens = 0
-        self.wakes = False  # the trainer rests: engines that sleep get the newest version
-        self.refused: Counter[tuple[bytes, PolicyVersion]] = Counter()  # since an engine loaded any version
-        self.refusal = ""  # why the last was
-        self._told = NO_VERSION  # newest version that keepers were told of
-        self._table: dict[str, EngineEntry] = {}  # by name: what workers were sent last
-        self._informed: set[bytes] = set()  # workers that have it
-        self._table_at = 0.0  # no change is sent earlier
-        self._uses: defaultdict[str, Counter[str]] = defaultdict(Counter)  # by server: totals of all workers
+        self.scorers = ScorerHandler(state)  # their servers are in the same table
+        self.supervised_peers = self.keepers, self.scorers.keepers
+
+        self.probe_gap = 0.0  # largest difference between log-probs of an engine and of the trainer
+        self.probe_tokens = 0  # tokens compared so far
+
+        self.may_wake = False  # the trainer has offloaded: sleeping engines get the newest version
+        # Counts since an engine loaded any version.
+        self.refusals: Counter[tuple[bytes, PolicyVersion]] = Counter()
+        self.last_refusal = ""  # reason of the last refusal
+
+        self._announced_version = NO_VERSION  # newest version that keepers prefetch
+        self._sent_table: dict[str, EngineEntry] = {}  # entries by name, as last sent to workers
+        self._informed_workers: set[bytes] = set()  # workers that have the sent table
+        self._next_table_at = 0.0  # time before which no change is sent
+        # Totals of all workers, by server.
+        self._server_uses: defaultdict[str, Counter[str]] = defaultdict(Counter)
 
     # -- engines of both kinds -----------------------------------------------------------------------
 
-    def join(self, peer: bytes, name: str, up: bool = True) -> None:
-        """An engine reports in; it is sent the latest version whatever it has."""
+    def add_engine(self, peer: bytes, name: str, up: bool = True) -> None:
+        """Add an engine that reported in. The engine will be sent the newest version, whatever it holds."""
         self.state.versions.engines[peer] = EngineRecord(name, up)
 
-    def leave(self, peer: bytes) -> None:
+    def remove_engine(self, peer: bytes) -> None:
         self.state.versions.engines.pop(peer, None)
 
     def quarantined(self, peer: bytes) -> bool:
-        """True where the worker's own engine must not sample."""
+        """Return True if the worker's own engine must not sample."""
         engine = self.state.versions.engines.get(peer)
         return engine is not None and engine.quarantined
 
-    def quarantine(self, peer: bytes, at: float) -> None:
-        """Give the engine no more work until it has loaded the latest version anew; it is sent that at time
-        `at`. A worker of servers has no engine."""
+    def quarantine(self, peer: bytes, resend_at: float) -> None:
+        """Give an engine no more work until the newest version, sent at time `at`, is loaded anew.
+
+        Nothing happens for a worker that uses servers, as there is no engine of its own.
+        """
         if (engine := self.state.versions.engines.get(peer)) is not None:
             engine.quarantined = True
-            engine.resend(at)
+            engine.resend(resend_at)
 
-    def worker_here(self, peer: bytes, version: PolicyVersion, now: float) -> None:
-        """A worker said hello: it may have missed the table, and its own engine, which has `version`, what it
-        was sent."""
-        self._informed.discard(peer)
+    def resend_to_worker(self, peer: bytes, version: PolicyVersion, now: float) -> None:
+        """Send a worker that said hello all that it may have missed.
+
+        That is the table of servers, and for the worker's own engine, which has `version`, the newest
+        version.
+        """
+        self._informed_workers.discard(peer)
         engine = self.state.versions.engines.get(peer)
         if engine is not None and engine.pushed > min(version, engine.acked):
             engine.resend(now)
 
-    def loaded(self, peer: bytes, message: Loaded, now: float) -> None:
-        """An engine confirmed a version, or could not load it."""
+    def confirm_load(self, peer: bytes, message: Loaded, now: float) -> None:
+        """Handle the report of an engine that loaded a version, or could not load it."""
         versions = self.state.versions
-        version = message.ref.version
+        loaded_version = message.ref.version
         if (engine := versions.engines.get(peer)) is None:
-            return  # its peer will say hello
+            return  # the peer will say hello
+
         engine.push_s = message.seconds
         if message.postponed:
-            log.info("%s has not loaded v%d: %s", engine.name, version.step, message.error)
+            log.info("%s has not loaded v%d: %s", engine.name, loaded_version.step, message.error)
             engine.resend(now)
             return
+
         if message.error:
-            log.warning("%s could not load v%d: %s", engine.name, version.step, message.error)
+            log.warning("%s could not load v%d: %s", engine.name, loaded_version.step, message.error)
             engine.resend(now + LOAD_RETRY)
-            if not (message.lost or message.process_failed):  # else another trainer would not help
-                self.refused[peer, version] += 1
-                self.refusal = message.error
+            if not (message.lost or message.process_failed):  # then another trainer might help
+                self.refusals[peer, loaded_version] += 1
+                self.last_refusal = message.error
             return
-        if not versions.same_weights(version, message.checksum):
-            log.error("%s loaded other weights as v%d: sent again", engine.name, version.step)
+
+        if not versions.same_weights(loaded_version, message.checksum):
+            log.error("%s loaded other weights as v%d: sent again", engine.name, loaded_version.step)
             self.quarantine(peer, now + LOAD_RETRY)
             return
+
         self.record_probe(message)
         engine.asleep = False
         engine.woken = True
         engine.unproven = message.unproven
-        if message.unproven:  # it is sent the newest version again, with the probe
+
+        if message.unproven:  # sent again with the probe, for a comparison
             engine.resend(now)
             return
+
         engine.quarantined = False
-        self.refused.clear()
-        if version > engine.acked:
-            engine.acked = version
-            self.state.timeline.past("push", now - engine.pushed_at, version=version, engine=engine.name)
+        self.refusals.clear()
+        if loaded_version > engine.acked:
+            engine.acked = loaded_version
+            self.state.timeline.past(
+                "push", now - engine.pushed_at, version=loaded_version, engine=engine.name
+            )
             self.state.liveness.alive(now)
 
     def pop_unloadable_version(self) -> str:
-        """Returns why no engine can load the newest version, once its files were refused REFUSALS times; ''
-        if an engine holds it, or is loading it and has not refused it. A process that fails to load, whatever
-        the files are, ends by itself (runtime/weight_loader.py), and another one tries."""
-        held = self.state.versions.engines
+        """Return why no engine can load the newest version, once an engine has refused it MAX_REFUSALS times.
+
+        Returns '' if an engine holds the version, or is loading it without a refusal so far. A process that
+        fails to load any files ends by itself (runtime/weight_loader.py), and a new process tries.
+        """
+        engines = self.state.versions.engines
         newest = self.state.versions.newest
-        refused = self.refused
-        often = any(count >= REFUSALS for (_, version), count in refused.items() if version == newest)
-        tries = (one for one, engine in held.items() if engine.pushed >= newest and not refused[one, newest])
-        holds = any(engine.acked >= newest and engine.woken for engine in held.values())
-        if not often or holds or any(tries):
+        refused = self.refusals
+
+        often_refused = any(
+            count >= MAX_REFUSALS for (_, version), count in refused.items() if version == newest
+        )
+        untried_peers = (
+            peer for peer, engine in engines.items() if engine.pushed >= newest and not refused[peer, newest]
+        )
+        newest_loaded = any(engine.acked >= newest and engine.woken for engine in engines.values())
+
+        if not often_refused or newest_loaded or any(untried_peers):
             return ""
-        self.refused.clear()
-        return f"no engine can load v{newest.step}: {self.refusal}"
+
+        self.refusals.clear()
+        return f"no engine can load v{newest.step}: {self.last_refusal}"
 
     def record_probe(self, message: Loaded) -> None:
-        """Keep the largest difference between an engine's log-probs and the trainer's."""
+        """Record the largest difference between an engine's log-probs and the trainer's."""
         self.probe_gap = max(self.probe_gap, message.probe_gap)
         self.probe_tokens += message.probe_tokens
 
-    def steps(self) -> Callable[[bytes], list[int]]:
-        """By worker: policy versions that its episodes can start on, ascending: that of its own engine, or
-        those of all servers."""
-        held = self.state.versions.engines
-        if not self.remote:
-            return lambda worker: [held[worker].acked.step]
-        shared = sorted(held[keeper.peer].acked.step for keeper in self._serving("train"))
-        return lambda worker: shared
+    def steps_by_worker(self) -> Callable[[bytes], list[int]]:
+        """Return a function from a worker to the versions that its episodes can start on, ascending.
 
-    def tick(self, now: float) -> None:
-        """Remove silent keepers, push versions."""
-        for peers in self.peers:
-            peers.tick(now)
+        These are the version of the worker's own engine, or the versions of all servers.
+        """
+        engines = self.state.versions.engines
+        if not self.remote:
+            return lambda worker_peer: [engines[worker_peer].acked.step]
+        server_steps = sorted(engines[keeper.peer].acked.step for keeper in self._serving_keepers("train"))
+        return lambda worker_peer: server_steps
+
+    def push_versions(self, now: float) -> None:
+        """Remove silent keepers, and push the newest version to engines that are due."""
+        for peers in self.supervised_peers:
+            peers.remove_silent(now)
+
         versions = self.state.versions
         if versions.ref is not None:
-            if versions.newest > self._told:
-                self._told = versions.newest
+            if versions.newest > self._announced_version:
+                self._announced_version = versions.newest
                 for keeper in self.keepers:
                     self.state.outbox.to_control(keeper.peer, Prefetch(versions.ref))
-            for peer in self._due(now) if self.awake or self.wakes else []:
-                self.state.outbox.to_control(peer, versions.order(versions.ref, "train"))
+
+            due_peers = self._due_peers(now) if self.awake or self.may_wake else []
+            for peer in due_peers:
+                self.state.outbox.to_control(peer, versions.load_message(versions.ref, "train"))
                 engine = versions.engines[peer]
                 engine.pushed = versions.newest
                 engine.pushed_at = now
                 engine.asleep = False
+
         for engine in versions.engines.values():
-            late = engine.pushed != NO_VERSION and (engine.acked < engine.pushed or not engine.woken)
-            if late and now - engine.pushed_at > self.state.config.weights.deadline:
+            is_late = engine.pushed != NO_VERSION and (engine.acked < engine.pushed or not engine.woken)
+            if is_late and now - engine.pushed_at > self.state.config.weights.deadline:
                 engine.resend(now)
-                step = versions.newest.step
-                log.warning("%s has not loaded v%d in time; it is sent again", engine.name, step)
+                newest_step = versions.newest.step
+                log.warning("%s has not loaded v%d in time; it is sent again", engine.name, newest_step)
 
     @property
     def awake(self) -> bool:
-        """Engines have their devices: always, unless they share them with the trainer."""
+        """True if engines have their devices: always without shifts, else in the rollout shift."""
         return self.state.shifts is None or self.state.shifts.shift is Shift.ROLLOUT
 
-    def _due(self, now: float) -> list[bytes]:
-        """Engines to send the newest version to. Servers that serve are updated one after another, in turn:
-        while one is paused, the others generate. None is for adapters."""
-        held = self.state.versions.engines
-        free = {
+    def _due_peers(self, now: float) -> list[bytes]:
+        """Return the engines to which the newest version is to be sent now.
+
+        Servers in use are updated one after another, so that the other servers generate while a server is
+        paused. Adapters need no pause.
+        """
+        engines = self.state.versions.engines
+
+        free_peers = {
             peer
-            for peer, engine in held.items()
-            if (engine.up or self.state.config.shifts) and (engine.quarantined or not engine.pinned)
+            for peer, engine in engines.items()
+            if (engine.is_up or self.state.config.shifts)
+            and (engine.quarantined or not engine.held_for_validation)
         }
-        due = [peer for peer in held if peer in free and self.state.versions.behind(held[peer], now)]
+        due_peers = [
+            peer
+            for peer in engines
+            if peer in free_peers and self.state.versions.needs_push(engines[peer], now)
+        ]
+
         config = self.state.config
         if not self.remote or not config.weights.rolling or config.adapters_apart or config.shifts:
-            return due
-        served = {peer for peer in held if held[peer].acked != NO_VERSION}  # whether healthy now or not
-        idle = [peer for peer in due if peer not in served]
-        if any(held[peer].acked < held[peer].pushed for peer in served):
-            return idle
-        return idle + sorted(set(due) & served, key=lambda peer: held[peer].pushed_at)[:1]
+            return due_peers
+
+        serving_peers = {peer for peer in engines if engines[peer].acked != NO_VERSION}  # healthy or not
+        idle_peers = [peer for peer in due_peers if peer not in serving_peers]
+        if any(engines[peer].acked < engines[peer].pushed for peer in serving_peers):
+            return idle_peers
+
+        due_serving = sorted(set(due_peers) & serving_peers, key=lambda peer: engines[peer].pushed_at)
+        return idle_peers + due_serving[:1]
 
     # -- keepers -------------------------------------------------------------------------------------
 
-    def hello(self, peer: bytes, message: KeeperHello, now: float) -> None:
-        """A keeper reports in, for the first time or again. Both are handled alike: its state is absolute."""
+    def welcome_keeper(self, peer: bytes, message: KeeperHello, now: float) -> None:
+        """Handle the hello of a keeper, first or repeated. Both are alike, as a hello has the whole state."""
         if role_of(peer) == SCORER:
-            self.scorers.hello(peer, message, now)
+            self.scorers.welcome_keeper(peer, message, now)
             return
-        keeper = self.keepers.hello(peer, message, now, lambda: self._join_keeper(peer, message, now))
+
+        keeper = self.keepers.accept_hello(peer, message, now, lambda: self._join_keeper(peer, message, now))
         if keeper is None:
             return
+
         engine = self.state.versions.engines[peer]
-        if message.url and not engine.up:
+        if message.url and not engine.is_up:
             log.info("%s: %s at %s", keeper.name, message.engine, message.url)
             self.state.liveness.alive(now)
+
         keeper.hello = message
-        engine.up = bool(message.url)
-        self.state.welcome(peer)
+        engine.is_up = bool(message.url)
+        self.state.send_welcome(peer)
 
     def _join_keeper(self, peer: bytes, message: KeeperHello, now: float) -> KeeperRecord:
         keeper = KeeperRecord(peer, f"engine {message.index}", message, now)
-        self.join(peer, keeper.name, bool(message.url))
+        self.add_engine(peer, keeper.name, bool(message.url))
         self.state.liveness.alive(now)
         return keeper
 
-    def beat(self, peer: bytes, message: KeeperBeat, now: float) -> None:
+    def note_heartbeat(self, peer: bytes, message: KeeperBeat, now: float) -> None:
         if role_of(peer) == SCORER:
-            self.scorers.beat(peer, message, now)
+            self.scorers.note_heartbeat(peer, message, now)
             return
+
         keeper = self.keepers.get(peer)
         if keeper is None:
-            return  # it will say hello
-        keeper.beat = message
+            return  # the keeper will say hello
+
+        keeper.heartbeat = message
         if message.kv_use is not None:
             self.state.versions.engines[peer].kv_use = message.kv_use
-            self.state.live_limit.kv.read(keeper.name, message.kv_use)
+            self.state.live_limit.kv_cap.note_use(keeper.name, message.kv_use)
+
         if message.starting:  # a keeper whose server does not start in time ends by itself
             self.state.liveness.alive(now)
 
     # -- the table -----------------------------------------------------------------------------------
 
     @property
-    def samples(self) -> bool:
-        """Turns can be sampled: with servers, one of them holds a published version."""
-        return not self.remote or bool(self._serving(None))
+    def can_sample(self) -> bool:
+        """True if turns can be sampled. A run with servers needs a server with a published version."""
+        return not self.remote or bool(self._serving_keepers(None))
 
     @property
-    def lacks(self) -> str:
-        """Name what new episodes wait for: a server that samples, one of each scorer that reads turns."""
-        return self.scorers.lacks if self.samples else "a server that holds a published version"
+    def missing_server(self) -> str:
+        """The server that new episodes wait for, to sample or to score; '' if none is missing."""
+        return self.scorers.missing_server if self.can_sample else "a server that holds a published version"
 
     def send_table(self, workers: Collection[bytes], now: float) -> None:
-        """Send each worker what it does not have yet of the table: all of it, or what changed. Changes are
-        collected, so that TABLES_PER_SECOND is kept. A restarted coordinator first gives the keepers a
-        lease's time to report: workers take back turns from servers that a table leaves out."""
-        config = self.state.config
-        planned = self.state.config.engine.keepers
-        complete = sum(keeper.hello.index < planned for keeper in self.keepers) >= planned
-        complete = complete and len(self.scorers.keepers) == len(config.scorer_places)
-        if not (self.remote or config.scorers) or not (complete or now > self._began + config.launch.lease):
-            return
-        self._informed -= self.state.outbox.unreachable  # a change did not reach them
-        self._informed &= set(workers)
-        if now >= self._table_at:
-            before = self._table
-            self._table = {entry.name: entry for entry in self.table()}
-            changed = tuple(entry for name, entry in self._table.items() if before.get(name) != entry)
-            gone = tuple(before.keys() - self._table.keys())
-            if changed or gone:
-                self._table_at = now + len(workers) / TABLES_PER_SECOND
-                self._tell(self._informed, Engines(changed, gone))
-        self._tell(set(workers) - self._informed, Engines(tuple(self._table.values()), whole=True))
-        self._informed.update(workers)
+        """Send workers the table of servers, or the changes since it was last sent.
 
-    def _tell(self, workers: Collection[bytes], message: Engines) -> None:
+        Changes are collected, so that at most TABLES_PER_SECOND messages are sent. A restarted coordinator
+        first waits a lease for keepers to report, as workers take back turns from servers missing in a table.
+        """
+        config = self.state.config
+        planned_servers = self.state.config.engine.keepers
+        table_complete = (
+            sum(keeper.hello.index < planned_servers for keeper in self.keepers) >= planned_servers
+        )
+        table_complete = table_complete and len(self.scorers.keepers) == len(config.scorer_places)
+        if not (self.remote or config.scorers) or not (
+            table_complete or now > self._started_at + config.launch.lease
+        ):
+            return
+
+        self._informed_workers -= self.state.outbox.unreachable  # they missed a change
+        self._informed_workers &= set(workers)
+
+        if now >= self._next_table_at:
+            previous_table = self._sent_table
+            self._sent_table = {entry.name: entry for entry in self.server_table()}
+            changed_entries = tuple(
+                entry for name, entry in self._sent_table.items() if previous_table.get(name) != entry
+            )
+            removed_names = tuple(previous_table.keys() - self._sent_table.keys())
+            if changed_entries or removed_names:
+                self._next_table_at = now + len(workers) / TABLES_PER_SECOND
+                self._send_entries(self._informed_workers, Engines(changed_entries, removed_names))
+
+        self._send_entries(
+            set(workers) - self._informed_workers, Engines(tuple(self._sent_table.values()), whole=True)
+        )
+        self._informed_workers.update(workers)
+
+    def _send_entries(self, workers: Collection[bytes], message: Engines) -> None:
         for peer in workers:
             self.state.outbox.to_control(peer, message)
 
-    def table(self) -> tuple[EngineEntry, ...]:
-        serving = {keeper.peer for keeper in self._serving(None)}
-        held = self.state.versions.engines
-        engines = [
-            keeper.entry(
-                engine.acked,
-                keeper.peer in serving,
-                "eval" if engine.pinned else "train",
+    def server_table(self) -> tuple[EngineEntry, ...]:
+        serving_peers = {keeper.peer for keeper in self._serving_keepers(None)}
+        engines: list[EngineEntry] = []
+        for keeper in self.keepers:
+            engine = self.state.versions.engines[keeper.peer]
+            entry = keeper.table_entry(
+                version=engine.acked,
+                healthy=keeper.peer in serving_peers,
+                lane="eval" if engine.held_for_validation else "train",
                 asleep=self.state.shifts is not None and not engine.woken,
             )
-            for keeper, engine in ((keeper, held[keeper.peer]) for keeper in self.keepers)
-        ]
-        return (*engines, *self.scorers.table(engines))
+            engines.append(entry)
+        return (*engines, *self.scorers.table_entries(engines))
 
-    def add_use(self, before: Sequence[EngineUse], now: Sequence[EngineUse]) -> None:
-        """Count what the servers have done for a worker between two heartbeats. The later one has the same
-        servers in the same order, and perhaps more of them."""
-        for use, had in zip(now, chain(before, repeat(NO_USE)), strict=False):
-            if use != had:
-                totals = self._uses[use.name]
-                for name in COUNTS:
-                    if more := getattr(use, name) - getattr(had, name):
-                        totals[name] += more
-                self.state.live_limit.kv.retracted += use.retracted - had.retracted
+    def add_use(self, previous_uses: Sequence[EngineUse], current_uses: Sequence[EngineUse]) -> None:
+        """Count the servers' work for a worker between two heartbeats.
+
+        The later heartbeat names the same servers in the same order, and perhaps further servers.
+        """
+        for use, previous_use in zip(current_uses, chain(previous_uses, repeat(NO_USE)), strict=False):
+            if use != previous_use:
+                totals = self._server_uses[use.name]
+                for counter_name in USE_COUNTERS:
+                    if increase := getattr(use, counter_name) - getattr(previous_use, counter_name):
+                        totals[counter_name] += increase
+                self.state.live_limit.kv_cap.retracted_requests += use.retracted - previous_use.retracted
 
     def gauges(self) -> dict[str, float]:
-        """Metrics per server: what it has done for the workers, and its newest update; and the share of all
-        prompt tokens that were found in a prefix cache."""
-        found: dict[str, float] = {}
-        prompt = cached = 0
+        """Return metrics of each server, and the fraction of all prompt tokens found in a prefix cache."""
+        metrics: dict[str, float] = {}
+        prompt_tokens = 0
+        cached_tokens = 0
+
         for keeper in self.keepers:
-            use = self._uses[keeper.name]
+            use = self._server_uses[keeper.name]
             engine = self.state.versions.engines[keeper.peer]
-            totals = {name: float(use[name]) for name in COUNTS}
+
+            totals = {name: float(use[name]) for name in USE_COUNTERS}
             totals["version"] = float(engine.acked.step)
             totals["push_s"] = engine.push_s
             totals["cache_hit"] = use["cached_tokens"] / max(1.0, use["prompt_tokens"])
             if engine.kv_use is not None:
                 totals["kv_use"] = engine.kv_use
-            prompt = prompt + use["prompt_tokens"]
-            cached = cached + use["cached_tokens"]
-            found |= {f"engine/{keeper.hello.index}/{name}": value for name, value in totals.items()}
-        if self.remote:
-            found["async/engines"] = float(len(self._serving(None)))
-        if prompt:
-            found["rollout/prefix_cache_hit"] = cached / prompt
-        return found | self.scorers.gauges(self.table(), self._uses)
 
-    def _serving(self, lane: str | None) -> list[KeeperRecord]:
-        """Keepers of servers that may sample, in all lanes or in one."""
-        held = self.state.versions.engines
+            prompt_tokens = prompt_tokens + use["prompt_tokens"]
+            cached_tokens = cached_tokens + use["cached_tokens"]
+            metrics |= {f"engine/{keeper.hello.index}/{name}": value for name, value in totals.items()}
+
+        if self.remote:
+            metrics["async/engines"] = float(len(self._serving_keepers(None)))
+        if prompt_tokens:
+            metrics["rollout/prefix_cache_hit"] = cached_tokens / prompt_tokens
+
+        return metrics | self.scorers.gauges(self.server_table(), self._server_uses)
+
+    def _serving_keepers(self, lane: str | None) -> list[KeeperRecord]:
+        """Return the keepers of servers that may sample, in all lanes or in the given lane."""
+        engines = self.state.versions.engines
         return [
             keeper
             for keeper in self.keepers
-            if (engine := held[keeper.peer]).up
-            and keeper.beat.healthy
+            if (engine := engines[keeper.peer]).is_up
+            and keeper.heartbeat.healthy
             and not engine.quarantined
             and engine.acked != NO_VERSION
-            and (lane is None or (lane == "eval") == engine.pinned)
+            and (lane is None or (lane == "eval") == engine.held_for_validation)
         ]
 
     # -- validation ----------------------------------------------------------------------------------
 
-    def pin(self, version: PolicyVersion, all_servers: bool) -> bool:
-        """True when validation may sample: one server with `version` or newer is set aside for it, or all,
-        and keeps what it has. With a single one nothing is pinned: training goes on, on the same weights."""
-        held = self.state.versions.engines
-        pinned = any(engine.pinned for engine in held.values())
-        if not pinned and sum(engine.up for engine in held.values()) < 2:
-            return self.samples
-        serving = [held[keeper.peer] for keeper in self._serving("train")]
-        fit = [engine for engine in serving if engine.acked >= max(version, engine.pushed)]
-        for engine in fit if all_servers else fit[: not pinned]:
-            engine.pinned = pinned = True
-            self._table_at = 0.0  # workers are told before they are given its episodes
-            log.info("%s is set aside for validation", engine.name)
-        return pinned
+    def pin_servers(self, version: PolicyVersion, all_servers: bool) -> bool:
+        """Set servers aside for validation, which keep their version. Return True when validation may sample.
 
-    def release(self) -> None:
-        """Validation is over: its servers get the latest version and training requests again."""
+        One server with `version` or a newer version is set aside, or all such servers. A single server is
+        shared: training goes on, and the weights change as usual.
+        """
+        engines = self.state.versions.engines
+        any_pinned = any(engine.held_for_validation for engine in engines.values())
+
+        if not any_pinned and sum(engine.is_up for engine in engines.values()) < 2:
+            return self.can_sample
+
+        serving_engines = [engines[keeper.peer] for keeper in self._serving_keepers("train")]
+        suitable_engines = [
+            engine for engine in serving_engines if engine.acked >= max(version, engine.pushed)
+        ]
+
+        for engine in suitable_engines:
+            if any_pinned and not all_servers:
+                break
+            engine.held_for_validation = True
+            any_pinned = True
+            self._next_table_at = 0.0  # workers get the table before episodes of the validation
+            log.info("%s is set aside for validation", engine.name)
+
+        return any_pinned
+
+    def unpin_servers(self) -> None:
+        """Return the servers set aside to training, after a validation."""
         for engine in self.state.versions.engines.values():
-            engine.pinned = False
+            engine.held_for_validation = False

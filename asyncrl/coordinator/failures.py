@@ -1,8 +1,9 @@
-"""Counts failures, and draws the conclusions that a restarted coordinator keeps.
+"""Count failures, and draw conclusions that survive a restart of the coordinator.
 
-Attempts at training episodes: how many failed since the run began, and whether the first of a launch all fail
-alike (a tool, a reward, an environment or an agent that always raises, long prompts). Trainer ranks that ran
-out of memory: each time, more layers are recomputed, or micro-batches are halved.
+`FailedAttempts` counts failed attempts at training episodes. `FirstAttempts` ends a run whose first attempts
+all fail for the same reason (a tool, a reward, an environment or an agent that always raises, or long
+prompts). `MemoryLimits` recomputes more layers, or halves micro-batches, each time a trainer rank ran out of
+memory.
 """
 
 from __future__ import annotations
@@ -21,80 +22,98 @@ from asyncrl.store.runstore import RunStore
 from asyncrl.types import FailReason
 from asyncrl.wire.messages.trainer import GaveUp
 
-LONGEST = 300  # characters of a cause that are kept
-MIN_ATTEMPTS = 128
-MIN_SAMPLES = 64
+MAX_CAUSE_CHARACTERS = 300  # stored characters of a cause
+MIN_ATTEMPTS = 128  # failed attempts in a row before a run is ended
+MIN_SAMPLES = 64  # different samples among these attempts
 
 
 class FailedAttempts(msgspec.Struct):
-    """Kept in the store. An attempt counts whatever became of its episode: the next one may have landed.
-    `newest`: the cause of the last one that named it, with file and line where users' code raised; `lost`: of
-    the last one that was lost with a worker or a server."""
+    """Failed attempts since the run began, as stored. An attempt counts even if a later attempt landed.
+
+    counts: number of attempts by FailReason.
+    newest: newest known cause, with file and line if users' code raised.
+    lost: newest known cause among attempts lost with a worker or a server.
+    """
 
     META: ClassVar = "failed_attempts"
-    counts: dict[str, int] = {}  # by FailReason
+    counts: dict[str, int] = {}
     newest: str = ""
     lost: str = ""
 
     @classmethod
-    def stored(cls, store: RunStore) -> FailedAttempts:
+    def load_from(cls, store: RunStore) -> FailedAttempts:
         return msgspec.json.decode(store.read.meta(cls.META, "{}"), type=cls)
 
-    def add(self, reason: FailReason, detail: str, store: RunStore) -> None:
+    def add_failure(self, reason: FailReason, detail: str, store: RunStore) -> None:
         self.counts[reason] = self.counts.get(reason, 0) + 1
-        cause = " ".join(detail.split())[:LONGEST]
+
+        cause = " ".join(detail.split())[:MAX_CAUSE_CHARACTERS]
         if reason in LOSSES:
             self.lost = cause or self.lost
         if reason is not FailReason.WORKER_LOST:
             self.newest = cause or self.newest
+
         store.put_meta(self.META, msgspec.json.encode(self).decode())
 
 
 class FirstAttempts:
-    """Ends a run whose first attempts all fail alike: the next ones would, too. Pure.
+    """Decides whether a run ends because its first attempts all fail for the same reason.
 
     A run in which one attempt in ten lands must not be ended. If nine in ten fail by chance, MIN_ATTEMPTS in
-    a row do once in 700,000 launches (0.9 ** 128 = 1.4e-6). If nine samples in ten fail whatever the attempt,
-    as their columns lack something, more attempts at one sample tell nothing new: MIN_SAMPLES in a row fail
-    once in 850 launches (0.9 ** 64 = 0.0012). With 8 episodes per group and 2 retries this is known after
-    1,536 attempts at the latest. Groups that are not trained end a run after 50 batches' worth: 38,400.
+    a row do once in 700,000 launches (0.9 ** 128 = 1.4e-6). If nine samples in ten fail at every attempt, for
+    a
+    missing column for instance, more attempts at a sample tell nothing new: MIN_SAMPLES in a row fail once in
+    850 launches (0.9 ** 64 = 0.0012). With 8 episodes per group and 2 retries this is known after 1,536
+    attempts at the latest. Untrained groups end a run only after 50 batches' worth of groups: 38,400
+    attempts.
 
-    `samples`: how many there are; if fewer than MIN_SAMPLES, all of them must have failed.
+    Args:
+        samples: number of samples of the data; with fewer than MIN_SAMPLES, all must have failed.
     """
 
     def __init__(self, samples: int) -> None:
-        self._needed = min(MIN_SAMPLES, samples)
-        self._reason: FailReason | None = None
-        self._failed: list[tuple[int, int]] = []  # (place, sample) of those that failed for it in a row
+        self._min_failed_samples = min(MIN_SAMPLES, samples)
+        self._common_reason: FailReason | None = None
+        # Pairs (assign number, sample) of the attempts that failed in a row.
+        self._failed_attempts: list[tuple[int, int]] = []
         self.landed = False
 
-    def fail(self, place: int, sample: int, reason: FailReason) -> None:
-        """An attempt failed that was the `place`th to be given out. Lost workers and servers do not count."""
+    def note_failure(self, assign_number: int, sample: int, reason: FailReason) -> None:
+        """Note a failed attempt, the `assign_number`th assigned. Lost workers and servers do not count."""
         if self.landed or reason in LOSSES:
             return
-        if reason is not self._reason:
-            self._reason = reason
-            self._failed = []
-        self._failed.append((place, sample))
+        if reason is not self._common_reason:
+            self._common_reason = reason
+            self._failed_attempts = []
 
-    def verdict(self, running: Iterable[int]) -> str:
-        """Says what has failed; '' as long as an attempt may land. `running`: places of those under way. Only
-        the attempts before all of these count, or slow ones that land would come after many that fail
-        fast."""
-        if self.landed or len(self._failed) < MIN_ATTEMPTS:
+        self._failed_attempts.append((assign_number, sample))
+
+    def verdict(self, running_numbers: Iterable[int]) -> str:
+        """Return which attempts have failed; '' as long as an attempt may land.
+
+        Only attempts assigned before all running attempts (`running_numbers`) count. Otherwise many attempts
+        that fail fast would outrun slow attempts that land.
+        """
+        if self.landed or len(self._failed_attempts) < MIN_ATTEMPTS:
             return ""
-        first = min(running, default=math.inf)
-        samples = [sample for place, sample in self._failed if place < first]
-        if len(samples) < MIN_ATTEMPTS or len(set(samples)) < self._needed:
+
+        first_running = min(running_numbers, default=math.inf)
+        samples = [sample for assign_number, sample in self._failed_attempts if assign_number < first_running]
+
+        if len(samples) < MIN_ATTEMPTS or len(set(samples)) < self._min_failed_samples:
             return ""
-        count = f"{len(samples):,} attempts (samples: {len(set(samples))})"
-        return f"the first {count} all failed with {self._reason}"
+
+        attempt_count = f"{len(samples):,} attempts (samples: {len(set(samples))})"
+        return f"the first {attempt_count} all failed with {self._common_reason}"
 
 
 class MemoryLimits(msgspec.Struct):
-    """What ranks that ran out of memory have taught: the `tokens` that a micro-batch may have, and
-    `recompute_every` (see Welcome). Kept in the store; forgotten under another `trainer.micro_batch_tokens`
-    than they were learned under (`configured`)."""
+    """Limits learned from ranks that ran out of memory, as stored.
+
+    configured: `trainer.micro_batch_tokens` under which the limits were learned; another value resets them.
+    tokens: largest number of tokens of a micro-batch.
+    recompute_every: see Welcome.
+    """
 
     META: ClassVar = "micro_budget"
     configured: int
@@ -102,15 +121,16 @@ class MemoryLimits(msgspec.Struct):
     recompute_every: int = 0
 
     @classmethod
-    def stored(cls, reader: RunReader, configured: int) -> MemoryLimits:
-        kept = reader.meta(cls.META)
-        found = msgspec.json.decode(kept, type=cls) if kept else cls(configured, configured)
-        return found if found.configured == configured else cls(configured, configured)
+    def load_from(cls, reader: RunReader, configured: int) -> MemoryLimits:
+        stored_text = reader.meta(cls.META)
+        limits = msgspec.json.decode(stored_text, type=cls) if stored_text else cls(configured, configured)
+        return limits if limits.configured == configured else cls(configured, configured)
 
     def tighten(self, message: GaveUp, store: RunStore) -> None:
-        """A rank ran out of memory: let more layers be recomputed where that is left, or else allow half
-        the tokens. ConfigError when the micro-batch cannot be cut any more, as it was a single episode over
-        the budget."""
+        """Tighten the limits after a rank ran out of memory: recompute more layers, or else halve tokens.
+
+        ConfigError if the micro-batch was a single episode, which cannot be cut.
+        """
         if message.recompute_every:
             self.recompute_every = message.recompute_every
         else:
@@ -124,11 +144,13 @@ class MemoryLimits(msgspec.Struct):
                 f"{message.detail}; set {memory_advice(message.recomputed_every)}, then go on with "
                 "resume=auto"
             )
-        had = max(message.tokens, self.tokens // 4)  # a small rest of a batch is not what was too large
-        self.tokens = max(1, min(self.tokens, had) // 2)
 
-    def described(self, message: GaveUp) -> str:
-        """Return in words what was changed because of this message."""
+        # The small remainder of a batch was not too large.
+        tried_tokens = max(message.tokens, self.tokens // 4)
+        self.tokens = max(1, min(self.tokens, tried_tokens) // 2)
+
+    def describe_change(self, message: GaveUp) -> str:
+        """Describe the change that followed from this message."""
         if message.recompute_every:
             return f"{described_recomputation(self.recompute_every)} from now on"
         return f"micro-batches have at most {self.tokens} tokens from now on"

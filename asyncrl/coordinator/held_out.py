@@ -1,8 +1,10 @@
-"""The episodes of the validation under way. They are leased, fenced, retried and continued as those that are
-trained, but are never live, taken or filtered: they have an account of their own.
+"""Keep the ledger of held-out episodes: the episodes of the validation under way.
 
-The store has a record of each until the session ends, and in its place the result of each that is over, which
-lists show as well.
+Held-out episodes are leased, fenced, retried and continued like training episodes, but are never live, taken
+or filtered, and have an account of their own.
+
+The store has a record of each held-out episode until the session ends, and the result of each episode that is
+over, which lists show as well.
 """
 
 from __future__ import annotations
@@ -19,13 +21,16 @@ from asyncrl.types import FailReason
 from asyncrl.wire.messages.shared import Attempt
 from asyncrl.wire.messages.worker import Failed, Finished
 
-META = "held_out"
-RECORD = "record:"  # before the uid, in the store
+ACCOUNT_KEY = "held_out"
+RECORD_PREFIX = "record:"  # precedes the uid in the store's keys
 
 
-class HeldOutFlow(msgspec.Struct, frozen=True):
-    """The account of held-out episodes: `issued` is the sum of the others. `begun_anew`: those that were not
-    over when their session was cut short, and began again from the start under other weights or settings."""
+class HeldOutAccount(msgspec.Struct, frozen=True):
+    """The account of held-out episodes: `issued` is the sum of the other fields.
+
+    begun_anew: episodes that were not over when their session was cut short, and that started again from the
+        beginning under other weights or settings.
+    """
 
     issued: int = 0
     scored: int = 0
@@ -39,169 +44,203 @@ class HeldOutFlow(msgspec.Struct, frozen=True):
 
 
 class HeldOutEpisodes:
-    """At most one session's, which `begin` issues. `keeps`: it is an evaluation, and all turns are kept; else
-    those of episodes that are over as far as `store.keep_bytes` allows."""
+    """The held-out episodes of at most one session, issued by `begin_session`.
 
-    def __init__(self, store: RunStore, retries: int, keeps: bool) -> None:
+    Args:
+        keeps_turns: store all turns (an evaluation). False: turns of ended episodes are stored as far as
+            `store.keep_bytes` allows.
+    """
+
+    def __init__(self, store: RunStore, retries: int, keeps_turns: bool) -> None:
         self._store = store
         self._retries = retries
-        self._keeps = keeps
-        self.restore()
+        self._keeps_turns = keeps_turns
+        self.restore_episodes()
 
-    def restore(self) -> None:
-        """Take over what the store holds."""
-        read = self._store.read
+    def restore_episodes(self) -> None:
+        """Take over the session of the store."""
+        reader = self._store.read
         decode = msgspec.msgpack.Decoder(EpisodeRecord).decode
-        records = (decode(record) for _, record in read.held_out(RECORD))
+        records = (decode(record) for _, record in reader.held_out(RECORD_PREFIX))
         self.episodes = {episode.uid: episode for episode in records}
         self._prefix = uid_prefix(HeldOut.of(next(iter(self.episodes))).step) if self.episodes else ""
-        stored = read.held_out(self._prefix) if self._prefix else ()
-        result = Finished | Failed
-        self.over: dict[str, Finished | Failed] = {  # results without texts, which are in the store,
-            uid: _without_text(msgspec.msgpack.decode(record, type=result)) for uid, record in stored
+
+        stored_results = reader.held_out(self._prefix) if self._prefix else ()
+        result_type = Finished | Failed
+        self.results: dict[str, Finished | Failed] = {  # without texts, which are in the store
+            uid: _without_text(msgspec.msgpack.decode(record, type=result_type))
+            for uid, record in stored_results
         }
-        self.texts: dict[str, str] = {}  # but for those of this turn
-        self.causes: dict[str, str] = {}  # of the newest failure, by uid
-        self._dirty: dict[str, EpisodeRecord] = {}
-        self._before = msgspec.json.decode(read.meta(META, "{}"), type=HeldOutFlow)  # of earlier sessions
-        self._issued = len(self.episodes)
-        self._count()
+
+        self.texts: dict[str, str] = {}  # texts of results that ended in the current pass of the loop
+        self.causes: dict[str, str] = {}  # cause of the newest failure, by uid
+        self._changed_episodes: dict[str, EpisodeRecord] = {}
+
+        # The account at the end of the last session.
+        self._earlier_account = msgspec.json.decode(reader.meta(ACCOUNT_KEY, "{}"), type=HeldOutAccount)
+        self._issued_count = len(self.episodes)
+        self._count_states()
 
     # -- a session -----------------------------------------------------------------------------------
 
-    def begin(self, prefix: str, uids: list[str], again: bool) -> None:
-        """Issue the episodes of a session, whose uids begin with `prefix`. `again`: it goes on with what the
-        store has of it; else nothing of it stays."""
-        known = self.episodes
-        if not again:
-            self.end(anew=True)  # one that was cut short, and cannot go on
+    def begin_session(self, prefix: str, uids: list[str], continues: bool) -> None:
+        """Issue the episodes of a session, whose uids begin with `prefix`.
+
+        If the session `continues`, stored episodes and results are reused; else they are forgotten.
+        """
+        known_episodes = self.episodes
+
+        if not continues:
+            self.end_session(counts_apart=True)  # a session that was cut short and cannot go on
             self._store.forget_held_out(prefix)
-            for uid in known.keys() & set(uids):
+            for uid in known_episodes.keys() & set(uids):
                 self._store.forget_frames(uid)
-            self.over = {}  # else it has what ended in this turn, which the store does not show yet
-        self._issued = len(uids)
+            self.results = {}  # a continued session has results of this pass that the store does not show yet
+
+        self._issued_count = len(uids)
         self._prefix = prefix
-        self.episodes = {uid: _issue(uid, known.get(uid), again) for uid in uids}
-        self._dirty = dict(self.episodes)
-        self._count()
+        self.episodes = {uid: _issue_episode(uid, known_episodes.get(uid), continues) for uid in uids}
+        self._changed_episodes = dict(self.episodes)
+        self._count_states()
 
-    def _count(self) -> None:
-        self._counts = Counter(episode.state for episode in self.episodes.values())
-        self._pending = {uid: e for uid, e in self.episodes.items() if e.state is State.PENDING}
+    def _count_states(self) -> None:
+        self._state_counts = Counter(episode.state for episode in self.episodes.values())
+        self._pending_episodes = {uid: e for uid, e in self.episodes.items() if e.state is State.PENDING}
 
-    def end(self, cause: str = "not over in time", anew: bool = False) -> list[EpisodeRecord]:
-        """The session is over: what is in flight has failed, or with `anew` counts apart. Returns what was
-        running."""
-        left = [
+    def end_session(self, cause: str = "not over in time", counts_apart: bool = False) -> list[EpisodeRecord]:
+        """End the session. Return the episodes that were running.
+
+        Unfinished episodes have failed, or are counted as begun anew if `counts_apart`.
+        """
+        unfinished_episodes = [
             episode for episode in self.episodes.values() if episode.state in (State.PENDING, State.RUNNING)
         ]
-        running = [episode for episode in left if episode.state is State.RUNNING]
-        for episode in left:
-            self.give_up(episode, FailReason.DEADLINE, cause)
-        flow = self.flow()
-        unfinished = len(left) if anew else 0
-        failed = flow.failed - unfinished
-        begun_anew = flow.begun_anew + unfinished
-        self._before = replace(flow, failed=failed, begun_anew=begun_anew)
-        self._issued = 0
-        self._store.put_meta(META, msgspec.json.encode(self._before).decode())
-        self._store.forget_held_out(RECORD)
+        running_episodes = [episode for episode in unfinished_episodes if episode.state is State.RUNNING]
+        for episode in unfinished_episodes:
+            self.give_up_episode(episode, FailReason.DEADLINE, cause)
+
+        account = self.account()
+        unfinished_count = len(unfinished_episodes) if counts_apart else 0
+        failed = account.failed - unfinished_count
+        begun_anew = account.begun_anew + unfinished_count
+        self._earlier_account = replace(account, failed=failed, begun_anew=begun_anew)
+
+        self._issued_count = 0
+        self._store.put_meta(ACCOUNT_KEY, msgspec.json.encode(self._earlier_account).decode())
+        self._store.forget_held_out(RECORD_PREFIX)
         self.episodes = {}
-        self._dirty = {}
-        self._count()
-        return running
+        self._changed_episodes = {}
+        self._count_states()
+
+        return running_episodes
 
     @property
     def waiting(self) -> list[EpisodeRecord]:
-        """Episodes that are to be assigned, in their order."""
-        return list(self._pending.values())
+        """Episodes that are to be assigned, in order."""
+        return list(self._pending_episodes.values())
 
     # -- running: see ReplayBuffer -------------------------------------------------------------------
 
-    def assign(self, episode: EpisodeRecord, worker: str, seq: int, acked: int, now: float) -> None:
+    def assign(
+        self, episode: EpisodeRecord, worker: str, sequence_number: int, min_version: int, now: float
+    ) -> None:
         episode.worker = worker
-        episode.assign_seq = seq
-        episode.bound = acked
-        self._move(episode, State.RUNNING)
+        episode.assign_seq = sequence_number
+        episode.bound = min_version
+        self._set_state(episode, State.RUNNING)
 
     def touch(self, episode: EpisodeRecord) -> None:
-        self._dirty[episode.uid] = episode
+        self._changed_episodes[episode.uid] = episode
 
-    def finish(self, episode: EpisodeRecord, message: Finished) -> None:
-        self._end(episode, State.LANDED, message)
+    def finish_episode(self, episode: EpisodeRecord, message: Finished) -> None:
+        self._end_episode(episode, State.LANDED, message)
 
-    def fail(self, episode: EpisodeRecord, reason: FailReason, now: float) -> list[EpisodeRecord]:
-        """An attempt ended without a result: issue the episode again, or give it up."""
-        if episode.retry(reason, self._retries):
-            self._move(episode, State.PENDING)
+    def fail_attempt(self, episode: EpisodeRecord, reason: FailReason, now: float) -> list[EpisodeRecord]:
+        """Issue an episode again after a failed attempt, or give the episode up."""
+        if episode.prepare_retry(reason, self._retries):
+            self._set_state(episode, State.PENDING)
         else:
-            self.give_up(episode, reason)
+            self.give_up_episode(episode, reason)
         return []
 
-    def give_up(self, episode: EpisodeRecord, reason: FailReason, cause: str = "") -> None:
+    def give_up_episode(self, episode: EpisodeRecord, reason: FailReason, cause: str = "") -> None:
         cause = cause or self.causes.get(episode.uid, "")
-        self._end(episode, State.FAILED, Failed(0, Attempt(episode.uid, episode.attempt), reason, cause))
+        self._end_episode(
+            episode, State.FAILED, Failed(0, Attempt(episode.uid, episode.attempt), reason, cause)
+        )
 
-    def _end(self, episode: EpisodeRecord, state: State, result: Finished | Failed) -> None:
-        self._move(episode, state)
-        self.over[episode.uid] = _without_text(result)
+    def _end_episode(self, episode: EpisodeRecord, state: State, result: Finished | Failed) -> None:
+        self._set_state(episode, state)
+        self.results[episode.uid] = _without_text(result)
         if isinstance(result, Finished):
             self.texts[episode.uid] = result.text
+
         self._store.put_held_out(episode.uid, msgspec.msgpack.encode(result))
         if isinstance(result, Finished):
-            ended = replace(episode, reason="", result=result.result, stats=result.stats)
+            ended_episode = replace(episode, reason="", result=result.result, stats=result.stats)
         else:
-            ended = replace(episode, reason=result.reason)
-        which = HeldOut.of(episode.uid)
-        self._store.list_held_out(ended, which.step, which.mode)
-        if not self._keeps:
+            ended_episode = replace(episode, reason=result.reason)
+
+        identity = HeldOut.of(episode.uid)
+        self._store.list_held_out(ended_episode, identity.step, identity.mode)
+
+        if not self._keeps_turns:
             self._store.release_frames(episode.uid)
 
-    def _move(self, episode: EpisodeRecord, state: State) -> None:
-        self._counts[episode.state] -= 1
-        self._counts[state] += 1
+    def _set_state(self, episode: EpisodeRecord, state: State) -> None:
+        self._state_counts[episode.state] -= 1
+        self._state_counts[state] += 1
         episode.state = state
+
         if state is State.PENDING:
-            self._pending[episode.uid] = episode
+            self._pending_episodes[episode.uid] = episode
         else:
-            self._pending.pop(episode.uid, None)
+            self._pending_episodes.pop(episode.uid, None)
+
         self.touch(episode)
 
     def put_changes(self) -> None:
-        """Let the store write what has changed."""
-        for uid, episode in self._dirty.items():
-            self._store.put_held_out(RECORD + uid, msgspec.msgpack.encode(episode))
-        self._dirty = {}
+        """Put changed records into the store's transaction."""
+        for uid, episode in self._changed_episodes.items():
+            self._store.put_held_out(RECORD_PREFIX + uid, msgspec.msgpack.encode(episode))
+        self._changed_episodes = {}
         self.texts = {}
 
     # -- numbers -------------------------------------------------------------------------------------
 
-    def flow(self) -> HeldOutFlow:
-        counts = self._counts
-        before = self._before
-        return HeldOutFlow(
-            issued=before.issued + self._issued,
-            scored=before.scored + counts[State.LANDED],
-            failed=before.failed + counts[State.FAILED],
+    def account(self) -> HeldOutAccount:
+        counts = self._state_counts
+        earlier = self._earlier_account
+        return HeldOutAccount(
+            issued=earlier.issued + self._issued_count,
+            scored=earlier.scored + counts[State.LANDED],
+            failed=earlier.failed + counts[State.FAILED],
             in_flight=counts[State.PENDING] + counts[State.RUNNING],
-            begun_anew=before.begun_anew,
+            begun_anew=earlier.begun_anew,
         )
 
     def audit(self) -> bool:
-        """The account is exact, and the store has as many results of the session as are counted here."""
-        stored = self._store.read.count_held_out(self._prefix) if self._prefix else 0
-        ended = self._counts[State.LANDED] + self._counts[State.FAILED] if self.episodes else stored
-        return self.flow().conserved and stored == len(self.over) == ended
+        """Return True if the account is exact and the store has as many results of the session."""
+        stored_count = self._store.read.count_held_out(self._prefix) if self._prefix else 0
+        if self.episodes:
+            ended_count = self._state_counts[State.LANDED] + self._state_counts[State.FAILED]
+        else:
+            ended_count = stored_count
+        return self.account().conserved and stored_count == len(self.results) == ended_count
 
 
 def _without_text(result: Finished | Failed) -> Finished | Failed:
     return replace(result, text="") if isinstance(result, Finished) else result
 
 
-def _issue(uid: str, known: EpisodeRecord | None, again: bool) -> EpisodeRecord:
-    """An attempt of the same number may still run somewhere: that of a session that begins anew is higher."""
-    if known is not None and again:
-        return known
-    which = HeldOut.of(uid)
-    attempt = known.attempt + 1 if known is not None else 0
-    return EpisodeRecord(uid, which.row, which.draw, attempt, greedy=which.mode != SAMPLED)
+def _issue_episode(uid: str, known_episode: EpisodeRecord | None, continues: bool) -> EpisodeRecord:
+    """Issue an episode of a session, or continue a known episode.
+
+    In a session that begins anew, attempts get higher numbers, as an old attempt may still run somewhere.
+    """
+    if known_episode is not None and continues:
+        return known_episode
+
+    identity = HeldOut.of(uid)
+    attempt = known_episode.attempt + 1 if known_episode is not None else 0
+    return EpisodeRecord(uid, identity.row, identity.draw, attempt, greedy=identity.mode != SAMPLED)

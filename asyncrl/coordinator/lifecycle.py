@@ -1,4 +1,4 @@
-"""Moves a run from phase to phase, says what it waits for, and ends it.
+"""Move a run from phase to phase, report what a phase waits for, and end the run.
 
 waits for: peers (to start); the last push, checkpoint and validation (to complete); a checkpoint (to stop)
 unblocks: the end of the run
@@ -19,11 +19,11 @@ from asyncrl.errors import ProtocolError
 from asyncrl.observe.summary import UNSOUND
 from asyncrl.types import DropReason
 
-FOLLOW = 4.0  # of the stop timeout: for the other processes to end
+EXIT_SECONDS = 4.0  # seconds of the stop timeout reserved for the other processes to end
 
 
 class Phase(enum.StrEnum):
-    """Names the parts of a run. Each phase but RUNNING has a deadline."""
+    """The parts of a run. Each phase but RUNNING has a deadline."""
 
     STARTING = "starting"
     RUNNING = "running"
@@ -52,124 +52,143 @@ class Lifecycle:
         self.trainer = trainer
         self.validation = validation
         self.reporter = reporter
+
         self.phase = Phase.STARTING
         self.error = ""
         self.outcome = ""
+
         self._deadline = now + state.liveness.start
-        self._can_save = True  # there are trainer ranks to write a checkpoint
+        self._can_checkpoint = True  # there are trainer ranks to write a checkpoint
 
     @property
     def training(self) -> bool:
-        """Work is given out and trained."""
+        """True while episodes are assigned and trained."""
         return self.phase in (Phase.STARTING, Phase.RUNNING)
 
     @property
     def ending(self) -> bool:
-        """The run was stopped, or is over."""
+        """True if the run was stopped, or is over."""
         return self.phase in (Phase.STOPPING, Phase.CLOSED)
 
-    def advance(self, now: float) -> None:
-        """Enter the next phase if this one is over. ProtocolError when the run does not start in time."""
+    def advance_phase(self, now: float) -> None:
+        """Enter the next phase if the present phase is over. ProtocolError if the start takes too long."""
         match self.phase:
-            case Phase.STARTING if self.state.versions.ref and self.workers.peers and not self.engines.lacks:
-                self._enter(Phase.RUNNING, now)
-                self.reporter.begin()
+            case Phase.STARTING if (
+                self.state.versions.ref and self.workers.peers and not self.engines.missing_server
+            ):
+                self._enter_phase(Phase.RUNNING, now)
+                self.reporter.begin_running()
                 trains = self.state.config.total_steps > 0
-                self.validation.resume(now, over=trains and self._training_over())
+                self.validation.resume_session(now, training_over=trains and self._training_over())
                 if not trains:
-                    self._enter(Phase.EVALUATING, now)
+                    self._enter_phase(Phase.EVALUATING, now)
+
             case Phase.RUNNING if self.state.batches.over and self._all_failed():
-                cause = f"all episodes failed, and the data are over: {self.state.failed.newest}"
-                self.abort(f"{cause}; mend that, and begin another run", now)
+                cause = f"all episodes failed, and the data are over: {self.state.failed_attempts.newest}"
+                self.abort_run(f"{cause}; mend that, and begin another run", now)
+
             case Phase.RUNNING if self._training_over():
-                self.workers.cancel(self.state.buffer.drop_all(DropReason.END_OF_DATA))
-                self._enter(Phase.DRAINING, now, math.inf)
-            case Phase.DRAINING if self._drained(now) and not self.validation.busy:
-                self.validation.begin(self.state.batches.committed, True, now)
-                self._enter(Phase.EVALUATING, now)
-            case Phase.EVALUATING if not self.validation.busy:
-                self._end("completed")
-            case Phase.STOPPING if self.trainer.finished:
-                self._end("failed" if self.error else "stopped")
-            case Phase.STOPPING if not self._can_save or now > self._deadline:
-                late = f"none within launch.stop_timeout ({self.state.config.launch.stop_timeout:g} s)"
-                unsaved = self.trainer.describe_unsaved_stop(
-                    late if self._can_save else "the trainer was lost"
+                self.workers.cancel_episodes(self.state.buffer.drop_all(DropReason.END_OF_DATA))
+                self._enter_phase(Phase.DRAINING, now, math.inf)
+
+            case Phase.DRAINING if self._drained(now) and not self.validation.is_busy:
+                self.validation.begin_session(self.state.batches.committed, True, now)
+                self._enter_phase(Phase.EVALUATING, now)
+
+            case Phase.EVALUATING if not self.validation.is_busy:
+                self._close_run("completed")
+            case Phase.STOPPING if self.trainer.checkpoint_written:
+                self._close_run("failed" if self.error else "stopped")
+
+            case Phase.STOPPING if not self._can_checkpoint or now > self._deadline:
+                overdue = f"none within launch.stop_timeout ({self.state.config.launch.stop_timeout:g} s)"
+                unsaved_stop = self.trainer.describe_unsaved_stop(
+                    overdue if self._can_checkpoint else "the trainer was lost"
                 )
-                self.fail("; ".join(filter(None, (self.error, unsaved))))
+                self.fail_run("; ".join(filter(None, (self.error, unsaved_stop))))
+
             case Phase.STOPPING:
-                left = f"for at most {self._deadline - now:.0f} s more"
-                self.state.waits.append(f"a checkpoint after the micro-batch under way, {left}")
+                remaining = f"for at most {self._deadline - now:.0f} s more"
+                self.state.waits.append(f"a checkpoint after the micro-batch under way, {remaining}")
+
             # A trainer that repeats steps after a crash is alive.
             case Phase.STARTING if now > max(
                 self._deadline, self.state.liveness.alive_at + self.state.liveness.start
             ):
-                waits = [] if self.workers.peers else ["no rollout worker has reported in"]
+                reasons = [] if self.workers.peers else ["no rollout worker has reported in"]
                 if not self.state.versions.ref:
-                    waits.append("the trainer has not published the first version")
-                    waits += [f"{name}: {wait}" for name, wait in self.trainer.starting_waits(now)]
-                if self.engines.lacks:
-                    waits.append(f"there is not yet {self.engines.lacks}")
-                limit = f"{self.state.liveness.start:.0f} s (launch.start_timeout, and reading models)"
-                raise ProtocolError(f"not started within {limit}: {'; '.join(waits) or 'unknown'}")
+                    reasons.append("the trainer has not published the first version")
+                    reasons += [f"{name}: {wait}" for name, wait in self.trainer.starting_waits(now)]
+                if self.engines.missing_server:
+                    reasons.append(f"there is not yet {self.engines.missing_server}")
 
-    def stop(self, reason: str, now: float, save: bool = True) -> None:
-        """Let the trainer write a checkpoint, then end. `save` False: it cannot, it was lost."""
-        self._can_save = self._can_save and save
+                time_limit = f"{self.state.liveness.start:.0f} s (launch.start_timeout, and reading models)"
+                raise ProtocolError(f"not started within {time_limit}: {'; '.join(reasons) or 'unknown'}")
+
+    def stop_run(self, reason: str, now: float, save: bool = True) -> None:
+        """Let the trainer write a checkpoint, then end the run. `save` is False if the trainer was lost."""
+        self._can_checkpoint = self._can_checkpoint and save
         if self.ending:
             return
+
         log.info("stopping: %s", reason)
         self.state.stopping = True
-        self.workers.peers.stop(reason)
-        for keepers in self.engines.peers:
-            keepers.stop(reason)
-        self.trainer.finish()
-        self._enter(Phase.STOPPING, now, max(1.0, self.state.config.launch.stop_timeout - FOLLOW))
 
-    def abort(self, error: str, now: float) -> None:
-        """The run cannot go on, but what was trained can be saved: a stop, after which it has failed."""
+        self.workers.peers.send_stop(reason)
+        for keepers in self.engines.supervised_peers:
+            keepers.send_stop(reason)
+        self.trainer.request_checkpoint()
+        self._enter_phase(Phase.STOPPING, now, max(1.0, self.state.config.launch.stop_timeout - EXIT_SECONDS))
+
+    def abort_run(self, error: str, now: float) -> None:
+        """Stop a run that cannot go on with a checkpoint. The outcome is "failed"."""
         log.error("the run cannot go on: %s", error)
         self.error = error
-        self.stop(error, now)
+        self.stop_run(error, now)
 
-    def fail(self, error: str) -> None:
-        """The run ends now, with what is stored."""
+    def fail_run(self, error: str) -> None:
+        """End the run at once, without a further checkpoint."""
         self.error = error
-        self._end("failed")
+        self._close_run("failed")
 
-    def conclude(self) -> None:
-        """Write the summary; without an exact account the run has failed. Raises StoreError and OSError."""
+    def conclude_run(self) -> None:
+        """Write the summary. A run without an exact account has failed. Raises StoreError and OSError."""
         if not self.reporter.audit()[1]:
-            self.fail("; ".join(filter(None, [self.error, f"the account of the episodes: {UNSOUND}"])))
+            self.fail_run("; ".join(filter(None, [self.error, f"the account of the episodes: {UNSOUND}"])))
         self.reporter.write_summary(self.outcome, self.error)
 
-    def _enter(self, phase: Phase, now: float, seconds: float = 0.0) -> None:
+    def _enter_phase(self, phase: Phase, now: float, seconds: float = 0.0) -> None:
         log.info("phase %s", phase)
         self.phase = phase
         self._deadline = now + seconds
         self.state.liveness.progress(now)
 
-    def _end(self, outcome: str) -> None:
+    def _close_run(self, outcome: str) -> None:
         self.outcome = outcome
         self.phase = Phase.CLOSED
 
     def _training_over(self) -> bool:
-        """No batch is left to train."""
+        """Return True if no batch is left to train."""
         batches = self.state.batches
         return batches.committed >= self.state.config.total_steps or batches.over
 
     def _all_failed(self) -> bool:
-        flow = self.state.buffer.flow()
-        return 0 < flow.issued == flow.failed
+        account = self.state.buffer.account()
+        return 0 < account.issued == account.failed
 
     def _drained(self, now: float) -> bool:
-        """The last checkpoint is in place, what it covers is forgotten, and the last version acked by all, or
-        its time is up."""
+        """Return True if the last checkpoint is written and all engines have the last version.
+
+        Plans that the checkpoint covers must be forgotten, too. Engines may take no longer than
+        weights.deadline.
+        """
         committed = self.state.batches.committed
         versions = self.state.versions
-        acked = all(held.acked >= versions.newest for held in versions.engines.values())
-        pushed = versions.newest.step >= committed and acked
-        saved = self.trainer.checkpoint_step >= committed and not self.trainer.forgetting
-        if saved and (self.engines.awake or self.engines.wakes):  # they may load it
+        all_acked = all(engine.acked >= versions.newest for engine in versions.engines.values())
+        fully_pushed = versions.newest.step >= committed and all_acked
+        checkpoint_saved = self.trainer.checkpoint_step >= committed and not self.trainer.is_forgetting
+
+        if checkpoint_saved and (self.engines.awake or self.engines.may_wake):  # engines may load now
             self._deadline = min(self._deadline, now + self.state.config.weights.deadline)
-        return saved and (pushed or now > self._deadline)
+
+        return checkpoint_saved and (fully_pushed or now > self._deadline)

@@ -1,13 +1,14 @@
-"""The coordinator: it alone decides what is sampled and what is trained. A loop around the state of the run.
+"""The coordinator, a loop around the state of the run, which alone decides about sampling and training.
 
 consumes: all messages of the other processes (two ROUTER sockets)
-waits for: the sockets, at most TICK seconds
+waits for: the sockets, at most PASS_SECONDS
 unblocks: all other processes
 
-Each turn of the loop calls, in order: `Poller.wait`, `_drain` (messages into the state), `_tick` (admission,
-deadlines, assignments), `queue_acks`, `RunState.persist` (one transaction, then the replies). Replies go out
-only after the transaction commits, so a kill -9 cannot undo anything that a peer knows of. Nothing else
-commits: a turn that an error interrupts has not happened.
+Each pass of the loop calls, in order: `Poller.wait`, `_drain_socket` (messages into the state), `_advance`
+(admission, deadlines, assignments), `queue_acks`, `RunState.persist` (one transaction, then the replies).
+Replies go out only after the transaction commits, so a kill -9 cannot undo anything that a peer knows of.
+Nothing else
+commits: a pass that an error interrupts has not happened.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from asyncrl.coordinator.shifts import ShiftHandler
 from asyncrl.coordinator.state import Journal, TransactionalOutbox, load_state, log
 from asyncrl.coordinator.trainer import TrainerHandler
 from asyncrl.coordinator.validation import Validation
-from asyncrl.coordinator.workers import MOST_ASSIGNED, WorkerHandler
+from asyncrl.coordinator.workers import MAX_ASSIGNED, WorkerHandler
 from asyncrl.data import Samples, samples_path
 from asyncrl.errors import AsyncrlError, one_line
 from asyncrl.runtime.version_server import root
@@ -42,19 +43,19 @@ from asyncrl.wire.messages import engine, shared, trainer, worker
 from asyncrl.wire.messages.channels import AnyBulk, AnyControl, ToCoordinatorBulk, ToCoordinatorControl
 from asyncrl.wire.sockets import Endpoints, Gate, Hub, Poller
 
-TICK = 0.05
-# messages, and seconds, per socket and turn of the loop
-DRAIN = 128
-DRAIN_SECONDS = 0.01
-STATUS_EVERY = 0.5
-LAST_SECONDS = 5.0  # for processes on other machines to end, and to send what they wrote
+PASS_SECONDS = 0.05  # longest wait for messages before a pass of the loop
+DRAIN_MESSAGES = 128  # messages taken from a socket in a pass, at most
+DRAIN_SECONDS = 0.01  # time for the messages of a socket in a pass, in seconds
+STATUS_EVERY = 0.5  # seconds between two status reports
+LAST_WORDS_SECONDS = 5.0  # time for processes on other machines to end and to send their files
 
 
 def run(config: RunConfig, endpoints: Endpoints, incarnation: str) -> int:
     """Run the coordinator of the launch `incarnation` until the run is over, and return the exit code."""
     coordinator = Coordinator(config, endpoints, incarnation)
-    gc.freeze()  # a collection need not look at modules
-    gc.set_threshold(10_000)  # of the many young objects of a step hardly any is in a cycle
+    gc.freeze()  # excludes modules from collections
+    gc.set_threshold(10_000)  # hardly any of the many young objects of a step is in a cycle
+
     try:
         coordinator.loop()
     except SupersededError as error:
@@ -71,288 +72,342 @@ class Coordinator:
     def __init__(self, config: RunConfig, endpoints: Endpoints, incarnation: str) -> None:
         self.config = config
         self.run_dir = Path(config.run_dir) / config.name
-        store = RunStore(self.run_dir, config.store.keep_bytes)  # it knows who may connect
+        # The gate needs the enrolled keys of the store.
+        store = RunStore(self.run_dir, config.store.keep_bytes)
+
         host = config.launch.host
         self._gate = Gate(endpoints, enrolled_keys(store.read, incarnation))
         self.control = Hub(bound(endpoints.control, host), ToCoordinatorControl, self._gate)
         self.bulk = Hub(bound(endpoints.bulk, host), ToCoordinatorBulk, self._gate)
+
         self.state = load_state(config, self.run_dir, store, TransactionalOutbox(self.control, self.bulk))
-        self._versions = root(config, endpoints, self._gate, lambda: self.state.versions.ref)
+        self._version_server = root(config, endpoints, self._gate, lambda: self.state.versions.ref)
+
         now = time.monotonic()
         self.engines = EngineHandler(self.state, now)
         self.workers = WorkerHandler(self.state, self.engines)
-        self.trainer = TrainerHandler(self.state, self._committed)
-        self.peers = *self.engines.peers, self.workers.peers, self.trainer.ranks.peers
-        test = Samples.open(samples_path(self.run_dir, "test")) if config.data.test else []
-        self.validation = Validation(self.state, self.workers, self.engines, test)
+        self.trainer = TrainerHandler(self.state, self._on_commit)
+        self.peers = *self.engines.supervised_peers, self.workers.peers, self.trainer.ranks.peers
+
+        test_samples = Samples.open(samples_path(self.run_dir, "test")) if config.data.test else []
+        self.validation = Validation(self.state, self.workers, self.engines, test_samples)
         handlers = self.workers, self.engines, self.trainer, self.validation
-        self.shifts = ShiftHandler(self.state, *handlers, self._replace)
+        self.shifts = ShiftHandler(self.state, *handlers, self._request_replacement)
+
         self.reporter = Reporter(self.state, self.workers, self.engines, self.trainer)
         self.records = RecordHandler(self.state, self.workers, self.reporter)
         self.lifecycle = Lifecycle(self.state, *handlers, self.reporter, now)
         self.files = WrittenFiles(self.state)
-        self.over = False  # closed, and everybody was sent the end
-        self.observers: set[bytes] = set()
-        self._status_at = 0.0
-        self._turned_at = now
-        self._more = False  # the last turn left what the next one can do at once
-        self.journal = Journal(self.state, self._keep_contact)
-        self._silent: list[str] = []  # waits for processes that are not heard of
-        self._unread: dict[object, tuple[bytes, Any, list[bytes]]] = {}  # that came while it was not writable
-        self._resume(incarnation)
 
-    def _resume(self, incarnation: str) -> None:
-        """Continue what the store holds. Episodes of an earlier launch are issued again at once; the workers
-        of this launch (only the coordinator was restarted) have a lease's time to report theirs."""
+        self.is_over = False  # the run is closed, and all processes were sent the end
+        self.observers: set[bytes] = set()
+        self._next_status_at = 0.0
+        self._last_pass_at = now
+        self._work_left = False  # the last pass left work that can be done at once
+        self.journal = Journal(self.state, self._keep_contact)
+        self._missing_waits: list[str] = []  # waits for processes that are missing
+        # Messages that came while the store was not writable.
+        self._unread_messages: dict[object, tuple[bytes, Any, list[bytes]]] = {}
+
+        self._resume_run(incarnation)
+
+    def _resume_run(self, incarnation: str) -> None:
+        """Continue the run of the store.
+
+        Episodes of an earlier launch are issued again at once. Workers of this launch (if only the
+        coordinator was restarted) have a lease's time to report their episodes.
+        """
         state = self.state
         state.launch = incarnation
+
         if state.store.read.meta("launch") != incarnation:
             self.workers.reissue_orphans(time.monotonic())
-            state.versions.ref = None  # its files may have been damaged by a power cut
+            state.versions.ref = None  # a power cut may have damaged the files
             state.store.put_meta("shift", "")
             state.store.put_meta("launch", incarnation)
-        self.shifts.begin(time.monotonic())
+
+        self.shifts.restore_shift(time.monotonic())
         self.enrolment = EnrolmentHandler(state, self._gate)
         state.first_attempts.landed = state.store.read.meta("landed") == incarnation
-        self._orphans_at: float | None = time.monotonic() + self.config.launch.lease
+        self._orphans_deadline: float | None = time.monotonic() + self.config.launch.lease
 
     # -- the loop --------------------------------------------------------------------------------------
 
     def loop(self) -> None:
-        """Run until the end. An error ends the run with its reason, after what is known is written."""
-        both = Poller(self.control, self.bulk)
-        control = Poller(self.control)
-        while not self.over:
-            (control if self.journal.paused else both).wait(0.0 if self._more else TICK)
-            begin = time.monotonic()
-            self.turn(begin)
-            self.reporter.longest_turn = max(self.reporter.longest_turn, time.monotonic() - begin)
+        """Run passes until the end of the run."""
+        both_sockets = Poller(self.control, self.bulk)
+        control_socket = Poller(self.control)
+
+        while not self.is_over:
+            poller = control_socket if self.journal.paused else both_sockets
+            poller.wait(0.0 if self._work_left else PASS_SECONDS)
+
+            pass_start = time.monotonic()
+            self.run_pass(pass_start)
+            self.reporter.longest_pass = max(self.reporter.longest_pass, time.monotonic() - pass_start)
+
         self._take_last_words()
 
     def _take_last_words(self) -> None:
-        """Take what processes on other machines still write as they end, for LAST_SECONDS at most."""
-        until = time.monotonic() + LAST_SECONDS
-        bulk = Poller(self.bulk)
-        while (now := time.monotonic()) < until and self.files.expected(now):
-            bulk.wait(TICK)
+        """Receive the last files of processes on other machines, for LAST_WORDS_SECONDS at most."""
+        deadline = time.monotonic() + LAST_WORDS_SECONDS
+        bulk_poller = Poller(self.bulk)
+
+        while (now := time.monotonic()) < deadline and self.files.expects_more(now):
+            bulk_poller.wait(PASS_SECONDS)
             if (received := self.bulk.receive()) and isinstance(received[1], shared.WrittenBytes):
-                self.files.written(*received, now)
+                self.files.append_bytes(*received, now)
             self.state.outbox.flush()
 
-    def turn(self, now: float) -> None:
-        """Runs one turn of the loop; an error undoes it and ends the run."""
+    def run_pass(self, now: float) -> None:
+        """Run a pass of the loop. An error undoes the pass and ends the run with a reason."""
         try:
-            written = self._turn(now)
+            durable = self._run_pass(now)
         except SupersededError:
-            raise  # the run is another coordinator's: neither its summary nor its peers are ours
+            raise  # another coordinator has taken over the run, with its peers and its summary
         except AsyncrlError as error:
             log.exception("the run cannot go on")
-            self.lifecycle.fail(one_line(error))
-            self.state.rollback()  # that turn never happened
-            written = True
-        if written and self.lifecycle.phase is Phase.CLOSED:
+            self.lifecycle.fail_run(one_line(error))
+            self.state.roll_back()
+            durable = True
+
+        if durable and self.lifecycle.phase is Phase.CLOSED:
             self._finish()
 
-    def _turn(self, now: float) -> bool:
-        """Returns True when the turn is written. While the store cannot be, nothing is taken in, acknowledged
-        or admitted."""
+    def _run_pass(self, now: float) -> bool:
+        """Run a pass, and return True once the pass is durable.
+
+        While the store cannot be written, no message is processed or acknowledged, and no group is admitted.
+        """
         if self.journal.paused:
-            self._hear_observers(now)
+            self._receive_while_paused(now)
             if not self.journal.commit_pass(now):
                 return False
+
         self.state.waits = []
-        self._extend_leases(now, gap=now - self._turned_at - TICK)
-        self._turned_at = now
-        self._more = False
-        for received in self._unread.values():
+        self._extend_leases(now, gap=now - self._last_pass_at - PASS_SECONDS)
+        self._last_pass_at = now
+        self._work_left = False
+
+        for received in self._unread_messages.values():
             self._on_control(*received, now)
-        self._unread.clear()
-        self._drain(self.control, self._on_control, now)
-        self._drain(self.bulk, self._on_bulk, now)
-        self._tick(now)
+        self._unread_messages.clear()
+
+        self._drain_socket(self.control, self._on_control, now)
+        self._drain_socket(self.bulk, self._on_bulk, now)
+        self._advance(now)
         self.records.queue_acks()
+
         return self.journal.commit_pass(now)
 
-    def _hear_observers(self, now: float) -> None:
-        """Whoever watches a run that cannot write may stop it; what others say waits: once, and of a peer's
-        beats, which are absolute, the newest."""
+    def _receive_while_paused(self, now: float) -> None:
+        """Receive messages while the store is not writable.
+
+        Observers may stop the run. Other messages are queued, repeated messages once, and of each peer's
+        heartbeats, which have absolute values, only the newest.
+        """
         while (received := self.control.receive()) is not None:
             peer, message, _ = received
             if isinstance(message, shared.ObserverHello | shared.Stop):
                 self._on_control(*received, now)
             elif isinstance(message, worker.Heartbeat | engine.KeeperBeat | trainer.TrainerBeat):
-                self._unread.pop((peer, type(message)), None)
-                self._unread[peer, type(message)] = received
+                self._unread_messages.pop((peer, type(message)), None)
+                self._unread_messages[peer, type(message)] = received
             else:
-                self._unread.setdefault((peer, msgspec.msgpack.encode(message)), received)
+                self._unread_messages.setdefault((peer, msgspec.msgpack.encode(message)), received)
 
     def _keep_contact(self, wait: str) -> None:
-        """Past the outbox, whose messages may leave only after the commit."""
+        """Tell all peers that the coordinator lives, during a pause.
+
+        These messages bypass the outbox, whose messages may leave only after the commit.
+        """
         self.state.waits = [wait]
         status = self.reporter.write_status(self.lifecycle.phase)
         for peer in self.observers:
             self.control.send(peer, status)
-        for known in (*self.workers.peers, *self.engines.keepers, *self.engines.scorers.keepers):
-            self.control.send(known.peer, self.state.welcome_message)
 
-    def _drain(self, hub: Hub, handle: Callable[..., None], now: float) -> None:
-        until = time.monotonic() + DRAIN_SECONDS
-        for _ in range(DRAIN):
+        for connected in (*self.workers.peers, *self.engines.keepers, *self.engines.scorers.keepers):
+            self.control.send(connected.peer, self.state.welcome_message)
+
+    def _drain_socket(self, hub: Hub, handle_message: Callable[..., None], now: float) -> None:
+        deadline = time.monotonic() + DRAIN_SECONDS
+        for _ in range(DRAIN_MESSAGES):
             received = hub.receive()
             if received is None:
                 break
-            handle(*received, now)
-            if time.monotonic() > until:
+            handle_message(*received, now)
+
+            if time.monotonic() > deadline:
                 break
 
     def _on_control(self, peer: bytes, message: AnyControl, frames: list[bytes], now: float) -> None:
-        self._heard(peer, now)
+        self._note_contact(peer, now)
+
         match message:
             case worker.Leave():
                 self.workers.note_leaving(peer)
                 for peers in self.peers:
-                    peers.lose(peer, "it leaves", now)
+                    peers.remove_process(peer, "it leaves", now)
             case worker.Heartbeat():
-                self.workers.heartbeat(peer, message, now)
+                self.workers.note_heartbeat(peer, message, now)
             case worker.WorkerHello():
-                self.workers.hello(peer, message, now)
+                self.workers.welcome_worker(peer, message, now)
             case shared.Loaded() if message.lane == "eval":
-                self.validation.loaded(peer, message, now)
+                self.validation.confirm_load(peer, message, now)
             case shared.Loaded():
-                self.engines.loaded(peer, message, now)
+                self.engines.confirm_load(peer, message, now)
             case shared.Slept():
-                self.shifts.slept(peer, message, now)
+                self.shifts.confirm_sleep(peer, message, now)
             case engine.KeeperHello():
-                self.engines.hello(peer, message, now)
+                self.engines.welcome_keeper(peer, message, now)
             case engine.KeeperBeat():
-                self.engines.beat(peer, message, now)
+                self.engines.note_heartbeat(peer, message, now)
             case trainer.AskDevices():
-                self.trainer.ask_devices(peer, message)
+                self.trainer.note_device_request(peer, message)
             case trainer.TrainerHello():
-                self.trainer.hello(peer, message, now)
+                self.trainer.welcome_rank(peer, message, now)
             case trainer.TrainerBeat():
-                self.trainer.beat(peer, message, now)
+                self.trainer.note_heartbeat(peer, message, now)
             case trainer.Commit():
-                self.trainer.commit(peer, message, now)
+                self.trainer.record_commit(peer, message, now)
             case trainer.GaveUp():
-                self.workers.cancel(self.trainer.gave_up(peer, message))
+                self.workers.cancel_episodes(self.trainer.record_given_up(peer, message))
             case trainer.Probed():
-                self.trainer.probed(message, now)
+                self.trainer.record_probe(message, now)
             case trainer.Published():
-                self.trainer.publish(message, now)
+                self.trainer.record_version(message, now)
             case trainer.Checkpointed():
-                self.trainer.checkpointed(peer, message, now)
+                self.trainer.record_checkpoint(peer, message, now)
             case shared.ObserverHello():
                 self.observers.add(peer)
-                self.state.welcome(peer)
+                self.state.send_welcome(peer)
             case shared.Invite():
-                self.enrolment.invite(message, now)
+                self.enrolment.add_token(message, now)
             case shared.Enrol():
-                self.enrolment.enrol(peer, message)
+                self.enrolment.enrol_process(peer, message)
             case shared.Stop() if peer in self.observers:
-                self.lifecycle.stop(message.reason, now, message.save)
+                self.lifecycle.stop_run(message.reason, now, message.save)
             case shared.Stop():
                 log.warning("a stop from %s, which is no launcher of this run, is ignored", peer.decode())
             case _:
                 assert_never(message)
 
-    def _heard(self, peer: bytes, now: float) -> None:
+    def _note_contact(self, peer: bytes, now: float) -> None:
         for peers in self.peers:
-            peers.heard(peer, now)
+            peers.note_contact(peer, now)
 
     def _on_bulk(self, peer: bytes, message: AnyBulk, frames: list[bytes], now: float) -> None:
-        self._heard(peer, now)
+        self._note_contact(peer, now)
+
         match message:
             case worker.Records():
-                for record, own in message.unpacked(frames):
-                    self.records.record(peer, record, own, now)
+                for record, record_frames in message.unpacked(frames):
+                    self.records.process_record(peer, record, record_frames, now)
             case trainer.PlanRequest():
-                self.trainer.plan_requested(peer, message)
+                self.trainer.note_request(peer, message)
             case trainer.PayloadRequest():
-                self.trainer.payloads_requested(peer, message)
+                self.trainer.send_payloads(peer, message)
             case shared.WrittenBytes():
-                self.files.written(peer, message, frames, now)
+                self.files.append_bytes(peer, message, frames, now)
             case _:
                 assert_never(message)
 
     # -- time ------------------------------------------------------------------------------------------
 
     def _extend_leases(self, now: float, gap: float) -> None:
-        """Nobody is judged by messages that waited for `gap` seconds while the coordinator did not run."""
+        """Extend all leases by the `gap` seconds in which the coordinator did not run and messages waited."""
         if gap > self.config.launch.lease / 4:
             log.warning("the coordinator did not run for %.1f s: all leases are extended", gap)
             self.workers.extend_leases(now, gap)
-            for peers in (*self.engines.peers, self.trainer.ranks.peers):
-                peers.extend(now, gap)
+            for peers in (*self.engines.supervised_peers, self.trainer.ranks.peers):
+                peers.extend_leases(now, gap)
 
-    def _tick(self, now: float) -> None:
+    def _advance(self, now: float) -> None:
         state = self.state
-        self.lifecycle.advance(now)
-        self.enrolment.tick(now)
-        if self._orphans_at is not None and now > self._orphans_at:
-            self._orphans_at = None
+        self.lifecycle.advance_phase(now)
+        self.enrolment.expire_tokens(now)
+
+        if self._orphans_deadline is not None and now > self._orphans_deadline:
+            self._orphans_deadline = None
             self.workers.reissue_orphans(now)
+
         if self.lifecycle.training:
-            self.workers.admit(now)
+            self.workers.admit_groups(now)
             state.buffer.tick(state.engine_time(now))
-            self.workers.cancel(drop_overdue(state.buffer))
-            if futile := state.futile():
-                self.lifecycle.abort(futile, now)
+            self.workers.cancel_episodes(drop_overdue(state.buffer))
+            if futile := state.futile_reason():
+                self.lifecycle.abort_run(futile, now)
+
         if self.lifecycle.phase is not Phase.STOPPING:
-            self.shifts.tick(now)
-            self.engines.tick(now)
-            self.validation.tick(now, exclusive=self.lifecycle.phase is Phase.EVALUATING)
-            waited = state.buffer.waiting
-            self.workers.tick(now)
-            self._more = self.workers.more or waited >= MOST_ASSIGNED > state.buffer.waiting
-            self._silent = self._absent(now) if now >= self._status_at else self._silent
-            state.waits += [*self._silent, *self._gate.listeners.shortage]
-        self.trainer.serve()
+            self.shifts.advance_shift(now)
+            self.engines.push_versions(now)
+            self.validation.assign_episodes(now, exclusive=self.lifecycle.phase is Phase.EVALUATING)
+
+            waiting_before = state.buffer.waiting
+            self.workers.assign_pending(now)
+            self._work_left = self.workers.work_left or waiting_before >= MAX_ASSIGNED > state.buffer.waiting
+
+            self._missing_waits = (
+                self._missing_processes(now) if now >= self._next_status_at else self._missing_waits
+            )
+            state.waits += [*self._missing_waits, *self._gate.listeners.shortage]
+
+        self.trainer.serve_request()
         self.trainer.forget_covered()
         self._report_validations()
-        self._watch(now)
-        self.observers -= state.outbox.unreachable  # one that was only away says hello again
-        state.outbox.unreachable.clear()  # workers that missed a change of the table have been sent it
-        if now >= self._status_at:
-            self._status_at = now + STATUS_EVERY
+        self._watch_stall(now)
+
+        self.observers -= state.outbox.unreachable  # an observer that was only away says hello again
+        state.outbox.unreachable.clear()  # workers that missed a change of the table have the table by now
+
+        if now >= self._next_status_at:
+            self._next_status_at = now + STATUS_EVERY
             self._to_observers(self.reporter.write_status(self.lifecycle.phase))
 
     def _finish(self) -> None:
-        """Write the summary, send all processes the end."""
-        self.over = True
+        """Write the summary, and send all processes the end."""
+        self.is_over = True
         try:
-            self.lifecycle.conclude()
+            self.lifecycle.conclude_run()
         except (StoreError, OSError) as trouble:
             log.error("no summary: %s", trouble)
+
         outcome = self.lifecycle.outcome
         for peers in self.peers:
-            peers.stop(outcome)
-        for peer in (*self.trainer.asking, *self.trainer.starting):
+            peers.send_stop(outcome)
+        for peer in (*self.trainer.waiting_for_devices, *self.trainer.starting_ranks):
             self.state.outbox.to_control(peer, shared.Stop(outcome))
+
         self._to_observers(self.reporter.write_status(self.lifecycle.phase))
         self._to_observers(shared.RunEnd(outcome, self.lifecycle.error))
         self.state.outbox.flush()
 
     # -- events of the handlers -----------------------------------------------------------------------
 
-    def _committed(self, message: trainer.Commit) -> None:
-        self.workers.clock()
+    def _on_commit(self, message: trainer.Commit) -> None:
+        self.workers.send_min_version()
         row = self.reporter.step_row(message.step, message.metrics)
+
         engines = map(bytes.decode, self.state.versions.engines)
-        validating = self.validation.busy
-        taken = len(self.state.batches.batches[message.step - 1].groups)
+        is_validating = self.validation.is_busy
+        taken_groups = len(self.state.batches.batches[message.step - 1].groups)
         now = self.state.engine_time(time.monotonic())
-        self.state.live_limit.committed(row, taken, [*engines], validating, now)
-        self._to_observers(shared.StepReport(message.step, row, self.reporter.values))
-        every = self.config.validation.every
-        if every and message.step % every == 0 and message.step < self.config.total_steps:
-            self.validation.begin(message.step, False, time.monotonic())
+        self.state.live_limit.update_limit(row, taken_groups, [*engines], is_validating, now)
+        self._to_observers(shared.StepReport(message.step, row, self.reporter.episode_values))
+
+        validation_interval = self.config.validation.every
+        if (
+            validation_interval
+            and message.step % validation_interval == 0
+            and message.step < self.config.total_steps
+        ):
+            self.validation.begin_session(message.step, False, time.monotonic())
 
     def _report_validations(self) -> None:
         for step, metrics in self.validation.results:
             row = {"training/step": float(step), "time_s": self.reporter.seconds} | metrics
-            self.reporter.write(row)
-            self.trainer.validated(step, metrics)
+            self.reporter.write_row(row)
+            self.trainer.record_score(step, metrics)
             self._to_observers(shared.StepReport(step, row))
             self.state.liveness.progress(time.monotonic())
         self.validation.results = []
@@ -363,50 +418,55 @@ class Coordinator:
         for peer in self.observers:
             self.state.outbox.to_control(peer, message)
 
-    def _absent(self, now: float) -> list[str]:
-        waits = list[str]()
+    def _missing_processes(self, now: float) -> list[str]:
+        missing_waits = list[str]()
         for peers in self.peers:
-            missing, hanging = peers.missing(now)
-            waits += missing
-            for message in hanging:
-                self._replace(message)
-        return waits
+            missing_processes, replacements = peers.missing_processes(now)
+            missing_waits += missing_processes
+            for message in replacements:
+                self._request_replacement(message)
+        return missing_waits
 
-    def _replace(self, message: shared.Replace) -> None:
+    def _request_replacement(self, message: shared.Replace) -> None:
         log.error("%s: replaced", message.reason)
         self._to_observers(message)
 
-    def _watch(self, now: float) -> None:
-        """Replace trainer ranks that are silent, in a run that has stalled; else end that run, with a
-        checkpoint. Either way a line says who waits for what. Ranks are replaced, too, if they wait for
-        engines that cannot load the newest version, or for engines that have slept and have no other one;
-        but not before they have published a version."""
+    def _watch_stall(self, now: float) -> None:
+        """Replace silent trainer ranks of a run that has stalled, or end the run with a checkpoint.
+
+        The reason lists all waits. Ranks are also replaced if they wait for engines that cannot load the
+        newest version, once the ranks have published a version.
+        """
         ranks = self.trainer.ranks
+
         published = self.state.versions.newest.epoch == self.state.trainer_epoch
-        waiting = ranks.request or (self.state.shifts and ranks.told == "end")
-        wanted = waiting and published and not self.lifecycle.ending
-        if wanted and (damage := self.engines.pop_unloadable_version()):
+        waits_for_engines = ranks.open_request or (self.state.shifts and ranks.last_plan_kind == "end")
+        ranks_wait = waits_for_engines and published and not self.lifecycle.ending
+
+        if ranks_wait and (damage := self.engines.pop_unloadable_version()):
             damage += "; the next trainer publishes it anew"
-            self._replace(shared.Replace("trainer", damage, ranks.incarnation))
-            # not again until the next one asks
-            ranks.request = None
-            ranks.told = ""
+            self._request_replacement(shared.Replace("trainer", damage, ranks.incarnation))
+            # No second replacement before the next trainer sends a request.
+            ranks.open_request = None
+            ranks.last_plan_kind = ""
+
         stalled = self.state.liveness.stalled(now)
         if not stalled or self.lifecycle.ending:  # a stop has its own deadline
             return
-        why = f"{stalled}: {'; '.join(self.reporter.waits()) or 'no wait is known'}"
-        training = self.lifecycle.phase in (Phase.RUNNING, Phase.DRAINING)
-        if training and self.trainer.hangs(now):
-            self._replace(shared.Replace("trainer", f"the trainer hangs, {why}"))
-            self.state.liveness.progress(now)  # the next ones are given the same time
+
+        stall_report = f"{stalled}: {'; '.join(self.reporter.describe_waits()) or 'no wait is known'}"
+        is_training = self.lifecycle.phase in (Phase.RUNNING, Phase.DRAINING)
+        if is_training and self.trainer.is_hanging(now):
+            self._request_replacement(shared.Replace("trainer", f"the trainer hangs, {stall_report}"))
+            self.state.liveness.progress(now)  # the new ranks have the same time
         else:
-            self.lifecycle.abort(why, now)
+            self.lifecycle.abort_run(stall_report, now)
 
     def close(self) -> None:
         self.state.store.close()
         self.state.timeline.close()
         self.control.close()
         self.bulk.close()
-        if self._versions is not None:
-            self._versions.close()
+        if self._version_server is not None:
+            self._version_server.close()
         self._gate.close()

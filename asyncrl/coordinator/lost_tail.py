@@ -1,7 +1,8 @@
-"""Commits that a power cut took from the store come from the checkpoints' manifests.
+"""Recover commits that a power cut took from the store, from the manifests of checkpoints.
 
-A checkpoint is fsynced before the coordinator hears of it, and only then is the store. In between, the store
-may lose all since the checkpoint before: commits, plans, even that groups were issued.
+A checkpoint is fsynced before the coordinator hears of it, and the store is fsynced only then. In between, a
+power
+cut may take all since the checkpoint before from the store: commits, plans, even the issue of groups.
 """
 
 from __future__ import annotations
@@ -18,64 +19,80 @@ from asyncrl.types import DropReason
 ADVICE = "restore both from the same copy"
 
 
-def recover(state: RunState, step: int, now: float) -> None:
-    """The trainer has resumed from the checkpoint of `step`, beyond what the store has committed.
-    ProtocolError when the manifests since then are not there, or do not fit what the store holds."""
-    known = state.batches.committed
+def recover_commits(state: RunState, step: int, now: float) -> None:
+    """Recover the commits up to the trainer's checkpoint of `step`, which the store does not have.
+
+    ProtocolError if manifests are missing, or do not fit the store.
+    """
+    known_steps = state.batches.committed
     checkpoints = checkpoints_of(state.config, state.run_dir)
+
     refusal = (
-        f"the trainer's checkpoint is of step {step}, the run store knows {known} steps: checkpoint and "
-        "store are not of one run"
+        f"the trainer's checkpoint is of step {step}, the run store knows {known_steps} steps: "
+        "checkpoint and store are not of one run"
     )
     with ProtocolError.instead_of(CheckpointError, text=refusal, advice=ADVICE):
-        manifests = checkpoints.lineage(step, known)
-    state.buffer.cohorts.exclude(known)
-    trained = [uid for manifest in manifests for uid in manifest.trained]
-    before = state.buffer.counts()[State.TRAINED]
-    _set_trained(state, trained, step, now)
-    rows = state.buffer.counts()[State.TRAINED] - before
-    if before + rows != manifests[-1].trained_total:
-        raise ProtocolError(
-            f"{refusal} ({manifests[-1].trained_total} trajectories, not {before + rows}); {ADVICE}"
-        )
+        manifests = checkpoints.lineage(step, known_steps)
+
+    state.buffer.cohorts.exclude_step(known_steps)
+    trained_uids = [uid for manifest in manifests for uid in manifest.trained]
+    trained_before = state.buffer.state_counts()[State.TRAINED]
+    _mark_trained(state, trained_uids, step, now)
+    trained_now = state.buffer.state_counts()[State.TRAINED]
+    recovered_count = trained_now - trained_before
+
+    expected = manifests[-1].trained_total
+    if trained_now != expected:
+        raise ProtocolError(f"{refusal} ({expected} trajectories, not {trained_now}); {ADVICE}")
+
     state.batches.skip_to(step)
-    for uid in trained:  # nobody needs its payload
+    for uid in trained_uids:  # payloads of trained episodes are not needed
         state.store.forget_frames(uid)
-    state.store.forget_plans(range(known, step), rows)
+
+    state.store.forget_plans(range(known_steps, step), recovered_count)
     state.store.put_commit(step, manifests[-1].trainer_epoch, "")
     state.store.put_checkpoint(step)
     state.store.sync()
+
     log.warning(
         "the run store had lost steps %d to %d: %d trajectories are trained, by the checkpoints' manifests",
-        known + 1,
+        known_steps + 1,
         step,
-        rows,
+        recovered_count,
     )
 
 
-def _set_trained(state: RunState, uids: Iterable[str], step: int, now: float) -> None:
-    """These are trained, whatever the store knew of them; what else it held of their groups is dropped. Some
-    may be over in another way: workers may have sampled them again before the trainer reported in."""
+def _mark_trained(state: RunState, uids: Iterable[str], step: int, now: float) -> None:
+    """Set episodes to trained, whatever their state in the store, and drop the other members of their groups.
+
+    Some may already be in another final state, as workers may have sampled them again before the trainer
+    reported.
+    """
     buffer = state.buffer
-    groups = set[int]()
+    live_groups = set[int]()
+
     for uid in uids:
-        number = int(uid.partition(".")[0])
-        while number >= buffer.next_group:  # issued after what is left of the store
+        group_id = int(uid.partition(".")[0])
+        while group_id >= buffer.next_group:  # issued in the lost part of the store
             buffer.admit(buffer.committed, now)
-        episode = buffer.unwritten(uid) or state.store.read.find_episode(uid)
+
+        episode = buffer.find_unwritten(uid) or state.store.read.find_episode(uid)
         if episode is None or episode.state is State.TRAINED:
-            continue  # by a step that the store knows
-        buffer.reasons -= Counter([f"{episode.state}/{episode.reason}"])  # if this process counted it
-        if number in buffer.live:
-            groups.add(number)
-            buffer.take(episode, step - 1)
+            continue  # trained by a step in the store
+
+        # This process may have counted the other state.
+        buffer.reasons -= Counter([f"{episode.state}/{episode.reason}"])
+        if group_id in buffer.live:
+            live_groups.add(group_id)
+            buffer.take_episode(episode, step - 1)
         else:
             episode.step = step - 1
-            buffer.correct(episode, State.TRAINED)
-    left = set(uids)
-    for group in [buffer.live[number] for number in groups]:
-        members = [buffer.episodes[uid] for uid in group.members]
-        for episode in members:
-            if not episode.state.over and episode.uid not in left:
-                buffer.drop(episode, DropReason.CORRUPT)
-        buffer.trained([episode for episode in members if not episode.state.over])
+            buffer.correct_state(episode, State.TRAINED)
+
+    trained_uids = set(uids)
+    for group in [buffer.live[group_id] for group_id in live_groups]:
+        group_members = [buffer.episodes[uid] for uid in group.members]
+        for episode in group_members:
+            if not episode.state.over and episode.uid not in trained_uids:
+                buffer.drop_episode(episode, DropReason.CORRUPT)
+        buffer.mark_trained([episode for episode in group_members if not episode.state.over])

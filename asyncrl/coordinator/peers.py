@@ -1,8 +1,8 @@
-"""The processes of a run: who may join it, who replaces whom, whose lease is over, and who is missing.
+"""Track the processes of a run: admission, replacement, leases and missing processes.
 
-consumes: invitations of the launcher, enrolments (control); what processes on other machines write (bulk)
+consumes: invitations of the launcher, enrolments (control); files of processes on other machines (bulk)
 waits for: a sign of life of each process, at most launch.lease seconds
-unblocks: a process with a token; what a lost process held, through `lost`
+unblocks: a process with a token; the work of a lost process, through `lost`
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from asyncrl.wire.sockets import TOKEN, Gate, role_of
 
 
 class Hello(Protocol):
-    """Is the first message of a process, repeated after silence. Its place is the pair of role and index."""
+    """The first message of a process, repeated after silence. Role and index identify the process."""
 
     @property
     def index(self) -> int: ...
@@ -31,7 +31,7 @@ class Hello(Protocol):
 
 
 class Connected(Protocol):
-    """A process that has reported in. `name` is for people, `seen` the time of its newest message."""
+    """A process that has reported in. `name` is for people, `seen` the time of the newest message."""
 
     peer: bytes
     name: str
@@ -42,207 +42,258 @@ class Connected(Protocol):
 
 
 P = TypeVar("P", bound=Connected)
-Lost = Callable[[P, str, float], None]  # what is lost, why, and when
+LossHandler = Callable[[P, str, float], None]  # called with a lost process, the reason and the time
 
 
 class Peers(Generic[P]):
-    """Holds connected processes, at most one a place.
+    """The connected processes of a role, at most one for each index.
 
     Args:
-        planned: number of processes that the launcher starts; more may join.
-        lost: called with each process that is lost. None: their lease never ends.
+        planned: number of processes that the launcher starts; further processes may join.
+        lost: called with each lost process. None: leases never end.
     """
 
-    def __init__(self, state: RunState, role: str, planned: int = 0, lost: Lost[P] | None = None) -> None:
+    def __init__(
+        self, state: RunState, role: str, planned: int = 0, lost: LossHandler[P] | None = None
+    ) -> None:
         self._state = state
         self._role = role
-        self._planned = planned
-        self._lost = lost
-        self._here: dict[bytes, P] = {}
-        self._gone: dict[int, tuple[str, float]] = {}  # by index: the process that was lost, and when
+        self._planned_count = planned
+        self._on_lost = lost
+        self._connected: dict[bytes, P] = {}
+        # By index: incarnation of the lost process, and time of the loss.
+        self._lost_processes: dict[int, tuple[str, float]] = {}
 
     def __iter__(self) -> Iterator[P]:
-        return iter(self._here.values())
+        return iter(self._connected.values())
 
     def __len__(self) -> int:
-        return len(self._here)
+        return len(self._connected)
 
     def get(self, peer: bytes) -> P | None:
-        """Return the process of this identity; None: it is not connected, and will say hello."""
-        return self._here.get(peer)
+        """Return the process of this identity, or None if the process is not connected yet."""
+        return self._connected.get(peer)
 
-    def hello(
-        self, peer: bytes, message: Hello, now: float, join: Callable[[], P], newest: str = ""
+    def accept_hello(
+        self, peer: bytes, message: Hello, now: float, join: Callable[[], P], newest_incarnation: str = ""
     ) -> P | None:
-        """A process reports in, for the first time or again: `join` makes its record. None: a process that
-        was started later has its place (or is the `newest` of its role), or an earlier launch started it; it
-        is told to end."""
-        known = self._here.get(peer)
-        same = [known] if known else [one for one in self if one.hello.index == message.index]
-        newest = newest or (same[0].hello.incarnation if same else "")
-        foreign = launch_of(message.incarnation) not in ("", self._state.launch)
-        if foreign or is_older(message.incarnation, newest):
+        """Handle the hello of a process, first or repeated, and return the process's record.
+
+        A process that was replaced by a later start (or is older than `newest_incarnation`), or that belongs
+        to
+        an earlier launch, is told to end: the result is None.
+
+        Args:
+            join: makes the record of a new process.
+            newest_incarnation: newest incarnation of the role, if known.
+        """
+        connected = self._connected.get(peer)
+        if connected:
+            same_index = [connected]
+        else:
+            same_index = [process for process in self if process.hello.index == message.index]
+        if same_index and not newest_incarnation:
+            newest_incarnation = same_index[0].hello.incarnation
+
+        is_foreign = launch_of(message.incarnation) not in ("", self._state.launch)
+        if is_foreign or is_older(message.incarnation, newest_incarnation):
             log.warning("%s was replaced: it is told to end", peer.decode(errors="replace"))
             self._state.outbox.to_control(peer, shared.Stop("another process has taken its place"))
             return None
-        if known is None or known.hello.incarnation != message.incarnation:
-            for old in same:
-                self.lose(old.peer, "replaced by a new process", now)
-            known = self._here[peer] = join()
-            self._gone.pop(message.index, None)
-            log.info("%s joined", known.name)
-        known.seen = now
-        return known
 
-    def heard(self, peer: bytes, now: float) -> None:
-        """Any message is a sign of life."""
-        if (known := self._here.get(peer)) is not None:
-            known.seen = now
+        if connected is None or connected.hello.incarnation != message.incarnation:
+            for replaced in same_index:
+                self.remove_process(replaced.peer, "replaced by a new process", now)
+            connected = join()
+            self._connected[peer] = connected
+            self._lost_processes.pop(message.index, None)
+            log.info("%s joined", connected.name)
 
-    def lose(self, peer: bytes, why: str, now: float) -> None:
-        """The process is gone; what it held goes to others."""
-        if (known := self._here.pop(peer, None)) is not None:
-            log.warning("%s lost (%s)", known.name, why)
-            self._gone[known.hello.index] = known.hello.incarnation, now
-            if self._lost is not None:
-                self._lost(known, why, now)
+        connected.seen = now
+        return connected
 
-    def tick(self, now: float) -> None:
-        """Lose those whose lease is over."""
-        for one in self.silent(now):
-            self.lose(one.peer, f"silent for {self._state.config.launch.lease:g} s", now)
+    def note_contact(self, peer: bytes, now: float) -> None:
+        """Note a message of a process, which is a sign of life."""
+        if (connected := self._connected.get(peer)) is not None:
+            connected.seen = now
 
-    def silent(self, now: float) -> list[P]:
-        """Processes that were not heard of for longer than a lease."""
-        return [one for one in self if now - one.seen > self._state.config.launch.lease]
+    def remove_process(self, peer: bytes, reason: str, now: float) -> None:
+        """Remove a lost process, and report the loss so that other processes get its work."""
+        if (connected := self._connected.pop(peer, None)) is not None:
+            log.warning("%s lost (%s)", connected.name, reason)
+            self._lost_processes[connected.hello.index] = connected.hello.incarnation, now
+            if self._on_lost is not None:
+                self._on_lost(connected, reason, now)
 
-    def extend(self, now: float, gap: float) -> None:
-        """The coordinator did not run for `gap` seconds: nobody was silent in that time."""
-        for one in self:
-            one.seen = now
-        self._gone = {index: (name, at + gap) for index, (name, at) in self._gone.items()}
+    def remove_silent(self, now: float) -> None:
+        """Remove the processes whose lease is over."""
+        for process in self.silent_processes(now):
+            self.remove_process(process.peer, f"silent for {self._state.config.launch.lease:g} s", now)
 
-    def stop(self, reason: str) -> None:
-        for one in self:
-            self._state.outbox.to_control(one.peer, shared.Stop(reason))
+    def silent_processes(self, now: float) -> list[P]:
+        """Return the processes that were silent for longer than a lease."""
+        return [process for process in self if now - process.seen > self._state.config.launch.lease]
+
+    def extend_leases(self, now: float, gap: float) -> None:
+        """Extend leases by the `gap` seconds in which the coordinator did not run."""
+        for process in self:
+            process.seen = now
+        self._lost_processes = {
+            index: (incarnation, lost_at + gap)
+            for index, (incarnation, lost_at) in self._lost_processes.items()
+        }
+
+    def send_stop(self, reason: str) -> None:
+        for process in self:
+            self._state.outbox.to_control(process.peer, shared.Stop(reason))
 
     @property
-    def vacant(self) -> dict[int, str]:
-        """The planned places without a process: by index, the one that was lost; '': none was there."""
-        here = {one.hello.index for one in self}
-        free = (index for index in range(self._planned) if index not in here)
-        return {index: self._gone.get(index, ("", 0.0))[0] for index in free}
+    def vacant_indices(self) -> dict[int, str]:
+        """Planned indices without a process, with the incarnation of the lost process ('' without one)."""
+        occupied = {process.hello.index for process in self}
+        free_indices = (index for index in range(self._planned_count) if index not in occupied)
+        return {index: self._lost_processes.get(index, ("", 0.0))[0] for index in free_indices}
 
-    def missing(self, now: float) -> tuple[list[str], list[shared.Replace]]:
-        """A wait for each planned process that is silent, or still starts. One that was lost `liveness.start`
-        seconds ago hangs: it is to be replaced, and the next one has as long."""
-        limit = self._state.liveness.start
-        places = self.vacant
-        hanging = list[shared.Replace]()
-        for index in places:
-            name, since = self._gone.get(index, ("", now))
-            if name and now - since > limit:
-                why = f"{self._role}-{index} has been silent for {limit:g} s"
-                hanging.append(shared.Replace(self._role, why, name))
-                self._gone[index] = name, now
-        return [f"{self._role}-{index} is silent, or starts: it is not used" for index in places], hanging
+    def missing_processes(self, now: float) -> tuple[list[str], list[shared.Replace]]:
+        """Return a wait for each missing process, and the processes to be replaced.
+
+        A process that was lost more than `liveness.start` seconds ago hangs and is to be replaced. The new
+        process has as much time.
+        """
+        time_limit = self._state.liveness.start
+        vacant_indices = self.vacant_indices
+        replacements = list[shared.Replace]()
+
+        for index in vacant_indices:
+            incarnation, lost_at = self._lost_processes.get(index, ("", now))
+            if incarnation and now - lost_at > time_limit:
+                reason = f"{self._role}-{index} has been silent for {time_limit:g} s"
+                replacements.append(shared.Replace(self._role, reason, incarnation))
+                self._lost_processes[index] = incarnation, now
+
+        return [
+            f"{self._role}-{index} is silent, or starts: it is not used" for index in vacant_indices
+        ], replacements
 
 
-FIRST_START = 1_000_000_000  # of their incarnations: the launcher counts its own starts from 1
+FIRST_START = 1_000_000_000  # start numbers of enrolled processes; the launcher counts its own starts from 1
 
 
 def enrolled_keys(reader: RunReader, launch: str) -> dict[str, str]:
-    """Public key -> role, of those that were enrolled in this launch. The gate has to know them before anyone
-    can connect: ZeroMQ does not dial again after it was refused."""
-    kept, keys = msgspec.json.decode(reader.meta("enrolled", '["", {}]'), type=tuple[str, dict[str, str]])
-    return keys if kept == launch else {}
+    """Return the roles of processes enrolled in this launch, by public key.
+
+    The gate needs the keys before any process connects, as ZeroMQ does not dial again after a refusal.
+    """
+    stored_launch, keys = msgspec.json.decode(
+        reader.meta("enrolled", '["", {}]'), type=tuple[str, dict[str, str]]
+    )
+    return keys if stored_launch == launch else {}
 
 
 class EnrolmentHandler:
-    """Changes who the gate lets in. Public keys that were enrolled are kept for a restart of this process;
-    tokens that nobody has used are not."""
+    """Changes which processes the gate admits.
+
+    Enrolled public keys survive a restart of the coordinator; unused tokens do not.
+    """
 
     def __init__(self, state: RunState, gate: Gate) -> None:
         self.state = state
         self._gate = gate
-        self._tokens: dict[str, tuple[str, float]] = {}  # role, and when it is over
-        self._enrolled = enrolled_keys(state.store.read, state.launch)
+        self._open_tokens: dict[str, tuple[str, float]] = {}  # by token: role, and time of expiry
+        self._enrolled_roles = enrolled_keys(state.store.read, state.launch)
         planned = {"rollout": state.config.rollout.workers, "engine": state.config.engine.keepers}
-        self._planned = {role: count for role, count in planned.items() if count}  # more of these may join
+        # Further processes of these roles may join.
+        self._planned_processes = {role: count for role, count in planned.items() if count}
 
-    def invite(self, message: shared.Invite, now: float) -> None:
-        if message.role not in self._planned or message.token in self._gate.members:
-            log.warning("no token for a process of role %r: only %s may join", message.role, [*self._planned])
+    def add_token(self, message: shared.Invite, now: float) -> None:
+        if message.role not in self._planned_processes or message.token in self._gate.members:
+            log.warning(
+                "no token for a process of role %r: only %s may join",
+                message.role,
+                [*self._planned_processes],
+            )
             return
-        self._tokens[message.token] = (message.role, now + message.seconds)
+
+        self._open_tokens[message.token] = (message.role, now + message.seconds)
         self._gate.members[message.token] = TOKEN
 
-    def enrol(self, peer: bytes, message: shared.Enrol) -> None:
-        """The peer's name ends with its token, which is taken back at once: a second use is refused."""
+    def enrol_process(self, peer: bytes, message: shared.Enrol) -> None:
+        """Enrol the process whose peer name ends with a token. The token cannot be used a second time."""
         token = peer.decode().split("/", 2)[2]
-        if token not in self._tokens or message.key in self._gate.members:
+        if token not in self._open_tokens or message.key in self._gate.members:
             return
-        role, _ = self._tokens.pop(token)
+
+        role, _ = self._open_tokens.pop(token)
         del self._gate.members[token]
-        start = FIRST_START + len(self._enrolled)
-        index = self._planned[role] + [*self._enrolled.values()].count(role)
-        self._gate.members[message.key] = self._enrolled[message.key] = role
-        kept = msgspec.json.encode((self.state.launch, self._enrolled)).decode()
-        self.state.store.put_meta("enrolled", kept)
+
+        start_number = FIRST_START + len(self._enrolled_roles)
+        index = self._planned_processes[role] + [*self._enrolled_roles.values()].count(role)
+        self._gate.members[message.key] = self._enrolled_roles[message.key] = role
+        stored_keys = msgspec.json.encode((self.state.launch, self._enrolled_roles)).decode()
+        self.state.store.put_meta("enrolled", stored_keys)
         log.info("a process was enrolled as %s-%d", role, index)
-        name = incarnation_of(self.state.launch, start)
+
+        incarnation = incarnation_of(self.state.launch, start_number)
         config = msgspec.json.encode(self.state.config)
-        started = read_start(self.state.run_dir)
+        run_start = read_start(self.state.run_dir)
         self.state.outbox.to_control(
-            peer, shared.Enrolled(role, index, name, asyncrl.__version__, config, started)
+            peer, shared.Enrolled(role, index, incarnation, asyncrl.__version__, config, run_start)
         )
 
-    def tick(self, now: float) -> None:
-        """Take back tokens that are over."""
-        for token in [token for token, (_, until) in self._tokens.items() if now > until]:
-            del self._tokens[token], self._gate.members[token]
+    def expire_tokens(self, now: float) -> None:
+        """Take back expired tokens."""
+        for token in [token for token, (_, expires_at) in self._open_tokens.items() if now > expires_at]:
+            del self._open_tokens[token], self._gate.members[token]
 
 
-SENDER_SECONDS = 10.0  # of silence, after which nothing more is expected of who sends files
-MOST_SENDERS = 4096  # that are known: a process that is killed does not say that it was its last
+SENDER_TIMEOUT = 10.0  # seconds of silence after which no more files are expected from a process
+MAX_SENDERS = 4096  # remembered senders: a killed process does not announce its last message
 
 
 class WrittenFiles:
-    """Adds what processes on other machines write to the files of the run directory."""
+    """Appends files of processes on other machines to the run directory."""
 
     def __init__(self, state: RunState) -> None:
         self._state = state
-        # The last file of each, where its last bytes begin, where they end, and when they came.
+        # By peer: the last file, begin and end of the last bytes, and the time of their arrival.
         self._senders: dict[bytes, tuple[str, int, int, float]] = {}
 
-    def written(self, peer: bytes, message: shared.WrittenBytes, frames: list[bytes], now: float) -> None:
-        """Take bytes of a file, once each. No answer where the disk is full, or the file another role's."""
-        role, (kind, _, file) = role_of(peer), message.name.partition("/")
-        if not file.startswith("step-" if kind == "ratios" and role == "trainer" else f"{role}-"):
+    def append_bytes(
+        self, peer: bytes, message: shared.WrittenBytes, frames: list[bytes], now: float
+    ) -> None:
+        """Append new bytes of a file. There is no reply if the disk is full or the file is another role's."""
+        role = role_of(peer)
+        kind, _, file_name = message.name.partition("/")
+        if not file_name.startswith("step-" if kind == "ratios" and role == "trainer" else f"{role}-"):
             log.warning("%s sends %s, which is not its own", peer.decode(), message.name)
             return
-        name, start, have, _ = self._senders.get(peer, ("", 0, 0, now))
-        if name != message.name or message.offset < start:  # a log that was cut is shorter
-            have = message.offset
+
+        name, last_offset, received_bytes, _ = self._senders.get(peer, ("", 0, 0, now))
+        if name != message.name or message.offset < last_offset:  # a truncated log begins anew
+            received_bytes = message.offset
+
         path = self._state.run_dir / message.name
         data = b"".join(frames)[: shared.PIECE]
+
         try:
-            if new := data[have - message.offset :]:
+            if new_bytes := data[received_bytes - message.offset :]:
                 path.parent.mkdir(exist_ok=True)
-                with path.open("ab") as written:
-                    written.write(new)
+                with path.open("ab") as output:
+                    output.write(new_bytes)
                 if kind == "logs":
                     bound_log(path)
         except OSError as error:
             log.error("%s: not written (%s)", path, error)
             return
+
         self._senders.pop(peer, None)
         if not message.last:
-            self._senders[peer] = message.name, message.offset, have + len(new), now
-        if len(self._senders) > MOST_SENDERS:
+            self._senders[peer] = message.name, message.offset, received_bytes + len(new_bytes), now
+        if len(self._senders) > MAX_SENDERS:
             del self._senders[next(iter(self._senders))]  # silent for the longest time
-        self._state.outbox.to_bulk(peer, shared.WrittenTaken(message.name, have + len(new)))
 
-    def expected(self, now: float) -> bool:
-        """True while somebody has more to send."""
-        return any(now - heard < SENDER_SECONDS for *_, heard in self._senders.values())
+        self._state.outbox.to_bulk(peer, shared.WrittenTaken(message.name, received_bytes + len(new_bytes)))
+
+    def expects_more(self, now: float) -> bool:
+        """Return True while a process has more to send."""
+        return any(now - last_contact < SENDER_TIMEOUT for *_, last_contact in self._senders.values())

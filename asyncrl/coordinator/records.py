@@ -1,8 +1,10 @@
-"""The records of rollout workers: turns, replies, endings. Each is processed once, and then acknowledged.
+"""Process the records of rollout workers: turns, replies and endings.
+
+Each record is processed once, and then acknowledged.
 
 consumes: turns, replies, endings (bulk), of training and of validation
-waits for: the record before, where one was lost
-unblocks: the workers (acks), through the buffer the trainer
+waits for: the preceding record, if a record was lost
+unblocks: the workers (acks), and through the buffer the trainer
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 from typing import assert_never
 
 from asyncrl.buffer.payloads import (
+    add_turn,
     check_logprobs,
     check_part,
     check_result,
@@ -17,11 +20,10 @@ from asyncrl.buffer.payloads import (
     decode_part,
     decode_reply,
     decode_turn,
-    extend,
 )
 from asyncrl.buffer.records import MOST_NAMED, EpisodeRecord, OpenTurn
-from asyncrl.buffer.replay import current
-from asyncrl.coordinator.reporting import Reporter, earned, save_transcripts, transcript_entry
+from asyncrl.buffer.replay import running_attempt
+from asyncrl.coordinator.reporting import Reporter, result_entry, save_transcripts, transcript_entry
 from asyncrl.coordinator.state import RunState, log
 from asyncrl.coordinator.workers import WorkerHandler, WorkerRecord
 from asyncrl.errors import ProtocolError
@@ -31,106 +33,136 @@ from asyncrl.wire.messages.worker import Ack, Failed, Fenced, Finished, Generate
 
 
 class RecordHandler:
-    """Takes in what workers report of episodes, in the order of their sequence numbers."""
+    """Processes the workers' records of episodes, in the order of their sequence numbers."""
 
     def __init__(self, state: RunState, workers: WorkerHandler, reporter: Reporter) -> None:
         self.state = state
         self.workers = workers
         self.reporter = reporter
-        self._acks: set[bytes] = set()
-        # Some began under another configuration.
-        began = (one.tokens + one.untrained_tokens for one in state.buffer.episodes.values())
-        rollout = state.config.rollout  # side requests have as many rows for themselves
-        limit = rollout.rows * rollout.max_tokens * (2 if state.config.side_requests else 1)
-        self._most_tokens = max([limit, *began])  # of an episode
+        self._workers_to_ack: set[bytes] = set()
 
-    def record(self, peer: bytes, message: Record, frames: list[bytes], now: float) -> None:
-        """Takes in one sequenced record: it is processed once, and acknowledged after the commit."""
+        # Stored episodes may exceed the limit, as they may have begun under another configuration.
+        stored_tokens = (
+            episode.tokens + episode.untrained_tokens for episode in state.buffer.episodes.values()
+        )
+        rollout = state.config.rollout  # side requests have as many sequences of their own
+        configured_tokens = rollout.rows * rollout.max_tokens * (2 if state.config.side_requests else 1)
+        self._max_episode_tokens = max([configured_tokens, *stored_tokens])
+
+    def process_record(self, peer: bytes, message: Record, frames: list[bytes], now: float) -> None:
+        """Process a sequenced record once. The acknowledgement follows after the commit."""
         worker = self.workers.peers.get(peer)
         if worker is None:
-            return  # unacknowledged: it is sent again after the hello
-        if message.seq > worker.seq + 1:
-            return  # something in between was lost: wait for the resend
-        self._acks.add(peer)
-        if message.seq <= worker.seq:
+            return  # without an acknowledgement the worker sends the record again after the hello
+        if message.seq > worker.last_record + 1:
+            return  # a record in between was lost: wait for the resend
+
+        self._workers_to_ack.add(peer)
+        if message.seq <= worker.last_record:
             return
-        worker.seq = message.seq
-        (self.state.liveness.progress if isinstance(message, Finished) else self.state.liveness.alive)(now)
-        message = _checked(message, self._most_tokens)
+
+        worker.last_record = message.seq
+        if isinstance(message, Finished):
+            self.state.liveness.progress(now)
+        else:
+            self.state.liveness.alive(now)
+
+        message = _validated(message, self._max_episode_tokens)
         uid = message.attempt.uid
         attempt = message.attempt.attempt
-        episode = current(self.state.flow_of(uid).episodes, uid, attempt)
+        episode = running_attempt(self.state.ledger_of(uid).episodes, uid, attempt)
         if episode is None or episode.worker != worker.hello.incarnation:
             self.state.outbox.to_bulk(peer, Fenced(message.attempt))
             return
+
         try:
-            self._apply(worker, episode, message, frames, now)
+            self._apply_record(worker, episode, message, frames, now)
         except ProtocolError as error:
             log.error("%s: %s", worker.name, error)
-            self.workers.give_up(worker, episode, FailReason.EPISODE_ERROR, str(error), now)
+            self.workers.give_up_attempt(worker, episode, FailReason.EPISODE_ERROR, str(error), now)
 
-    def _apply(
+    def _apply_record(
         self, worker: WorkerRecord, episode: EpisodeRecord, message: Record, frames: list[bytes], now: float
     ) -> None:
         state = self.state
         match message:
             case Generated():
-                self._generated(worker, episode, message, frames, now)
+                self._store_turn(worker, episode, message, frames, now)
             case Sampled():
-                self._part(worker, episode, message, frames, now)
+                self._store_part(worker, episode, message, frames, now)
+
             case Replied():
-                replies = decode_reply(frame := _single_frame(frames)).replies
+                frame = _single_frame(frames)
+                replies = decode_reply(frame).replies
                 if not 0 <= message.turn < episode.turns:
                     raise ProtocolError(
                         f"episode {episode.uid}: replies to turn {message.turn}, which is not there"
                     )
+
                 state.store.put_frame(episode.uid, message.turn, "replied", frame)
                 state.store.put_calls(episode.uid, message.turn, replies)
-                failed = next((reply.call.name for reply in replies if reply.failed), "")
-                if failed and not episode.failed_tool:
-                    episode.failed_tool = failed[:MOST_NAMED]
-                    state.flow_of(episode.uid).touch(episode)
+
+                failed_tool = next((reply.call.name for reply in replies if reply.failed), "")
+                if failed_tool and not episode.failed_tool:
+                    episode.failed_tool = failed_tool[:MOST_NAMED]
+                    state.ledger_of(episode.uid).touch(episode)
+
             case Finished():
                 turns = message.stats.turns + message.stats.untrained_turns
-                tokens = max(message.result.tokens, message.stats.longest_row)
-                if not 0 < turns == episode.turns or tokens > episode.tokens:
-                    known = f"{episode.turns} turns of {episode.tokens} tokens are durable"
-                    raise ProtocolError(f"episode {episode.uid}: ends after {turns}, with {tokens}: {known}")
+                longest_sequence = max(message.result.tokens, message.stats.longest_row)
+                if not 0 < turns == episode.turns or longest_sequence > episode.tokens:
+                    durable = f"{episode.turns} turns of {episode.tokens} tokens are durable"
+                    raise ProtocolError(
+                        f"episode {episode.uid}: ends after {turns}, with {longest_sequence}: {durable}"
+                    )
+
                 if frames:
-                    check_result(frame := _single_frame(frames))
+                    frame = _single_frame(frames)
+                    check_result(frame)
                     state.store.put_frame(episode.uid, turns - 1, "result", frame)
+
                 state.store.put_answer(episode.uid, message.answer)
-                episode.open = {}  # of requests that an agent gave up
+                episode.open = {}  # unfinished turns of requests that an agent gave up
                 del worker.running[episode.uid]
+
                 if episode.uid in state.held_out.episodes:
-                    state.held_out.finish(episode, message)
+                    state.held_out.finish_episode(episode, message)
                     return
-                self._keep_text(episode, message)
+
+                self._save_transcript(episode, message)
                 state.buffer.finish(episode, message.result, message.stats, state.engine_time(now))
-                self.reporter.on_landed(episode)
+                self.reporter.note_landed(episode)
+
                 if not state.first_attempts.landed:
-                    state.first_attempts.landed = True  # after a restart of this process alone, too
-                    state.store.put_meta("landed", state.launch)
+                    state.first_attempts.landed = True
+                    state.store.put_meta("landed", state.launch)  # for a restart of the coordinator alone
+
             case Failed():
                 log.info("episode %s failed: %s (%s)", episode.uid, message.reason, message.detail)
                 del worker.running[episode.uid]
-                self.workers.fail(episode, message.reason, message.detail, now)
+                self.workers.fail_episode(episode, message.reason, message.detail, now)
             case _:
                 assert_never(message)
 
-    def _keep_text(self, episode: EpisodeRecord, message: Finished) -> None:
-        """Save the text of an episode that is transcribed. `versions`: from the oldest to the newest."""
+    def _save_transcript(self, episode: EpisodeRecord, message: Finished) -> None:
+        """Save the text of a transcribed episode."""
         if not message.text:
             return
         state = self.state
-        mode = "greedy" if episode.greedy else "sampled"
-        became = {"mode": mode, **earned(message.result), "turns": message.stats.turns}
-        became |= {"versions": (episode.oldest, episode.newest), "notes": message.notes, "text": message.text}
-        sample = state.samples[state.buffer.live[episode.group].sample]
-        found = transcript_entry(episode.uid, sample, **became)
-        save_transcripts(state.run_dir, "training", state.batches.committed + 1, [found])
 
-    def _generated(
+        mode = "greedy" if episode.greedy else "sampled"
+        outcome = {"mode": mode, **result_entry(message.result), "turns": message.stats.turns}
+        outcome |= {
+            "versions": (episode.oldest, episode.newest),
+            "notes": message.notes,
+            "text": message.text,
+        }
+
+        sample = state.samples[state.buffer.live[episode.group].sample]
+        transcript = transcript_entry(episode.uid, sample, **outcome)
+        save_transcripts(state.run_dir, "training", state.batches.committed + 1, [transcript])
+
+    def _store_turn(
         self,
         worker: WorkerRecord,
         episode: EpisodeRecord,
@@ -138,91 +170,117 @@ class RecordHandler:
         frames: list[bytes],
         now: float,
     ) -> None:
-        part = episode.open.pop(message.session, OpenTurn())  # also where the turn is refused: they are of it
+        # Parts are of no use even if the turn is refused.
+        part = episode.open.pop(message.session, OpenTurn())
+
         if message.turn < episode.turns:
             return  # sent again to a restarted coordinator, perhaps after its parts
         if message.turn > episode.turns:
             raise ProtocolError(f"episode {episode.uid}: turn {message.turn} before turn {episode.turns}")
-        turn = decode_turn(frame := _single_frame(frames))
+
+        frame = _single_frame(frames)
+        turn = decode_turn(frame)
         check_turn(episode.uid, turn, episode.rows, self.state.vocabulary)
         check_logprobs(f"episode {episode.uid} turn {turn.index}", turn)
         if turn.index != message.turn:
             raise ProtocolError(f"episode {episode.uid}: turn {turn.index} in the place of {message.turn}")
-        if self._never_pushed(worker, episode, turn, now):
+
+        if self._reject_unpushed(worker, episode, turn, now):
             return
-        held = episode.tokens + episode.untrained_tokens
-        if held + len(turn.context) + len(turn.ids) > self._most_tokens:
-            limit = f"{self._most_tokens} tokens (rollout.max_tokens)"
+
+        episode_tokens = episode.tokens + episode.untrained_tokens
+        if episode_tokens + len(turn.context) + len(turn.ids) > self._max_episode_tokens:
+            limit = f"{self._max_episode_tokens} tokens (rollout.max_tokens)"
             raise ProtocolError(f"episode {episode.uid}: turn {message.turn} makes it longer than {limit}")
+
         self.state.store.put_frame(episode.uid, message.turn, "generated", frame)
-        extend(episode, turn, message.seconds)
-        self.state.flow_of(episode.uid).touch(episode)
+        add_turn(episode, turn, message.seconds)
+        self.state.ledger_of(episode.uid).touch(episode)
+
         if episode.uid in self.state.buffer.episodes:
-            self.reporter.on_turn(len(turn.ids))
+            self.reporter.count_turn(len(turn.ids))
             if not turn.untrained:
                 self.state.buffer.waiting_tokens.begin(
                     episode.uid, self.state.engine_time(now), len(turn.ids) - part.tokens
                 )
 
-    def _never_pushed(
+    def _reject_unpushed(
         self, worker: WorkerRecord, episode: EpisodeRecord, sampled: Turn | Generation, now: float
     ) -> bool:
-        """True where a training episode was sampled on weights that no engine was given: the attempt is given
-        up, and the worker quarantined."""
-        newest = max((span.version for span in sampled.spans), default=0)
-        if episode.uid not in self.state.buffer.episodes or newest <= self.state.versions.newest.step:
+        """Return True if a training episode was sampled on weights that no engine was given.
+
+        The attempt is then given up, and the worker quarantined.
+        """
+        newest_version = max((span.version for span in sampled.spans), default=0)
+        if episode.uid not in self.state.buffer.episodes or newest_version <= self.state.versions.newest.step:
             return False
-        trouble = f"{worker.name} names v{newest}, which was never pushed"
-        log.error(trouble)
+
+        problem = f"{worker.name} names v{newest_version}, which was never pushed"
+        log.error(problem)
         self.workers.engines.quarantine(worker.peer, now)
-        self.workers.give_up(worker, episode, FailReason.ENGINE_LOST, trouble, now)
+        self.workers.give_up_attempt(worker, episode, FailReason.ENGINE_LOST, problem, now)
         return True
 
-    def _part(
+    def _store_part(
         self, worker: WorkerRecord, episode: EpisodeRecord, message: Sampled, frames: list[bytes], now: float
     ) -> None:
-        """Store a part of a turn. One that does not fit is left out: the turn comes all the same."""
-        part = decode_part(frame := _single_frame(frames))
+        """Store a part of a turn. An unsuitable part is left out, as the complete turn comes all the same."""
+        frame = _single_frame(frames)
+        part = decode_part(frame)
         state = self.state
         check_part(episode.uid, part, state.vocabulary)
-        if self._never_pushed(worker, episode, part.sampled, now):
+
+        if self._reject_unpushed(worker, episode, part.sampled, now):
             return
+
         turn = episode.open.get(part.session)
         if turn is None or turn.prompt != part.prompt:
-            turn = OpenTurn(part.prompt)  # the one before, if any, is not sampled any more
+            turn = OpenTurn(part.prompt)  # an earlier turn of the session is not sampled any more
+
         if part.start != turn.tokens or not part.sampled.ids:
             return  # sent again to a restarted coordinator, perhaps without the parts before it
-        tokens = turn.tokens + len(part.sampled.ids)
-        others = sum(other.tokens for session, other in episode.open.items() if session != part.session)
-        if episode.tokens + episode.untrained_tokens + others + tokens > self._most_tokens:
-            return  # of many requests that an agent gave up
+
+        turn_tokens = turn.tokens + len(part.sampled.ids)
+        other_open_tokens = sum(
+            open_turn.tokens for session, open_turn in episode.open.items() if session != part.session
+        )
+        if (
+            episode.tokens + episode.untrained_tokens + other_open_tokens + turn_tokens
+            > self._max_episode_tokens
+        ):
+            return  # an agent gave up many requests
+
         state.store.put_frame(episode.uid, part.session, part_kind(turn.parts), frame)
         oldest = min([turn.oldest, *(span.version for span in part.sampled.spans)])
-        episode.open[part.session] = OpenTurn(part.prompt, turn.parts + 1, tokens, oldest)
+        episode.open[part.session] = OpenTurn(part.prompt, turn.parts + 1, turn_tokens, oldest)
         episode.seconds = max(episode.seconds, message.seconds)
-        state.flow_of(episode.uid).touch(episode)
+        state.ledger_of(episode.uid).touch(episode)
+
         if episode.uid in state.buffer.episodes:
             state.buffer.waiting_tokens.begin(episode.uid, state.engine_time(now), len(part.sampled.ids))
 
     def queue_acks(self) -> None:
-        """Queues one cumulative ack per worker that sent records in this turn of the loop."""
-        for peer in self._acks:
+        """Queue a cumulative ack for each worker that sent records in this pass of the loop."""
+        for peer in self._workers_to_ack:
             worker = self.workers.peers.get(peer)
             if worker is not None:
-                self.state.outbox.to_bulk(peer, Ack(worker.seq))
-        self._acks = set()
+                self.state.outbox.to_bulk(peer, Ack(worker.last_record))
+
+        self._workers_to_ack = set()
 
 
-def _checked(message: Record, most_tokens: int) -> Record:
-    """The record, or a failure in its place where numbers of it cannot be trained, summed up or stored."""
+def _validated(message: Record, most_tokens: int) -> Record:
+    """Return the record, or a failure if a number in the record cannot be trained, summed up or stored."""
     if not isinstance(message, Finished):
         return message
+
     result = message.result
     stats = message.stats
-    if trouble := result.problem:
-        return Failed(message.seq, message.attempt, FailReason.REWARD_ERROR, trouble)
-    if trouble := stats.misfit(most_tokens) or result.misfit(stats.turns, most_tokens):
-        return Failed(message.seq, message.attempt, FailReason.EPISODE_ERROR, f"impossible: {trouble}")
+
+    if problem := result.problem:
+        return Failed(message.seq, message.attempt, FailReason.REWARD_ERROR, problem)
+    if problem := stats.misfit(most_tokens) or result.misfit(stats.turns, most_tokens):
+        return Failed(message.seq, message.attempt, FailReason.EPISODE_ERROR, f"impossible: {problem}")
     return message
 
 

@@ -1,4 +1,4 @@
-"""Holds what the coordinator's handlers share: buffer, batches, versions, store, outbox and journal."""
+"""The state that the coordinator's handlers share: buffer, batches, versions, store, outbox and journal."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from asyncrl.buffer.batches import Batches
 from asyncrl.buffer.flow_control import LiveLimit
 from asyncrl.buffer.payloads import cut_back, decode_turn
 from asyncrl.buffer.prompts import ComparedParts, Prompts
-from asyncrl.buffer.records import IN_FLIGHT, OVER, EpisodeRecord, State
+from asyncrl.buffer.records import FINAL_STATES, IN_FLIGHT, EpisodeRecord, State
 from asyncrl.buffer.replay import ReplayBuffer
 from asyncrl.buffer.shifts import Shifts
 from asyncrl.config import RunConfig
@@ -38,19 +38,21 @@ from asyncrl.weights.model_files import MODEL, identity
 from asyncrl.wire.messages.shared import Welcome, WireMessage
 from asyncrl.wire.sockets import Hub
 
-MAX_UNTRAINED_BATCHES = 50  # batches' worth of groups in a row that left untrained; then the run ends
-ABANDONED = "abandoned_tokens"  # in the store's meta
-REASONS = "reasons"  # in the store's meta: episodes by final state and reason
-MAX_SKIPPED_BATCHES = 20  # batches in a row that were committed without an optimizer step
+MAX_UNTRAINED_BATCHES = 50  # batches' worth of groups in a row without training, after which the run ends
+ABANDONED_KEY = "abandoned_tokens"  # key of the store's meta
+REASONS_KEY = "reasons"  # key of the store's meta: episodes by final state and reason
+MAX_SKIPPED_BATCHES = 20  # committed batches in a row without an optimizer step, after which the run ends
 
 log = logging.getLogger("asyncrl.coordinator")
-UNTAKEN = (*IN_FLIGHT, State.READY)
+UNTAKEN_STATES = (*IN_FLIGHT, State.READY)
 
 
 @dataclass
 class TransactionalOutbox:
-    """Messages of one turn of the loop. They are sent after the store's commit: what a peer has been sent
-    cannot be undone by a kill -9."""
+    """Messages of a pass of the loop, sent after the store's commit.
+
+    So a kill -9 cannot undo anything that a peer knows of.
+    """
 
     control: Hub
     bulk: Hub
@@ -59,7 +61,7 @@ class TransactionalOutbox:
 
     @property
     def refused(self) -> int:
-        """Messages that came and could not be read."""
+        """Number of received messages that could not be read."""
         return self.control.refused + self.bulk.refused
 
     def to_control(self, peer: bytes, message: WireMessage, frames: Sequence[bytes] = ()) -> None:
@@ -69,11 +71,11 @@ class TransactionalOutbox:
         self._queue.append((self.bulk, peer, message, frames))
 
     def clear(self) -> None:
-        """Send nothing of this turn: it was undone."""
+        """Discard the messages of a pass that was undone."""
         self._queue = []
 
     def flush(self) -> None:
-        """Send everything. A peer that misses a message asks for it again, as its protocol says."""
+        """Send all messages. A peer that misses a message requests the message again, by its protocol."""
         queue = self._queue
         self._queue = []
         for hub, peer, message, frames in queue:
@@ -96,54 +98,68 @@ class RunState:
     outbox: TransactionalOutbox
     coordinator_epoch: int
     trainer_epoch: int = 0
-    vocabulary: int = MAX_VOCABULARY  # token ids are below it, once the trainer has told
-    launch: str = ""  # that this coordinator belongs to
-    skipped: int = 0  # committed batches in a row without an optimizer step
+    vocabulary: int = MAX_VOCABULARY  # token ids are smaller; known once a rank has reported in
+    launch: str = ""  # incarnation of the launch of this coordinator
+    skipped_batches: int = 0  # committed batches in a row without an optimizer step
     waits: list[str] = field(default_factory=list)
-    damage: str = ""  # why the store could not be read again: what is in memory is not what it holds
-    stopping: bool = False  # the run was told to stop: what ends from then on is no loss
-    shifts: Shifts | None = None  # where engines and trainer use the same devices
+    damage: str = ""  # why the store could not be read again, so that memory and store differ
+    stopping: bool = False  # the run was told to stop: processes that end from then on are no loss
+    shifts: Shifts | None = None  # None unless engines and trainer share devices
 
     def __post_init__(self) -> None:
-        evaluates = not self.config.total_steps
-        self.held_out = HeldOutEpisodes(self.store, self.config.rollout.retries, keeps=evaluates)
+        is_evaluation = not self.config.total_steps
+        self.held_out = HeldOutEpisodes(self.store, self.config.rollout.retries, keeps_turns=is_evaluation)
+
         self.liveness = Liveness(self.config, time.monotonic())
         self.timeline = Timeline(self.run_dir / "timeline" / "coordinator-0.jsonl")
         self.timeline.past(START, 0.0)
-        self.failed = FailedAttempts.stored(self.store)
-        self.memory_limits = MemoryLimits.stored(self.store.read, self.config.trainer.micro_batch_tokens)
+
+        self.failed_attempts = FailedAttempts.load_from(self.store)
+        self.memory_limits = MemoryLimits.load_from(self.store.read, self.config.trainer.micro_batch_tokens)
         self.first_attempts = FirstAttempts(len(self.samples))
+
         self.live_limit = LiveLimit(self.config, self.buffer)
         self.launches = launches.decode(self.store.read.meta(launches.KEY, "[]"))
-        self.trains_since(self.batches.committed)
+        self.record_launch(self.batches.committed)
 
-    def futile(self) -> str:
-        """Says why the run learns nothing and had better end; '' when that is not so."""
+    def futile_reason(self) -> str:
+        """Return why the run should end as it learns nothing; '' if there is no such reason."""
         buffer = self.buffer
-        if buffer.prompts.failed and buffer.lacking > 0:
-            return f"{buffer.prompts.failed}; mend that, then go on with resume=auto"
-        running = (e.assign_seq for e in buffer.episodes.values() if e.state is State.RUNNING)
-        if hopeless := self.first_attempts.verdict(running):
-            return f"{hopeless}: {self.failed.newest}; mend that, then go on with resume=auto"
-        if buffer.untrained > MAX_UNTRAINED_BATCHES * self.config.buffer.groups_per_batch:
+
+        if buffer.prompts.order_error and buffer.missing_groups > 0:
+            return f"{buffer.prompts.order_error}; mend that, then go on with resume=auto"
+
+        running_numbers = (
+            episode.assign_seq for episode in buffer.episodes.values() if episode.state is State.RUNNING
+        )
+        if common_failure := self.first_attempts.verdict(running_numbers):
+            return f"{common_failure}: {self.failed_attempts.newest}; mend that, then go on with resume=auto"
+
+        if buffer.untrained_groups > MAX_UNTRAINED_BATCHES * self.config.buffer.groups_per_batch:
             return (
-                f"{buffer.untrained} groups in a row could not be trained; the last one: "
+                f"{buffer.untrained_groups} groups in a row could not be trained; the last one: "
                 f"{buffer.untrained_reason}; read what the model wrote (asyncrl runs transcripts --of "
                 "training) and logs/"
             )
-        if self.skipped > MAX_SKIPPED_BATCHES:
+
+        if self.skipped_batches > MAX_SKIPPED_BATCHES:
             return (
-                f"the last {self.skipped} batches took no optimizer step: their gradients were not finite, "
+                f"the last {self.skipped_batches} batches took no optimizer step: "
+                "their gradients were not finite, "
                 "or all their tokens masked; see rewards, rollout_corr/* and staleness/* in metrics.jsonl"
             )
+
         return ""
 
     def engine_time(self, now: float) -> float:
-        """Return the time on the engines' clock, which stands still while they sleep: by it groups live."""
+        """Return the time of the engines' clock, which stands still while they sleep.
+
+        Groups age by this time.
+        """
         return now if self.shifts is None else self.shifts.clock(now)
 
-    def flow_of(self, uid: str) -> ReplayBuffer | HeldOutEpisodes:
-        """Return the owner of an episode: what is trained, or a validation."""
+    def ledger_of(self, uid: str) -> ReplayBuffer | HeldOutEpisodes:
+        """Return the ledger (training buffer or validation) that owns this episode."""
         return self.held_out if uid.startswith(EVAL) else self.buffer
 
     @property
@@ -152,13 +168,15 @@ class RunState:
         return [*self.buffer.episodes.values(), *self.held_out.episodes.values()]
 
     @property
-    def steps(self) -> int:
-        """Batches of the run: `total_steps`, or fewer where the data end before."""
-        limit = self.buffer.prompts.limit
-        size = self.config.buffer.groups_per_batch
-        return self.config.total_steps if limit is None else min(self.config.total_steps, -(-limit // size))
+    def total_batches(self) -> int:
+        """Number of batches of the run: `total_steps`, or fewer if the data runs out before."""
+        max_draws = self.buffer.prompts.max_draws
+        if max_draws is None:
+            return self.config.total_steps
+        batches_of_data = -(-max_draws // self.config.buffer.groups_per_batch)
+        return min(self.config.total_steps, batches_of_data)
 
-    def welcome(self, peer: bytes) -> None:
+    def send_welcome(self, peer: bytes) -> None:
         """Answer a hello."""
         self.outbox.to_control(peer, self.welcome_message)
 
@@ -172,46 +190,57 @@ class RunState:
             self.memory_limits.recompute_every,
         )
 
-    def trains_since(self, step: int) -> None:
-        """All steps after this one are trained, or trained again, with the configuration of this launch."""
+    def record_launch(self, step: int) -> None:
+        """Record that this launch trains all steps after `step`, perhaps again."""
         self.launches = launches.since(self.launches, step, self.config)
         self.store.put_meta(launches.KEY, msgspec.json.encode(self.launches).decode())
 
     def persist(self) -> None:
-        """Write what changed in one transaction, then send the messages of this turn. StorePaused: neither
-        has happened; call it again, before anything else changes."""
-        groups, episodes, moved = self.buffer.changes()
+        """Write all changes in a transaction, then send the messages of this pass.
+
+        After StorePaused neither has happened, and `persist` must be called again before any further change.
+        """
+        groups, episodes, moved_episodes = self.buffer.changes()
         self.store.put_groups(groups, self.buffer.live)
-        self.store.put_episodes(episodes, moved)
-        if episodes or moved:  # else no attempt was given up
-            self.store.put_meta(ABANDONED, str(self.buffer.abandoned_tokens))
-            self.store.put_meta(REASONS, msgspec.json.encode(self.buffer.reasons).decode())
-        self.store.put_batches(self.batches.changes())
+        self.store.put_episodes(episodes, moved_episodes)
+
+        if episodes or moved_episodes:  # without changed episodes no attempt was given up
+            self.store.put_meta(ABANDONED_KEY, str(self.buffer.abandoned_tokens))
+            self.store.put_meta(REASONS_KEY, msgspec.json.encode(self.buffer.reasons).decode())
+
+        self.store.put_batches(self.batches.pop_changes())
         self.held_out.put_changes()
-        for episode in (*episodes, *moved):
-            if episode.state in OVER and episode.state is not State.TRAINED:
+
+        for episode in (*episodes, *moved_episodes):
+            if episode.state in FINAL_STATES and episode.state is not State.TRAINED:
                 self.store.release_frames(episode.uid)
+
         self.store.commit()
         self.outbox.flush()
-        self.store.copies.take(self.buffer.counts())
+        self.store.copies.take(self.buffer.state_counts())
 
-    def payloads(self, episode: EpisodeRecord) -> list[bytes]:
-        """Reads its turns, without the replies to them; [] where one cannot be read. They were checked when
-        they came: to decode them again takes most of the time of a plan."""
+    def read_turns(self, episode: EpisodeRecord) -> list[bytes]:
+        """Read the payloads of an episode's turns, without replies; [] if a payload cannot be read.
+
+        Payloads were checked on arrival. Decoding them again would take most of the time of a plan.
+        """
         try:
-            found = list(self.store.read.frames(episode.uid, episode.turns, ("generated",)))
+            turn_payloads = list(self.store.read.frames(episode.uid, episode.turns, ("generated",)))
         except StoreError as error:
             log.error("episode %s: %s", episode.uid, error)
             return []
-        return found if all(found) else []
+        return turn_payloads if all(turn_payloads) else []
 
-    def readable(self, episode: EpisodeRecord) -> list[bytes]:
-        """Its payloads, two per turn, as far as they can be read. An untaken episode that has more turns than
-        that is cut back to them."""
+    def read_frames(self, episode: EpisodeRecord) -> list[bytes]:
+        """Return the readable payloads of an episode, two per turn.
+
+        An untaken episode with further turns is cut back to the readable turns.
+        """
         turns: list[Turn] = []
         frames: list[bytes] = []
         if not episode.turns:
             return frames
+
         uid = episode.uid
         stored = self.store.read.frames(episode.uid, episode.turns)
         try:
@@ -221,18 +250,20 @@ class RunState:
         except (StoreError, ProtocolError) as error:
             log.error("episode %s: %d of %d turns can be read: %s", uid, len(turns), episode.turns, error)
             if uid in self.held_out.episodes:
-                episode.restart()  # it starts over
+                episode.forget_turns()
                 self.held_out.touch(episode)
                 self.store.forget_frames(uid)
                 return []
-            if episode.state in UNTAKEN:
+            if episode.state in UNTAKEN_STATES:
                 cut_back(self.buffer, episode, turns)
                 self.store.forget_frames(uid, len(turns))
+
         return frames
 
-    def parts(self, episode: EpisodeRecord) -> list[bytes]:
-        """Return the payloads of turns that no attempt has ended. Those that cannot be read are forgotten."""
+    def read_parts(self, episode: EpisodeRecord) -> list[bytes]:
+        """Return the parts of turns that no attempt has ended. Unreadable turns are forgotten."""
         frames: list[bytes] = []
+
         for session, turn in list(episode.open.items()):
             kinds = [part_kind(number) for number in range(turn.parts)]
             try:
@@ -240,42 +271,52 @@ class RunState:
             except StoreError as error:
                 log.error("episode %s: a turn that was under way begins anew: %s", episode.uid, error)
                 del episode.open[session]
+
         return frames
 
-    def salvage(self) -> None:
-        """After a start, before anything is planned: a power cut or a bad sector may have taken payloads."""
-        for episode in [e for e in self.buffer.episodes.values() if e.turns and e.state in UNTAKEN]:
-            self.readable(episode)
+    def cut_back_unreadable(self) -> None:
+        """Cut back untaken episodes whose payloads were lost by a power cut or a bad sector.
 
-    def rollback(self) -> None:
-        """Forget what was not committed, and read again what is stored, as far as it can be read."""
+        Called after a start, before anything is planned.
+        """
+        for episode in [e for e in self.buffer.episodes.values() if e.turns and e.state in UNTAKEN_STATES]:
+            self.read_frames(episode)
+
+    def roll_back(self) -> None:
+        """Forget all uncommitted changes, and read the state from the store again, as far as possible."""
         self.outbox.clear()
         self.store.rollback()
         try:
-            self.failed = FailedAttempts.stored(self.store)
-            self.memory_limits = MemoryLimits.stored(self.store.read, self.config.trainer.micro_batch_tokens)
-            restore(self.config, self.store, self.buffer, self.batches)
-            self.held_out.restore()
+            self.failed_attempts = FailedAttempts.load_from(self.store)
+            self.memory_limits = MemoryLimits.load_from(
+                self.store.read, self.config.trainer.micro_batch_tokens
+            )
+            restore_from_store(self.config, self.store, self.buffer, self.batches)
+            self.held_out.restore_episodes()
         except StoreError as error:
             log.error("%s", error)
             self.damage = str(error)
 
 
 def load_state(config: RunConfig, run_dir: Path, store: RunStore, outbox: TransactionalOutbox) -> RunState:
-    """The state of a run, restored from its store; a new one where that is empty."""
+    """Return the state of a run, restored from the store, or a new state if the store is empty."""
     samples = Samples.open(samples_path(run_dir, "train"))
     check_same_data(samples, store.read.meta("data"))
     store.put_meta("data", samples.fingerprint)
-    order = EpochOrder(samples, config.data, config.seed, samples_path(run_dir, "train").parent)
-    buffer = _new_buffer(config, Prompts(len(samples), order, config.data.epochs))
+
+    sample_order = EpochOrder(samples, config.data, config.seed, samples_path(run_dir, "train").parent)
+    buffer = _new_buffer(config, Prompts(len(samples), sample_order, config.data.epochs))
     trainer = config.trainer
     flush = config.data.at_end == "flush"
     batches = Batches(buffer, trainer.micro_batch_tokens, flush, trainer.packing)
-    restore(config, store, buffer, batches)
+    restore_from_store(config, store, buffer, batches)
+
     if not store.read.meta(MODEL):
         store.put_meta(MODEL, json.dumps(identity(config.model.path)))
+
     ref = msgspec.json.decode(store.read.meta("version", "null"), type=WeightsRef | None)
     version = ref.version if ref else NO_VERSION
+
     return RunState(
         config=config,
         run_dir=run_dir,
@@ -290,76 +331,90 @@ def load_state(config: RunConfig, run_dir: Path, store: RunStore, outbox: Transa
     )
 
 
-def restore(config: RunConfig, store: RunStore, buffer: ReplayBuffer, batches: Batches) -> None:
-    """Take over what the store holds."""
-    held = store.read.load()
-    buffer.restore(held.groups, held.episodes, held.left, time.monotonic())
-    buffer.next_group = held.next_group
-    buffer.prompts.cursor = held.cursor
-    buffer.prompts.retired = held.retired if config.buffer.retire_pass_rate < 1 else set()
-    buffer.committed = held.committed
-    buffer.abandoned_tokens = int(store.read.meta(ABANDONED, "0"))
-    buffer.reasons.update(msgspec.json.decode(store.read.meta(REASONS, "{}"), type=dict[str, int]))
-    batches.restore(held.batches, held.taken, held.baselines)
+def restore_from_store(config: RunConfig, store: RunStore, buffer: ReplayBuffer, batches: Batches) -> None:
+    """Restore buffer and batches from the store."""
+    stored_run = store.read.load()
+    buffer.restore_groups(stored_run.groups, stored_run.episodes, stored_run.left, time.monotonic())
+
+    buffer.next_group = stored_run.next_group
+    buffer.prompts.cursor = stored_run.cursor
+    buffer.prompts.retired_samples = stored_run.retired if config.buffer.retire_pass_rate < 1 else set()
+    buffer.committed = stored_run.committed
+
+    buffer.abandoned_tokens = int(store.read.meta(ABANDONED_KEY, "0"))
+    buffer.reasons.update(msgspec.json.decode(store.read.meta(REASONS_KEY, "{}"), type=dict[str, int]))
+
+    batches.restore_plans(stored_run.batches, stored_run.taken, stored_run.baselines)
 
 
 def _new_buffer(config: RunConfig, prompts: Prompts) -> ReplayBuffer:
-    buffer = config.buffer
-    credit = credit_of(config)
+    buffer_config = config.buffer
+    advantage_inputs = credit_of(config)
     return ReplayBuffer(
-        buffer,
+        buffer_config,
         prompts,
-        total_groups=config.total_steps * buffer.groups_per_batch,
+        total_groups=config.total_steps * buffer_config.groups_per_batch,
         retries=config.rollout.retries,
-        group_bytes=config.group_bytes + credit.greedy * config.group_bytes // buffer.episodes_per_group,
-        greedy=credit.greedy,
-        reads=ComparedParts(turns=credit.turns, components=credit.components),
-        every=config.weights.every,
+        group_bytes=config.group_bytes
+        + advantage_inputs.greedy * config.group_bytes // buffer_config.episodes_per_group,
+        greedy=advantage_inputs.greedy,
+        compared=ComparedParts(turns=advantage_inputs.turns, components=advantage_inputs.components),
+        publish_every=config.weights.every,
     )
 
 
 # -- the journal -------------------------------------------------------------------------------------------
 
 
-CONTACT_EVERY = 0.5
+CONTACT_INTERVAL = 0.5
 
 
 class Journal:
-    """`commit_pass` is called after each pass of the loop, and again before the next. `keep_contact` is
-    called now and then during a pause, with its reason: the peers must not give the coordinator up."""
+    """Commits each pass of the loop, and waits while the store cannot be written.
+
+    Args:
+        keep_contact: called from time to time during a pause with the reason, as peers must not give the
+            coordinator up.
+    """
 
     def __init__(self, state: RunState, keep_contact: Callable[[str], None]) -> None:
         self._state = state
         self._keep_contact = keep_contact
         self._paused_at: float | None = None
-        self._contact_at = 0.0
+        self._next_contact_at = 0.0
 
     @property
     def paused(self) -> bool:
-        """The last pass is not written yet."""
+        """True while the last pass is not written."""
         return self._paused_at is not None
 
     def commit_pass(self, now: float) -> bool:
-        """True when the pass is durable and its messages are sent. Until then the next one must not begin.
-        StoreError after launch.stall_timeout."""
+        """Return True once the pass is durable and its messages are sent. Until then no other pass may begin.
+
+        Raises StoreError after launch.stall_timeout.
+        """
         try:
             self._state.persist()
         except StorePaused as error:
-            self._pause(error, now)
+            self._note_pause(error, now)
             return False
+
         if self._paused_at is not None:
             log.info("the run store can be written again, after %.1f s", now - self._paused_at)
             self._paused_at = None
             self._state.liveness.progress(now)
+
         return True
 
-    def _pause(self, error: StorePaused, now: float) -> None:
+    def _note_pause(self, error: StorePaused, now: float) -> None:
         if self._paused_at is None:
             self._paused_at = now
             log.error("%s", error)
-        limit = self._state.config.launch.stall_timeout
-        if now - self._paused_at > limit:
-            raise StoreError(f"not written within {limit:g} s: {error}")
-        if now >= self._contact_at:
-            self._contact_at = now + CONTACT_EVERY
+
+        stall_timeout = self._state.config.launch.stall_timeout
+        if now - self._paused_at > stall_timeout:
+            raise StoreError(f"not written within {stall_timeout:g} s: {error}")
+
+        if now >= self._next_contact_at:
+            self._next_contact_at = now + CONTACT_INTERVAL
             self._keep_contact(str(error))

@@ -1,4 +1,4 @@
-"""Keeps the newest policy version, and for each engine the one it was sent and the one it has confirmed."""
+"""Keep the newest policy version, and for each engine the versions that were sent and confirmed."""
 
 from __future__ import annotations
 
@@ -9,25 +9,28 @@ from asyncrl.weights.manifest import Probe, WeightsRef
 from asyncrl.wire.messages.shared import LoadWeights
 from asyncrl.wire.messages.trainer import Probed
 
-PROBE_EVERY = 50  # steps between two comparisons of all engines with the trainer: scoring takes it a while
+PROBE_INTERVAL = 50  # steps between two comparisons of all engines with the trainer, as scoring takes time
 
-MOST_PROBED = 64  # versions whose probe is kept: while a disk is full, none of them becomes the newest
+MAX_PROBES = 64  # stored probes; while a disk is full, their versions do not become the newest
 
 
 class EngineRecord(msgspec.Struct):
-    """Holds an engine on a peer: the embedded one of a worker, or the server of a keeper. NO_VERSION: none.
+    """An engine on a peer: the embedded engine of a worker, or the server of a keeper.
 
-    `unproven`: it has loaded a version, but must compare the probe with the trainer's log-probs before it may
-    sample. `quarantined`: its weights are not what they should be; it gets no work before it has loaded them
-    anew. `pinned`: it is set aside for validation, and keeps what it has. `up`: a server has told its URL.
-    `asleep`: it has said that it holds neither KV cache nor weights, and was sent no version since;
-    `woken`: it has loaded one since.
+    is_up: a server has reported its URL.
+    quarantined: the weights are wrong; the engine gets no work before it has loaded them anew.
+    held_for_validation: set aside for a validation; the engine keeps its version.
+    pushed, acked: versions that were sent and confirmed; NO_VERSION: none.
+    unproven: a version is loaded, but must be compared with the trainer by the probe before sampling.
+    asleep: the engine has confirmed that it holds neither KV cache nor weights, and was sent no version
+        since.
+    woken: the engine has loaded a version since.
     """
 
     name: str
-    up: bool = True
+    is_up: bool = True
     quarantined: bool = False
-    pinned: bool = False
+    held_for_validation: bool = False
     push_s: float = 0.0  # seconds of the newest load
     pushed: PolicyVersion = NO_VERSION
     acked: PolicyVersion = NO_VERSION
@@ -38,77 +41,92 @@ class EngineRecord(msgspec.Struct):
     woken: bool = False
     kv_use: float | None = None  # newest known share of a server's KV memory in use
 
-    def resend(self, at: float) -> None:
-        """From `at` on, it is to be sent the newest version, whatever it was sent before."""
+    def resend(self, send_at: float) -> None:
+        """Have the newest version sent from time `send_at` on, whatever was sent before."""
         self.pushed = NO_VERSION
-        self.send_at = at
+        self.send_at = send_at
 
 
 class VersionLedger:
-    """Compares what was pushed with what was acked. An engine that missed a version gets the newest one.
+    """Compares pushed with acked versions. An engine that missed a version gets the newest version.
 
     Args:
         newest: the newest published version.
-        ref: where it is; None: unknown, until the trainer publishes it again.
+        ref: where that version is stored; None: unknown, until the trainer publishes it again.
     """
 
     def __init__(self, newest: PolicyVersion = NO_VERSION, ref: WeightsRef | None = None) -> None:
         self.newest = newest
         self.ref = ref
-        self.engines: dict[bytes, EngineRecord] = {}  # by the identity of their peer
-        self.probed: list[Probed] = []  # of the newest version, and of later ones that are not written yet
-        self._checksum = (NO_VERSION, "")  # of the newest version that was loaded, as first loaded
+        self.engines: dict[bytes, EngineRecord] = {}  # engines by identity of the peer
+        self.recent_probes: list[Probed] = []  # probes of the newest version, and of versions not written yet
+        # Newest loaded version, and its checksum by the first engine.
+        self._newest_checksum = (NO_VERSION, "")
 
-    def publish(self, ref: WeightsRef) -> bool:
-        """A version can be loaded. False when that was known, or a newer one can."""
+    def set_newest(self, ref: WeightsRef) -> bool:
+        """Note a version that can be loaded. Return False if it was known, or is not the newest."""
         if ref.version < self.newest or (ref.version == self.newest and self.ref is not None):
             return False
         self.newest = ref.version
         self.ref = ref
         return True
 
-    def behind(self, held: EngineRecord, now: float) -> bool:
-        """True when the engine is to be sent the newest version now; an unproven one, with its probe."""
-        ready = not held.unproven or self._probe(self.newest) is not None
-        return held.pushed < self.newest and now >= held.send_at and ready
+    def needs_push(self, engine: EngineRecord, now: float) -> bool:
+        """Return True if the engine is to be sent the newest version now.
 
-    def order(self, ref: WeightsRef, lane: str) -> LoadWeights:
-        """The message that tells an engine to load a version, with its probe if the trainer has scored it."""
-        return LoadWeights(ref, lane, self._probe(ref.version))
+        An unproven engine needs the probe.
+        """
+        probe_ready = not engine.unproven or self._find_probe(self.newest) is not None
+        return engine.pushed < self.newest and now >= engine.send_at and probe_ready
 
-    def _probe(self, version: PolicyVersion) -> Probe | None:
-        """Return the probe with the trainer's log-probs of this version; None: it has not scored it."""
-        return next((probed.probe for probed in self.probed if probed.version == version), None)
+    def load_message(self, ref: WeightsRef, lane: str) -> LoadWeights:
+        """Return the message to load a version, with its probe if the trainer has scored the probe."""
+        return LoadWeights(ref, lane, self._find_probe(ref.version))
+
+    def _find_probe(self, version: PolicyVersion) -> Probe | None:
+        """Return the probe with the trainer's log-probs of this version; None if not scored."""
+        return next((probed.probe for probed in self.recent_probes if probed.version == version), None)
 
     def lacks_probe(self, version: PolicyVersion, always: bool = False) -> bool:
-        """True when the trainer, which has this version now, is to score the probe with it: an engine waits
-        for that, or the last time is PROBE_EVERY steps ago; or `always`, before the trainer rests."""
-        if self._probe(version) is not None:
+        """Return True if the trainer, which has this version now, should score the probe.
+
+        That is so if an engine waits for the probe, if the last score was PROBE_INTERVAL steps ago, or with
+        `always`, before the trainer offloads.
+        """
+        if self._find_probe(version) is not None:
             return False
         if always:
             return True
-        due = bool(self.probed) and version.step >= self.probed[-1].version.step + PROBE_EVERY
-        return due or any(held.unproven for held in self.engines.values())
 
-    def take_probe(self, probed: Probed, now: float) -> None:
-        """The trainer has scored the probe. If that is with the newest version, engines may have loaded it
-        already: they are sent it again, and only compare. Where writing takes longer than a step, newer
-        probes come before it is written. A rank repeats its newest one after a quiet time."""
-        if self._probe(probed.version) is not None:
+        probe_due = (
+            bool(self.recent_probes) and version.step >= self.recent_probes[-1].version.step + PROBE_INTERVAL
+        )
+        return probe_due or any(engine.unproven for engine in self.engines.values())
+
+    def add_probe(self, probed: Probed, now: float) -> None:
+        """Store the probe with the trainer's log-probs of a version.
+
+        Engines that have loaded the newest version already get it again, and only compare. If writing takes
+        longer than a step, probes arrive before their version is written. Ranks repeat the newest probe after
+        a quiet time.
+        """
+        if self._find_probe(probed.version) is not None:
             return
-        kept = [earlier for earlier in self.probed if self.newest <= earlier.version < probed.version]
-        self.probed = [*kept, probed][-MOST_PROBED:]
+        retained_probes = [
+            earlier for earlier in self.recent_probes if self.newest <= earlier.version < probed.version
+        ]
+        self.recent_probes = [*retained_probes, probed][-MAX_PROBES:]
         if probed.version == self.newest:
             for engine in self.engines.values():
                 engine.resend(now)
 
     def same_weights(self, version: PolicyVersion, checksum: str) -> bool:
-        """False when the checksum of the newest version is not the one that the first engine reported."""
-        if version > self._checksum[0]:
-            self._checksum = (version, checksum)
-        return version < self._checksum[0] or checksum == self._checksum[1]
+        """Return False if the checksum of the newest version differs from that of the first engine."""
+        if version > self._newest_checksum[0]:
+            self._newest_checksum = (version, checksum)
+        return version < self._newest_checksum[0] or checksum == self._newest_checksum[1]
 
     @property
     def acked_step(self) -> int:
-        """Step that the slowest engine has confirmed; of the newest version without engines."""
-        return min((held.acked.step for held in self.engines.values()), default=self.newest.step)
+        """Step that the slowest engine has confirmed; without engines, the step of the newest version."""
+        return min((engine.acked.step for engine in self.engines.values()), default=self.newest.step)

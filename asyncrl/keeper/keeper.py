@@ -1,14 +1,14 @@
-"""The keeper of one server: starts it or attaches to it, watches it, and loads versions into an engine's.
+"""The keeper of a server: start a server or attach to it, watch the server, and load versions into an engine.
 
 consumes: versions to load (control), the end of the server
-waits for: the server to be ready -- with a deadline; messages of the coordinator
+waits for: the server to be ready, with a deadline; messages of the coordinator
 unblocks: the coordinator (a server that can be used, versions confirmed)
 
-    start / attach ──► ready ──► checked ──► hello with its url ──► watched, loaded, beats ──► end
+    start / attach ──► ready ──► checked ──► hello with url ──► watched, loaded, heartbeats ──► end
 
-It is the only one who pauses the server or changes its weights; workers only sample, or have it score. A
-server that dies, is restarted from outside or cannot be loaded ends the keeper, and the launcher starts both
-anew, where the keeper is its own.
+Only the keeper pauses the server or changes its weights; workers only sample or score. A server that dies, is
+restarted from outside or cannot load a version ends the keeper. The launcher starts both anew if the keeper
+was started by this launcher.
 """
 
 from __future__ import annotations
@@ -38,19 +38,20 @@ from asyncrl.wire.messages.worker import Leave
 from asyncrl.wire.sockets import AsyncLink, Endpoints, identity
 
 T = TypeVar("T")
-Place = tuple[str, int]  # a scorer, and the number of its server
+ScorerServer = tuple[str, int]  # name of a scorer, and number of the server among the scorer's servers
 log = logging.getLogger("asyncrl.keeper")
 
-CHECK_SECONDS = 1.0  # seconds between two looks at a server
-MAX_UNANSWERED = 3  # looks in a row without an answer after which a server is given up
+CHECK_SECONDS = 1.0  # seconds between two checks of a server
+MAX_UNANSWERED = 3  # unanswered checks in a row after which a server is given up
 
 
 def run(
-    config: RunConfig, endpoints: Endpoints, index: int, incarnation: str, scorer: Place | None = None
+    config: RunConfig, endpoints: Endpoints, index: int, incarnation: str, scorer: ScorerServer | None = None
 ) -> int:
     """Run a keeper until `Stop`, or a signal. Returns 0, or 1 when the server or the coordinator is lost.
     Raises ConfigError for a server that can never serve this run."""
     keeper = Keeper(config, endpoints, index, incarnation, scorer)
+
     try:
         return asyncio.run(keeper.serve())
     except ConfigError:
@@ -61,62 +62,86 @@ def run(
 
 
 class Keeper:
-    """Owns one server and the contact with the coordinator. `scorer`: whose server it is, and which; None:
-    an engine's, which alone has versions."""
+    """Owns a server and the contact with the coordinator.
+
+    Args:
+        scorer: the scorer and the number of its server; None: the server of an engine, which alone has
+            versions.
+    """
 
     def __init__(
-        self, config: RunConfig, endpoints: Endpoints, index: int, incarnation: str, scorer: Place | None
+        self,
+        config: RunConfig,
+        endpoints: Endpoints,
+        index: int,
+        incarnation: str,
+        scorer: ScorerServer | None,
     ) -> None:
         self.config = config
         self.index = index
         self.incarnation = incarnation
-        self._scorer, self._number = scorer or ("", index)
+
+        self._scorer, self._server_number = scorer or ("", index)
         self._role = "scorer" if scorer else "engine"
         self.name = "scorer {} {}".format(*scorer) if scorer else f"engine {index}"
         self._endpoints = endpoints
+
         self._run_dir = Path(config.run_dir) / config.name
         self._timeline = Timeline(self._run_dir / "timeline" / f"{self._role}-{index}.jsonl")
         self._timeline.past(START, 0.0)
         self._activity = Activity(self._timeline)
         self._waits = Waits(activity=self._activity)
         self._versions = None if scorer else ServerVersions(config, endpoints, index, self._timeline)
-        self._server: Attached | None = None  # once it is ready
+
+        self._server: Attached | None = None  # set once the server is ready
         self._process: ServerProcess | None = None
         self._healthy = False
 
     async def serve(self) -> int:
-        """Until `Stop`."""
+        """Serve until `Stop`, a signal or an error. Return the exit code."""
         loop = asyncio.get_running_loop()
-        name = identity(self._role, self.index, self.incarnation)
-        self._control = AsyncLink(self._endpoints.control, ToKeeper, name, self._endpoints.keys)
+        peer_identity = identity(self._role, self.index, self.incarnation)
+        self._control = AsyncLink(self._endpoints.control, ToKeeper, peer_identity, self._endpoints.keys)
+
         launch = self.config.launch
         self._contact = Contact(launch.lease, launch.start_timeout, loop.time())
-        self._ending: asyncio.Future[int] = loop.create_future()
-        at_ending(loop, lambda: self._end("by a signal"))
-        services = [*map(asyncio.create_task, (self._listen(), self._keep_contact(), self._keep_server()))]
+
+        self._exit_code: asyncio.Future[int] = loop.create_future()
+        at_ending(loop, lambda: self._end_run("by a signal"))
+        services = [
+            asyncio.create_task(self._listen()),
+            asyncio.create_task(self._keep_contact()),
+            asyncio.create_task(self._keep_server()),
+        ]
+
         try:
-            done, _ = await asyncio.wait([self._ending, *services], return_when=asyncio.FIRST_COMPLETED)
-            return int(done.pop().result())
+            finished_tasks, _ = await asyncio.wait(
+                [self._exit_code, *services], return_when=asyncio.FIRST_COMPLETED
+            )
+            return int(finished_tasks.pop().result())
         finally:
-            await self._leave(services)
+            await self._shut_down(services)
 
-    def _end(self, reason: str) -> None:
-        if not self._ending.done():
+    def _end_run(self, reason: str) -> None:
+        if not self._exit_code.done():
             log.info("%s stops: %s", self.name, reason)
-            self._ending.set_result(0)
+            self._exit_code.set_result(0)
 
-    async def _leave(self, services: list[asyncio.Task[int]]) -> None:
+    async def _shut_down(self, services: list[asyncio.Task[int]]) -> None:
         for task in services:
             task.cancel()
         await asyncio.gather(*services, return_exceptions=True)
-        with suppress(AsyncrlError):  # nothing may keep the server from being ended
-            await self._control.send(Leave())  # workers turn to other servers at once
-        if self._process is not None:  # first: the launcher does not wait for long
+
+        with suppress(AsyncrlError):  # an error here must not keep the server from being stopped
+            await self._control.send(Leave())  # so that workers turn to other servers at once
+
+        if self._process is not None:  # before all else, as the launcher does not wait for long
             await self._process.stop()
         if self._versions is not None:
             await self._versions.close()
         if self._server is not None:
             await self._server.api.close()
+
         self._activity.flush()
         self._timeline.close()
         self._control.close()
@@ -124,89 +149,100 @@ class Keeper:
     # -- the server ----------------------------------------------------------------------------------
 
     async def _keep_server(self) -> int:
-        """Start and serve; raises when the server is lost."""
+        """Start the server and watch it for ever. Raises EngineError when the server is lost."""
         if self._versions is not None and self._versions.asleep:
             with self._waits.named("the devices, which the trainer has, to start its server"):
-                await self._versions.wanted(self._control.send)
-        server = await self._start()
+                await self._versions.wait_until_wanted(self._control.send)
+
+        server = await self._start_server()
         log.info("%s: %s at %s", self.name, server.description, server.api.url)
+
         if self._versions is not None:
             try:
-                await self._versions.begin(server, self.incarnation)
+                await self._versions.attach_server(server, self.incarnation)
             except BaseException:
                 await server.api.close()
                 raise
+
         self._server = server
         self._healthy = True
-        await self._hello()
-        works: list[Coroutine[Any, Any, NoReturn]] = [self._watch(server)]
+        await self._send_hello()
+
+        coroutines: list[Coroutine[Any, Any, NoReturn]] = [self._watch_server(server)]
         if self._process is not None:
-            works.append(self._fail_at_end(self._process))
+            coroutines.append(self._raise_at_exit(self._process))
         if self._versions is not None:
-            works.append(self._load(self._versions))
-        await first(*works)
+            coroutines.append(self._load_versions(self._versions))
+
+        await first_finished(*coroutines)
         return 1
 
-    async def _start(self) -> Attached:
-        """A server that answers and has been checked against the run. It is given `engine.start_timeout`."""
+    async def _start_server(self) -> Attached:
+        """Start or attach a server, and check the server against the run, within `engine.start_timeout`."""
         config = self.config
         scorer = self._scorer
-        seconds = self.config.engine.start_timeout
+        start_timeout = self.config.engine.start_timeout
         urls = config.serving(scorer).engine.urls
+
         try:
-            async with asyncio.timeout(seconds):
+            async with asyncio.timeout(start_timeout):
                 with self._waits.named("its server to become ready"):
-                    if urls:  # a keeper that has joined knows its own alone
-                        return await self._attach(urls[self._number % len(urls)])
+                    if urls:  # a keeper that joined later knows the URL of its own server alone
+                        return await self._attach(urls[self._server_number % len(urls)])
+
                     host = local_address(self._endpoints.control)
                     process = await ServerProcess.start(config, self.index, host, self._run_dir, scorer)
                     self._process = process
-                    server = await first(self._attach(process.url, fresh=True), self._fail_at_end(process))
+                    server = await first_finished(
+                        self._attach(process.url, fresh=True), self._raise_at_exit(process)
+                    )
                     process.ready()
+
                     if config.shifts and not scorer and server.info.max_total_num_tokens:
                         keep_tokens(self._run_dir, self.index, server.info.max_total_num_tokens)
                     return server
         except TimeoutError:
-            late = f"not ready within engine.start_timeout ({seconds:g} s); its output is above"
-            raise EngineError(f"{self.name}: {late}") from None
+            timeout = f"not ready within engine.start_timeout ({start_timeout:g} s); its output is above"
+            raise EngineError(f"{self.name}: {timeout}") from None
 
     async def _attach(self, url: str, fresh: bool = False) -> Attached:
         return await attach(self.config, url, *keys(self.config.engine), scorer=self._scorer, fresh=fresh)
 
-    async def _fail_at_end(self, process: ServerProcess) -> NoReturn:
-        """Raises EngineError when the process ends."""
-        code = await process.ended()
-        raise EngineError(f"{self.name}: its server ended with code {code}; its output is above")
+    async def _raise_at_exit(self, process: ServerProcess) -> NoReturn:
+        """Wait for the process to end, then raise EngineError."""
+        exit_code = await process.ended()
+        raise EngineError(f"{self.name}: its server ended with code {exit_code}; its output is above")
 
-    async def _watch(self, server: Attached) -> NoReturn:
-        """Raises when the server is gone, or holds what nobody loaded here."""
-        silent = 0
+    async def _watch_server(self, server: Attached) -> NoReturn:
+        """Check the server for ever. Raises when the server is gone, or holds weights of another origin."""
+        unanswered = 0
         while True:
             await asyncio.sleep(CHECK_SECONDS)
             try:
                 if self._versions is None:
                     self._healthy = await server.api.ready()
-                elif (usable := await self._versions.look()) is not None:
+                elif (usable := await self._versions.check_server()) is not None:
                     self._healthy = usable
-                silent = 0
+                unanswered = 0
             except EngineError as error:
-                silent = silent + 1
+                unanswered += 1
                 self._healthy = False
-                if silent >= MAX_UNANSWERED:
-                    raise EngineError(f"{self.name}: no answer {silent} times: {error}") from error
+                if unanswered >= MAX_UNANSWERED:
+                    raise EngineError(f"{self.name}: no answer {unanswered} times: {error}") from error
 
-    async def _load(self, versions: ServerVersions) -> NoReturn:
-        """Load what is offered, for ever, and report it."""
+    async def _load_versions(self, versions: ServerVersions) -> NoReturn:
+        """Load offered versions for ever, and report each load."""
         while True:
-            message = await versions.next()
+            message = await versions.next_answer()
             if message.error:
-                self._healthy = not (versions.broken or versions.unknown)
-                await self._beat()
+                self._healthy = not (versions.broken or versions.unknown_reason)
+                await self._send_heartbeat()
             await self._control.send(message)
-            if versions.unknown:
-                raise EngineError(f"{self.name}: {versions.unknown}")
+
+            if versions.unknown_reason:
+                raise EngineError(f"{self.name}: {versions.unknown_reason}")
             if isinstance(message, Loaded):
-                versions.count(message)
+                versions.count_load(message)
 
     # -- the coordinator -----------------------------------------------------------------------------
 
@@ -219,42 +255,48 @@ class Keeper:
                     self._contact.welcomed = True
                 case Prefetch() | LoadWeights() | Sleep():
                     assert self._versions is not None, "a scorer is sent none"
-                    self._versions.take(message)
+                    self._versions.take_message(message)
                 case Stop():
-                    self._end(message.reason)
+                    self._end_run(message.reason)
                 case _:
                     assert_never(message)
 
     async def _keep_contact(self) -> int:
-        """Heartbeats; hellos while the coordinator does not answer; DeadlineError when it stays away. Workers
-        go on sampling meanwhile."""
+        """Send heartbeats, or hellos while the coordinator does not answer.
+
+        Workers go on sampling meanwhile. Raises DeadlineError when the coordinator stays away.
+        """
         while True:
             match self._contact.tick(asyncio.get_running_loop().time()):
                 case ContactState.FINE:
-                    await self._beat()
+                    await self._send_heartbeat()
                 case ContactState.QUIET | ContactState.EXPIRED:
-                    await self._hello()
+                    await self._send_hello()
                 case ContactState.GONE:
                     raise DeadlineError(f"no coordinator for {self._contact.give_up:g} s")
+
             self._activity.tick()
             await asyncio.sleep(self._contact.interval)
 
-    async def _beat(self) -> None:
-        use = self._versions.pop_kv_use() if self._versions else None
-        starting = not (self._server or (self._versions and self._versions.asleep))  # and has the devices
-        await self._control.send(KeeperBeat(self._healthy, starting, self._waits.longest(), use))
+    async def _send_heartbeat(self) -> None:
+        kv_use = self._versions.pop_kv_use() if self._versions else None
+        # A sleeping server has no devices to start on.
+        starting = not (self._server or (self._versions and self._versions.asleep))
+        await self._control.send(KeeperBeat(self._healthy, starting, self._waits.longest(), kv_use))
 
-    async def _hello(self) -> None:
-        url, what = (self._server.api.url, self._server.description) if self._server else ("", "")
-        await self._control.send(KeeperHello(self.index, self.incarnation, url, os.getpid(), what))
+    async def _send_hello(self) -> None:
+        url = self._server.api.url if self._server else ""
+        description = self._server.description if self._server else ""
+        await self._control.send(KeeperHello(self.index, self.incarnation, url, os.getpid(), description))
 
 
-async def first(*works: Coroutine[Any, Any, T]) -> T:
-    """The result of what ends first, or its exception; the rest is cancelled."""
-    tasks = [asyncio.create_task(work) for work in works]
+async def first_finished(*coroutines: Coroutine[Any, Any, T]) -> T:
+    """Return the result of the coroutine that ends first, or raise its exception; cancel the others."""
+    tasks = [asyncio.create_task(work) for work in coroutines]
+
     try:
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        return done.pop().result()
+        finished_tasks, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        return finished_tasks.pop().result()
     finally:
         for task in tasks:
             task.cancel()

@@ -1,5 +1,4 @@
-"""Loads the versions that are offered to an engine's server, puts it to sleep between them where that is
-asked for, and looks whether it holds the last."""
+"""Load offered versions into an engine's server, put the server to sleep, and check its version."""
 
 from __future__ import annotations
 
@@ -18,43 +17,48 @@ from asyncrl.weights.manifest import WeightsError
 from asyncrl.wire.messages.shared import Loaded, LoadWeights, Prefetch, Sleep, Slept
 from asyncrl.wire.sockets import Endpoints
 
-# Nats between server and trainer on the first probe; with more it is not the same model. In bfloat16
-# rounding alone may reach that: then a multiple of what the trainer's own rounding makes.
+# Largest difference in nats between the log-probs of server and trainer on the first probe: beyond, the
+# server computes another model. As bfloat16 rounding alone may exceed this, so may a multiple of the
+# trainer's own noise.
 MAX_PROBE_GAP = 1.0
 MAX_PROBE_NOISES = 5.0
 
 
 class ServerVersions:
-    """Owns what changes the weights of a server."""
+    """Owns all that changes the weights of a server: mirror, loader and sleep."""
 
     def __init__(self, config: RunConfig, endpoints: Endpoints, index: int, timeline: Timeline) -> None:
         self._mirror = Mirror(config, endpoints, "engine", index, timeline)
-        self._loads = WeightLoader("train", timeline, config.weights.deadline, self._ready, self._mirror)
-        self._kv_use: float | None = None  # read since it was last asked for
+        self._weight_loader = WeightLoader(
+            "train", timeline, config.weights.deadline, self._ready_server, self._mirror
+        )
+        self._kv_use: float | None = None  # newest reading that is not reported yet
         self._config = config
         self._index = index
+
         self._server: Loader | None = None
-        # versions in all
-        self._loaded = 0
+        self._loaded_count = 0  # loaded versions in all
         self._failures = LoadFailures()
-        self._proven = False  # the server has been compared with the trainer
-        # The first server of a run starts before the trainer does, later ones when that has left the devices.
-        self._later = config.shifts and kept_tokens(Path(config.run_dir) / config.name, index) > 0
-        self._falling: Awaitable[Slept] | None = None  # asleep, until it is answered
+        self._probe_checked = False  # the server has been compared with the trainer
+        # The first server of a run starts before the trainer, later servers once the trainer has left the
+        # devices.
+        self._starts_later = config.shifts and kept_tokens(Path(config.run_dir) / config.name, index) > 0
+        self._sleep_answer: Awaitable[Slept] | None = None  # the answer to a sleep request under way
 
-    async def wanted(self, report: Callable[[Slept], Awaitable[None]]) -> None:
-        """Wait until the server is to be started. Until then it holds nothing."""
-        while self._later and not self._loads.waiting:
-            if self._falling is not None:
-                await report(await self._fall_asleep(self._falling))
+    async def wait_until_wanted(self, report: Callable[[Slept], Awaitable[None]]) -> None:
+        """Wait until the server is to be started. Until then the server holds nothing on the devices."""
+        while self._starts_later and not self._weight_loader.waiting:
+            if self._sleep_answer is not None:
+                await report(await self._fall_asleep(self._sleep_answer))
             else:
-                await self._loads.changed.wait()
-        self._later = False
+                await self._weight_loader.changed.wait()
 
-    async def begin(self, server: Attached, attachment: str) -> None:
-        """In a run with shifts a server that nothing waits for sleeps at once."""
+        self._starts_later = False
+
+    async def attach_server(self, server: Attached, attachment: str) -> None:
+        """Take over a started server. In a run with shifts an unneeded server is put to sleep at once."""
         self._server = await asyncio.to_thread(loader, self._config, self._index, server, attachment)
-        if self._config.shifts and not self._loads.waiting:
+        if self._config.shifts and not self._weight_loader.waiting:
             await self._server.sleep()
 
     async def close(self) -> None:
@@ -62,98 +66,117 @@ class ServerVersions:
             await self._server.close()
         self._mirror.close()
 
-    async def _ready(self) -> Loader:
+    async def _ready_server(self) -> Loader:
         if self._server is None:
             raise EngineError("the server is not ready")
         return self._server
 
-    def take(self, message: Prefetch | LoadWeights | Sleep) -> None:
+    def take_message(self, message: Prefetch | LoadWeights | Sleep) -> None:
         if isinstance(message, Prefetch):
             self._mirror.prefetch(message.ref)
         elif isinstance(message, LoadWeights):
-            self._loads.offer(message.ref, message.probe)
-        elif self._falling is None:  # else it is told again, if that was another order
-            self._falling = slept(message, self._loads.sleep(self._give_up))
-            self._loads.changed.notify()
+            self._weight_loader.offer(message.ref, message.probe)
+        elif self._sleep_answer is None:  # during a sleep request, the coordinator repeats a newer request
+            self._sleep_answer = slept(message, self._weight_loader.sleep(self._sleep_server))
+            self._weight_loader.changed.notify()
 
     def pop_kv_use(self) -> float | None:
-        """Return the share of the server's KV memory that requests hold; None: not read since."""
-        use = self._kv_use
+        """Return the fraction of the server's KV memory that requests hold; None without a new reading."""
+        kv_use = self._kv_use
         self._kv_use = None
-        return use
+        return kv_use
 
     @property
     def broken(self) -> bool:
-        """Tells whether a load has failed: nobody knows which weights the server has now."""
+        """True after a failed load, when the weights of the server are unknown."""
         return self._server is not None and bool(self._server.broken)
 
     @property
     def asleep(self) -> bool:
-        """The server holds neither KV cache nor weights, or is not started yet."""
-        return self._later if self._server is None else self._server.sleeping.asleep
+        """True if the server holds neither KV cache nor weights, or is not started yet."""
+        return self._starts_later if self._server is None else self._server.sleeping.asleep
 
     @property
-    def unknown(self) -> str:
-        """Says why nobody knows what the server holds: it must be replaced; else ""."""
+    def unknown_reason(self) -> str:
+        """The reason why the server's memory is in an unknown state, which demands a new server; else ""."""
         return "" if self._server is None else self._server.sleeping.unknown
 
-    async def next(self) -> Loaded | Slept:
-        """Load what is offered next, or fall asleep. ConfigError: the server computes another model."""
-        while not (self._loads.waiting or self._falling):
-            await self._loads.changed.wait()
-        if self._falling is not None:
-            return await self._fall_asleep(self._falling)
-        message = await self._loads.next()
+    async def next_answer(self) -> Loaded | Slept:
+        """Load the next offered version, or fall asleep. ConfigError if the server computes another model."""
+        while not (self._weight_loader.waiting or self._sleep_answer):
+            await self._weight_loader.changed.wait()
+
+        if self._sleep_answer is not None:
+            return await self._fall_asleep(self._sleep_answer)
+
+        message = await self._weight_loader.next()
         if not message.error:
             self._check_probe(message)
-            self._loaded += 1
+            self._loaded_count += 1
         return message
 
-    async def _fall_asleep(self, falling: Awaitable[Slept]) -> Slept:
-        answer = await falling
-        self._falling = None
+    async def _fall_asleep(self, sleep_answer: Awaitable[Slept]) -> Slept:
+        answer = await sleep_answer
+        self._sleep_answer = None
         return answer
 
-    async def _give_up(self) -> None:
+    async def _sleep_server(self) -> None:
         if self._server is not None:
             await self._server.sleep()
 
-    def count(self, message: Loaded) -> None:
-        """Raises once loads have failed for too long. The cause need not be the server: files are pruned, a
-        trainer that broadcasts dies and comes back. So failures may last for `weights.deadline`, but not
-        where files are refused from the start. Another process may do better than one that fails."""
-        self._failures.add(message)
-        undecided = self._loaded or message.lost or message.process_failed
-        hopeless = not undecided and self._config.weights.transport == "disk"
-        if why := self._failures.too_many(0.0 if hopeless else self._config.weights.deadline):
-            kind = EngineError if self._loaded or message.process_failed else ConfigError
-            raise kind(f"engine {self._index}: {why}")
+    def count_load(self, message: Loaded) -> None:
+        """Count a load. Raises EngineError or ConfigError once loads have failed for too long.
 
-    async def look(self) -> bool | None:
-        """Tells whether the server can be used. None while a version is loaded: then the old weights, the new
-        ones and a mixture are all right. EngineError: no answer. WeightsError: it holds
-        another version than the last one."""
-        server = await self._ready()
-        loaded = self._loaded
-        label = await server.label()
-        if self._loads.pending:
+        The cause need not be the server: files are pruned, or a trainer that broadcasts dies and comes back.
+        So failures may last for `weights.deadline`, unless files are refused from the start. A new process
+        may then succeed.
+        """
+        self._failures.add(message)
+
+        undecided = self._loaded_count or message.lost or message.process_failed
+        hopeless = not undecided and self._config.weights.transport == "disk"
+
+        if failure := self._failures.too_many(0.0 if hopeless else self._config.weights.deadline):
+            error_type = EngineError if self._loaded_count or message.process_failed else ConfigError
+            raise error_type(f"engine {self._index}: {failure}")
+
+    async def check_server(self) -> bool | None:
+        """Return whether the server can be used, or None while a version is being loaded.
+
+        During a load, old weights, new weights and a mixture are all legitimate.
+
+        Raises:
+            EngineError: the server does not answer.
+            WeightsError: the server holds another version than the last loaded version.
+        """
+        server = await self._ready_server()
+        loaded_before = self._loaded_count
+        server_label = await server.label()
+
+        if self._weight_loader.pending:
             return None
+
         if not server.sleeping.asleep:
             self._kv_use = await server.api.kv_use()
-        expected = server.loaded.label if server.loaded is not None else label
-        if loaded == self._loaded and not server.broken and label != expected:
+
+        expected_label = server.loaded.label if server.loaded is not None else server_label
+        if loaded_before == self._loaded_count and not server.broken and server_label != expected_label:
             raise WeightsError(
-                f"engine {self._index}: its server holds {label!r} and not {expected!r}: "
+                f"engine {self._index}: its server holds {server_label!r} and not {expected_label!r}: "
                 "it was restarted, or another program loads weights into it"
             )
+
         return not server.broken
 
     def _check_probe(self, message: Loaded) -> None:
-        limit = max(MAX_PROBE_GAP, MAX_PROBE_NOISES * message.probe_noise)
-        if not self._proven and message.probe_gap > limit:
+        max_gap = max(MAX_PROBE_GAP, MAX_PROBE_NOISES * message.probe_noise)
+
+        if not self._probe_checked and message.probe_gap > max_gap:
             raise ConfigError(
                 f"engine {self._index}: the server computes another model: its log-probs of version "
                 f"{message.ref.version.step} differ from the trainer's by up to {message.probe_gap:.3g} "
-                f"nats, where rounding explains {limit:.3g}; start it with the trainer's model.path and dtype"
+                f"nats, where rounding explains {max_gap:.3g}; "
+                "start it with the trainer's model.path and dtype"
             )
-        self._proven = not message.unproven
+
+        self._probe_checked = not message.unproven

@@ -15,7 +15,7 @@ import msgspec
 from msgspec.structs import asdict
 from tokenizers import Tokenizer
 
-from asyncrl.buffer.payloads import extend
+from asyncrl.buffer.payloads import add_turn
 from asyncrl.buffer.records import EpisodeRecord, State
 from asyncrl.buffer.staleness import length_bucket, stale_mask, token_lags
 from asyncrl.config import parse
@@ -165,7 +165,7 @@ class PlantedRun:
             turn = Turn(at, context, ids, logprobs, said.spans or spans, StopReason.STOP, seconds=1.5)
             turn = msgspec.structs.replace(turn, row=said.row, agent=said.agent)
             own = (said.reply,) if said.reply else ()
-            extend(episode, turn)
+            add_turn(episode, turn)
             lags += token_lags(turn.spans, version)
             self.store.put_frame(episode.uid, at, "generated", msgspec.msgpack.encode(turn))
             self.store.put_frame(episode.uid, at, "replied", msgspec.msgpack.encode(TurnReply(own)))
@@ -195,7 +195,7 @@ class PlantedRun:
     ) -> Path:
         """`metrics`: of its steps, which took 20 s each; a number holds for all of them."""
         self.close(launches or [LaunchRecord(0, tree(self.config))])
-        flow = {f"flow/{name}": float(count) for name, count in asdict(self.buffer.flow()).items()}
+        flow = {f"flow/{name}": float(count) for name, count in asdict(self.buffer.account()).items()}
         scores = {"rollout/score/mean": 0.5, "rollout/score/min": 0.0, "rollout/score/max": 1.0}
         known = {"timing_s/step": 20.0, "rollout/landed": 2.0 * GROUPS, **scores, **flow, **(metrics or {})}
         for at in range(STEPS):

@@ -23,7 +23,7 @@ from asyncrl.buffer.records import EpisodeRecord, State
 from asyncrl.buffer.replay import ReplayBuffer
 from asyncrl.config import RunConfig, parse
 from asyncrl.coordinator import loop, reporting, state
-from asyncrl.coordinator.held_out import RECORD
+from asyncrl.coordinator.held_out import RECORD_PREFIX
 from asyncrl.coordinator.loop import Coordinator
 from asyncrl.observe.files import read_rows
 from asyncrl.observe.held_out import GREEDY, SAMPLED, HeldOut, uid_prefix
@@ -184,8 +184,8 @@ class World:
     def _count_tokens(self, patch: pytest.MonkeyPatch) -> None:
         """Count tokens in the store, in the coordinator's transactions: `sampled` as turns become durable,
         `delivered` as their episodes land."""
-        on_turn = reporting.Reporter.on_turn
-        on_landed = reporting.Reporter.on_landed
+        on_turn = reporting.Reporter.count_turn
+        on_landed = reporting.Reporter.note_landed
 
         def add(store: runstore.RunStore, key: str, tokens: int) -> None:
             both = "ON CONFLICT(key) DO UPDATE SET value=value+excluded.value"
@@ -203,8 +203,8 @@ class World:
             self.counted &= episode.state is not State.LANDED  # it will land again
             payloads.cut_back(buffer, episode, turns)
 
-        patch.setattr(reporting.Reporter, "on_turn", sampled)
-        patch.setattr(reporting.Reporter, "on_landed", delivered)
+        patch.setattr(reporting.Reporter, "count_turn", sampled)
+        patch.setattr(reporting.Reporter, "note_landed", delivered)
         patch.setattr(state, "cut_back", cut_back)
 
     def _around(self, function: Callable[..., Any], paused: bool = False) -> Callable[..., Any]:
@@ -339,7 +339,7 @@ class World:
         crash_in = self.crash_in
         self.crash_in = None
         coordinator.state.store.close()
-        coordinator.reporter._file.close()
+        coordinator.reporter._metrics_file.close()
         self.crash_in = crash_in
         for path in self.run_dir.glob("run.db*"):
             path.unlink()
@@ -352,7 +352,7 @@ class World:
         """To its end. AssertionError when it does not come to it."""
         with self.patched():
             self.launch()
-            while not self.coordinator.over:
+            while not self.coordinator.is_over:
                 self.turns += 1
                 assert self.turns < MOST_TURNS, f"no end: {self.coordinator.state.waits} {self.log[-20:]}"
                 self._turn()
@@ -375,7 +375,7 @@ class World:
         if self.now < self.asleep_until:
             return
         try:
-            self.coordinator.turn(self.now)
+            self.coordinator.run_pass(self.now)
             self.coordinator.state.store.copies.wait_for_copy()
         except Crash:
             self._ended()
@@ -403,7 +403,7 @@ class World:
     def replace_coordinator(self) -> None:
         if self.zombie is None:
             self.zombie = self.coordinator
-            self.coordinator.reporter._file.close()
+            self.coordinator.reporter._metrics_file.close()
             self.start_coordinator()
 
     def _wake_zombie(self, zombie: Coordinator) -> None:
@@ -435,7 +435,7 @@ class World:
         assert sum(counts.values()) == flow["issued"]
         if self.counted and not self.restored:
             sampled, delivered, abandoned = (
-                int(again.read.meta(key, "0")) for key in ("sampled", "delivered", state.ABANDONED)
+                int(again.read.meta(key, "0")) for key in ("sampled", "delivered", state.ABANDONED_KEY)
             )
             assert sampled == delivered + abandoned, (sampled, delivered, abandoned, self.log)
             self.abandoned = abandoned
@@ -447,7 +447,7 @@ class World:
         """Each episode of the last validation is over, once; each that was begun has an account."""
         last = [HeldOut.of(uid) for uid, _ in read.held_out(uid_prefix(4))]
         assert Counter((one.row, one.mode) for one in last) == Counter(product(range(2), (SAMPLED, GREEDY)))
-        assert not [*read.held_out(RECORD)] and not flow["in_flight"], flow
+        assert not [*read.held_out(RECORD_PREFIX)] and not flow["in_flight"], flow
         assert flow["issued"] == flow["scored"] + flow["failed"], flow
         rows = [row for row in read_rows(self.run_dir) if "val-aux/episodes" in row]
         assert all(row["val-aux/episodes"] + row["val-aux/failed"] == len(last) for row in rows), rows

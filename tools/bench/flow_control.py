@@ -331,7 +331,7 @@ def _ending(job: tuple[str, int, bool, int]) -> tuple[float, float, float, float
     size = run.buffer.config.groups_per_batch
     run.buffer.total_groups = steps * size
     if not spares:
-        run.flow_control.first = run.flow_control.most
+        run.flow_control.first_level = run.flow_control.max_level
     done = run.run(steps)
     found = Figures.of(done, one.batch)
     return (

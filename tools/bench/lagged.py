@@ -180,7 +180,7 @@ def _batch(config: RunConfig, samples: Sequence[Sample], prompts: Prompts, step:
     members = config.buffer.episodes_per_group
     asks = []
     for group in range(step * groups, (step + 1) * groups):
-        sample = samples[prompts.draw(group)]
+        sample = samples[prompts.draw_sample(group)]
         for member in range(members):
             uid = f"{group}/{member}"
             asks.append(Ask(uid, sample, sampling_key(config.seed, uid, 0)))

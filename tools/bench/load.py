@@ -66,7 +66,7 @@ def timed(config: RunConfig, endpoints: Endpoints, incarnation: str) -> int:
     # small: the memory of this process is measured
     walls = array("d")
     cpus = array("d")
-    turn = Coordinator.turn
+    turn = Coordinator.run_pass
     profile = cProfile.Profile()
 
     def measured(self: Coordinator, now: float) -> None:
@@ -76,7 +76,7 @@ def timed(config: RunConfig, endpoints: Endpoints, incarnation: str) -> int:
         walls.append(time.perf_counter() - wall)
         cpus.append(time.thread_time() - cpu)
 
-    Coordinator.turn = measured  # type: ignore[method-assign]
+    Coordinator.run_pass = measured  # type: ignore[method-assign]
     if path := os.environ.get("LOAD_PROFILE"):
         code = profile.runcall(run, config, endpoints, incarnation)
         profile.dump_stats(path)

@@ -11,7 +11,7 @@ from asyncrl.buffer.batches import Batches
 from asyncrl.buffer.prompts import ComparedParts, Prompts, shuffled
 from asyncrl.buffer.records import EpisodeRecord, State
 from asyncrl.buffer.replay import ReplayBuffer
-from asyncrl.buffer.staleness import floor_of
+from asyncrl.buffer.staleness import oldest_version_of
 from asyncrl.config import BufferConfig
 from asyncrl.types import EpisodeResult, EpisodeStats, FailReason, StopReason, Turn, VersionSpan
 
@@ -30,8 +30,10 @@ def make(
         | keys
     )
     prompts = Prompts(rows, lambda epoch: shuffled(range(rows), f"0/{epoch}"), epochs)
-    buffer = ReplayBuffer(config, prompts, total_groups, retries=1, group_bytes=1, greedy=greedy, reads=reads)
-    return buffer, Batches(buffer, micro_tokens=1 << 20, flush=True)
+    buffer = ReplayBuffer(
+        config, prompts, total_groups, retries=1, group_bytes=1, greedy=greedy, compared=reads
+    )
+    return buffer, Batches(buffer, micro_batch_tokens=1 << 20, flush=True)
 
 
 def admit(buffer: ReplayBuffer, groups: int, step: int = 0) -> None:
@@ -74,7 +76,7 @@ def give_up(buffer: ReplayBuffer, uid: str, now: float = 0.0) -> list[EpisodeRec
     """Fail an episode for good. What was running and is dropped with it."""
     if buffer.episodes[uid].state is State.PENDING:
         run(buffer, uid)
-    return buffer.fail(buffer.episodes[uid], FailReason.PROMPT_TOO_LONG, now)
+    return buffer.fail_attempt(buffer.episodes[uid], FailReason.PROMPT_TOO_LONG, now)
 
 
 def play(buffer: ReplayBuffer, batches: Batches, events: str) -> list[list[str]]:
@@ -89,23 +91,23 @@ def play(buffer: ReplayBuffer, batches: Batches, events: str) -> list[list[str]]
     trained = []
     for word in events.split():
         first = word[0]
-        rest = word[1:]
+        arguments = word[1:]
         last = word[-1]
         uid, _, reward = word.partition("=")
         if first == "+":
-            admit(buffer, int(rest))
+            admit(buffer, int(arguments))
         elif first == "a":
             before = buffer.next_group
             while buffer.can_admit(100, 100):
                 buffer.admit(buffer.committed, now)
-            assert buffer.next_group - before == int(rest), word
+            assert buffer.next_group - before == int(arguments), word
         elif first == "@":
-            buffer.tick(now := float(rest))
+            buffer.tick(now := float(arguments))
         elif first == "T":
             trained.append(sorted(train(batches, batches.committed)))
         elif first in "M?":
-            known = batches.batches.get(batches.committed)
-            plan = batches.plan(batches.committed, len(known.micros) if known else 0, 1)
+            current_batch = batches.batches.get(batches.committed)
+            plan = batches.plan(batches.committed, len(current_batch.micros) if current_batch else 0, 1)
             assert bool(plan) is (first == "M") and plan != [], (word, plan)
         elif reward:
             land(buffer, uid, float(reward), now=now)
@@ -117,7 +119,7 @@ def play(buffer: ReplayBuffer, batches: Batches, events: str) -> list[list[str]]
         elif last == "!":
             give_up(buffer, word[:-1], now)
         else:
-            buffer.fail(buffer.episodes[word[:-1]], FailReason.ENGINE_ERROR, now)
+            buffer.fail_attempt(buffer.episodes[word[:-1]], FailReason.ENGINE_ERROR, now)
     return trained
 
 
@@ -129,19 +131,21 @@ def count_again(buffer: ReplayBuffer) -> None:
     assert +tally.states == Counter(episode.state for episode in episodes.values())
     for state in State:
         members = {episode.group for episode in episodes.values() if episode.state is state}
-        assert tally.groups[state] == members, state
-    for step in {group.step for group in groups} | set(tally.steps):
-        ids = tally.untaken if step < 0 else tally.steps[step]
+        assert tally.groups_by_state[state] == members, state
+    for step in {group.step for group in groups} | set(tally.groups_by_step):
+        ids = tally.untaken_groups if step < 0 else tally.groups_by_step[step]
         assert ids == {g.id for g in groups if g.step == step and not g.filtered}
     is_open = [not g.filtered and (g.step < 0 or g.step >= buffer.committed) for g in groups]
     assert tally.open(buffer.committed) == sum(is_open)
-    ranks = [sum(is_open[:place]) for place in range(len(groups))]
-    assert tally.ranks(list(buffer.live), buffer.committed) == ranks
+    ranks = [sum(is_open[:position]) for position in range(len(groups))]
+    assert tally.count_older(list(buffer.live), buffer.committed) == ranks
     over = [all(episodes[uid].state.over for uid in group.members) for group in groups]
-    assert not any(over) and not any(map(tally.over, groups))
-    kept = buffer.floors
-    buffer.floors = {}
-    assert all(floor_of(buffer, buffer.live[number]) == floor for number, floor in kept.items())
+    assert not any(over) and not any(map(tally.is_over, groups))
+    cached_versions = buffer.oldest_versions
+    buffer.oldest_versions = {}
+    assert all(
+        oldest_version_of(buffer, buffer.live[number]) == floor for number, floor in cached_versions.items()
+    )
 
 
 def train(batches: Batches, step: int, ranks: int = 1) -> list[str]:

@@ -15,23 +15,23 @@ from tests.unit.buffer.machine import admit, count_again, land, land_group, make
 def test_a_trainer_that_waits_is_given_what_is_worth_a_micro_batch(ranks: int, groups: list[int]) -> None:
     """A quarter of the groups, with a quarter of a full micro-batch for each rank; the rest as it is."""
     buffer, batches = make(groups_per_batch=8, max_staleness=4, target_staleness=4)
-    batches.micro_tokens = 8192
+    batches.micro_batch_tokens = 8192
     admit(buffer, 9)
-    found = []
+    parts = []
     for group in range(9):
         for member in range(2):
             land(buffer, f"{group}.{member}").tokens = 500
-        plan = batches.plan(0, len(found), ranks)
-        found += [plan] if plan else []
-    assert [len(plan) / 2 for plan in found] == groups
-    assert batches.plan(0, len(found), ranks) == []
+        plan = batches.plan(0, len(parts), ranks)
+        parts += [plan] if plan else []
+    assert [len(plan) / 2 for plan in parts] == groups
+    assert batches.plan(0, len(parts), ranks) == []
 
 
 def test_what_a_group_shares_counts_once() -> None:
     """30 members of 90 tokens, of which they share 89: nine such groups have 1,000, eight have not."""
     buffer, batches = make(groups_per_batch=40, episodes_per_group=30)
     batches.packing = "tree"
-    batches.micro_tokens = 1000
+    batches.micro_batch_tokens = 1000
     land_groups(buffer, 8, 89, *[90] * 30)
     assert batches.plan(0, 0, 1) is None
     land_groups(buffer, 1, 89, *[90] * 30)
@@ -65,7 +65,7 @@ def test_what_is_counted_does_not_grow_with_the_steps() -> None:
         admit(buffer, 2, step)
         land_group(buffer, 2 * step, 1.0, 1.0), land_group(buffer, 2 * step + 1, 1.0, 1.0)
         train(batches, step)
-    assert len(buffer.tally.steps) <= 2
+    assert len(buffer.tally.groups_by_step) <= 2
 
 
 def test_forgetting_plans_looks_at_each_of_them_once() -> None:
@@ -91,11 +91,11 @@ def test_forgetting_plans_looks_at_each_of_them_once() -> None:
         admit(buffer, 2, step)
         land_group(buffer, 2 * step, 1.0, 1.0), land_group(buffer, 2 * step + 1, 1.0, 1.0)
         train(batches, step)
-    batches.taken, batches.batches = Counted(batches.taken), Counted(batches.batches)
+    batches.planned_episodes, batches.batches = Counted(batches.planned_episodes), Counted(batches.batches)
     for step in range(30):
         assert len(batches.retain(step + 1)) == 4
     assert Counted.looks <= 30 * (4 * 2 + 4)
-    assert batches.baselines.keys() == set(range(60, 80)) and len(batches.taken) == 40
+    assert batches.baselines.keys() == set(range(60, 80)) and len(batches.planned_episodes) == 40
 
 
 def test_drop_mode_drops_by_token_age() -> None:
@@ -134,7 +134,7 @@ def test_a_restarted_trainer_is_given_the_same_plans() -> None:
     again = [batches.plan(0, micro, 1) for micro in range(2)]
     assert again == [first, []]
     assert sorted(batches.retain(1)) == sorted(first)
-    assert not batches.batches and not batches.taken
+    assert not batches.batches and not batches.planned_episodes
 
 
 def test_a_plan_is_stored_with_the_ranks_and_the_budget_that_it_was_last_handed_out_for() -> None:
@@ -144,11 +144,11 @@ def test_a_plan_is_stored_with_the_ranks_and_the_budget_that_it_was_last_handed_
     for uid in ("0.0", "0.1", "1.0", "1.1"):
         land(buffer, uid)
     train(batches, 0)
-    batches.changes()
+    batches.pop_changes()
     stored = []
     for ranks, budget in ((2, 100), (2, 100), (2, 50)):
         batches.plan(0, 0, ranks, budget)
-        stored.append([(batch.ranks, batch.budget) for batch in batches.changes()])
+        stored.append([(batch.ranks, batch.budget) for batch in batches.pop_changes()])
     assert stored == [[(2, 100)], [], [(2, 50)]]
 
 
@@ -164,9 +164,9 @@ def land_groups(buffer: ReplayBuffer, groups: int, prompt: int, *tokens: int) ->
 
 def test_ranks_are_given_what_is_ready_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Some micro-batches for each, of whole groups, the oldest first."""
-    monkeypatch.setattr(module, "MOST", 2)
+    monkeypatch.setattr(module, "MAX_MICRO_BATCHES_PER_PART", 2)
     buffer, batches = make(groups_per_batch=8)
-    batches.micro_tokens = 100
+    batches.micro_batch_tokens = 100
     land_groups(buffer, 8, 0, 40, 40)
     plans = [batches.plan(0, micro, 2) for micro in range(3)]
     assert plans == [[f"{g}.{m}" for g in some for m in (0, 1)] for some in (range(5), range(5, 8), ())]
@@ -183,10 +183,10 @@ def test_a_batch_that_is_left_out_leaves_nothing_of_its_groups() -> None:
         run(buffer, f"{group}.2")
     buffer.tick(2.0)
     assert not buffer.has_room
-    taken = batches.plan(0, 0, 1)
-    assert taken == ["0.0", "0.1", "1.0", "1.1"] and batches.plan(0, 1, 1) == []
-    assert [episode.uid for episode in batches.leave_out(DropReason.SPIKE)] == ["0.2", "1.2"]
-    assert buffer.reasons == {"dropped/spike": 6} and not buffer.live and buffer.flow().conserved
+    planned_uids = batches.plan(0, 0, 1)
+    assert planned_uids == ["0.0", "0.1", "1.0", "1.1"] and batches.plan(0, 1, 1) == []
+    assert [episode.uid for episode in batches.leave_out_batch(DropReason.SPIKE)] == ["0.2", "1.2"]
+    assert buffer.reasons == {"dropped/spike": 6} and not buffer.live and buffer.account().conserved
     assert batches.batches[0].uids == [] and buffer.has_room
     count_again(buffer)
     admit(buffer, 2)

@@ -17,12 +17,12 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from asyncrl.buffer.flow_control import (
-    FACTOR,
+    CAP_FACTOR,
     FIRST_GAIN,
     GAIN,
-    HIGH,
-    LOW,
-    MOST,
+    HIGH_KV_USE,
+    LOW_KV_USE,
+    MAX_LOG_DECREASE,
     QUICK_GAIN,
     Crossings,
     FlowControl,
@@ -67,7 +67,9 @@ def control_of(bound: int, groups: int = 8) -> FlowControl:
         pytest.param([(0.002, BUDGET)], False, 1.0, id="more are of no use"),
         pytest.param([(0.002, BUDGET), (0.2, 0.1)], True, math.exp(-GAIN), id="the tightest budget"),
         pytest.param([(0.0, BUDGET)], True, math.exp(FIRST_GAIN), id="nothing was measured yet"),
-        pytest.param([(0.5, BUDGET)], True, math.exp(-MOST), id="a batch of a single late trajectory"),
+        pytest.param(
+            [(0.5, BUDGET)], True, math.exp(-MAX_LOG_DECREASE), id="a batch of a single late trajectory"
+        ),
         pytest.param([(-0.01, BUDGET)], True, math.exp(FIRST_GAIN * 2), id="fewer wait than before"),
     ],
 )
@@ -111,9 +113,9 @@ def test_it_stays_within_its_limits_and_moves_only_for_a_reason(
         before = control.level
         control.update([(share, BUDGET)], grows, waits)
         slow.update([(share, BUDGET)], grows, 0.0)
-        assert groups <= slow.level <= control.level <= control.most
+        assert groups <= slow.level <= control.level <= control.max_level
         assert control.level <= before or (grows and share < BUDGET)
-        assert control.level >= before * math.exp(-MOST)
+        assert control.level >= before * math.exp(-MAX_LOG_DECREASE)
 
 
 def test_limits_of_the_limit() -> None:
@@ -127,13 +129,13 @@ def test_limits_of_the_limit() -> None:
 
 def test_the_limit_is_read_by_admission() -> None:
     buffer, _ = make(groups_per_batch=2, max_staleness=4)
-    assert buffer.max_live == 3  # auto begins with a target of a half
+    assert buffer.max_live_groups == 3  # auto begins with a target of a half
     buffer.live_limit = 5
     while buffer.can_admit(100, 100):
         buffer.admit(0, now=0.0)
     assert len(buffer.live) == 5
-    assert make(target_staleness=1.5, max_staleness=4)[0].max_live == 5
-    assert make(max_staleness=0)[0].max_live == 2
+    assert make(target_staleness=1.5, max_staleness=4)[0].max_live_groups == 5
+    assert make(max_staleness=0)[0].max_live_groups == 2
 
 
 def test_a_run_that_waits_for_tools_issues_a_few_groups_more_until_its_last_batch_is_full() -> None:
@@ -159,7 +161,7 @@ def test_a_run_that_waits_for_tools_issues_a_few_groups_more_until_its_last_batc
     assert admitted() == 7
     batches.commit(2, ["4.0", "4.1", "6.0", "6.1"])
     buffer.drop_all(DropReason.END_OF_DATA)
-    flow = buffer.flow()
+    flow = buffer.account()
     assert (flow.issued, flow.trained, flow.dropped) == (14, 8, 6)
 
 
@@ -186,13 +188,13 @@ def test_each_token_that_goes_over_the_bound_counts_once() -> None:
     waiting = buffer.waiting_tokens
     for uid in ("masked", "dropped"):
         waiting.begin(uid, 0.5)
-    crossings = Crossings(buffer, bound=1)
+    crossings = Crossings(buffer, max_staleness=1)
     assert [crossings.committed(0.0, 10, now) for now in (1.0, 2.0, 3.0)] == [0.0, 0.2, 0.0]
-    waiting.end("masked", 3.5)
-    waiting.forget("dropped")
+    waiting.end_lives("masked", 3.5)
+    waiting.forget_lives("dropped")
     assert crossings.committed(0.0, 10, 4.0) == 0.0  # they are in no batch yet
     waiting.begin("late", 4.5)
-    waiting.end("late", 4.6)
+    waiting.end_lives("late", 4.6)
     assert crossings.committed(0.05, 10, 5.0) == 0.0
     shares = [crossings.committed(share, 10, now) for share, now in ((0.0, 6.0), (0.0, 7.0), (0.1, 8.0))]
     assert shares == pytest.approx([0.0, 0.0, 0.1])  # it was ready before it crossed
@@ -284,9 +286,9 @@ def test_no_run_beats_the_ceiling(name: str, keys: dict[str, Any], nearest: floa
     work = (WORKLOADS | BENCH.TAILS)[name]
     work = replace(work, recorded=work.recorded[:50])
     settings = BENCH.Settings(**keys)
-    own = BENCH.alone(replace(work, slots=settings.slots))
-    found = BENCH.Figures.of(settings.run(work, 100, seed=2), own.batch)
-    reached = max(own.g, own.t) / found.t / settings.ceiling(work, found.masked, found.t)
+    ceiling = BENCH.alone(replace(work, slots=settings.slots))
+    figures = BENCH.Figures.of(settings.run(work, 100, seed=2), ceiling.batch)
+    reached = max(ceiling.g, ceiling.t) / figures.t / settings.ceiling(work, figures.masked, figures.t)
     assert nearest <= reached <= 1.15
 
 
@@ -295,9 +297,9 @@ def test_no_run_beats_the_ceiling(name: str, keys: dict[str, Any], nearest: floa
 
 def after(cap: KvCap, *uses: float, live: int = 1000, retracted: int = 0) -> float:
     for use in uses:
-        cap.read("a", use)
-    cap.retracted = retracted
-    cap.update(live)
+        cap.note_use("a", use)
+    cap.retracted_requests = retracted
+    cap.update_cap(live)
     return cap.level
 
 
@@ -305,7 +307,7 @@ def test_the_example_of_the_docs() -> None:
     """G = 8, η = 4: 40 groups at most. 30 are live and fill a cache: 24, for the next 3 steps at least."""
     cap = KvCap(8, 4)
     assert (after(cap), after(cap, 0.1), cap.limit) == (40, 40, 40)
-    cap.read("b", 0.3)
+    cap.note_use("b", 0.3)
     assert after(cap, 0.9, 1.0, live=30) == 24
     assert [after(cap, 0.9) for _ in range(4)] == [24, 24, 24, 19.2]
     assert [after(cap, 0.5) for _ in range(4)] == [19.2, 19.2, 19.2, 24]
@@ -315,12 +317,12 @@ def test_the_example_of_the_docs() -> None:
     ("uses", "retracted", "level"),
     [
         ([], 0, 24),  # nothing was read
-        ([LOW], 0, 24),
-        ([HIGH], 0, 24),
-        ([HIGH + 0.01], 0, 24 / FACTOR),
-        ([LOW - 0.01], 0, 24 * FACTOR),
-        ([0.1], 1, 24 / FACTOR),  # a retraction counts, however it looks now
-        ([], 1, 24 / FACTOR),
+        ([LOW_KV_USE], 0, 24),
+        ([HIGH_KV_USE], 0, 24),
+        ([HIGH_KV_USE + 0.01], 0, 24 / CAP_FACTOR),
+        ([LOW_KV_USE - 0.01], 0, 24 * CAP_FACTOR),
+        ([0.1], 1, 24 / CAP_FACTOR),  # a retraction counts, however it looks now
+        ([], 1, 24 / CAP_FACTOR),
     ],
 )
 def test_what_moves_it(uses: list[float], retracted: int, level: float) -> None:
@@ -333,16 +335,16 @@ def test_readings_without_a_commit_take_no_memory() -> None:
     """The trainer may be away for hours."""
     cap = KvCap(8, 4)
     for number in range(1000):
-        cap.read("a", number % 2)
-    assert cap.use == 0.5 and len(msgspec.msgpack.encode(dict(cap._uses))) < 20
+        cap.note_use("a", number % 2)
+    assert cap.mean_use == 0.5 and len(msgspec.msgpack.encode(dict(cap._use_sums))) < 20
 
 
 def test_what_is_read_during_a_validation_is_forgotten() -> None:
     cap = KvCap(8, 4)
-    cap.read("a", 1.0)
-    cap.retracted = 3
-    cap.update(40, counts=False)
-    assert after(cap) == 40 and (cap.use, cap.retracted) == (None, 0)
+    cap.note_use("a", 1.0)
+    cap.retracted_requests = 3
+    cap.update_cap(40, plain_step=False)
+    assert after(cap) == 40 and (cap.mean_use, cap.retracted_requests) == (None, 0)
 
 
 @given(
@@ -358,7 +360,7 @@ def test_it_stays_between_one_batch_and_what_is_fresh_enough_and_recovers(
         after(cap, *([] if use is None else [use]), live=live, retracted=retracted)
         assert groups <= cap.limit <= (1 + bound) * groups
     for _ in range(12 * (bound + 2)):  # ln 9 / ln 1.25 < 10 changes, η + 1 steps apart at most, and a wait
-        after(cap, LOW / 2)
+        after(cap, LOW_KV_USE / 2)
     assert cap.limit == (1 + bound) * groups
 
 
@@ -374,14 +376,14 @@ def test_it_settles_between_the_two_thresholds(groups: int, bound: int, full: fl
         while len(ages) < cap.limit:
             ages.append(0)
         live = len(ages)
-        held = sum(min(1.0, (age + 0.5) * groups / live) for age in ages)
-        after(cap, min(1.0, 2 * held / (full * groups)), live=live)
+        kv_use = sum(min(1.0, (age + 0.5) * groups / live) for age in ages)
+        after(cap, min(1.0, 2 * kv_use / (full * groups)), live=live)
         for _ in range(groups):
             ages.popleft()
         ages = deque(age + 1 for age in ages)
         seen.append(cap.limit)
     last = sorted(set(seen[-20 * (bound + 2) :]))
-    assert len(last) == 1 or (len(last) == 2 and last[1] <= FACTOR * last[0] + 1)
+    assert len(last) == 1 or (len(last) == 2 and last[1] <= CAP_FACTOR * last[0] + 1)
 
 
 # -- the limit in a run -------------------------------------------------------------------------------------
@@ -398,7 +400,7 @@ def limit_of(live: int = 40, **keys: object) -> LiveLimit:
     admit(buffer, live)
     for group in range(3):
         buffer.waiting_tokens.begin(f"{group}", 1.5, 10)
-        buffer.waiting_tokens.end(f"{group}", 2.0)
+        buffer.waiting_tokens.end_lives(f"{group}", 2.0)
     return LiveLimit(config, buffer)
 
 
@@ -408,10 +410,10 @@ def step(
     engines: Collection[str] = ("a",),
     validating: bool = False,
     now: float = 3.0,
-    taken: int = 4,
+    taken_groups: int = 4,
 ) -> float:
-    limit.committed(row, taken, engines, validating, now)
-    return limit.control.level
+    limit.update_limit(row, taken_groups, engines, validating, now)
+    return limit.flow_control.level
 
 
 def test_it_follows_the_steps_and_is_reported() -> None:
@@ -424,12 +426,12 @@ def test_it_follows_the_steps_and_is_reported() -> None:
     step(fast)
     assert step(fast, ROW | waits) == pytest.approx(6 * math.exp(FIRST_GAIN + QUICK_GAIN * 0.5 * 0.4))
     assert step(fast, ROW | waits) > 7.5
-    assert fast.buffer.spare == round(fast.control.level - 6) == 2
+    assert fast.buffer.spare == round(fast.flow_control.level - 6) == 2
     for _ in range(4):
         step(limit)
     assert limit.buffer.spare == 0
-    found = limit.gauges()
-    assert found["async/live_limit"] == limit.buffer.live_limit == 7
+    gauges = limit.gauges()
+    assert gauges["async/live_limit"] == limit.buffer.live_limit == 7
 
 
 @pytest.mark.parametrize(
@@ -452,8 +454,8 @@ def test_a_batch_that_closed_short_leaves_fewer_groups_live() -> None:
     """Four live groups and a batch of one were five before the commit, under the limit of six."""
     limit = limit_of(live=4)
     step(limit)
-    assert step(limit, taken=1) == 6
-    assert step(limit, taken=2) > 6
+    assert step(limit, taken_groups=1) == 6
+    assert step(limit, taken_groups=2) > 6
 
 
 def test_tokens_count_when_they_cross_the_bound_not_when_they_are_trained() -> None:
@@ -464,7 +466,7 @@ def test_tokens_count_when_they_cross_the_bound_not_when_they_are_trained() -> N
     limit.buffer.waiting_tokens.begin("slow", 3.5, 25)
     for now in range(3, 12):
         if now == 10:
-            limit.buffer.waiting_tokens.end("slow", 9.5)
+            limit.buffer.waiting_tokens.end_lives("slow", 9.5)
         levels.append(step(limit, {**ROW, "staleness/masked_token_frac": 0.25 * (now == 10)}, now=float(now)))
     ratios = [after / before for before, after in pairwise(levels)]
     assert ratios[4] == pytest.approx(0.78, abs=0.01) and min(ratios[:4] + ratios[5:]) > 1
@@ -485,21 +487,21 @@ def test_servers_without_room_lower_it() -> None:
     step(limit)
     assert "rollout/kv_use" not in limit.gauges()
     for server, use in (("a", 0.8), ("b", 0.2), ("a", 1.0)):
-        limit.kv.read(server, use)
-    limit.kv.retracted = 2
-    found = limit.gauges()
-    assert (found["rollout/kv_use"], found["rollout/retractions"]) == (pytest.approx(0.9), 2)
-    limit.control.level = 20.0
-    limit.kv.level = 10.0
+        limit.kv_cap.note_use(server, use)
+    limit.kv_cap.retracted_requests = 2
+    gauges = limit.gauges()
+    assert (gauges["rollout/kv_use"], gauges["rollout/retractions"]) == (pytest.approx(0.9), 2)
+    limit.flow_control.level = 20.0
+    limit.kv_cap.level = 10.0
     step(limit)  # at once: groups are admitted in the turn of a commit
-    assert limit.buffer.live_limit == limit.kv.limit == 8 < limit.control.limit
+    assert limit.buffer.live_limit == limit.kv_cap.limit == 8 < limit.flow_control.limit
     assert limit.gauges()["rollout/retractions"] == 0
     assert not {"rollout/kv_use", "rollout/retractions"} & limit_of().gauges().keys()
 
 
 def test_a_number_stays_and_the_default_adapts() -> None:
     limit = limit_of(buffer__target_staleness=1)
-    limit.kv.read("a", 1.0)
+    limit.kv_cap.note_use("a", 1.0)
     for _ in range(3):
         step(limit)
     assert limit.buffer.live_limit == 8
@@ -517,10 +519,10 @@ def test_a_bound_for_the_tail_lets_no_more_groups_be_live(
     groups; with on_stale=hold the bound itself decides."""
     buffer, _ = make(groups_per_batch=8, max_staleness=bound, target_staleness=target)
     assert (buffer.config.usual_staleness, buffer.config.max_live_groups) == (usual, live)
-    held, _ = make(groups_per_batch=8, max_staleness=bound, target_staleness=target, on_stale="hold")
-    assert (buffer.fresh, held.fresh) == (usual, bound)
+    hold_buffer, _ = make(groups_per_batch=8, max_staleness=bound, target_staleness=target, on_stale="hold")
+    assert (buffer.max_start_staleness, hold_buffer.max_start_staleness) == (usual, bound)
     admit(buffer, 9)
-    buffer.commit(20)
+    buffer.note_commit(20)
     oldest = [needed for needed, _ in pending(buffer)]
     assert (oldest[0], oldest[-1]) == (20 - usual, 21 - usual)
 
@@ -529,7 +531,7 @@ def test_an_episode_may_start_where_no_newer_weights_are_published() -> None:
     """Engines get every eighth version: before the commit of batch 24 none is newer than 16."""
     prompts = Prompts(1, lambda epoch: [0])
     keys = BufferConfig(groups_per_batch=8, max_staleness=16)
-    buffer = ReplayBuffer(keys, prompts, total_groups=100, retries=0, group_bytes=1, every=8)
+    buffer = ReplayBuffer(keys, prompts, total_groups=100, retries=0, group_bytes=1, publish_every=8)
     admit(buffer, 8)
-    buffer.commit(23)
+    buffer.note_commit(23)
     assert {needed for needed, _ in pending(buffer)} == {16}

@@ -11,7 +11,7 @@ import pytest
 from asyncrl.buffer.batches import Batches
 from asyncrl.buffer.records import Flow, State
 from asyncrl.buffer.replay import ReplayBuffer
-from asyncrl.buffer.staleness import floor_of
+from asyncrl.buffer.staleness import oldest_version_of
 from asyncrl.types import DropReason, FilterReason
 from tests.unit.buffer.machine import admit, count_again, give_up, land, land_group, make, play, run, train
 
@@ -40,7 +40,7 @@ CASES: dict[str, tuple[dict[str, Any], str, dict[str, int], list[list[str]]]] = 
     ),
     # batches
     "micro-batches stream in; a group that is ready goes before an older one that is not": (
-        {"micro_tokens": 40},
+        {"micro_batch_tokens": 40},
         *("+3 0.0=1 ? 0.1=1 M ? 2e T", {"trained": 4, "in_flight": 2}, [[*PAIR, "2.0", "2.1"]]),
     ),
     "the oldest groups that are ready go first": (
@@ -60,7 +60,7 @@ CASES: dict[str, tuple[dict[str, Any], str, dict[str, int], list[list[str]]]] = 
         [PAIR, ["0.2", "0.3"]],
     ),
     "with at_end=drop a batch that has begun is trained, though it can never fill": (
-        {"rows": 2, "flush": False, "micro_tokens": 40, "filter_zero_variance": True, **DATA},
+        {"rows": 2, "flush_at_end": False, "micro_batch_tokens": 40, "filter_zero_variance": True, **DATA},
         *("+2 0m M 1e T", {"trained": 2, "filtered": 2}, [PAIR]),
     ),
     # settlement
@@ -115,7 +115,7 @@ CASES: dict[str, tuple[dict[str, Any], str, dict[str, int], list[list[str]]]] = 
         *("+8 0e 1e 2e 3e 4e 5e 6e ? 7m T", {"filtered": 14, "trained": 2}, [["7.0", "7.1"]]),
     ),
     "a capped batch that was taken in part closes": (
-        {**FILTER, "micro_tokens": 40},
+        {**FILTER, "micro_batch_tokens": 40},
         *("+7 0m M ? 1e ? 2e ? 3e ? 4e ? 5e ? 6e T", {"filtered": 12, "trained": 2}, [PAIR]),
     ),
     "groups that are short do not count as refills": (
@@ -149,14 +149,14 @@ CASES: dict[str, tuple[dict[str, Any], str, dict[str, int], list[list[str]]]] = 
 def test_groups(keys: dict[str, Any], events: str, flow: dict[str, int], trained: list[list[str]]) -> None:
     """`flow`: episodes by state, those of other states are none."""
     keys = dict(keys)
-    own = {name: keys.pop(name) for name in ("micro_tokens", "flush") if name in keys}
+    batch_settings = {name: keys.pop(name) for name in ("micro_batch_tokens", "flush_at_end") if name in keys}
     buffer, batches = make(**keys)
-    for name, value in own.items():
+    for name, value in batch_settings.items():
         setattr(batches, name, value)
     assert play(buffer, batches, events) == trained
-    found = msgspec.structs.asdict(buffer.flow())
-    assert found.pop("issued") == sum(found.values())
-    assert {state: count for state, count in found.items() if count} == flow
+    account = msgspec.structs.asdict(buffer.account())
+    assert account.pop("issued") == sum(account.values())
+    assert {state: count for state, count in account.items() if count} == flow
     assert batches.over is (buffer.prompts.over and not buffer.live)
     count_again(buffer)
 
@@ -172,9 +172,9 @@ def world(groups: int = 2, **keys: object) -> tuple[ReplayBuffer, Batches]:
 
 
 def flow(buffer: ReplayBuffer) -> Flow:
-    found = buffer.flow()
-    assert found.conserved
-    return found
+    account = buffer.account()
+    assert account.conserved
+    return account
 
 
 def test_a_group_has_one_member_more() -> None:
@@ -195,7 +195,8 @@ def test_its_reward_is_the_baseline_and_it_leaves_as_filtered() -> None:
     baseline = batches.baselines[0]
     assert baseline.greedy == 0.25
     assert [
-        (place, r.reward, r.turn_rewards) for place, r in zip(baseline.members, baseline.results, strict=True)
+        (member, r.reward, r.turn_rewards)
+        for member, r in zip(baseline.members, baseline.results, strict=True)
     ] == [
         (0, 1.0, (1.0,)),
         (1, 0.0, (0.0,)),
@@ -217,16 +218,16 @@ def test_a_group_whose_greedy_episode_is_given_up_is_dropped_at_once(
     for member, state in enumerate(states):
         act[state](buffer, f"0.{member}")
     running = give_up(buffer, "0.2")
-    found = flow(buffer)
+    account = flow(buffer)
     failed = states.count("failed")
     assert [episode.member for episode in running] == [i for i in (0, 1) if states[i] == "running"]
-    assert (found.failed, found.dropped, list(buffer.live)) == (1 + failed, 2 - failed, [1])
+    assert (account.failed, account.dropped, list(buffer.live)) == (1 + failed, 2 - failed, [1])
     assert buffer.reasons[f"{State.DROPPED}/{DropReason.GROUP_SHORT}"] == 2 - failed
-    assert batches.plan(0, 0, 1) is None and buffer.settled[State.DROPPED] == 1
+    assert batches.plan(0, 0, 1) is None and buffer.settled_counts[State.DROPPED] == 1
 
 
 def test_it_is_not_what_hold_waits_for() -> None:
     buffer, _ = world(on_stale="hold", target_staleness=4)
     for uid in ("0.0", "0.1", "0.2", "1.0", "1.1", "1.2"):
         buffer.assign(buffer.episodes[uid], "w", 1, 4 if uid != "0.2" else 0, 0.0)
-    assert floor_of(buffer, buffer.live[0]) == 4
+    assert oldest_version_of(buffer, buffer.live[0]) == 4

@@ -17,12 +17,12 @@ Lives = list[tuple[float, float, bool]]  # duration, weight, whether it ended
 
 def seen(lives: Lives, size: int = 1000) -> Lifetimes:
     """All that runs is looked at when it is NOW."""
-    found = Lifetimes(size)
-    for key, (duration, weight, ended) in enumerate(sorted(lives, key=lambda life: not life[2])):
-        found.begin(key, NOW - duration if not ended else 10.0, weight)
-        if ended:
-            found.end(key, 10.0 + duration)
-    return found
+    lifetimes = Lifetimes(size)
+    for key, (duration, weight, has_ended) in enumerate(sorted(lives, key=lambda life: not life[2])):
+        lifetimes.begin(key, NOW - duration if not has_ended else 10.0, weight)
+        if has_ended:
+            lifetimes.end_lives(key, 10.0 + duration)
+    return lifetimes
 
 
 @pytest.mark.parametrize(
@@ -48,20 +48,20 @@ def seen(lives: Lives, size: int = 1000) -> Lifetimes:
     ],
 )
 def test_by_hand(lives: Lives, quantiles: dict[float, float]) -> None:
-    found = seen(lives)
-    assert {q: found.quantile(q, NOW) for q in quantiles} == quantiles
+    lifetimes = seen(lives)
+    assert {q: lifetimes.quantile(q, NOW) for q in quantiles} == quantiles
 
 
 def test_delayed_entry_is_at_risk_only_from_then() -> None:
     """A window of two begins at 2 s. One of those that it sees began 2 s before: at 1 one of the others is at
     risk of two, at 3 one of two, at 4 the last one."""
     window = Lifetimes(2)
-    for key, (began, ended) in enumerate([(1.0, 2.0), (2.0, 3.0), (0.0, 4.0)]):
+    for key, (began, ended_at) in enumerate([(1.0, 2.0), (2.0, 3.0), (0.0, 4.0)]):
         window.begin(key, began)
-        window.end(key, ended)
+        window.end_lives(key, ended_at)
     window.begin("runs", 2.0)
     assert [window.quantile(q, 5.0) for q in (0.5, 0.51, 0.75, 0.76)] == [1.0, 4.0, 4.0, 4.0]
-    window.end("runs", 5.0)  # the window begins at 3 s: at 3 nothing else is at risk yet
+    window.end_lives("runs", 5.0)  # the window begins at 3 s: at 3 nothing else is at risk yet
     assert window.quantile(1.0, 9.0) == 3.0
 
 
@@ -70,14 +70,14 @@ def test_a_window_over_a_steady_stream_is_unbiased() -> None:
     rng = np.random.default_rng(1)
     now = 1000.0
     began = np.arange(10_000) / 10
-    ended = began + rng.exponential(5.0, began.size)
+    ended_at = began + rng.exponential(5.0, began.size)
     window = Lifetimes(2000)
     events = sorted(
-        [(at, False, key) for key, at in enumerate(began)] + [(at, True, k) for k, at in enumerate(ended)]
+        [(at, False, key) for key, at in enumerate(began)] + [(at, True, k) for k, at in enumerate(ended_at)]
     )
     for at, ends, key in events:
         if at <= now:
-            window.end(key, at) if ends else window.begin(key, at)
+            window.end_lives(key, at) if ends else window.begin(key, at)
     assert window.quantile(0.5, now) == pytest.approx(5 * math.log(2), rel=0.15)  # seeded
     assert window.quantile(0.9, now) == pytest.approx(5 * math.log(10), rel=0.15)
 
@@ -87,19 +87,19 @@ def test_a_window_follows_a_change() -> None:
     for now, seconds in ((20.0, 1.0), (60.0, 9.0)):
         for key in range(10):
             window.begin(key, now + key)
-            window.end(key, now + key + seconds)
+            window.end_lives(key, now + key + seconds)
         assert window.quantile(0.5, 99.0) == seconds
 
 
 def test_weight_that_runs_and_is_older() -> None:
-    found = Lifetimes(10)
+    lifetimes = Lifetimes(10)
     for key, now in (("a", 1.0), ("a", 3.0), ("b", 1.0)):
-        found.begin(key, now, 10)
-    assert [found.older(than) for than in (1.0, 2.0, 4.0)] == [0, 20, 30]
-    found.end("b", 4.0)
-    assert found.older(2.0) == 10
-    found.forget("a")
-    assert found.older(4.0) == 0
+        lifetimes.begin(key, now, 10)
+    assert [lifetimes.running_weight(than) for than in (1.0, 2.0, 4.0)] == [0, 20, 30]
+    lifetimes.end_lives("b", 4.0)
+    assert lifetimes.running_weight(2.0) == 10
+    lifetimes.forget_lives("a")
+    assert lifetimes.running_weight(4.0) == 0
 
 
 def test_ages_of_tokens_in_a_buffer() -> None:
@@ -110,7 +110,7 @@ def test_ages_of_tokens_in_a_buffer() -> None:
     for member in range(4):
         buffer.assign(buffer.episodes[f"0.{member}"], "w", 1, 0, 1.0 + member / 8)
         buffer.waiting_tokens.begin(f"0.{member}", 2.0, 10)
-    buffer.fail(buffer.episodes["0.3"], FailReason.EPISODE_ERROR, 2.0)
+    buffer.fail_attempt(buffer.episodes["0.3"], FailReason.EPISODE_ERROR, 2.0)
     for member, now in ((0, 2.0), (1, 3.0)):
         land(buffer, f"0.{member}", now=now)
     buffer.tick(5.0)
@@ -119,4 +119,4 @@ def test_ages_of_tokens_in_a_buffer() -> None:
     buffer.waiting_tokens.begin("0.3", 9.0, 10)
     land(buffer, "0.3", now=10.0)
     assert [buffer.waiting_tokens.quantile(q, 20.0) for q in (0.25, 0.75, 1.0)] == [1.0, 3.0, 8.0]
-    assert buffer.waiting_tokens.older(20.0) == 0
+    assert buffer.waiting_tokens.running_weight(20.0) == 0

@@ -34,11 +34,11 @@ def test_padded_rows_of_like_width_share_a_micro_batch_within_the_budget(
 ) -> None:
     """And no row of one is wider than one of the micro-batch before."""
     drawn = [piece._replace(key=index, shared=0) for index, piece in enumerate(drawn)]
-    found = [[drawn[index] for index in part] for part in micro_batches(drawn, budget, padded=True)]
-    assert sorted(chain(*found)) == sorted(drawn)
-    for part in found:
+    packed = [[drawn[index] for index in part] for part in micro_batches(drawn, budget, padded=True)]
+    assert sorted(chain(*packed)) == sorted(drawn)
+    for part in packed:
         assert padded_size(part) <= budget or len(part) == 1
-    for wider, narrower in pairwise(found):
+    for wider, narrower in pairwise(packed):
         assert min(piece.width for piece in wider) >= max(piece.width for piece in narrower)
 
 
@@ -47,25 +47,25 @@ def test_padded_rows_of_like_width_share_a_micro_batch_within_the_budget(
 def test_units_are_of_one_key_and_fit_the_budget_or_are_one_piece(
     drawn: list[Piece], budget: int, ranks: int
 ) -> None:
-    found = units(drawn, budget, ranks)
-    assert sorted(chain(*(unit.members for unit in found))) == list(range(len(drawn)))
-    for unit in found:
+    packed_units = units(drawn, budget, ranks)
+    assert sorted(chain(*(unit.members for unit in packed_units))) == list(range(len(drawn)))
+    for unit in packed_units:
         assert len({drawn[index].key for index in unit.members}) == 1
-        first, *others = (drawn[index] for index in unit.members)
-        alone = first.tokens + sum(piece.tokens - min(piece.shared, first.shared) for piece in others)
-        assert unit.tokens == alone and (alone <= budget or not others)
+        first, *other_pieces = (drawn[index] for index in unit.members)
+        alone = first.tokens + sum(piece.tokens - min(piece.shared, first.shared) for piece in other_pieces)
+        assert unit.tokens == alone and (alone <= budget or not other_pieces)
 
 
 @settings(deadline=None)
 @given(pieces, budgets)
 def test_units_fill_micro_batches_of_the_budget(drawn: list[Piece], budget: int) -> None:
-    own = {unit.members[0]: unit for unit in units(drawn, budget)}
-    found = micro_batches(drawn, budget)
-    assert sorted(chain(*found)) == list(range(len(drawn)))
-    for part in found:
-        held = [own[index] for index in part if index in own]
-        assert sorted(part) == sorted(chain(*(unit.members for unit in held)))
-        assert sum(unit.tokens for unit in held) <= budget or len(held) == 1
+    unit_by_member = {unit.members[0]: unit for unit in units(drawn, budget)}
+    packed = micro_batches(drawn, budget)
+    assert sorted(chain(*packed)) == list(range(len(drawn)))
+    for part in packed:
+        packed_units = [unit_by_member[index] for index in part if index in unit_by_member]
+        assert sorted(part) == sorted(chain(*(unit.members for unit in packed_units)))
+        assert sum(unit.tokens for unit in packed_units) <= budget or len(packed_units) == 1
 
 
 def test_few_large_groups_occupy_all_ranks() -> None:

@@ -32,9 +32,9 @@ Arms = tuple[int, ...]
 Trained = list[tuple[int, CreditInput]]  # member, what its advantage is a function of
 
 
-def given(own: EpisodeResult, siblings: tuple[EpisodeResult, ...], place: int) -> CreditInput:
+def given(result: EpisodeResult, siblings: tuple[EpisodeResult, ...], position: int) -> CreditInput:
     turn = np.zeros(1, dtype=np.int64)
-    return CreditInput(own, siblings, np.array([own.reward]), turn, MEMBERS, place)
+    return CreditInput(result, siblings, np.array([result.reward]), turn, MEMBERS, position)
 
 
 def result(arm: int) -> EpisodeResult:
@@ -51,26 +51,26 @@ def ours(arms: Arms, times: tuple[float, ...], filtering: bool) -> Trained:
         filter_zero_variance=filtering,
         max_staleness=2 * MEMBERS,
     )
-    batches.micro_tokens = 1  # what is ready is enough
+    batches.micro_batch_tokens = 1  # what is ready is enough
     admit(buffer, 1)
     for member in range(MEMBERS):
         run(buffer, f"0.{member}")
     trained: Trained = []
 
     def take() -> None:
-        while buffer.flow().ready:
+        while buffer.account().ready:
             for uid in batches.plan(0, len(batches.batches[0].micros) if batches.batches else 0, 1) or ():
-                own = batches.taken[uid]
+                episode = batches.planned_episodes[uid]
                 group = batches.baselines[0]
-                trained.append((own.member, given(own.result, *group.siblings(own))))
+                trained.append((episode.member, given(episode.result, *group.siblings(episode))))
 
     for time in TIMES:
         if time > DEADLINE:
             buffer.tick(DEADLINE)
             take()
         for member in (m for m in range(MEMBERS) if times[m] == time):
-            found = result(arms[member])
-            land(buffer, f"0.{member}", found.reward, now=time, tokens=found.tokens)
+            member_result = result(arms[member])
+            land(buffer, f"0.{member}", member_result.reward, now=time, tokens=member_result.tokens)
             take()
     return trained
 
@@ -78,11 +78,11 @@ def ours(arms: Arms, times: tuple[float, ...], filtering: bool) -> Trained:
 @cache
 def cases(filtering: bool) -> list[tuple[float, Arms, Trained]]:
     """(probability, arm of each member, what the buffer trains)."""
-    found = []
+    case_list = []
     for arms, slots in product(product(range(3), repeat=MEMBERS), repeat=2):
         chance = prod(POLICY[arm] * LANDS[arm, slot] for arm, slot in zip(arms, slots, strict=True))
-        found.append((chance, arms, ours(arms, tuple(TIMES[slot] for slot in slots), filtering)))
-    return found
+        case_list.append((chance, arms, ours(arms, tuple(TIMES[slot] for slot in slots), filtering)))
+    return case_list
 
 
 Rule = Callable[[CreditInput], float]

@@ -71,12 +71,14 @@ def test_components_by_hand(parts: list[dict[str, float]], reads: ComparedParts,
 
 def advantages_of(name: str, group: list[EpisodeResult], greedy: float | None) -> list[float]:
     """The advantages themselves, with one token per turn."""
-    found: list[float] = []
-    for place, own in enumerate(group):
-        rewards = np.array(own.turn_rewards)
-        credit = CreditInput(own, group, rewards, np.arange(len(rewards)), len(group), place, greedy=greedy)
-        found += np.atleast_1d(advantages.load(name).of(credit)).tolist()
-    return found
+    advantage_list: list[float] = []
+    for position, result in enumerate(group):
+        rewards = np.array(result.turn_rewards)
+        credit = CreditInput(
+            result, group, rewards, np.arange(len(rewards)), len(group), position, greedy=greedy
+        )
+        advantage_list += np.atleast_1d(advantages.load(name).of(credit)).tolist()
+    return advantage_list
 
 
 @settings(deadline=None)
@@ -88,8 +90,8 @@ def test_a_group_is_left_out_if_and_only_if_all_its_advantages_are_zero(
     group = results(*turns)
     baseline = greedy if entry.greedy else None
     trains = any(abs(value) > 1e-9 for value in advantages_of(name, group, baseline))
-    reads = ComparedParts(turns=entry.turns, components=entry.components)
-    assert all_equal(group, baseline, reads) is not trains
+    compared = ComparedParts(turns=entry.turns, components=entry.components)
+    assert all_equal(group, baseline, compared) is not trains
 
 
 @pytest.mark.parametrize(("reads", "filtered"), [(ComparedParts(), 2), (PARTS, 0)])
@@ -98,7 +100,7 @@ def test_the_buffer_asks_for_what_is_read(reads: ComparedParts, filtered: int) -
     admit(buffer, 1)
     land(buffer, "0.0", components={"a": 1.0})
     land(buffer, "0.1", components={"a": 0.0})
-    assert buffer.flow().filtered == filtered
+    assert buffer.account().filtered == filtered
 
 
 # -- samples that are solved retire -------------------------------------------------------------------------
@@ -121,9 +123,9 @@ def test_a_sample_retires_at_its_pass_rate(rewards: tuple[float, ...], retires: 
     buffer, _ = make(episodes_per_group=4, retire_pass_rate=0.75, filter_zero_variance=True)
     group = buffer.admit(0, 0.0)
     land_group(buffer, 0, *rewards[:3])
-    assert not buffer.prompts.retired  # the group is not complete
+    assert not buffer.prompts.retired_samples  # the group is not complete
     land(buffer, "0.3", rewards[3])
-    assert buffer.prompts.retired == ({group.sample} if retires else set())
+    assert buffer.prompts.retired_samples == ({group.sample} if retires else set())
 
 
 def test_shaping_neither_hides_nor_makes_a_solved_sample() -> None:
@@ -133,7 +135,7 @@ def test_shaping_neither_hides_nor_makes_a_solved_sample() -> None:
     for group, reward, shaping in ((0, 0.0, -1.0), (1, 0.3, 0.3)):
         for uid in buffer.live[group].members:
             land(buffer, uid, reward, shaping=shaping)
-    assert buffer.prompts.retired == {rows[0]}
+    assert buffer.prompts.retired_samples == {rows[0]}
 
 
 def test_a_failed_member_is_not_one_that_did_not_pass() -> None:
@@ -141,11 +143,11 @@ def test_a_failed_member_is_not_one_that_did_not_pass() -> None:
     group = buffer.admit(0, 0.0)
     land_group(buffer, 0, 1.0, 1.0)
     give_up(buffer, "0.2")
-    assert buffer.prompts.retired == {group.sample}
+    assert buffer.prompts.retired_samples == {group.sample}
     buffer.admit(0, 0.0)
     land(buffer, "1.0")
     give_up(buffer, "1.1"), give_up(buffer, "1.2")  # one of three is no group
-    assert buffer.prompts.retired == {group.sample}
+    assert buffer.prompts.retired_samples == {group.sample}
 
 
 def test_retired_samples_are_skipped_and_the_order_of_the_rest_stays() -> None:
@@ -155,7 +157,7 @@ def test_retired_samples_are_skipped_and_the_order_of_the_rest_stays() -> None:
     assert rows_of(buffer, 4) == order[:4]
     land_group(buffer, 1, 1.0, 1.0)
     assert rows_of(buffer, 3) == [row for row in order[4:] if row != order[1]]
-    assert buffer.flow().issued == 7 * 2
+    assert buffer.account().issued == 7 * 2
 
 
 def test_when_all_samples_have_retired_the_data_is_over() -> None:
@@ -189,6 +191,6 @@ def test_a_late_member_completes_the_record_of_its_sample() -> None:
     buffer.assign(buffer.episodes["0.2"], "w", 1, 0, 0.0)
     buffer.tick(5.0)
     train(batches, 0)
-    assert not buffer.prompts.retired
+    assert not buffer.prompts.retired_samples
     land(buffer, "0.2", now=6.0)
-    assert buffer.prompts.retired == {group.sample}
+    assert buffer.prompts.retired_samples == {group.sample}

@@ -16,8 +16,8 @@ from asyncrl.buffer.batches import Baseline
 from asyncrl.buffer.cohorts import Cohorts
 from asyncrl.buffer.payloads import cut_back
 from asyncrl.buffer.records import MAX_LOSSES, EpisodeRecord, GroupRecord, State
-from asyncrl.buffer.replay import ReplayBuffer, current
-from asyncrl.buffer.staleness import floor_of, pending
+from asyncrl.buffer.replay import ReplayBuffer, running_attempt
+from asyncrl.buffer.staleness import oldest_version_of, pending
 from asyncrl.types import DropReason, EpisodeResult, EpisodeStats, FailReason
 from tests.unit.buffer.machine import admit, count_again, give_up, land, land_group, make, run, train
 
@@ -42,9 +42,9 @@ def test_a_lost_worker_keeps_the_durable_turns() -> None:
     buffer.assign(episode, "w", 1, 0, 0.0)
     episode.extend(20, 10, 0, 0)
     buffer.touch(episode)
-    buffer.fail(episode, FailReason.WORKER_LOST, 0.0)
+    buffer.fail_attempt(episode, FailReason.WORKER_LOST, 0.0)
     assert (episode.state, episode.attempt, episode.turns) == (State.PENDING, 1, 1)
-    assert current(buffer.episodes, "0.0", 0) is None  # the old attempt is fenced
+    assert running_attempt(buffer.episodes, "0.0", 0) is None  # the old attempt is fenced
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_tests_that_could_not_judge_are_tried_again_on_the_same_turns(reason: Fa
     run(buffer, "0.0")
     episode = buffer.episodes["0.0"]
     episode.extend(20, 10, 0, 0)
-    buffer.fail(episode, reason, 0.0)
+    buffer.fail_attempt(episode, reason, 0.0)
     assert (episode.state, episode.turns, episode.failures) == (State.PENDING, turns, 1)
 
 
@@ -69,10 +69,10 @@ def test_what_was_lost_uses_up_no_retries(reason: FailReason) -> None:
     episode = buffer.episodes["0.0"]
     for _ in range(MAX_LOSSES):
         run(buffer, "0.0")
-        buffer.fail(episode, reason, 0.0)
+        buffer.fail_attempt(episode, reason, 0.0)
     assert (episode.state, episode.failures) == (State.PENDING, 0)
     run(buffer, "0.0")
-    buffer.fail(episode, reason, 0.0)  # one that takes its worker along each time ends, too
+    buffer.fail_attempt(episode, reason, 0.0)  # one that takes its worker along each time ends, too
     assert episode.state is State.FAILED
 
 
@@ -90,14 +90,14 @@ def test_where_too_few_land_in_time_the_first_two_are_compared_and_later_ones_wi
         land(buffer, f"0.{member}", float(member))
     buffer.tick(now=5.0)
     order = [*in_time, *(member for member in (2, 0, 3, 1) if member not in in_time)]
-    for place, member in enumerate(order[len(in_time) :], len(in_time)):
-        assert buffer.live[0].settled is (place > 1)
+    for position, member in enumerate(order[len(in_time) :], len(in_time)):
+        assert buffer.live[0].settled is (position > 1)
         land(buffer, f"0.{member}", float(member), now=6.0)
     assert (buffer.live[0].baseline, buffer.live[0].late_siblings) == (tuple(order[:2]), (order[0],))
     train(batches, 0)
     (baseline,) = batches.baselines.values()
     rewards = {
-        member: [result.reward for result in baseline.siblings(batches.taken[f"0.{member}"])[0]]
+        member: [result.reward for result in baseline.siblings(batches.planned_episodes[f"0.{member}"])[0]]
         for member in range(4)
     }
     first, second = map(float, order[:2])
@@ -131,11 +131,11 @@ def test_groups_that_leave_untrained_are_counted_in_a_row() -> None:
     admit(buffer, 3)
     for uid in ("0.0", "0.1"):
         buffer.assign(buffer.episodes[uid], "w", 1, 0, 0.0)
-        buffer.fail(buffer.episodes[uid], FailReason.PROMPT_TOO_LONG, 0.0)
-    assert (buffer.untrained, buffer.untrained_reason) == (1, "failed (prompt_too_long)")
+        buffer.fail_attempt(buffer.episodes[uid], FailReason.PROMPT_TOO_LONG, 0.0)
+    assert (buffer.untrained_groups, buffer.untrained_reason) == (1, "failed (prompt_too_long)")
     land(buffer, "1.0"), land(buffer, "1.1")
     train(batches, 0)
-    assert buffer.untrained == 0
+    assert buffer.untrained_groups == 0
 
 
 class FlowMachine(RuleBasedStateMachine):
@@ -166,8 +166,8 @@ class FlowMachine(RuleBasedStateMachine):
     def admit(self, n: int) -> None:
         for _ in range(n):
             if self.buffer.can_admit(10, 10):
-                gone = set(self.buffer.prompts.retired)
-                assert self.buffer.admit(self.batches.committed, self.now).sample not in gone
+                retired_before = set(self.buffer.prompts.retired_samples)
+                assert self.buffer.admit(self.batches.committed, self.now).sample not in retired_before
 
     @rule(n=st.integers(1, 6))
     def assign(self, n: int) -> None:
@@ -187,7 +187,7 @@ class FlowMachine(RuleBasedStateMachine):
     @rule(data=st.data(), reason=st.sampled_from(list(FailReason)))
     def fail(self, data: st.DataObject, reason: FailReason) -> None:
         episode = self.buffer.episodes[data.draw(st.sampled_from(self.running()))]
-        self.buffer.fail(episode, reason, self.now)
+        self.buffer.fail_attempt(episode, reason, self.now)
 
     @rule(seconds=st.sampled_from([1.0, 40.0]))
     def tick(self, seconds: float) -> None:
@@ -197,7 +197,7 @@ class FlowMachine(RuleBasedStateMachine):
     @rule()
     def step(self) -> None:
         """Ask for the next micro-batch; at the end of the batch, commit."""
-        short = self.batches._capped or self.buffer.prompts.over
+        short = self.batches._refill_limit_reached or self.buffer.prompts.over
         plan = self.batches.plan(self.batches.committed, self.micro, 1)
         if plan is None:
             return
@@ -214,11 +214,11 @@ class FlowMachine(RuleBasedStateMachine):
     @invariant()
     def conserved(self) -> None:
         count_again(self.buffer)
-        flow = self.buffer.flow()
+        flow = self.buffer.account()
         assert flow.conserved, flow
         assert flow.trained == sum(self.trained.values())
         assert max(self.trained.values(), default=1) == 1
-        assert self.buffer.tally.open(self.buffer.committed) <= self.buffer.max_live
+        assert self.buffer.tally.open(self.buffer.committed) <= self.buffer.max_live_groups
         states = {self.buffer.episodes[uid].state for uid in self.trained if uid in self.buffer.episodes}
         assert states <= {State.TRAINED}
         assert not any(e.state is State.READY for e in self.buffer.episodes.values() if e.greedy)
@@ -272,7 +272,11 @@ def test_the_others_are_compared_with_the_reward_of_a_ready_member_that_is_dropp
     for member, reward in enumerate((1.0, 0.0, 0.5)):
         land(buffer, f"0.{member}", reward)
     cut_back(buffer, buffer.episodes["0.0"], [])
-    assert [e.state for e in buffer.members(buffer.live[0])] == [State.DROPPED, State.READY, State.READY]
+    assert [e.state for e in buffer.trainable_members(buffer.live[0])] == [
+        State.DROPPED,
+        State.READY,
+        State.READY,
+    ]
     assert rewards(buffer, 0) == [1.0, 0.0, 0.5]
 
 
@@ -286,56 +290,59 @@ def episode(reward: float, tokens: int) -> EpisodeRecord:
 def test_gaps_are_trained_minus_landed_of_the_same_cohort() -> None:
     cohorts = Cohorts()
     for step in (0, 0, 1):
-        cohorts.issued(step)
+        cohorts.add_group(step)
     for step, reward, tokens in ((0, 1.0, 10), (0, 0.0, 30), (0, 0.0, 20), (1, 5.0, 8)):
-        cohorts.landed(step, episode(reward, tokens))
-    cohorts.trained(0, episode(1.0, 10))
-    cohorts.trained(0, episode(0.0, 20))
-    cohorts.over(0)
-    assert cohorts.take(before=1) == {}  # a group of it is not over
-    cohorts.over(0)
-    assert cohorts.take(before=0) == {}  # more may be issued at this step
+        cohorts.add_landed(step, episode(reward, tokens))
+    cohorts.add_trained(0, episode(1.0, 10))
+    cohorts.add_trained(0, episode(0.0, 20))
+    cohorts.close_group(0)
+    assert cohorts.pop_gaps(before_step=1) == {}  # a group of it is not over
+    cohorts.close_group(0)
+    assert cohorts.pop_gaps(before_step=0) == {}  # more may be issued at this step
     # trained: mean reward 1/2, length 15; landed: 1/3, 20
-    found = cohorts.take(before=1)
-    assert abs(found["cohort/reward_gap"] - 1 / 6) < 1e-15
-    assert found["cohort/length_gap"] == -5.0
-    assert cohorts.take(before=9) == {}  # reported once; of cohort 1 nothing was trained
+    gaps = cohorts.pop_gaps(before_step=1)
+    assert abs(gaps["cohort/reward_gap"] - 1 / 6) < 1e-15
+    assert gaps["cohort/length_gap"] == -5.0
+    assert cohorts.pop_gaps(before_step=9) == {}  # reported once; of cohort 1 nothing was trained
 
 
 def test_several_cohorts_weigh_by_what_they_trained() -> None:
     cohorts = Cohorts()
     for step, landed, trained in ((0, (1.0, 0.0), (1.0,)), (1, (1.0, 1.0, 1.0), (1.0, 1.0, 1.0))):
-        cohorts.issued(step)
+        cohorts.add_group(step)
         for reward in landed:
-            cohorts.landed(step, episode(reward, 1))
+            cohorts.add_landed(step, episode(reward, 1))
         for reward in trained:
-            cohorts.trained(step, episode(reward, 1))
-        cohorts.over(step)
-    assert cohorts.take(before=2)["cohort/reward_gap"] == (1 * 0.5 + 3 * 0.0) / 4
+            cohorts.add_trained(step, episode(reward, 1))
+        cohorts.close_group(step)
+    assert cohorts.pop_gaps(before_step=2)["cohort/reward_gap"] == (1 * 0.5 + 3 * 0.0) / 4
 
 
 def test_a_cohort_that_a_restart_cut_in_two_is_left_out() -> None:
     buffer, _ = make(groups_per_batch=1)
     admit(buffer, 1, step=3)
     again, batches = make(groups_per_batch=1, filter_zero_variance=True)
-    again.restore(buffer.live.values(), buffer.episodes.values(), {}, 0.0)
+    again.restore_groups(buffer.live.values(), buffer.episodes.values(), {}, 0.0)
     again.next_group = 1
     admit(again, 1, step=3)
     admit(again, 2, step=4)
     land_group(again, 0, 1.0, 0.0), land_group(again, 1, 1.0, 0.0)
     train(batches, 0), train(batches, 1)
-    assert again.cohorts.take(before=4) == {}
+    assert again.cohorts.pop_gaps(before_step=4) == {}
     land_group(again, 2, 1.0, 0.0), land_group(again, 3, 1.0, 1.0)  # the second is filtered
     train(batches, 2)
-    assert again.cohorts.take(before=5) == {"cohort/reward_gap": 0.5 - 0.75, "cohort/length_gap": 0.0}
+    assert again.cohorts.pop_gaps(before_step=5) == {
+        "cohort/reward_gap": 0.5 - 0.75,
+        "cohort/length_gap": 0.0,
+    }
 
 
 def contents(value: Any) -> Any:
     """All that an object holds, down to plain values and records, as text: NaN is not equal to itself."""
     if isinstance(value, dict):
-        return {key: contents(one) for key, one in value.items()}
+        return {key: contents(item) for key, item in value.items()}
     if isinstance(value, list | tuple | deque):
-        return [contents(one) for one in value]
+        return [contents(item) for item in value]
     if hasattr(value, "__dict__") and not callable(value) and not isinstance(value, enum.Enum):
         return contents(vars(value))
     return repr(value)
@@ -358,12 +365,12 @@ def test_a_buffer_that_was_in_use_is_restored_as_a_new_one_is() -> None:
     admit(used, 1, step=5)
     land(used, "1.1")
     used.tick(99.0)
-    assert floor_of(used, used.live[1]) == 0 and used.floors
+    assert oldest_version_of(used, used.live[1]) == 0 and used.oldest_versions
 
     fresh, _ = make(**sizes)
     for buffer in (used, fresh):
         groups, episodes = msgspec.msgpack.decode(stored, type=tuple[list[GroupRecord], list[EpisodeRecord]])
-        buffer.restore(groups, episodes, {State.TRAINED: 2}, 100.0)
+        buffer.restore_groups(groups, episodes, {State.TRAINED: 2}, 100.0)
         del buffer.prompts  # the order of the data, which the coordinator restores
     assert contents(used) == contents(fresh)
     count_again(used)
@@ -375,4 +382,4 @@ def test_the_greedy_episode_is_of_no_cohort() -> None:
     land_group(buffer, 0, 1.0, 0.0)
     land(buffer, "0.2", 100.0)
     train(batches, 0)
-    assert buffer.cohorts.take(before=1) == {"cohort/reward_gap": 0.0, "cohort/length_gap": 0.0}
+    assert buffer.cohorts.pop_gaps(before_step=1) == {"cohort/reward_gap": 0.0, "cohort/length_gap": 0.0}

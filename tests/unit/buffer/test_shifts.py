@@ -11,13 +11,13 @@ from asyncrl.buffer.shifts import NOTHING_ASKED, EngineClock, Outlook, Shift, Sh
 from asyncrl.buffer.staleness import drop_overdue, pending
 from tests.unit.buffer.machine import land, make
 
-READY = Outlook(ready=True, share=1.0, complete=False)
+READY = Outlook(ready=True, group_fraction=1.0, batch_complete=False)
 
 
 def test_a_shift_after_the_other() -> None:
     """Each state waits for what the other side reports, and for nothing else."""
     shifts = Shifts("auto", 0.0, Shift.SLEEPING)
-    found = []
+    visited = []
     for situation in (
         Situation(asked=True, outlook=READY),
         Situation(asleep=True),
@@ -28,14 +28,14 @@ def test_a_shift_after_the_other() -> None:
         Situation(asked=True, awake=True, resting=True, outlook=Outlook(True, 0.9, False)),
         Situation(asked=True, awake=True, resting=True, outlook=READY),
     ):
-        shifts.move(1.0 * len(found), situation)
-        found.append(shifts.shift)
+        shifts.move(1.0 * len(visited), situation)
+        visited.append(shifts.shift)
     asleep = Shift.SLEEPING
     train = Shift.TRAIN
     waking = Shift.WAKING
     rollout = Shift.ROLLOUT
-    assert found == [asleep, train, train, waking, waking, rollout, rollout, asleep]
-    assert shifts.seconds == {Shift.SLEEPING: 1.0, Shift.WAKING: 2.0} and shifts.count == 1
+    assert visited == [asleep, train, train, waking, waking, rollout, rollout, asleep]
+    assert shifts.seconds == {Shift.SLEEPING: 1.0, Shift.WAKING: 2.0} and shifts.train_shifts == 1
 
 
 @pytest.mark.parametrize(
@@ -62,14 +62,17 @@ def test_enough_of_a_batch_begins_the_trainers_shift(
 
 def test_ranks_that_start_come_first_but_after_a_validation() -> None:
     shifts = Shifts("auto", 0.0, Shift.ROLLOUT)
-    assert not shifts.move(0.0, Situation(starting=True, held=True))
-    assert not shifts.move(0.0, Situation(asked=True, outlook=READY, held=True))
-    assert shifts.move(0.0, Situation(starting=True)) and shifts.shift is Shift.SLEEPING
+    assert not shifts.move(0.0, Situation(ranks_starting=True, validation_waits=True))
+    assert not shifts.move(0.0, Situation(asked=True, outlook=READY, validation_waits=True))
+    assert shifts.move(0.0, Situation(ranks_starting=True)) and shifts.shift is Shift.SLEEPING
     shifts = Shifts("auto", 0.0, Shift.WAKING)
-    assert shifts.move(0.0, Situation(starting=True)) and shifts.shift is Shift.SLEEPING
+    assert shifts.move(0.0, Situation(ranks_starting=True)) and shifts.shift is Shift.SLEEPING
     shifts = Shifts("auto", 0.0, Shift.TRAIN)
-    assert not shifts.move(0.0, Situation(starting=True, asked=True, held=True))
-    assert shifts.move(0.0, Situation(asked=True, held=True, outlook=READY)) and shifts.shift is Shift.WAKING
+    assert not shifts.move(0.0, Situation(ranks_starting=True, asked=True, validation_waits=True))
+    assert (
+        shifts.move(0.0, Situation(asked=True, validation_waits=True, outlook=READY))
+        and shifts.shift is Shift.WAKING
+    )
 
 
 def test_the_engines_clock_stands_still_while_they_sleep() -> None:
@@ -110,8 +113,8 @@ class World:
         self.buffer, self.batches = make(
             rows, self.steps * keys["groups_per_batch"], epochs, greedy=random.random() < 0.2, **keys
         )
-        self.batches.micro_tokens = random.choice([10, 60, 1 << 20])
-        self.batches.flush = random.random() < 0.5
+        self.batches.micro_batch_tokens = random.choice([10, 60, 1 << 20])
+        self.batches.flush_at_end = random.random() < 0.5
         self.barrier = random.random() < 0.2  # the trainer asks for the whole batch before it computes
         self.shifts = Shifts(random.choice(["auto", 0.0, 0.5, 1.0]), 0.0, Shift.SLEEPING)
         self.slots = random.choice([1, 4, 100])
@@ -149,7 +152,7 @@ class World:
         for needed, episode in list(pending(buffer)):
             if needed <= self.version and self._running() < self.slots:
                 buffer.assign(episode, "w", 1, self.version, self.time)
-        if buffer.prompts.over and not self.batches.flush:
+        if buffer.prompts.over and not self.batches.flush_at_end:
             self.batches.drop_remainder()
         self._shift()
         if self.shifts.shift is Shift.TRAIN:
@@ -157,7 +160,7 @@ class World:
         return self._state() != before
 
     def _state(self) -> tuple[object, ...]:
-        states = tuple(sorted(self.buffer.counts().items()))
+        states = tuple(sorted(self.buffer.state_counts().items()))
         return states, self.shifts.shift, self.micro, self.buffer.committed, self.asked, self.resting
 
     def _running(self) -> int:
@@ -166,7 +169,7 @@ class World:
     def _shift(self) -> None:
         seen = Situation(
             outlook=self.outlook,
-            starting=self.starting,
+            ranks_starting=self.starting,
             asked=self.asked,
             asleep=not self.awake,
             awake=self.awake,
@@ -221,7 +224,7 @@ class World:
             self.sampled_at = self.now
             episode = self.random.choice(running)
             if self.random.random() < 0.05:
-                self.buffer.fail(episode, "engine_error", self.time)  # type: ignore[arg-type]
+                self.buffer.fail_attempt(episode, "engine_error", self.time)  # type: ignore[arg-type]
             else:
                 reward = self.random.choice([0.0, 1.0])
                 oldest = self.random.randint(max(0, episode.bound), self.version)
@@ -255,4 +258,4 @@ def worlds(seeds: range) -> None:
             assert not stuck, f"world {seed}: nothing runs, and nothing is trained"
             world.wait()
         assert world.over, f"world {seed}: step {world.buffer.committed} of {world.steps}"
-        assert world.buffer.flow().conserved
+        assert world.buffer.account().conserved

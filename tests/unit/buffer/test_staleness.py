@@ -11,19 +11,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.buffer.records import NEVER
-from asyncrl.buffer.replay import current
+from asyncrl.buffer.records import NEVER_STALE
+from asyncrl.buffer.replay import running_attempt
 from asyncrl.buffer.staleness import (
+    GroupSlots,
     LagHistogram,
-    Places,
     drop_overdue,
     lag,
     length_bucket,
     masked_by_quarter,
     pending,
-    places_of,
     stale_mask,
     token_lags,
+    upcoming_slots,
 )
 from asyncrl.types import DropReason, EpisodeResult, EpisodeStats, FailReason, VersionSpan
 from tests.unit.buffer.machine import admit, count_again, land_group, make
@@ -33,15 +33,15 @@ lags = st.lists(st.integers(0, 20), max_size=40)
 
 def test_by_hand() -> None:
     """At V = 7 with a bound of 4, versions below 3 are over it."""
-    given = [VersionSpan(2, 4, 1, 1), VersionSpan(4, 5, 2, 2), VersionSpan(8, 10, 3, 3)]
-    found = token_lags(given, step=7)
-    assert found == [6, 6, 5, 4, 4]
-    assert stale_mask(found, bound=4) == [True, True, True, False, False]
+    spans = [VersionSpan(2, 4, 1, 1), VersionSpan(4, 5, 2, 2), VersionSpan(8, 10, 3, 3)]
+    lags = token_lags(spans, step=7)
+    assert lags == [6, 6, 5, 4, 4]
+    assert stale_mask(lags, max_staleness=4) == [True, True, True, False, False]
 
 
 def test_versions_ahead_of_the_step_count_by_distance() -> None:
     assert lag(3, 5) == lag(5, 3) == 2
-    assert stale_mask(token_lags([VersionSpan(0, 1, 9, 9)], step=3), bound=4) == [True]
+    assert stale_mask(token_lags([VersionSpan(0, 1, 9, 9)], step=3), max_staleness=4) == [True]
 
 
 @settings(deadline=None)
@@ -57,7 +57,7 @@ def test_no_token_over_the_bound_is_left(values: list[int], bound: int) -> None:
 def test_the_histogram_counts_every_token(values: list[int]) -> None:
     histogram = LagHistogram(Counter(values))
     ordered = sorted(values)
-    assert histogram.total == len(ordered)
+    assert histogram.token_count == len(ordered)
     if ordered:
         assert histogram.max == ordered[-1] and histogram.quantile(1.0) == ordered[-1]
         assert histogram.quantile(0.5) == ordered[(len(ordered) - 1) // 2]
@@ -66,7 +66,7 @@ def test_the_histogram_counts_every_token(values: list[int]) -> None:
 
 def test_an_empty_histogram_is_zero() -> None:
     empty = LagHistogram({})
-    assert (empty.total, empty.mean, empty.max, empty.quantile(0.95)) == (0, 0.0, 0, 0)
+    assert (empty.token_count, empty.mean, empty.max, empty.quantile(0.95)) == (0, 0.0, 0, 0)
 
 
 @settings(deadline=None)
@@ -119,8 +119,8 @@ class HeldRun:
     def bound(self) -> int:
         return self.buffer.config.max_staleness
 
-    def after(self, seconds: float, what: Any) -> None:
-        heapq.heappush(self.events, (self.now + seconds, next(self.numbers), what))
+    def after(self, seconds: float, action: Any) -> None:
+        heapq.heappush(self.events, (self.now + seconds, next(self.numbers), action))
 
     def until(self, steps: int, every: int = 1) -> None:
         """Until so many batches are committed; every so many are published."""
@@ -129,8 +129,8 @@ class HeldRun:
         while self.buffer.committed < steps:
             self.go_on()
             assert self.now < limit and self.events, f"step {self.buffer.committed} waits for ever"
-            self.now, _, what = heapq.heappop(self.events)
-            what()
+            self.now, _, action = heapq.heappop(self.events)
+            action()
 
     def go_on(self) -> None:
         while self.buffer.can_admit(100, 100):
@@ -140,36 +140,36 @@ class HeldRun:
             if fit := [self.held[server] for server in self.usable(needed)]:
                 self.buffer.assign(episode, "w", 1, min(fit), 0.0)
                 self.turns.append((episode.uid, episode.attempt, int(self.random.lognormvariate(0.5, 1))))
-        assert not self.strict or min(places_of(self.buffer).left) >= 0, (
+        assert not self.strict or min(upcoming_slots(self.buffer).slots_left) >= 0, (
             "more groups are due than there are places"
         )
         self.turns = [turn for turn in self.turns if not self.begun(*turn)]
-        for server, held in enumerate(self.held):
-            if held < self.published and not self.leased[server] and not any(self.loading):
+        for server, version in enumerate(self.held):
+            if version < self.published and not self.leased[server] and not any(self.loading):
                 self.loading[server] = True
                 self.after(self.random.uniform(0.05, 2), lambda server=server: self.load(server))
         self.take()
 
     def usable(self, oldest: int) -> list[int]:
-        return [s for s, held in enumerate(self.held) if not self.leased[s] and held >= oldest]
+        return [s for s, version in enumerate(self.held) if not self.leased[s] and version >= oldest]
 
     def begun(self, uid: str, attempt: int, left: int) -> bool:
         """Whether the turn has a server, or is wanted no more."""
-        if (episode := current(self.buffer.episodes, uid, attempt)) is None:
+        if (episode := running_attempt(self.buffer.episodes, uid, attempt)) is None:
             return True
         servers = self.usable(max(episode.bound, self.buffer.committed - self.bound))
         if servers:
-            held = self.held[self.random.choice(servers)]
-            self.after(self.random.lognormvariate(0, 1), lambda: self.end_turn(uid, attempt, left, held))
+            version = self.held[self.random.choice(servers)]
+            self.after(self.random.lognormvariate(0, 1), lambda: self.end_turn(uid, attempt, left, version))
         return bool(servers)
 
     def end_turn(self, uid: str, attempt: int, left: int, version: int) -> None:
-        if (episode := current(self.buffer.episodes, uid, attempt)) is None:
+        if (episode := running_attempt(self.buffer.episodes, uid, attempt)) is None:
             return
         if self.random.random() < 0.05:
             self.buffer.retries += 1
             reason = self.random.choice([FailReason.WORKER_LOST, FailReason.REWARD_ERROR])
-            self.buffer.fail(episode, reason, self.now)
+            self.buffer.fail_attempt(episode, reason, self.now)
             return
         episode.extend(20, 10, version, version)
         self.buffer.touch(episode)
@@ -187,7 +187,9 @@ class HeldRun:
             batch = self.batches.batches.get(step)
             if (plan := self.batches.plan(step, len(batch.micros) if batch else 0, 1)) is None:
                 return
-            self.worst = max([self.worst, *(step - self.batches.taken[uid].oldest for uid in plan)])
+            self.worst = max(
+                [self.worst, *(step - self.batches.planned_episodes[uid].oldest for uid in plan)]
+            )
             if not plan:
                 self.training = True
                 self.after(self.random.uniform(0.2, 1.5), self.commit)
@@ -261,7 +263,7 @@ def test_a_group_that_starts_late_leaves_room_for_the_older_one() -> None:
     for uid in ("0.0", "0.1"):
         buffer.assign(buffer.episodes[uid], "w", 1, 0, 0.0)  # due in batch 1
     land_group(buffer, 2, 1.0, 0.0, version=1)
-    batches.micro_tokens = 40
+    batches.micro_batch_tokens = 40
     assert batches.plan(1, 0, 1) == ["2.0", "2.1"]
     assert {needed for needed, _ in pending(buffer)} == {1}  # group 1: on version 0, both would be due now
 
@@ -280,9 +282,9 @@ def test_a_batch_that_was_closed_short_has_no_places_left() -> None:
 
 def fits(step: int, free: int, per_batch: int, bound: int, floors: list[int]) -> bool:
     """Whether all groups can be taken in time, those due first first."""
-    due = sorted(floor + bound for floor in floors)
-    batches = [step] * free + [step + 1 + index // per_batch for index in range(len(due))]
-    return all(batch <= last for batch, last in zip(batches, due, strict=False))
+    due_steps = sorted(floor + bound for floor in floors)
+    batches = [step] * free + [step + 1 + index // per_batch for index in range(len(due_steps))]
+    return all(batch <= last for batch, last in zip(batches, due_steps, strict=False))
 
 
 @settings(deadline=None)
@@ -300,17 +302,17 @@ def test_places_are_what_a_schedule_by_due_time_leaves(
     step = 10
     free = min(free, per_batch)
     floors = [step - min(age, bound) for age in ages]
-    floor = NEVER if age is None else step - min(age, bound)
-    rest = [*floors, floor]
-    places = Places(step, free, per_batch, bound, rest)
-    assert (min(places.left) >= 0) is fits(step, free, per_batch, bound, rest)
-    if min(places.left) < 0:
+    floor = NEVER_STALE if age is None else step - min(age, bound)
+    oldest_versions = [*floors, floor]
+    slots = GroupSlots(step, free, per_batch, bound, oldest_versions)
+    assert (min(slots.slots_left) >= 0) is fits(step, free, per_batch, bound, oldest_versions)
+    if min(slots.slots_left) < 0:
         return
     possible = [
         v
         for v in range(step - bound, step + 2)
         if fits(step, free, per_batch, bound, [*floors, min(v, floor)])
     ]
-    assert places.needed(floor) == possible[0]
-    assert places.may_take(floor) is (free > 0 and fits(step, free - 1, per_batch, bound, floors))
-    assert places.may_close is fits(step, 0, per_batch, bound, rest)
+    assert slots.min_start_version(floor) == possible[0]
+    assert slots.may_take(floor) is (free > 0 and fits(step, free - 1, per_batch, bound, floors))
+    assert slots.may_close is fits(step, 0, per_batch, bound, oldest_versions)

@@ -45,7 +45,9 @@ def test_who_waits_for_what_since_when(setup: LoopSetup, capsys: pytest.CaptureF
     setup.turn()
     waits = read_status(setup.run_dir)["waits"]
     assert waits and not any(wait.endswith(" s)") for wait in waits)
-    coordinator.reporter._since = {wait: since - 12 for wait, since in coordinator.reporter._since.items()}
+    coordinator.reporter._wait_since = {
+        wait: since - 12 for wait, since in coordinator.reporter._wait_since.items()
+    }
     coordinator.reporter.write_status(coordinator.lifecycle.phase)
     text = shown(setup.run_dir, capsys)
     assert f"{setup.run_dir}: starting\nstep 0 of" in text and "✓" in text
@@ -59,8 +61,8 @@ def test_before_any_step_the_score_so_far_and_why_nothing_is_learned(
     reporter = setup.coordinator.reporter
     batch = setup.coordinator.config.buffer
     for _ in range(2 * batch.groups_per_batch * batch.episodes_per_group):
-        reporter.on_landed(EpisodeRecord("0.0", 0, 0, result=EpisodeResult(0.0, 1), stats=EpisodeStats(1)))
-    reporter.state.buffer.settled[State.FILTERED] += 2 * batch.groups_per_batch
+        reporter.note_landed(EpisodeRecord("0.0", 0, 0, result=EpisodeResult(0.0, 1), stats=EpisodeStats(1)))
+    reporter.state.buffer.settled_counts[State.FILTERED] += 2 * batch.groups_per_batch
     reporter.write_status("running")
     lines = shown(setup.run_dir, capsys)
     assert "so far: reward 0.000, filtered 100%" in lines and "episodes scored 0; read episodes" in lines

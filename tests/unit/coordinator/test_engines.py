@@ -9,9 +9,9 @@ import msgspec
 import pytest
 
 from asyncrl.config import parse
-from asyncrl.coordinator.engines import REFUSALS, TABLES_PER_SECOND, EngineHandler
+from asyncrl.coordinator.engines import MAX_REFUSALS, TABLES_PER_SECOND, EngineHandler
 from asyncrl.coordinator.state import RunState
-from asyncrl.coordinator.versions import MOST_PROBED, VersionLedger
+from asyncrl.coordinator.versions import MAX_PROBES, VersionLedger
 from asyncrl.coordinator.workers import FreeSlots
 from asyncrl.store.runstore import RunStore
 from asyncrl.types import NO_VERSION, PolicyVersion
@@ -64,25 +64,27 @@ class EngineSetup:
             self.join(peer, index)
 
     def join(self, peer: bytes, index: int, url: str = "http://host") -> None:
-        self.handler.hello(peer, KeeperHello(index, peer.decode()[-1], url, pid=1, engine="sglang 0"), 0.0)
+        self.handler.welcome_keeper(
+            peer, KeeperHello(index, peer.decode()[-1], url, pid=1, engine="sglang 0"), 0.0
+        )
         self.beat(peer, 0.0)
 
     def beat(self, peer: bytes, now: float, beat: KeeperBeat = HEALTHY) -> None:
-        self.handler.keepers.heard(peer, now)
-        self.handler.beat(peer, beat, now)
+        self.handler.keepers.note_contact(peer, now)
+        self.handler.note_heartbeat(peer, beat, now)
 
     def publish(self, version: int) -> WeightsRef:
         ref = WeightsRef(PolicyVersion(1, version), f"v{version}")
-        assert self.state.versions.publish(ref)
+        assert self.state.versions.set_newest(ref)
         return ref
 
     def pushed(self, now: float = 0.0) -> dict[bytes, int]:
         """Versions sent at a tick, by keeper."""
-        self.handler.tick(now)
+        self.handler.push_versions(now)
         return {peer: message.ref.version.step for peer, message in self.sent.take(LoadWeights)}
 
     def ack(self, peer: bytes, ref: WeightsRef, checksum: str = "sum", error: str = "", **more: Any) -> None:
-        self.handler.loaded(peer, Loaded(ref, "train", checksum, 0.1, error, **more), 0.0)
+        self.handler.confirm_load(peer, Loaded(ref, "train", checksum, 0.1, error, **more), 0.0)
 
     def serve(self, version: int) -> WeightsRef:
         """Both servers load a version."""
@@ -94,11 +96,11 @@ class EngineSetup:
 
     def version(self, needed: int) -> int | None:
         """That an episode which needs one starts on."""
-        found = FreeSlots([(WORKER, 1, self.handler.steps()(WORKER))]).take(needed)
-        return found[1] if found else None
+        slot = FreeSlots([(WORKER, 1, self.handler.steps_by_worker()(WORKER))]).take_slot(needed)
+        return slot[1] if slot else None
 
     def table(self) -> list[tuple[int, bool, str]]:
-        return [(entry.version.step, entry.healthy, entry.lane) for entry in self.handler.table()]
+        return [(entry.version.step, entry.healthy, entry.lane) for entry in self.handler.server_table()]
 
 
 @pytest.fixture
@@ -125,52 +127,56 @@ class Script:
         for event in events.split("; "):
             self.act(*event.split())
 
-    def peer(self, name: str, found: bytes = b"") -> bytes:
-        if name == "X" and found and "X" not in self.names:
-            self.names |= {"X": found, "Y": B if found == A else A}
+    def peer(self, name: str, known_peer: bytes = b"") -> bytes:
+        if name == "X" and known_peer and "X" not in self.names:
+            self.names |= {"X": known_peer, "Y": B if known_peer == A else A}
         return self.names[name]
 
-    def act(self, verb: str, what: str = "", *more: str) -> None:
+    def act(self, verb: str, argument: str = "", *more: str) -> None:
         setup = self.setup
         handler = self.setup.handler
         versions = self.setup.state.versions
         match verb:
             case "serve":
-                setup.serve(int(what))
+                setup.serve(int(argument))
             case "publish":
-                setup.publish(int(what))
+                setup.publish(int(argument))
             case "at":
-                found = setup.pushed(float(what))
+                pushed_peers = setup.pushed(float(argument))
                 wanted = {
-                    self.peer(one[0], next(iter(found), b"")): int(one[1:] or 0) for one in more if one != "?"
+                    self.peer(one[0], next(iter(pushed_peers), b"")): int(one[1:] or 0)
+                    for one in more
+                    if one != "?"
                 }
-                assert found == wanted or "?" in more
+                assert pushed_peers == wanted or "?" in more
             case "acks" | "refuses" | "differs":
                 assert versions.ref is not None
                 error = "no such file" if verb == "refuses" else ""
-                setup.ack(self.peer(what), versions.ref, "wrong" if verb == "differs" else "sum", error)
+                setup.ack(self.peer(argument), versions.ref, "wrong" if verb == "differs" else "sum", error)
             case "beats":
-                setup.beat(self.peer(what), float(more[0]))
+                setup.beat(self.peer(argument), float(more[0]))
             case "down":
-                setup.beat(self.peer(what), 0.0, KeeperBeat(healthy=False, starting=False))
+                setup.beat(self.peer(argument), 0.0, KeeperBeat(healthy=False, starting=False))
             case "hello":
-                setup.join(self.peer(what), "AB".index(what))
+                setup.join(self.peer(argument), "AB".index(argument))
             case "pins":
-                assert handler.pin(PolicyVersion(1, int(what)), "all" in more) is ("waits" not in more)
+                assert handler.pin_servers(PolicyVersion(1, int(argument)), "all" in more) is (
+                    "waits" not in more
+                )
             case "releases":
-                handler.release()
+                handler.unpin_servers()
             case "pinned":
-                (one,) = [peer for peer, engine in versions.engines.items() if engine.pinned]
-                assert one == self.peer(what, one)
+                (one,) = [peer for peer, engine in versions.engines.items() if engine.held_for_validation]
+                assert one == self.peer(argument, one)
             case "here":
-                assert [one.peer for one in handler.keepers] == [self.peer(what)]
+                assert [one.peer for one in handler.keepers] == [self.peer(argument)]
             case "starts":
-                assert setup.version(int(what)) == (int(more[0]) if more else None)
-                assert handler.samples is bool(more)
+                assert setup.version(int(argument)) == (int(more[0]) if more else None)
+                assert handler.can_sample is bool(more)
             case "table":
                 signs = {(True, "train"): "+", (True, "eval"): "v"}
                 table = [f"{step}{signs.get((healthy, lane), '-')}" for step, healthy, lane in setup.table()]
-                assert sorted(table) == sorted((what, *more))
+                assert sorted(table) == sorted((argument, *more))
             case _:
                 raise AssertionError(verb)
 
@@ -246,10 +252,10 @@ def test_a_server_that_was_started_samples_only_after_the_probe(setup: EngineSet
     second = setup.publish(1)
     assert setup.pushed(1.0) == {A: 1}
     setup.ack(A, second)
-    versions.take_probe(Probed(first.version, probe), 2.0)
+    versions.add_probe(Probed(first.version, probe), 2.0)
     assert setup.pushed(2.0) == {} and versions.lacks_probe(second.version)
-    versions.take_probe(Probed(second.version, probe), 3.0)
-    setup.handler.tick(3.0)  # the one that samples compares, too, and goes on
+    versions.add_probe(Probed(second.version, probe), 3.0)
+    setup.handler.push_versions(3.0)  # the one that samples compares, too, and goes on
     order = LoadWeights(second, "train", probe)
     assert sorted(setup.sent.take(LoadWeights)) == [(A, order), (B, order)]
     assert [healthy for _, healthy, _ in setup.table()] == [True, False]
@@ -267,28 +273,28 @@ def test_a_server_is_compared_where_writing_takes_longer_than_a_step(setup: Engi
     setup.ack(B, first, unproven=True)
     for step in range(1, 6):
         if versions.lacks_probe(PolicyVersion(1, step)):
-            versions.take_probe(Probed(PolicyVersion(1, step), Probe((step,), (-1.0,))), 1.0)
+            versions.add_probe(Probed(PolicyVersion(1, step), Probe((step,), (-1.0,))), 1.0)
         if step > 2:
             setup.publish(step - 2)
-        setup.handler.tick(1.0)
+        setup.handler.push_versions(1.0)
         for peer, order in setup.sent.take(LoadWeights):
             if peer == B:
                 assert order.probe == Probe((order.ref.version.step,), (-1.0,))
             setup.ack(peer, order.ref)
-    assert versions.engines[B].acked.step > 0 and len(versions.probed) <= 3
+    assert versions.engines[B].acked.step > 0 and len(versions.recent_probes) <= 3
 
 
 def test_probes_of_versions_that_are_never_written_do_not_pile_up(setup: EngineSetup) -> None:
     versions = setup.state.versions
     for step in range(1000):
-        versions.take_probe(Probed(PolicyVersion(1, step), Probe((1,), (-1.0,))), 1.0)
-    assert len(versions.probed) == MOST_PROBED and versions.probed[-1].version.step == 999
+        versions.add_probe(Probed(PolicyVersion(1, step), Probe((1,), (-1.0,))), 1.0)
+    assert len(versions.recent_probes) == MAX_PROBES and versions.recent_probes[-1].version.step == 999
 
 
 def test_a_version_is_not_given_up_while_an_engine_tries_it_for_the_first_time(setup: EngineSetup) -> None:
     ref = setup.publish(0)
     assert setup.pushed() == {A: 0, B: 0}
-    for again in range(REFUSALS):
+    for again in range(MAX_REFUSALS):
         setup.ack(A, ref, error="cut off")
         assert not setup.handler.pop_unloadable_version()
         assert setup.pushed(2.0 * again + 1) == {A: 0}
@@ -299,8 +305,8 @@ def test_a_version_is_not_given_up_while_an_engine_tries_it_for_the_first_time(s
 def test_a_silent_keeper_is_lost_and_its_successor_starts_without_versions(setup: EngineSetup) -> None:
     setup.serve(3)
     setup.beat(B, 9.0)
-    setup.handler.tick(10.1)
-    assert [one.peer for one in setup.handler.keepers] == [B]
+    setup.handler.push_versions(10.1)
+    assert [keeper.peer for keeper in setup.handler.keepers] == [B]
     setup.join(b"engine/0/c", 0, url="")
     assert setup.table() == [(3, True, "train"), (0, False, "train")]
     assert setup.pushed(0.0) == {}  # its server is not up yet
@@ -328,29 +334,29 @@ class Tables:
         return sum(len(message.entries) for _, message in mail)
 
     def know(self, *workers: bytes) -> bool:
-        table = sorted(self.setup.handler.table(), key=lambda entry: entry.name)
+        table = sorted(self.setup.handler.server_table(), key=lambda entry: entry.name)
         return all(sorted(self.known[peer].values(), key=lambda e: e.name) == table for peer in workers)
 
 
 def test_workers_get_what_changes_of_the_table_and_all_of_it_after_a_hello(setup: EngineSetup) -> None:
-    other = b"rollout/1/x"
+    second_worker = b"rollout/1/x"
     tables = Tables(setup)
     assert tables.send(WORKER) == 2 and tables.know(WORKER)
     assert tables.send(WORKER) == 0
     ref = setup.serve(0)
-    assert tables.send(WORKER, other) == 4 and tables.know(WORKER, other)
+    assert tables.send(WORKER, second_worker) == 4 and tables.know(WORKER, second_worker)
     setup.beat(A, 0.0, KeeperBeat(healthy=False, starting=False))
-    assert tables.send(WORKER, other) == 2 and tables.know(WORKER, other)
-    setup.handler.worker_here(WORKER, NO_VERSION, 0.0)
-    assert tables.send(WORKER, other) == 2 and tables.know(WORKER, other)
+    assert tables.send(WORKER, second_worker) == 2 and tables.know(WORKER, second_worker)
+    setup.handler.resend_to_worker(WORKER, NO_VERSION, 0.0)
+    assert tables.send(WORKER, second_worker) == 2 and tables.know(WORKER, second_worker)
     setup.beat(A, 0.0)
-    assert tables.send(WORKER, other, lost=other) == 2 and not tables.know(other)
-    assert tables.send(WORKER, other) == 2 and tables.know(WORKER, other)
-    assert setup.handler.pin(ref.version, False)
-    setup.handler.keepers.lose(B, "gone", 0.0)
-    tables.setup.handler._began = -100.0  # its keeper is not waited for
-    tables.send(WORKER, other)
-    assert tables.know(WORKER, other) and len(tables.known[WORKER]) == 1
+    assert tables.send(WORKER, second_worker, lost=second_worker) == 2 and not tables.know(second_worker)
+    assert tables.send(WORKER, second_worker) == 2 and tables.know(WORKER, second_worker)
+    assert setup.handler.pin_servers(ref.version, False)
+    setup.handler.keepers.remove_process(B, "gone", 0.0)
+    tables.setup.handler._started_at = -100.0  # its keeper is not waited for
+    tables.send(WORKER, second_worker)
+    assert tables.know(WORKER, second_worker) and len(tables.known[WORKER]) == 1
 
 
 def test_changes_of_the_table_that_come_fast_go_out_together(setup: EngineSetup) -> None:
@@ -367,7 +373,7 @@ def test_changes_of_the_table_that_come_fast_go_out_together(setup: EngineSetup)
     assert tables.send(*workers, after=0.6 * pause) == 2 * 512 and tables.know(*workers)
     setup.ack(A, setup.publish(2))
     assert tables.send(*workers, after=0.0) == 0
-    assert setup.handler.pin(ref.version, False)  # its episodes follow at once
+    assert setup.handler.pin_servers(ref.version, False)  # its episodes follow at once
     assert tables.send(*workers, after=0.0) > 0 and tables.know(*workers)
 
 
@@ -382,7 +388,7 @@ def test_what_workers_had_from_each_server_is_counted(setup: EngineSetup) -> Non
     setup.handler.add_use([], [EngineUse("engine 0", requests=1, prompt_tokens=30, cached_tokens=25)])
     gauges = setup.handler.gauges()
     assert gauges["engine/0/requests"] == 5 and gauges["engine/0/cache_hit"] == 0.5
-    assert gauges["engine/0/retracted"] == 3 == setup.state.live_limit.kv.retracted
+    assert gauges["engine/0/retracted"] == 3 == setup.state.live_limit.kv_cap.retracted_requests
     assert gauges["rollout/prefix_cache_hit"] == 0.5
     assert gauges["engine/1/requests"] == 0 and gauges["engine/1/version"] == 2
     assert gauges["async/engines"] == 2 and not any("engine/7" in name for name in gauges)
@@ -394,11 +400,11 @@ def test_the_memory_of_the_fullest_server_is_what_counts(setup: EngineSetup) -> 
         setup.beat(peer, 1.0, msgspec.structs.replace(HEALTHY, kv_use=use))
     gauges = setup.handler.gauges()
     assert (gauges["engine/0/kv_use"], gauges["engine/1/kv_use"]) == (0.3, 0.7)
-    assert setup.state.live_limit.kv.use == 0.7
+    assert setup.state.live_limit.kv_cap.mean_use == 0.7
 
 
 def test_a_restarted_coordinator_waits_for_the_keepers_before_it_tells_of_them(setup: EngineSetup) -> None:
-    setup.handler.keepers.lose(B, "gone", 0.0)
+    setup.handler.keepers.remove_process(B, "gone", 0.0)
     setup.join(b"engine/2/c", 2)  # which has joined the run: B is still to come
     setup.handler.send_table([WORKER], 1.0)
     assert setup.sent.take(Engines) == []
@@ -409,60 +415,64 @@ def test_a_restarted_coordinator_waits_for_the_keepers_before_it_tells_of_them(s
 def test_servers_of_scorers_are_in_the_table_and_count_for_nothing_else(tmp_path: Path) -> None:
     setup = EngineSetup(tmp_path, {"reward": {"path": "m"}, "teacher": {"urls": ["http://a", "http://b"]}})
     scorer = b"scorer/2/s"
-    setup.handler.hello(scorer, KeeperHello(2, "s", "", pid=1), 0.0)
+    setup.handler.welcome_keeper(scorer, KeeperHello(2, "s", "", pid=1), 0.0)
     setup.beat(scorer, 0.0, KeeperBeat(healthy=False, starting=True))
-    setup.handler.hello(scorer, KeeperHello(2, "s", "http://b", pid=1), 0.0)
+    setup.handler.welcome_keeper(scorer, KeeperHello(2, "s", "http://b", pid=1), 0.0)
     setup.beat(scorer, 0.0)
-    last = setup.handler.table()[-1]
+    last = setup.handler.server_table()[-1]
     assert last == EngineEntry("scorer teacher 1", "http://b", "s", NO_VERSION, True, lane="teacher")
     setup.publish(1)
-    assert scorer not in setup.pushed() and not setup.handler.samples
+    assert scorer not in setup.pushed() and not setup.handler.can_sample
     setup.handler.add_use((), (EngineUse(last.name, requests=3, prompt_tokens=40, cached_tokens=30),))
-    found = setup.handler.gauges()
-    assert found["scorer/teacher/cache_hit"] == 0.75 and found["scorer/teacher/servers"] == 1
-    assert found["scorer/reward/servers"] == 0 and "rollout/prefix_cache_hit" not in found
-    setup.handler.tick(11.0)  # silent for longer than its lease
-    assert len(setup.handler.table()) == 0
+    gauges = setup.handler.gauges()
+    assert gauges["scorer/teacher/cache_hit"] == 0.75 and gauges["scorer/teacher/servers"] == 1
+    assert gauges["scorer/reward/servers"] == 0 and "rollout/prefix_cache_hit" not in gauges
+    setup.handler.push_versions(11.0)  # silent for longer than its lease
+    assert len(setup.handler.server_table()) == 0
 
 
 def test_engines_score_for_a_scorer_without_servers_of_its_own(tmp_path: Path) -> None:
     """Those that are not set aside for validation, whatever version they hold."""
     setup = EngineSetup(tmp_path, {"reference": {"urls": ["engines"]}}, lora_rank=2, adapters=True)
     setup.serve(1)
-    assert setup.handler.lacks == ""
-    setup.state.versions.engines[B].pinned = True
-    *_, last = setup.handler.table()
+    assert setup.handler.missing_server == ""
+    setup.state.versions.engines[B].held_for_validation = True
+    *_, last = setup.handler.server_table()
     lent = EngineEntry("scorer reference engine 0", "http://host", "a", NO_VERSION, True, lane="reference")
-    assert last == lent and [one.lane for one in setup.handler.table()] == ["train", "eval", "reference"]
+    assert last == lent and [entry.lane for entry in setup.handler.server_table()] == [
+        "train",
+        "eval",
+        "reference",
+    ]
     setup.handler.add_use((), (EngineUse(last.name, requests=3, prompt_tokens=40, cached_tokens=30),))
-    found = setup.handler.gauges()
-    assert found["scorer/reference/cache_hit"] == 0.75 and found["scorer/reference/servers"] == 1
+    gauges = setup.handler.gauges()
+    assert gauges["scorer/reference/cache_hit"] == 0.75 and gauges["scorer/reference/servers"] == 1
     setup.handler.add_use((), (EngineUse("scorer reference engine 1", requests=1, prompt_tokens=10),))
     assert setup.handler.gauges()["scorer/reference/turns"] == 4  # it did that before it was set aside
-    assert "rollout/prefix_cache_hit" not in found
+    assert "rollout/prefix_cache_hit" not in gauges
     setup.publish(2)
     setup.beat(A, 0.0, KeeperBeat(healthy=False, starting=False))
-    *_, last = setup.handler.table()
+    *_, last = setup.handler.server_table()
     assert last == msgspec.structs.replace(lent, healthy=False)
 
 
 def test_new_episodes_wait_for_a_server_of_each_scorer_that_reads_turns(tmp_path: Path) -> None:
     teachers = {"teacher": {"urls": ["http://a", "http://b"]}, "teacher_b": {"path": "m", "sources": ["b"]}}
     setup = EngineSetup(tmp_path, {"reward": {"path": "m"}, **teachers})
-    assert setup.handler.lacks == "a server that holds a published version"
+    assert setup.handler.missing_server == "a server that holds a published version"
     setup.serve(1)
     for index, lacks in ((1, "a server of scorers.teacher_b"), (3, "")):
         peer = f"scorer/{index}/s".encode()
-        assert setup.handler.lacks
-        setup.handler.hello(peer, KeeperHello(index, "s", "http://a", pid=1), 0.0)
+        assert setup.handler.missing_server
+        setup.handler.welcome_keeper(peer, KeeperHello(index, "s", "http://a", pid=1), 0.0)
         setup.beat(peer, 0.0)
-        assert setup.handler.lacks == lacks
+        assert setup.handler.missing_server == lacks
     setup.beat(peer, 0.0, KeeperBeat(healthy=False, starting=True))
-    assert setup.handler.lacks == "a server of scorers.teacher_b" and setup.handler.samples
+    assert setup.handler.missing_server == "a server of scorers.teacher_b" and setup.handler.can_sample
 
 
 def test_a_scorer_that_no_key_names_is_told_to_end(tmp_path: Path) -> None:
     setup = EngineSetup(tmp_path, {"teacher": {"path": "m"}})
-    setup.handler.hello(b"scorer/1/s", KeeperHello(1, "s", "http://a", pid=1), 0.0)
+    setup.handler.welcome_keeper(b"scorer/1/s", KeeperHello(1, "s", "http://a", pid=1), 0.0)
     setup.beat(b"scorer/1/s", 0.0)
-    assert len(setup.sent.take(Stop)) == 1 and len(setup.handler.table()) == 2
+    assert len(setup.sent.take(Stop)) == 1 and len(setup.handler.server_table()) == 2

@@ -52,7 +52,7 @@ class Joining:
             acting = pool.submit(act)
             while not acting.done():
                 Poller(self.coordinator.control).wait(0.01)
-                self.coordinator.turn(self.coordinator._turned_at + 0.05)
+                self.coordinator.run_pass(self.coordinator._last_pass_at + 0.05)
             return acting.result()
 
     def token(self, role: str = "rollout", seconds: float = 1e6) -> str:
@@ -74,21 +74,21 @@ class Joining:
 
     def enrolled(self, role: str = "rollout") -> tuple[Endpoints, Enrolled]:
         token = self.token(role)
-        given: tuple[Endpoints, Enrolled] = self.during(lambda: enrol(token, DEADLINE))
-        return given
+        enrolment: tuple[Endpoints, Enrolled] = self.during(lambda: enrol(token, DEADLINE))
+        return enrolment
 
     def received(self, link: Link) -> Any:
-        found = self.during(lambda: link.receive(DEADLINE))
-        assert found is not None, "nothing came"
-        return found[0]
+        message = self.during(lambda: link.receive(DEADLINE))
+        assert message is not None, "nothing came"
+        return message[0]
 
 
 @pytest.fixture
 def joining(tmp_path: Path) -> Iterator[Joining]:
-    made = Joining(tmp_path)
-    yield made
-    made.coordinator.close()
-    made.observer.close()
+    setup = Joining(tmp_path)
+    yield setup
+    setup.coordinator.close()
+    setup.observer.close()
 
 
 def worker(endpoints: Endpoints) -> Link:
@@ -98,13 +98,16 @@ def worker(endpoints: Endpoints) -> Link:
 
 
 def test_a_token_lets_one_key_in_for_its_role_and_no_other(joining: Joining) -> None:
-    given = joining.enrol()
-    assert given.keys.keys() == {"coordinator", "rollout"} and not given.keys["coordinator"].secret
-    assert given.keys["rollout"].secret and given.keys["rollout"] != joining.endpoints.keys["rollout"]
-    link = worker(given)
+    enrolment = joining.enrol()
+    assert enrolment.keys.keys() == {"coordinator", "rollout"} and not enrolment.keys["coordinator"].secret
+    assert enrolment.keys["rollout"].secret and enrolment.keys["rollout"] != joining.endpoints.keys["rollout"]
+    link = worker(enrolment)
     assert isinstance(joining.received(link), Welcome)
     usurper = Link(
-        given.control, ToObserver, b"observer/0/y", {**given.keys, "observer": given.keys["rollout"]}
+        enrolment.control,
+        ToObserver,
+        b"observer/0/y",
+        {**enrolment.keys, "observer": enrolment.keys["rollout"]},
     )
     usurper.send(Stop("mine now"))
     joining.during(lambda: [0 for _ in range(1000) if not joining.refused and usurper.receive(0.03)])
@@ -112,10 +115,10 @@ def test_a_token_lets_one_key_in_for_its_role_and_no_other(joining: Joining) -> 
     joining.coordinator.close()
     assert joining.coordinator.lifecycle.ending is False
     joining.start("launch")  # a coordinator that was restarted still knows whom it has enrolled
-    again = worker(given)
+    again = worker(enrolment)
     assert isinstance(joining.received(again), Welcome)
-    for one in (link, again, usurper):
-        one.close()
+    for joined_link in (link, again, usurper):
+        joined_link.close()
 
 
 def test_a_token_is_of_use_once(joining: Joining) -> None:
@@ -141,13 +144,13 @@ def test_who_dials_while_a_coordinator_restarts_is_not_refused(
     joining: Joining, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """ZeroMQ would never dial again."""
-    given = joining.enrol()
+    enrolment = joining.enrol()
     links = list[Link]()
     joining.coordinator.close()
 
     def slow(*loaded: Any) -> RunState:
         """The handshake is over before the state is there."""
-        links.append(worker(given))
+        links.append(worker(enrolment))
         assert loaded[-1].control.socket.poll(5000), "refused"
         return load_state(*loaded)
 
@@ -158,18 +161,18 @@ def test_who_dials_while_a_coordinator_restarts_is_not_refused(
 
 
 def test_keys_of_an_earlier_launch_are_forgotten(joining: Joining) -> None:
-    given = joining.enrol()
-    assert given.keys["rollout"].public in joining.coordinator._gate.members
+    enrolment = joining.enrol()
+    assert enrolment.keys["rollout"].public in joining.coordinator._gate.members
     joining.coordinator.close()
     joining.start("the next")
-    assert given.keys["rollout"].public not in joining.coordinator._gate.members
+    assert enrolment.keys["rollout"].public not in joining.coordinator._gate.members
 
 
 def test_what_is_no_token_is_said_to_be_none() -> None:
     _, token = invitation(choose_endpoints("127.0.0.1", 0), "rollout", 1.0)
-    for wrong in ("", "x", token[:-8], "ä"):
+    for wrong_token in ("", "x", token[:-8], "ä"):
         with pytest.raises(ConfigError, match="no token"):
-            enrol(wrong)
+            enrol(wrong_token)
 
 
 def test_a_token_holds_no_key_of_the_run() -> None:
@@ -189,16 +192,16 @@ def test_each_one_is_told_what_it_is_in_the_run(joining: Joining) -> None:
     joining.coordinator.close()
     joining.start("launch")
     third = joining.enrolled()[1]
-    assert [one.index for one in (first, second, third)] == [1, 2, 3], "the launcher's worker is 0"
-    assert len({one.incarnation for one in (first, second, third)}) == 3
+    assert [process.index for process in (first, second, third)] == [1, 2, 3], "the launcher's worker is 0"
+    assert len({process.incarnation for process in (first, second, third)}) == 3
     assert not is_older(first.incarnation, "launch.5") and launch_of(first.incarnation) == "launch"
     assert first.role == "rollout" and first.started == "2026-11-23 00ff"
     assert msgspec.json.decode(first.config, type=RunConfig) == joining.coordinator.state.config
 
 
 def test_who_leaves_gives_its_episodes_back_at_once(joining: Joining) -> None:
-    given = joining.enrol()
-    link = worker(given)
+    enrolment = joining.enrol()
+    link = worker(enrolment)
     assert isinstance(joining.received(link), Welcome)
     assert len(joining.coordinator.workers.peers) == 1
     link.send(Leave())
@@ -213,16 +216,16 @@ def test_servers_are_counted_apart_and_one_that_leaves_is_gone_at_once(tmp_path:
     joining = Joining(tmp_path, engine={"name": "sglang", "servers": 2})
     engines = joining.coordinator.engines
     workers = joining.coordinator.workers
-    (_, first), (_, worker), (given, second) = (
+    (_, first), (_, worker), (enrolment, second) = (
         joining.enrolled(role) for role in ("engine", "rollout", "engine")
     )
-    assert [(one.role, one.index) for one in (first, worker, second)] == [
+    assert [(process.role, process.index) for process in (first, worker, second)] == [
         ("engine", 2),
         ("rollout", 1),
         ("engine", 3),
     ]
-    assert len({one.incarnation for one in (first, worker, second)}) == 3
-    link = Link(given.control, ToKeeper, b"engine/3/x", given.keys)
+    assert len({process.incarnation for process in (first, worker, second)}) == 3
+    link = Link(enrolment.control, ToKeeper, b"engine/3/x", enrolment.keys)
     link.send(KeeperHello(3, second.incarnation, "http://host", pid=1))
     assert isinstance(joining.received(link), Welcome) and engines.keepers and not workers.peers
     link.send(Leave())

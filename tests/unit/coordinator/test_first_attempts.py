@@ -14,8 +14,8 @@ EPISODES = 8  # at one sample before the next one
 
 def failing(count: int, samples: int = 1000, reason: FailReason = FailReason.REWARD_ERROR) -> FirstAttempts:
     first = FirstAttempts(samples)
-    for place in range(count):
-        first.fail(place, place // EPISODES % samples, reason)
+    for assign_number in range(count):
+        first.note_failure(assign_number, assign_number // EPISODES % samples, reason)
     return first
 
 
@@ -39,15 +39,15 @@ def test_what_has_landed_once_fails_later_for_other_reasons() -> None:
     first = failing(10_000)
     first.landed = True
     assert not first.verdict([])
-    first.fail(10_001, 1, FailReason.REWARD_ERROR)
+    first.note_failure(10_001, 1, FailReason.REWARD_ERROR)
     assert not first.verdict([])
 
 
 def test_failures_of_other_kinds_are_not_alike_and_losses_are_none() -> None:
     first = failing(10_000)
-    first.fail(10_001, 0, FailReason.WORKER_LOST)
+    first.note_failure(10_001, 0, FailReason.WORKER_LOST)
     assert first.verdict([])
-    first.fail(10_002, 0, FailReason.DEADLINE)
+    first.note_failure(10_002, 0, FailReason.DEADLINE)
     assert not first.verdict([])
     assert not failing(10_000, reason=FailReason.ENGINE_LOST).verdict([])
 
@@ -58,9 +58,9 @@ def test_a_launch_goes_on_until_a_tenth_lands(alike: int) -> None:
     draw = random.Random(0)
     for _ in range(200):
         first = FirstAttempts(1000)
-        place = 0
+        assign_number = 0
         while draw.random() < 0.9:
             for _ in range(alike):
-                first.fail(place, place // EPISODES, FailReason.TOOL_ERROR)
-                place += 1
+                first.note_failure(assign_number, assign_number // EPISODES, FailReason.TOOL_ERROR)
+                assign_number += 1
             assert not first.verdict([])

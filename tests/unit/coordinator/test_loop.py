@@ -19,7 +19,7 @@ import zmq
 from asyncrl import cli
 from asyncrl.buffer.records import State
 from asyncrl.config import parse
-from asyncrl.coordinator.engines import REFUSALS
+from asyncrl.coordinator.engines import MAX_REFUSALS
 from asyncrl.coordinator.lifecycle import Phase
 from asyncrl.coordinator.loop import Coordinator
 from asyncrl.errors import ProtocolError
@@ -89,7 +89,7 @@ class LoopSetup:
             self.turn()
 
     def turn(self, later: float = 0.05) -> None:
-        self.coordinator.turn(self.coordinator._turned_at + later)
+        self.coordinator.run_pass(self.coordinator._last_pass_at + later)
 
     def join(self, start: int = 2, index: int = 0, slots: int = 8) -> Any:
         """A worker says hello, the WORKER unless given otherwise; its record, once it is known."""
@@ -101,11 +101,11 @@ class LoopSetup:
     def locked(self) -> Iterator[None]:
         """What this turn has put cannot be written: another process has the store locked."""
         self.coordinator.state.store.put_meta("something", "to write")
-        with closing(sqlite3.connect(self.run_dir / "run.db", isolation_level=None)) as other:
-            other.execute("BEGIN IMMEDIATE")
+        with closing(sqlite3.connect(self.run_dir / "run.db", isolation_level=None)) as connection:
+            connection.execute("BEGIN IMMEDIATE")
             self.turn()
             yield
-            other.execute("ROLLBACK")
+            connection.execute("ROLLBACK")
 
     def received(self, peer: bytes, kind: type) -> int:
         """How many messages of a kind have come to a peer; waits a moment for the first."""
@@ -123,9 +123,9 @@ class LoopSetup:
 
 @pytest.fixture
 def setup(tmp_path: Path) -> Iterator[LoopSetup]:
-    made = LoopSetup(tmp_path)
-    yield made
-    made.close()
+    loop_setup = LoopSetup(tmp_path)
+    yield loop_setup
+    loop_setup.close()
 
 
 def test_what_a_stranger_sends_does_not_end_the_run(setup: LoopSetup) -> None:
@@ -175,9 +175,9 @@ def test_of_beats_in_a_pause_the_newest_of_each_peer_is_kept(setup: LoopSetup) -
         for tokens in range(20):
             setup.say(WORKER, Heartbeat(0, (), 0.0, 0.0, tokens))
             setup.join(1, index=1)
-        assert len(coordinator._unread) == 2
+        assert len(coordinator._unread_messages) == 2
     setup.turn()
-    beat = coordinator.workers.peers.get(WORKER).beat
+    beat = coordinator.workers.peers.get(WORKER).heartbeat
     assert beat is not None and beat.tokens == 19 and len(coordinator.workers.peers) == 2
 
 
@@ -186,16 +186,16 @@ def test_a_stop_is_heard_while_the_store_is_locked(setup: LoopSetup) -> None:
     setup.say(OBSERVER, ObserverHello())
     with setup.locked():
         setup.say(OBSERVER, Stop("interrupted"))
-        assert setup.coordinator.lifecycle.phase is Phase.STOPPING and not setup.coordinator.over
+        assert setup.coordinator.lifecycle.phase is Phase.STOPPING and not setup.coordinator.is_over
     setup.turn()
-    assert setup.coordinator.lifecycle.outcome == "stopped" and setup.coordinator.over
+    assert setup.coordinator.lifecycle.outcome == "stopped" and setup.coordinator.is_over
 
 
 def test_a_store_that_stays_locked_ends_the_run_with_the_reason(setup: LoopSetup) -> None:
     setup.turn()
     with setup.locked():
         setup.turn(setup.config.launch.stall_timeout + 1)
-    assert setup.coordinator.over and "locked" in setup.coordinator.lifecycle.error
+    assert setup.coordinator.is_over and "locked" in setup.coordinator.lifecycle.error
     assert read_summary(setup.run_dir)["outcome"] == "failed"
 
 
@@ -214,7 +214,7 @@ def test_what_takes_long_leaves_the_next_messages_to_the_next_turn(
 def test_a_peer_that_writes_without_end_does_not_hold_up_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("asyncrl.coordinator.loop.LAST_SECONDS", 0.02)
+    monkeypatch.setattr("asyncrl.coordinator.loop.LAST_WORDS_SECONDS", 0.02)
     setup = LoopSetup(tmp_path)
     coordinator = setup.coordinator
     begin = time.monotonic()
@@ -224,7 +224,7 @@ def test_a_peer_that_writes_without_end_does_not_hold_up_the_end(
         return OTHER, WrittenBytes("logs/rollout-1.log", 0), [b"last words"]
 
     monkeypatch.setattr(coordinator.bulk, "receive", more)
-    coordinator.files.written(*more()[:2], [], begin)
+    coordinator.files.append_bytes(*more()[:2], [], begin)
     coordinator._take_last_words()
     assert (setup.run_dir / "logs/rollout-1.log").read_bytes() == b"last words"
     setup.close()
@@ -235,7 +235,7 @@ def test_the_loop_does_not_wait_while_there_is_work_left(
 ) -> None:
     """A group of two per turn, of the six that there is room for."""
     for module in ("loop", "workers"):
-        monkeypatch.setattr(f"asyncrl.coordinator.{module}.MOST_ASSIGNED", 2)
+        monkeypatch.setattr(f"asyncrl.coordinator.{module}.MAX_ASSIGNED", 2)
     sizes = {"groups_per_batch": 3, "episodes_per_group": 2, "target_staleness": 1}
     setup = LoopSetup(tmp_path, buffer=sizes)
     coordinator = setup.coordinator
@@ -244,7 +244,7 @@ def test_the_loop_does_not_wait_while_there_is_work_left(
     more = []
     for _ in range(8):
         running.append(len(coordinator.workers.peers.get(WORKER).running))
-        more.append(coordinator._more)
+        more.append(coordinator._work_left)
         setup.turn()
     setup.close()
     assert running == [2, 4, 6, 8, 10, 12, 12, 12]
@@ -254,11 +254,11 @@ def test_the_loop_does_not_wait_while_there_is_work_left(
 def test_leases_are_extended_before_messages_that_waited_are_read(setup: LoopSetup) -> None:
     worker = setup.join()
     setup.turn()
-    given = {uid: seq for uid, (seq, _) in worker.running.items()}
-    assert given
+    assigned = {uid: seq for uid, (seq, _) in worker.running.items()}
+    assert assigned
     setup.send(WORKER, *encode_message(Heartbeat(0, (), 0, 0, 0), []))  # from before the assignments arrived
     setup.turn(60.0)
-    assert {uid: seq for uid, (seq, _) in worker.running.items()} == given
+    assert {uid: seq for uid, (seq, _) in worker.running.items()} == assigned
 
 
 def test_a_coordinator_that_was_replaced_leaves_everything_alone(setup: LoopSetup) -> None:
@@ -267,7 +267,7 @@ def test_a_coordinator_that_was_replaced_leaves_everything_alone(setup: LoopSetu
         setup.coordinator.state.store.put_meta("a", "b")
         with pytest.raises(SupersededError):
             setup.turn()
-    assert not read_summary(setup.run_dir) and not setup.coordinator.over
+    assert not read_summary(setup.run_dir) and not setup.coordinator.is_over
 
 
 def test_a_version_of_an_earlier_launch_is_sent_to_nobody(setup: LoopSetup) -> None:
@@ -290,21 +290,21 @@ def test_a_version_that_no_engine_can_load_is_published_anew(setup: LoopSetup) -
     setup.join()
     setup.say(TRAINER, TrainerHello(0, 1, incarnation_of("launch", 1), 0), Published(ref, 0.0, 0.0))
     refusal = Loaded(ref, "train", "", 0.0, error="cut off")
-    setup.say(WORKER, *[refusal] * REFUSALS)
+    setup.say(WORKER, *[refusal] * MAX_REFUSALS)
     assert setup.received(OBSERVER, Replace) == 0, "the trainer may still publish another"
-    coordinator.engines.refused.clear()
+    coordinator.engines.refusals.clear()
     for of_others in ({"lost": True}, {"process_failed": True}):
-        setup.say(WORKER, *[msgspec.structs.replace(refusal, **of_others)] * REFUSALS)
-    coordinator.trainer.plan_requested(TRAINER, PlanRequest(1, 0, 0))
+        setup.say(WORKER, *[msgspec.structs.replace(refusal, **of_others)] * MAX_REFUSALS)
+    coordinator.trainer.note_request(TRAINER, PlanRequest(1, 0, 0))
     setup.turn(), setup.turn()
     assert setup.received(OBSERVER, Replace) == 0, (
         "nobody delivered it, or a process lacked memory: that says nothing about its files"
     )
-    setup.say(WORKER, *[refusal] * REFUSALS)
+    setup.say(WORKER, *[refusal] * MAX_REFUSALS)
     setup.turn(), setup.turn()
     assert setup.received(OBSERVER, Replace) == 1
     setup.say(WORKER, Loaded(ref, "train", "sum", 0.0))
-    setup.say(WORKER, *[refusal] * REFUSALS)
+    setup.say(WORKER, *[refusal] * MAX_REFUSALS)
     assert setup.received(OBSERVER, Replace) == 0, "it has loaded it"
 
 
@@ -314,10 +314,10 @@ def test_many_engines_that_miss_a_version_once_are_no_damage(setup: LoopSetup) -
     ref = WeightsRef(PolicyVersion(1, 0), str(setup.run_dir))
     setup.say(OBSERVER, ObserverHello())
     setup.say(TRAINER, TrainerHello(0, 1, incarnation_of("launch", 1), 0), Published(ref, 0.0, 0.0))
-    coordinator.trainer.plan_requested(TRAINER, PlanRequest(1, 0, 0))
-    for engine in (f"engine/{number}/x".encode() for number in range(REFUSALS)):
-        coordinator.engines.join(engine, "engine")
-        coordinator.engines.loaded(engine, Loaded(ref, "train", "", 0.0, error="gone"), 0.0)
+    coordinator.trainer.note_request(TRAINER, PlanRequest(1, 0, 0))
+    for engine in (f"engine/{number}/x".encode() for number in range(MAX_REFUSALS)):
+        coordinator.engines.add_engine(engine, "engine")
+        coordinator.engines.confirm_load(engine, Loaded(ref, "train", "", 0.0, error="gone"), 0.0)
     setup.turn(), setup.turn()
     assert setup.received(OBSERVER, Replace) == 0
 
@@ -329,16 +329,16 @@ def test_an_account_that_is_not_exact_fails_the_run(
     coordinator = setup.coordinator
     setup.turn()
     coordinator.state.store._db.execute("INSERT INTO pruned VALUES('trained', 3)")
-    coordinator.lifecycle.stop("enough", coordinator._turned_at)
-    coordinator.trainer.finished = True
+    coordinator.lifecycle.stop_run("enough", coordinator._last_pass_at)
+    coordinator.trainer.checkpoint_written = True
     setup.turn()
-    found = read_summary(setup.run_dir)
-    assert coordinator.over and coordinator.lifecycle.error and not found["conserved"]  # exit code 1
-    assert found["outcome"] == "failed" and "NOT CONSERVED" in found["error"]
+    summary = read_summary(setup.run_dir)
+    assert coordinator.is_over and coordinator.lifecycle.error and not summary["conserved"]  # exit code 1
+    assert summary["outcome"] == "failed" and "NOT CONSERVED" in summary["error"]
     (setup.run_dir / "config.yaml").touch()
     assert cli.main(["runs", "show", str(setup.run_dir)]) == 1
     assert cli.main(["status", str(setup.run_dir)]) == 1, "by the run's end"
-    write_summary(setup.run_dir, found | {"outcome": "completed", "error": ""})
+    write_summary(setup.run_dir, summary | {"outcome": "completed", "error": ""})
     assert cli.main(["status", str(setup.run_dir)]) == 0, "its numbers add up"
     status = read_status(setup.run_dir)
     status["gauges"]["flow/issued"] += 1
@@ -354,8 +354,8 @@ def planned(coordinator: Coordinator) -> Commit:
     for uid in group.members:
         state.store.put_frame(uid, 0, "generated", turn_payload())
     land_group(state.buffer, group.id, 1.0, 0.0)
-    coordinator.trainer.hello(
-        TRAINER, TrainerHello(0, 1, incarnation_of("launch", 1), 0), coordinator._turned_at
+    coordinator.trainer.welcome_rank(
+        TRAINER, TrainerHello(0, 1, incarnation_of("launch", 1), 0), coordinator._last_pass_at
     )
     assert state.batches.plan(0, 0, 1) and state.batches.plan(0, 1, 1) == []
     batch = state.batches.batches[0]
@@ -377,7 +377,7 @@ def test_an_error_in_mid_turn_undoes_the_turn(
     monkeypatch.setattr(coordinator.reporter, "step_row", broken)
     if isinstance(error, ProtocolError):
         setup.say(TRAINER, commit)
-        assert coordinator.over and read_summary(setup.run_dir)["conserved"]
+        assert coordinator.is_over and read_summary(setup.run_dir)["conserved"]
         assert read_summary(setup.run_dir)["flow"]["taken"] == 2
     else:
         with pytest.raises(OSError, match="no space"):
@@ -411,17 +411,17 @@ def test_a_store_error_at_a_busy_moment_is_no_lost_episode(setup: LoopSetup, fau
         buffer.admit(1, 0.0)
     land_group(buffer, 1, 1.0, 0.0)
     land(buffer, "2.0")
-    buffer.fail(buffer.episodes["3.1"], FailReason.PROMPT_TOO_LONG, 0.0)
+    buffer.fail_attempt(buffer.episodes["3.1"], FailReason.PROMPT_TOO_LONG, 0.0)
     assert state.batches.plan(1, 0, 1) == ["1.0", "1.1"]
     setup.turn()
-    stored = buffer.flow()
+    stored = buffer.account()
     reasons = dict(buffer.reasons)
     assert reasons == {"failed/prompt_too_long": 1}
     assert stored.conserved and stored.trained == stored.taken == 2 and stored.in_flight
 
     def move_all() -> None:
         land(buffer, "2.1")
-        buffer.fail(buffer.episodes["3.0"], FailReason.PROMPT_TOO_LONG, 0.0)
+        buffer.fail_attempt(buffer.episodes["3.0"], FailReason.PROMPT_TOO_LONG, 0.0)
         buffer.drop_group(buffer.admit(1, 0.0), DropReason.STALE)
         state.batches.commit(2, ["1.0", "1.1"])
 
@@ -433,14 +433,14 @@ def test_a_store_error_at_a_busy_moment_is_no_lost_episode(setup: LoopSetup, fau
         state.store._db.execute(fault)
         move_all()
         setup.turn()
-    assert coordinator.over and coordinator.lifecycle.error  # exit code 1
+    assert coordinator.is_over and coordinator.lifecycle.error  # exit code 1
     assert "NOT CONSERVED" not in coordinator.lifecycle.error
     if fault == DROPPED:
         assert "no such table: groups" in coordinator.lifecycle.error and not read_summary(setup.run_dir)
         return
     count_again(buffer)
-    assert buffer.flow() == stored and buffer.reasons == reasons
-    assert not buffer.waiting_tokens.older(math.inf) and buffer.cohorts.take(before=9) == {}
+    assert buffer.account() == stored and buffer.reasons == reasons
+    assert not buffer.waiting_tokens.running_weight(math.inf) and buffer.cohorts.pop_gaps(before_step=9) == {}
     summary = read_summary(setup.run_dir)
     assert summary["conserved"] and summary["outcome"] == "failed"
     assert summary["flow"] == msgspec.structs.asdict(stored)
@@ -448,15 +448,15 @@ def test_a_store_error_at_a_busy_moment_is_no_lost_episode(setup: LoopSetup, fau
 
 def test_the_status_counts_the_steps_that_the_data_are_enough_for(setup: LoopSetup) -> None:
     state = setup.coordinator.state
-    asked = setup.coordinator.config.total_steps
-    assert setup.coordinator.reporter.write_status("running").total_steps == asked > 1
-    state.buffer.prompts.limit = 1
+    total_steps = setup.coordinator.config.total_steps
+    assert setup.coordinator.reporter.write_status("running").total_steps == total_steps > 1
+    state.buffer.prompts.max_draws = 1
     assert setup.coordinator.reporter.write_status("running").total_steps == 1
 
 
 def test_failed_attempts_are_in_the_status_the_rows_and_the_summary(setup: LoopSetup) -> None:
     coordinator = setup.coordinator
-    coordinator.state.failed.add(
+    coordinator.state.failed_attempts.add_failure(
         FailReason.REWARD_ERROR, "KeyError: 'b' (bad.py:41)", coordinator.state.store
     )
     assert coordinator.reporter.write_status("running").failed == (
@@ -484,13 +484,13 @@ def test_a_full_disk_keeps_the_rows_of_the_metrics(setup: LoopSetup) -> None:
     """Whole ones: whoever reads the file meanwhile, or after a run that ends so, finds no half line."""
     reporter = setup.coordinator.reporter
     path = setup.run_dir / "metrics.jsonl"
-    reporter.write({"a": 0.0})
-    whole = path.read_bytes()
-    with limit_of_files(len(whole) + 5):
+    reporter.write_row({"a": 0.0})
+    written_rows = path.read_bytes()
+    with limit_of_files(len(written_rows) + 5):
         for number in (1.0, 2.0):
-            reporter.write({"a": number})
-            assert path.read_bytes() == whole
-    reporter.write({"a": 3.0})
+            reporter.write_row({"a": number})
+            assert path.read_bytes() == written_rows
+    reporter.write_row({"a": 3.0})
     assert [json.loads(line)["a"] for line in path.read_bytes().splitlines()] == [0.0, 1.0, 2.0, 3.0]
 
 
@@ -500,6 +500,6 @@ def test_after_a_row_that_a_crash_cut_all_rows_are_whole(setup: LoopSetup, cut: 
     path = setup.run_dir / "metrics.jsonl"
     path.write_text('{"a": 1.0}\n' + cut)
     setup.start()
-    setup.coordinator.reporter.write({"a": 2.0})
+    setup.coordinator.reporter.write_row({"a": 2.0})
     rows = [json.loads(line)["a"] for line in path.read_bytes().splitlines()]
     assert rows == [*[1.0, 1.5][:kept], 2.0]

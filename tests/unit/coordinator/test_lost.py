@@ -73,8 +73,8 @@ def started(run_dir: Path, step: int = 0, **buffer: Any) -> RunState:
 class Power(DurableFiles):
     """A run whose machine loses power."""
 
-    def cut(self, state: RunState, kept: str) -> RunState:
-        self.keep(kept)
+    def cut(self, state: RunState, surviving: str) -> RunState:
+        self.keep(surviving)
         state.store.close()
         self.cut_power()
         return started(self.root)
@@ -83,8 +83,8 @@ class Power(DurableFiles):
 class BadSector:
     """In place of `os`: the byte at this place of a file cannot be read."""
 
-    def __init__(self, place: int) -> None:
-        self.place = place
+    def __init__(self, offset: int) -> None:
+        self.place = offset
 
     def __getattr__(self, name: str) -> Any:
         return getattr(os, name)
@@ -105,7 +105,7 @@ def test_tokens_of_attempts_that_are_given_up_are_counted_once(tmp_path: Path) -
     of their group."""
 
     def fail(uid: str, reason: FailReason, counted: int) -> None:
-        state.buffer.fail(state.buffer.episodes[uid], reason, 0.0)
+        state.buffer.fail_attempt(state.buffer.episodes[uid], reason, 0.0)
         assert state.buffer.abandoned_tokens == counted
 
     state = build(tmp_path)
@@ -141,20 +141,20 @@ def test_each_episode_goes_on_from_what_reached_the_disk(tmp_path: Path) -> None
         play(state, "0.0", 2), play(state, "0.1", 1), play(state, "1.0", 1, end=True)
         play(state, "2.1", 1, end=True), play(state, "3.0", 1, end=True)
         state.persist()
-    again = power.cut(state, kept="run.db*")
-    flow = again.buffer.flow()
-    found = again.buffer.episodes
+    again = power.cut(state, surviving="run.db*")
+    flow = again.buffer.account()
+    episodes = again.buffer.episodes
     assert flow.conserved and flow.issued == 8
     uids = ("0.0", "0.1", "1.0", "3.0")
-    cut = {uid: (found[uid].state, found[uid].turns, found[uid].attempt) for uid in uids}
+    cut = {uid: (episodes[uid].state, episodes[uid].turns, episodes[uid].attempt) for uid in uids}
     assert cut == {
         "0.0": (State.PENDING, 2, 1),  # running: two turns of four are left
         "0.1": (State.PENDING, 0, 1),  # its only turn is gone
         "1.0": (State.PENDING, 1, 1),  # it had landed
         "3.0": (State.PENDING, 0, 1),
     }
-    assert (found["0.0"].tokens, found["0.0"].oldest, found["0.0"].newest) == (40, 0, 1)
-    assert found["2.0"].state is State.READY and again.buffer.counts()[State.DROPPED] == 1  # 2.1
+    assert (episodes["0.0"].tokens, episodes["0.0"].oldest, episodes["0.0"].newest) == (40, 0, 1)
+    assert episodes["2.0"].state is State.READY and again.buffer.state_counts()[State.DROPPED] == 1  # 2.1
     assert again.buffer.reasons == {"dropped/corrupt": 1}
     assert again.buffer.abandoned_tokens == 20 + 10 + 10 + 10  # not those of 2.1: it had landed
     play(again, "0.0", 1)
@@ -162,7 +162,7 @@ def test_each_episode_goes_on_from_what_reached_the_disk(tmp_path: Path) -> None
     assert list(again.store.read.frames("0.0", 3)) == [
         part for turn in range(3) for part in (turn_payload(turn, turn), b"")
     ]
-    assert again.store.read.counts() == {k: v for k, v in again.buffer.counts().items() if v}
+    assert again.store.read.counts() == {k: v for k, v in again.buffer.state_counts().items() if v}
 
 
 @pytest.mark.parametrize("damage", ["sector", "flip", "file"])
@@ -187,7 +187,7 @@ def test_a_bad_sector_costs_what_is_in_it(
     again = started(tmp_path)
     left = {uid: episode.turns for uid, episode in again.buffer.episodes.items()}
     assert left == ({"0.0": 0, "0.1": 0} if damage == "file" else {"0.0": 1, "0.1": 1})
-    assert again.buffer.flow().conserved
+    assert again.buffer.account().conserved
 
 
 class Training:
@@ -198,11 +198,11 @@ class Training:
         self.sent = Sent()
         state.outbox = self.sent  # type: ignore[assignment]
         self.handler = TrainerHandler(state, lambda commit: None)
-        self.handler.hello(PEER, TrainerHello(0, 1, incarnation, step), 0.0)
+        self.handler.welcome_rank(PEER, TrainerHello(0, 1, incarnation, step), 0.0)
 
     def plan(self, micro: int, step: int = 0) -> WorkPlan:
-        self.handler.plan_requested(PEER, PlanRequest(self.state.trainer_epoch, step, micro))
-        self.handler.serve()
+        self.handler.note_request(PEER, PlanRequest(self.state.trainer_epoch, step, micro))
+        self.handler.serve_request()
         ((_, plan),) = self.sent.take(WorkPlan)
         return plan
 
@@ -210,15 +210,15 @@ class Training:
         """Those of the plan that the rank is given."""
         uids = tuple(planned.uid for planned in plan.trajectories)
         request = PayloadRequest(self.state.trainer_epoch, plan.step, uids)
-        self.handler.payloads_requested(PEER, request)
-        ((_, found),) = self.sent.take(Payloads)
-        return [uid for uid in uids if uid not in found.lost]
+        self.handler.send_payloads(PEER, request)
+        ((_, payloads),) = self.sent.take(Payloads)
+        return [uid for uid in uids if uid not in payloads.lost]
 
     def train(self, uids: list[str] | None = None) -> list[str]:
         """Batch 0, of one part, perhaps as it was received before; what was in it."""
         uids = self.payloads(self.plan(0)) if uids is None else uids
         commit = Commit(self.state.trainer_epoch, 1, self.plan(1).plan_hash, tuple(uids), {})
-        self.handler.commit(PEER, commit, 0.0)
+        self.handler.record_commit(PEER, commit, 0.0)
         self.state.persist()
         return uids
 
@@ -230,9 +230,9 @@ def damage(state: RunState, uid: str) -> None:
 
 
 def audit(state: RunState) -> None:
-    flow = state.buffer.flow()
+    flow = state.buffer.account()
     assert flow.conserved and state.store.read.trained_in_plans() == flow.trained
-    assert state.store.read.counts() == {k: v for k, v in state.buffer.counts().items() if v}
+    assert state.store.read.counts() == {k: v for k, v in state.buffer.state_counts().items() if v}
 
 
 def test_a_plan_goes_on_without_what_cannot_be_read(tmp_path: Path) -> None:
@@ -248,7 +248,7 @@ def test_a_plan_goes_on_without_what_cannot_be_read(tmp_path: Path) -> None:
     state.store.close()
     again = build(tmp_path, episodes_per_group=3)
     assert Training(again, "c").train() == ["0.0", "0.2"]
-    flow = again.buffer.flow()
+    flow = again.buffer.account()
     assert (flow.trained, flow.dropped, flow.taken) == (2, 1, 0)
     audit(again)
 
@@ -268,7 +268,7 @@ def test_what_a_trainer_was_given_before_the_damage_is_trained(tmp_path: Path, r
     assert trainer.payloads(trainer.plan(0)) == ["0.0"]
     assert len(trainer.plan(0).trajectories) == 2  # the others are dealt as if it were there
     again.persist()
-    assert trainer.train(first) == ["0.0", "0.1"] and again.buffer.flow().trained == 2
+    assert trainer.train(first) == ["0.0", "0.1"] and again.buffer.account().trained == 2
     audit(again)
     assert Training(again, "c").train() == ["0.0"] and again.buffer.reasons == {"dropped/corrupt": 1}
     audit(again)
@@ -280,9 +280,9 @@ def test_a_late_request_for_a_committed_step_loses_nothing(tmp_path: Path) -> No
     trainer = Training(state, "a")
     assert trainer.train() == ["0.0", "0.1"]
     damage(state, "0.1")
-    trainer.handler.plan_requested(PEER, PlanRequest(state.trainer_epoch, 0, 0))
-    trainer.handler.payloads_requested(PEER, PayloadRequest(state.trainer_epoch, 0, ("0.0", "0.1")))
-    trainer.handler.serve()
+    trainer.handler.note_request(PEER, PlanRequest(state.trainer_epoch, 0, 0))
+    trainer.handler.send_payloads(PEER, PayloadRequest(state.trainer_epoch, 0, ("0.0", "0.1")))
+    trainer.handler.serve_request()
     assert trainer.sent.take(WorkPlan) == trainer.sent.take(Payloads) == []
     state.persist()
     audit(state)
@@ -296,13 +296,13 @@ def test_what_is_trained_again_may_have_been_lost_since(tmp_path: Path) -> None:
     trainer = Training(state, "b")  # it resumed from a checkpoint before that batch
     again = trainer.payloads(trainer.plan(0))
     state.persist()
-    assert state.batches.batches[0].lost == {"0.1"} and state.buffer.flow().trained == 2
+    assert state.batches.batches[0].lost == {"0.1"} and state.buffer.account().trained == 2
     audit(state)
     assert trainer.train(again) == ["0.0"]
-    assert state.buffer.flow().trained == 1 and state.buffer.reasons["dropped/corrupt"] == 1
+    assert state.buffer.account().trained == 1 and state.buffer.reasons["dropped/corrupt"] == 1
     audit(state)
     state.batches.retain(1)
-    assert not state.batches.taken
+    assert not state.batches.planned_episodes
 
 
 # -- a power cut between a checkpoint and the sync of the store ---------------------------------------------
@@ -331,7 +331,7 @@ class Trainer(Training):
         assert done.kind == "step"
         self.step += 1
         commit = Commit(self.state.trainer_epoch, self.step, done.plan_hash, tuple(uids), {})
-        self.handler.commit(PEER, commit, 0.0)
+        self.handler.record_commit(PEER, commit, 0.0)
         self.state.persist()
 
     def save(self) -> CheckpointManifest:
@@ -353,7 +353,7 @@ class Trainer(Training):
 
     def tell(self, manifest: CheckpointManifest) -> None:
         message = Checkpointed(self.state.trainer_epoch, manifest.step, manifest.trained_total)
-        self.handler.checkpointed(PEER, message, 0.0)
+        self.handler.record_checkpoint(PEER, message, 0.0)
         self.state.persist()
 
 
@@ -397,11 +397,11 @@ def test_what_the_checkpoints_say_is_trained_and_the_run_goes_on(
     resumed = Trainer(again, "b", manifest)
     again.persist()
     assert (again.batches.committed, again.trainer_epoch) == (steps, old_epoch + 1)
-    assert again.buffer.flow().trained == manifest.trained_total == 2 * steps
+    assert again.buffer.account().trained == manifest.trained_total == 2 * steps
     audit(again)
     for _ in range(2):
         resumed.step_on()
-    assert again.buffer.flow().trained == 2 * steps + 4
+    assert again.buffer.account().trained == 2 * steps + 4
     audit(again)
     resumed.tell(resumed.save())
     again.store.close()
@@ -426,10 +426,10 @@ def test_what_was_ready_and_is_trained_now_needs_no_payload(tmp_path: Path) -> N
         trainer.step_on()
         manifest = trainer.save()
     again = cut(power, state)
-    assert again.buffer.counts()[State.READY] == 2
+    assert again.buffer.state_counts()[State.READY] == 2
     Trainer(again, "b", manifest)
     again.persist()
-    assert again.buffer.flow().trained == 4 and not again.buffer.reasons
+    assert again.buffer.account().trained == 4 and not again.buffer.reasons
     audit(again)
     assert not any(again.store.read.frames("1.0", 1))  # it would keep its segment, and all later ones
 
@@ -449,17 +449,17 @@ def test_episodes_that_ended_otherwise_before_the_trainer_came_are_trained(
     if ending.startswith("filtered"):
         for uid in group.members:
             play(state, uid, 1, end=True)
-        assert state.buffer.counts()[State.FILTERED] == 2 and not state.buffer.live
+        assert state.buffer.state_counts()[State.FILTERED] == 2 and not state.buffer.live
     else:
         for _ in range(1 + state.buffer.retries):
             play(state, "0.0", 1)
-            state.buffer.fail(state.buffer.episodes["0.0"], FailReason.TOOL_ERROR, 0.0)
+            state.buffer.fail_attempt(state.buffer.episodes["0.0"], FailReason.TOOL_ERROR, 0.0)
         play(state, "0.1", 1)
     if "not yet" not in ending:
         state.persist()
     Trainer(state, "b", manifest)
     state.persist()
-    assert state.buffer.flow().trained == manifest.trained_total == 2 and state.batches.committed == 1
+    assert state.buffer.account().trained == manifest.trained_total == 2 and state.batches.committed == 1
     assert not state.buffer.live and not +state.buffer.reasons
     audit(state)
     state.store.close()
@@ -481,6 +481,6 @@ def test_a_store_that_no_manifest_fits_is_refused(tmp_path: Path, wrong: str) ->
         trainer.total += 2
     with pytest.raises(ProtocolError, match="not of one run"):
         Trainer(state, "b", manifest)
-    state.rollback()
-    assert state.batches.committed == 1 and state.buffer.flow().trained == 2
+    state.roll_back()
+    assert state.batches.committed == 1 and state.buffer.account().trained == 2
     audit(state)

@@ -51,7 +51,7 @@ def trained(coordinator: Coordinator, steps: int) -> None:
 
 def tick(coordinator: Coordinator, now: float) -> None:
     coordinator.state.waits = []
-    coordinator._tick(now)
+    coordinator._advance(now)
 
 
 def test_a_stop_waits_for_a_slow_micro_batch_and_its_checkpoint(coordinator: Coordinator) -> None:
@@ -192,8 +192,8 @@ def test_the_trainer_is_replaced_once_for_damaged_weights(coordinator: Coordinat
             request = PlanRequest(state.trainer_epoch, 0, 0)
             coordinator._on_bulk(RANK, request, [], float(now))
         if now in (0, 45):  # both publish weights that are damaged
-            state.versions.publish(WeightsRef(PolicyVersion(state.trainer_epoch, 0), ""))
-        coordinator.engines.refused[b"e", state.versions.newest] += 5
+            state.versions.set_newest(WeightsRef(PolicyVersion(state.trainer_epoch, 0), ""))
+        coordinator.engines.refusals[b"e", state.versions.newest] += 5
         tick(coordinator, float(now))
         replaced += [now for order in sent(coordinator, Replace) if order.role == "trainer"]
     assert replaced == [0, 45]
@@ -203,7 +203,7 @@ def test_the_trainer_is_replaced_once_for_damaged_weights(coordinator: Coordinat
 def test_a_silent_worker_is_named_and_then_replaced(coordinator: Coordinator, silent: int) -> None:
     """Blocked for ever by somebody's code, say: its lease is over. The next one may take time to start."""
     coordinator.config = parse(msgspec.to_builtins(coordinator.config) | {"rollout": {"workers": 2}})
-    coordinator.workers.peers._planned = 2
+    coordinator.workers.peers._planned_count = 2
     for index in (0, 1):
         peer = f"rollout/{index}/launch.{index}".encode()
         coordinator._on_control(peer, WorkerHello(index, f"launch.{index}", 4, 1), [], 0.0)
@@ -216,8 +216,10 @@ def test_a_silent_worker_is_named_and_then_replaced(coordinator: Coordinator, si
         named = {wait.partition(" ")[0] for wait in coordinator.state.waits if "is silent" in wait}
         assert len(named) == (silent if now > 30 else 0)  # launch.lease
         replaced |= {(order.role, order.incarnation, now): named for order in sent(coordinator, Replace)}
-    gone = ["launch.1"] if silent == 1 else ["launch.0", "launch.1"]
-    assert list(replaced) == [("rollout", one, now) for now in (152, 273) for one in gone]
+    lost_incarnations = ["launch.1"] if silent == 1 else ["launch.0", "launch.1"]
+    assert list(replaced) == [
+        ("rollout", incarnation, now) for now in (152, 273) for incarnation in lost_incarnations
+    ]
     assert coordinator.lifecycle.phase is Phase.RUNNING
 
 
@@ -236,7 +238,7 @@ def test_a_worker_that_missed_servers_is_sent_them_all(coordinator: Coordinator)
     """Also where a message to observers comes before the table."""
     coordinator.engines.remote = True
     coordinator._on_control(WORKER, WorkerHello(0, "launch.1", 4, 1), [], 0.0)
-    coordinator.engines._began = -1000.0  # nobody waits for keepers
+    coordinator.engines._started_at = -1000.0  # nobody waits for keepers
     tick(coordinator, 1.0)
     assert [message.whole for message in sent(coordinator, Engines)] == [True]
     coordinator.state.outbox.unreachable.add(WORKER)
@@ -262,7 +264,7 @@ def test_an_observer_that_has_left_is_forgotten(coordinator: Coordinator) -> Non
 
 def test_batches_that_learn_nothing_end_the_run_with_a_checkpoint(coordinator: Coordinator) -> None:
     trained(coordinator, 3)
-    coordinator.state.skipped = 21
+    coordinator.state.skipped_batches = 21
     tick(coordinator, 0.0)
     assert coordinator.lifecycle.phase is Phase.STOPPING
     assert "took no optimizer step" in coordinator.lifecycle.error
@@ -271,9 +273,11 @@ def test_batches_that_learn_nothing_end_the_run_with_a_checkpoint(coordinator: C
 def test_first_attempts_that_all_fail_end_the_run_with_their_cause(coordinator: Coordinator) -> None:
     """Also before the first step, when there is nothing to save."""
     cause = "KeyError: 'b' (bad.py:41)"
-    for place in range(128):
-        coordinator.state.first_attempts.fail(place, place % 4, FailReason.REWARD_ERROR)
-    coordinator.state.failed.add(FailReason.REWARD_ERROR, cause, coordinator.state.store)
+    for assign_number in range(128):
+        coordinator.state.first_attempts.note_failure(
+            assign_number, assign_number % 4, FailReason.REWARD_ERROR
+        )
+    coordinator.state.failed_attempts.add_failure(FailReason.REWARD_ERROR, cause, coordinator.state.store)
     tick(coordinator, 0.0)
     tick(coordinator, 0.0)
     assert coordinator.lifecycle.outcome == "failed"
@@ -285,12 +289,14 @@ def test_first_attempts_that_all_fail_end_the_run_with_their_cause(coordinator: 
 
 def test_a_run_of_a_few_samples_all_of_whose_episodes_fail_has_failed(coordinator: Coordinator) -> None:
     buffer = coordinator.state.buffer
-    buffer.prompts.limit = 1
+    buffer.prompts.max_draws = 1
     for episode in buffer.admit(0, 0.0).members:
         tick(coordinator, 0.0)
         assert coordinator.lifecycle.phase is Phase.RUNNING
-        buffer.fail(buffer.episodes[episode], FailReason.PROMPT_TOO_LONG, 0.0)
-    coordinator.state.failed.add(FailReason.PROMPT_TOO_LONG, "100 tokens", coordinator.state.store)
+        buffer.fail_attempt(buffer.episodes[episode], FailReason.PROMPT_TOO_LONG, 0.0)
+    coordinator.state.failed_attempts.add_failure(
+        FailReason.PROMPT_TOO_LONG, "100 tokens", coordinator.state.store
+    )
     tick(coordinator, 0.0)
     tick(coordinator, 0.0)
     assert (coordinator.lifecycle.outcome, coordinator.lifecycle.error) == (
@@ -301,7 +307,7 @@ def test_a_run_of_a_few_samples_all_of_whose_episodes_fail_has_failed(coordinato
 
 def test_groups_that_cannot_be_trained_end_the_run_with_a_checkpoint(coordinator: Coordinator) -> None:
     trained(coordinator, 3)
-    coordinator.state.buffer.untrained = 10_000
+    coordinator.state.buffer.untrained_groups = 10_000
     coordinator.state.buffer.untrained_reason = "tool_error"
     tick(coordinator, 0.0)
     assert coordinator.lifecycle.phase is Phase.STOPPING and "tool_error" in coordinator.lifecycle.error
@@ -325,10 +331,10 @@ def test_an_order_that_fails_in_a_later_epoch_ends_the_run_with_a_checkpoint(
     needed = buffer.total_groups
     buffer.total_groups = 3 * buffer.config.groups_per_batch + 4
     buffer.spare = 1  # a group more would be of use, but is not needed
-    coordinator._turn(0.0)
+    coordinator._run_pass(0.0)
     assert len(buffer.live) == 4 and coordinator.lifecycle.phase is Phase.RUNNING
     buffer.total_groups = needed
-    coordinator._turn(0.0)
+    coordinator._run_pass(0.0)
     assert len(buffer.live) == 4 and coordinator.lifecycle.phase is Phase.STOPPING
     coordinator._on_control(RANK, Checkpointed(coordinator.state.trainer_epoch, 3, 0), [], 1.0)
     tick(coordinator, 1.0)
@@ -344,6 +350,6 @@ def test_a_run_begins_as_late_as_a_trainer_that_repeats_steps_needs(coordinator:
     life.phase = Phase.STARTING
     life._deadline = 10.0
     coordinator.state.liveness.alive(20.0)
-    life.advance(20.0 + start)
+    life.advance_phase(20.0 + start)
     with pytest.raises(ProtocolError, match=r"^not started within .*: "):
-        life.advance(21.0 + start)
+        life.advance_phase(21.0 + start)

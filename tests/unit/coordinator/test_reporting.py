@@ -15,7 +15,7 @@ from asyncrl.buffer.batches import Batch
 from asyncrl.buffer.records import EpisodeRecord, State
 from asyncrl.buffer.shifts import Shift, Shifts
 from asyncrl.config import ValidationConfig
-from asyncrl.coordinator.reporting import Reporter, earned, kept_questions
+from asyncrl.coordinator.reporting import Reporter, result_entry, transcribed_questions
 from asyncrl.coordinator.trainer import TrainerHandler
 from asyncrl.coordinator.validation import Validation
 from asyncrl.observe.files import read_status, read_summary
@@ -52,11 +52,11 @@ def landed(
 ) -> None:
     result = EpisodeResult(reward, 10, **earned)
     stats = EpisodeStats(**{"turns": 1, **(counts or {})})
-    reporter.on_landed(EpisodeRecord("0.0", 0, 0, greedy=greedy, result=result, stats=stats))
+    reporter.note_landed(EpisodeRecord("0.0", 0, 0, greedy=greedy, result=result, stats=stats))
 
 
 def test_what_became_of_groups_is_counted_since_the_last_row(reporter: Reporter) -> None:
-    settled = reporter.state.buffer.settled
+    settled = reporter.state.buffer.settled_counts
     settled.update({"usable": 3, State.FILTERED: 5, State.DROPPED: 2})
     first = row(reporter, 1, groups=2)
     assert first["flow/filtered_frac"] == 0.5
@@ -73,8 +73,8 @@ def test_an_episode_counts_half_when_it_lands_and_whole_when_it_is_taken(reporte
     """The default batch is of 32 groups of 8 episodes."""
     episodes = list(reporter.state.buffer.episodes.values())
     for episode, state in zip(episodes, (State.LANDED, State.TAKEN), strict=False):
-        reporter.state.buffer.move(episode, state)
-    assert len(episodes) > 1 and reporter.batch_share() == 1.5 / (32 * 8)
+        reporter.state.buffer.move_episode(episode, state)
+    assert len(episodes) > 1 and reporter.batch_fraction() == 1.5 / (32 * 8)
 
 
 def test_scores_are_before_shaping_and_without_greedy_episodes(reporter: Reporter) -> None:
@@ -83,14 +83,14 @@ def test_scores_are_before_shaping_and_without_greedy_episodes(reporter: Reporte
         reporter, 0.0, {"turns": 2, "answered": 7, "refused": 4, "declined": 2}, components={"format": 0.5}
     )
     landed(reporter, 0.25, greedy=True)
-    found = row(reporter, 1, groups=1)
-    assert found["rollout/score/mean"] == 0.5 and found["rollout/landed"] == 2.0
-    assert found["rollout/greedy_score/mean"] == 0.25
-    assert found["rollout/component/format/mean"] == 0.75
-    assert (found["num_turns/mean"], found["num_turns/min"], found["num_turns/max"]) == (1.5, 1.0, 2.0)
-    assert found["rollout/end/answered"] == 1.0
-    assert (found["rollout/tool_failed_frac"], found["rollout/tool_refused_frac"]) == (1 / 8, 4 / 8)
-    assert found["rollout/tool_declined_frac"] == 2 / 8
+    metrics = row(reporter, 1, groups=1)
+    assert metrics["rollout/score/mean"] == 0.5 and metrics["rollout/landed"] == 2.0
+    assert metrics["rollout/greedy_score/mean"] == 0.25
+    assert metrics["rollout/component/format/mean"] == 0.75
+    assert (metrics["num_turns/mean"], metrics["num_turns/min"], metrics["num_turns/max"]) == (1.5, 1.0, 2.0)
+    assert metrics["rollout/end/answered"] == 1.0
+    assert (metrics["rollout/tool_failed_frac"], metrics["rollout/tool_refused_frac"]) == (1 / 8, 4 / 8)
+    assert metrics["rollout/tool_declined_frac"] == 2 / 8
     assert "rollout/greedy_score/mean" not in row(reporter, 2, groups=1)
 
 
@@ -108,11 +108,13 @@ def test_before_any_step_the_status_has_the_score_and_why_nothing_is_learned(
     """The default batch is of 32 groups of 8 episodes: less than two of them tell nothing."""
     for at in range(episodes):
         landed(reporter, scores[at % 2])
-    reporter.state.buffer.settled.update({State.FILTERED: 64})
-    found = reporter.write_status("running")
+    reporter.state.buffer.settled_counts.update({State.FILTERED: 64})
+    status = reporter.write_status("running")
     written = read_status(reporter.state.run_dir)
-    assert [alert.what for alert in found.alerts if alert.name == "constant reward"] == [said] * bool(said)
-    assert [one["name"] for one in written["alerts"]] == [alert.name for alert in found.alerts]
+    assert [alert.what for alert in status.alerts if alert.name == "constant reward"] == [said] * bool(said)
+    assert [alert_entry["name"] for alert_entry in written["alerts"]] == [
+        alert.name for alert in status.alerts
+    ]
     assert written["gauges"][REWARD] == sum(scores) / 2 and written["gauges"][FILTERED] == 1.0
     row(reporter, 1, groups=32)  # afterwards they are those of the last step
     assert FILTERED in read_status(reporter.state.run_dir)["gauges"]
@@ -121,7 +123,7 @@ def test_before_any_step_the_status_has_the_score_and_why_nothing_is_learned(
 
 def test_the_status_tells_the_start_phase_from_what_came_after(reporter: Reporter) -> None:
     reporter.started -= 1000.0
-    reporter.begin()
+    reporter.begin_running()
     reporter.write_status("running")
     written = read_status(reporter.state.run_dir)
     assert written["running"] < 500 < 1000 <= written["seconds"]
@@ -138,23 +140,23 @@ def test_who_waits_for_the_same_is_named_together_and_once(reporter: Reporter) -
     state = reporter.state
     trainer = reporter.trainer
     for rank in range(4):
-        trainer.hello(f"trainer/{rank}/x".encode(), TrainerHello(rank, 4, "x", 0), 0.0)
+        trainer.welcome_rank(f"trainer/{rank}/x".encode(), TrainerHello(rank, 4, "x", 0), 0.0)
         waiting = "trajectories of step 0" if rank < 3 else ""  # the last one computes
-        trainer.beat(f"trainer/{rank}/x".encode(), TrainerBeat(rank, 0, 0, waiting), 0.0)
-    trainer.plan_requested(b"trainer/0/x", PlanRequest(1, 0, 0))
+        trainer.note_heartbeat(f"trainer/{rank}/x".encode(), TrainerBeat(rank, 0, 0, waiting), 0.0)
+    trainer.note_request(b"trainer/0/x", PlanRequest(1, 0, 0))
     state.waits = []
-    trainer.serve()
-    assert reporter.waits() == ("trainer 0 and 2 more: trajectories of step 0",)
+    trainer.serve_request()
+    assert reporter.describe_waits() == ("trainer 0 and 2 more: trajectories of step 0",)
     for rank in range(3):
-        trainer.beat(f"trainer/{rank}/x".encode(), TrainerBeat(rank, 0, 0), 0.0)
-    assert reporter.waits() == ()
+        trainer.note_heartbeat(f"trainer/{rank}/x".encode(), TrainerBeat(rank, 0, 0), 0.0)
+    assert reporter.describe_waits() == ()
 
 
 def test_checkpoints_that_cannot_be_written_are_an_alert_until_one_is(reporter: Reporter) -> None:
     """Reason first, the directory, the newest step; on console and status, page (status.json) and summary. A
     trainer that was just started, and a rank whose beat comes late, do not end or renew the alert."""
     trainer = reporter.trainer
-    told = list[str]()
+    reported = list[str]()
     problem = "OSError: [Errno 28] No space left on device; checkpoint /runs/t/checkpoints/step-5"
 
     def alerts() -> list[str]:
@@ -162,18 +164,18 @@ def test_checkpoints_that_cannot_be_written_are_an_alert_until_one_is(reporter: 
         return [alert["what"] for alert in status["alerts"] if alert["name"] == "checkpoints are not written"]
 
     for incarnation, beats in (("x", (problem, "")), ("y", ("", problem))):
-        trainer.hello(b"trainer/0/" + incarnation.encode(), TrainerHello(0, 2, incarnation, 0), 0.0)
+        trainer.welcome_rank(b"trainer/0/" + incarnation.encode(), TrainerHello(0, 2, incarnation, 0), 0.0)
         for reported_problem in beats:
             beat = TrainerBeat(0, 0, 0, checkpoint_problem=reported_problem)
-            trainer.beat(b"trainer/0/" + incarnation.encode(), beat, 0.0)
-            told += alerts()
-    assert told == [f"{problem}; there is no checkpoint yet"] * 4
+            trainer.note_heartbeat(b"trainer/0/" + incarnation.encode(), beat, 0.0)
+            reported += alerts()
+    assert reported == [f"{problem}; there is no checkpoint yet"] * 4
     epoch = reporter.state.trainer_epoch
-    trainer.hello(b"trainer/1/y", TrainerHello(1, 2, "y", 0), 0.0)
-    trainer.checkpointed(b"trainer/0/y", Checkpointed(epoch, 0, 0), 0.0)
-    trainer.beat(b"trainer/1/y", TrainerBeat(1, 0, 0, checkpoint_problem=problem), 0.0)
+    trainer.welcome_rank(b"trainer/1/y", TrainerHello(1, 2, "y", 0), 0.0)
+    trainer.record_checkpoint(b"trainer/0/y", Checkpointed(epoch, 0, 0), 0.0)
+    trainer.note_heartbeat(b"trainer/1/y", TrainerBeat(1, 0, 0, checkpoint_problem=problem), 0.0)
     assert alerts() == []
-    trainer.beat(b"trainer/0/y", TrainerBeat(0, 0, 0, checkpoint_problem=problem), 0.0)
+    trainer.note_heartbeat(b"trainer/0/y", TrainerBeat(0, 0, 0, checkpoint_problem=problem), 0.0)
     assert alerts() == [f"{problem}; the newest checkpoint is of step 0"]
     assert read_status(reporter.state.run_dir)["checkpoint_problem"] == alerts()[0], "the page reads it there"
     reporter.state.persist()
@@ -186,24 +188,24 @@ def test_live_groups_are_those_of_rule_1(reporter: Reporter) -> None:
     """Of one group, which a committed batch took, members still run: it is not counted."""
     buffer = reporter.state.buffer
     admit(buffer, 3)
-    buffer.tally.take(buffer.live[0], 0)
+    buffer.tally.mark_taken(buffer.live[0], 0)
     buffer.committed = 1
     assert reporter.gauges()["async/live_groups"] == len(buffer.live) - 1
 
 
 def test_cohorts_and_retired_samples_are_reported(reporter: Reporter) -> None:
     buffer = reporter.state.buffer
-    buffer.prompts.retired = {3, 4}
+    buffer.prompts.retired_samples = {3, 4}
     episode = EpisodeRecord("0.0", 0, 0, result=EpisodeResult(1.0, 8))
-    buffer.cohorts.issued(5)
-    for other in (episode, EpisodeRecord("0.1", 0, 1, result=EpisodeResult(0.0, 4))):
-        buffer.cohorts.landed(5, other)
-    buffer.cohorts.trained(5, episode)
-    buffer.cohorts.over(5)
+    buffer.cohorts.add_group(5)
+    for landed_episode in (episode, EpisodeRecord("0.1", 0, 1, result=EpisodeResult(0.0, 4))):
+        buffer.cohorts.add_landed(5, landed_episode)
+    buffer.cohorts.add_trained(5, episode)
+    buffer.cohorts.close_group(5)
     assert "cohort/reward_gap" not in row(reporter, 5, groups=1)
-    found = row(reporter, 6, groups=1)
-    assert (found["cohort/reward_gap"], found["cohort/length_gap"]) == (0.5, 2.0)
-    assert found["data/retired_samples"] == 2.0
+    metrics = row(reporter, 6, groups=1)
+    assert (metrics["cohort/reward_gap"], metrics["cohort/length_gap"]) == (0.5, 2.0)
+    assert metrics["data/retired_samples"] == 2.0
 
 
 def test_generation_is_told_per_second_of_the_step_and_per_token(
@@ -211,14 +213,14 @@ def test_generation_is_told_per_second_of_the_step_and_per_token(
 ) -> None:
     """`timing_s/gen` is the mean of the workers' busy seconds since the last row: here 3 and 1."""
     totals = {"one": (1.0, 0.0), "two": (4.0, 2.0), "trainer/x/0": (5.0, 5.0)}
-    monkeypatch.setattr(reporter, "_totals", lambda: totals)
-    reporter.begin()
+    monkeypatch.setattr(reporter, "_busy_totals", lambda: totals)
+    reporter.begin_running()
     totals = {"one": (4.0, 1.0), "two": (5.0, 5.0), "trainer/x/0": (9.0, 5.0)}
-    reporter.on_turn(tokens=400)
-    found = reporter._shares(4.0)
-    assert found["timing_s/gen"] == 2.0 and found["rollout/tokens_per_s"] == 100.0
-    assert found["timing_per_token_ms/gen"] == 5.0 and found["async/rollout_idle_frac"] == 0.5
-    assert "timing_per_token_ms/gen" not in reporter._shares(4.0), "nothing was generated since"
+    reporter.count_turn(tokens=400)
+    metrics = reporter._idle_metrics(4.0)
+    assert metrics["timing_s/gen"] == 2.0 and metrics["rollout/tokens_per_s"] == 100.0
+    assert metrics["timing_per_token_ms/gen"] == 5.0 and metrics["async/rollout_idle_frac"] == 0.5
+    assert "timing_per_token_ms/gen" not in reporter._idle_metrics(4.0), "nothing was generated since"
 
 
 def test_engines_that_are_busy_in_all_of_their_short_halves_are_not_idle(
@@ -230,11 +232,11 @@ def test_engines_that_are_busy_in_all_of_their_short_halves_are_not_idle(
     busy = 0.0
     sampled = 0.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
-    monkeypatch.setattr(reporter, "_totals", lambda: {"one": (busy, 0.0)})
+    monkeypatch.setattr(reporter, "_busy_totals", lambda: {"one": (busy, 0.0)})
     monkeypatch.setattr(reporter.workers, "peers", ["one"])
     shifts = reporter.state.shifts = Shifts("auto", now, Shift.ROLLOUT)
-    reporter.begin()
-    found = []
+    reporter.begin_running()
+    idle_fractions = []
     for step in range(40):
         shifts.clock.go(now)
         now += 0.2
@@ -242,11 +244,11 @@ def test_engines_that_are_busy_in_all_of_their_short_halves_are_not_idle(
         now += 0.1
         sampled += 0.2 * (step < 30)
         busy = busy if step % 3 else sampled
-        found.append(reporter._shares(0.3).get("async/rollout_idle_frac"))
+        idle_fractions.append(reporter._idle_metrics(0.3).get("async/rollout_idle_frac"))
         if step % 3 == 0:
             now += 0.1
-            found.append(reporter._shares(0.1).get("async/rollout_idle_frac"))
-    shares = [share for share in found if share is not None]
+            idle_fractions.append(reporter._idle_metrics(0.1).get("async/rollout_idle_frac"))
+    shares = [share for share in idle_fractions if share is not None]
     assert len(shares) == 40 and max(shares[3:-9]) < 1e-9 and min(shares[-4:]) > 1 - 1e-9
 
 
@@ -258,8 +260,8 @@ def entries(run_dir: Path, name: str) -> list[dict[str, Any]]:
 
 
 def test_questions_are_spread_over_the_file_and_always_the_same() -> None:
-    assert kept_questions(256) == kept_questions(256) == {0, 32, 64, 96, 128, 160, 192, 224}
-    assert kept_questions(3) == {0, 1, 2} and kept_questions(0) == set()
+    assert transcribed_questions(256) == transcribed_questions(256) == {0, 32, 64, 96, 128, 160, 192, 224}
+    assert transcribed_questions(3) == {0, 1, 2} and transcribed_questions(0) == set()
 
 
 def test_a_validation_keeps_its_questions_whoever_ends_first_and_whoever_fails(tmp_path: Path) -> None:
@@ -275,9 +277,9 @@ def test_a_validation_keeps_its_questions_whoever_ends_first_and_whoever_fails(t
     (worker,) = setup.handler.peers
     worker.eval_version = training.ref(0).version
     validation = Validation(setup.state, setup.handler, setup.engines, samples)
-    assert validation.begin(step=2, final=False, now=0.0)
-    while validation.busy:
-        validation.tick(0.0, exclusive=True)
+    assert validation.begin_session(step=2, final=False, now=0.0)
+    while validation.is_busy:
+        validation.assign_episodes(0.0, exclusive=True)
         setup.state.persist()
         assert not setup.state.held_out.texts
         for _, message in reversed(setup.sent.take(Assign)):  # in another order than they were asked
@@ -289,12 +291,12 @@ def test_a_validation_keeps_its_questions_whoever_ends_first_and_whoever_fails(t
             failed = Failed(0, message.attempt, FailReason.TOOL_ERROR, "KeyError: 'b' (bad.py:41)")
             slow = row == 56 and message.attempt.attempt < 2
             setup.play(message.attempt, failed if row == 8 or slow else good)
-            found = setup.state.held_out.over.values()  # of a large evaluation texts are gigabytes
-            assert not any(isinstance(done, Finished) and done.text for done in found)
-    kept = entries(tmp_path, "validation/step-2.jsonl")
+            results = setup.state.held_out.results.values()  # of a large evaluation texts are gigabytes
+            assert not any(isinstance(done, Finished) and done.text for done in results)
+    transcripts = entries(tmp_path, "validation/step-2.jsonl")
     order = [(row, mode) for row in range(0, 64, 8) for mode in ("sampled", "greedy")]
-    assert [(entry["sample"], entry["mode"]) for entry in kept] == order
-    assert kept[0] == {
+    assert [(entry["sample"], entry["mode"]) for entry in transcripts] == order
+    assert transcripts[0] == {
         "uid": "val2/sampled/0",
         "sample": 0,
         "data_source": "s",
@@ -308,21 +310,23 @@ def test_a_validation_keeps_its_questions_whoever_ends_first_and_whoever_fails(t
         "notes": {"pred": "7"},
         "text": "text",
     }
-    assert [entry["text"] for entry in kept if "text" in entry] == ["text"] * 14
-    assert kept[2]["failed"] == "tool_error: KeyError: 'b' (bad.py:41)" and "text" not in kept[2]
-    assert [entry["success"] for entry in kept if "success" in entry] == [True] * 6 + [False] * 8
+    assert [entry["text"] for entry in transcripts if "text" in entry] == ["text"] * 14
+    assert (
+        transcripts[2]["failed"] == "tool_error: KeyError: 'b' (bad.py:41)" and "text" not in transcripts[2]
+    )
+    assert [entry["success"] for entry in transcripts if "success" in entry] == [True] * 6 + [False] * 8
 
 
 def test_of_training_the_first_members_of_one_group_for_each_batch_are_kept(tmp_path: Path) -> None:
-    kept = [(group, member) for group in range(17) for member in range(8) if is_kept(group, member, 8)]
-    assert kept == [(group, member) for group in (0, 8, 16) for member in range(4)]
+    transcribed = [(group, member) for group in range(17) for member in range(8) if is_kept(group, member, 8)]
+    assert transcribed == [(group, member) for group in (0, 8, 16) for member in range(4)]
     setup = WorkerSetup(tmp_path)
     setup.join(A)
     first, second = (attempt for _, attempt in setup.tick())
     for seq, (attempt, text) in enumerate(((first, "text"), (second, "")), start=1):
         setup.turn(A, 2 * seq - 1, attempt)
         end = Finished(2 * seq, attempt, EpisodeResult(0.5, shaping=-0.25), EpisodeStats(1), text)
-        setup.records.record(A, end, [], 0.0)
+        setup.records.process_record(A, end, [], 0.0)
     (entry,) = entries(tmp_path, "training/step-1.jsonl")
     assert (entry["uid"], entry["ground_truth"], entry["text"]) == (first.uid, 1, "text")
     assert (entry["score"], entry["reward"], entry["versions"]) == (0.75, 0.5, [0, 0])
@@ -331,4 +335,4 @@ def test_of_training_the_first_members_of_one_group_for_each_batch_are_kept(tmp_
 def test_what_each_agent_earned_is_told() -> None:
     """In a zero-sum game the score, their sum, says nothing."""
     game = EpisodeResult(0.0, 5, (1.0, -1.0), agents=("w", "b"), turn_tokens=(3, 2))
-    assert earned(game)["agents"] == {"w": 1.0, "b": -1.0}
+    assert result_entry(game)["agents"] == {"w": 1.0, "b": -1.0}

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl.coordinator.trainer import MOST_SPIKES
+from asyncrl.coordinator.trainer import MAX_SPIKES
 from asyncrl.coordinator.validation import Validation
 from asyncrl.store.checkpoints import Checkpoints
 from tests.fakes.played import PlayedTrainer
@@ -26,9 +26,9 @@ POINTS = 40  # at most so many writes and messages until the coordinator ends
 def root() -> Iterator[Path]:
     """In main memory: thousands of fsyncs must not wait for a disk."""
     shared = Path("/dev/shm")
-    made = Path(tempfile.mkdtemp(prefix="schedule-", dir=shared if shared.is_dir() else None))
-    yield made
-    shutil.rmtree(made)
+    directory = Path(tempfile.mkdtemp(prefix="schedule-", dir=shared if shared.is_dir() else None))
+    yield directory
+    shutil.rmtree(directory)
 
 
 def crash(world: World) -> None:
@@ -74,7 +74,7 @@ def kill_trainer(world: World) -> None:
 def spike(world: World) -> None:
     """The next batch that is not a repeat is left out; too many of one step would end the run."""
     world.spikes += 1
-    world.trainer.spikes = world.spikes <= MOST_SPIKES
+    world.trainer.spikes = world.spikes <= MAX_SPIKES
 
 
 def fill_disk(world: World) -> None:
@@ -95,20 +95,20 @@ def damage_segment(world: World) -> None:
     """A bit of a payload, or of several, is flipped."""
     for path in sorted((world.run_dir / "segments").glob("*.seg"))[-1:]:
         data = bytearray(path.read_bytes())
-        for place in world.dice.sample(range(len(data)), min(2, len(data))):
-            data[place] ^= 1
+        for offset in world.dice.sample(range(len(data)), min(2, len(data))):
+            data[offset] ^= 1
         path.write_bytes(data)
 
 
 def damage_checkpoint(world: World) -> None:
     """The newest is not as written, where there is another; then the trainer resumes. Not the last one, after
     which nothing is trained again, and not one that is all that is left of its steps after a power cut."""
-    place = Checkpoints(world.run_dir / "checkpoints")
-    kept = world.coordinator.state.batches.batches
-    if len(steps := place.steps()) < 2 or not kept.keys() >= {*range(steps[1], steps[0])}:
+    checkpoints = Checkpoints(world.run_dir / "checkpoints")
+    retained_batches = world.coordinator.state.batches.batches
+    if len(steps := checkpoints.steps()) < 2 or not retained_batches.keys() >= {*range(steps[1], steps[0])}:
         return
     if steps[0] < world.config.total_steps:
-        Path(place.path(steps[0], "state")).write_bytes(b"damaged")
+        Path(checkpoints.path(steps[0], "state")).write_bytes(b"damaged")
         world.start_trainer()
 
 
@@ -134,15 +134,15 @@ FAULTS = {
 RUNNING_ON = [name for name in FAULTS if name != "cut_power"]  # the machine stays up
 
 
-def happening(seed: object, faults: list[str], most: int) -> Callable[[World], None]:
+def happening(seed: object, faults: list[str], max_faults: int) -> Callable[[World], None]:
     """A world in which at most so many faults happen, each some turns after the one before."""
     dice = random.Random(f"faults {seed}")
-    chosen = [dice.choice(faults) for _ in range(dice.randint(1, most))]
-    due = list(accumulate(dice.randint(1, 40) for _ in chosen))
+    chosen = [dice.choice(faults) for _ in range(dice.randint(1, max_faults))]
+    due_passes = list(accumulate(dice.randint(1, 40) for _ in chosen))
 
     def happen(world: World) -> None:
-        while due and world.turns >= due[0]:
-            del due[0]
+        while due_passes and world.turns >= due_passes[0]:
+            del due_passes[0]
             name = chosen.pop(0)
             world.log.append(f"{world.now:.1f} {name}")
             FAULTS[name](world)
@@ -150,9 +150,9 @@ def happening(seed: object, faults: list[str], most: int) -> Callable[[World], N
     return happen
 
 
-def play(root: Path, seed: object, faults: list[str], most: int = 6, shifts: bool = False) -> World:
+def play(root: Path, seed: object, faults: list[str], max_faults: int = 6, shifts: bool = False) -> World:
     power = "cut_power" in faults
-    world = World(root / str(seed), seed, happening(seed, faults, most), power, shifts)
+    world = World(root / str(seed), seed, happening(seed, faults, max_faults), power, shifts)
     try:
         world.run()
         world.check()
@@ -207,7 +207,7 @@ def test_a_trainer_that_does_not_come_to_rest_is_replaced(root: Path, restarted:
 
     def happen(world: World) -> None:
         ranks = world.coordinator.trainer.ranks
-        if not since and ranks.told == "rest" and not world.trainer.resting:
+        if not since and ranks.last_plan_kind == "rest" and not world.trainer.resting:
             since.append(world.now)
             world.trainer.link.asleep_until = world.now + 1000
         if restarted and len(since) == 1 and world.now > since[0] + 3:
@@ -246,40 +246,40 @@ def test_a_last_version_that_no_engine_can_load(root: Path, seed: int, mended: b
 def test_the_last_validation_waits_for_the_last_version(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is written long after its step, as where the disk is slow: longer than `weights.deadline`."""
     publish = PlayedTrainer._publish
-    start = Validation._start
+    start = Validation._start_session
     judged = list[tuple[int, int]]()
-    late = list[float]()
+    publish_times = list[float]()
 
     def happen(world: World) -> None:
-        if late and world.now > late[0] + 100:
-            late[0] = math.inf
+        if publish_times and world.now > publish_times[0] + 100:
+            publish_times[0] = math.inf
             publish(world.trainer)
 
     def published_late(trainer: PlayedTrainer) -> None:
-        if late or trainer.step < trainer.world.config.total_steps:
+        if publish_times or trainer.step < trainer.world.config.total_steps:
             publish(trainer)
         else:
-            late.append(trainer.world.now)
+            publish_times.append(trainer.world.now)
 
     def noted(validation: Validation, given: Any, now: float) -> Any:
         judged.append((given.step, given.ref.version.step))
         return start(validation, given, now)
 
     monkeypatch.setattr(PlayedTrainer, "_publish", published_late)
-    monkeypatch.setattr(Validation, "_start", noted)
+    monkeypatch.setattr(Validation, "_start_session", noted)
     world = World(root / "late", "last 0", happen, shifts=True)
     world.run()
     world.check()
-    assert judged == [(0, 0), (4, 4)] and late == [math.inf]
+    assert judged == [(0, 0), (4, 4)] and publish_times == [math.inf]
 
 
 def restored(root: Path, seed: int, faults: list[str]) -> int:
     """How often the store was damaged, beside other faults, and made anew from a copy."""
-    others = happening(f"store {seed}", faults, 4)
+    fault_schedule = happening(f"store {seed}", faults, 4)
     dice = random.Random(seed)
 
     def happen(world: World) -> None:
-        others(world)
+        fault_schedule(world)
         if world.restored < 3 and dice.random() < 0.1:
             damage_store(world)
 
@@ -313,23 +313,25 @@ def test_a_store_is_damaged_at_many_sampled_moments(root: Path) -> None:
 @pytest.mark.timeout(1200)
 def test_faults_at_many_sampled_moments(root: Path) -> None:
     for seed in range(60, 2060):
-        play(root, seed, RUNNING_ON, most=10)
+        play(root, seed, RUNNING_ON, max_faults=10)
 
 
 @pytest.mark.slow
 def test_power_cuts_at_sampled_moments(root: Path) -> None:
     """Of each file any of what was not yet fsynced is left."""
     for seed in range(30):
-        play(root, f"power {seed}", ["cut_power", "cut_power", "crash", "kill_trainer", "spike"], most=4)
+        play(
+            root, f"power {seed}", ["cut_power", "cut_power", "crash", "kill_trainer", "spike"], max_faults=4
+        )
 
 
 def test_a_payload_is_damaged_after_a_trainer_was_given_it(root: Path) -> None:
     """By a coordinator that was replaced; the next one is asked for the same again."""
-    play(root, "power 371", list(FAULTS), most=8)
+    play(root, "power 371", list(FAULTS), max_faults=8)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(1200)
 def test_power_cuts_at_many_sampled_moments(root: Path) -> None:
     for seed in range(30, 2030):
-        play(root, f"power {seed}", list(FAULTS), most=8)
+        play(root, f"power {seed}", list(FAULTS), max_faults=8)

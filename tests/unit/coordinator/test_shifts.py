@@ -24,22 +24,22 @@ def config(**changed: Any) -> RunConfig:
 
 def test_engines_idle_once_all_workers_have_said_so_twice() -> None:
     """A worker says how long its engine has sampled now and then only: silence in between is no idleness."""
-    workers = [SimpleNamespace(beat=SimpleNamespace(busy_s=0.0), beat_at=0.0) for _ in range(2)]
-    places: Any = SimpleNamespace(peers=workers, keepers=[], remote=False)
+    workers = [SimpleNamespace(heartbeat=SimpleNamespace(busy_s=0.0), heartbeat_at=0.0) for _ in range(2)]
+    handlers: Any = SimpleNamespace(peers=workers, keepers=[], remote=False)
     state: Any = SimpleNamespace(coordinator_epoch=1)
-    handler = ShiftHandler(state, places, places, places, places, lambda message: None)
+    handler = ShiftHandler(state, handlers, handlers, handlers, handlers, lambda message: None)
 
     def beat(worker: int, at: float, busy: float) -> float:
-        workers[worker].beat_at = at
-        workers[worker].beat.busy_s = busy
-        return handler._idle()
+        workers[worker].heartbeat_at = at
+        workers[worker].heartbeat.busy_s = busy
+        return handler._engine_idle_seconds()
 
     assert beat(0, 10.0, 3.0) <= 0 and beat(1, 10.2, 3.0) <= 0
     assert beat(0, 10.5, 3.0) <= 0.3 and beat(1, 10.7, 3.5) <= 0
     assert beat(0, 11.0, 3.0) <= 0.3 and beat(1, 11.2, 3.5) == pytest.approx(0.3)
     assert beat(0, 12.0, 3.0) == pytest.approx(0.5)
     workers.clear()
-    assert handler._idle() < 0
+    assert handler._engine_idle_seconds() < 0
 
 
 @pytest.mark.parametrize(

@@ -88,19 +88,19 @@ def play(state: RunState, groups: int) -> list[int]:
 
 def test_what_has_retired_stays_retired_and_the_order_goes_on(tmp_path: Path) -> None:
     """Killed after any number of groups: the same samples follow as without."""
-    whole = play(build(tmp_path / "whole", retire_pass_rate=0.9), 8)
+    uninterrupted = play(build(tmp_path / "whole", retire_pass_rate=0.9), 8)
     for killed in (1, 3, 6):
         first = play(build(tmp_path / str(killed), retire_pass_rate=0.9), killed)
         again = build(tmp_path / str(killed), retire_pass_rate=0.9)
-        assert again.buffer.prompts.retired == set(first[::2])
-        assert first + play(again, 8 - killed) == whole
-        assert again.buffer.flow().conserved
+        assert again.buffer.prompts.retired_samples == set(first[::2])
+        assert first + play(again, 8 - killed) == uninterrupted
+        assert again.buffer.account().conserved
 
 
 def test_without_the_option_nothing_is_left_out(tmp_path: Path) -> None:
     play(build(tmp_path, retire_pass_rate=0.9), 3)
     again = build(tmp_path)
-    assert again.buffer.prompts.retired == set()
+    assert again.buffer.prompts.retired_samples == set()
     assert len(set(play(again, 2 * ROWS))) == ROWS
 
 
@@ -123,7 +123,7 @@ def test_an_advantage_that_wants_a_greedy_episode_gets_one(tmp_path: Path) -> No
 def test_the_buffer_knows_what_the_advantage_reads(
     tmp_path: Path, advantage: str, reads: ComparedParts
 ) -> None:
-    assert build(tmp_path, advantage=advantage).buffer.reads == reads
+    assert build(tmp_path, advantage=advantage).buffer.compared == reads
 
 
 def test_baselines_of_kept_plans_are_the_same_after_a_restart(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from asyncrl.buffer.replay import ReplayBuffer
 from asyncrl.config import parse
 from asyncrl.coordinator.failures import MemoryLimits
 from asyncrl.coordinator.state import RunState
-from asyncrl.coordinator.trainer import MOST_SPIKES, TrainerHandler
+from asyncrl.coordinator.trainer import MAX_SPIKES, TrainerHandler
 from asyncrl.coordinator.versions import EngineRecord, VersionLedger
 from asyncrl.errors import ConfigError, ProtocolError
 from asyncrl.store.launches import launches_of
@@ -62,20 +62,22 @@ class TrainerSetup:
 
     def hello(self, incarnation: str = "x", step: int = 0) -> None:
         for rank, peer in enumerate(PEERS):
-            self.handler.hello(peer, TrainerHello(rank, 2, incarnation, step), 0.0)
+            self.handler.welcome_rank(peer, TrainerHello(rank, 2, incarnation, step), 0.0)
         self.state.trainer_epoch = self.sent.take(Welcome)[-1][1].trainer_epoch
 
     def take(self, step: int, micro: int, peer: bytes = PEERS[0]) -> WorkPlan | None:
-        self.handler.plan_requested(peer, PlanRequest(self.state.trainer_epoch, step, micro))
-        self.handler.serve()
+        self.handler.note_request(peer, PlanRequest(self.state.trainer_epoch, step, micro))
+        self.handler.serve_request()
         answers = self.sent.take(WorkPlan)
         assert all(to == PEERS[0] for to, _ in answers)
         return answers[0][1] if answers else None
 
     def payloads(self, rank: int, *uids: str, step: int = 0) -> list[Payloads]:
         request = PayloadRequest(self.state.trainer_epoch, step, uids)
-        self.handler.payloads_requested(PEERS[rank], request)
-        return [found for peer, found in self.sent.take(Payloads) if peer == PEERS[rank]]
+        self.handler.send_payloads(PEERS[rank], request)
+        return [
+            payloads_message for peer, payloads_message in self.sent.take(Payloads) if peer == PEERS[rank]
+        ]
 
 
 @pytest.fixture
@@ -117,12 +119,12 @@ def test_ranks_that_have_yet_to_meet_are_named_until_their_hello(setup: TrainerS
     lease = setup.state.config.launch.lease
     waits = TrainerBeat(1, 0.0, 0.0, "trainer ranks meet: of 2, not there yet: 0")
     setup.hello("2")
-    handler.beat(b"trainer/1/1", waits, 0.0)
+    handler.note_heartbeat(b"trainer/1/1", waits, 0.0)
     assert handler.starting_waits(0.0) == [], "of ranks that were replaced"
-    handler.beat(b"trainer/1/3", waits, 0.0)
+    handler.note_heartbeat(b"trainer/1/3", waits, 0.0)
     assert handler.starting_waits(lease / 2) == [("trainer 1", waits.waiting)]
     assert handler.starting_waits(lease + 1) == [], "it may be gone"
-    handler.hello(b"trainer/1/3", TrainerHello(1, 2, "3", 0), 1.0)
+    handler.welcome_rank(b"trainer/1/3", TrainerHello(1, 2, "3", 0), 1.0)
     assert handler.starting_waits(1.0) == []
 
 
@@ -141,7 +143,7 @@ def test_the_probe_is_asked_for_until_it_is_scored_and_is_no_part_of_the_plan(se
     kinds = [asked(1), asked(1)]
     for epoch in (0, setup.state.trainer_epoch):  # one of a trainer that was replaced does not count
         assert versions.lacks_probe(PolicyVersion(setup.state.trainer_epoch, 0))
-        setup.handler.probed(Probed(PolicyVersion(epoch, 0), Probe((1, 2), (-1.0,))), 0.0)
+        setup.handler.record_probe(Probed(PolicyVersion(epoch, 0), Probe((1, 2), (-1.0,))), 0.0)
     assert [*kinds, asked(1)] == ["probe", "probe", "step"]
     assert [*map(len, setup.state.batches.batches[0].micros)] == [4]
     commit_first(setup)
@@ -156,55 +158,55 @@ def test_a_trainer_that_waits_for_data_is_given_the_probe_and_no_batch(tmp_path:
     versions.engines[b"engine"] = EngineRecord("engine")
     assert setup.take(0, 0) is None
     versions.engines[b"engine"].unproven = True
-    setup.handler.serve()  # the request still waits
+    setup.handler.serve_request()  # the request still waits
     assert [plan.kind for _, plan in setup.sent.take(WorkPlan)] == ["probe"]
     versions.engines[b"engine"].unproven = False
     assert setup.take(0, 0) is None  # a batch without trajectories is no step
-    setup.state.buffer.prompts.retired.update(range(100))  # the data is over
-    ended = setup.take(0, 0)
-    assert ended is not None and ended.kind == "end"
+    setup.state.buffer.prompts.retired_samples.update(range(100))  # the data is over
+    end_plan = setup.take(0, 0)
+    assert end_plan is not None and end_plan.kind == "end"
 
 
 def test_a_stop_is_the_answer_from_then_on(setup: TrainerSetup) -> None:
     assert setup.take(0, 0) is not None
-    setup.handler.finish()
+    setup.handler.request_checkpoint()
     assert [plan.kind for _ in range(2) if (plan := setup.take(0, 1))] == ["stop", "stop"]
 
 
 def checkpointed(setup: TrainerSetup, step: int) -> None:
     message = Checkpointed(setup.state.trainer_epoch, step, 0)
-    setup.handler.checkpointed(PEERS[0], message, 0.0)
+    setup.handler.record_checkpoint(PEERS[0], message, 0.0)
 
 
 def test_a_stop_is_over_with_the_checkpoint_of_the_last_step(setup: TrainerSetup) -> None:
     commit_first(setup)
-    setup.handler.finish()
-    assert not setup.handler.finished
+    setup.handler.request_checkpoint()
+    assert not setup.handler.checkpoint_written
     checkpointed(setup, 0)  # was on its way
-    assert not setup.handler.finished
+    assert not setup.handler.checkpoint_written
     checkpointed(setup, 1)
-    assert setup.handler.finished
+    assert setup.handler.checkpoint_written
 
 
 def test_a_stop_has_nothing_to_wait_for_when_nothing_was_trained_since(setup: TrainerSetup) -> None:
-    setup.handler.finish()
-    assert setup.handler.finished
-    setup.handler.stopping = setup.handler.finished = False
+    setup.handler.request_checkpoint()
+    assert setup.handler.checkpoint_written
+    setup.handler.stopping = setup.handler.checkpoint_written = False
     commit_first(setup)
     checkpointed(setup, 1)
-    setup.handler.finish()
-    assert setup.handler.finished
+    setup.handler.request_checkpoint()
+    assert setup.handler.checkpoint_written
 
 
 def test_ranks_that_repeat_steps_save_what_they_have_repeated(setup: TrainerSetup) -> None:
     """A restarted trainer, at step 0 of 1 when it is asked to stop."""
     commit_first(setup)
     setup.hello("y")
-    setup.handler.finish()
+    setup.handler.request_checkpoint()
     plan = setup.take(0, 0)
     assert plan is not None and plan.kind == "stop"
     checkpointed(setup, 0)
-    assert setup.handler.finished
+    assert setup.handler.checkpoint_written
 
 
 def commit_first(setup: TrainerSetup) -> None:
@@ -212,7 +214,7 @@ def commit_first(setup: TrainerSetup) -> None:
     setup.take(0, 0)
     done = setup.take(0, 1)
     assert done is not None and done.kind == "step"
-    setup.handler.commit(PEERS[0], commit_of(setup, 1), 0.0)
+    setup.handler.record_commit(PEERS[0], commit_of(setup, 1), 0.0)
 
 
 def commit_of(setup: TrainerSetup, step: int) -> Commit:
@@ -228,15 +230,17 @@ def test_a_commit_is_idempotent_and_another_plan_is_fatal(setup: TrainerSetup) -
     commit = commit_of(setup, 1)
     assert commit.plan_hash == done.plan_hash
     for _ in range(2):
-        setup.handler.commit(PEERS[0], commit, 0.0)
+        setup.handler.record_commit(PEERS[0], commit, 0.0)
     assert [message.step for _, message in setup.sent.take(Committed)] == [1, 1]
-    assert len(setup.commits) == 1 and setup.state.buffer.flow().trained == 4
+    assert len(setup.commits) == 1 and setup.state.buffer.account().trained == 4
     with pytest.raises(ProtocolError, match="never issued"):
-        setup.handler.commit(PEERS[0], msgspec.structs.replace(commit, plan_hash="other"), 0.0)
-    first, *rest = commit.trained
-    for odd, trained in ((first, rest), ("9.0", [first, *rest, "9.0"])):
+        setup.handler.record_commit(PEERS[0], msgspec.structs.replace(commit, plan_hash="other"), 0.0)
+    first, *other_uids = commit.trained
+    for odd, trained in ((first, other_uids), ("9.0", [first, *other_uids, "9.0"])):
         with pytest.raises(ProtocolError, match=f"does not fit its plan: {odd}$"):
-            setup.handler.commit(PEERS[0], msgspec.structs.replace(commit, trained=tuple(trained)), 0.0)
+            setup.handler.record_commit(
+                PEERS[0], msgspec.structs.replace(commit, trained=tuple(trained)), 0.0
+            )
 
 
 def test_batches_in_a_row_without_an_optimizer_step_are_counted(setup: TrainerSetup) -> None:
@@ -247,8 +251,8 @@ def test_batches_in_a_row_without_an_optimizer_step_are_counted(setup: TrainerSe
     for step, metrics in enumerate((skipping, skipping, stepping, {}), start=1):
         setup.state.batches.batches[step - 1] = Batch(step - 1)
         commit = commit_of(setup, step)
-        setup.handler.commit(PEERS[0], msgspec.structs.replace(commit, metrics=metrics), 0.0)
-        counts.append(setup.state.skipped)
+        setup.handler.record_commit(PEERS[0], msgspec.structs.replace(commit, metrics=metrics), 0.0)
+        counts.append(setup.state.skipped_batches)
     assert counts == [1, 2, 0, 0]
 
 
@@ -257,8 +261,8 @@ def test_a_new_trainer_fences_the_old_one_and_repeats_the_plans(setup: TrainerSe
     old_epoch = setup.state.trainer_epoch
     setup.hello("y")
     assert setup.state.trainer_epoch == old_epoch + 1
-    setup.handler.plan_requested(PEERS[0], PlanRequest(old_epoch, 0, 0))
-    setup.handler.serve()
+    setup.handler.note_request(PEERS[0], PlanRequest(old_epoch, 0, 0))
+    setup.handler.serve_request()
     assert setup.sent.take(WorkPlan) == []
     again = setup.take(0, 0)
     assert plan is not None and again is not None and again.trajectories == plan.trajectories
@@ -271,10 +275,10 @@ def test_a_launch_trains_all_after_the_checkpoint_that_its_trainer_resumes_from(
     again = setup.state = setup.handler.state = replace(
         setup.state, config=msgspec.structs.replace(setup.state.config, seed=9)
     )
-    for incarnation, step, found in (("y", 1, [(0, 0), (1, 9)]), ("z", 0, [(0, 9)])):
+    for incarnation, step, expected in (("y", 1, [(0, 0), (1, 9)]), ("z", 0, [(0, 9)])):
         setup.hello(incarnation, step)
         again.persist()
-        assert [(one.step, one.config["seed"]) for one in launches_of(again.run_dir)] == found
+        assert [(launch.step, launch.config["seed"]) for launch in launches_of(again.run_dir)] == expected
 
 
 def test_the_best_validated_checkpoint_is_known_after_a_restart_too(setup: TrainerSetup) -> None:
@@ -282,27 +286,27 @@ def test_the_best_validated_checkpoint_is_known_after_a_restart_too(setup: Train
     state = setup.state
     config = msgspec.structs.replace(state.config.checkpoint, best=True)
     state.config = msgspec.structs.replace(state.config, checkpoint=config)
-    assert setup.handler._best() == -1
+    assert setup.handler._choose_best() == -1
     for step, score in ((1, 0.2), (2, 0.9), (3, 0.5), (4, 0.5), (5, 0.1)):
         if step != 2:  # validated without a checkpoint
             state.store.put_checkpoint(step)
         state.persist()
-        setup.handler.validated(step, {"val-core/all/sampled/mean@1": score})
-        setup.handler._best()
+        setup.handler.record_score(step, {"val-core/all/sampled/mean@1": score})
+        setup.handler._choose_best()
     state.store.put_checkpoint(6)
-    setup.handler.validated(4, {"val-core/all/sampled/mean@1": 0.8})  # late: it is deleted
-    setup.handler.validated(5, {"val-aux/episodes": 0.0})  # it was abandoned
+    setup.handler.record_score(4, {"val-core/all/sampled/mean@1": 0.8})  # late: it is deleted
+    setup.handler.record_score(5, {"val-aux/episodes": 0.0})  # it was abandoned
     state.persist()
-    assert setup.handler._best() == TrainerHandler(state, lambda commit: None)._best() == 3
+    assert setup.handler._choose_best() == TrainerHandler(state, lambda commit: None)._choose_best() == 3
     state.config = msgspec.structs.replace(
         state.config, checkpoint=msgspec.structs.replace(config, best=False)
     )
-    assert setup.handler._best() == -1
+    assert setup.handler._choose_best() == -1
 
 
 def test_a_loss_on_held_out_demonstrations_is_better_when_it_is_lower(setup: TrainerSetup) -> None:
     for step, nll in ((1, 0.7), (2, 0.3)):
-        setup.handler.validated(step, {"val-core/all/nll": nll})
+        setup.handler.record_score(step, {"val-core/all/nll": nll})
     assert setup.handler._scores == {1: -0.7, 2: -0.3}
 
 
@@ -310,7 +314,7 @@ def test_a_checkpoint_of_a_trainer_that_was_replaced_covers_nothing(setup: Train
     """Its steps may be of a branch that the new trainer has left; the plans are still needed."""
     old = setup.state.trainer_epoch
     setup.hello("y")
-    setup.handler.checkpointed(PEERS[0], Checkpointed(old, 5, 20), 0.0)
+    setup.handler.record_checkpoint(PEERS[0], Checkpointed(old, 5, 20), 0.0)
     setup.state.persist()
     assert setup.state.store.read.checkpoints() == [] and setup.handler.checkpoint_step == -1
     assert [peer for peer, _ in setup.sent.take(Stop)] == [PEERS[0]]
@@ -322,7 +326,7 @@ def test_a_dead_trainers_late_hello_does_not_strand_its_successor(setup: Trainer
     epoch = setup.state.trainer_epoch
     for incarnation in ("l.9", "earlier.11"):
         hello = TrainerHello(0, 2, incarnation, 0)
-        setup.handler.hello(b"trainer/0/late", hello, 0.0)
+        setup.handler.welcome_rank(b"trainer/0/late", hello, 0.0)
         assert [peer for peer, _ in setup.sent.take(Stop)] == [b"trainer/0/late"]
     assert setup.state.trainer_epoch == epoch and setup.handler.ranks.peers.get(PEERS[0])
     assert setup.take(0, 0) is not None
@@ -338,9 +342,11 @@ def test_a_restarted_coordinator_learns_again_where_a_broadcast_version_is(setup
     epoch = setup.state.trainer_epoch
     published = Published(WeightsRef(PolicyVersion(epoch, 3), "tcp://host:1"), 0.0, 0.0)
     setup.state.versions = VersionLedger(newest=PolicyVersion(epoch, 3))
-    setup.handler.publish(Published(WeightsRef(PolicyVersion(epoch, 2), "tcp://host:1"), 0.0, 0.0), 0.0)
+    setup.handler.record_version(
+        Published(WeightsRef(PolicyVersion(epoch, 2), "tcp://host:1"), 0.0, 0.0), 0.0
+    )
     assert setup.state.versions.ref is None
-    setup.handler.publish(published, 0.0)
+    setup.handler.record_version(published, 0.0)
     assert setup.state.versions.ref == published.ref
 
 
@@ -349,27 +355,27 @@ def test_a_beat_is_progress_only_if_work_was_done_since_the_one_before(setup: Tr
     rows = [(1, 0, 0, 0), (2, 0, 3, 2), (3, 0, 3, 2), (4, 1, 3, 4), (5, 1, 3, 4), (6, 0, 4, 6), (7, 0, 4, 6)]
     setup.state.liveness.progress(0.0)
     for now, rank, work, moved in rows:
-        setup.handler.beat(PEERS[rank], TrainerBeat(rank, 0.0, 0.0, work=work), float(now))
+        setup.handler.note_heartbeat(PEERS[rank], TrainerBeat(rank, 0.0, 0.0, work=work), float(now))
         assert setup.state.liveness.progress_at == moved
 
 
 def test_a_restarted_trainer_counts_from_the_start(setup: TrainerSetup) -> None:
-    setup.handler.beat(PEERS[0], TrainerBeat(0, 0.0, 0.0, work=9), 1.0)
+    setup.handler.note_heartbeat(PEERS[0], TrainerBeat(0, 0.0, 0.0, work=9), 1.0)
     setup.hello("y")
-    setup.handler.beat(PEERS[0], TrainerBeat(0, 0.0, 0.0, work=1), 2.0)
+    setup.handler.note_heartbeat(PEERS[0], TrainerBeat(0, 0.0, 0.0, work=1), 2.0)
     assert setup.state.liveness.progress_at == 2.0
 
 
 def test_a_trainer_that_was_replaced_makes_no_progress(setup: TrainerSetup) -> None:
     """It would hide that its successor hangs."""
-    setup.handler.beat(b"trainer/0/gone", TrainerBeat(0, 0.0, 0.0, work=9), 1.0)
+    setup.handler.note_heartbeat(b"trainer/0/gone", TrainerBeat(0, 0.0, 0.0, work=9), 1.0)
     assert setup.state.liveness.alive_at == 0.0
 
 
 def lacking(setup: TrainerSetup, tokens: int, episodes: int, epoch: int | None = None) -> int:
     """A rank has told of too little memory; what the ranks are allowed then."""
     epoch = setup.state.trainer_epoch if epoch is None else epoch
-    setup.handler.gave_up(PEERS[1], GaveUp(epoch, 1, 1, "memory", "MemoryError", tokens, episodes))
+    setup.handler.record_given_up(PEERS[1], GaveUp(epoch, 1, 1, "memory", "MemoryError", tokens, episodes))
     assert [peer for peer, _ in setup.sent.take(Stop)] == [PEERS[1]]
     return setup.state.memory_limits.tokens
 
@@ -380,12 +386,12 @@ def test_what_took_too_much_memory_is_halved_once_per_epoch_and_kept(setup: Trai
     setup.state.store.commit()
     setup.handler = TrainerHandler(setup.state, setup.commits.append)  # of a coordinator that was restarted
     assert lacking(setup, 4000, 4) == 2000, "the rank had not got its Stop"
-    again = MemoryLimits.stored(setup.state.store.read, 8192)
-    assert again.tokens == 2000 and MemoryLimits.stored(setup.state.store.read, 4096).tokens == 4096
-    setup.handler.hello(PEERS[0], TrainerHello(0, 2, "y", 0), 0.0)
+    again = MemoryLimits.load_from(setup.state.store.read, 8192)
+    assert again.tokens == 2000 and MemoryLimits.load_from(setup.state.store.read, 4096).tokens == 4096
+    setup.handler.welcome_rank(PEERS[0], TrainerHello(0, 2, "y", 0), 0.0)
     welcome = setup.sent.take(Welcome)[-1][1]
     assert welcome.micro_tokens == 2000 and welcome.trainer_epoch == setup.state.trainer_epoch
-    setup.handler.hello(PEERS[1], TrainerHello(1, 2, "y", 0), 0.0)
+    setup.handler.welcome_rank(PEERS[1], TrainerHello(1, 2, "y", 0), 0.0)
     assert setup.take(0, 0) == plan  # the plan as recorded; the ranks cut it
     assert lacking(setup, 500, 1, epoch=welcome.trainer_epoch - 1) == 2000  # of the ranks before
 
@@ -396,15 +402,15 @@ def test_more_layers_are_computed_again_before_micro_batches_are_cut(setup: Trai
         epoch = setup.state.trainer_epoch
         message = GaveUp(epoch, 1, 1, "memory", "MemoryError", 4000, 4, recompute_every=every)
         for _ in range(2):  # sent again until the rank has its Stop
-            setup.handler.gave_up(PEERS[1], message)
+            setup.handler.record_given_up(PEERS[1], message)
         assert setup.sent.take(Stop)[0][1].reason.endswith(f"{layers} recomputed from now on")
         setup.state.store.commit()
         setup.handler = TrainerHandler(setup.state, setup.commits.append)
-        setup.handler.hello(PEERS[0], TrainerHello(0, 2, name, 0), 0.0)
+        setup.handler.welcome_rank(PEERS[0], TrainerHello(0, 2, name, 0), 0.0)
         welcome = setup.sent.take(Welcome)[-1][1]
         assert (welcome.recompute_every, welcome.micro_tokens) == (every, 8192)
-        setup.handler.hello(PEERS[1], TrainerHello(1, 2, name, 0), 0.0)
-    stored = MemoryLimits.stored(setup.state.store.read, 8192)
+        setup.handler.welcome_rank(PEERS[1], TrainerHello(1, 2, name, 0), 0.0)
+    stored = MemoryLimits.load_from(setup.state.store.read, 8192)
     assert (stored.recompute_every, stored.tokens) == (1, 8192)
     assert lacking(setup, 4000, 4) == 2000, "nothing more can be recomputed"
     assert setup.state.memory_limits.recompute_every == 1
@@ -414,7 +420,7 @@ def test_more_layers_are_computed_again_before_micro_batches_are_cut(setup: Trai
 def test_the_advice_leaves_out_what_the_rank_did(setup: TrainerSetup, recomputed: int, advised: bool) -> None:
     message = GaveUp(setup.state.trainer_epoch, 1, 1, "memory", "MemoryError", 9000, 1, recomputed)
     with pytest.raises(ConfigError, match="9000 tokens") as raised:
-        setup.handler.gave_up(PEERS[1], message)
+        setup.handler.record_given_up(PEERS[1], message)
     assert ("trainer.activation_checkpointing=full" in str(raised.value)) == advised
 
 
@@ -429,7 +435,9 @@ def spiked(setup: TrainerSetup, step: int, epoch: int | None = None) -> None:
     """Both ranks tell of it, and are told to end."""
     epoch = setup.state.trainer_epoch if epoch is None else epoch
     for peer in PEERS:
-        setup.handler.gave_up(peer, GaveUp(epoch, 0, step, "spike", f"step {step} spiked: its norm is 80"))
+        setup.handler.record_given_up(
+            peer, GaveUp(epoch, 0, step, "spike", f"step {step} spiked: its norm is 80")
+        )
     assert [peer for peer, _ in setup.sent.take(Stop)] == PEERS
 
 
@@ -458,31 +466,33 @@ def test_a_batch_that_spiked_is_left_out_by_name(
     """The next ranks repeat the batches before it, and then another one of the same number."""
     on_spike(setup, "rollback")
     first = batch_of(setup, groups=0)
-    setup.handler.commit(PEERS[0], commit_of(setup, 1), 0.0)
+    setup.handler.record_commit(PEERS[0], commit_of(setup, 1), 0.0)
     left_out = batch_of(setup)
     spiked(setup, 2)
     spiked(setup, 2)  # the answer was lost
     state = setup.state
-    flow = state.buffer.flow()
+    flow = state.buffer.account()
     assert flow.conserved and flow.dropped == len(left_out) == 4 and flow.trained == 4
     assert state.buffer.reasons == {"dropped/spike": 4}
     assert caplog.text.count("step 2 spiked") == 1 and all(uid in caplog.text for uid in left_out)
     state.persist()
-    held = state.store.read.load()
-    assert held.left == state.buffer.counts() and [batch.uids for batch in held.batches][1:] == [[]]
+    stored_run = state.store.read.load()
+    assert stored_run.left == state.buffer.state_counts() and [batch.uids for batch in stored_run.batches][
+        1:
+    ] == [[]]
     setup.hello("y")  # from the start: there is no checkpoint
     again = setup.take(0, 0)
     assert again is not None and uids(again) == first
-    other = batch_of(setup)
-    assert len(other) == 4 and not other & (first | left_out)
-    setup.handler.commit(PEERS[0], commit_of(setup, 2), 0.0)
-    assert state.buffer.flow().trained == 8 and state.buffer.flow().conserved
+    next_batch = batch_of(setup)
+    assert len(next_batch) == 4 and not next_batch & (first | left_out)
+    setup.handler.record_commit(PEERS[0], commit_of(setup, 2), 0.0)
+    assert state.buffer.account().trained == 8 and state.buffer.account().conserved
 
 
 def test_spikes_in_a_row_end_the_run_with_what_to_do(setup: TrainerSetup) -> None:
     on_spike(setup, "rollback")
     batch_of(setup, groups=0)
-    for _ in range(MOST_SPIKES):
+    for _ in range(MAX_SPIKES):
         spiked(setup, 1)
         setup.hello(f"y{setup.state.trainer_epoch}")
         batch_of(setup)

@@ -43,16 +43,18 @@ def post(setup: WorkerSetup, attempt: Attempt, *parts: bytes, peer: bytes = A, s
     for payload in parts:
         worker = setup.handler.peers.get(peer)
         assert worker is not None
-        setup.records.record(peer, Sampled(worker.seq + 1, attempt, seconds), [payload], 1.0)
+        setup.records.process_record(peer, Sampled(worker.last_record + 1, attempt, seconds), [payload], 1.0)
 
 
 def lost(setup: WorkerSetup, uid: str) -> tuple[Assign, list[bytes]]:
     """What another worker is given of an episode once the first is lost."""
     setup.join(B, index=1)
     setup.beat(B, Heartbeat(0, (), 0, 0, 0), now=LATE)
-    setup.handler.tick(LATE)
-    given = {message.attempt.uid: message for peer, message in setup.sent.take(Assign) if peer == B}
-    return given[uid], next((frames for message, frames in setup.sent.frames if message is given[uid]), [])
+    setup.handler.assign_pending(LATE)
+    assigned = {message.attempt.uid: message for peer, message in setup.sent.take(Assign) if peer == B}
+    return assigned[uid], next(
+        (frames for message, frames in setup.sent.frames if message is assigned[uid]), []
+    )
 
 
 def test_the_next_attempt_is_given_the_parts_of_the_turn_that_was_under_way(setup: WorkerSetup) -> None:
@@ -68,7 +70,7 @@ def test_the_next_attempt_is_given_the_parts_of_the_turn_that_was_under_way(setu
     assert len(setup.sent.take(Fenced)) == 1
     again = message.attempt
     post(setup, again, part(6), peer=B)
-    setup.records.record(B, Generated(3, again, 1), [turn_payload(1)], LATE)
+    setup.records.process_record(B, Generated(3, again, 1), [turn_payload(1)], LATE)
     episode = setup.state.buffer.episodes[first.uid]
     assert episode.open.keys() == {3} and (episode.turns, episode.sampled, episode.tokens) == (2, 20, 40)
     setup.finish(B, 4, again, turns=2)
@@ -79,12 +81,12 @@ def test_parts_alone_outlive_the_worker_and_the_coordinator(setup: WorkerSetup, 
     (_, first), _ = setup.tick()
     post(setup, first, part(0), part(4))
     setup.state.persist()
-    (found,) = [one for one in setup.state.store.read.load().episodes if one.uid == first.uid]
-    assert found.open == setup.state.buffer.episodes[first.uid].open
+    (stored_episode,) = [one for one in setup.state.store.read.load().episodes if one.uid == first.uid]
+    assert stored_episode.open == setup.state.buffer.episodes[first.uid].open
     message, frames = lost(setup, first.uid)
     assert (message.parts, frames) == (2, [part(0), part(4)])
     end = Failed(1, message.attempt, FailReason.NOT_REPEATED, "")
-    setup.records.record(B, end, [], LATE)
+    setup.records.process_record(B, end, [], LATE)
     episode = setup.state.buffer.episodes[first.uid]
     assert not episode.open and setup.state.buffer.abandoned_tokens == 0  # no durable turn had them
     setup.state.persist()
@@ -102,15 +104,15 @@ def test_tokens_of_parts_wait_from_when_they_came_and_hold_the_floor(setup: Work
     (_, first), _ = setup.tick()
     buffer = setup.state.buffer
     episode = buffer.episodes[first.uid]
-    setup.state.versions.publish(WeightsRef(PolicyVersion(1, 5), "somewhere"))
+    setup.state.versions.set_newest(WeightsRef(PolicyVersion(1, 5), "somewhere"))
     post(setup, first, part(0, version=5), part(4, version=3))
-    setup.records.record(A, Generated(3, first, 0), [turn_payload(version=3)], 9.0)
+    setup.records.process_record(A, Generated(3, first, 0), [turn_payload(version=3)], 9.0)
     waited = buffer.waiting_tokens
-    assert (waited.older(1.5), waited.older(10.0)) == (8, 10)
+    assert (waited.running_weight(1.5), waited.running_weight(10.0)) == (8, 10)
     post(setup, first, part(0, prompt=b"q", version=2))
-    assert episode.floor == 0  # it was started on version 0, and still runs
-    buffer.fail(episode, FailReason.WORKER_LOST, 9.0)
-    assert (episode.floor, episode.oldest) == (2, 3) and waited.older(10.0) == 14
+    assert episode.oldest_possible_version == 0  # it was started on version 0, and still runs
+    buffer.fail_attempt(episode, FailReason.WORKER_LOST, 9.0)
+    assert (episode.oldest_possible_version, episode.oldest) == (2, 3) and waited.running_weight(10.0) == 14
 
 
 def test_a_turn_whose_parts_cannot_be_read_begins_anew(
@@ -141,7 +143,7 @@ def test_parts_that_are_sent_again_after_their_turn_are_forgotten_with_it(setup:
     setup.turn(A, 2, first)
     worker = setup.handler.peers.get(A)
     assert worker is not None
-    worker.seq = 0  # the coordinator was killed between its commit and the ack
+    worker.last_record = 0  # the coordinator was killed between its commit and the ack
     post(setup, first, part(0))
     assert setup.state.buffer.episodes[first.uid].open
     setup.turn(A, 2, first)
@@ -183,7 +185,7 @@ def test_a_turn_that_is_refused_takes_its_parts_along(setup: WorkerSetup) -> Non
     """Else each worker in turn would go on after them, and be quarantined."""
     (_, first), _ = setup.tick()
     post(setup, first, part(0))
-    setup.records.record(A, Generated(2, first, 0), [turn_payload(version=99)], 1.0)
+    setup.records.process_record(A, Generated(2, first, 0), [turn_payload(version=99)], 1.0)
     episode = setup.state.buffer.episodes[first.uid]
     assert (episode.attempt, episode.open) == (1, {})
 

@@ -10,7 +10,7 @@ import pytest
 from msgspec.structs import asdict, replace
 
 from asyncrl.config import ValidationConfig
-from asyncrl.coordinator.held_out import HeldOutEpisodes, HeldOutFlow
+from asyncrl.coordinator.held_out import HeldOutAccount, HeldOutEpisodes
 from asyncrl.coordinator.validation import Validation
 from asyncrl.coordinator.workers import WorkerRecord
 from asyncrl.observe.held_out import GREEDY, SAMPLED, HeldOut, uid_prefix
@@ -36,12 +36,12 @@ def test_a_version_and_what_it_builds_upon_is_kept_until_the_session_ends(tmp_pa
     setup = WorkerSetup(tmp_path)
     validation = session(setup)
     setup.state.versions.ref = training.ref(1)
-    assert validation.begin(step=1, final=False, now=0.0)
+    assert validation.begin_session(step=1, final=False, now=0.0)
     training.publish(6)  # the fifth is whole again, the ninth, too
     disk.prune(training.directory, keep=1)
     training.check(training.ref(1))
-    validation.tick(validation.deadline + 1, exclusive=True)
-    assert not validation.busy
+    validation.assign_episodes(validation.deadline + 1, exclusive=True)
+    assert not validation.is_busy
     disk.prune(training.directory, keep=1)
     assert disk.published_versions(training.directory) == [training.ref(8)]
 
@@ -53,29 +53,29 @@ def test_a_version_that_is_gone_is_not_validated(tmp_path: Path) -> None:
     training.publish(5)
     setup.state.versions.ref = training.ref(0)
     disk.prune(training.directory, keep=1)
-    assert not validation.begin(step=1, final=False, now=0.0)
-    assert not validation.busy
+    assert not validation.begin_session(step=1, final=False, now=0.0)
+    assert not validation.is_busy
 
 
 def test_a_result_in_the_turn_in_which_a_session_goes_on_counts(tmp_path: Path) -> None:
     """After a restart of the coordinator a worker's result may come ahead of the session."""
     uids = [HeldOut(3, SAMPLED, row, 0).uid for row in range(2)]
-    before = HeldOutEpisodes(RunStore(tmp_path), retries=2, keeps=False)
-    before.begin(uid_prefix(3), uids, again=False)
+    before = HeldOutEpisodes(RunStore(tmp_path), retries=2, keeps_turns=False)
+    before.begin_session(uid_prefix(3), uids, continues=False)
     for uid in uids:
-        before.assign(before.episodes[uid], "worker", seq=1, acked=0, now=0.0)
+        before.assign(before.episodes[uid], "worker", sequence_number=1, min_version=0, now=0.0)
     before.put_changes()
     before._store.commit()
     before._store.close()
-    after = HeldOutEpisodes(RunStore(tmp_path), retries=2, keeps=False)
-    after.finish(
+    after = HeldOutEpisodes(RunStore(tmp_path), retries=2, keeps_turns=False)
+    after.finish_episode(
         after.episodes[uids[0]], Finished(1, Attempt(uids[0], 0), EpisodeResult(1.0), EpisodeStats(1))
     )
-    after.begin(uid_prefix(3), uids, again=True)
+    after.begin_session(uid_prefix(3), uids, continues=True)
     after.put_changes()
     after._store.commit()
-    assert after.flow() == HeldOutFlow(issued=2, scored=1, in_flight=1)
-    assert list(after.over) == uids[:1] and after.audit()
+    assert after.account() == HeldOutAccount(issued=2, scored=1, in_flight=1)
+    assert list(after.results) == uids[:1] and after.audit()
 
 
 def validating(run_dir: Path, *samples: Sample) -> tuple[WorkerSetup, WorkerRecord, Validation]:
@@ -88,7 +88,7 @@ def validating(run_dir: Path, *samples: Sample) -> tuple[WorkerSetup, WorkerReco
     (worker,) = setup.handler.peers
     worker.eval_version = training.ref(0).version
     validation = session(setup, samples or [SAMPLE])
-    assert validation.begin(step=1, final=False, now=0.0)
+    assert validation.begin_session(step=1, final=False, now=0.0)
     return setup, worker, validation
 
 
@@ -101,8 +101,8 @@ def scored(result: EpisodeResult) -> Finished:
 
 def play(setup: WorkerSetup, validation: Validation, answer: Callable[[HeldOut], Finished | Failed]) -> dict:
     """What the session has measured, once all of its attempts were answered so."""
-    while validation.busy:
-        validation.tick(0.0, exclusive=True)
+    while validation.is_busy:
+        validation.assign_episodes(0.0, exclusive=True)
         setup.state.persist()
         for _, message in setup.sent.take(Assign):
             setup.play(message.attempt, answer(HeldOut.of(message.attempt.uid)))
@@ -116,9 +116,9 @@ def test_a_failed_episode_is_tried_again_and_then_counts_as_nothing(tmp_path: Pa
     0 would be a prize."""
     (setup, worker, validation), tries = validating(tmp_path), Counter[str]()
 
-    def answer(which: HeldOut) -> Finished | Failed:
-        tries[which.mode] += 1
-        return BROKE if which.mode == SAMPLED else scored(EpisodeResult(reward))
+    def answer(identity: HeldOut) -> Finished | Failed:
+        tries[identity.mode] += 1
+        return BROKE if identity.mode == SAMPLED else scored(EpisodeResult(reward))
 
     metrics = play(setup, validation, answer)
     assert "the validation of step 1: 1 of 2 episodes are over" in setup.state.waits
@@ -129,21 +129,25 @@ def test_a_failed_episode_is_tried_again_and_then_counts_as_nothing(tmp_path: Pa
     assert metrics["val-core/all/sampled/mean@1"] == min(reward, 0.0)
     assert metrics["val-aux/failed"] == metrics["val-aux/samples"] == 1.0, "of one sample, both episodes"
     assert not worker.running and setup.state.held_out.audit()
-    assert setup.state.held_out.flow() == HeldOutFlow(issued=2, scored=1, failed=1)
-    assert setup.state.failed.counts == {} and setup.state.first_attempts.landed is False, "no training"
+    assert setup.state.held_out.account() == HeldOutAccount(issued=2, scored=1, failed=1)
+    assert setup.state.failed_attempts.counts == {} and setup.state.first_attempts.landed is False, (
+        "no training"
+    )
 
 
 def test_what_a_session_has_scored_is_listed_and_can_be_read(tmp_path: Path) -> None:
     """As long as the store has room for it; a session that begins anew has nothing of the one before."""
     setup, _, validation = validating(tmp_path)
     store = setup.state.store
-    validation.tick(0.0, exclusive=True)
+    validation.assign_episodes(0.0, exclusive=True)
     setup.state.persist()
     for seq, (_, message) in enumerate(setup.sent.take(Assign)):
         setup.turn(A, 2 * seq + 1, message.attempt)
         end = Finished(2 * seq + 2, message.attempt, EpisodeResult(0.5), EpisodeStats(1), answer="so be it")
-        setup.records.record(A, end if seq else replace(BROKE, seq=2, attempt=message.attempt), [], 0.0)
-    validation.tick(validation.deadline + 1, exclusive=True)
+        setup.records.process_record(
+            A, end if seq else replace(BROKE, seq=2, attempt=message.attempt), [], 0.0
+        )
+    validation.assign_episodes(validation.deadline + 1, exclusive=True)
     setup.state.persist()
     held_out = Listing.of('[["kind","=","held out"]]', "-mode", "", "")
     failed, scored = episode_page(store.read, held_out)
@@ -151,11 +155,13 @@ def test_what_a_session_has_scored_is_listed_and_can_be_read(tmp_path: Path) -> 
     assert (scored["answer"], scored["truth"], scored["state"]) == ("so be it", "1", "landed")
     assert (failed["state"], failed["reason"], failed["score"]) == ("failed", FailReason.AGENT_ERROR, None)
     assert store.read.episode(scored["uid"]).result.reward == 0.5
-    assert store.read.counts() == setup.state.buffer.counts(), "they are not counted with those of training"
+    assert store.read.counts() == setup.state.buffer.state_counts(), (
+        "they are not counted with those of training"
+    )
     assert store.read.rows("SELECT DISTINCT spare FROM frames") == [(1,)]
     assert all(store.read.frames(scored["uid"], 1, ["generated"]))
     again = session(setup)
-    again.begin(step=1, final=False, now=0.0)
+    again.begin_session(step=1, final=False, now=0.0)
     setup.state.persist()
     assert episode_page(store.read, held_out) == [] and store.read.rows("SELECT * FROM frames") == []
     assert store.read.rows("SELECT * FROM answers") == [] and setup.state.held_out.audit()
@@ -189,16 +195,16 @@ def test_success_is_what_the_threshold_says_and_the_score_stays_a_number(
 
 def test_demonstrations_are_scored_once_and_their_loss_is_of_all_tokens(tmp_path: Path) -> None:
     """Beside prompts, which are sampled as ever. Where one could not be scored there is no loss."""
-    shown = [replace(SAMPLE, given=0, data_source=source) for source in "xxyy"]
-    setup, _, validation = validating(tmp_path, *shown, SAMPLE)
+    demonstrations = [replace(SAMPLE, given=0, data_source=source) for source in "xxyy"]
+    setup, _, validation = validating(tmp_path, *demonstrations, SAMPLE)
     losses = {0: (1.0, 15), 1: (4.0, 5), 2: (2.0, 5)}
     modes: list[str] = []
 
-    def answer(which: HeldOut) -> Finished | Failed:
-        modes.append(which.mode)
-        nll, tokens = losses.get(which.row, (0.0, 0))
+    def answer(identity: HeldOut) -> Finished | Failed:
+        modes.append(identity.mode)
+        nll, tokens = losses.get(identity.row, (0.0, 0))
         end = scored(EpisodeResult(0.0, tokens, components={"nll": nll} if tokens else {}))
-        return replace(BROKE, reason=FailReason.ENGINE_ERROR) if which.row == 3 else end
+        return replace(BROKE, reason=FailReason.ENGINE_ERROR) if identity.row == 3 else end
 
     metrics = play(setup, validation, answer)
     assert sorted(set(modes)) == ["greedy", "sampled", "scored"] and modes.count("greedy") == 1
@@ -213,12 +219,12 @@ def test_demonstrations_are_scored_once_and_their_loss_is_of_all_tokens(tmp_path
 def test_an_assignment_that_was_lost_is_issued_again_after_a_lease(tmp_path: Path) -> None:
     """The last ones: no later one tells the worker that something is missing."""
     setup, _, validation = validating(tmp_path)
-    validation.tick(0.0, exclusive=True)
+    validation.assign_episodes(0.0, exclusive=True)
     lost = {message.attempt.uid for _, message in setup.sent.take(Assign)}
     for now, again in ((1.0, set[str]()), (31.0, set()), (32.0, lost)):
         setup.beat(A, Heartbeat(0, (), 0, 0, 0), now)
         for _ in range(2):
-            validation.tick(now, exclusive=True)
+            validation.assign_episodes(now, exclusive=True)
         sent = [message.attempt for _, message in setup.sent.take(Assign)]
         assert {attempt.uid for attempt in sent} == again and all(attempt.attempt for attempt in sent)
 
@@ -226,31 +232,31 @@ def test_an_assignment_that_was_lost_is_issued_again_after_a_lease(tmp_path: Pat
 def test_episodes_of_a_lost_worker_go_on_from_their_durable_turns(tmp_path: Path) -> None:
     """It is back at once: what it was given before is fenced, and takes none of its slots."""
     setup, worker, validation = validating(tmp_path)
-    validation.tick(0.0, exclusive=True)
+    validation.assign_episodes(0.0, exclusive=True)
     before = [message.attempt for _, message in setup.sent.take(Assign)]
     setup.turn(A, 1, before[0])
-    setup.handler.peers.lose(A, "silent", 0.0)
+    setup.handler.peers.remove_process(A, "silent", 0.0)
     setup.join(A)
     (again,) = setup.handler.peers
     for seq, attempt in enumerate(before, 1):
         setup.finish(A, seq, attempt)
     assert [message.attempt for _, message in setup.sent.take(Fenced)] == before
-    validation.tick(0.0, exclusive=True)
+    validation.assign_episodes(0.0, exclusive=True)
     again.eval_version = worker.eval_version
-    validation.tick(0.0, exclusive=True)
+    validation.assign_episodes(0.0, exclusive=True)
     after = [message.attempt for _, message in setup.sent.take(Assign)]
     assert {(a.uid, a.attempt + 1) for a in before} == {(a.uid, a.attempt) for a in after}
     assert [episode.turns for episode in setup.state.held_out.episodes.values()] == [1, 0]
-    assert len(again.running) == len(after) and again.free == again.hello.slots - len(after)
+    assert len(again.running) == len(after) and again.free_slots == again.hello.slots - len(after)
 
 
 def test_who_failed_and_cannot_be_tried_again_in_time_counts_as_failed(tmp_path: Path) -> None:
     """One slow failure must not cost the whole report."""
     setup, _, validation = validating(tmp_path)
-    validation.tick(0.0, exclusive=True)
+    validation.assign_episodes(0.0, exclusive=True)
     for _, message in setup.sent.take(Assign):
         setup.play(message.attempt, BROKE)
-    validation.tick(validation.deadline + 1, exclusive=True)
+    validation.assign_episodes(validation.deadline + 1, exclusive=True)
     ((_, metrics),) = validation.results
     assert metrics["val-core/all/greedy/mean@1"] == 0.0 and metrics["val-aux/failed"] == 2.0
 
@@ -261,15 +267,15 @@ def test_a_session_that_a_restart_cut_short_begins_again(tmp_path: Path) -> None
     ref = setup.state.versions.ref
     setup.state.versions.ref = None  # a newer one by now, or not known yet
     after = session(setup)
-    after.resume(0.0, over=False)
+    after.resume_session(0.0, training_over=False)
     assert after.session is not None and before.session is not None
     assert (after.session.step, after.session.ref) == (1, ref) and after.session == before.session
     assert [episode.uid for episode in after.episodes.waiting] == ["val1/sampled/0", "val1/greedy/0"]
-    after.tick(after.deadline + 1, exclusive=True)  # ended, however
+    after.assign_episodes(after.deadline + 1, exclusive=True)  # ended, however
     setup.state.persist()
     again = session(setup)
-    again.resume(0.0, over=False)
-    assert not again.busy
+    again.resume_session(0.0, training_over=False)
+    assert not again.is_busy
 
 
 def test_a_session_whose_weights_are_gone_is_done_with_the_newest(tmp_path: Path) -> None:
@@ -278,38 +284,38 @@ def test_a_session_whose_weights_are_gone_is_done_with_the_newest(tmp_path: Path
     training.publish(5)
     setup.state.versions.ref = training.ref(0)
     before = session(setup)
-    assert before.begin(step=1, final=False, now=0.0)
+    assert before.begin_session(step=1, final=False, now=0.0)
     setup.state.persist()
-    before._held.close()  # as when its process ends
+    before._session_resources.close()  # as when its process ends
     disk.prune(training.directory, keep=1)
     setup.state.versions.ref = training.ref(4)
     setup.state.buffer.committed = 5
     after = session(setup)
-    after.resume(0.0, over=False)
+    after.resume_session(0.0, training_over=False)
     assert after.session is not None and (after.session.step, after.session.ref) == (5, training.ref(4))
 
 
 def test_a_session_that_no_weights_are_left_for_has_failed_and_the_account_says_so(tmp_path: Path) -> None:
     setup, _, validation = validating(tmp_path)
-    validation.tick(0.0, exclusive=True)
+    validation.assign_episodes(0.0, exclusive=True)
     uids = [message.attempt.uid for _, message in setup.sent.take(Assign)]
     setup.play(Attempt(uids[0], 0), Finished(0, Attempt(uids[0], 0), EpisodeResult(1.0), EpisodeStats(1)))
     setup.state.persist()
-    validation._held.close()
+    validation._session_resources.close()
     assert setup.state.versions.ref is not None
     disk.delete_version(setup.state.versions.ref)
     held_out = setup.state.held_out
-    held_out.restore()  # as the next coordinator does
-    assert held_out.flow() == HeldOutFlow(issued=2, scored=1, in_flight=1) and held_out.audit()
-    del held_out.over[uids[0]]
+    held_out.restore_episodes()  # as the next coordinator does
+    assert held_out.account() == HeldOutAccount(issued=2, scored=1, in_flight=1) and held_out.audit()
+    del held_out.results[uids[0]]
     assert not held_out.audit(), "what the store has is compared"
-    held_out.restore()
+    held_out.restore_episodes()
     after = Validation(setup.state, setup.handler, setup.engines, [SAMPLE])
-    after.resume(0.0, over=False)
+    after.resume_session(0.0, training_over=False)
     setup.state.persist()
-    assert not after.busy and held_out.flow() == HeldOutFlow(issued=2, scored=1, failed=1)
-    assert held_out.audit() and held_out.over.keys() == {*uids}
-    assert after._stored() is None
+    assert not after.is_busy and held_out.account() == HeldOutAccount(issued=2, scored=1, failed=1)
+    assert held_out.audit() and held_out.results.keys() == {*uids}
+    assert after._stored_session() is None
 
 
 def test_rounds_that_are_begun_anew_are_no_failures(tmp_path: Path) -> None:
@@ -317,29 +323,29 @@ def test_rounds_that_are_begun_anew_are_no_failures(tmp_path: Path) -> None:
     held_out = setup.state.held_out
     for step in (3, 3, 6):  # under other settings, then of another step
         uids = [HeldOut(step, mode, 0).uid for mode in (SAMPLED, GREEDY)]
-        held_out.begin(uid_prefix(step), uids, again=False)
+        held_out.begin_session(uid_prefix(step), uids, continues=False)
         setup.state.persist()
-    held_out.restore()
-    flow = HeldOutFlow(issued=8, in_flight=2, begun_anew=6)
-    assert held_out.flow() == flow and flow.conserved and held_out.audit()
+    held_out.restore_episodes()
+    flow = HeldOutAccount(issued=8, in_flight=2, begun_anew=6)
+    assert held_out.account() == flow and flow.conserved and held_out.audit()
     assert notes({"held_out": asdict(flow)}) == [
         "held out: 8 issued = 0 scored + 0 failed + 2 in flight + 6 begun anew"
     ]
-    held_out.end()
-    assert held_out.flow() == HeldOutFlow(issued=8, failed=2, begun_anew=6)
+    held_out.end_session()
+    assert held_out.account() == HeldOutAccount(issued=8, failed=2, begun_anew=6)
 
 
 def test_an_engine_that_refuses_the_version_is_asked_again_after_a_while(tmp_path: Path) -> None:
     setup, worker, validation = validating(tmp_path)
     worker.eval_version = None
-    asked = []
+    request_times = []
     for tenth in range(600, 650):
         now = tenth / 10
-        validation.tick(now, exclusive=False)
+        validation.assign_episodes(now, exclusive=False)
         for _, message in setup.sent.take(LoadWeights):
-            asked.append(now)
-            validation.loaded(A, Loaded(message.ref, "eval", "", 0.1, "refused"), now)
-    assert 1 <= len(asked) <= 5  # in five seconds
+            request_times.append(now)
+            validation.confirm_load(A, Loaded(message.ref, "eval", "", 0.1, "refused"), now)
+    assert 1 <= len(request_times) <= 5  # in five seconds
 
 
 def test_the_last_validation_is_left_to_the_end_of_the_run(tmp_path: Path) -> None:
@@ -347,35 +353,35 @@ def test_the_last_validation_is_left_to_the_end_of_the_run(tmp_path: Path) -> No
     setup.state.persist()
     setup.state.buffer.committed = 1
     after = session(setup)
-    after.resume(0.0, over=True)
-    assert not after.busy
+    after.resume_session(0.0, training_over=True)
+    assert not after.is_busy
 
 
 def test_a_session_that_was_cut_short_goes_on_with_what_is_left(tmp_path: Path) -> None:
     """By a coordinator that is started again; under other settings it begins anew."""
     setup, worker, validation = validating(tmp_path, SAMPLE, SAMPLE, SAMPLE)
     first_version = worker.eval_version
-    validation.tick(0.0, exclusive=True)
+    validation.assign_episodes(0.0, exclusive=True)
     first = {message.attempt.uid: message for _, message in setup.sent.take(Assign)}
     assert len(first) == 6
     over = {"val1/sampled/0": 4, "val1/greedy/2": 5}
     for seq, (uid, version) in enumerate(over.items()):
         turn = Generated(2 * seq + 1, first[uid].attempt, 0)
-        setup.records.record(A, turn, [turn_payload(0, version)], 0.0)
+        setup.records.process_record(A, turn, [turn_payload(0, version)], 0.0)
         setup.finish(A, 2 * seq + 2, first[uid].attempt)
     setup.turn(A, 5, first["val1/sampled/1"].attempt)
     setup.state.persist()
 
     def again(peer: bytes) -> tuple[Validation, dict[str, Assign]]:
         setup.join(peer)
-        setup.state.held_out.restore()
+        setup.state.held_out.restore_episodes()
         setup.handler.reissue_orphans(0.0)
-        other = session(setup, 3 * [SAMPLE])
-        other.resume(now=0.0, over=False)
+        next_session = session(setup, 3 * [SAMPLE])
+        next_session.resume_session(now=0.0, training_over=False)
         (worker,) = setup.handler.peers
         worker.eval_version = first_version
-        other.tick(0.0, exclusive=True)
-        return other, {message.attempt.uid: message for _, message in setup.sent.take(Assign)}
+        next_session.assign_episodes(0.0, exclusive=True)
+        return next_session, {message.attempt.uid: message for _, message in setup.sent.take(Assign)}
 
     resumed, left = again(B)
     assert left.keys() == first.keys() - over.keys()
@@ -387,8 +393,8 @@ def test_a_session_that_was_cut_short_goes_on_with_what_is_left(tmp_path: Path) 
         if not episodes[message.attempt.uid].turns:
             setup.turn(B, seq := seq + 1, message.attempt)
         end = Finished(seq := seq + 1, message.attempt, EpisodeResult(0.0), EpisodeStats(1))
-        setup.records.record(B, end, [], 0.0)
-    resumed.tick(0.0, exclusive=True)
+        setup.records.process_record(B, end, [], 0.0)
+    resumed.assign_episodes(0.0, exclusive=True)
     ((_, metrics),) = resumed.results
     assert metrics["val-core/all/sampled/success"] == metrics["val-core/all/greedy/success"] == 1 / 3
     assert (metrics["val-aux/policy_version_min"], metrics["val-aux/policy_version"]) == (0.0, 5.0)

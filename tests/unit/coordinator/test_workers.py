@@ -77,38 +77,38 @@ class WorkerSetup:
         self.resume()
 
     def resume(self) -> None:
-        reports = SimpleNamespace(on_turn=lambda tokens: None, on_landed=self.landed.append)
+        reports = SimpleNamespace(count_turn=lambda tokens: None, note_landed=self.landed.append)
         self.records = RecordHandler(self.state, self.handler, reports)  # type: ignore[arg-type]
 
     def join(self, peer: bytes, index: int = 0, slots: int = 8) -> None:
         incarnation = peer.decode().rpartition("/")[2]
-        self.handler.hello(peer, WorkerHello(index, incarnation, slots, pid=1), 0.0)
+        self.handler.welcome_worker(peer, WorkerHello(index, incarnation, slots, pid=1), 0.0)
 
     def beat(self, peer: bytes, beat: Heartbeat, now: float) -> None:
-        self.handler.peers.heard(peer, now)
-        self.handler.heartbeat(peer, beat, now)
+        self.handler.peers.note_contact(peer, now)
+        self.handler.note_heartbeat(peer, beat, now)
 
     def tick(self, now: float = 0.0) -> list[tuple[bytes, Attempt]]:
         """What is assigned to whom."""
-        self.engines.tick(now)
-        self.handler.tick(now)
+        self.engines.push_versions(now)
+        self.handler.assign_pending(now)
         return [(peer, message.attempt) for peer, message in self.sent.take(Assign)]
 
     def turn(self, peer: bytes, seq: int, attempt: Attempt, turn: int = 0) -> None:
-        self.records.record(peer, Generated(seq, attempt, turn), [turn_payload(turn)], 0.0)
+        self.records.process_record(peer, Generated(seq, attempt, turn), [turn_payload(turn)], 0.0)
 
     def finish(self, peer: bytes, seq: int, attempt: Attempt, turns: int = 1) -> None:
         end = Finished(seq, attempt, EpisodeResult(1.0), EpisodeStats(turns))
-        self.records.record(peer, end, [], 0.0)
+        self.records.process_record(peer, end, [], 0.0)
 
     def play(self, attempt: Attempt, end: Finished | Failed, peer: bytes = A) -> None:
         """Its turns, where it has finished, and its end, as the next records of the worker."""
         worker = self.handler.peers.get(peer)
         assert worker is not None
         for turn in range(end.stats.turns if isinstance(end, Finished) else 0):
-            self.turn(peer, worker.seq + 1, attempt, turn)
-        end = msgspec.structs.replace(end, seq=worker.seq + 1, attempt=attempt)
-        self.records.record(peer, end, [], 0.0)
+            self.turn(peer, worker.last_record + 1, attempt, turn)
+        end = msgspec.structs.replace(end, seq=worker.last_record + 1, attempt=attempt)
+        self.records.process_record(peer, end, [], 0.0)
 
     def acks(self) -> list[int]:
         self.records.queue_acks()
@@ -144,30 +144,32 @@ def test_many_episodes_are_assigned_over_several_turns_of_the_loop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Messages must not wait for all of them. The order of the groups and the balance stay."""
-    monkeypatch.setattr("asyncrl.coordinator.workers.MOST_ASSIGNED", 3)
+    monkeypatch.setattr("asyncrl.coordinator.workers.MAX_ASSIGNED", 3)
     setup = WorkerSetup(tmp_path)
     setup.join(A, 0), setup.join(B, 1)
     admit(setup.state.buffer, 3)
-    given = []
+    assigned_counts = []
     more = []
     for _ in range(4):
-        given.append([(peer, attempt.uid) for peer, attempt in setup.tick()])
-        more.append(setup.handler.more)
+        assigned_counts.append([(peer, attempt.uid) for peer, attempt in setup.tick()])
+        more.append(setup.handler.work_left)
     uids = [f"{group}.{member}" for group in range(4) for member in range(2)]
-    assert [uid for turn in given for _, uid in turn] == uids and [len(turn) for turn in given] == [
+    assert [uid for turn in assigned_counts for _, uid in turn] == uids and [
+        len(turn) for turn in assigned_counts
+    ] == [
         3,
         3,
         2,
         0,
     ]
     assert more == [True, True, False, False]
-    assert [peer for turn in given for peer, _ in turn] == [A, B] * 4
+    assert [peer for turn in assigned_counts for peer, _ in turn] == [A, B] * 4
 
 
 def test_failed_attempts_are_counted_though_the_next_one_lands(setup: WorkerSetup) -> None:
     (_, first), _ = setup.tick()
     cause = "KeyError: 'b' (bad.py:41)"
-    setup.records.record(A, Failed(1, first, FailReason.REWARD_ERROR, cause), [], 0.0)
+    setup.records.process_record(A, Failed(1, first, FailReason.REWARD_ERROR, cause), [], 0.0)
     again = {attempt.uid: attempt for _, attempt in setup.tick()}[first.uid]
     setup.turn(A, 2, again)
     setup.finish(A, 3, again)
@@ -175,13 +177,15 @@ def test_failed_attempts_are_counted_though_the_next_one_lands(setup: WorkerSetu
     log.parent.mkdir()
     began = "1:00 INFO asyncrl.launch: rollout-0 starts, pid 7, incarnation {}\n".format
     log.write_text(began(A.decode().rpartition("/")[2]) + "Killed: too much memory\n" + began("later"))
-    setup.handler.peers.lose(A, "killed", 0.0)
+    setup.handler.peers.remove_process(A, "killed", 0.0)
     state = setup.state
     lost = "worker 0 in step 1 (killed): Killed: too much memory"
-    assert state.failed == FailedAttempts({"reward_error": 1, "worker_lost": 1}, cause, lost)
+    assert state.failed_attempts == FailedAttempts({"reward_error": 1, "worker_lost": 1}, cause, lost)
     assert [episode.uid for episode in setup.landed] == [first.uid]
     state.store.commit()
-    assert FailedAttempts.stored(state.store) == state.failed, "a restarted coordinator goes on counting"
+    assert FailedAttempts.load_from(state.store) == state.failed_attempts, (
+        "a restarted coordinator goes on counting"
+    )
 
 
 def test_first_attempts_are_judged_until_one_lands(setup: WorkerSetup) -> None:
@@ -190,17 +194,17 @@ def test_first_attempts_are_judged_until_one_lands(setup: WorkerSetup) -> None:
     for _ in range(100):  # groups of failing attempts follow each other
         for _, attempt in setup.tick():
             seq += 1
-            setup.records.record(A, Failed(seq, attempt, FailReason.TOOL_ERROR, "no"), [], 0.0)
+            setup.records.process_record(A, Failed(seq, attempt, FailReason.TOOL_ERROR, "no"), [], 0.0)
         if state.buffer.waiting == 0:
             admit(state.buffer, 1)
-    assert state.futile() == (
+    assert state.futile_reason() == (
         f"the first {seq} attempts (samples: 1) all failed with tool_error: no; "
         "mend that, then go on with resume=auto"
     )
     (_, first), *_ = setup.tick()
     setup.turn(A, seq + 1, first)
     setup.finish(A, seq + 2, first)
-    assert state.first_attempts.landed and state.futile() == ""
+    assert state.first_attempts.landed and state.futile_reason() == ""
 
 
 def test_a_silent_worker_loses_its_episodes_and_is_fenced_when_it_returns(setup: WorkerSetup) -> None:
@@ -222,7 +226,7 @@ def test_a_hello_that_its_acks_have_overtaken_stops_no_record(setup: WorkerSetup
     (_, first), _ = setup.tick()
     setup.turn(A, 1, first)
     assert setup.acks() == [1]
-    setup.handler.peers.lose(A, "silent", 31.0)
+    setup.handler.peers.remove_process(A, "silent", 31.0)
     setup.join(A)  # said before the ack arrived
     again = {attempt.uid: attempt for _, attempt in setup.tick()}[first.uid]
     setup.turn(A, 2, again, turn=1)
@@ -234,26 +238,28 @@ def test_a_hello_that_its_acks_have_overtaken_stops_no_record(setup: WorkerSetup
 
 def test_a_dead_workers_late_hello_does_not_replace_its_successor(setup: WorkerSetup) -> None:
     setup.state.launch = "l"
-    late = b"rollout/0/l.2"
+    late_peer = b"rollout/0/l.2"
     living = b"rollout/0/l.10"
     setup.join(living), setup.tick()
-    setup.join(late)
-    assert setup.sent.take(Stop) == [(late, Stop("another process has taken its place"))]
-    assert [(one.peer, len(one.running)) for one in setup.handler.peers] == [(living, 2)]
+    setup.join(late_peer)
+    assert setup.sent.take(Stop) == [(late_peer, Stop("another process has taken its place"))]
+    assert [(worker.peer, len(worker.running)) for worker in setup.handler.peers] == [(living, 2)]
     setup.join(b"rollout/0/l.11")
-    assert [one.peer for one in setup.handler.peers] == [b"rollout/0/l.11"]
+    assert [worker.peer for worker in setup.handler.peers] == [b"rollout/0/l.11"]
 
 
 def test_a_continued_episode_has_what_is_left_of_its_time(setup: WorkerSetup) -> None:
     (_, first), _ = setup.tick()
-    setup.records.record(A, Generated(1, first, 0, 7.5), [turn_payload()], 0.0)
+    setup.records.process_record(A, Generated(1, first, 0, 7.5), [turn_payload()], 0.0)
     setup.join(B, index=1)
     setup.beat(B, Heartbeat(0, (), 0, 0, 0), now=31.0)
-    setup.handler.tick(31.0)
-    taken = {message.attempt.uid: message.seconds for peer, message in setup.sent.take(Assign) if peer == B}
-    assert taken == {first.uid: 7.5, "0.1": 0.0}
+    setup.handler.assign_pending(31.0)
+    seconds_by_uid = {
+        message.attempt.uid: message.seconds for peer, message in setup.sent.take(Assign) if peer == B
+    }
+    assert seconds_by_uid == {first.uid: 7.5, "0.1": 0.0}
     again = setup.state.buffer.episodes[first.uid]
-    setup.records.record(B, Failed(1, Attempt(first.uid, 1), FailReason.REWARD_ERROR, ""), [], 31.0)
+    setup.records.process_record(B, Failed(1, Attempt(first.uid, 1), FailReason.REWARD_ERROR, ""), [], 31.0)
     assert (again.attempt, again.turns, again.seconds) == (2, 0, 0.0)  # starts again from the prompt
 
 
@@ -262,7 +268,7 @@ def test_no_lease_expires_while_the_coordinator_did_not_run(setup: WorkerSetup) 
     (_, first), _ = setup.tick()
     setup.handler.extend_leases(60.0, 60.0)
     setup.beat(A, Heartbeat(0, (), 0, 0, 0), now=60.0)
-    setup.handler.tick(60.0)
+    setup.handler.assign_pending(60.0)
     assert setup.handler.peers.get(A) and setup.state_of(first.uid) == (State.RUNNING, 0)
 
 
@@ -282,7 +288,7 @@ def beats(setup: WorkerSetup, leaving: bool = False) -> None:
 
 def leaves(setup: WorkerSetup) -> None:
     setup.handler.note_leaving(A)
-    setup.handler.peers.lose(A, "it leaves", 1.0)
+    setup.handler.peers.remove_process(A, "it leaves", 1.0)
 
 
 def stops(setup: WorkerSetup, act: Callable[[], None]) -> None:
@@ -299,12 +305,12 @@ def loses_its_server(setup: WorkerSetup) -> None:
     ("end", "lost"),
     [
         (beats, 2),
-        (lambda setup: setup.handler.peers.lose(A, "silent", 1.0), 2),
+        (lambda setup: setup.handler.peers.remove_process(A, "silent", 1.0), 2),
         (loses_its_server, 2),
         (lambda setup: beats(setup, leaving=True), 0),
         (leaves, 0),
         (lambda setup: stops(setup, lambda: beats(setup)), 0),
-        (lambda setup: stops(setup, lambda: setup.handler.peers.lose(A, "silent", 1.0)), 0),
+        (lambda setup: stops(setup, lambda: setup.handler.peers.remove_process(A, "silent", 1.0)), 0),
         (lambda setup: stops(setup, lambda: loses_its_server(setup)), 0),
     ],
     ids=["dropped", "silent", "no server", "dropped by a signal", "leaves", *[f"stop {n}" for n in range(3)]],
@@ -317,9 +323,11 @@ def test_a_stop_that_was_asked_for_is_no_loss(
     assert len(setup.tick()) == 2
     end(setup)
     assert setup.state.buffer.waiting == 2
-    assert sum(setup.state.failed.counts.values()) == lost
+    assert sum(setup.state.failed_attempts.counts.values()) == lost
     worker = setup.handler.peers.get(A)
-    assert worker is None or worker.free == (0 if worker.leaving else 8), "one that leaves is given nothing"
+    assert worker is None or worker.free_slots == (0 if worker.leaving else 8), (
+        "one that leaves is given nothing"
+    )
 
 
 def test_an_assignment_is_not_lost_while_its_worker_could_not_read_it(setup: WorkerSetup) -> None:
@@ -339,19 +347,19 @@ def test_a_held_attempt_that_is_not_current_is_cancelled(setup: WorkerSetup) -> 
 
 def test_a_side_turn_has_no_part_in_staleness_and_sizes(setup: WorkerSetup) -> None:
     (_, first), _ = setup.tick()
-    setup.state.versions.publish(WeightsRef(PolicyVersion(1, 5), "somewhere"))
+    setup.state.versions.set_newest(WeightsRef(PolicyVersion(1, 5), "somewhere"))
     side = turn_payload(untrained=True)
-    setup.records.record(A, Generated(1, first, 0), [side], 0.0)
+    setup.records.process_record(A, Generated(1, first, 0), [side], 0.0)
     buffer = setup.state.buffer
     episode = buffer.episodes[first.uid]
     age = buffer.waiting_tokens.quantile(0.5, 9.0)
     assert (episode.oldest, episode.tokens, age) == (-1, 0, math.inf)
-    setup.records.record(A, Generated(2, first, 1), [turn_payload(1, 3, row=1)], 0.0)
-    assert (episode.oldest, episode.newest, episode.floor) == (3, 3, 0)
+    setup.records.process_record(A, Generated(2, first, 1), [turn_payload(1, 3, row=1)], 0.0)
+    assert (episode.oldest, episode.newest, episode.oldest_possible_version) == (3, 3, 0)
     assert (episode.tokens, episode.untrained_tokens, episode.sampled) == (20, 20, 20)
     end = Finished(3, first, EpisodeResult(1.0, 10), EpisodeStats(1, untrained_turns=1, longest_row=20))
-    setup.records.record(A, end, [], 0.0)
-    assert setup.state_of(first.uid) == (State.LANDED, 0) and episode.floor == 3
+    setup.records.process_record(A, end, [], 0.0)
+    assert setup.state_of(first.uid) == (State.LANDED, 0) and episode.oldest_possible_version == 3
 
 
 @pytest.mark.parametrize(
@@ -382,7 +390,7 @@ def test_an_end_that_cannot_be_fails_the_episode_and_nothing_else(
     setup.turn(A, 1, first)
     with caplog.at_level("INFO"):
         end = Finished(2, first, result, EpisodeStats(**{"turns": 1} | stats))
-        setup.records.record(A, end, [], 0.0)
+        setup.records.process_record(A, end, [], 0.0)
     assert error in caplog.text
     setup.turn(A, 3, second)
     setup.finish(A, 4, second)
@@ -424,7 +432,7 @@ def test_a_turn_that_cannot_be_trained_is_never_taken_in(
     """It would end the trainer at every start, as its plan is repeated."""
     (_, first), _ = setup.tick()
     setup.state.vocabulary = 100
-    setup.records.record(A, Generated(1, first, 0), [payload], 0.0)
+    setup.records.process_record(A, Generated(1, first, 0), [payload], 0.0)
     assert error in caplog.text
     assert setup.state.buffer.episodes[first.uid].turns == 0 and setup.state_of(first.uid)[1] == 1
     assert [message.attempt for _, message in setup.sent.take(Fenced)] == [first]
@@ -447,7 +455,7 @@ def test_an_episode_may_end_that_began_with_a_larger_limit(setup: WorkerSetup) -
     setup.state.config = msgspec.structs.replace(setup.state.config, rollout=rollout)
     setup.resume()
     end = Finished(2, first, EpisodeResult(1.0, tokens=10), EpisodeStats(1, longest_row=20, prompt=10))
-    setup.records.record(A, end, [], 0.0)
+    setup.records.process_record(A, end, [], 0.0)
     assert setup.state_of(first.uid) == (State.LANDED, 0)
 
 
@@ -468,7 +476,7 @@ def test_what_an_episode_left_for_its_reward_is_kept(
     (_, first), _ = setup.tick()
     setup.turn(A, 1, first)
     end = Finished(2, first, EpisodeResult(1.0), EpisodeStats(1))
-    setup.records.record(A, end, [payload], 0.0)
+    setup.records.process_record(A, end, [payload], 0.0)
     setup.state.persist()
     assert setup.state_of(first.uid)[0] is state
     if state is State.LANDED:
@@ -482,14 +490,14 @@ REPLY = msgspec.msgpack.encode(TurnReply())
 def test_replies_that_fit_no_turn_are_never_taken_in(setup: WorkerSetup, turn: int, payload: bytes) -> None:
     (_, first), _ = setup.tick()
     setup.turn(A, 1, first)
-    setup.records.record(A, Replied(2, first, turn), [payload], 0.0)
+    setup.records.process_record(A, Replied(2, first, turn), [payload], 0.0)
     setup.state.persist()
     assert setup.state_of(first.uid) == (State.PENDING, 1)
 
 
 def test_a_version_that_was_never_pushed_quarantines_the_worker(setup: WorkerSetup) -> None:
     (_, first), _ = setup.tick()
-    setup.records.record(A, Generated(1, first, 0), [turn_payload(version=99)], 0.0)
+    setup.records.process_record(A, Generated(1, first, 0), [turn_payload(version=99)], 0.0)
     assert setup.engines.quarantined(A) and setup.handler.free_slots == 0
     assert setup.state_of(first.uid)[0] is State.PENDING
 
@@ -497,11 +505,11 @@ def test_a_version_that_was_never_pushed_quarantines_the_worker(setup: WorkerSet
 def test_engines_must_agree_on_a_version(setup: WorkerSetup) -> None:
     setup.join(B, index=1)
     ref = WeightsRef(PolicyVersion(1, 1), "somewhere")
-    setup.state.versions.publish(ref)
+    setup.state.versions.set_newest(ref)
     setup.tick()
     assert {peer for peer, _ in setup.sent.take(LoadWeights)} == {A, B}
-    setup.engines.loaded(A, Loaded(ref, "train", "sum", 0.1), 0.0)
-    setup.engines.loaded(B, Loaded(ref, "train", "other", 0.1), 0.0)
+    setup.engines.confirm_load(A, Loaded(ref, "train", "sum", 0.1), 0.0)
+    setup.engines.confirm_load(B, Loaded(ref, "train", "other", 0.1), 0.0)
     assert [setup.state.versions.engines[peer].acked.step for peer in (A, B)] == [1, 0]
     assert [setup.engines.quarantined(peer) for peer in (A, B)] == [False, True]
 
@@ -515,11 +523,11 @@ def test_a_hello_out_of_silence_is_sent_what_its_engine_lacks(
     setup: WorkerSetup, says: int, acked: int, again: bool
 ) -> None:
     """A worker says hello after 5 s in which the coordinator had nothing to say, as in each long turn."""
-    setup.state.versions.publish(WeightsRef(PolicyVersion(1, 3), "somewhere"))
+    setup.state.versions.set_newest(WeightsRef(PolicyVersion(1, 3), "somewhere"))
     setup.tick()
     assert [peer for peer, _ in setup.sent.take(LoadWeights)] == [A]
     setup.state.versions.engines[A].acked = PolicyVersion(1, acked)
-    setup.handler.hello(A, WorkerHello(0, "a", 8, 1, 0, PolicyVersion(1, says)), 1.0)
+    setup.handler.welcome_worker(A, WorkerHello(0, "a", 8, 1, 0, PolicyVersion(1, says)), 1.0)
     setup.tick(1.0)
     assert [peer for peer, _ in setup.sent.take(LoadWeights)] == [A] * again
 
@@ -527,20 +535,20 @@ def test_a_hello_out_of_silence_is_sent_what_its_engine_lacks(
 def test_a_probe_that_the_trainer_repeats_is_not_compared_again(setup: WorkerSetup) -> None:
     """A rank repeats its newest one when the coordinator welcomes it, which is after each quiet time."""
     ref = WeightsRef(PolicyVersion(1, 3), "somewhere")
-    setup.state.versions.publish(ref)
+    setup.state.versions.set_newest(ref)
     probed = Probed(ref.version, Probe((1, 2), (-1.0,)))
-    found = []
+    probes = []
     for now in (0.0, 1.0, 2.0):
-        setup.state.versions.take_probe(probed, now)
+        setup.state.versions.add_probe(probed, now)
         setup.tick(now)
-        found += [message.probe for _, message in setup.sent.take(LoadWeights)]
-        setup.engines.loaded(A, Loaded(ref, "train", "sum", 0.1, probe_tokens=1), now)
-    assert found == [probed.probe]
+        probes += [message.probe for _, message in setup.sent.take(LoadWeights)]
+        setup.engines.confirm_load(A, Loaded(ref, "train", "sum", 0.1, probe_tokens=1), now)
+    assert probes == [probed.probe]
 
 
 def test_an_assignment_says_how_old_the_weights_of_its_turns_may_be(setup: WorkerSetup) -> None:
     setup.state.versions.engines[A].acked = PolicyVersion(1, 3)
-    setup.handler.tick(0.0)
+    setup.handler.assign_pending(0.0)
     assert [message.oldest for _, message in setup.sent.take(Assign)] == [3, 3]
     assert {episode.bound for episode in setup.state.buffer.episodes.values()} == {3}
 
@@ -548,12 +556,12 @@ def test_an_assignment_says_how_old_the_weights_of_its_turns_may_be(setup: Worke
 def test_without_its_greedy_episode_a_group_is_cancelled_wherever_it_runs(tmp_path: Path) -> None:
     setup = WorkerSetup(tmp_path, greedy=True)
     setup.join(A, slots=2), setup.join(B, index=1, slots=2)
-    held = {attempt.uid: (peer, attempt) for peer, attempt in setup.tick()}
-    peer, greedy = held.pop("0.2")
-    setup.records.record(peer, Failed(1, greedy, FailReason.PROMPT_TOO_LONG, ""), [], 0.0)
-    assert sorted((to, m.attempt) for to, m in setup.sent.take(Cancel)) == sorted(held.values())
+    assigned_attempts = {attempt.uid: (peer, attempt) for peer, attempt in setup.tick()}
+    peer, greedy = assigned_attempts.pop("0.2")
+    setup.records.process_record(peer, Failed(1, greedy, FailReason.PROMPT_TOO_LONG, ""), [], 0.0)
+    assert sorted((to, m.attempt) for to, m in setup.sent.take(Cancel)) == sorted(assigned_attempts.values())
     assert setup.handler.free_slots == 4 and not setup.state.buffer.live
-    left, attempt = held["0.0"]
+    left, attempt = assigned_attempts["0.0"]
     setup.turn(left, 2 if left == peer else 1, attempt)  # written before the word arrived
     assert [message.attempt for _, message in setup.sent.take(Fenced)] == [attempt]
 
@@ -567,6 +575,6 @@ def test_a_lost_worker_may_hold_a_greedy_episode_and_the_group_it_takes_along(tm
     worker.running = dict(reversed(worker.running.items()))  # the greedy one is the first to be given up
     for episode in setup.state.buffer.episodes.values():
         episode.losses = MAX_LOSSES
-    setup.handler.peers.lose(A, "gone", 0.0)
-    flow = setup.state.buffer.flow()
+    setup.handler.peers.remove_process(A, "gone", 0.0)
+    flow = setup.state.buffer.account()
     assert flow.conserved and (flow.failed, flow.dropped) == (1, 2)

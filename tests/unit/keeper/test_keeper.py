@@ -61,10 +61,10 @@ class Server:
         self.api = self
 
     async def label(self) -> str:
-        found = self.labels.pop(0)
-        if isinstance(found, Exception):
-            raise found
-        return found
+        current_label = self.labels.pop(0)
+        if isinstance(current_label, Exception):
+            raise current_label
+        return current_label
 
     async def kv_use(self) -> float | None:
         return len(self.labels) / 10
@@ -125,7 +125,7 @@ async def keeper_of(directory: Path, url: str, shifts: bool = False) -> AsyncIte
     try:
         yield keeper
     finally:
-        await keeper._leave([])
+        await keeper._shut_down([])
 
 
 def answering(script: Script, **state: Any) -> None:
@@ -160,7 +160,7 @@ async def test_what_a_load_left_whose_keeper_died_is_no_version(
     """A new keeper of such a server finds it paused, with the label of the version before."""
     async with scripted() as script, keeper_of(tmp_path, script.url) as keeper:
         answering(script, paused=paused, label="e1-v1")
-        server = await keeper._start()
+        server = await keeper._start_server()
         assert server.model.weight_version == await server.api.weight_label() == label
         paths = [path for path, _, _ in script.asked]
         if paused:  # before anything samples
@@ -182,8 +182,8 @@ async def test_a_server_whose_loader_cannot_be_made_is_disconnected(tmp_path: Pa
 
 def report(*answers: Loaded) -> Callable[[Keeper, ServerVersions], Awaitable[Any]]:
     async def act(keeper: Keeper, versions: ServerVersions) -> None:
-        with patch.object(versions, "_loads", Answers(answers)), suppress(asyncio.CancelledError):
-            await keeper._load(versions)
+        with patch.object(versions, "_weight_loader", Answers(answers)), suppress(asyncio.CancelledError):
+            await keeper._load_versions(versions)
 
     return act
 
@@ -233,9 +233,9 @@ def test_each_look_at_the_servers_memory_is_told_once(
 
     async def act(keeper: Keeper, versions: ServerVersions) -> None:
         with pytest.raises(WeightsError):
-            await keeper._watch(keeper._server)  # type: ignore[arg-type]
-        await keeper._beat()
-        await keeper._beat()
+            await keeper._watch_server(keeper._server)  # type: ignore[arg-type]
+        await keeper._send_heartbeat()
+        await keeper._send_heartbeat()
 
     sent = keep(tmp_path, act, Server(*[REF.label] * 2, "other"))
     assert [beat.kv_use for beat in sent if isinstance(beat, KeeperBeat)] == [0.0, None]
@@ -268,7 +268,7 @@ def test_a_server_that_is_gone_or_somebody_elses_is_given_up(
 
     async def act(keeper: Keeper, versions: ServerVersions) -> None:
         await report(FINE)(keeper, versions)
-        await keeper._watch(keeper._server)  # type: ignore[arg-type]
+        await keeper._watch_server(keeper._server)  # type: ignore[arg-type]
 
     with pytest.raises(AsyncrlError, match=complaint):
         keep(tmp_path, act, Server(*labels))
@@ -282,7 +282,7 @@ def test_a_load_under_way_says_nothing_about_health(tmp_path: Path, monkeypatch:
     healthy: list[bool] = []
 
     async def act(keeper: Keeper, versions: ServerVersions) -> None:
-        versions.take(LoadWeights(REF, "train"))
+        versions.take_message(LoadWeights(REF, "train"))
         real = server.label
 
         async def label() -> str:
@@ -290,7 +290,7 @@ def test_a_load_under_way_says_nothing_about_health(tmp_path: Path, monkeypatch:
             return await real()
 
         server.label = label  # type: ignore[method-assign]
-        await keeper._watch(keeper._server)  # type: ignore[arg-type]
+        await keeper._watch_server(keeper._server)  # type: ignore[arg-type]
 
     with pytest.raises(EngineError, match="no answer"):
         keep(tmp_path, act, server)
@@ -328,7 +328,7 @@ class Sleeper(Server):
 
 async def answers(versions: ServerVersions, count: int) -> list[WireMessage]:
     async with asyncio.timeout(10):
-        return [await versions.next() for _ in range(count)]
+        return [await versions.next_answer() for _ in range(count)]
 
 
 def test_orders_are_carried_out_as_they_came_and_a_version_is_loaded_again_after_a_sleep(
@@ -343,10 +343,10 @@ def test_orders_are_carried_out_as_they_came_and_a_version_is_loaded_again_after
             ((Sleep(1), LoadWeights(REF, "train")), [Slept, Loaded]),  # repeated, and then the shift's end
         ):
             for order in orders:
-                versions.take(order)
-            got = await answers(versions, len(wanted))
-            assert [type(message) for message in got] == wanted
-            assert not any(message.error for message in got)  # type: ignore[attr-defined]
+                versions.take_message(order)
+            received = await answers(versions, len(wanted))
+            assert [type(message) for message in received] == wanted
+            assert not any(message.error for message in received)  # type: ignore[attr-defined]
         assert server.done == [REF.label, "sleep", "sleep", REF.label]
 
     keep(tmp_path, act, server)
@@ -357,9 +357,9 @@ def test_a_server_of_which_nobody_knows_what_it_holds_is_given_up(tmp_path: Path
     server.fails = "falling asleep was not finished"
 
     async def act(keeper: Keeper, versions: ServerVersions) -> None:
-        versions.take(Sleep(3))
+        versions.take_message(Sleep(3))
         with pytest.raises(EngineError, match="engine 0: falling asleep was not finished"):
-            await keeper._load(versions)
+            await keeper._load_versions(versions)
 
     beat, slept = keep(tmp_path, act, server)
     assert isinstance(beat, KeeperBeat) and not beat.healthy
@@ -371,9 +371,9 @@ def test_the_memory_of_a_server_that_sleeps_is_not_asked_for(tmp_path: Path) -> 
     server.sleeping.asleep = True
 
     async def act(keeper: Keeper, versions: ServerVersions) -> None:
-        assert await versions.look()
-        await keeper._beat()
-        await keeper._hello()
+        assert await versions.check_server()
+        await keeper._send_heartbeat()
+        await keeper._send_hello()
 
     beat, hello = keep(tmp_path, act, server)
     assert isinstance(beat, KeeperBeat) and beat.healthy and beat.kv_use is None
@@ -398,12 +398,12 @@ async def test_the_first_server_of_a_run_starts_at_once_and_later_ones_when_ther
             started.set()
             raise EngineError("a start")
 
-        with patch.object(keeper, "_start", start):
+        with patch.object(keeper, "_start_server", start):
             task = asyncio.create_task(keeper._keep_server())
-            await keeper._hello()
-            versions.take(Sleep(7))
+            await keeper._send_hello()
+            versions.take_message(Sleep(7))
             await settle()
-            await keeper._beat()
+            await keeper._send_heartbeat()
             hello, slept, beat = control.sent  # type: ignore[attr-defined]
             assert isinstance(hello, KeeperHello) and not hello.url
             assert isinstance(beat, KeeperBeat) and not beat.starting, (
@@ -411,7 +411,7 @@ async def test_the_first_server_of_a_run_starts_at_once_and_later_ones_when_ther
             )
             assert isinstance(slept, Slept) and slept.number == 7 and not slept.error
             assert not started.is_set()
-            versions.take(LoadWeights(REF, "train"))
+            versions.take_message(LoadWeights(REF, "train"))
             with pytest.raises(EngineError, match="a start"):
                 await task
             assert not versions.asleep  # it takes memory from now on

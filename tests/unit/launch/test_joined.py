@@ -73,7 +73,7 @@ class Home:
             while not acting.done():
                 self.hub.socket.poll(5)
                 while (received := self.hub.receive()) is not None:
-                    self.files.written(*received, time.monotonic())
+                    self.files.append_bytes(*received, time.monotonic())
                 self.state.outbox.flush()
             return acting.result()
 
@@ -105,9 +105,11 @@ def test_files_are_added_once_also_after_a_restart_of_either_end(home: Home) -> 
     home.close()
     home.start()
     home.write("logs/rollout-1.log", b", and more")
-    assert home.during(second.send_new) and home.files.expected(time.monotonic())
-    assert not home.files.expected(time.monotonic() + 60), "it may be gone"
-    assert home.during(lambda: second.send_new(is_last=True)) and not home.files.expected(time.monotonic())
+    assert home.during(second.send_new) and home.files.expects_more(time.monotonic())
+    assert not home.files.expects_more(time.monotonic() + 60), "it may be gone"
+    assert home.during(lambda: second.send_new(is_last=True)) and not home.files.expects_more(
+        time.monotonic()
+    )
     assert home.read("logs/rollout-1.log") == b"of an earlier launch\n" + long + b"more, and more"
     assert home.read("timeline/rollout-1.jsonl") == b"{}\n"
     assert {path.name for path in home.run_dir.rglob("*") if path.is_file()} == {
@@ -161,14 +163,14 @@ def test_a_full_disk_here_does_not_make_it_forget_what_it_sent(
 def test_who_was_silent_for_the_longest_time_is_forgotten_where_many_send(
     home: Home, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("asyncrl.coordinator.peers.MOST_SENDERS", 2)
+    monkeypatch.setattr("asyncrl.coordinator.peers.MAX_SENDERS", 2)
     for peer, now in (
         (b"rollout/0/a", 0.0),
         (b"rollout/1/b", 1.0),
         (b"rollout/0/a", 2.0),
         (b"rollout/2/c", 3.0),
     ):
-        home.files.written(peer, WrittenBytes("logs/rollout-1.log", 0), [], now)
+        home.files.append_bytes(peer, WrittenBytes("logs/rollout-1.log", 0), [], now)
     assert list(home.files._senders) == [b"rollout/0/a", b"rollout/2/c"]
 
 

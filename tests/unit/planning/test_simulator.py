@@ -58,10 +58,10 @@ def test_one_side_has_the_devices_and_nothing_is_lost(workload: Workload) -> Non
     steps = run.run(25)
     assert run.sampled > 25 and run.trained >= 25 and run.shifts is not None
     worked = sum(step.train for step in steps)
-    changes = run.shifts.count * (workload.shift or 0)
+    changes = run.shifts.train_shifts * (workload.shift or 0)
     assert run.now == pytest.approx(run._engine_clock + worked + changes)
     assert run.now == pytest.approx(sum(step.seconds for step in steps))
-    flow = run.buffer.flow()
+    flow = run.buffer.account()
     assert flow.conserved and flow.trained >= 24 * workload.buffer.batch_size
     masked = sum(step.masked for step in steps) / 25
     assert masked < 0.05
@@ -86,7 +86,7 @@ def test_engines_that_wait_for_slow_tools_give_the_devices_for_a_part_of_a_batch
         for fill in ("auto", 1.0)
     ]
     some, whole = (run.run(20) for run in runs)
-    shifts = [run.shifts.count for run in runs if run.shifts is not None]
+    shifts = [run.shifts.train_shifts for run in runs if run.shifts is not None]
     assert shifts[0] > 20 == shifts[1]
     assert sum(step.seconds for step in some) < 0.99 * sum(step.seconds for step in whole)
 

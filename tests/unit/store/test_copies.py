@@ -55,15 +55,17 @@ def test_a_copy_is_all_that_a_resume_needs_and_counts_the_rest(tmp_path: Path) -
             copy = copied(run)
             with closing(RunReader.open(copy)) as reader, closing(RunReader.open(tmp_path)) as original:
                 assert msgspec.msgpack.encode(reader.load()) == msgspec.msgpack.encode(original.load())
-                assert reader.trained_in_plans() == run.buffer.flow().trained
-                assert reader.counts() == {k: v for k, v in run.buffer.counts().items() if v} | {
-                    k: 0 for k in reader.counts() if not run.buffer.counts()[k]
+                assert reader.trained_in_plans() == run.buffer.account().trained
+                assert reader.counts() == {k: v for k, v in run.buffer.state_counts().items() if v} | {
+                    k: 0 for k in reader.counts() if not run.buffer.state_counts()[k]
                 }
                 buffer, batches = restored(reader)
-                assert buffer.flow() == run.buffer.flow() and batches.batches == run.batches.batches
+                assert buffer.account() == run.buffer.account() and batches.batches == run.batches.batches
                 reader._segments = SegmentReader(tmp_path / "segments")
-                needed = {**run.buffer.episodes, **run.batches.taken}.values()
-                for uid in (e.uid for e in needed if not e.state.over or e.uid in run.batches.taken):
+                needed = {**run.buffer.episodes, **run.batches.planned_episodes}.values()
+                for uid in (
+                    e.uid for e in needed if not e.state.over or e.uid in run.batches.planned_episodes
+                ):
                     if uid in run.sent:
                         assert list(reader.frames(uid, 1)) == [run.sent[uid], b""]
                 count = "SELECT count(*) FROM episodes"
@@ -77,7 +79,7 @@ def test_a_copy_shows_the_moment_of_its_checkpoint_whatever_is_written_meanwhile
     run = trained(tmp_path)
     run.checkpoint(keep=2)
     run.turn()
-    flow = run.buffer.flow()
+    flow = run.buffer.account()
     busy = run.store.copies.is_copying
     for _ in range(20):
         run.play()
@@ -85,7 +87,7 @@ def test_a_copy_shows_the_moment_of_its_checkpoint_whatever_is_written_meanwhile
 
     run.store.copies.wait_for_copy()
     with closing(RunReader.open(tmp_path / "copies" / "000001")) as reader:
-        assert restored(reader)[0].flow() == flow
+        assert restored(reader)[0].account() == flow
     assert busy, "nothing was written meanwhile"
     run.store.close()
 
@@ -132,7 +134,7 @@ def test_a_damaged_database_is_found_before_the_start_and_made_anew(
     run_dir = tmp_path / "t"
     run = trained(run_dir)
     copied(run)
-    at_copy = run.buffer.flow()
+    at_copy = run.buffer.account()
     epoch = run.store.epoch
     while run.buffer.committed < 5:
         run.play()
@@ -152,7 +154,7 @@ def test_a_damaged_database_is_found_before_the_start_and_made_anew(
     assert "3 steps and" in output and f"{at_copy.issued // 2} groups; what was there" in output, output
     assert len(list(run_dir.glob("damaged-*/run.db"))) == 1
     again = Coordinator(run_dir, 1 << 30, Random(0))
-    assert again.buffer.flow() == at_copy and again.store.epoch == epoch + EPOCH_MARGIN + 1
+    assert again.buffer.account() == at_copy and again.store.epoch == epoch + EPOCH_MARGIN + 1
     listed = episode_page(
         again.store.read, Listing.of('[["state","=","landed"],["state","=","ready"]]', "", "", "")
     )
@@ -163,7 +165,7 @@ def test_a_damaged_database_is_found_before_the_start_and_made_anew(
     assert again.store.read.meta("trainer_epoch") == str(7 + EPOCH_MARGIN)
     needed = {e.uid for e in again.buffer.episodes.values() if e.turns and not e.state.over}
     named = output.partition("lost: payloads of ")[2].splitlines()[0].split()
-    assert needed and set(named) == needed | again.batches.taken.keys()
+    assert needed and set(named) == needed | again.batches.planned_episodes.keys()
     again.store.close()
     damage(run_dir / "run.db")
     restore(run_dir)  # once more, with no copy since
@@ -177,7 +179,7 @@ def test_the_older_copy_is_used_where_the_newest_is_damaged_and_without_any_it_i
 ) -> None:
     run = trained(tmp_path)
     copied(run)
-    first = run.buffer.flow()
+    first = run.buffer.account()
     while run.buffer.committed < 5:
         run.play()
     newest = copied(run)
@@ -186,7 +188,7 @@ def test_the_older_copy_is_used_where_the_newest_is_damaged_and_without_any_it_i
     damage(tmp_path / "run.db")
     assert f"{first.issued // 2} groups" in restore(tmp_path)[0]
     again = Coordinator(tmp_path, 1 << 30, Random(0))
-    assert again.buffer.flow() == first
+    assert again.buffer.account() == first
     again.store.close()
     for path in (tmp_path / "copies").iterdir():
         damage(path / "run.db")
@@ -254,7 +256,7 @@ def test_a_restoration_that_is_killed_while_it_copies_is_begun_again_by_the_same
     """As in a container, where each command is process 1."""
     run = trained(tmp_path)
     copied(run)
-    flow = run.buffer.flow()
+    flow = run.buffer.account()
     run.store.close()
     module = shutil if killed_in == "copytree" else os
     act = getattr(module, killed_in)
@@ -273,7 +275,7 @@ def test_a_restoration_that_is_killed_while_it_copies_is_begun_again_by_the_same
     restore(tmp_path)
     assert not list((tmp_path / "copies").glob("new-*"))
     again = Coordinator(tmp_path, 1 << 30, Random(0))
-    assert again.buffer.flow() == flow
+    assert again.buffer.account() == flow
     again.store.close()
 
 
@@ -284,7 +286,7 @@ def test_a_restoration_that_was_killed_is_begun_again(
     """Wherever it was: a log that is not of this database would be taken for its own."""
     run = trained(tmp_path)
     copied(run)
-    flow = run.buffer.flow()
+    flow = run.buffer.account()
     replace = os.replace
     left = iter(range(1, calls))
     run.play()
@@ -307,5 +309,5 @@ def test_a_restoration_that_was_killed_is_begun_again(
     assert (tmp_path / "run.db").exists() == (calls == 1)
     restore(tmp_path)
     again = Coordinator(tmp_path, 1 << 30, Random(0))
-    assert again.buffer.flow() == flow
+    assert again.buffer.account() == flow
     again.store.close()

@@ -14,7 +14,7 @@ from asyncrl.buffer.batches import Batches
 from asyncrl.buffer.records import State
 from asyncrl.buffer.replay import ReplayBuffer
 from asyncrl.config import parse
-from asyncrl.coordinator.state import RunState, restore
+from asyncrl.coordinator.state import RunState, restore_from_store
 from asyncrl.coordinator.trainer import TrainerHandler
 from asyncrl.coordinator.versions import VersionLedger
 from asyncrl.store import runstore, segments
@@ -43,7 +43,7 @@ class Coordinator:
         self.state = RunState(
             config, run_dir, [], self.buffer, self.batches, VersionLedger(), self.store, outbox, 1
         )
-        restore(config, self.store, self.buffer, self.batches)
+        restore_from_store(config, self.store, self.buffer, self.batches)
         self.trainer = TrainerHandler(self.state, lambda commit: None)
 
     def play(self) -> None:
@@ -58,7 +58,7 @@ class Coordinator:
                 self.store.put_calls(uid, 0, [ToolReply(ToolCall("search", "{}"), "", "broke", 0.5)] * 2)
                 self.store.put_question(int(uid.partition(".")[0]), SAMPLE)
 
-        if len(self.buffer.tally.groups[State.READY]) >= 2:
+        if len(self.buffer.tally.groups_by_state[State.READY]) >= 2:
             train(self.batches, self.buffer.committed)
             plan = self.batches.batches[self.buffer.committed - 1]
             self.store.put_commit(self.buffer.committed, 1, plan.plan_hash)
@@ -69,7 +69,7 @@ class Coordinator:
         config = self.state.config
         checkpoint = msgspec.structs.replace(config.checkpoint, keep=keep)
         self.state.config = msgspec.structs.replace(config, checkpoint=checkpoint)
-        self.trainer.checkpointed(b"trainer/0/x", Checkpointed(0, self.buffer.committed, 0), 0.0)
+        self.trainer.record_checkpoint(b"trainer/0/x", Checkpointed(0, self.buffer.committed, 0), 0.0)
 
     def turn(self) -> None:
         self.trainer.forget_covered()
@@ -80,7 +80,7 @@ class Coordinator:
         self.store.sync()
         for _ in range(1000):
             self.turn()
-            if not self.trainer.forgetting:
+            if not self.trainer.is_forgetting:
                 return
         raise AssertionError("it never ends")
 
@@ -88,10 +88,10 @@ class Coordinator:
 def restored(reader: RunReader) -> tuple[ReplayBuffer, Batches]:
     stored_run = reader.load()
     buffer, batches = make(filter_zero_variance=True)
-    buffer.restore(stored_run.groups, stored_run.episodes, stored_run.left, 0.0)
+    buffer.restore_groups(stored_run.groups, stored_run.episodes, stored_run.left, 0.0)
     buffer.next_group = stored_run.next_group
     buffer.committed = stored_run.committed
-    batches.restore(stored_run.batches, stored_run.taken, stored_run.baselines)
+    batches.restore_plans(stored_run.batches, stored_run.taken, stored_run.baselines)
     return buffer, batches
 
 
@@ -113,11 +113,14 @@ def test_nothing_needed_goes_and_everything_else_does(tmp_path: Path, seed: int,
                 run.checkpoint(run.random.choice(KEEP))
                 run.turn()
             buffer, batches = restored(reader)
-            assert buffer.flow() == run.buffer.flow() and buffer.flow().conserved
+            assert buffer.account() == run.buffer.account() and buffer.account().conserved
             assert buffer.episodes == run.buffer.episodes
             assert batches.batches == run.batches.batches and batches.baselines == run.batches.baselines
-            assert reader.trained_in_plans() == buffer.flow().trained
-            needed = [*run.batches.taken, *(u for u, e in run.buffer.episodes.items() if not e.state.over)]
+            assert reader.trained_in_plans() == buffer.account().trained
+            needed = [
+                *run.batches.planned_episodes,
+                *(u for u, e in run.buffer.episodes.items() if not e.state.over),
+            ]
             plans = [uid for step in reader.planned_steps() for uid in reader.plan(step).uids]
             for uid in (uid for uid in (*needed, *plans) if uid in run.sent):
                 assert list(reader.frames(uid, 1)) == [run.sent[uid], b""]
@@ -128,7 +131,7 @@ def test_nothing_needed_goes_and_everything_else_does(tmp_path: Path, seed: int,
         rows = reader.rows("SELECT segment FROM frames WHERE NOT spare")
         first = min((segment for (segment,) in rows), default=max(sizes))
         spare = sum(size for segment, size in sizes.items() if segment < first)
-        issued = run.buffer.flow().issued
+        issued = run.buffer.account().issued
         ((kept_episodes,),) = reader.rows("SELECT count(*) FROM episodes")
         of = {table: {uid for (uid,) in reader.rows(f"SELECT uid FROM {table}")} for table in EPISODE_TABLES}
         assert of["answers"] == of["calls"] == of["episodes"] & run.sent.keys()
@@ -153,11 +156,11 @@ def test_a_turn_forgets_one_batch_and_a_restart_goes_on_with_it(tmp_path: Path) 
 
     run.store.close()  # as by kill -9
     again = Coordinator(tmp_path, 0, Random(0))
-    assert [*again.batches.batches] == [3, 4, 5] and again.buffer.flow() == run.buffer.flow()
+    assert [*again.batches.batches] == [3, 4, 5] and again.buffer.account() == run.buffer.account()
     again.turn()
     assert [*again.batches.batches] == [4, 5]
     again.forget()
-    assert not again.batches.batches and again.store.read.trained_in_plans() == again.buffer.flow().trained
+    assert not again.batches.batches and again.store.read.trained_in_plans() == again.buffer.account().trained
     again.store.close()
 
 

@@ -57,7 +57,7 @@ def test_everything_comes_back(tmp_path: Path) -> None:
     persist(store, buffer)
     train(batches, 0)
     persist(store, buffer)  # what left the buffer between two transactions is over in the store, too
-    store.put_batches(batches.changes())
+    store.put_batches(batches.pop_changes())
     store.put_commit(1, 1, batches.batches[0].plan_hash)
     store.commit()
     store.close()
@@ -76,9 +76,9 @@ def test_everything_comes_back(tmp_path: Path) -> None:
     assert list(reopened.read.frames("0.0", 1)) == [b"0.0", b""]  # a kept plan's payloads are kept
     assert reopened.read.trained_in_plans() == 4
     restored, _ = make()
-    restored.restore(snapshot.groups, snapshot.episodes, snapshot.left, 0.0)
+    restored.restore_groups(snapshot.groups, snapshot.episodes, snapshot.left, 0.0)
     restored.next_group = snapshot.next_group
-    assert restored.flow() == buffer.flow() and restored.flow().conserved
+    assert restored.account() == buffer.account() and restored.account().conserved
 
 
 def test_kill_9_loses_nothing_acknowledged(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ from asyncrl.engines.sglang.process import ServerProcess
 from asyncrl.engines.sglang.server import Attached, attach, loader
 from asyncrl.engines.torch.engine import build
 from asyncrl.engines.torch.recorded import RECORD_AFTER
-from asyncrl.keeper.keeper import first
+from asyncrl.keeper.keeper import first_finished
 from asyncrl.trainer.model import adapter_shards, load_policy, score_ids
 from asyncrl.trainer.publishing import Publishing
 from asyncrl.trainer.world import World, join_ranks, leave_ranks
@@ -279,7 +279,7 @@ class ServerAndTrainer:
         async def ended() -> Any:
             raise RuntimeError(f"the server ended with {await process.ended()}; its output is in the log")
 
-        server = self.server = await first(attach(self.config, process.url, fresh=True), ended())
+        server = self.server = await first_finished(attach(self.config, process.url, fresh=True), ended())
         process.ready()
         seconds = time.monotonic() - began
         self.loader = loader(self.config, 0, server, ATTACHMENT)
