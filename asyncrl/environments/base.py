@@ -58,37 +58,40 @@ environments: Registry[Callable[..., Environment]] = Registry("environment")
 """Classes, or functions that make an environment. Keyword-only parameters are the options."""
 
 
-CALL = Call("a class, or a function that makes an environment", makes=True)
-_PARTS = ("reset", "step", "cut_short", "close", "tools", "replay", "timeout")
+ENVIRONMENT_CALL = Call("a class, or a function that makes an environment", makes=True)
+_REQUIRED_MEMBERS = ("reset", "step", "cut_short", "close", "tools", "replay", "timeout")
 
 
 def load_environment(
-    plugin: str | dict[str, Options], where: str = "rollout.environment"
+    plugin: str | dict[str, Options], key_path: str = "rollout.environment"
 ) -> Callable[[], Environment]:
     """The factory of the episodes' environments. It is called once here, so that wrong options raise at once:
     ConfigError that begins with `where`."""
-    make = environments.make(plugin, where, CALL)
-    where = f"{where}.{single(plugin)[0]}"
-    made = built(make, where)
-    if missing := [name for name in _PARTS if not hasattr(made, name)]:
+    make_environment = environments.make(plugin, key_path, ENVIRONMENT_CALL)
+    key_path = f"{key_path}.{single(plugin)[0]}"
+    environment = built(make_environment, key_path)
+
+    if missing_members := [name for name in _REQUIRED_MEMBERS if not hasattr(environment, name)]:
         raise ConfigError(
-            f"{where}: {type(made).__name__} is no environment, it has no {', '.join(missing)}; "
+            f"{key_path}: {type(environment).__name__} is no environment, it has no {', '.join(missing_members)}; "
             "derive it from asyncrl.environments.Environment"
         )
-    _check(made, where)
-    return make
+
+    _check_environment(environment, key_path)
+    return make_environment
 
 
-def _check(made: Environment, where: str) -> None:
+def _check_environment(environment: Environment, key_path: str) -> None:
     methods = {"reset": ["sample"], "step": ["message"], "cut_short": ["unanswered"], "close": []}
-    for name, given in methods.items():
-        usage = f"async def {name}({', '.join(['self', *given])})"
-        check_call(getattr(made, name), where, Call(usage, given, awaited=True))
-    limit = made.timeout
-    if limit is not None and not (isinstance(limit, int | float) and limit > 0):
-        raise ConfigError(f"{where}: its timeout is {limit!r}; seconds above 0 are expected")
-    if made.replay not in ("reapply", "no"):
-        raise ConfigError(f"{where}: its replay is {made.replay!r}; write 'reapply' or 'no'")
+    for name, parameter_names in methods.items():
+        usage = f"async def {name}({', '.join(['self', *parameter_names])})"
+        check_call(getattr(environment, name), key_path, Call(usage, parameter_names, awaited=True))
+
+    timeout = environment.timeout
+    if timeout is not None and not (isinstance(timeout, int | float) and timeout > 0):
+        raise ConfigError(f"{key_path}: its timeout is {timeout!r}; seconds above 0 are expected")
+    if environment.replay not in ("reapply", "no"):
+        raise ConfigError(f"{key_path}: its replay is {environment.replay!r}; write 'reapply' or 'no'")
 
 
 def text_observation(text: str, reward: float = 0.0, done: bool = False) -> Observation:

@@ -8,7 +8,7 @@ from asyncrl.environments.base import Environment, environments, extra_info, tex
 from asyncrl.remote import RemoteModel
 from asyncrl.types import Message, Observation, Sample
 
-PLAY = """You play a user who talks with an assistant. Who you are and what you want:
+USER_INSTRUCTIONS = """You play a user who talks with an assistant. Who you are and what you want:
 
 {scenario}
 
@@ -23,7 +23,7 @@ class ScriptedUser(Environment):
     episode, as does a turn that contains `stop` (empty: none does)."""
 
     def __init__(self, *, stop: str = "") -> None:
-        self._stop = stop
+        self._stop_text = stop
 
     async def reset(self, sample: Sample) -> Observation:
         replies = extra_info(sample).get("user")
@@ -33,7 +33,7 @@ class ScriptedUser(Environment):
         return Observation()
 
     async def step(self, message: Message) -> Observation:
-        if self._stop and self._stop in message.content:
+        if self._stop_text and self._stop_text in message.content:
             return Observation(done=True)
         reply = next(self._replies, None)
         return Observation(done=True) if reply is None else text_observation(reply)
@@ -74,11 +74,20 @@ class SimulatedUser(Environment):
         scenario = extra_info(sample).get("user")
         if not isinstance(scenario, str) or not scenario:
             raise ValueError(f"extra_info.user of row {sample.row} must describe the user and a goal")
-        play = PLAY.replace("{stop}", self._stop).replace("{scenario}", scenario)
+
+        instructions = USER_INSTRUCTIONS.replace("{stop}", self._stop).replace("{scenario}", scenario)
         roles = {"user": "assistant", "assistant": "user"}  # swapped, for the model that plays the user
-        shown = [Message(roles[one.role], one.content) for one in sample.prompt if one.role in roles]
-        self._history = [Message("system", play), *shown]
-        return Observation() if shown else await self._reply(Message("user", "Hello! How can I help you?"))
+        conversation = [
+            Message(roles[message.role], message.content)
+            for message in sample.prompt
+            if message.role in roles
+        ]
+        self._history = [Message("system", instructions), *conversation]
+        return (
+            Observation()
+            if conversation
+            else await self._reply(Message("user", "Hello! How can I help you?"))
+        )
 
     async def step(self, message: Message) -> Observation:
         return await self._reply(Message("user", message.content))

@@ -25,11 +25,11 @@ import msgspec
 
 from asyncrl.errors import AsyncrlError, ConfigError
 from asyncrl.registry import Registry
-from asyncrl.tools.schema import Decode, signature_of
+from asyncrl.tools.schema import Decode, read_signature
 from asyncrl.values import finite
 
 Replay = Literal["pure", "reapply", "no"]
-MAX_REPLY = 1 << 18
+MAX_REPLY_BYTES = 1 << 18
 """Bytes of a reply, more than a model can read: a tool may return a gigabyte."""
 
 
@@ -98,13 +98,15 @@ class Tool:
         return json.dumps(self.schema, ensure_ascii=False)
 
     def __post_init__(self) -> None:
-        bounds = {"timeout": 0.0, "retries": -1, "concurrency": 0, "rate": 0.0}
-        for key, bound in bounds.items():
+        lower_bounds = {"timeout": 0.0, "retries": -1, "concurrency": 0, "rate": 0.0}
+        for key, lower_bound in lower_bounds.items():
             value = getattr(self, key)
-            if value is not None and not value > bound:
-                raise ConfigError(f"tool {self.name!r}: {key} must be above {bound:g}, not {value!r}")
+            if value is not None and not value > lower_bound:
+                raise ConfigError(f"tool {self.name!r}: {key} must be above {lower_bound:g}, not {value!r}")
+
         if self.process and (self.state is not None or self.blocking):
             raise ConfigError(f"tool {self.name!r}: process=True is for functions, and without blocking")
+
         if (self.process or self.blocking) and inspect.iscoroutinefunction(self.function):
             raise ConfigError(f"tool {self.name!r} is async: it needs neither blocking nor process")
 
@@ -138,27 +140,33 @@ def tool(subject: Callable[..., Any] | None = None, /, *, name: str = "", **opti
     """
 
     def build(subject: Callable[..., Any]) -> Tool:
-        made = getattr(subject, "func", subject)  # of a functools.partial
-        if inspect.isclass(made):
-            return _of_class(subject, made, name, options)
-        label = name or made.__name__
-        schema, decode = signature_of(subject, label, made)
-        return Tool(label, schema, subject, decode, **options)
+        tool_class = getattr(subject, "func", subject)  # of a functools.partial
+        if inspect.isclass(tool_class):
+            return _tool_of_class(subject, tool_class, name, options)
+
+        tool_name = name or tool_class.__name__
+        schema, decode = read_signature(subject, tool_name, tool_class)
+        return Tool(tool_name, schema, subject, decode, **options)
 
     return build(subject) if subject is not None else build
 
 
-def _of_class(make: Callable[[], Any], kind: Any, name: str, options: dict[str, Any]) -> Tool:
-    label = name or re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", kind.__name__).lower()
-    if not callable(getattr(kind, "call", None)):
-        raise ConfigError(f"tool {label!r}: class {kind.__name__} has no method `call`; add it")
-    schema, decode = signature_of(kind.call, label, kind if kind.__doc__ else kind.call)
-    return Tool(label, schema, kind.call, decode, make, **{"replay": "reapply", **options})
+def _tool_of_class(
+    make_object: Callable[[], Any], tool_class: Any, name: str, options: dict[str, Any]
+) -> Tool:
+    tool_name = name or re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", tool_class.__name__).lower()
+    if not callable(getattr(tool_class, "call", None)):
+        raise ConfigError(f"tool {tool_name!r}: class {tool_class.__name__} has no method `call`; add it")
+
+    schema, decode = read_signature(
+        tool_class.call, tool_name, tool_class if tool_class.__doc__ else tool_class.call
+    )
+    return Tool(tool_name, schema, tool_class.call, decode, make_object, **{"replay": "reapply", **options})
 
 
-def names(known: Iterable[str]) -> str:
+def names(tool_names: Iterable[str]) -> str:
     """Return `a, b`, or `none`, for messages."""
-    return ", ".join(sorted(known)) or "none"
+    return ", ".join(sorted(tool_names)) or "none"
 
 
 # -- from what a tool gave back to text; only memory is bounded: the episode cuts replies, in tokens -------
@@ -173,33 +181,36 @@ class Rewarded:
     reward: float
 
 
-def reply_of(value: Any) -> tuple[str, float]:
+def read_reply(value: Any) -> tuple[str, float]:
     """(text, reward) of what a tool returned: text as it stands, other values as JSON. ValueError for a
     reward that is no finite number."""
-    given = value if isinstance(value, Rewarded) else Rewarded(value, 0.0)
-    reward = finite("the tool's reward", given.reward)
-    text = given.content if isinstance(given.content, str) else _json(given.content)
-    return within_memory(text), reward
+    rewarded = value if isinstance(value, Rewarded) else Rewarded(value, 0.0)
+    reward = finite("the tool's reward", rewarded.reward)
+    text = rewarded.content if isinstance(rewarded.content, str) else _write_json(rewarded.content)
+    return bound_reply(text), reward
 
 
-def within_memory(text: str) -> str:
+def bound_reply(text: str) -> str:
     """The text as UTF-8 can hold it; of more than MAX_REPLY bytes its two ends, as quickly for any length."""
-    data = text[: MAX_REPLY + 1].encode(errors="replace")
-    if len(data) <= MAX_REPLY:
-        return data.decode()
-    half = MAX_REPLY // 2
-    end = text[-half:].encode(errors="replace")[-half:]
-    return f"{data[:half].decode(errors='ignore')}\n[...]\n{end.decode(errors='ignore')}"
+    encoded_text = text[: MAX_REPLY_BYTES + 1].encode(errors="replace")
+    if len(encoded_text) <= MAX_REPLY_BYTES:
+        return encoded_text.decode()
+
+    half_limit = MAX_REPLY_BYTES // 2
+    encoded_end = text[-half_limit:].encode(errors="replace")[-half_limit:]
+    return (
+        f"{encoded_text[:half_limit].decode(errors='ignore')}\n[...]\n{encoded_end.decode(errors='ignore')}"
+    )
 
 
 _encoder = json.JSONEncoder(ensure_ascii=False, default=msgspec.to_builtins)
 
 
-def _json(value: Any) -> str:
+def _write_json(value: Any) -> str:
     """Write JSON, but no further than a quarter of MAX_REPLY: a character has up to four bytes."""
     text = ""
     for chunk in _encoder.iterencode(value):
         text += chunk
-        if len(text) > MAX_REPLY // 4:
-            return text[: MAX_REPLY // 4 - 5] + "[...]"
+        if len(text) > MAX_REPLY_BYTES // 4:
+            return text[: MAX_REPLY_BYTES // 4 - 5] + "[...]"
     return text

@@ -45,7 +45,7 @@ def jail(limits: SandboxLimits = SMALL, **options: Any) -> Jail:
 @asynccontextmanager
 async def sandbox(needs: str = "") -> AsyncIterator[Jail]:
     async with jail() as box, asyncio.timeout(20):
-        if needs and needs not in box.holds:
+        if needs and needs not in box.enforced:
             pytest.skip(f"this machine does not isolate {needs}: {box.notes}")
         yield box
 
@@ -686,7 +686,7 @@ async def test_a_closed_sandbox_stays_closed() -> None:
 
 
 def test_a_sandbox_that_cannot_start_raises(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("asyncrl.isolation.sandbox.jail.START", "raise SystemExit")
+    monkeypatch.setattr("asyncrl.isolation.sandbox.jail.GUARD_PROGRAM", "raise SystemExit")
     with pytest.raises(SandboxError, match="did not start: IncompleteReadError"):
         asyncio.run(Jail(require=()).start())
 

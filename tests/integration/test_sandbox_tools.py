@@ -18,7 +18,7 @@ from asyncrl.isolation.sandbox.detection import Isolation, check_isolation, dete
 from asyncrl.rewards.code import Code, cases_of, last_block, read_truth, same_text, same_value
 from asyncrl.rewards.loading import load_rewards
 from asyncrl.tools import Toolbox, ToolError, load_tools
-from asyncrl.tools.base import MAX_REPLY
+from asyncrl.tools.base import MAX_REPLY_BYTES
 from asyncrl.tools.python import Workspace, reply_text
 from asyncrl.types import Sample, ToolCall
 
@@ -65,7 +65,7 @@ def test_the_reply_says_how_a_run_ended_and_what_was_lost() -> None:
 
 def test_long_output_is_cut_once() -> None:
     (reply,) = talk("python", ("python", "print('x' * 10**6)"))
-    assert len(reply) < MAX_REPLY and reply.count("bytes left out") == 1 and "[...]" not in reply
+    assert len(reply) < MAX_REPLY_BYTES and reply.count("bytes left out") == 1 and "[...]" not in reply
 
 
 def test_a_shell_tells_its_status() -> None:

@@ -19,7 +19,7 @@ import msgspec
 import pytest
 
 from asyncrl.isolation.images import Image
-from asyncrl.isolation.layers import MACHINES
+from asyncrl.isolation.layers import OCI_ARCHITECTURES
 from asyncrl.isolation.sandbox.kernel import MACHINE
 from asyncrl.isolation.unpacking import Bounds, Order
 
@@ -403,7 +403,7 @@ def layout(*layers: bytes, config: object = CONFIG, machines: tuple[str, ...] = 
     images = [
         {
             "digest": blob(json.dumps(manifest | {"number": number}).encode()),
-            "platform": {"architecture": machine or MACHINES[MACHINE], "os": "linux"},
+            "platform": {"architecture": machine or OCI_ARCHITECTURES[MACHINE], "os": "linux"},
         }
         for number, machine in enumerate(machines)
     ]

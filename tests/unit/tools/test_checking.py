@@ -71,7 +71,7 @@ def complaints(schemas: dict[str, Any], *calls: tuple[str, dict[str, Any]]) -> t
 def test_a_costly_schema_costs_its_call_a_deadline_and_the_loop_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(checking, "SECONDS", 0.05)
+    monkeypatch.setattr(checking, "CHECK_SECONDS", 0.05)
     for name in ("pattern", "references"):
         schema, arguments = COSTLY[name]
         check_schema(name, schema)
@@ -86,12 +86,12 @@ def test_a_costly_schema_is_not_checked_in_the_loop(name: str) -> None:
     schema, arguments = COSTLY[name]
     check_schema(name, schema)
     checker = Checker({name: schema})
-    assert checker._plain[name] * checking._size(arguments) > checking.MOST_STEPS
+    assert checker._plain[name] * checking._count_nodes(arguments) > checking.MAX_INLINE_STEPS
 
 
 def test_after_a_costly_call_others_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checking, "PROCESSES", 1)
-    monkeypatch.setattr(checking, "SECONDS", 1.0)
+    monkeypatch.setattr(checking, "PROCESS_COUNT", 1)
+    monkeypatch.setattr(checking, "CHECK_SECONDS", 1.0)
     schema = COSTLY["pattern"][0]
     answers, _ = complaints({"t": schema}, ("t", {"x": HOSTILE}), ("t", {"x": "b"}), ("t", {"x": "aa"}))
     assert isinstance(answers[0], CallTimeout)
