@@ -1,4 +1,4 @@
-"""Gymnasium's text environments: a turn is an action, what is shown is text.
+"""Gymnasium's text environments: a turn is an action, an observation is text.
 
 prompt ──reset(seed)──► text ──turn: "... left"──► action 0 ──env.step──► text, reward, done
 """
@@ -19,24 +19,23 @@ from asyncrl.types import Message, Observation, Sample
 
 _COLOURED_TEXT = re.compile(
     r"\x1b\[[\d;]+m(.*?)\x1b\[0m", re.DOTALL
-)  # where the agent is: it becomes brackets
+)  # marks the agent's position, which becomes brackets
 _ESCAPE_SEQUENCE = re.compile(r"\x1b\[[\d;]*[A-Za-z]")
 
 
 @environments.register("gymnasium")
 class Gymnasium(Environment):
-    """An environment whose actions are discrete, or text; every step's reward falls on its turn.
+    """Play an environment whose actions are discrete, or text; every step's reward falls on the step's turn.
 
-    `id`: as `gymnasium.make` knows it (`module:Name-v0` imports the module first). `arguments`: its further
-    arguments, a JSON object; the sample's `extra_info.gymnasium` adds to it. `actions`: names of the actions
-    in order, separated by commas; the last action name or number in a turn is the one taken. `show`: what the
-    model sees, the rendered text or the observation (`auto`: the text, where there is one). `describe`:
-    `module:function` or `file.py:function`, (observation, env) -> text, in its place. A turn without an
-    action is answered with a hint and earns `unreadable`. The seed is `extra_info.seed`, else the sample's
-    index: the episodes of a group begin in the same state. `thread`: the environment gets a thread for
-    itself, so that a slow one holds up no other episode; off, it runs in the worker's event loop, for
-    environments that must all share one thread.
-    """
+    `id`: the environment's name for `gymnasium.make` (`module:Name-v0` imports the module first).
+    `arguments`: further arguments, a JSON object; the sample's `extra_info.gymnasium` adds to them.
+    `actions`: names of the actions in order, separated by commas; the last action name or number in a turn
+    is the action taken. `show`: the rendered text or the observation for the model (`auto`: the text if the
+    environment renders text). `describe`: `module:function` or `file.py:function`, (observation, env) ->
+    text, replaces both. A turn without an action is answered with a hint and earns `unreadable`. The seed is
+    `extra_info.seed`, or else the sample's index: the episodes of a group begin in the same state. `thread`:
+    run each environment in a separate thread, so that slow environments delay no other episode; off: run in
+    the worker's event loop, for environments that must all share one thread."""
 
     def __init__(
         self,
@@ -118,7 +117,8 @@ class Gymnasium(Environment):
 
 
 def _make_action_reader(action_space: Any, action_names: Sequence[str]) -> Callable[[str], Any]:
-    """A function that reads an action from a turn; its ValueError says what the model should write."""
+    """Make a function that reads an action from a turn; its ValueError tells the model which text to
+    write."""
     import gymnasium.spaces as spaces
 
     if isinstance(action_space, spaces.Text):
@@ -130,7 +130,8 @@ def _make_action_reader(action_space: Any, action_names: Sequence[str]) -> Calla
     action_count = int(action_space.n)
     if action_names and len(action_names) != action_count:
         raise ConfigError(
-            f"there are {action_count} actions, and {len(action_names)} names ({', '.join(action_names)}) for them"
+            f"there are {action_count} actions, and {len(action_names)} names ({', '.join(action_names)}) "
+            "for them"
         )
 
     actions_by_word = {str(first_action + number): first_action + number for number in range(action_count)}
@@ -150,7 +151,7 @@ def _make_action_reader(action_space: Any, action_names: Sequence[str]) -> Calla
 
 
 def _find_render_modes(id: str) -> list[str]:
-    """The render modes of an environment. ConfigError: unknown id, or Gymnasium is not installed."""
+    """Find the render modes of an environment. ConfigError: unknown id, or Gymnasium is not installed."""
     try:
         import gymnasium
     except ImportError:

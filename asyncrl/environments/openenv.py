@@ -3,9 +3,8 @@
     {"type": "reset" | "step", "data": …} ──► {"type": "observation", "data": {observation, reward, done}}
                                          └──► {"type": "error", "data": {message, code}}
 
-Its own client blocks a thread per episode and changes the process's proxy settings, so the protocol, which is
-small, is implemented here.
-"""
+OpenEnv's client blocks a thread per episode and changes the process's proxy settings, so this module
+implements the protocol, which is small."""
 
 from __future__ import annotations
 
@@ -21,8 +20,8 @@ from asyncrl.errors import UNDECODABLE, AsyncrlError, one_line
 from asyncrl.remote import check_url, proxy_of
 from asyncrl.types import Message, Observation, Sample
 
-MAX_MESSAGE_BYTES = 4 << 20  # of one message
-INVALID_ACTION = "VALIDATION_ERROR"  # the action, not the environment, was wrong
+MAX_MESSAGE_BYTES = 4 << 20
+INVALID_ACTION = "VALIDATION_ERROR"  # the server's code for a wrong action
 
 
 class OpenEnvError(AsyncrlError):
@@ -47,7 +46,7 @@ class _ServerError(msgspec.Struct, frozen=True):
 
     @property
     def problems(self) -> str:
-        """Return what is wrong with an action."""
+        """Describe the problems of an action."""
         return "; ".join(f"{'.'.join(map(str, flaw.loc))}: {flaw.msg}" for flaw in self.errors)[:300]
 
 
@@ -64,14 +63,14 @@ _decode_error = msgspec.json.Decoder(_ServerError).decode
 
 @environments.register("openenv")
 class OpenEnv(Environment):
-    """A server of OpenEnv (`openenv.core.env_server`), which must allow as many sessions as episodes run.
+    """Play on a server of OpenEnv (`openenv.core.env_server`), which must allow a session for each running
+    episode.
 
-    `url`: its base. `action`: the field of an action that a turn's text goes to; empty: the turn is, or has
-    in a fence, the action as a JSON object. `show`: the field of the observation that the model reads; empty:
-    all of it, as JSON. An action that the server finds invalid is answered with its errors and earns
-    `unreadable`. `reset` is given a `seed`, the row of the sample, and what is in `extra_info.openenv`.
-    `timeout`: seconds per answer.
-    """
+    `url`: the server's base URL. `action`: the field of an action that takes a turn's text; empty: the turn
+    is the action as a JSON object, or contains the object in a fence. `show`: the field of the observation
+    for the model; empty: the entire observation as JSON. An action that the server rejects is answered with
+    the server's errors and earns `unreadable`. `reset` gets a `seed`, the row of the sample, and the fields
+    of `extra_info.openenv`. `timeout`: seconds per answer."""
 
     def __init__(
         self, *, url: str, action: str = "", show: str = "", unreadable: float = 0.0, timeout: float = 30.0
@@ -82,7 +81,7 @@ class OpenEnv(Environment):
         self._shown_field = show
         self._unreadable = unreadable
         self._answer_seconds = timeout
-        self.timeout = 2 * timeout + 1.0  # `reset` connects as well; the errors below say more
+        self.timeout = 2 * timeout + 1.0  # `reset` also connects; the errors below say more
         self._session: aiohttp.ClientSession | None = None
         self._websocket: Any = None
 
@@ -131,7 +130,7 @@ class OpenEnv(Environment):
             return None
 
     async def _exchange(self, message_type: str, data: dict[str, Any]) -> _StepResult | _ServerError:
-        """Send one message and receive one."""
+        """Send one message and receive the answer."""
         try:
             async with asyncio.timeout(self._answer_seconds):
                 await self._websocket.send_str(json.dumps({"type": message_type, "data": data}))

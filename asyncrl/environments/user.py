@@ -1,4 +1,4 @@
-"""Simulated users: replies from the data set, or another model that plays a person."""
+"""Simulated users: scripted replies from the data set, or a second model that plays a person."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ Never do the assistant's work. When you have what you wanted, or it is plain tha
 
 @environments.register("scripted_user")
 class ScriptedUser(Environment):
-    """Replies with the strings of `extra_info.user` in order; the turn after the last one ends the
-    episode, as does a turn that contains `stop` (empty: none does)."""
+    """Reply with the strings of `extra_info.user` in order; the turn after the last reply ends the episode,
+    as does a turn that contains `stop` (empty: no turn does)."""
 
     def __init__(self, *, stop: str = "") -> None:
         self._stop_text = stop
@@ -41,12 +41,12 @@ class ScriptedUser(Environment):
 
 @environments.register("simulated_user")
 class SimulatedUser(Environment):
-    """A model behind an OpenAI-compatible URL that plays a user; `extra_info.user` describes user and goal.
+    """Let a model behind an OpenAI-compatible URL play a user; `extra_info.user` describes user and goal.
 
-    The prompt's user messages count as this user's own; where there are none it writes first. A message
-    that contains `stop` ends the episode. A reply has at most `max_tokens` tokens and is cut at `max_chars`
-    characters. `timeout` is in seconds, per reply with its repetitions. Its replies cannot be
-    reproduced, so an interrupted episode starts again.
+    The prompt's user messages count as messages of this user, who writes first if the prompt has none. A
+    message that contains `stop` ends the episode. A reply has at most `max_tokens` tokens and is cut at
+    `max_chars` characters. `timeout`: seconds per reply, repetitions included. Replies cannot be reproduced,
+    so an interrupted episode starts again.
     """
 
     replay: Literal["reapply", "no"] = "no"

@@ -1,7 +1,7 @@
 """Environments of the package `verifiers`, played by the trained model.
 
-Its `Env.run` asks for the model's next turn, where our environments are asked to answer one. So it runs as a
-task beside the episode, and waits while the model writes.
+`Env.run` of verifiers requests the model's next turn, whereas our environments answer a turn. So `Env.run`
+is a task beside the episode, and waits while the model writes.
 
     reset ──► run(task, agents) … turn(text) ──► Observation(text)      step(message) ──► … turn's Segment
                                                                         run has ended ──► reward, done
@@ -24,21 +24,21 @@ from asyncrl.isolation.calls import GRACE_SECONDS, cancel_later, start_guarded
 from asyncrl.remote import RemoteModel
 from asyncrl.types import Message, Observation, Sample, ToolCall
 
-EXTRA_INFO_KEY = "verifiers"  # of extra_info
+EXTRA_INFO_KEY = "verifiers"
 
 
 @environments.register("verifiers")
 class Verifiers(Environment):
-    """An environment of verifiers 0.4 (`verifiers.v1`): a task set, and perhaps an `Env` that leads.
+    """Play an environment of verifiers 0.4 (`verifiers.v1`): a task set, and perhaps an `Env` that leads.
 
-    `taskset`, `env`: ids, names of installed modules; `config`: verifiers' own for the environment, a JSON
-    object, e.g. `{"taskset": {"split": "easy"}, "player": {"max_turns": 9}}`. `role`: the agent that is
-    trained, where there are several. The others, who may have no tools, are played by the model
-    `others_model` behind the OpenAI-compatible `others_url`; `others_key_env` names the variable with its
+    `taskset`, `env`: ids, names of installed modules; `config`: settings of verifiers for the environment, a
+    JSON object, e.g. `{"taskset": {"split": "easy"}, "player": {"max_turns": 9}}`. `role`: the trained
+    agent, if there are several agents. All further agents, which may have no tools, are played by the model
+    `others_model` behind the OpenAI-compatible `others_url`; `others_key_env` names the variable with the
     key. The sample's `extra_info.verifiers` is the task's data, as JSON text; `tools/prepare_verifiers.py`
     writes such rows. The weighted rewards of the trained agent's traces fall on the last turn. Tools of the
-    task run in the worker. `timeout`: seconds between two turns, which tools, other agents and scoring share.
-    """
+    task run in the worker. `timeout`: seconds between two turns, for tools, other agents and scoring
+    together."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class Verifiers(Environment):
         )  # a model's replies cannot be reproduced
 
         self._requested_turns: asyncio.Queue[list[Any] | None] = asyncio.Queue()  # None: the run has ended
-        self._turn_reply: asyncio.Future[Message | None] | None = None  # done: no turn is asked for
+        self._turn_reply: asyncio.Future[Message | None] | None = None  # done: no turn is requested
         self._limit_reached = False  # a limit ended the episode
         self._run_task: asyncio.Task[float] | None = None
 
@@ -94,7 +94,8 @@ class Verifiers(Environment):
         return await self._next_observation()
 
     async def cut_short(self, unanswered: Message | None) -> float:
-        """Their environment learns of the limit when it next asks for a turn, and scores what there is."""
+        """Return the final reward. The environment learns of the limit at its next request for a turn, and
+        scores the turns so far."""
         self._limit_reached = True
         if self._turn_reply is not None and not self._turn_reply.done():
             self._turn_reply.set_result(unanswered)
@@ -130,7 +131,7 @@ class Verifiers(Environment):
         return self._run_task.result()
 
     async def _run_episode(self, task: Any) -> float:
-        """Run one episode of verifiers: its setup, run, finalize. The reward of the trained agent."""
+        """Run one episode of verifiers (setup, run, finalize); return the reward of the trained agent."""
         import verifiers.v1 as vf
 
         task_record = vf.TraceTask(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash)
@@ -179,7 +180,7 @@ class Verifiers(Environment):
 
 
 def begin_conversation_with(model: RemoteModel) -> Callable[[list[Any]], Awaitable[tuple[Any, bool]]]:
-    """A conversation with the model that plays another agent."""
+    """Begin a conversation with the model that plays another agent."""
     history: list[Message] = []
 
     async def ask_model(messages: list[Any]) -> tuple[Any, bool]:
@@ -191,7 +192,7 @@ def begin_conversation_with(model: RemoteModel) -> Callable[[list[Any]], Awaitab
 
 
 def from_verifiers(message: Any) -> Message:
-    """Return a message of verifiers as one of ours. ValueError: it is not text."""
+    """Return a message of verifiers as a Message. ValueError: the message is not text."""
     content = message.content or ""
     if not isinstance(content, str):
         if any(part.type != "text" for part in content):
@@ -212,7 +213,7 @@ def from_verifiers(message: Any) -> Message:
 
 
 def to_verifiers(message: Message) -> Any:
-    """A turn of the model as a message of verifiers."""
+    """Return a turn of the model as a message of verifiers."""
     from verifiers.v1.types import AssistantMessage
     from verifiers.v1.types import ToolCall as Call
 
@@ -224,7 +225,7 @@ def to_verifiers(message: Message) -> Any:
 
 @functools.cache
 def load_verifiers(taskset: str, env: str, config: str) -> Any:
-    """Return the `Env`, once per process: it may read a data set. ConfigError."""
+    """Load the `Env`, once per process, as loading may read a data set. ConfigError."""
     try:
         import verifiers.v1 as vf
         from verifiers.v1.utils.loaders import load_environment, resolve_env_config

@@ -1,4 +1,4 @@
-"""Agents as an environment of the package `verifiers` sees them. Imported only where it is used.
+"""Agents for an environment of the package `verifiers`. Imported only on use.
 
 Env.run(task, agents) ─► agents.NAME.interaction(task).turn(text) ─► ask ─► the model's turn ─► Segment
                                       └► the task's tools, in this process, until a turn calls none
@@ -27,19 +27,19 @@ from asyncrl.errors import one_line
 LIMIT_STOP = "max_total_tokens"  # verifiers' name for the stop of an episode that a limit ended
 
 Ask = Callable[[Messages], Awaitable[tuple[vf.AssistantMessage | None, bool]]]
-"""The messages since the model's last turn -> its next turn, and whether another may follow. None: a limit
-ended the episode before the turn was made."""
+"""The messages since the model's last turn -> the model's next turn, and whether a further turn may follow.
+None: a limit ended the episode before the turn."""
 
 
 class Unsupported(Exception):
-    """The environment needs what only verifiers' own runner has."""
+    """The environment needs features that only verifiers' runner has."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(f"{reason}; verifiers can lead the episode itself, as an agent (rollout.agent)")
 
 
 class TaskTools:
-    """Holds the tools of one task. A toolset is an MCP server, which is called here without HTTP."""
+    """Hold the tools of one task. A toolset is an MCP server, which is called here without HTTP."""
 
     def __init__(self) -> None:
         self.schemas: list[dict[str, Any]] = []
@@ -66,7 +66,7 @@ class TaskTools:
             self._servers[tool_name] = (server, tool.name)
 
     async def call(self, call: ToolCall) -> vf.ToolMessage:
-        """Return the reply. An error is a reply, too, which the model reads."""
+        """Return the reply of a tool. An error also becomes a reply for the model."""
         try:
             server, tool_name = self._servers[call.name]
             result: Any = await server.call_tool(tool_name, json.loads(call.arguments or "{}"))
@@ -79,8 +79,8 @@ class TaskTools:
 
 
 class AgentInteraction:
-    """The object that `Agent.interaction` yields: `turn` sends the environment's messages to the model, and
-    runs the task's tools until a turn calls none."""
+    """Stand for the object that `Agent.interaction` yields: `turn` sends the environment's messages to the
+    model, and runs the task's tools until a turn calls no tool."""
 
     def __init__(
         self, task: vf.Task, trace: vf.Trace, tools: TaskTools, ask: Ask, max_turns: int | None
@@ -94,7 +94,7 @@ class AgentInteraction:
         self._is_over = False
 
     async def turn(self, message: str | Messages | None = None) -> Segment:
-        """Take a turn as `Interaction.turn` does: bare for the reply to the task's prompt."""
+        """Take a turn as `Interaction.turn` does; without a message for the reply to the task's prompt."""
         if self._is_over:
             raise RuntimeError("the exchange is over")
         new_messages = _parse_messages(message) if self.trace.nodes else self._opening_messages(message)
@@ -152,8 +152,9 @@ class AgentInteraction:
 
 
 class AgentProxy:
-    """An agent of the environment. `ask` begins a conversation with the model that plays it; None: no model
-    does. `tools`: where its tools are collected; None: it may have none. Finished traces go to `traces`."""
+    """Stand for an agent of the environment. `ask` begins a conversation with the model that plays the
+    agent; None: there is no model. `tools` collects the agent's tools; None: no tools are allowed. Finished
+    traces go to `traces`."""
 
     trainable = True
 
@@ -207,7 +208,7 @@ class AgentProxy:
 
 
 def check_supported(task: vf.Task) -> None:
-    """Raises Unsupported, with what the task needs."""
+    """Raise Unsupported, naming the feature that the task needs."""
     if task.NEEDS_CONTAINER or task.data.image is not None:
         raise Unsupported("the task runs in a container")
     if discover_decorated(task, "intercept"):
@@ -218,7 +219,7 @@ def check_supported(task: vf.Task) -> None:
 
 
 def _parse_messages(message: str | Sequence[Any] | None) -> Messages:
-    """A user's turn, in whatever form the environment gives it."""
+    """Return a user's turn as messages, from any form that the environment uses."""
     if message is None:
         raise ValueError("nothing to run a turn on: the next one answers a message")
     if isinstance(message, str):

@@ -1,4 +1,4 @@
-"""Tools: a typed function, or a class whose object lives as long as one episode.
+"""Tools: typed functions, or classes with one object per episode.
 
     @tool                                    @tool(replay="reapply")
     async def weather(city: str) -> str:     class Notes:
@@ -8,7 +8,7 @@
                                                  def result(self): ...  # for the reward
                                                  def close(self): ...
 
-The JSON schema comes from the signature and the docstring; arguments are checked against it.
+The JSON schema comes from the signature and the docstring; arguments are checked against the schema.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from asyncrl.values import finite
 
 Replay = Literal["pure", "reapply", "no"]
 MAX_REPLY_BYTES = 1 << 18
-"""Bytes of a reply, more than a model can read: a tool may return a gigabyte."""
+"""Limit of a reply, more than a model can read: a tool may return a gigabyte."""
 
 
 class ToolError(AsyncrlError):
-    """The tools of an episode could not be opened: `FailReason.TOOL_ERROR`. A tool that raises it declines
-    a call: the model reads `error: ` and its text, nothing is tried again, and it is no failure."""
+    """The tools of an episode could not be opened: `FailReason.TOOL_ERROR`. A tool that raises ToolError
+    declines a call: the model reads `error: ` and the text, nothing is tried again, and no failure counts."""
 
 
 class Options(TypedDict, total=False):
-    """Options of how calls of a tool are run; see `Tool`."""
+    """Hold the options for running calls of a tool; see `Tool`."""
 
     timeout: float
     retries: int
@@ -54,11 +54,11 @@ class Options(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Tool:
-    """A callable the model may use.
+    """Describe a callable that the model may use.
 
-    `schema` is OpenAI's tool schema; `decode` turns the text of a call into keyword arguments, or raises what
-    the model is to read. With a `state`, an object is made of it per episode, `function` is called with that
-    object before the arguments, and tools that have the same `state` share the object.
+    `schema` is OpenAI's tool schema; `decode` turns the text of a call into keyword arguments, or raises an
+    error for the model to read. `state` makes an object per episode: `function` is called with the object
+    before the arguments, and tools with the same `state` share the object.
     """
 
     name: str
@@ -69,29 +69,32 @@ class Tool:
     timeout: float | None = None
     """Seconds; None: the caller's default."""
     retries: int = 0
-    """A call that raised is tried again so often, with growing pauses, before its deadline."""
+    """A call that raised is repeated up to so many times, with growing pauses, before the deadline."""
     concurrency: int | None = None
     """Calls of this tool that one worker runs at once; None: any number."""
     rate: float | None = None
-    """Calls of this tool that one worker begins per second; None: any number."""
+    """Calls of this tool that one worker starts per second; None: any number."""
     replay: Replay = "pure"
-    """Recorded calls are treated so when an episode goes on after a crash. `pure`: the recorded reply is
-    used; `reapply`: the call is run again to rebuild its effects; `no`: the episode begins again."""
+    """The treatment of recorded calls when an episode continues after a crash. `pure`: use the recorded
+    reply; `reapply`: run the call again to rebuild its effects; `no`: begin the episode again."""
     blocking: bool = False
-    """Run a sync function in a thread, which the deadline can abandon; others run inline: keep them quick."""
+    """Run a sync function in a thread, which the deadline can abandon; without it the function runs inline,
+    and must be quick."""
     process: bool = False
     """Run a sync function in a process of a pool, where the deadline kills it."""
     env: tuple[str, ...] = ()
-    """With `process`: environment variables that it sees beside the usual ones (isolation/child.py)."""
+    """With `process`: environment variables for the process beside the usual variables
+    (isolation/child.py)."""
     remake: Callable[..., Tool] | None = None
-    """The factory that made it, for samples that bring constructor arguments."""
+    """The factory that made the tool, for samples that bring constructor arguments."""
     begin: Callable[[], Awaitable[None]] | None = None
-    """Awaited before every episode that has the tool, for what calls need and their deadline must not count;
-    it returns at once where that is ready."""
+    """Awaited before every episode with the tool: prepares shared resources outside of the calls' deadline,
+    and returns at once if these are ready."""
     end: Callable[[], Awaitable[None]] | None = None
-    """Awaited once at the end of a worker, for what its tools share, such as connections."""
+    """Awaited once at the end of a worker: ends resources that tools share, such as connections."""
     check: Callable[[dict[str, Any]], Awaitable[str]] | None = None
-    """Says what else is wrong with decoded arguments, for the model; '' for nothing. Under the deadline."""
+    """Describes a problem of decoded arguments for the model; '' if there is none. Runs under the
+    deadline."""
 
     @functools.cached_property
     def schema_text(self) -> str:
@@ -122,7 +125,8 @@ tools: Registry[Tool | Callable[..., Any]] = Registry(
         "workspace": "asyncrl.tools.python",
     },
 )
-"""Tools, or factories of one Tool or a sequence of them, annotated so, called with the config's arguments."""
+"""Tools, or factories with the return annotation Tool or Sequence[Tool], called with the config's
+arguments."""
 
 
 @overload
@@ -134,13 +138,12 @@ def tool(*, name: str = "", **options: Unpack[Options]) -> Callable[[Callable[..
 def tool(subject: Callable[..., Any] | None = None, /, *, name: str = "", **options: Any) -> Any:
     """Turn a sync or async function, or a class with a method `call`, into a `Tool`.
 
-    Of a class an object is made per episode, without arguments (bind them with functools.partial); its `open`
-    and `close`, sync or async, are called where it has them. After a crash its calls are run again unless
-    `replay` says otherwise.
-    """
+    A class makes an object per episode, without arguments (bind arguments with functools.partial); the
+    methods `open` and `close`, sync or async, are called if present. After a crash calls are run again
+    unless `replay` says otherwise."""
 
     def build(subject: Callable[..., Any]) -> Tool:
-        tool_class = getattr(subject, "func", subject)  # of a functools.partial
+        tool_class = getattr(subject, "func", subject)  # unwraps a functools.partial
         if inspect.isclass(tool_class):
             return _tool_of_class(subject, tool_class, name, options)
 
@@ -169,21 +172,21 @@ def names(tool_names: Iterable[str]) -> str:
     return ", ".join(sorted(tool_names)) or "none"
 
 
-# -- from what a tool gave back to text; only memory is bounded: the episode cuts replies, in tokens -------
+# -- from a tool's result to text; only memory is bounded here: the episode cuts replies, in tokens --------
 
 
 @dataclass(frozen=True)
 class Rewarded:
-    """A tool returns this to reward the turn that called it: its reply, and the reward beside it, which the
-    model does not read. The rewards of an episode add up, the reward function's included."""
+    """Hold the reply of a tool, and a reward for the calling turn, which the model does not read. The
+    rewards of an episode add up, including the reward function's."""
 
     content: Any
     reward: float
 
 
 def read_reply(value: Any) -> tuple[str, float]:
-    """(text, reward) of what a tool returned: text as it stands, other values as JSON. ValueError for a
-    reward that is no finite number."""
+    """Return (text, reward) of a tool's result: text unchanged, other values as JSON. ValueError: the reward
+    is not a finite number."""
     rewarded = value if isinstance(value, Rewarded) else Rewarded(value, 0.0)
     reward = finite("the tool's reward", rewarded.reward)
     text = rewarded.content if isinstance(rewarded.content, str) else _write_json(rewarded.content)
@@ -191,7 +194,8 @@ def read_reply(value: Any) -> tuple[str, float]:
 
 
 def bound_reply(text: str) -> str:
-    """The text as UTF-8 can hold it; of more than MAX_REPLY bytes its two ends, as quickly for any length."""
+    """Return the text as valid UTF-8; a text of more than MAX_REPLY_BYTES is reduced to its two ends, in
+    constant time."""
     encoded_text = text[: MAX_REPLY_BYTES + 1].encode(errors="replace")
     if len(encoded_text) <= MAX_REPLY_BYTES:
         return encoded_text.decode()
@@ -207,7 +211,7 @@ _encoder = json.JSONEncoder(ensure_ascii=False, default=msgspec.to_builtins)
 
 
 def _write_json(value: Any) -> str:
-    """Write JSON, but no further than a quarter of MAX_REPLY: a character has up to four bytes."""
+    """Write JSON, at most a quarter of MAX_REPLY_BYTES in characters, as a character has up to four bytes."""
     text = ""
     for chunk in _encoder.iterencode(value):
         text += chunk

@@ -1,4 +1,4 @@
-"""Calculators: one operation per call, with a simulated latency if asked for, or a whole expression."""
+"""Calculators: one operation per call, optionally with a simulated latency, or an entire expression."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from asyncrl.tools.base import Tool, ToolError, tool, tools
 OPERATIONS = {"plus": operator.add, "minus": operator.sub, "times": operator.mul}
 MAX_CHARACTERS = 200  # characters of an expression
 MAX_EXPONENT = 100
-MAX_VALUE = 10**100  # of every value on the way, so that no expression takes long
+MAX_VALUE = 10**100  # of every intermediate value, so that no expression takes long
 
 UNARY_OPERATIONS: dict[type[ast.unaryop], Callable[[Any], Any]] = {
     ast.UAdd: operator.pos,
@@ -34,8 +34,9 @@ BINARY_OPERATIONS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
 
 @tools.register("calculator")
 def calculator(*, latency_mean: float = 0.0, latency_sigma: float = 1.0) -> Tool:
-    """The tool. A `latency_mean` (seconds) above 0 makes each call wait a log-normal time of that mean;
-    `latency_sigma` is the standard deviation of its logarithm: 1 gives a long tail, 2 a very long one."""
+    """Make the tool. A `latency_mean` (seconds) above 0 makes each call wait a log-normal time with that
+    mean; `latency_sigma` is the standard deviation of the logarithm: 1 gives a long tail, 2 a very long
+    tail."""
     if latency_mean < 0 or latency_sigma < 0:
         raise ValueError("latency_mean and latency_sigma must not be negative")
 
@@ -65,7 +66,7 @@ def expression_calculator(expression: str) -> str:
 
 
 def _evaluate(node: ast.expr) -> int | float:
-    """ValueError for anything but numbers, brackets and + - * / // % **."""
+    """Evaluate an expression. ValueError for anything but numbers, brackets and + - * / // % **."""
     match node:
         case ast.Constant(value=int() | float() as number) if not isinstance(number, bool):
             return number

@@ -1,7 +1,7 @@
-"""Checks arguments of calls by the JSON schemas of a server: no schema holds the caller's event loop.
+"""Checks arguments of calls by the JSON schemas of a server, without blocking the caller's event loop.
 
-schema ──checked_schema──► refused, or a Checker
-arguments ──Checker──┬─► here, where the schema is plain and the work is small
+schema ──check_schema──► refused, or a Checker
+arguments ──Checker──┬─► inline, if the schema is plain and the work is small
                      └─► a process with a deadline: patterns, references, many comparisons
 """
 
@@ -20,14 +20,12 @@ from asyncrl.values import in_short
 CHECK_SECONDS = 5.0  # for a process to check one call
 START_SECONDS = 60.0
 PROCESS_COUNT = 2
-MAX_ANSWER_BYTES = 1 << 16  # bytes
-MAX_COMPLAINT_CHARACTERS = 300  # characters
-MAX_INLINE_STEPS = (
-    50_000  # visits of a node of the arguments by a node of the schema, before a process does it
-)
+MAX_ANSWER_BYTES = 1 << 16
+MAX_COMPLAINT_CHARACTERS = 300
+MAX_INLINE_STEPS = 50_000  # pairs of a node of the arguments and a node of the schema; above: in a process
 CHARACTERS_PER_NODE = 64  # characters of a text that count as one node
 
-# Keywords whose work for each node of the arguments is bounded by the size of their own node.
+# Keywords whose work for each node of the arguments is bounded by the size of the keyword's node.
 PLAIN_KEYWORDS = frozenset({
     *("$schema", "$comment", "title", "description", "default", "examples", "deprecated", "readOnly"),
     *("writeOnly", "type", "enum", "const", "format", "properties", "required", "additionalProperties"),
@@ -42,14 +40,14 @@ REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
 
 
 class Checker:
-    """Checks arguments by schemas, by their names. For one event loop, from the first call to `close`."""
+    """Check arguments by schemas, by tool name, in one event loop from the first call to `close`."""
 
     def __init__(self, schemas: dict[str, Any]) -> None:
         self._schemas = schemas
         self._process_pool: ProcessPool[dict[str, Any], tuple[str, Any], str] | None = None
 
     async def complaint(self, name: str, arguments: dict[str, Any]) -> str:
-        """Say what is wrong with arguments; '' for nothing. CallTimeout: the check took too long."""
+        """Describe a problem of arguments; '' if there is none. CallTimeout: the check took too long."""
         if self._node_counts[name] * _count_nodes(arguments) <= MAX_INLINE_STEPS:
             return _find_complaint(self._validators[name], arguments)
 
@@ -62,7 +60,7 @@ class Checker:
             ) from None
 
     async def warm(self) -> None:
-        """Wait for a process, which takes longer to start than a call may take, where calls will need one.
+        """Wait for a process, if calls will need processes: a start takes longer than a call may.
         ChildError."""
         if any(nodes > MAX_INLINE_STEPS for nodes in self._node_counts.values()):
             await self._start_pool().warm()
@@ -91,12 +89,13 @@ class Checker:
 
     @cached_property
     def _node_counts(self) -> dict[str, float]:
-        """The number of nodes of each schema; infinity for one with other keywords than PLAIN."""
+        """Return the number of nodes of each schema; infinity for a schema with keywords beyond
+        PLAIN_KEYWORDS."""
         return {name: _count_plain_nodes(schema) for name, schema in self._schemas.items()}
 
 
 def check_schema(name: str, schema: Any) -> None:
-    """ConfigError for what is no JSON schema, or would check a value for ever or by another document."""
+    """Check a schema. ConfigError: it is invalid, or would check a value for ever or by another document."""
     import jsonschema
     from referencing.exceptions import Unresolvable
 
@@ -117,11 +116,11 @@ def check_schema(name: str, schema: Any) -> None:
 
 
 class ReferenceLoop(Exception):
-    """A reference that leads back to its own schema without going into the value."""
+    """A reference leads back to its own schema without going into the value."""
 
 
 def _validator_class(schema: Any, default_class: Any = None) -> Any:
-    """Return the class of validators for the draft that a schema names; without one, the default."""
+    """Return the class of validators for the draft that a schema names, or the default."""
     import jsonschema
     from jsonschema.validators import validator_for
 
@@ -131,7 +130,7 @@ def _validator_class(schema: Any, default_class: Any = None) -> Any:
 
 
 def _make_validator(schema: Any) -> Any:
-    """A validator that fetches no other document."""
+    """Make a validator that fetches no other document."""
     from jsonschema_specifications import REGISTRY
 
     return _validator_class(schema)(schema, registry=REGISTRY)
@@ -143,12 +142,15 @@ def _find_complaint(validator: Any, arguments: Any) -> str:
     error = best_match(validator.iter_errors(arguments))
     if error is None:
         return ""
-    return f"{in_short(error.message, MAX_COMPLAINT_CHARACTERS)} - at `{in_short(error.json_path, MAX_COMPLAINT_CHARACTERS)}`"
+
+    message = in_short(error.message, MAX_COMPLAINT_CHARACTERS)
+    json_path = in_short(error.json_path, MAX_COMPLAINT_CHARACTERS)
+    return f"{message} - at `{json_path}`"
 
 
 def _count_nodes(value: Any) -> int:
-    """The number of nodes of a JSON value: keys are nodes, and each CHARACTERS_PER_NODE characters of a text
-    are one, as every complaint quotes the value."""
+    """Count the nodes of a JSON value. Keys are nodes, and so are each CHARACTERS_PER_NODE characters of a
+    text, as every complaint quotes the value."""
     node_count = 0
     pending_nodes = [value]
 
@@ -185,8 +187,8 @@ def _count_plain_nodes(schema: Any) -> float:
 
 
 def _check_references(schema: Any) -> None:
-    """Check all that references of a schema reach, step by step. Raises Unresolvable, ReferenceLoop, or
-    SchemaError for a part that is no schema."""
+    """Check everything that references of a schema reach, step by step. Raises Unresolvable, ReferenceLoop,
+    or SchemaError for a part that is not a schema."""
     from jsonschema_specifications import REGISTRY
     from referencing import Resource
     from referencing.exceptions import Unresolvable
@@ -202,12 +204,12 @@ def _check_references(schema: Any) -> None:
     pending_resources = [(root_resource, REGISTRY.resolver_with_root(root_resource))]
 
     def find_successors(contents: dict[str, Any], resolver: Any) -> Iterator[tuple[str, Any, Any]]:
-        """Yield (keyword or reference, schema, resolver) of what checks the same value."""
+        """Yield (keyword or reference, schema, resolver) of schemas that check the same value."""
         for keyword in REFERENCES:
             if isinstance(reference := contents.get(keyword), str):
                 try:
                     target = resolver.lookup(reference)
-                except (TypeError, ValueError):  # it leads through a value that has no parts
+                except (TypeError, ValueError):  # the reference leads through a value without parts
                     raise Unresolvable(ref=reference) from None
                 reference_targets.append((target.contents, target.resolver))
                 yield reference, target.contents, target.resolver
@@ -232,7 +234,7 @@ def _check_references(schema: Any) -> None:
         loop_free.add(id(contents))
 
     while pending_resources or reference_targets:
-        if not pending_resources:  # targets in places where the standard has schemas have been checked by now
+        if not pending_resources:  # targets at the standard's positions of schemas have been checked by now
             contents, resolver = reference_targets.pop()
             if id(contents) in visited_resources:
                 continue

@@ -19,7 +19,7 @@ Arguments = Mapping[str, Any]
 
 
 def load_tools(specs: Sequence[str], tool_args: Mapping[str, Arguments] | None = None) -> dict[str, Tool]:
-    """Tools by the name that the model calls them by, in the order of `specs`. ConfigError names the spec."""
+    """Load tools, by the names for the model, in the order of `specs`. ConfigError names the spec."""
     arguments_by_spec = tool_args or {}
     if unused_specs := sorted(arguments_by_spec.keys() - set(specs)):
         raise ConfigError(
@@ -38,7 +38,7 @@ def load_tools(specs: Sequence[str], tool_args: Mapping[str, Arguments] | None =
                 )
 
             if tool.process:
-                find_tool_source(tool)  # raises where no process could find it
+                find_tool_source(tool)  # raises if no process could import the tool
             loaded_tools[tool.name], origins[tool.name] = tool, spec
 
     return loaded_tools
@@ -52,9 +52,9 @@ def load_tool(spec: str, **arguments: Any) -> Tool:
 
 
 def load_all(spec: str, arguments: Arguments) -> tuple[Tool, ...]:
-    """The tools of one spec: a registered name, an entry point's, `module:attribute`, `file.py:attribute`, a
-    file or a folder. What follows an `@` only distinguishes two uses of one factory. `arguments` go to a
-    factory (a function annotated `-> Tool` or `-> Sequence[Tool]`)."""
+    """Load the tools of one spec: a registered name, the name of an entry point, `module:attribute`,
+    `file.py:attribute`, a file or a folder. A suffix after `@` only distinguishes two uses of one factory.
+    `arguments` go to a factory (a function annotated `-> Tool` or `-> Sequence[Tool]`)."""
     if Path(spec).is_dir() or (spec.endswith(".py") and Path(spec).is_file()):
         _refuse_arguments(spec, arguments)
         return _load_folder(Path(spec))
@@ -72,7 +72,7 @@ def load_all(spec: str, arguments: Arguments) -> tuple[Tool, ...]:
 
 
 def _call_factory(spec: str, factory: Callable[..., Any], arguments: Arguments) -> tuple[Tool, ...]:
-    """Call a factory. A single tool remembers it, for samples with constructor arguments."""
+    """Call a factory. A single tool remembers the factory, for samples with constructor arguments."""
     tool_label = f"tool {spec!r}"
     parameters = inspect.signature(factory).parameters.values()
     if positional_names := [
@@ -96,7 +96,7 @@ def _call_factory(spec: str, factory: Callable[..., Any], arguments: Arguments) 
 
 
 def _load_folder(folder: Path) -> tuple[Tool, ...]:
-    """Every Tool in a Python file or in those of a folder, by file and then by name."""
+    """Load every Tool in a Python file or in the files of a folder, by file and then by name."""
     tools_by_identity: dict[int, Tool] = {}
     for file in sorted(folder.glob("*.py")) if folder.is_dir() else [folder]:
         module_names: dict[str, Any] = load_object(f"{file}:__dict__", "tool")

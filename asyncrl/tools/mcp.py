@@ -1,4 +1,4 @@
-"""The tools of an MCP server, which is started or reached at a URL, as tools of an episode."""
+"""The tools of an MCP server as tools of an episode; the server is started, or reached at a URL."""
 
 from __future__ import annotations
 
@@ -43,17 +43,18 @@ def mcp(
     api_key_env: str = "",
     headers: str = "",
 ) -> Sequence[Tool]:
-    """Make one tool for each tool of the server, which lists them now, over a connection for this purpose.
+    """Make a tool for each tool of a server, which lists its tools now over a temporary connection.
 
-    `command`: the line that starts a server (no shell; `python` is this interpreter), or `url`: one that
-    runs. `prefix` goes before the tools' names; `allow`: the server's names of those to take, with commas;
-    empty: all. `timeout`: seconds of a call; 0: rollout.tool_timeout. `start_timeout`: seconds for the
-    handshake. `env`: environment variables that a started server may see, with commas; `api_key_env`: the
-    one with a URL's bearer token. `headers` of requests to a URL: `Name: value`, with commas or one a line;
-    $NAME in a value is the environment variable, whose content stays out of every file and log.
+    `command`: the line that starts a server (no shell; `python` is this interpreter), or `url`: a running
+    server. `prefix` goes before the tools' names; `allow`: the server's names of the allowed tools, separated
+    by commas; empty: all. `timeout`: seconds of a call; 0: rollout.tool_timeout. `start_timeout`: seconds for
+    the handshake. `env`: environment variables that a started server may see, separated by commas;
+    `api_key_env`: the variable with a URL's bearer token. `headers` of requests to a URL: `Name: value`,
+    separated by commas or lines; $NAME in a value is the environment variable, whose content stays out of
+    every file and log.
 
-    A worker shares one connection among its episodes; `per_episode` gives each its own, from the episode's
-    start to its end. ConfigError for options that cannot be, and for a server that does not answer.
+    A worker shares one connection among its episodes; `per_episode` makes a connection for each episode, from
+    start to end. ConfigError: an option is invalid, or the server does not answer.
     """
     if bool(command) == bool(url):
         raise ConfigError("set command, to start a server, or url, to use one; and not both")
@@ -116,7 +117,8 @@ def mcp(
 def _call_function(
     listed_tool: Any, shared_connection: SharedConnection | None
 ) -> Callable[..., Awaitable[str]]:
-    """Return what a call of the tool runs; without a shared connection it is given the episode's first."""
+    """Return the function for calls of the tool; without a shared connection the first argument is the
+    episode's connection."""
 
     async def call_own(connection: McpConnection, /, **arguments: Any) -> str:
         return result_text(await connection.call(listed_tool.name, arguments))
@@ -134,7 +136,8 @@ def _call_function(
 
 
 def result_text(result: Any) -> str:
-    """Return the texts of a CallToolResult; other parts by their type. ToolError: the tool's own answer."""
+    """Return the texts of a CallToolResult, and the types of other parts. ToolError: the tool reports an
+    error."""
     text = "\n".join(map(_block_text, result.content))
     if not text and result.structured_content is not None:
         text = msgspec.json.encode(result.structured_content).decode()
@@ -152,11 +155,11 @@ def _block_text(block: Any) -> str:
     return f"[{block.uri if block.type == 'resource_link' else block.type}]"
 
 
-# -- what the server has ---------------------------------------------------------------------------------
+# -- the server's tools ----------------------------------------------------------------------------------
 
 
 def _list_in_thread(server: McpServer) -> list[Any]:
-    """Its tools. In a thread, as the caller may run an event loop, which waits: nothing else runs yet."""
+    """List the server's tools in a thread, as the caller may run an event loop, which waits meanwhile."""
     try:
         import mcp as _  # noqa: F401  the package
     except ImportError:
@@ -167,7 +170,7 @@ def _list_in_thread(server: McpServer) -> list[Any]:
             return thread.submit(asyncio.run, _list_tools(server)).result()
     except McpError as error:
         raise ConfigError(str(error)) from error
-    except Exception as error:  # the boundary: of the package and whatever the server sent it
+    except Exception as error:  # the boundary to the package, which may pass on whatever the server sent
         raise ConfigError(f"{server} does not list its tools: {one_line(error)}") from error
 
 
@@ -192,7 +195,7 @@ def _decode(text: str) -> dict[str, Any]:
 
 
 def _parse_headers(text: str) -> tuple[tuple[str, str], ...]:
-    """ConfigError for what is no header, and for a secret that would be written into config.yaml."""
+    """Read headers. ConfigError: a header is malformed, or a secret would be written into config.yaml."""
     header_pairs = []
     for line in filter(None, map(str.strip, re.split(r"[,\n]", text))):
         name, colon, value = (part.strip() for part in line.partition(":"))

@@ -1,9 +1,9 @@
-"""Connections to MCP servers: one that is started, or one at a URL (streamable HTTP).
+"""Connections to MCP servers that are started here, or reached at a URL (streamable HTTP).
 
     call of a tool ──► SharedConnection (of a worker) ──► McpConnection ──► Client of the package `mcp`
                   └──► McpConnection (of an episode)
 
-The package has to leave its cancel scopes in the task that entered them, so each connection has a task.
+The package must leave cancel scopes in the task that entered them, so each connection has its own task.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ log = logging.getLogger("asyncrl.tools")
 
 MAX_TOOLS = 256  # tools of one server
 CLOSE_SECONDS = 5.0  # to close a connection
-MAX_UNANSWERED = 8  # calls in a row that ended without an answer, after which a server counts as hung
+MAX_UNANSWERED = 8  # after so many consecutive calls without an answer a server counts as hung
 RECONNECT_PAUSES = (
     0.0,
     0.25,
@@ -36,12 +36,12 @@ RECONNECT_PAUSES = (
     2.0,
     4.0,
     8.0,
-)  # seconds before a connection, by failures in a row before it
+)  # seconds before a new connection, by consecutive failures
 VARIABLE_REFERENCE = re.compile(r"\$(\w+)")
 ENDED_MESSAGES = (
     "Connection closed",
     "Session terminated",
-)  # the package's errors after which no call can succeed
+)  # errors of the package after which no call can succeed
 
 
 class McpError(AsyncrlError):
@@ -54,11 +54,11 @@ class McpServerLost(McpError):
 
 @dataclass(frozen=True)
 class McpServer:
-    """The place of a server: the `command` line that starts it, or its `url`. `python` is this interpreter.
+    """Describe a server: the `command` line to start (`python` is this interpreter), or the `url`.
 
-    `env` names variables of this process that a started server sees beside the usual ones (PATH, HOME, ...);
-    `api_key_env` the one that holds the bearer token of a URL. `headers` of requests to a URL: (name, value),
-    where $NAME stands for a variable, which is read when a connection is made. `start_timeout`: seconds for
+    `env` names variables of this process that a started server sees beside the usual variables (PATH, HOME,
+    ...); `api_key_env` the variable with the bearer token of a URL. `headers` of requests to a URL: (name,
+    value), where $NAME stands for a variable, which is read for each connection. `start_timeout`: seconds for
     the handshake.
     """
 
@@ -73,7 +73,7 @@ class McpServer:
         return self.command or self.url
 
     def request_headers(self) -> dict[str, str]:
-        """Return the headers with their values. ConfigError: a variable holds nothing."""
+        """Return the headers with the values of variables. ConfigError: a variable is empty."""
         return bearer(self.api_key_env) | {
             name: VARIABLE_REFERENCE.sub(_variable_value, text) for name, text in self.headers
         }
@@ -81,7 +81,7 @@ class McpServer:
 
 def _variable_value(match: re.Match[str]) -> str:
     value = os.environ.get(match[1], "")
-    if not (value.isascii() and value.isprintable() and value):  # else an error of httpx2 would quote it
+    if not (value.isascii() and value.isprintable() and value):  # an error of httpx2 would quote the value
         raise ConfigError(f"the environment variable {match[1]} holds no value of a header; set it")
     return value
 
@@ -89,19 +89,19 @@ def _variable_value(match: re.Match[str]) -> str:
 _connections: set[McpConnection] = set()
 
 servers_of_older_handshake: set[McpServer] = set()
-"""Servers that are not asked for the newer handshake again: where one is silent to it, this costs 10 s."""
+"""Servers that get the older handshake at once: a server that ignores the newer handshake costs 10 s."""
 
 
 class McpConnection:
-    """Keep one connection, from the handshake, which begins after `pause` seconds, to its end."""
+    """Keep one connection, from the handshake, which begins after `pause` seconds, to the end."""
 
     def __init__(self, server: McpServer, pause: float = 0.0) -> None:
         self._server = server
-        self._server_output = bytearray()  # the end of what it wrote beside messages
+        self._server_output = bytearray()  # the end of the server's output beside messages
         self._end_reason = ""
-        self._http_refusal = ""  # the newest answer to a request was this HTTP error
+        self._http_refusal = ""  # the HTTP error that was the newest answer to a request
         self._ending = asyncio.Event()
-        self._message_stream: Any = None  # from a server that was started
+        self._message_stream: Any = None  # the stream of messages from a started server
 
         self.loop = asyncio.get_running_loop()
         self._client: asyncio.Future[Any] = self.loop.create_future()
@@ -140,7 +140,7 @@ class McpConnection:
             raise McpServerLost(lost_text) from error
 
     async def tools(self) -> list[Any]:
-        """List the tools of the server, within its `start_timeout`. Raises what the package raises, too."""
+        """List the tools of the server, within `start_timeout`. Also raises errors of the package."""
         client = await asyncio.shield(self._client)
         listed_tools: list[Any] = []
         cursor: str | None = None
@@ -154,13 +154,13 @@ class McpConnection:
         raise ValueError(f"there are more than {MAX_TOOLS}")
 
     def end_connection(self, end_reason: str) -> None:
-        """Let its task close it. A handshake goes on: it has a deadline of its own."""
+        """Let the task close the connection. A handshake goes on, as it has its own deadline."""
         if self._client.done():
             self._end_reason = self._end_reason or end_reason
             self._ending.set()
 
     async def close(self) -> None:
-        """End it, within CLOSE seconds; a process is gone afterwards."""
+        """End the connection within CLOSE_SECONDS; a started process is gone afterwards."""
         self.end_connection("it was closed")
         if not self._client.done():
             self._holder_task.cancel()
@@ -170,14 +170,14 @@ class McpConnection:
             self._holder_task.cancel()
 
     async def _hold_connection(self, pause: float) -> None:
-        """The task: connect and shake hands, wait for the end, close."""
+        """Connect and shake hands, wait for the end, and close: the connection's task."""
         server = self._server
         problem = "it was closed"
         try:
             await asyncio.sleep(pause)
             with users_code():
                 await self._connect_until_ending()
-        except Exception as error:  # the boundary: of the package, its transports and the server
+        except Exception as error:  # the boundary to the package, its transports and the server
             cause: BaseException = error
             if isinstance(error, UserCodeError) and error.__cause__ is not None:
                 cause = error.__cause__
@@ -235,7 +235,7 @@ class McpConnection:
             yield streams
 
     async def _note_refusal(self, response: Any) -> None:
-        """Keep what the package does not pass on: why the server refused a message of ours."""
+        """Keep the HTTP error of a refused message, which the package does not pass on."""
         if response.request.method != "POST" or response.is_redirect:
             return
 
@@ -244,14 +244,14 @@ class McpConnection:
         self._http_refusal = f"HTTP {status} {response.reason_phrase}{settings_hint}" if status >= 400 else ""
 
     def _describe_end(self, problem: str) -> str:
-        """Say why it ended, and the last that the server wrote beside messages."""
+        """Say why the connection ended, with the end of the server's output beside messages."""
         output_end = " ".join(self._server_output.decode("utf-8", "replace").split())[-300:]
         return (self._end_reason or problem) + (f" (it wrote: {output_end})" if output_end else "")
 
 
 class SharedConnection:
-    """The connection that all episodes of a worker share: made when it is first needed, and again, after a
-    pause that grows, when it was lost."""
+    """Keep the connection that all episodes of a worker share: made on first use, and made again, after a
+    growing pause, when lost."""
 
     def __init__(self, server: McpServer) -> None:
         self._server = server
@@ -260,7 +260,7 @@ class SharedConnection:
         self._current_connection: McpConnection | None = None
 
     async def call(self, name: str, arguments: dict[str, Any], max_attempts: int) -> Any:
-        """See McpConnection.call, which is called up to `tries` times when connections are lost."""
+        """Call a tool as McpConnection.call does, up to `max_attempts` times if connections are lost."""
         connection = self._ensure_connection()
         try:
             result = await connection.call(name, arguments)
@@ -289,8 +289,8 @@ class SharedConnection:
 
 
 async def close_servers() -> None:
-    """Close all connections of this event loop, within CLOSE seconds: servers may have something to save. A
-    later call opens them again."""
+    """Close all connections of this event loop within CLOSE_SECONDS, as servers may have something to save. A
+    later call opens new connections."""
     loop = asyncio.get_running_loop()
     await asyncio.gather(
         *(connection.close() for connection in list(_connections) if connection.loop is loop)
@@ -301,12 +301,12 @@ async def close_servers() -> None:
 
 
 def _proxy_mounts(url: str) -> dict[str, None]:
-    """No proxy of the environment for a server on this machine."""
+    """Return httpx mounts that use no proxy of the environment for a server on this machine."""
     return {} if proxy_of(url) else {"all://": None}
 
 
 def _header_hook(server: McpServer) -> Callable[[Any], Awaitable[None]]:
-    """A hook that adds the headers. No other host gets them, wherever the server redirects to."""
+    """Make a hook that adds the headers. No other host gets the headers, wherever the server redirects to."""
     import httpx2
 
     server_url = httpx2.URL(server.url)
@@ -323,7 +323,7 @@ def _header_hook(server: McpServer) -> Callable[[Any], Awaitable[None]]:
 
 
 async def _bound_answer(response: Any) -> None:
-    """Let an answer fail after MAX_BYTES; in a stream of events, the bytes of one event count."""
+    """Let an answer fail after MAX_MESSAGE_BYTES; in a stream of events, the bytes of one event count."""
     import httpx2
 
     stream = response.stream

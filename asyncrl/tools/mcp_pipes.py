@@ -1,8 +1,7 @@
 """The pipes of an MCP server that a worker starts, as streams of the package `mcp`.
 
-The package's `stdio_client` keeps a line of any length in memory, and logs a traceback for each line that
-is no message.
-"""
+The package's `stdio_client` keeps a line of any length in memory, and logs a traceback for each line that is
+not a message."""
 
 from __future__ import annotations
 
@@ -18,26 +17,26 @@ from typing import Any
 from asyncrl.isolation.child import wrapped
 
 MAX_MESSAGE_BYTES = 8 << 20  # bytes of one message
-MAX_NOISE_BYTES = 1 << 18  # bytes on standard output that are no messages
+MAX_NOISE_BYTES = 1 << 18  # bytes of standard output beside messages
 MAX_ERROR_BYTES = 2000  # bytes of standard error that are kept
-END_SECONDS = 2.0  # for a server to end by itself once its input has ended; then SIGTERM, 1 s later SIGKILL
-GONE_SECONDS = 8.0  # for all of its processes to be gone after SIGTERM; the wrapper kills them before
-# How a JSON-RPC answer begins, and how one ends whose id is not at the beginning.
+END_SECONDS = 2.0  # a server may take so long to end after its input; then SIGTERM, 1 s later SIGKILL
+GONE_SECONDS = 8.0  # all processes must be gone so long after SIGTERM; the wrapper kills them earlier
+# The beginning of a JSON-RPC answer, and the end of an answer whose id is not at the beginning.
 ANSWER_HEAD = re.compile(
     rb'\s*\{(?:\s*"jsonrpc"\s*:\s*"2\.0"\s*,|\s*"id"\s*:\s*(\d{1,18})\s*,)*\s*"(?:result|error)"\s*:'
 )
 ANSWER_TAIL = re.compile(rb',\s*"id"\s*:\s*(\d{1,18})\s*(?:,\s*"jsonrpc"\s*:\s*"2\.0"\s*)?\}\s*$')
 JSON_STRING = re.compile(rb'"(?:[^"\\]|\\.)*"')
-PARSE_ERROR_CODE = -32700  # the code of JSON-RPC
-FLUSH_SECONDS = 0.5  # to read what an ended server wrote; its children may hold its pipes open
+PARSE_ERROR_CODE = -32700  # defined by JSON-RPC
+FLUSH_SECONDS = 0.5  # to read the output of an ended server, whose children may hold the pipes open
 
 
 @asynccontextmanager
 async def start_server(
     command_line: str, environment: Mapping[str, str], server_output: bytearray
 ) -> AsyncIterator[Any]:
-    """Start a server by the command `line`, and yield its streams. `wrote`: the end of what it writes beside
-    messages."""
+    """Start a server by `command_line`, and yield its streams. `server_output` gets the end of the server's
+    output beside messages."""
     from anyio import create_memory_object_stream
 
     program, *arguments = shlex.split(command_line)
@@ -65,8 +64,9 @@ async def start_server(
 
 
 async def _end_server(process: Process, tasks: list[asyncio.Task[None]], server_output: bytearray) -> None:
-    """End it as the protocol says: end of input, then SIGTERM. Read what is still in the pipes: `wait`
-    returns only when they have ended, and an event loop that ends also cancels the tasks that read."""
+    """End the server as the protocol says: end of input, then SIGTERM. Then read the rest of the pipes:
+    `wait` returns only when the pipes have ended, and an ending event loop also cancels the reading
+    tasks."""
     assert process.stdin is not None and process.stdout is not None
     process.stdin.close()
 
@@ -94,8 +94,8 @@ def _terminate(process: Process) -> None:
 async def _receive_messages(
     process: Process, incoming_writer: Any, server_output: bytearray, error_task: asyncio.Task[None]
 ) -> None:
-    """Pass on lines that are messages; more than MAX_NOISE bytes of others end the server. An answer that
-    cannot be read is an error of its call."""
+    """Pass on lines that are messages; more than MAX_NOISE_BYTES of other lines end the server. An unreadable
+    answer becomes an error of the call."""
     from anyio import BrokenResourceError, ClosedResourceError
     from mcp.shared.message import SessionMessage
     from mcp.types import jsonrpc_message_adapter
@@ -107,15 +107,13 @@ async def _receive_messages(
         with suppress(BrokenResourceError, ClosedResourceError):  # the connection was closed
             while noise_bytes <= MAX_NOISE_BYTES:
                 line = b""
-                line_bytes = (
-                    MAX_MESSAGE_BYTES  # a line beyond the limit is a ValueError, too, and is not returned
-                )
+                line_bytes = MAX_MESSAGE_BYTES  # readline raises ValueError for a line beyond the limit
                 try:
                     line = await process.stdout.readline()
                     line_bytes = len(line)
                     if not line:
                         break
-                    if b'"jsonrpc"' not in line:  # servers may log in JSON, too
+                    if b'"jsonrpc"' not in line:  # servers may also log in JSON
                         raise ValueError
                     text = line.decode(errors="replace")
                     message = jsonrpc_message_adapter.validate_json(text, by_name=False)
@@ -133,11 +131,11 @@ async def _receive_messages(
             _terminate(process)
         else:
             await asyncio.wait({error_task}, timeout=FLUSH_SECONDS)
-    await _skip_output(process.stdout)  # a server that waits to write does not see that it should end
+    await _skip_output(process.stdout)  # a server that blocks on writing does not notice the end of its input
 
 
 def _error_for_unreadable(line: bytes) -> Any:
-    """The error that takes the place of an answer that is no JSON; None for a line that is no answer."""
+    """Return an error in place of an answer that is not JSON; None: the line is not an answer."""
     from mcp.types import ErrorData, JSONRPCError
 
     call_id = answered_call_id(line)
@@ -149,8 +147,8 @@ def _error_for_unreadable(line: bytes) -> Any:
 
 
 def answered_call_id(line: bytes) -> int | None:
-    """Return the id of the call that a line answers, as far as its edges say: the line may be no JSON, and
-    ids within a result are other things. None for logs, requests and notifications."""
+    """Return the id of the answered call, judged by the ends of a line: the line may not be JSON, and ids
+    within a result are other ids. None for logs, requests and notifications."""
     answer_head = ANSWER_HEAD.match(line) if b'"jsonrpc"' in line else None
     if answer_head is None:
         return None
@@ -159,13 +157,13 @@ def answered_call_id(line: bytes) -> int | None:
 
     answer_tail = ANSWER_TAIL.search(line)
     braces = JSON_STRING.sub(b"", line)
-    is_cut = braces.count(b"{") != braces.count(b"}")  # then the last id may be one of the result
+    is_cut = braces.count(b"{") != braces.count(b"}")  # then the last id may belong to the result
     return int(answer_tail[1]) if answer_tail and not is_cut else None
 
 
 async def _send_messages(process: Process, outgoing_reader: Any, incoming_writer: Any) -> None:
     assert process.stdin is not None
-    with suppress(OSError), incoming_writer:  # closed, else a call would wait for a server that reads no more
+    with suppress(OSError), incoming_writer:  # closing ends calls that wait for a server that reads no more
         async for outgoing_message in outgoing_reader:
             process.stdin.write(
                 outgoing_message.message.model_dump_json(by_alias=True, exclude_unset=True).encode() + b"\n"

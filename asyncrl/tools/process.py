@@ -1,5 +1,5 @@
-"""Limits of tools, and tools in processes of their own (`process=True`): what runs past its deadline is
-killed, with its children.
+"""Limits of tools, and tools in separate processes (`process=True`), where a call that runs past its
+deadline is killed, with its children.
 
 CallLimits.call_process ──text of the arguments──► child: the tool ──ToolAnswer──► the caller
 """
@@ -23,22 +23,20 @@ from asyncrl.isolation.pool import ProcessPool
 from asyncrl.registry import load_object
 from asyncrl.tools.base import MAX_REPLY_BYTES, Tool, ToolError, bound_reply, read_reply
 
-START_SECONDS = 60.0  # for a child to import what the tool needs
+START_SECONDS = 60.0  # for a child to import the tool
 MAX_ANSWER_BYTES = 2 * MAX_REPLY_BYTES  # bytes
-MAX_ABANDONED_CALLS = (
-    100  # calls of one tool that still run after their deadlines; with more it is not called
-)
+MAX_ABANDONED_CALLS = 100  # with so many calls that still run after their deadlines a tool is not called
 
 
 class ToolSource(msgspec.Struct, frozen=True):
-    """Tells a child which tool it runs: a function, or a factory with its arguments, as `module:name`."""
+    """Name the tool that a child runs: a function, or a factory with arguments, as `module:name`."""
 
     spec: str
     arguments: dict[str, Any]
 
 
 class ToolAnswer(msgspec.Struct, frozen=True):
-    """The result of a call. `refused`: the tool raised ToolError, with the content as its text."""
+    """Hold the result of a call. `refused`: the tool raised ToolError, with `content` as the text."""
 
     content: str
     reward: float = 0.0
@@ -46,7 +44,7 @@ class ToolAnswer(msgspec.Struct, frozen=True):
 
 
 def find_tool_source(tool: Tool) -> ToolSource:
-    """Return how a child imports the tool. ConfigError when it has no importable name."""
+    """Return how a child imports the tool. ConfigError: the tool has no importable name."""
     importable = tool.function
     arguments = {}
     if isinstance(tool.remake, partial):
@@ -85,9 +83,9 @@ CALLS = Service("asyncrl.tools.process:CALLS", _load_tool_call, ToolSource, str,
 
 
 class CallLimits:
-    """`live`: calls that have begun and not really ended. They may outlive the wait for them: threads cannot
-    be stopped, and coroutines may ignore cancellation. `pool`: with `process=True`, as many processes as
-    calls run side by side."""
+    """Limit the calls of one tool. `live_calls`: calls that have started and not really ended. A call may
+    outlive the wait for its reply, as threads cannot be stopped, and coroutines may ignore cancellation.
+    `pool`: with `process=True`, a process for each concurrent call."""
 
     def __init__(self, tool: Tool) -> None:
         self.live_calls: set[object] = set()
@@ -105,13 +103,13 @@ class CallLimits:
             )
         self._call_slots = asyncio.Semaphore(max_calls) if max_calls else None
         self._call_interval = 1 / tool.rate if tool.rate else 0.0
-        self._next_call_time = 0.0  # the loop's time at which a call may begin
-        self._pace_lock = asyncio.Lock()  # of those that wait for it, in their order
+        self._next_call_time = 0.0  # the loop's time at which a call may start
+        self._pace_lock = asyncio.Lock()  # keeps the order of waiting calls
         self._awaited_calls = 0
 
     @asynccontextmanager
     async def call_slot(self, seconds: float) -> AsyncIterator[None]:
-        """The body is one call. CallTimeout when it cannot begin within `seconds`."""
+        """Hold a slot for one call, the body. CallTimeout: the call cannot start within `seconds`."""
         async with AsyncExitStack() as stack:
             try:
                 async with asyncio.timeout(seconds):
@@ -131,7 +129,7 @@ class CallLimits:
                 self._awaited_calls -= 1
 
     async def call_process(self, arguments: str) -> tuple[str, float]:
-        """(text, reward). ToolError is the tool's own answer; ChildError: it failed, or its process."""
+        """Return (text, reward). ToolError: the tool declined. ChildError: the tool or its process failed."""
         assert self.pool is not None
         answer = await self.pool.call(arguments)
         if answer.refused:
@@ -139,7 +137,8 @@ class CallLimits:
         return answer.content, answer.reward
 
     async def _wait_for_rate(self) -> None:
-        """Only a call that begins delays the next one; a call that gives up does not."""
+        """Wait until the rate allows a call. Only a call that starts delays the next call; a call that gives
+        up does not."""
         if not self._call_interval:
             return
         async with self._pace_lock:

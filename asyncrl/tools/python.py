@@ -1,6 +1,6 @@
-"""Python that keeps its variables for an episode, in a sandbox; `workspace` adds a shell to it.
+"""Python that keeps its variables for an episode, in a sandbox; `workspace` adds a shell.
 
-For a sample with a task the sandbox is in the task's image, and its changes are left for the reward.
+For a sample with a task the sandbox has the task's image, and its changes are left for the reward.
 """
 
 from __future__ import annotations
@@ -27,18 +27,17 @@ from asyncrl.tools.base import MAX_REPLY_BYTES, Tool, tools
 from asyncrl.tools.schema import read_signature
 from asyncrl.types import Sample
 
-MAX_OUTPUT_BYTES = (
-    MAX_REPLY_BYTES - 1024
-)  # bytes that are kept of an output; the rest is for the notes on its end
-SPARE_SECONDS = 10.0  # seconds that a call may take beside its code: a start, an interrupt, a kill
+MAX_OUTPUT_BYTES = MAX_REPLY_BYTES - 1024  # of a run; the difference is for notes on the run's end
+SPARE_SECONDS = 10.0  # that a call may take beside its code: a start, an interrupt, a kill
 
 Seconds = Annotated[float, Meta(gt=0)]
 Size = Annotated[int, Meta(ge=1)]
 
 
 class Workspace:
-    """Holds one sandbox for one episode: an interpreter, a shell, and the directory they share. `task`: the
-    one of samples that have none. `snapshots`: its files are kept at most every so many turns; 0: never."""
+    """Hold one sandbox for one episode: an interpreter, a shell, and their common directory. `task`: for
+    samples without a task. `snapshots`: the least number of turns between two snapshots of the files; 0:
+    never."""
 
     def __init__(
         self,
@@ -55,11 +54,12 @@ class Workspace:
         self.snapshots = snapshots
         self._run_seconds = seconds
         self._setup_code = ""
-        self._sample_row = 0  # of the sample
-        self._losses_at_setup = -1  # how often variables were lost before the setup last ran
+        self._sample_row = 0  # for errors
+        self._losses_at_setup = -1  # losses of variables when the setup last ran
 
     async def open(self, sample: Sample, setup: str = "") -> None:
-        """`setup`: code that an interpreter runs first, such as the data of this sample."""
+        """Start the sandbox. `setup`: code that an interpreter runs first, such as the data of this
+        sample."""
         self._setup_code = setup
         self._sample_row = sample.row
 
@@ -93,7 +93,7 @@ class Workspace:
         return await self._sandbox.changes()
 
     async def restore(self, snapshot: bytes) -> None:
-        """Apply the files in a sandbox where nothing has run. The setup runs again in the next call."""
+        """Apply the files in a sandbox that has run nothing yet. The setup runs again in the next call."""
         if self._setup_code:
             await self._sandbox.close()
             await self._sandbox.start()
@@ -101,7 +101,7 @@ class Workspace:
         await self._sandbox.apply(snapshot)
 
     async def result(self) -> dict[str, str] | None:
-        """Return what changed in the workspace of a task."""
+        """Return the changes in the workspace of a task."""
         return await self._task.result() if self._task else None
 
     async def close(self) -> None:
@@ -112,7 +112,7 @@ class Workspace:
         return await self._sandbox.run(kind, source, self._run_seconds)
 
     async def _prepare(self) -> None:
-        """Run the setup where the interpreter has not."""
+        """Run the setup if the interpreter has not run it."""
         if not self._setup_code or self._losses_at_setup == self._sandbox.losses:
             return
 
@@ -124,7 +124,8 @@ class Workspace:
 
 
 def _register_tools(registered_name: str, snapshots: int, *methods: Callable[..., Awaitable[str]]) -> None:
-    """A factory of tools, one for each method, that share a sandbox. `snapshots`: the option's default."""
+    """Register a factory of tools, one for each method, that share a sandbox. `snapshots`: the option's
+    default."""
 
     @tools.register(registered_name)
     def make_tools(
@@ -139,10 +140,11 @@ def _register_tools(registered_name: str, snapshots: int, *methods: Callable[...
         user: Literal["", "root"] = "",
         name: str = "",
     ) -> Sequence[Tool]:
-        """Code that runs longer than `seconds` is interrupted, then killed. `memory_mb` is of each process.
-        `require`: what the sandbox must isolate (docs/sandbox.md), words in one text; empty: whatever it
-        can. `image`, `user`: of the sandbox for samples without a task. `snapshots`: of its files, at most
-        one every so many turns; 0 for none. `name`: of the tool, where there is one."""
+        """Make the tools. Code that runs longer than `seconds` is interrupted, then killed. `memory_mb`
+        limits each process. `require`: the required isolation of the sandbox (docs/sandbox.md), words in one
+        text; empty: as far as possible. `image`, `user`: of the sandbox for samples without a task.
+        `snapshots`: the least number of turns between two snapshots of the files; 0: no snapshots. `name`:
+        of the only tool."""
         required = check_isolation(require)
         limits = SandboxLimits(memory_mb, processes, file=disk_mb, disk=disk_mb, output=MAX_OUTPUT_BYTES)
         task = Task(image, check_image(image, user).digest, user=user) if image else None
@@ -158,13 +160,13 @@ def _make_tool(
     return Tool(name, schema, method, decode, state, timeout=timeout, replay="reapply")
 
 
-_register_tools("python", 0, Workspace.python)  # calls that run again give the variables back, too
+_register_tools("python", 0, Workspace.python)  # repeated calls also give the variables back
 _register_tools("shell", 1, Workspace.shell)
 _register_tools("workspace", 1, Workspace.python, Workspace.shell)
 
 
 def reply_text(result: RunResult, seconds: float, status: str = "") -> str:
-    """Return what the model reads: the output, and how the run ended unless it succeeded."""
+    """Return the reply for the model: the output, and the ending of a run that did not succeed."""
     signal_note = f" by signal {-result.status}" if result.status < 0 else ""
     ending_notes = {
         RunEnding.LATE: f"[stopped after {seconds:g} s]",

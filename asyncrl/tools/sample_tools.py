@@ -1,4 +1,4 @@
-"""The tools that a sample asks for in `extra_info`, in the format of verl's data.
+"""The tools that a sample requests in `extra_info`, in the format of verl's data.
 
 {"tools": ["search"], "tools_kwargs": {"search": {"create_kwargs": {"corpus": "wiki"}}}}
 """
@@ -15,18 +15,21 @@ import msgspec
 from asyncrl.tools.base import Tool, ToolError, names
 from asyncrl.types import Sample
 
-UNUSED_KEYS = frozenset({"execute_kwargs", "calc_reward_kwargs", "release_kwargs"})  # verl's, not for `open`
+UNUSED_KEYS = frozenset(
+    {"execute_kwargs", "calc_reward_kwargs", "release_kwargs"}
+)  # verl's keys with arguments for other methods than `open`
 MAX_PROBLEMS = 20
 
 
 class SampleTools(msgspec.Struct):
-    """`tools`: the names of those it is given; None: all."""
+    """Hold a sample's request for tools. `tools`: the names; None: all tools. `tools_kwargs`: by name."""
 
     tools: list[str] | None = None
     tools_kwargs: dict[str, Any] | None = None
 
     def arguments(self, name: str) -> dict[str, Any]:
-        """Constructor arguments of one tool. Parquet fills what other samples have with null: left out."""
+        """Return constructor arguments of one tool, without null: Parquet fills missing arguments with
+        null."""
         tool_keywords = _read_object((self.tools_kwargs or {}).get(name), f"tools_kwargs.{name}")
         if "create_kwargs" in tool_keywords:
             tool_keywords = _read_object(tool_keywords["create_kwargs"], f"tools_kwargs.{name}.create_kwargs")
@@ -37,19 +40,19 @@ class SampleTools(msgspec.Struct):
 
 
 def read_sample_tools(sample: Sample) -> SampleTools:
-    """ToolError when `extra_info` cannot be read."""
+    """Read a sample's request for tools. ToolError: `extra_info` cannot be read."""
     with ToolError.instead_of(ToolError, text=f"sample {sample.row}"):
         return _decode_sample_tools(sample.extra_info)
 
 
 def check_sample_tools(tools: Mapping[str, Tool], extra_infos: Iterable[str]) -> tuple[list[str], list[str]]:
-    """Return what is wrong with the tools that samples ask for, and which of their arguments nothing takes: a
-    line for each, with its first sample (counted from 0); at most MAX_PROBLEMS. Empty: all is well."""
+    """Check the tools that samples request. Return the problems, and the arguments that no tool takes: a line
+    for each, with the first sample (counted from 0); at most MAX_PROBLEMS."""
     problems: dict[str, int] = {}
     ignored_arguments: dict[str, int] = {}
 
     for number, text in enumerate(extra_infos):
-        if '"tools' not in text:  # as in most data sets: nothing to decode
+        if '"tools' not in text:  # most data sets have nothing to decode
             continue
 
         try:
@@ -71,7 +74,7 @@ def _number_lines(first_samples: Mapping[str, int]) -> list[str]:
 
 
 def _find_unused(tools: Mapping[str, Tool], sample_tools: SampleTools) -> Iterator[str]:
-    """Data that was made for other trainers brings arguments of tools that are not here."""
+    """Find arguments that no tool takes: data made for other trainers brings arguments of missing tools."""
     for name, tool_keywords in (sample_tools.tools_kwargs or {}).items():
         if name not in tools:
             if tool_keywords is not None:
@@ -91,7 +94,7 @@ def _find_unused(tools: Mapping[str, Tool], sample_tools: SampleTools) -> Iterat
 
 
 def select_tools(tools: Mapping[str, Tool], sample_tools: SampleTools) -> dict[str, Tool]:
-    """Return the tools that a sample asks for, in the order of `tools`. ToolError for unknown names."""
+    """Return the tools that a sample requests, in the order of `tools`. ToolError: a name is unknown."""
     _check_names(tools, sample_tools)
     selected_names = tools if sample_tools.tools is None else sample_tools.tools
     return {
@@ -102,7 +105,8 @@ def select_tools(tools: Mapping[str, Tool], sample_tools: SampleTools) -> dict[s
 
 
 def merged_arguments(tools: Sequence[Tool], sample_tools: SampleTools) -> dict[str, Any]:
-    """Constructor arguments of tools that share an object. ToolError where they contradict each other."""
+    """Merge constructor arguments of tools that share an object. ToolError: the arguments contradict each
+    other."""
     merged: dict[str, Any] = {}
     for tool in tools:
         for key, value in sample_tools.arguments(tool.name).items():
@@ -115,7 +119,7 @@ def merged_arguments(tools: Sequence[Tool], sample_tools: SampleTools) -> dict[s
 
 
 def accepted_arguments(function: Callable[..., Any] | None, keywords: dict[str, Any]) -> dict[str, Any]:
-    """Keep the keywords that a function has parameters for; data made for other tools may bring more."""
+    """Return the keywords for which a function has parameters; data made for other tools may bring more."""
     if function is None or not keywords:
         return {}
     parameters = inspect.signature(function).parameters
@@ -138,7 +142,7 @@ def _read_object(value: Any, field_name: str) -> dict[str, Any]:
 
 
 def _rebuild_tool(tool: Tool, arguments: dict[str, Any]) -> Tool:
-    """Make a tool again with a sample's constructor arguments, where it is a factory's that takes them."""
+    """Make a tool again with a sample's constructor arguments, if the tool's factory takes the arguments."""
     accepted = {} if tool.state else accepted_arguments(tool.remake, arguments)
     if accepted and tool.process:
         raise ToolError(f"tool {tool.name!r} runs in processes that all samples share: give no tools_kwargs")

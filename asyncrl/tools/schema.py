@@ -1,4 +1,4 @@
-"""Turns a typed signature and a docstring into a JSON schema and a check of what the model wrote."""
+"""Turns a typed signature and a docstring into a JSON schema and a check of the model's arguments."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import msgspec
 from asyncrl.errors import ConfigError
 
 Decode = Callable[[str], dict[str, Any]]
-"""The text of a call's arguments -> keyword arguments. Raises what the model is to read."""
+"""The text of a call's arguments -> keyword arguments. Raises errors for the model to read."""
 
 
 def read_signature(function: Callable[..., Any], name: str, documented: Any) -> tuple[dict[str, Any], Decode]:
-    """Read the signature of a function, or a method without its `self`: OpenAI's schema of it, and a check of
-    arguments against that. `described` bears the docstring."""
+    """Read the signature of a function, or of a method without `self`: return OpenAI's schema, and a
+    function that checks arguments. `documented` has the docstring."""
     description, argument_notes = docstring(documented)
     struct = _parameter_struct(function, name, argument_notes)
     decoder = msgspec.json.Decoder(struct, strict=False)
@@ -27,7 +27,7 @@ def read_signature(function: Callable[..., Any], name: str, documented: Any) -> 
 
 
 def docstring(documented: Any) -> tuple[str, dict[str, str]]:
-    """The first paragraph, and the notes of a Google-style `Args:` section (one line each)."""
+    """Return the first paragraph, and the notes of a Google-style `Args:` section (one line per argument)."""
     text = inspect.cleandoc(documented.__doc__ or "")
     description, _, argument_section = text.partition("Args:\n")
     argument_notes = {}
@@ -40,7 +40,7 @@ def docstring(documented: Any) -> tuple[str, dict[str, str]]:
 
 
 def outline(schema: dict[str, Any]) -> str:
-    """The parameters in one line, for a reply to a wrong call: `word: string, limit?: integer`."""
+    """Describe the parameters in one line, for a reply to a wrong call: `word: string, limit?: integer`."""
     parameters = schema["function"].get("parameters", {})
     required_names = parameters.get("required", ())
     parameter_texts = [
@@ -63,7 +63,7 @@ def _type_name(part: Any) -> str:
 def _parameter_struct(
     function: Callable[..., Any], name: str, argument_notes: dict[str, str]
 ) -> type[msgspec.Struct]:
-    """The parameters as a Struct that refuses unknown names."""
+    """Make a Struct of the parameters that refuses unknown names."""
     type_hints = typing.get_type_hints(function, include_extras=True)
     fields: list[Any] = []
 

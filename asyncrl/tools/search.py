@@ -1,11 +1,11 @@
-"""Search tools: BM25 over a corpus of this machine, or a retrieval server. Both reply in the same way:
+"""Search tools: BM25 over a corpus on this machine, or a retrieval server. Both reply in the same format:
 
 [1] Title of the best passage
 its text
 
 [2] …
 
-corpus.jsonl ──► <cache>/<key>/, as bm25s writes it     key: file, its size and time, stopwords
+corpus.jsonl ──► <cache>/<key>/, in the format of bm25s     key: file, its size and time, stopwords
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from asyncrl.tools.base import Tool, tool, tools
 
 NO_PASSAGE = "no passage was found"
 MAX_TITLE_CHARACTERS = 256  # characters of a title that are shown
-MAX_CONCURRENT_SEARCHES = 4  # searches of one worker at once
-INDEX_FORMAT = 2  # of what is in the cache; part of the key
+MAX_CONCURRENT_SEARCHES = 4  # of one worker
+INDEX_FORMAT = 2  # the version of the cached index, a part of the key
 WORD_PATTERN = r"(?u)\b\w+\b"
 TEXT_FIELDS = ("text", "contents")
 log = logging.getLogger("asyncrl.tools")
@@ -66,10 +66,9 @@ def search(
     """Search by BM25 in `corpus`, a file of rows (.jsonl, .parquet, .json, .csv) with `text` or `contents`,
     and optionally `title`.
 
-    `k` passages of at most `max_chars` characters are returned. `stopwords`: the language whose most common
-    words are ignored; empty: none are. The index is kept in the directory `cache` (default:
-    ~/.cache/asyncrl/search) and mapped into memory. ConfigError for options that cannot be used.
-    """
+    A search returns `k` passages of at most `max_chars` characters. `stopwords`: the language whose most
+    common words are ignored; empty: no word is. The index is kept in the directory `cache` (default:
+    ~/.cache/asyncrl/search) and mapped into memory. ConfigError: an option cannot be used."""
     _check_limits(k, max_chars)
     try:
         opened_corpus = open_corpus(corpus, cache, stopwords)
@@ -93,7 +92,7 @@ def search_remote(
     name: str = "search",
     description: str = "Search the corpus.",
 ) -> Tool:
-    """A retrieval server at `url` with Search-R1's protocol:
+    """Search by a retrieval server at `url` with Search-R1's protocol:
 
         POST {"queries": [...], "topk": k, "return_scores": true}
         {"result": [[{"document": {"contents": ...}, "score": ...}, ...]]}
@@ -113,7 +112,7 @@ def search_remote(
 
 
 def write_reply(passages: Iterable[Passage], max_chars: int) -> str:
-    """Write what the model reads; every passage is cut at `max_chars` characters."""
+    """Write the reply for the model; every passage is cut at `max_chars` characters."""
     passage_texts = [
         _show_passage(number, found_passage, max_chars)
         for number, found_passage in enumerate(passages, start=1)
@@ -133,7 +132,7 @@ def _show_passage(number: int, found_passage: Passage, max_chars: int) -> str:
 
 
 def _decode_passages(answer: bytes) -> list[Passage]:
-    """Return the passages of the one query. SearchError for an answer in another format."""
+    """Return the passages of the only query. SearchError: the answer has another format."""
     try:
         (hits,) = msgspec.json.decode(answer, type=_SearchAnswer).result
         return [read_passage(hit.document) for hit in hits]
@@ -155,7 +154,9 @@ def _check_limits(k: int, max_chars: int) -> None:
 
 # -- a corpus with its BM25 index on disk, memory-mapped: the workers of a machine share its pages ---------
 
-_corpora: weakref.WeakValueDictionary[Path, Corpus] = weakref.WeakValueDictionary()  # those in use
+_corpora: weakref.WeakValueDictionary[Path, Corpus] = (
+    weakref.WeakValueDictionary()
+)  # opened corpora, by directory
 
 
 @dataclass(frozen=True)
@@ -165,8 +166,9 @@ class Passage:
 
 
 def read_passage(document: Mapping[str, Any]) -> Passage:
-    """Read a document with `text` or `contents`, and perhaps a `title`. Without one, a first line in quotes
-    is the title, as in Search-R1's corpora. ValueError when there is no text, or half a character in it."""
+    """Read a document with `text` or `contents`, and perhaps a `title`. Without a title, a first line in
+    quotes is the title, as in Search-R1's corpora. ValueError: the text is missing, or contains half a
+    character."""
     text = next((document[key] for key in TEXT_FIELDS if isinstance(document.get(key), str)), None)
     if text is None:
         raise ValueError(f"no {' or '.join(TEXT_FIELDS)}, only {', '.join(map(str, document)) or 'nothing'}")
@@ -189,7 +191,7 @@ def read_passage(document: Mapping[str, Any]) -> Passage:
 
 
 class Corpus:
-    """Holds an opened index. `search` may be called from several threads at once."""
+    """Hold an opened index. `search` may be called from several threads at once."""
 
     def __init__(self, index_directory: Path, stopwords: str) -> None:
         import bm25s
@@ -200,13 +202,14 @@ class Corpus:
         self._passages = JsonlCorpus(index_directory / "corpus.jsonl", show_progress=False, verbosity=0)
         self._passages.mmindex = np.array(self._passages.mmindex)  # a list takes five times the memory
         self._read_lock = threading.Lock()  # all searches of bm25s share one position in the file
-        self._read_passage(self._index.scores["num_docs"] - 1)  # it raises where the file is shorter
+        self._read_passage(self._index.scores["num_docs"] - 1)  # raises if the file is too short
 
     def __len__(self) -> int:
         return len(self._passages)
 
     def search(self, query: str, k: int) -> list[Passage]:
-        """At most k passages that share a word with the query, best first; the corpus's order breaks ties."""
+        """Return at most k passages that share a word with the query, the best first; the corpus's order
+        breaks ties."""
         (query_words,) = _tokenize([query], self._stopwords, return_ids=False)
         known_words = [word for word in query_words if word in self._index.vocab_dict]
         if not known_words:
@@ -219,7 +222,8 @@ class Corpus:
 
 
 def _best_indices(scores: np.ndarray, k: int) -> list[int]:
-    """Indices of the k largest positive scores. Most are 0, and a partition of equal numbers is slow."""
+    """Return the indices of the k largest positive scores. Most scores are 0, and a partition of equal
+    numbers is slow."""
     indices = np.flatnonzero(scores > 0)
     best_scores = scores[indices]
 
@@ -233,8 +237,8 @@ def _best_indices(scores: np.ndarray, k: int) -> list[int]:
 
 
 def open_corpus(source: str, cache: str = "", stopwords: str = "english") -> Corpus:
-    """Open the corpus of a file of rows. The first process to open it builds the index, others wait for that.
-    ConfigError for a file or a directory that cannot be used."""
+    """Open the corpus of a file of rows. The first process to open a corpus builds the index while further
+    processes wait. ConfigError: the file or the directory cannot be used."""
     path = Path(source).expanduser().resolve()
     if not path.is_file():
         raise ConfigError(f"there is no corpus {source}; set corpus to a file")
@@ -265,7 +269,7 @@ def _open_or_build(path: Path, index_directory: Path, stopwords: str) -> Corpus:
         try:
             with users_code():
                 return Corpus(index_directory, stopwords)
-        except Exception as error:  # whatever a damaged file makes the two libraries raise
+        except Exception as error:  # a damaged file may make the two libraries raise any error
             log.warning("the index %s is damaged (%s); it is built again", index_directory, one_line(error))
             shutil.rmtree(index_directory)
 
@@ -306,7 +310,7 @@ def _tokenize(texts: Any, stopwords: Any, **options: Any) -> Any:
 
 
 def _read_passages(path: Path) -> Iterator[Passage]:
-    """Yield the passages in order. ConfigError names the document that has none."""
+    """Yield the passages in order. ConfigError names the document without a passage."""
     for number, document in enumerate(read_rows(path), start=1):
         try:
             yield read_passage(document)

@@ -1,13 +1,12 @@
-"""Snapshots of the files of an episode's sandboxes lie on this machine: an episode that goes on here after a
+"""Snapshots of the files of an episode's sandboxes, on this machine: an episode that continues here after a
 crash gets its files back, and runs no recorded call again.
 
     /var/tmp/asyncrl-UID/snapshots/RUN/EPISODE/TOOL/{TURN-HISTORY, DIGEST, DIGEST, …}
 
-A snapshot is a list of files; each large content is a file of its own, once. HISTORY stands for all turns and
-replies up to TURN: only an episode of which the same is recorded takes the snapshot. It is written before the
-replies of its turn are posted, so it may be of a turn whose replies are never recorded. Therefore the one
-before it is kept, too: its replies are durable.
-"""
+A snapshot is a list of files; each large content is a separate file, stored once. HISTORY is the hash of all
+turns and replies up to TURN: only an episode with the same recorded history takes the snapshot. A snapshot
+is written before the replies of its turn are posted, and so may belong to a turn whose replies are never
+recorded. Therefore the snapshot before is also kept: the replies of its turn are durable."""
 
 from __future__ import annotations
 
@@ -27,9 +26,9 @@ from asyncrl.isolation.sandbox.changes import Entry, packed, read_entries
 from asyncrl.types import Turn
 
 PARENT = Path(f"/var/tmp/asyncrl-{os.getuid()}")
-MAX_INLINE_BYTES = 4096  # bytes of a content that lies in the list
-DIGEST_BYTES = 16  # bytes before a list
-KEEP_SECONDS = 86_400.0  # seconds after which snapshots are removed that nobody took
+MAX_INLINE_BYTES = 4096  # a larger content is a separate file
+DIGEST_BYTES = 16  # the digest before a list
+KEEP_SECONDS = 86_400.0  # older snapshots are removed
 
 
 class SnapshotError(AsyncrlError):
@@ -37,19 +36,22 @@ class SnapshotError(AsyncrlError):
 
 
 _ListedEntry = tuple[bytes, bytes, int, int, bytes, str]
-"""An entry, its path as bytes, and the digest of its content if that is a file of its own."""
+"""The fields of an entry, with the path as bytes, and the digest of the content if stored as a separate
+file."""
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(list[_ListedEntry]).decode
 
 
 def history(earlier_history: str, turn: Turn) -> str:
-    """Name all turns up to this one, with their replies. `before`: the name of those before it."""
+    """Return the hash of all turns up to this turn, with the replies. `before`: the hash of all earlier
+    turns."""
     replies = [(reply.call.name, reply.call.arguments, reply.content) for reply in turn.replies]
     return xxh3_64_hexdigest(_encode((earlier_history, turn.ids, replies)))
 
 
 class Snapshots:
-    """Owns the snapshots of a worker. `run`: names the run. `most`: bytes of all snapshots together."""
+    """Own the snapshots of a worker. `run`: the run's name. `max_bytes`: the limit of all snapshots
+    together."""
 
     def __init__(self, run: str, max_bytes: int) -> None:
         self._run_directory = PARENT / "snapshots" / xxh3_64_hexdigest(run.encode())
@@ -63,19 +65,19 @@ class Snapshots:
         )
 
     def kept(self, episode: str) -> bool:
-        """True if there may be something to forget."""
+        """True if the episode may have snapshots."""
         return os.path.exists(f"{self._run_directory}/{quote(episode, '')}")
 
     def forget(self, episode: str) -> None:
-        """Remove those of an episode that is over. Blocks."""
+        """Remove the snapshots of an episode that is over. Blocks."""
         episode_directory = self._episode_directory(episode)
 
-        for directory in [*self._directory_sizes]:  # a copy: other threads save
+        for directory in [*self._directory_sizes]:  # a copy, as other threads save
             if directory.parent == episode_directory:
                 del self._directory_sizes[directory]
 
         emptying.remove_directory(str(episode_directory))
-        with suppress(OSError):  # there are others
+        with suppress(OSError):  # other episodes have snapshots
             self._run_directory.rmdir()
 
     def _episode_directory(self, episode: str) -> Path:
@@ -83,7 +85,7 @@ class Snapshots:
 
 
 class ToolSnapshots:
-    """Owns the snapshots of one tool, or of tools that share an object, in an episode. All of it blocks."""
+    """Own the snapshots of one tool, or of tools that share an object, in an episode. All methods block."""
 
     def __init__(self, directory: Path, directory_sizes: dict[Path, int], max_bytes: int) -> None:
         self._directory = directory
@@ -92,8 +94,8 @@ class ToolSnapshots:
         self._kept_snapshots: list[dict[str, int]] = []  # files of each snapshot, and their bytes
 
     def save(self, turn: int, history: str, archive: bytes) -> None:
-        """Keep what changed up to a turn, and the snapshot before it. SnapshotError when all snapshots would
-        take too much: then the one before it is the newest."""
+        """Keep a snapshot of the changes up to a turn, and the snapshot before. SnapshotError: all snapshots
+        would take too much; the snapshot before stays the newest."""
         contents = dict[str, bytes]()
         listed_entries = list[_ListedEntry]()
 
@@ -108,7 +110,7 @@ class ToolSnapshots:
         encoded_list = _encode(listed_entries)
         contents[f"{turn}-{history}"] = (
             xxh3_128_digest(encoded_list) + encoded_list
-        )  # the last file that is written
+        )  # written as the last file
         kept_snapshots = [
             *self._kept_snapshots[-1:],
             {name: len(content) for name, content in contents.items()},
@@ -129,7 +131,8 @@ class ToolSnapshots:
         self._keep_only(kept_snapshots)
 
     def find(self, histories: Sequence[str]) -> tuple[int, bytes] | None:
-        """Find the newest snapshot of an episode's recorded turns: (turn, archive). Others are removed."""
+        """Find the newest snapshot of an episode's recorded turns: (turn, archive). Other snapshots are
+        removed."""
         for turn in reversed(range(len(histories))):
             with suppress(OSError, ValueError, *UNDECODABLE):
                 return turn, self._read_snapshot(f"{turn}-{histories[turn]}")
@@ -137,7 +140,7 @@ class ToolSnapshots:
         return None
 
     def _read_snapshot(self, name: str) -> bytes:
-        """Read a snapshot, which becomes the only one. ValueError when something of it is damaged."""
+        """Read a snapshot, and remove all other snapshots. ValueError: a file is damaged."""
         encoded_list = (self._directory / name).read_bytes()
         if xxh3_128_digest(encoded_list[DIGEST_BYTES:]) != encoded_list[:DIGEST_BYTES]:
             raise ValueError(f"{name} is damaged")
@@ -157,7 +160,7 @@ class ToolSnapshots:
         return packed(entries)
 
     def _keep_only(self, kept_snapshots: list[dict[str, int]]) -> None:
-        """Remove all files but those of `kept`."""
+        """Remove all files except the files of the kept snapshots."""
         self._kept_snapshots = kept_snapshots
         files = {name: size for files in kept_snapshots for name, size in files.items()}
         self._sizes[self._directory] = sum(files.values())
@@ -168,7 +171,7 @@ class ToolSnapshots:
 
 
 def _delete_old(directory: Path) -> None:
-    """Remove what no worker has changed for long: a run that was killed leaves it."""
+    """Remove snapshots that no worker has changed for long, as killed runs leave theirs behind."""
     for tool_directory in directory.glob("*/*"):
         with suppress(OSError):
             last_change = max(path.stat().st_mtime for path in (tool_directory, *tool_directory.iterdir()))

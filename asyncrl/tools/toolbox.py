@@ -4,9 +4,8 @@
     session = box.session(sample)                 one per episode
     await session.open() ... await session.call(call) ... await session.result() ... await session.close()
 
-Every call gets a reply within its deadline, whatever the tool does. A call that hangs, or ignores
-cancellation, is abandoned at its deadline, and delays no other call.
-"""
+Every call gets a reply within a deadline, whatever the tool does. A call that hangs, or ignores
+cancellation, is abandoned at the deadline, and delays no other call."""
 
 from __future__ import annotations
 
@@ -40,14 +39,14 @@ from asyncrl.values import result_of
 log = logging.getLogger("asyncrl.tools")
 
 RESTORED_NOTE = "\n[files are kept; variables and background processes of earlier calls are lost]"
-"""A reply after `restore` ends so."""
-BEGIN_SECONDS = 90.0  # for what tools share to be ready; a process has 60 s to start
-CLOSE_SECONDS = 5.0  # after which a session is closed, whatever its tools do
-RETRY_PAUSES = (0.1, 0.3, 1.0, 3.0)  # seconds before a call is tried again; the last one repeats
+"""The end of the first reply of each object after `restore`."""
+BEGIN_SECONDS = 90.0  # for shared resources of tools to be ready; a process has 60 s to start
+CLOSE_SECONDS = 5.0  # a session is closed after so long, whatever the tools do
+RETRY_PAUSES = (0.1, 0.3, 1.0, 3.0)  # seconds before a call is tried again; the last pause repeats
 
 
 class Toolbox:
-    """All tools by the names that models call them by. `timeout`: seconds, for tools that set none."""
+    """Hold all tools by their names for models. `timeout`: seconds of a call, for tools without a timeout."""
 
     def __init__(self, tools: Mapping[str, Tool], timeout: float = 30.0) -> None:
         self.tools = dict(tools)
@@ -56,7 +55,8 @@ class Toolbox:
         self._reported_tools: set[str] = set()
 
     async def begin_shared(self, tools: Iterable[Tool]) -> None:
-        """Wait until what these tools share is ready. A failure is logged; calls fail with it, too."""
+        """Wait until the shared resources of these tools are ready. A failure is logged; calls fail as
+        well."""
 
         async def begin_and_report(name: str, begin: Callable[[], Awaitable[None]]) -> None:
             with recorded() as failure:
@@ -68,11 +68,11 @@ class Toolbox:
         await asyncio.gather(*(begin_and_report(name, begin) for begin, name in names_by_begin.items()))
 
     def session(self, sample: Sample, episode: str = "", snapshots: Snapshots | None = None) -> ToolSession:
-        """The tools of one episode, not yet open. `episode`: its name in `snapshots`."""
+        """Make the tools of one episode, not yet open. `episode`: the episode's name in `snapshots`."""
         return ToolSession(self, sample, episode, snapshots)
 
     async def close(self) -> None:
-        """End what tools share: their processes and connections, within a deadline. Never raises."""
+        """End shared resources of tools, processes and connections, within a deadline. Never raises."""
         pool_closings = [limits.pool.close() for limits in self.call_limits.values() if limits.pool]
         end_functions = {tool.end for tool in self.tools.values() if tool.end is not None}
         end_calls = (call_user(end, CLOSE_SECONDS) for end in end_functions)
@@ -82,8 +82,8 @@ class Toolbox:
                 log.warning("closing tools: %s", one_line(problem))
 
     def schemas(self, sample: Sample) -> tuple[str, ...]:
-        """The schemas of the tools that a sample is given, as JSON text. A conversation that is to be learned
-        may bring its own (`tool_schemas`). ToolError for an unknown tool."""
+        """Return the schemas of a sample's tools, as JSON text. A conversation for training may bring schemas
+        (`tool_schemas`). ToolError: a tool is unknown."""
         if sample.demonstration:
             conversation_schemas = msgspec.json.decode(sample.extra_info).get("tool_schemas")
             if conversation_schemas is not None:
@@ -93,25 +93,25 @@ class Toolbox:
         )
 
     def report(self, name: str, problem: str) -> None:
-        """The first failure of a tool goes to the log: the model reads all of them, a person none."""
+        """Log the first failure of a tool: the model reads all failures, a person none."""
         if name not in self._reported_tools:
             self._reported_tools.add(name)
             log.warning("tool %s failed (later failures are not logged): %s", name, problem)
 
     def call_seconds(self, tool: Tool) -> float:
-        """Seconds that one call of a tool may take."""
+        """Return the seconds that one call of a tool may take."""
         return self.timeout if tool.timeout is None else tool.timeout
 
 
 class EpisodeObject:
-    """An object that lives as long as its episode. Its calls run one after another, in their order."""
+    """Hold an object that lives as long as its episode. Calls run one after another, in their order."""
 
     def __init__(
         self, state: Any, blocking: bool, call_seconds: float, snapshots: ToolSnapshots | None
     ) -> None:
         self.state = state
         self.call_lock = asyncio.Lock()
-        self.was_called = False  # since `save`
+        self.was_called = False  # since the last `save`
         self.restored_turn = -1  # the turn up to which a snapshot brought the effects of calls
         self.reply_note = ""  # at the end of the next reply
         self._blocking = blocking
@@ -121,14 +121,14 @@ class EpisodeObject:
         self._unsaved_turns = 0  # turns with calls since the newest snapshot
 
     async def open(self, sample: Sample, arguments: dict[str, Any]) -> None:
-        """Call its `open`, where it has one, with the arguments that it takes."""
+        """Call the object's `open`, if present, with the arguments that it accepts."""
         if function := getattr(self.state, "open", None):
             accepted = accepted_arguments(function, arguments)
             await call_user(partial(function, sample, **accepted), blocking=self._blocking)
 
     async def result(self) -> dict[str, Any]:
-        """Call its `result` after its calls. ToolError when that fails, or takes longer
-        than a call may."""
+        """Call the object's `result` after all calls. ToolError: `result` fails, or takes longer than a call
+        may."""
 
         async def call_result(result: Callable[[], Any]) -> Any:
             async with self.call_lock:
@@ -143,7 +143,8 @@ class EpisodeObject:
             raise ToolError(f"{type(self.state).__name__}.result: {describe(problem)}") from problem
 
     async def save(self, turn: int, history: str) -> None:
-        """Keep a snapshot if it is called for. Without it an older one and later calls give the same."""
+        """Keep a snapshot if enough turns had calls. Otherwise an older snapshot and later calls give the
+        same state."""
         self._unsaved_turns += self.was_called
         self.was_called = False
         if self.snapshots is None or self._unsaved_turns < self._snapshot_interval:
@@ -161,7 +162,7 @@ class EpisodeObject:
             log.info("no snapshot of %s: %s", type(self.state).__name__, reason(problem))
 
     async def restore(self, histories: Sequence[str]) -> None:
-        """Take the newest snapshot of these turns, if there is one."""
+        """Take the newest snapshot of these turns, if present."""
         if self.snapshots is not None:
             snapshot = await in_thread(partial(self.snapshots.find, histories), "snapshot")
             if snapshot is not None:
@@ -169,7 +170,7 @@ class EpisodeObject:
                 await call_user(partial(self.state.restore, archive), self._call_seconds)
 
     async def close(self) -> None:
-        """Close it after its calls; a call that hangs is not waited for. Raises only when cancelled."""
+        """Close the object after its calls, without waiting for hanging calls. Raises only when cancelled."""
         try:
             await call_user(self._close, CLOSE_SECONDS)
         except Exception as problem:
@@ -184,7 +185,7 @@ class EpisodeObject:
 
 
 class ToolSession:
-    """Holds the tools of one episode. `schemas` (JSON text, the config's order) are known once it is open."""
+    """Hold the tools of one episode. `schemas` (JSON text, in the config's order) are known after `open`."""
 
     def __init__(self, toolbox: Toolbox, sample: Sample, episode: str, snapshots: Snapshots | None) -> None:
         self._toolbox = toolbox
@@ -199,8 +200,8 @@ class ToolSession:
         return tuple(tool.schema_text for tool in self._tools.values())
 
     async def open(self) -> None:
-        """Make and open all objects with state, concurrently. ToolError when one fails or its deadline
-        passes; `close` must be called in any case."""
+        """Make and open all objects with state, concurrently. ToolError: an object fails or misses the
+        deadline; `close` must be called in any case."""
         sample_tools = read_sample_tools(self._sample)
         tools = select_tools(self._toolbox.tools, sample_tools)
         await self._toolbox.begin_shared(tools.values())
@@ -217,7 +218,7 @@ class ToolSession:
         self._tools = tools
 
     async def _open_object(self, tools: Sequence[Tool], sample_tools: SampleTools) -> None:
-        """The object that these tools share."""
+        """Make and open the object that these tools share."""
         state = tools[0].state
         assert state is not None
         try:
@@ -238,8 +239,8 @@ class ToolSession:
             raise ToolError(f"tool {tools[0].name!r} could not be opened: {describe(problem)}") from problem
 
     def limit(self, calls: Iterable[ToolCall]) -> float:
-        """Seconds after which all these calls, side by side, have a reply: each may be checked, waits for its
-        turn, then it runs, as long as its tool may take."""
+        """Return the seconds after which all these concurrent calls have a reply: each call may be checked,
+        waits for a slot, and then runs as long as the tool may take."""
         called_tools = [self._tools[call.name] for call in calls if call.name in self._tools]
         return max(
             (self._toolbox.call_seconds(tool) * (2 + (tool.check is not None)) for tool in called_tools),
@@ -278,13 +279,13 @@ class ToolSession:
             )
 
     async def save(self, turn: int, history: str) -> None:
-        """Keep snapshots after the calls of a turn. Raises only when cancelled."""
+        """Keep snapshots of all objects after the calls of a turn. Raises only when cancelled."""
         await asyncio.gather(
             *(episode_object.save(turn, history) for episode_object in self._objects.values())
         )
 
     async def restore(self, histories: Sequence[str]) -> None:
-        """Take the newest snapshots of these recorded turns. Then `redo` leaves out their calls."""
+        """Take the newest snapshots of these recorded turns, whose calls `redo` then leaves out."""
         await asyncio.gather(
             *(episode_object.restore(histories) for episode_object in self._objects.values())
         )
@@ -297,15 +298,15 @@ class ToolSession:
         ]
 
     def caught_up(self) -> None:
-        """All recorded turns are there: what snapshots could not bring is reported from now on."""
+        """Note that all recorded turns are replayed: replies now report the losses that snapshots have."""
         for episode_object in self.restored:
             episode_object.reply_note = RESTORED_NOTE
 
     async def redo(
         self, replies: Sequence[ToolReply], shorten: Callable[[str], str] = str, turn: int = 0
     ) -> None:
-        """Rebuild the effects of recorded calls, where tools ask for it. ProtocolError: the episode must
-        begin again. `shorten` cuts a reply as it was cut before it was recorded."""
+        """Rebuild the effects of recorded calls for tools that request it. ProtocolError: the episode must
+        begin again. `shorten` cuts a reply as recorded replies were cut."""
         for reply in replies:
             tool = self._tools.get(reply.call.name)
             if tool is None or tool.replay == "pure" or reply.refused:
@@ -320,8 +321,8 @@ class ToolSession:
                 raise ProtocolError(f"tool {tool.name} gave another reply when repeated")
 
     async def result(self) -> dict[str, Any] | None:
-        """Return what the objects leave for the reward: their dicts in one, None without any. ToolError when
-        one fails, and when two leave something of the same name."""
+        """Return the objects' results for the reward, merged into one dict; None without any result.
+        ToolError: a result fails, or two results have a common name."""
         joined_results: dict[str, Any] = {}
         result_calls = [
             episode_object.result()
@@ -335,8 +336,8 @@ class ToolSession:
         return joined_results or None
 
     async def close(self) -> None:
-        """Close what was made, within about CLOSE_SECONDS. Raises only when cancelled; the closing then goes
-        on in the background."""
+        """Close all objects, within about CLOSE_SECONDS. Raises only when cancelled; closing then continues
+        in the background."""
         self._tools = {}
         objects = list(self._objects.values())
         self._objects = {}
@@ -345,7 +346,7 @@ class ToolSession:
     # -- one call ------------------------------------------------------------------------------------
 
     async def _run_call(self, tool: Tool, arguments: str, keywords: dict[str, Any]) -> tuple[str, float]:
-        """Return (content, reward). Raises what the tool raised in its last attempt, or CallTimeout."""
+        """Return (content, reward). Raises the error of the tool's last attempt, or CallTimeout."""
         call_limits = self._toolbox.call_limits[tool.name]
         call_seconds = self._toolbox.call_seconds(tool)
         async with call_limits.call_slot(call_seconds):
@@ -367,7 +368,7 @@ class ToolSession:
         episode_object.was_called = True
         async with (
             episode_object.call_lock
-        ):  # until the reply is text: the next call may change what this one returned
+        ):  # until the reply is text: the next call may change the returned object
             text, reward = read_reply(
                 await run_function(partial(tool.function, episode_object.state, **keywords))
             )
@@ -379,7 +380,7 @@ class ToolSession:
 async def _try_repeatedly(
     tool: Tool, run_once: Callable[[], Awaitable[tuple[str, float]]]
 ) -> tuple[str, float]:
-    """Try, and try again with growing pauses; the deadline is the caller's."""
+    """Try a call, and try again with growing pauses; the caller has the deadline."""
     for attempt in range(tool.retries):
         try:
             return await run_once()
@@ -397,7 +398,7 @@ def _refuse_arguments(tool: Tool, call: ToolCall, complaint: str) -> ToolReply:
 
 
 def unknown_tool(call: ToolCall, known_names: Iterable[str]) -> ToolReply:
-    """The reply to a call of a tool that does not exist."""
+    """Return the reply to a call of a tool that does not exist."""
     error = f"unknown tool {call.name!r}; there are: {names(known_names)}"
     return ToolReply(call, f"error: {error}", error, refused=True)
 
@@ -405,7 +406,7 @@ def unknown_tool(call: ToolCall, known_names: Iterable[str]) -> ToolReply:
 async def call_tool(
     tool: Tool, call: ToolCall, call_seconds: float = 30.0, sample: Sample | None = None
 ) -> ToolReply:
-    """Run one call (`limit`: seconds) as an episode of its own. Raises only when cancelled."""
+    """Run one call of at most `call_seconds` as a separate episode. Raises only when cancelled."""
     toolbox = Toolbox({tool.name: tool}, call_seconds)
     session = toolbox.session(sample or Sample(0, "", (), ""))
     try:

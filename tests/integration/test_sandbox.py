@@ -812,7 +812,7 @@ print(os.environ["HOME"] == os.getcwd())
 """
 async def main():
     async with Jail(SandboxLimits(processes=8), require=()) as box:
-        print(sorted(box.holds))
+        print(sorted(box.enforced))
         print((await box.run("cell", "n = 7", 5)).ending)
         late = await box.run("cell", "while True: pass", 0.2)
         print(late.ending, late.lost, (await box.run("cell", "n", 5)).output.strip())
@@ -876,7 +876,7 @@ async def main():
     for killed in (False, True):
         box = Jail(require=())
         await box.start()
-        print("memory" in box.holds, "is memory" in box.notes)
+        print("memory" in box.enforced, "is memory" in box.notes)
         print((await box.run("cell", DIG, 10)).output.strip(), len(os.listdir(os.environ["TMPDIR"])))
         if killed:
             os.kill(box.pid, 9)

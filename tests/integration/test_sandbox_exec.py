@@ -221,7 +221,7 @@ async def test_a_cancelled_one_ends_with_its_files() -> None:
 
 OWNER = """
 import asyncio, os
-from asyncrl.isolation.sandbox.guard import START
+from asyncrl.isolation.sandbox.guard import GUARD_PROGRAM
 from asyncrl.isolation.sandbox.jail import Jail
 from asyncrl.isolation.sandbox.base import Program
 async def main():
@@ -347,7 +347,7 @@ SHORT_OF_MEMORY = GUARD_PROGRAM.replace(
     """
 from asyncrl.isolation.sandbox import memory, warden
 memory.LOW_MEMORY = 1, 1 << 60, 1 << 60
-warden.CHANCE = 256
+warden.ENDING_CHANCE = 256
 main""",
 )
 """Starts a sandbox to which the machine always looks short of memory."""

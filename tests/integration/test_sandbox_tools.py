@@ -127,10 +127,10 @@ async def test_a_loss_is_reported_even_if_the_setup_fails_first() -> None:
         # a loss that the next cell reports
         space._sandbox.losses = 1
         space._sandbox._emptied = True
-        space._setup = "1 / 0"
+        space._setup_code = "1 / 0"
         with pytest.raises(SandboxError, match="setup code of sample 0 failed"):  # no answer of the tool's
             await space.python("1")
-        space._setup = flaky
+        space._setup_code = flaky
         assert await space.python("2") == "2\n[the variables and files of earlier calls are lost]"
         assert await space.python("3") == "3"
     finally:

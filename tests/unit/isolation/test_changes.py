@@ -42,6 +42,6 @@ def test_files_that_are_left_out_count_too(tmp_path: Path, monkeypatch: pytest.M
     top = os.open(tmp_path, OPEN_DIRECTORY_FLAGS)
     try:
         with pytest.raises(ChangesError, match="more than 10 files"):
-            changes._Collector(str(tmp_path), top, io.BytesIO(), 1 << 20, ["*.pyc"]).collect("")
+            changes._Collector(str(tmp_path), top, io.BytesIO(), 1 << 20, ["*.pyc"]).collect_below("")
     finally:
         os.close(top)

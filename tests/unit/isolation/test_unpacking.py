@@ -26,11 +26,11 @@ from asyncrl.isolation.unpacking import Bounds, Order
 FORKS = """
 import os, sys, msgspec
 from asyncrl.errors import reason
-from asyncrl.isolation.unpacking import Order, unpack
+from asyncrl.isolation.unpacking import Order, unpack_order
 for line in sys.stdin.buffer:
     if os.fork() == 0:
         try:
-            reply = unpack(msgspec.json.decode(line, type=Order))
+            reply = unpack_order(msgspec.json.decode(line, type=Order))
         except BaseException as error:
             reply = reason(error)
         os.write(1, msgspec.json.encode(reply) + b"\\n")

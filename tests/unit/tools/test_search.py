@@ -215,7 +215,9 @@ def test_searches_side_by_side_read_their_own_passages(tmp_path: Path) -> None:
     wrong: list[int] = []
 
     def reads(first: int) -> None:
-        wrong.extend(i for i in range(first, first + 3000) if corpus._passage(i % 40).title != str(i % 40))
+        wrong.extend(
+            i for i in range(first, first + 3000) if corpus._read_passage(i % 40).title != str(i % 40)
+        )
 
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
