@@ -17,9 +17,8 @@ from asyncrl.isolation.calls import OwnThread
 from asyncrl.registry import load_object
 from asyncrl.types import Message, Observation, Sample
 
-_COLOURED_TEXT = re.compile(
-    r"\x1b\[[\d;]+m(.*?)\x1b\[0m", re.DOTALL
-)  # marks the agent's position, which becomes brackets
+# marks the agent's position, which becomes brackets
+_COLOURED_TEXT = re.compile(r"\x1b\[[\d;]+m(.*?)\x1b\[0m", re.DOTALL)
 _ESCAPE_SEQUENCE = re.compile(r"\x1b\[[\d;]*[A-Za-z]")
 
 
@@ -83,9 +82,8 @@ class Gymnasium(Environment):
         import gymnasium
 
         extra = extra_info(sample)
-        render_arguments: dict[str, Any] = (
-            {"render_mode": self._render_mode} if self._render_mode else {}
-        )  # not all know the parameter
+        # some environments lack the parameter
+        render_arguments: dict[str, Any] = {"render_mode": self._render_mode} if self._render_mode else {}
         self._environment = gymnasium.make(
             self._id, **render_arguments, **self._arguments | extra.get("gymnasium", {})
         )
@@ -143,9 +141,10 @@ def _make_action_reader(action_space: Any, action_names: Sequence[str]) -> Calla
     hint = f"No action found. Answer with one of: {', '.join(action_names or actions_by_word)}."
 
     def read_action(text: str) -> int:
-        if not (found := pattern.findall(text)):
+        mentioned_words = pattern.findall(text)
+        if not mentioned_words:
             raise ValueError(hint)
-        return actions_by_word[found[-1].lower()]
+        return actions_by_word[mentioned_words[-1].lower()]
 
     return read_action
 

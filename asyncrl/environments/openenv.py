@@ -91,7 +91,7 @@ class OpenEnv(Environment):
 
         try:
             async with asyncio.timeout(self._answer_seconds):
-                url = "http" + self._url.removeprefix("ws")  # as proxies know it
+                url = "http" + self._url.removeprefix("ws")  # settings of proxies name http
                 self._websocket = await self._session.ws_connect(
                     url, max_msg_size=MAX_MESSAGE_BYTES, proxy=proxy_of(url)
                 )
@@ -126,7 +126,7 @@ class OpenEnv(Environment):
             return {self._action_field: text}
         try:
             return _decode_action(_last_fenced_object(text) or text)
-        except (ValueError, RecursionError):  # or nested too deeply
+        except (ValueError, RecursionError):  # RecursionError: nested too deeply
             return None
 
     async def _exchange(self, message_type: str, data: dict[str, Any]) -> _StepResult | _ServerError:

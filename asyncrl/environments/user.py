@@ -66,7 +66,7 @@ class SimulatedUser(Environment):
     ) -> None:
         self._model = RemoteModel(url, model, api_key_env, timeout, retries, temperature, max_tokens)
         self.timeout = timeout + 1.0  # the error of RemoteModel says more
-        self._stop = stop
+        self._stop_text = stop
         self._max_chars = max_chars
         self._history: list[Message] = []
 
@@ -75,7 +75,7 @@ class SimulatedUser(Environment):
         if not isinstance(scenario, str) or not scenario:
             raise ValueError(f"extra_info.user of row {sample.row} must describe the user and a goal")
 
-        instructions = USER_INSTRUCTIONS.replace("{stop}", self._stop).replace("{scenario}", scenario)
+        instructions = USER_INSTRUCTIONS.replace("{stop}", self._stop_text).replace("{scenario}", scenario)
         roles = {"user": "assistant", "assistant": "user"}  # swapped, for the model that plays the user
         conversation = [
             Message(roles[message.role], message.content)
@@ -98,4 +98,4 @@ class SimulatedUser(Environment):
         if not text:
             raise ValueError("the model that plays the user gave an empty reply")
         self._history.append(Message("assistant", text))
-        return text_observation(text, done=self._stop in text)
+        return text_observation(text, done=self._stop_text in text)

@@ -64,9 +64,8 @@ class Verifiers(Environment):
         self._role = role or roles[0]
         self._roles = roles
         self._other_model = RemoteModel(others_url, others_model, others_key_env) if others_url else None
-        self.replay = (
-            "reapply" if self._other_model is None else "no"
-        )  # a model's replies cannot be reproduced
+        # a model's replies cannot be reproduced
+        self.replay = "reapply" if self._other_model is None else "no"
 
         self._requested_turns: asyncio.Queue[list[Any] | None] = asyncio.Queue()  # None: the run has ended
         self._turn_reply: asyncio.Future[Message | None] | None = None  # done: no turn is requested

@@ -195,7 +195,7 @@ class AgentProxy:
             for toolset in task.toolsets(task.config):
                 if self._tools is None:
                     raise Unsupported(f"agent {self._name!r}, which is not trained, has tools")
-                exit_stack.push_async_callback(toolset._exit_stack.aclose)  # closes what the toolset opened
+                exit_stack.push_async_callback(toolset._exit_stack.aclose)  # closes resources of the toolset
                 await task_tools.add_toolset(toolset, task)
             yield AgentInteraction(
                 task, trace, task_tools, self._begin_conversation(), self._config.max_turns

@@ -36,9 +36,8 @@ SAME_SIGNAL_SECONDS = 0.3  # seconds in which the signal that ended a child may 
 LENGTH_BYTES = 4  # bytes of the length before each frame
 MAX_REQUEST_BYTES = 64 << 20  # bytes of a frame to a child
 MAX_ERROR_CHARACTERS = 1 << 16  # characters of an error
-FILES, HARD_FILES = resource.getrlimit(
-    resource.RLIMIT_NOFILE
-)  # limits of descriptors at this process's start
+# limits of descriptors at this process's start
+FILES, HARD_FILES = resource.getrlimit(resource.RLIMIT_NOFILE)
 ROLE_FILES = max(FILES, min(HARD_FILES, 65_536))
 KILLED_BY_SIGNAL = 128  # plus the number of the signal: the exit code of a program that a signal has ended
 CLOSE_SECONDS = 1.0  # a child that has closed its pipe has so long to end
@@ -137,9 +136,8 @@ def run_enclosed(function: str, arguments: Sequence[str], grace: float) -> int:
         signal.signal(number, pass_signal_on)
 
     exit_code = process.wait()
-    if (
-        exit_code == -signal.SIGKILL and passed_signals
-    ):  # the process was killed because it did not end in time
+    # the process was killed because it did not end in time
+    if exit_code == -signal.SIGKILL and passed_signals:
         exit_code = -passed_signals[0]
     return exit_code if exit_code >= 0 else KILLED_BY_SIGNAL - exit_code
 

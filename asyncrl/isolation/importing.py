@@ -29,7 +29,7 @@ from asyncrl.isolation.unpacking import CHUNK_BYTES, DELETED_PREFIX, OPAQUE_ATTR
 
 MAX_IMAGES_BELOW = 8  # overlayfs takes the paths of all layers in 4 KiB
 LOCK_SECONDS = 60.0  # to wait for a lock that other processes hold for moments
-MAX_ANSWER_BYTES = 8 << 20  # of a child
+MAX_ANSWER_BYTES = 8 << 20  # limit of the unpacking child's answer
 INCOMING_PREFIX = "incoming-"  # names of directories that are not yet images, or no longer
 
 
@@ -106,17 +106,11 @@ def remove_image(name: str) -> bool:
     Returns whether the image was removed. ConfigError: another image lies over this image."""
     with _lock_images(images := images_directory()):
         names_by_digest = list_images()
-        digest = (
-            next(
-                (
-                    candidate
-                    for candidate in names_by_digest
-                    if name in (candidate, *names_by_digest[candidate])
-                ),
-                "",
-            )
-            or find_image(name).digest
-        )
+        named_digests = [
+            digest for digest, image_names in names_by_digest.items() if name in (digest, *image_names)
+        ]
+        digest = named_digests[0] if named_digests else find_image(name).digest
+
         removes_image = name == digest or names_by_digest[digest] == [name]
         other_images = (path for path in images.glob("sha256-*/image.json") if path.parent.name != digest)
         digests_above = [

@@ -141,9 +141,8 @@ class ProcessPool(Generic[SetupT, RequestT, AnswerT]):
         child_start = asyncio.create_task(self._start_child())
         self.starts.add(child_start)
         child_start.add_done_callback(self.starts.discard)
-        child_start.add_done_callback(
-            _has_failed
-        )  # reads the error: asyncio logs errors that were never retrieved
+        # reads the error: asyncio logs errors that were never retrieved
+        child_start.add_done_callback(_has_failed)
         return child_start
 
     async def _start_child(self) -> Child[SetupT, RequestT, AnswerT]:

@@ -146,7 +146,8 @@ class _Unpacking:
         self.image = order.image
         self.bounds = order.bounds
         self.has_image_below = bool(order.image.over)
-        self.total_size = self.file_count = 0
+        self.total_size = 0
+        self.file_count = 0
         self.current_entry = ""
 
     def unpack_archive(self, archive: IO[bytes]) -> Image:
@@ -160,9 +161,8 @@ class _Unpacking:
             layers, image = find_layers(archive_tar, index, image)
 
         for layer_number, layer in enumerate(layers):
-            if (
-                layer_number or self.has_image_below
-            ):  # first, whatever the order: a layer deletes only what is below it
+            # deletions first, whatever their position: a layer deletes only entries of lower layers
+            if layer_number or self.has_image_below:
                 for _, path, _ in self._iterate_entries(layer):
                     self._apply_deletion(path)
             for layer_tar, path, member in self._iterate_entries(layer):
@@ -193,11 +193,8 @@ class _Unpacking:
 
                 if stat.S_ISDIR(mode):
                     pending_directories.append(path)
-                    contents = (
-                        OPAQUE_ATTRIBUTE[1]
-                        if self.has_image_below and OPAQUE_ATTRIBUTE[0] in os.listxattr(path)
-                        else b""
-                    )
+                    if self.has_image_below and OPAQUE_ATTRIBUTE[0] in os.listxattr(path):
+                        contents = OPAQUE_ATTRIBUTE[1]
                 elif stat.S_ISLNK(mode):
                     contents = os.fsencode(os.readlink(path))
                 elif stat.S_ISREG(mode):

@@ -67,7 +67,9 @@ def main(parent_pid: int, grace_seconds: float, file_limit: int, program: list[s
         _become_program(program, wrapper_pid, signal_mask)
 
     _close_pipes(kept_fds={wake_read, wake_write, parent_fd})
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED_SIGNALS)  # even if they were blocked from the start
+    signal.pthread_sigmask(
+        signal.SIG_UNBLOCK, HANDLED_SIGNALS
+    )  # even if the signals were blocked from the start
     _end_as_program(
         _kill_all(program_pid, _watch_program(program_pid, wake_read, parent_fd, grace_seconds), wake_read)
     )
@@ -127,12 +129,12 @@ def _watch_program(program_pid: int, wake_read: int, parent_fd: int, grace_secon
 def _reap_children(program_pid: int) -> int | None:
     """Reap ended children; return the program's wait status once the program has ended. ChildProcessError:
     there are no children."""
-    status = None
-    while (ended := os.waitpid(-1, os.WNOHANG))[0]:
-        if ended[0] == program_pid:
-            status = ended[1]
-            break
-    return status
+    while True:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid == program_pid:
+            return status
+        if pid == 0:  # no further child has ended
+            return None
 
 
 def _kill_all(program_pid: int, status: int | None, wake_read: int) -> int:

@@ -15,7 +15,7 @@ from asyncrl.tools.base import Tool, ToolError, tool, tools
 OPERATIONS = {"plus": operator.add, "minus": operator.sub, "times": operator.mul}
 MAX_CHARACTERS = 200  # characters of an expression
 MAX_EXPONENT = 100
-MAX_VALUE = 10**100  # of every intermediate value, so that no expression takes long
+MAX_VALUE = 10**100  # limit of every intermediate value, so that no expression takes long
 
 UNARY_OPERATIONS: dict[type[ast.unaryop], Callable[[Any], Any]] = {
     ast.UAdd: operator.pos,

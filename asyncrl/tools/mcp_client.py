@@ -28,6 +28,7 @@ log = logging.getLogger("asyncrl.tools")
 MAX_TOOLS = 256  # tools of one server
 CLOSE_SECONDS = 5.0  # to close a connection
 MAX_UNANSWERED = 8  # after so many consecutive calls without an answer a server counts as hung
+# seconds before a new connection, by consecutive failures
 RECONNECT_PAUSES = (
     0.0,
     0.25,
@@ -36,12 +37,13 @@ RECONNECT_PAUSES = (
     2.0,
     4.0,
     8.0,
-)  # seconds before a new connection, by consecutive failures
+)
 VARIABLE_REFERENCE = re.compile(r"\$(\w+)")
+# errors of the package after which no call can succeed
 ENDED_MESSAGES = (
     "Connection closed",
     "Session terminated",
-)  # errors of the package after which no call can succeed
+)
 
 
 class McpError(AsyncrlError):
@@ -222,7 +224,7 @@ class McpConnection:
         from mcp.client.streamable_http import streamable_http_client
 
         client = httpx2.AsyncClient(
-            timeout=httpx2.Timeout(10.0, read=None, pool=None),  # deadlines of answers are those of the calls
+            timeout=httpx2.Timeout(10.0, read=None, pool=None),  # calls have their own deadlines
             limits=httpx2.Limits(max_connections=None, max_keepalive_connections=64),
             follow_redirects=True,
             mounts=_proxy_mounts(self._server.url),
@@ -313,10 +315,10 @@ def _header_hook(server: McpServer) -> Callable[[Any], Awaitable[None]]:
     headers = server.request_headers()
 
     async def add_headers(request: Any) -> None:
-        same = (request.url.scheme, request.url.netloc) == (server_url.scheme, server_url.netloc)
+        is_same_host = (request.url.scheme, request.url.netloc) == (server_url.scheme, server_url.netloc)
         for name, value in headers.items():
             request.headers.pop(name, None)
-            if same:
+            if is_same_host:
                 request.headers[name] = value
 
     return add_headers
@@ -332,11 +334,11 @@ async def _bound_answer(response: Any) -> None:
 
     class BoundedStream(httpx2.AsyncByteStream):
         async def __aiter__(self) -> AsyncIterator[bytes]:
-            size = 0
+            received_bytes = 0
             async for chunk in stream:
-                ended = is_event_stream and (b"\n\n" in chunk or b"\r\n\r\n" in chunk)
-                size = 0 if ended else size + len(chunk)
-                if size > max_bytes:
+                event_ended = is_event_stream and (b"\n\n" in chunk or b"\r\n\r\n" in chunk)
+                received_bytes = 0 if event_ended else received_bytes + len(chunk)
+                if received_bytes > max_bytes:
                     log.warning("an answer of an MCP server was cut off after %d bytes", max_bytes)
                     raise httpx2.ReadError(f"the server's answer is larger than {max_bytes} bytes")
                 yield chunk

@@ -24,7 +24,7 @@ from asyncrl.registry import load_object
 from asyncrl.tools.base import MAX_REPLY_BYTES, Tool, ToolError, bound_reply, read_reply
 
 START_SECONDS = 60.0  # for a child to import the tool
-MAX_ANSWER_BYTES = 2 * MAX_REPLY_BYTES  # bytes
+MAX_ANSWER_BYTES = 2 * MAX_REPLY_BYTES
 MAX_ABANDONED_CALLS = 100  # with so many calls that still run after their deadlines a tool is not called
 
 

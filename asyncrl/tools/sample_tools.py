@@ -15,9 +15,8 @@ import msgspec
 from asyncrl.tools.base import Tool, ToolError, names
 from asyncrl.types import Sample
 
-UNUSED_KEYS = frozenset(
-    {"execute_kwargs", "calc_reward_kwargs", "release_kwargs"}
-)  # verl's keys with arguments for other methods than `open`
+# verl's keys with arguments for other methods than `open`
+UNUSED_KEYS = frozenset({"execute_kwargs", "calc_reward_kwargs", "release_kwargs"})
 MAX_PROBLEMS = 20
 
 

@@ -32,8 +32,8 @@ from asyncrl.remote import check_url, post
 from asyncrl.tools.base import Tool, tool, tools
 
 NO_PASSAGE = "no passage was found"
-MAX_TITLE_CHARACTERS = 256  # characters of a title that are shown
-MAX_CONCURRENT_SEARCHES = 4  # of one worker
+MAX_TITLE_CHARACTERS = 256  # longer titles are cut
+MAX_CONCURRENT_SEARCHES = 4  # limit for one worker
 INDEX_FORMAT = 2  # the version of the cached index, a part of the key
 WORD_PATTERN = r"(?u)\b\w+\b"
 TEXT_FIELDS = ("text", "contents")
@@ -154,9 +154,8 @@ def _check_limits(k: int, max_chars: int) -> None:
 
 # -- a corpus with its BM25 index on disk, memory-mapped: the workers of a machine share its pages ---------
 
-_corpora: weakref.WeakValueDictionary[Path, Corpus] = (
-    weakref.WeakValueDictionary()
-)  # opened corpora, by directory
+# opened corpora, by directory
+_corpora: weakref.WeakValueDictionary[Path, Corpus] = weakref.WeakValueDictionary()
 
 
 @dataclass(frozen=True)
@@ -255,7 +254,7 @@ def open_corpus(source: str, cache: str = "", stopwords: str = "english") -> Cor
     try:
         index_directory.parent.mkdir(parents=True, exist_ok=True)
         with index_directory.with_suffix(".lock").open("ab") as lock_file:
-            fcntl.flock(lock_file, fcntl.LOCK_EX)  # the kernel releases it when its holder dies
+            fcntl.flock(lock_file, fcntl.LOCK_EX)  # the kernel releases the lock when the process dies
             corpus = _corpora.get(index_directory) or _open_or_build(path, index_directory, stopwords)
             _corpora[index_directory] = corpus
             return corpus
@@ -288,16 +287,15 @@ def _build_index(path: Path, index_directory: Path, stopwords: str) -> None:
     """Read the file twice, so that its passages are never all in memory."""
     import bm25s
 
-    texts = (f"{found.title}\n{found.text}" for found in _read_passages(path))
-    found = _tokenize(texts, stopwords)
-
-    if not found.vocab:
+    texts = (f"{passage.title}\n{passage.text}" for passage in _read_passages(path))
+    tokenized = _tokenize(texts, stopwords)
+    if not tokenized.vocab:
         raise ConfigError(f"{path} has no words to search")
 
     index = bm25s.BM25()
-    index.index(found, show_progress=False)
+    index.index(tokenized, show_progress=False)
 
-    stored_passages = ((found.title, found.text) for found in _read_passages(path))
+    stored_passages = ((passage.title, passage.text) for passage in _read_passages(path))
     index.save(index_directory, stored_passages, show_progress=False)
 
 

@@ -89,8 +89,8 @@ class ToolSnapshots:
 
     def __init__(self, directory: Path, directory_sizes: dict[Path, int], max_bytes: int) -> None:
         self._directory = directory
-        self._sizes = directory_sizes
-        self._most = max_bytes
+        self._directory_sizes = directory_sizes
+        self._max_bytes = max_bytes
         self._kept_snapshots: list[dict[str, int]] = []  # files of each snapshot, and their bytes
 
     def save(self, turn: int, history: str, archive: bytes) -> None:
@@ -108,17 +108,20 @@ class ToolSnapshots:
             )
 
         encoded_list = _encode(listed_entries)
-        contents[f"{turn}-{history}"] = (
-            xxh3_128_digest(encoded_list) + encoded_list
-        )  # written as the last file
+        # written as the last file
+        contents[f"{turn}-{history}"] = xxh3_128_digest(encoded_list) + encoded_list
         kept_snapshots = [
             *self._kept_snapshots[-1:],
             {name: len(content) for name, content in contents.items()},
         ]
         total_bytes = sum({name: size for files in kept_snapshots for name, size in files.items()}.values())
 
-        if sum([*self._sizes.values()]) - self._sizes.get(self._directory, 0) + total_bytes > self._most:
-            raise SnapshotError(f"snapshots would take more than {self._most} bytes; raise store.keep_bytes")
+        # a copy of the values, as other threads save
+        other_bytes = sum([*self._directory_sizes.values()]) - self._directory_sizes.get(self._directory, 0)
+        if other_bytes + total_bytes > self._max_bytes:
+            raise SnapshotError(
+                f"snapshots would take more than {self._max_bytes} bytes; raise store.keep_bytes"
+            )
 
         emptying.make_private(str(PARENT))
         self._directory.mkdir(0o700, parents=True, exist_ok=True)
@@ -163,7 +166,7 @@ class ToolSnapshots:
         """Remove all files except the files of the kept snapshots."""
         self._kept_snapshots = kept_snapshots
         files = {name: size for files in kept_snapshots for name, size in files.items()}
-        self._sizes[self._directory] = sum(files.values())
+        self._directory_sizes[self._directory] = sum(files.values())
 
         with suppress(FileNotFoundError):
             for name in set(os.listdir(self._directory)) - files.keys():

@@ -366,9 +366,8 @@ class ToolSession:
 
         episode_object = self._objects[id(tool.state)]
         episode_object.was_called = True
-        async with (
-            episode_object.call_lock
-        ):  # until the reply is text: the next call may change the returned object
+        # until the reply is text: the next call may change the returned object
+        async with episode_object.call_lock:
             text, reward = read_reply(
                 await run_function(partial(tool.function, episode_object.state, **keywords))
             )

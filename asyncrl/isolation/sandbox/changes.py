@@ -32,7 +32,7 @@ END = b"."
 that a truncated archive is noticed."""
 ENTRY_HEADER = struct.Struct("!cIqHQ")  # kind, mode, mtime in ns, bytes of the path, bytes of the content
 MAX_ENTRIES = 200_000
-MAX_PATH_BYTES = kernel.PATH_MAX - 1  # bytes
+MAX_PATH_BYTES = kernel.PATH_MAX - 1
 CHUNK_BYTES = 1 << 20
 PIPE_FD = 0  # the pipe between the child and the owner
 OPEN_DIRECTORY_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW

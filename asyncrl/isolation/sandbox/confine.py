@@ -147,9 +147,8 @@ def confine(plan: ConfinementPlan, new_namespaces: set[str], notes: list[str]) -
         enforced |= {"files", "root"}
         if "network" in enforced and os.getpid() == 1 and os.path.exists("/proc/1/task/1"):
             enforced.add("resident")
-            for path, value in (
-                NETWORK_SETTINGS | (USER_SETTINGS if "user" in new_namespaces else {})
-            ).items():
+            settings = NETWORK_SETTINGS | (USER_SETTINGS if "user" in new_namespaces else {})
+            for path, value in settings.items():
                 attempt(partial(_write_text, f"/proc/sys/{path}", value), notes)
 
         if plan.user == "root":
@@ -182,42 +181,52 @@ def confine(plan: ConfinementPlan, new_namespaces: set[str], notes: list[str]) -
         and "files" in enforced
         and (home == SANDBOX_HOME or not _is_memory_file_system(home, notes))
     ):
-        enforced.add("memory")  # without `files` there may be other directories that are memory
+        enforced.add("memory")  # without `files` further directories may be memory
 
     if "network" not in enforced and attempt(system_calls.refuse_sockets, notes):
         enforced.add("network")
 
     if separate_uid:
-        enforced.add("orphans")  # the guard runs as another user: the code cannot kill it
+        enforced.add("orphans")  # the guard runs as another user: the code cannot kill the guard
     if not is_root:
         enforced.add("processes")
 
     kernel_version = tuple(int(part) for part in os.uname().release.split("-")[0].split(".")[:2])
     counted_apart = separate_uid or ("user" in new_namespaces and kernel_version >= (5, 14))
-    process_limit = (
-        plan.limits.processes + SUPERVISOR_PROCESSES + (0 if counted_apart else _count_tasks(os.getuid()))
-    )
+    process_limit = plan.limits.processes + SUPERVISOR_PROCESSES
+    if not counted_apart:
+        process_limit += _count_tasks(os.getuid())
     signals_are_contained = separate_uid or "pid" in new_namespaces
 
     if listener:
         enforced.add("listener")
     return Confinement(
-        home,
-        upper_fds[0],
-        frozenset(enforced),
-        signals_are_contained,
-        process_limit,
-        landlock_fd,
-        seccomp_works,
-        listener,
-        "; ".join(notes),
+        home=home,
+        upper_fd=upper_fds[0],
+        enforced=frozenset(enforced),
+        signals_are_contained=signals_are_contained,
+        process_limit=process_limit,
+        landlock_fd=landlock_fd,
+        seccomp_works=seccomp_works,
+        listener=listener,
+        notes="; ".join(notes),
     )
 
 
 def without_image(notes: list[str]) -> Confinement:
     """Describe a sandbox in which nothing may run; the owner reports the notes. Signals are not contained: a
     signal to all would reach the processes of the machine."""
-    return Confinement("", -1, frozenset(), False, 0, -1, False, None, "; ".join(notes))
+    return Confinement(
+        home="",
+        upper_fd=-1,
+        enforced=frozenset(),
+        signals_are_contained=False,
+        process_limit=0,
+        landlock_fd=-1,
+        seccomp_works=False,
+        listener=None,
+        notes="; ".join(notes),
+    )
 
 
 def listen_on_loopback(listener: socket) -> None:
@@ -274,12 +283,13 @@ def enter_new_root(plan: ConfinementPlan, uid: int) -> int:
 
 
 def _fill_root(shown_paths: Sequence[str], uid: int) -> None:
+    # first, so that no directory of the machine takes their place
     for name in (
         "proc",
         "dev/pts",
         "etc",
         SANDBOX_HOME[1:],
-    ):  # first, so that no directory of the machine takes their place
+    ):
         os.makedirs(f"{NEW_ROOT}/{name}")
 
     for path in shown_paths:
@@ -329,9 +339,8 @@ def _show_path(path: str, target: str) -> None:
 def drop_rights(kept_capabilities: int) -> None:
     """Drop all capabilities but `kept_capabilities`, a set of bits, also for programs run by exec. Children
     cannot read the memory of this process, which ends with its parent and adopts orphans."""
-    for capability in range(
-        CAPABILITY_COUNT if kept_capabilities else 0
-    ):  # a program run as root gets every capability of this set
+    # a program run as root gets every capability of this set
+    for capability in range(CAPABILITY_COUNT if kept_capabilities else 0):
         if not kept_capabilities >> capability & 1:
             attempt(partial(prctl, PR_CAPBSET_DROP, capability), [])  # this kernel may have fewer
 
@@ -341,7 +350,7 @@ def drop_rights(kept_capabilities: int) -> None:
     prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
     prctl(kernel.PR_SET_DUMPABLE, 0)
     prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
-    prctl(kernel.PR_SET_PDEATHSIG, kernel.SIGKILL)  # last: a change of user clears it
+    prctl(kernel.PR_SET_PDEATHSIG, kernel.SIGKILL)  # last, as a change of user clears the setting
 
 
 def _files_by_landlock(plan: ConfinementPlan, home: str, enforced: set[str], notes: list[str]) -> int:

@@ -21,7 +21,7 @@ log = logging.getLogger("asyncrl.sandbox")
 T = TypeVar("T")
 
 DETECT_SECONDS = 30.0
-SHELL_SECONDS = 5.0  # of DETECT_SECONDS, for a shell that does nothing
+SHELL_SECONDS = 5.0  # for a shell that does nothing; a part of DETECT_SECONDS
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,8 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 REQUEST_HEADER = struct.Struct("!cdII")  # kind, seconds, bytes of the source, bytes of the input
-REPLY_HEADER = struct.Struct(
-    "!Bi?QI"
-)  # index of the ending, status, whether state was lost, bytes left out, bytes of the output
+# index of the ending, status, whether state was lost, bytes left out, bytes of the output
+REPLY_HEADER = struct.Struct("!Bi?QI")
 HELLO = struct.Struct("!BI")  # bits of the guarantees in force (see GUARANTEES), bytes of the notes
 
 ISOLATION = ("network", "files", "processes", "orphans", "memory")

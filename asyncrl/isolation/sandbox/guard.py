@@ -79,9 +79,8 @@ def wait_for_warden(warden_pid: int, plan: confine.ConfinementPlan, memory_group
     os.waitpid(warden_pid, 0)
 
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    kernel.end_all(
-        signals_are_contained=False
-    )  # processes left by a killed warden, without a process namespace
+    # processes left by a killed warden, without a process namespace
+    kernel.end_all(signals_are_contained=False)
     emptying.remove_directory(plan.fallback_home)
     if memory_group:
         memory_group.remove_group()

@@ -19,13 +19,14 @@ from asyncrl.isolation.sandbox import kernel
 UPPER_NAME = "upper"
 WORK_NAME = "work"
 MERGED_NAME = "root"
+# top names of the sandbox that no shown path of the machine replaces
 RESERVED_NAMES = (
     "",
     "proc",
     "dev",
     "etc",
     "sandbox",
-)  # top names of the sandbox that no shown path of the machine replaces
+)
 MAX_FILE_BYTES = 1 << 20  # bytes that are read of a file in /etc
 ETC_FILES = ("passwd", "group", "hosts", "nsswitch.conf")  # files in /etc that a sandbox makes or adds to
 DEFAULT_ETC_TEXTS = {"hosts": "127.0.0.1 localhost\n::1 localhost\n", "nsswitch.conf": "hosts: files\n"}

@@ -51,10 +51,11 @@ MOVE_SECONDS = 60.0  # to move a file or the changes
 END_SECONDS = 2.0  # to end after SIGTERM, and again after SIGKILL
 CLEAN_SECONDS = 5.0  # the owner waits so long for a directory to be emptied
 MAX_OUTPUT_BYTES = 16 << 20
+# paths of every sandbox with an image that never count as changed
 SANDBOX_FILES = (
     *("/proc", "/dev", "/sys"),
     *(f"/etc/{name}" for name in ETC_FILES),
-)  # of every sandbox with an image
+)
 MISSING_TEXTS = {
     "resident": "no process namespace and /proc, to measure `resident` in",
     "listener": "no network namespace to listen in",
@@ -115,7 +116,7 @@ class Jail:
         self._closed = False
         self.losses = self._reported_losses = 0
         self._emptied = False  # since the last report
-        self._fallback_home = ""  # where there is no new root: its directory
+        self._fallback_home = ""  # the directory of a sandbox without a new root
 
         self._process: subprocess.Popen[bytes] | None = None
         self._reader: asyncio.StreamReader
@@ -238,7 +239,8 @@ class Jail:
         return replace(result, lost=lost, emptied=emptied, seconds=time.monotonic() - started_at)
 
     async def _receive_data(self, subject: str, kind: bytes, source: bytes, max_bytes: int) -> bytes:
-        (our_end, their_end), data = os.pipe(), bytearray()
+        our_end, their_end = os.pipe()
+        data = bytearray()
         await self._move_files(
             subject, kind, source, their_end, partial(changes.receive_archive, our_end, data, max_bytes)
         )

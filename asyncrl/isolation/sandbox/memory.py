@@ -13,14 +13,14 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 
-SOCKET_BYTES = 1 << 19  # of a socket: two buffers as below, and options (optmem_max: 128 KiB)
-BUFFER_BYTES = 212_992  # of a socket's buffer, unless the machine's administrator has set another default
+SOCKET_BYTES = 1 << 19  # two buffers as below, and options (optmem_max: 128 KiB)
+BUFFER_BYTES = 212_992  # a socket's buffer, unless the machine's administrator has set another default
 OPEN_FILE_BYTES = 5 << 10  # half a pipe of two pages, the largest kind of open file that is not listed here
 INOTIFY_BYTES = 8 << 20  # 16,384 unread events
 MAX_INOTIFIES = 16  # assumed for a process that cannot be inspected
-EPOLL_WATCH_BYTES = 256  # bytes
-MAPPING_BYTES = 256  # bytes of the kernel's record of one mapping
-MAX_MAPPINGS = 65_530  # of a process (vm.max_map_count)
+EPOLL_WATCH_BYTES = 256  # the kernel's record of one watched file
+MAPPING_BYTES = 256  # the kernel's record of one mapping
+MAX_MAPPINGS = 65_530  # the kernel's limit for a process (vm.max_map_count)
 MAX_LOCKS = 10_000  # locks of ranges of files: the kernel's time to list them grows with the square
 LOOK_CPU_SECONDS = 0.5  # limit of one measurement, which usually takes some milliseconds
 LOW_MEMORY = 64, 256 << 20, 1 << 30  # a machine is short of memory with 1/64 left: at least, at most, bytes
@@ -40,9 +40,8 @@ def measure_processes(max_bytes: int) -> float:
     line_counter = _LineCounter()
     try:
         with suppress(OSError):  # a kernel without locks
-            if (
-                line_counter.count_lines("/proc/locks", MAX_LOCKS) >= MAX_LOCKS
-            ):  # lists the locks of this process namespace
+            # /proc/locks lists the locks of this process namespace
+            if line_counter.count_lines("/proc/locks", MAX_LOCKS) >= MAX_LOCKS:
                 return math.inf
         with open("/proc/net/sockstat", "rb") as file:
             used_bytes = int(file.readline().split()[2]) * SOCKET_BYTES

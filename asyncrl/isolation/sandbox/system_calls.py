@@ -225,9 +225,8 @@ def filter_calls() -> None:
 
     socket_options: list[BpfLine] = []
     for option in BUFFER_SIZES:
-        socket_options += _refuse_if(
-            THIRD_ARGUMENT, EQUAL, option, 0
-        )  # no error, as the kernel cuts sizes silently, too
+        # no error, as the kernel also reduces sizes silently
+        socket_options += _refuse_if(THIRD_ARGUMENT, EQUAL, option, 0)
     for option in SOCKET_FILTERS:
         socket_options += _refuse_if(THIRD_ARGUMENT, EQUAL, option)
     socket_options.append(ALLOW)

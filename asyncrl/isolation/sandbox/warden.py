@@ -35,7 +35,9 @@ PASSAGE_FD = 1  # the socket that brings the streams of an exec, and takes the l
 INODE_BYTES = 1024  # bytes that the kernel holds for a file or directory in memory
 LOOK_SECONDS = 0.25  # between two measurements of memory
 SURE_SECONDS = 0.02  # before a second measurement: a process that starts a process counts twice for a moment
-ENDING_CHANCE = 32  # of 256: the chance to end at a measurement at which the machine is short of memory
+ENDING_CHANCE = (
+    32  # out of 256: the chance of ending the run at a look at which the machine is short of memory
+)
 GRACE_SECONDS = 1.0  # seconds between the interrupt of a cell and its end
 MAX_PENDING_SIGNALS = 1024
 MAX_DESCRIPTORS = 256  # descriptors that this process may have open
@@ -87,9 +89,8 @@ class Warden:
                     self._signal_all(signal.SIGCONT)
                 reply = handlers.get(request.kind, self._run_program)(request)
 
-                if not kernel.stop_all(
-                    self._confinement.signals_are_contained
-                ):  # no process runs between two requests
+                # no process runs between two requests
+                if not kernel.stop_all(self._confinement.signals_are_contained):
                     self._kill_all()
 
                 if self._interpreter_ended():
@@ -120,7 +121,7 @@ class Warden:
 
         self._signal_all(signal.SIGSTOP)
         process.drain(output)
-        ending = RunEnding.LATE if not in_time else RunEnding.FAILED if raised else RunEnding.DONE
+        ending = _ending(in_time, failed=raised)
         return RunReply(ending, 0, False, *output.join_ends())
 
     def _lose_interpreter(
@@ -166,7 +167,7 @@ class Warden:
         process.drain(output)
         process.close()
         status = self._exit_statuses.pop(process.pid, 0)
-        ending = RunEnding.LATE if not in_time else RunEnding.FAILED if status else RunEnding.DONE
+        ending = _ending(in_time, failed=status != 0)
         return RunReply(ending, status, lost, *output.join_ends())
 
     def _execute_program(self, request: RunRequest) -> RunReply:
@@ -191,16 +192,16 @@ class Warden:
         process.close()
 
         status = self._exit_statuses.pop(pid, 0)
-        if (
-            self._memory_group and self._memory_group.has_killed()
-        ):  # the kernel may have killed between two looks
+        # the kernel may have killed between two looks
+        if self._memory_group and self._memory_group.has_killed():
             overrun = RunEnding.OVER
-        finished = RunEnding.FAILED if status else RunEnding.DONE
-        return RunReply(overrun or (finished if has_ended else RunEnding.LATE), status, lost, 0, b"")
+        ending = overrun or _ending(has_ended, failed=status != 0)
+        return RunReply(ending, status, lost, omitted=0, output=b"")
 
     def _move_files(self, request: RunRequest) -> RunReply:
         """Move files over the owner's pipe. No other process runs meanwhile."""
-        (pipe_fd,), changed_fd = self._receive_descriptors("i"), os.dup(self._confinement.upper_fd)
+        (pipe_fd,) = self._receive_descriptors("i")
+        changed_fd = os.dup(self._confinement.upper_fd)
         top_directory = "/" if self._has_image else self._confinement.home
         step = partial(changes.run_step, request.kind, top_directory, changed_fd, request.source)
 
@@ -339,8 +340,11 @@ class Warden:
     def _interpreter_ended(self) -> bool:
         """Collect exit statuses. True: the interpreter is among the ended processes."""
         try:
-            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
-                self._exit_statuses[ended[0]] = os.waitstatus_to_exitcode(ended[1])
+            while True:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+                if pid == 0:  # no further child has ended
+                    break
+                self._exit_statuses[pid] = os.waitstatus_to_exitcode(status)
         except ChildProcessError:
             pass
         if self._interpreter is None or self._interpreter.pid not in self._exit_statuses:
@@ -352,6 +356,12 @@ class Warden:
         if self._interpreter:
             self._interpreter.close()
         self._interpreter = None
+
+
+def _ending(in_time: bool, failed: bool) -> RunEnding:
+    if not in_time:
+        return RunEnding.LATE
+    return RunEnding.FAILED if failed else RunEnding.DONE
 
 
 def set_limits(limits: SandboxLimits, process_limit: int) -> None:
