@@ -98,7 +98,7 @@ class OpenEnv(Environment):
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise OpenEnvError(f"{self._url}: no connection ({one_line(error)})") from error
 
-        answer = await self._exchange("reset", arguments)
+        answer = await self._exchange_messages("reset", arguments)
         if isinstance(answer, _ServerError):
             raise OpenEnvError(f"{self._url}: {answer.code}: {answer.message[:200]}")
         return self._make_observation(answer)
@@ -108,7 +108,7 @@ class OpenEnv(Environment):
         if action is None:
             return text_observation("error: write the action as one JSON object.", self._unreadable)
 
-        answer = await self._exchange("step", action)
+        answer = await self._exchange_messages("step", action)
         if isinstance(answer, _StepResult):
             return self._make_observation(answer)
         if answer.code == INVALID_ACTION:
@@ -129,7 +129,7 @@ class OpenEnv(Environment):
         except (ValueError, RecursionError):  # RecursionError: nested too deeply
             return None
 
-    async def _exchange(self, message_type: str, data: dict[str, Any]) -> _StepResult | _ServerError:
+    async def _exchange_messages(self, message_type: str, data: dict[str, Any]) -> _StepResult | _ServerError:
         """Send one message and receive the answer."""
         try:
             async with asyncio.timeout(self._answer_seconds):

@@ -74,9 +74,9 @@ class Verifiers(Environment):
 
     async def reset(self, sample: Sample) -> Observation:
         self._run_task = start_guarded(functools.partial(self._run_episode, self._make_task(sample)))
-        messages = (await self._next_observation()).messages
+        task_messages = (await self._next_observation()).messages
 
-        for task_message, prompt_message in zip_longest(messages[: len(sample.prompt)], sample.prompt):
+        for task_message, prompt_message in zip_longest(task_messages[: len(sample.prompt)], sample.prompt):
             if task_message is None or (task_message.role, task_message.content) != (
                 prompt_message.role,
                 prompt_message.content,
@@ -84,7 +84,7 @@ class Verifiers(Environment):
                 raise ValueError(
                     f"the prompt of row {sample.row} is not how its task begins; prepare it anew"
                 )
-        return Observation(messages[len(sample.prompt) :])
+        return Observation(task_messages[len(sample.prompt) :])
 
     async def step(self, message: Message) -> Observation:
         if self._turn_reply is None or self._turn_reply.done():
@@ -194,18 +194,18 @@ def from_verifiers(message: Any) -> Message:
     """Return a message of verifiers as a Message. ValueError: the message is not text."""
     content = message.content or ""
     if not isinstance(content, str):
-        if any(part.type != "text" for part in content):
+        if any(content_part.type != "text" for content_part in content):
             raise ValueError("the environment shows an image; only text can be read")
-        content = "\n".join(part.text for part in content)
+        content = "\n".join(content_part.text for content_part in content)
 
-    calls = tuple(
+    tool_calls = tuple(
         ToolCall(call.name, call.arguments, call.id) for call in getattr(message, "tool_calls", None) or ()
     )
 
     return Message(
         message.role,
         content,
-        calls,
+        tool_calls,
         tool_call_id=getattr(message, "tool_call_id", ""),
         name=getattr(message, "name", None) or "",
     )
@@ -216,9 +216,9 @@ def to_verifiers(message: Message) -> Any:
     from verifiers.v1.types import AssistantMessage
     from verifiers.v1.types import ToolCall as Call
 
-    calls = [Call(id=call.id, name=call.name, arguments=call.arguments) for call in message.tool_calls]
+    tool_calls = [Call(id=call.id, name=call.name, arguments=call.arguments) for call in message.tool_calls]
     return AssistantMessage(
-        content=message.content, reasoning_content=message.reasoning or None, tool_calls=calls or None
+        content=message.content, reasoning_content=message.reasoning or None, tool_calls=tool_calls or None
     )
 
 

@@ -70,12 +70,12 @@ class TaskTools:
         try:
             server, tool_name = self._servers[call.name]
             result: Any = await server.call_tool(tool_name, json.loads(call.arguments or "{}"))
-            text = "\n".join(part.text for part in result.content if part.type == "text")
+            reply_text = "\n".join(part.text for part in result.content if part.type == "text")
         except KeyError:
-            text = f"error: unknown tool {call.name!r}; there are: {', '.join(self._servers)}"
+            reply_text = f"error: unknown tool {call.name!r}; there are: {', '.join(self._servers)}"
         except (ToolError, ValueError) as error:
-            text = f"error: {one_line(error)}"
-        return vf.ToolMessage(tool_call_id=call.id, content=text, name=call.name)
+            reply_text = f"error: {one_line(error)}"
+        return vf.ToolMessage(tool_call_id=call.id, content=reply_text, name=call.name)
 
 
 class AgentInteraction:
@@ -102,19 +102,19 @@ class AgentInteraction:
         turn_messages: Messages = []
 
         while not await self._should_stop():
-            reply, may_continue = await self._ask_model(new_messages)
+            reply_message, may_continue = await self._ask_model(new_messages)
             if not may_continue:
                 self.trace.stop(LIMIT_STOP)
-            if reply is None:
+            if reply_message is None:
                 break
 
             self._record_messages(*new_messages)
-            self._record_messages(reply, sampled=True)
-            turn_messages.append(reply)
-            if not reply.tool_calls or not may_continue:
+            self._record_messages(reply_message, sampled=True)
+            turn_messages.append(reply_message)
+            if not reply_message.tool_calls or not may_continue:
                 return Segment(messages=turn_messages)
 
-            new_messages = [await self._tools.call(call) for call in reply.tool_calls]
+            new_messages = [await self._tools.call(call) for call in reply_message.tool_calls]
             turn_messages += new_messages
 
         self._is_over = not turn_messages

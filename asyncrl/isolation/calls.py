@@ -171,12 +171,12 @@ def exits_raise() -> Iterator[None]:
     real_exit = os._exit
     own_pid = os.getpid()
 
-    def refuse(status: int) -> NoReturn:
+    def refuse_exit(status: int) -> NoReturn:
         if os.getpid() != own_pid:
             real_exit(status)
         raise SystemExit(f"os._exit({status}) in a process that it shares with other episodes")
 
-    os._exit = refuse
+    os._exit = refuse_exit
     try:
         yield
     finally:

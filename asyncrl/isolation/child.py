@@ -205,13 +205,13 @@ class Child(Generic[SetupT, RequestT, AnswerT]):
 
     async def open(self, first_message: SetupT, seconds: float = math.inf) -> None:
         """Send the first message, which must be awaited before the first request. Raises as `ask` does."""
-        await self._exchange(first_message, seconds)
+        await self._exchange_frames(first_message, seconds)
 
     async def ask(self, request: RequestT, seconds: float = math.inf) -> AnswerT:
         """Return the answer to one request. ChildError: the text of the function's error. A child that
         misses the deadline (CallTimeout), dies or breaks the protocol (ChildError) is killed, and so is a
         child whose caller stops waiting."""
-        result = await self._exchange(request, seconds)
+        result = await self._exchange_frames(request, seconds)
         assert result is not None
         return result
 
@@ -227,7 +227,7 @@ class Child(Generic[SetupT, RequestT, AnswerT]):
         """Return the exit code after the child and every process that the child started have ended."""
         return await in_thread(self._process.wait, "child")
 
-    async def _exchange(self, message: SetupT | RequestT, seconds: float) -> AnswerT | None:
+    async def _exchange_frames(self, message: SetupT | RequestT, seconds: float) -> AnswerT | None:
         frame = _encode(message)
         if len(frame) > MAX_REQUEST_BYTES:
             raise ChildError(f"{len(frame)} bytes are too many for {self._name}")

@@ -65,13 +65,13 @@ class Order(msgspec.Struct, frozen=True):
 
 def unpack_order(order: Order) -> Image:
     """Unpack an archive. Must be called in a separate child process, which ends up in the new root."""
-    images = Path(order.root).parents[1]
+    images_path = Path(order.root).parents[1]
     try:
         return _unpack_in_root(order)
     except OSError as error:
         if not disk_full(error):
             raise
-        raise ConfigError(describe_no_room(images, error)) from error
+        raise ConfigError(describe_no_room(images_path, error)) from error
 
 
 def _unpack_in_root(order: Order) -> Image:

@@ -142,7 +142,7 @@ def tool(subject: Callable[..., Any] | None = None, /, *, name: str = "", **opti
     methods `open` and `close`, sync or async, are called if present. After a crash calls are run again
     unless `replay` says otherwise."""
 
-    def build(subject: Callable[..., Any]) -> Tool:
+    def build_tool(subject: Callable[..., Any]) -> Tool:
         tool_class = getattr(subject, "func", subject)  # unwraps a functools.partial
         if inspect.isclass(tool_class):
             return _tool_of_class(subject, tool_class, name, options)
@@ -151,7 +151,7 @@ def tool(subject: Callable[..., Any] | None = None, /, *, name: str = "", **opti
         schema, decode = read_signature(subject, tool_name, tool_class)
         return Tool(tool_name, schema, subject, decode, **options)
 
-    return build(subject) if subject is not None else build
+    return build_tool(subject) if subject is not None else build_tool
 
 
 def _tool_of_class(

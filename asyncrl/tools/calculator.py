@@ -58,23 +58,23 @@ def expression_calculator(expression: str) -> str:
     try:
         tree = ast.parse(expression.strip(), mode="eval") if len(expression) <= MAX_CHARACTERS else None
         if tree is not None:
-            value = _evaluate(tree.body)
+            value = _evaluate_node(tree.body)
             return str(int(value)) if value == int(value) else f"{value:.10g}"
     except (SyntaxError, ValueError, ArithmeticError, RecursionError, MemoryError) as error:
         raise ToolError(f"cannot compute {expression[:MAX_CHARACTERS]!r}: {error}") from None
     raise ToolError(f"the expression is longer than {MAX_CHARACTERS} characters")
 
 
-def _evaluate(node: ast.expr) -> int | float:
+def _evaluate_node(node: ast.expr) -> int | float:
     """Evaluate an expression. ValueError for anything but numbers, brackets and + - * / // % **."""
     match node:
         case ast.Constant(value=int() | float() as number) if not isinstance(number, bool):
             return number
         case ast.UnaryOp(op, operand) if type(op) in UNARY_OPERATIONS:
-            return UNARY_OPERATIONS[type(op)](_evaluate(operand))  # type: ignore[no-any-return]
+            return UNARY_OPERATIONS[type(op)](_evaluate_node(operand))  # type: ignore[no-any-return]
         case ast.BinOp(left, op, right) if type(op) in BINARY_OPERATIONS:
-            left_value = _evaluate(left)
-            right_value = _evaluate(right)
+            left_value = _evaluate_node(left)
+            right_value = _evaluate_node(right)
             if isinstance(op, ast.Pow) and abs(right_value) > MAX_EXPONENT:
                 raise ValueError(f"the exponent {right_value} is too large")
             result = BINARY_OPERATIONS[type(op)](left_value, right_value)

@@ -79,7 +79,7 @@ def mcp(
         "timeout": timeout or None,
         "begin": checker.warm,
         "end": close_shared,
-        "decode": _decode,
+        "decode": _decode_arguments,
     }
 
     if per_episode:
@@ -190,7 +190,7 @@ def _select_allowed(listed_tools: list[Any], allow: list[str], server: McpServer
     return [tools_by_name[name] for name in allow] if allow else listed_tools
 
 
-def _decode(text: str) -> dict[str, Any]:
+def _decode_arguments(text: str) -> dict[str, Any]:
     return msgspec.json.decode(text or "{}", type=dict[str, Any])
 
 

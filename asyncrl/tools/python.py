@@ -70,7 +70,7 @@ class Workspace:
             self._sandbox = self._task.jail
 
         await (self._task or self._sandbox).start()
-        await self._prepare()
+        await self._run_setup()
 
     async def python(self, code: str) -> str:
         """Run Python code; shows what it prints, and the value of a last expression. Variables are kept.
@@ -110,10 +110,10 @@ class Workspace:
         await self._sandbox.close()
 
     async def _run_code(self, kind: RunKind, source: str) -> RunResult:
-        await self._prepare()
+        await self._run_setup()
         return await self._sandbox.run(kind, source, self._run_seconds)
 
-    async def _prepare(self) -> None:
+    async def _run_setup(self) -> None:
         """Run the setup if the interpreter has not run it."""
         if not self._setup_code or self._losses_at_setup == self._sandbox.losses:
             return

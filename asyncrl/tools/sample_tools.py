@@ -26,7 +26,7 @@ class SampleTools(msgspec.Struct):
     tools: list[str] | None = None
     tools_kwargs: dict[str, Any] | None = None
 
-    def arguments(self, name: str) -> dict[str, Any]:
+    def tool_arguments(self, name: str) -> dict[str, Any]:
         """Return constructor arguments of one tool, without null: Parquet fills missing arguments with
         null."""
         tool_keywords = _read_object((self.tools_kwargs or {}).get(name), f"tools_kwargs.{name}")
@@ -81,7 +81,7 @@ def _find_unused(tools: Mapping[str, Tool], sample_tools: SampleTools) -> Iterat
             continue
 
         tool = tools[name]
-        keywords = sample_tools.arguments(name)
+        keywords = sample_tools.tool_arguments(name)
         constructor = (
             getattr(getattr(tool.state, "func", tool.state), "open", None) if tool.state else tool.remake
         )
@@ -97,7 +97,7 @@ def select_tools(tools: Mapping[str, Tool], sample_tools: SampleTools) -> dict[s
     _check_names(tools, sample_tools)
     selected_names = tools if sample_tools.tools is None else sample_tools.tools
     return {
-        name: _rebuild_tool(tool, sample_tools.arguments(name))
+        name: _rebuild_tool(tool, sample_tools.tool_arguments(name))
         for name, tool in tools.items()
         if name in selected_names
     }
@@ -108,7 +108,7 @@ def merged_arguments(tools: Sequence[Tool], sample_tools: SampleTools) -> dict[s
     other."""
     merged: dict[str, Any] = {}
     for tool in tools:
-        for key, value in sample_tools.arguments(tool.name).items():
+        for key, value in sample_tools.tool_arguments(tool.name).items():
             if merged.setdefault(key, value) != value:
                 shared_names = names(tool.name for tool in tools)
                 raise ToolError(

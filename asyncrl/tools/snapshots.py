@@ -93,7 +93,7 @@ class ToolSnapshots:
         self._max_bytes = max_bytes
         self._kept_snapshots: list[dict[str, int]] = []  # files of each snapshot, and their bytes
 
-    def save(self, turn: int, history: str, archive: bytes) -> None:
+    def save_snapshot(self, turn: int, history: str, archive: bytes) -> None:
         """Keep a snapshot of the changes up to a turn, and the snapshot before. SnapshotError: all snapshots
         would take too much; the snapshot before stays the newest."""
         contents = dict[str, bytes]()
@@ -133,7 +133,7 @@ class ToolSnapshots:
 
         self._keep_only(kept_snapshots)
 
-    def find(self, histories: Sequence[str]) -> tuple[int, bytes] | None:
+    def find_snapshot(self, histories: Sequence[str]) -> tuple[int, bytes] | None:
         """Find the newest snapshot of an episode's recorded turns: (turn, archive). Other snapshots are
         removed."""
         for turn in reversed(range(len(histories))):

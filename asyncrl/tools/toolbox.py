@@ -62,7 +62,7 @@ class Toolbox:
             with recorded() as failure:
                 await call_user(begin, BEGIN_SECONDS)
             if failure.error is not None:
-                self.report(name, describe(failure.error))
+                self.report_failure(name, describe(failure.error))
 
         names_by_begin = {tool.begin: tool.name for tool in tools if tool.begin is not None}
         await asyncio.gather(*(begin_and_report(name, begin) for begin, name in names_by_begin.items()))
@@ -92,7 +92,7 @@ class Toolbox:
             tool.schema_text for tool in select_tools(self.tools, read_sample_tools(sample)).values()
         )
 
-    def report(self, name: str, problem: str) -> None:
+    def report_failure(self, name: str, problem: str) -> None:
         """Log the first failure of a tool: the model reads all failures, a person none."""
         if name not in self._reported_tools:
             self._reported_tools.add(name)
@@ -142,7 +142,7 @@ class EpisodeObject:
         except Exception as problem:
             raise ToolError(f"{type(self.state).__name__}.result: {describe(problem)}") from problem
 
-    async def save(self, turn: int, history: str) -> None:
+    async def save_snapshot(self, turn: int, history: str) -> None:
         """Keep a snapshot if enough turns had calls. Otherwise an older snapshot and later calls give the
         same state."""
         self._unsaved_turns += self.was_called
@@ -150,21 +150,21 @@ class EpisodeObject:
         if self.snapshots is None or self._unsaved_turns < self._snapshot_interval:
             return
 
-        async def collect() -> bytes:
+        async def collect_snapshot() -> bytes:
             async with self.call_lock:
                 return bytes(await self.state.snapshot())
 
         try:
-            archive = await call_user(collect, self._call_seconds)
-            await in_thread(partial(self.snapshots.save, turn, history, archive), "snapshot")
+            archive = await call_user(collect_snapshot, self._call_seconds)
+            await in_thread(partial(self.snapshots.save_snapshot, turn, history, archive), "snapshot")
             self._unsaved_turns = 0
         except Exception as problem:
             log.info("no snapshot of %s: %s", type(self.state).__name__, reason(problem))
 
-    async def restore(self, histories: Sequence[str]) -> None:
+    async def restore_snapshot(self, histories: Sequence[str]) -> None:
         """Take the newest snapshot of these turns, if present."""
         if self.snapshots is not None:
-            snapshot = await in_thread(partial(self.snapshots.find, histories), "snapshot")
+            snapshot = await in_thread(partial(self.snapshots.find_snapshot, histories), "snapshot")
             if snapshot is not None:
                 self.restored_turn, archive = snapshot
                 await call_user(partial(self.state.restore, archive), self._call_seconds)
@@ -172,11 +172,11 @@ class EpisodeObject:
     async def close(self) -> None:
         """Close the object after its calls, without waiting for hanging calls. Raises only when cancelled."""
         try:
-            await call_user(self._close, CLOSE_SECONDS)
+            await call_user(self._close_object, CLOSE_SECONDS)
         except Exception as problem:
             log.warning("closing %s: %s", type(self.state).__name__, reason(problem))
 
-    async def _close(self) -> None:
+    async def _close_object(self) -> None:
         with suppress(TimeoutError):
             async with asyncio.timeout(CLOSE_SECONDS / 2):
                 await self.call_lock.acquire()
@@ -269,7 +269,7 @@ class ToolSession:
         except Exception as problem:
             declined = isinstance(problem, ToolError)
             if not declined:
-                self._toolbox.report(tool.name, describe(problem))
+                self._toolbox.report_failure(tool.name, describe(problem))
             return ToolReply(
                 call,
                 content=f"error: {bound_reply(reason(problem))}",
@@ -281,13 +281,13 @@ class ToolSession:
     async def save(self, turn: int, history: str) -> None:
         """Keep snapshots of all objects after the calls of a turn. Raises only when cancelled."""
         await asyncio.gather(
-            *(episode_object.save(turn, history) for episode_object in self._objects.values())
+            *(episode_object.save_snapshot(turn, history) for episode_object in self._objects.values())
         )
 
     async def restore(self, histories: Sequence[str]) -> None:
         """Take the newest snapshots of these recorded turns, whose calls `redo` then leaves out."""
         await asyncio.gather(
-            *(episode_object.restore(histories) for episode_object in self._objects.values())
+            *(episode_object.restore_snapshot(histories) for episode_object in self._objects.values())
         )
 
     @property

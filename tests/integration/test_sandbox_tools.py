@@ -105,8 +105,8 @@ async def test_the_call_after_a_cancelled_one_reports_it_and_has_its_setup(setup
     try:
         await space.python("n = 7")
         began = asyncio.Event()
-        asked = space._sandbox._exchange
-        space._sandbox._exchange = lambda *given: (began.set(), asked(*given))[1]  # type: ignore
+        asked = space._sandbox._send_request
+        space._sandbox._send_request = lambda *given: (began.set(), asked(*given))[1]  # type: ignore
         task = asyncio.create_task(space.python("while True: pass"))
         await asyncio.wait_for(began.wait(), 10)
         task.cancel()

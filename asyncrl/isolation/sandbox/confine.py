@@ -121,8 +121,8 @@ def new_process_namespace(notes: list[str]) -> set[str]:
 def _map_ids(user_ids: tuple[int, int], group_ids: tuple[int, int], proc: str = "/proc") -> None:
     """Give this process ids in its new user namespace: pairs of the id inside and the id outside."""
     _write_text(f"{proc}/self/setgroups", "deny")
-    for map_name, (inside, outside) in (("uid_map", user_ids), ("gid_map", group_ids)):
-        _write_text(f"{proc}/self/{map_name}", f"{inside} {outside} 1")
+    for map_name, (inside_id, outside_id) in (("uid_map", user_ids), ("gid_map", group_ids)):
+        _write_text(f"{proc}/self/{map_name}", f"{inside_id} {outside_id} 1")
 
 
 def confine(plan: ConfinementPlan, new_namespaces: set[str], notes: list[str]) -> Confinement:

@@ -63,7 +63,7 @@ def run_warden(
             os.environ["TMPDIR"] = confinement.home
             interpreter_source += f"sys.path[:] = [{confinement.home!r}, *sys.path, {packages!r}]"
             python_command = [sys.executable, "-I", "-S", "-c", interpreter_source]
-        Warden(plan, confinement, python_command, memory_group).serve()
+        Warden(plan, confinement, python_command, memory_group).serve_requests()
     finally:
         os._exit(0)
 

@@ -142,8 +142,8 @@ class Jail:
         self._closed = False
         try:
             async with asyncio.timeout(START_SECONDS):
-                await self._connect()
-                await self._handshake()
+                await self._connect_guard()
+                await self._read_hello()
         except (OSError, EOFError) as error:
             await self._end_process()
             raise SandboxError(f"the sandbox did not start: {one_line(error)}") from error
@@ -282,7 +282,7 @@ class Jail:
 
             try:
                 async with asyncio.timeout(request.seconds + LATE_SECONDS):
-                    result = await self._exchange(request, streams)
+                    result = await self._send_request(request, streams)
             except BaseException as error:
                 self.losses = self.losses + 1
                 self._emptied = True
@@ -316,7 +316,7 @@ class Jail:
                 async with asyncio.timeout(CLEAN_SECONDS):
                     await in_thread(partial(emptying.remove_directory, self._fallback_home), "sandbox")
 
-    async def _connect(self) -> None:
+    async def _connect_guard(self) -> None:
         our_socket, their_socket = socket.socketpair()
         self._passage, their_passage = socket.socketpair()
         self._fallback_home = f"{tempfile.gettempdir()}/asyncrl-sandbox-{secrets.token_hex(8)}"
@@ -356,7 +356,7 @@ class Jail:
             start_new_session=True,
         )
 
-    async def _handshake(self) -> None:
+    async def _read_hello(self) -> None:
         bits, notes_size = frames.HELLO.unpack(await self._reader.readexactly(frames.HELLO.size))
         if notes_size > MAX_OUTPUT_BYTES:
             raise SandboxError("the sandbox broke the protocol")
@@ -382,7 +382,7 @@ class Jail:
             _, (listener_fd,), *_ = socket.recv_fds(self._passage, 1, 1, socket.MSG_CMSG_CLOEXEC)
             self.listener = socket.socket(fileno=listener_fd)
 
-    async def _exchange(self, request: frames.RunRequest, streams: list[int] | None) -> RunResult:
+    async def _send_request(self, request: frames.RunRequest, streams: list[int] | None) -> RunResult:
         assert self._writer is not None
         if streams:
             socket.send_fds(self._passage, [request.kind], streams)

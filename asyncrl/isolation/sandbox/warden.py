@@ -65,7 +65,7 @@ class Warden:
         self._cell_count = 0  # cells run so far
         self._exit_statuses: dict[int, int] = {}  # exit statuses of processes that ended during this request
 
-    def serve(self) -> None:
+    def serve_requests(self) -> None:
         """Answer requests until the owner closes the connection, then end every process."""
         bits = sum(
             1 << bit for bit, name in enumerate(frames.GUARANTEES) if name in self._confinement.enforced
@@ -109,10 +109,10 @@ class Warden:
         if not process.send_cell(self._cell_count, request.source):
             return self._lose_interpreter(process, output, RunEnding.DIED)
 
-        in_time = process.watch(output, request.seconds)
+        in_time = process.watch_output(output, request.seconds)
         if not in_time:
             kernel.kill(-process.pid, signal.SIGINT)
-            if not process.watch(output, GRACE_SECONDS):
+            if not process.watch_output(output, GRACE_SECONDS):
                 return self._lose_interpreter(process, output, RunEnding.LATE)
 
         raised = process.cell_raised(self._cell_count)
@@ -120,8 +120,8 @@ class Warden:
             return self._lose_interpreter(process, output, RunEnding.DIED)
 
         self._signal_all(signal.SIGSTOP)
-        process.drain(output)
-        ending = _ending(in_time, failed=raised)
+        process.drain_output(output)
+        ending = _ending_of_run(in_time, failed=raised)
         return RunReply(ending, 0, False, *output.join_ends())
 
     def _lose_interpreter(
@@ -130,7 +130,7 @@ class Warden:
         """End every process, as the interpreter ended or broke the protocol. The next cell starts a new
         interpreter."""
         self._kill_all()
-        process.drain(output)
+        process.drain_output(output)
         self._forget_interpreter()
         return RunReply(ending, self._exit_statuses.pop(process.pid, 0), True, *output.join_ends())
 
@@ -151,7 +151,7 @@ class Warden:
 
         process = self._fork_watched(body, _memory_file(request.stdin), child_fd=program_fd)
         output = BoundedOutput(self._limits.output)
-        in_time = process.watch(output, request.seconds)
+        in_time = process.watch_output(output, request.seconds)
 
         if in_time and is_shell:
             self._signal_all(signal.SIGSTOP)
@@ -164,10 +164,10 @@ class Warden:
     def _reply_to_end(
         self, process: WatchedProcess, output: BoundedOutput, in_time: bool, lost: bool
     ) -> RunReply:
-        process.drain(output)
+        process.drain_output(output)
         process.close()
         status = self._exit_statuses.pop(process.pid, 0)
-        ending = _ending(in_time, failed=status != 0)
+        ending = _ending_of_run(in_time, failed=status != 0)
         return RunReply(ending, status, lost, *output.join_ends())
 
     def _execute_program(self, request: RunRequest) -> RunReply:
@@ -183,7 +183,9 @@ class Warden:
         no_output = BoundedOutput(0)
         overrun: RunEnding | None = None
         deadline = time.monotonic() + request.seconds
-        while not (has_ended := process.watch(no_output, min(LOOK_SECONDS, deadline - time.monotonic()))):
+        while not (
+            has_ended := process.watch_output(no_output, min(LOOK_SECONDS, deadline - time.monotonic()))
+        ):
             self._interpreter_ended()  # orphans that have ended would count as processes
             if (overrun := self._memory_overrun()) or time.monotonic() >= deadline:
                 break
@@ -195,7 +197,7 @@ class Warden:
         # the kernel may have killed between two looks
         if self._memory_group and self._memory_group.has_killed():
             overrun = RunEnding.OVER
-        ending = overrun or _ending(has_ended, failed=status != 0)
+        ending = overrun or _ending_of_run(has_ended, failed=status != 0)
         return RunReply(ending, status, lost, omitted=0, output=b"")
 
     def _move_files(self, request: RunRequest) -> RunReply:
@@ -207,7 +209,7 @@ class Warden:
 
         process = self._fork_watched(step, pipe_fd, child_fd=changed_fd)
         output = BoundedOutput(self._limits.output)
-        in_time = process.watch(output, request.seconds)
+        in_time = process.watch_output(output, request.seconds)
 
         kernel.kill(process.pid, signal.SIGKILL)
         self._exit_statuses[process.pid] = os.waitstatus_to_exitcode(os.waitpid(process.pid, 0)[1])
@@ -358,7 +360,7 @@ class Warden:
         self._interpreter = None
 
 
-def _ending(in_time: bool, failed: bool) -> RunEnding:
+def _ending_of_run(in_time: bool, failed: bool) -> RunEnding:
     if not in_time:
         return RunEnding.LATE
     return RunEnding.FAILED if failed else RunEnding.DONE

@@ -52,7 +52,7 @@ class WatchedProcess:
         for fd in {self._exit_fd, self._output_fd, self.control_fd} - {-1}:
             os.close(fd)
 
-    def watch(self, output: BoundedOutput, seconds: float) -> bool:
+    def watch_output(self, output: BoundedOutput, seconds: float) -> bool:
         """Collect output. True: the process or the cell has ended; False: `seconds` have passed. EOFError:
         the owner has closed the connection."""
         deadline = time.monotonic() + seconds
@@ -72,7 +72,7 @@ class WatchedProcess:
                     poll.unregister(fd)  # every writer has closed the pipe
         return False
 
-    def drain(self, output: BoundedOutput) -> None:
+    def drain_output(self, output: BoundedOutput) -> None:
         """Read the rest of the pipe, up to a limit: a running process could write for ever."""
         for _ in range(PIPE_BYTES // 4096):
             if not self._read_output(output):

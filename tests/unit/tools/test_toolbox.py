@@ -420,7 +420,7 @@ def test_arguments_that_nothing_takes_are_told_before_the_run() -> None:
     ],
 )
 def test_constructor_arguments_of_a_sample(given: dict[str, Any], arguments: dict[str, Any]) -> None:
-    assert SampleTools(tools_kwargs={"open": given}).arguments("open") == arguments
+    assert SampleTools(tools_kwargs={"open": given}).tool_arguments("open") == arguments
 
 
 def test_a_data_set_is_checked_before_the_run() -> None:
