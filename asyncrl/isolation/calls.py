@@ -268,11 +268,9 @@ class LoopThread:
             return await self._run_in_loop(function)
 
         result = await in_thread(function, self._name)
-        return (
-            await self._run_in_loop(partial(_call_inline, lambda: result))
-            if inspect.isawaitable(result)
-            else result
-        )
+        if inspect.isawaitable(result):
+            return await self._run_in_loop(partial(_call_inline, lambda: result))
+        return result
 
     def close(self) -> None:
         """Let the thread end."""

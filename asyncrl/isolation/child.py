@@ -200,7 +200,7 @@ class Child(Generic[SetupT, RequestT, AnswerT]):
 
     @property
     def is_usable(self) -> bool:
-        """True if the child can serve a request."""
+        """Return whether the child can serve a request."""
         return not (self._killed or self.has_ended or self._reader.at_eof())
 
     async def open(self, first_message: SetupT, seconds: float = math.inf) -> None:

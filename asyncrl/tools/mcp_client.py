@@ -113,7 +113,7 @@ class McpConnection:
 
     @property
     def is_over(self) -> bool:
-        """True if no call can succeed any more."""
+        """Return whether no call can succeed any more."""
         closed = self._message_stream is not None and self._message_stream.statistics().open_send_streams == 0
         return closed or self._ending.is_set()
 

@@ -65,7 +65,7 @@ class Snapshots:
         )
 
     def kept(self, episode: str) -> bool:
-        """True if the episode may have snapshots."""
+        """Return whether the episode may have snapshots."""
         return os.path.exists(f"{self._run_directory}/{quote(episode, '')}")
 
     def forget(self, episode: str) -> None:

@@ -292,7 +292,7 @@ class ToolSession:
 
     @property
     def restored(self) -> list[EpisodeObject]:
-        """The objects that have taken a snapshot."""
+        """Return the objects that have taken a snapshot."""
         return [
             episode_object for episode_object in self._objects.values() if episode_object.restored_turn >= 0
         ]

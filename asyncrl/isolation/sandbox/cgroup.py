@@ -57,8 +57,8 @@ class MemoryGroup:
             self._counts_before = self._read_counts()
 
     def has_killed(self) -> bool:
-        """True if the kernel has killed a process because of the group's limit since `reset_counts`, and not
-        because the machine had no memory left."""
+        """Return whether the kernel has killed a process because of the group's limit since `reset_counts`,
+        and not because the machine had no memory left."""
         with suppress(OSError):
             kills, hits = self._read_counts()
             return kills > self._counts_before[0] and hits > self._counts_before[1]

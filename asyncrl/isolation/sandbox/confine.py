@@ -419,7 +419,8 @@ def _become_root(writable_proc: int) -> None:
 
 
 def _library_is_public() -> bool:
-    """True if every user may read this Python's library. If not, root's sandbox must stay root's user."""
+    """Return whether every user may read this Python's library. If not, root's sandbox must stay root's
+    user."""
     path = ""
     parts = os.path.dirname(os.__file__).split("/")
 

@@ -365,13 +365,15 @@ class Jail:
         guarantees = frozenset(name for bit, name in enumerate(frames.GUARANTEES) if bits >> bit & 1)
         self.enforced = guarantees & frozenset(ISOLATION)
         self.home = SANDBOX_HOME if "root" in guarantees else self._fallback_home
-        required_features = {"resident": self.limits.resident, "listener": self._needs_listener}
+        required = set(self._require)
+        if self.limits.resident:
+            required.add("resident")
+        if self._needs_listener:
+            required.add("listener")
 
         if self._image and "root" not in guarantees:
             raise SandboxError(f"no sandbox can have an image here: {self.notes} (docs/sandbox.md)")
-        if missing := sorted(
-            (self._require | {name for name in required_features if required_features[name]}) - guarantees
-        ):
+        if missing := sorted(required - guarantees):
             lacking_texts = ", ".join(MISSING_TEXTS.get(name, f"no isolation of {name}") for name in missing)
             raise SandboxError(
                 f"this machine gives the sandbox {lacking_texts} ({self.notes}); allow namespaces "

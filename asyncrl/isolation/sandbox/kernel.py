@@ -91,7 +91,7 @@ def _thread_statuses() -> dict[str, bytes]:
 
 
 def _is_still(status: bytes) -> bool:
-    """True if a thread has stopped or ended, or sleeps in the kernel and will stop at waking."""
+    """Return whether a thread has stopped or ended, or sleeps in the kernel and will stop at waking."""
     state, pending = (status.partition(b"\n%s:\t" % name)[2].split()[0] for name in (b"State", b"ShdPnd"))
     return state in b"TtZX" or (state == b"D" and int(pending, 16) >> SIGSTOP - 1 & 1 == 1)
 

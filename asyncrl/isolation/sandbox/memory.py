@@ -143,7 +143,7 @@ def thread_statuses(pid: str) -> Iterator[tuple[str, bytes]]:
 
 
 def machine_is_short() -> bool:
-    """True if the machine itself has hardly any memory left, for whatever reason."""
+    """Return whether the machine itself has hardly any memory left, for whatever reason."""
     with open("/proc/meminfo", "rb") as file:
         line_words = [line.split() for line in file]
     memory_sizes = {name: int(size) << 10 for name, size, *_ in line_words}

@@ -166,16 +166,16 @@ def filter_calls() -> None:
 
     for call_numbers in OTHER_PROCESS_CALLS:
         rules += _when_called(call_numbers[machine_column], *_refuse_unless(FIRST_ARGUMENT, 0), ALLOW)
-    # gpg and ssh-agent exit if forbidding core files fails: the call succeeds without effect
-    limit_change = [
-        *_refuse_unless(THIRD_ARGUMENT, 0, 0),
-        *_refuse_unless(THIRD_ARGUMENT + 4, 0, 0),
-    ]  # a pointer to new limits
+
+    # gpg and ssh-agent exit if forbidding core files fails: the call succeeds without effect.
+    # The third argument is a pointer to new limits.
+    limit_change = [*_refuse_unless(THIRD_ARGUMENT, 0, 0), *_refuse_unless(THIRD_ARGUMENT + 4, 0, 0)]
     other_limit = [(LOAD, 0, 0, SECOND_ARGUMENT), (EQUAL, 0, len(limit_change), CORE_LIMIT)]
     rules += _when_called(
         PRLIMIT[machine_column], *_refuse_unless(FIRST_ARGUMENT, 0), *other_limit, *limit_change, ALLOW
     )
     rules += _when_called(SETRLIMIT[machine_column], *_refuse_if(FIRST_ARGUMENT, EQUAL, CORE_LIMIT, 0), ALLOW)
+
     for_itself = [*_refuse_unless(FIRST_ARGUMENT, 0), *_refuse_unless(SECOND_ARGUMENT, 0)]
     rules += _when_called(SET_PRIORITY[machine_column], *for_itself, ALLOW)
 
@@ -187,6 +187,7 @@ def filter_calls() -> None:
     rules += _when_called(
         FCNTL[machine_column], *_refuse_if(SECOND_ARGUMENT, EQUAL, SET_SIGNAL), *file_locks, ALLOW
     )
+
     # a process that shares open files leaves locks behind that belong to no process
     shares_files = [
         (LOAD, 0, 0, FIRST_ARGUMENT),
@@ -214,6 +215,7 @@ def filter_calls() -> None:
     rules += _when_called(
         SOCKET[machine_column], (LOAD, 0, 0, FIRST_ARGUMENT), *families, other_family, ALLOW
     )
+
     stream_pairs = [
         (LOAD, 0, 0, SECOND_ARGUMENT),
         (BIT_AND, 0, 0, TYPE_MASK),
@@ -227,12 +229,15 @@ def filter_calls() -> None:
     for option in BUFFER_SIZES:
         # no error, as the kernel also reduces sizes silently
         socket_options += _refuse_if(THIRD_ARGUMENT, EQUAL, option, 0)
+
     for option in SOCKET_FILTERS:
         socket_options += _refuse_if(THIRD_ARGUMENT, EQUAL, option)
+
     socket_options.append(ALLOW)
     flow_labels = [(EQUAL, 0, 3, SOL_IPV6), *_refuse_if(THIRD_ARGUMENT, EQUAL, FLOW_LABELS)]
     socket_level = [(LOAD, 0, 0, SECOND_ARGUMENT), (EQUAL, 0, len(socket_options), SOL_SOCKET)]
     rules += _when_called(SETSOCKOPT[machine_column], *socket_level, *socket_options, *flow_labels, ALLOW)
+
     _install_filter(rules)
 
 

@@ -239,7 +239,7 @@ class Warden:
         return RunEnding.STARVED if self._short_looks > 1 and os.urandom(1)[0] < ENDING_CHANCE else None
 
     def _exceeds_resident(self) -> bool:
-        """True if processes and files hold more than `resident` in two measurements."""
+        """Return whether processes and files hold more than `resident` in two measurements."""
         max_bytes = self._limits.resident << 20
         for pause in (SURE_SECONDS, 0):
             file_system = os.fstatvfs(self._confinement.upper_fd)
