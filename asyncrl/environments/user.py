@@ -83,11 +83,9 @@ class SimulatedUser(Environment):
             if message.role in roles
         ]
         self._history = [Message("system", instructions), *conversation]
-        return (
-            Observation()
-            if conversation
-            else await self._reply(Message("user", "Hello! How can I help you?"))
-        )
+        if conversation:
+            return Observation()
+        return await self._reply(Message("user", "Hello! How can I help you?"))
 
     async def step(self, message: Message) -> Observation:
         return await self._reply(Message("user", message.content))

@@ -336,10 +336,9 @@ def _private_pipes() -> tuple[IO[bytes], IO[bytes]]:
 
 
 def _read_frame(request_pipe: IO[bytes]) -> bytes | None:
-    length = (
-        int.from_bytes(length_bytes, "little")
-        if len(length_bytes := request_pipe.read(LENGTH_BYTES)) == LENGTH_BYTES
-        else -1
-    )
-    frame = request_pipe.read(length) if length >= 0 else b""
+    length_bytes = request_pipe.read(LENGTH_BYTES)
+    if len(length_bytes) != LENGTH_BYTES:
+        return None
+    length = int.from_bytes(length_bytes, "little")
+    frame = request_pipe.read(length)
     return frame if len(frame) == length else None

@@ -251,9 +251,8 @@ class _Unpacking:
             if self.has_image_below:
                 self._make_directories(directory)
                 os.setxattr(directory, *OPAQUE_ATTRIBUTE)
-        elif name.startswith(DELETED_PREFIX) and not name.startswith(
-            DELETED_PREFIX * 2
-        ):  # a double prefix marks notes of aufs
+        # a double prefix marks notes of aufs
+        elif name.startswith(DELETED_PREFIX) and not name.startswith(DELETED_PREFIX * 2):
             if (name := name.removeprefix(DELETED_PREFIX)) in ("", ".", ".."):
                 refuse("deletes no name")
             _remove_path(deleted_path := posixpath.join(directory, name))

@@ -202,11 +202,10 @@ class McpConnection:
         server = self._server
         async with AsyncExitStack() as stack:
             async with asyncio.timeout(server.start_timeout):
-                transport = (
-                    start_server(server.command, inherited(server.env), self._server_output)
-                    if server.command
-                    else self._http_transport()
-                )
+                if server.command:
+                    transport = start_server(server.command, inherited(server.env), self._server_output)
+                else:
+                    transport = self._http_transport()
                 streams = await stack.enter_async_context(transport)
                 handshake_mode = "legacy" if server in servers_of_older_handshake else "auto"
                 unconnected = Client(nullcontext(streams), cache=None, mode=handshake_mode)

@@ -74,11 +74,9 @@ def _parameter_struct(
             raise ConfigError(f"tool {name!r}: parameter {key!r} cannot be passed by name")
         if key not in type_hints:
             raise ConfigError(f"tool {name!r}: parameter {key!r} needs a type annotation")
-        hint = (
-            Annotated[type_hints[key], msgspec.Meta(description=argument_notes[key])]
-            if key in argument_notes
-            else type_hints[key]
-        )
+        hint = type_hints[key]
+        if key in argument_notes:
+            hint = Annotated[hint, msgspec.Meta(description=argument_notes[key])]
         default = () if parameter.default is parameter.empty else (parameter.default,)
         fields.append((key, hint, *default))
 

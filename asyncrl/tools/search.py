@@ -121,14 +121,12 @@ def write_reply(passages: Iterable[Passage], max_chars: int) -> str:
 
 
 def _show_passage(number: int, found_passage: Passage, max_chars: int) -> str:
-    text = (
-        found_passage.text if len(found_passage.text) <= max_chars else f"{found_passage.text[:max_chars]}…"
-    )
-    return (
-        f"[{number}] {found_passage.title[:MAX_TITLE_CHARACTERS]}\n{text}"
-        if found_passage.title
-        else f"[{number}] {text}"
-    )
+    text = found_passage.text
+    if len(text) > max_chars:
+        text = f"{text[:max_chars]}…"
+    if found_passage.title:
+        return f"[{number}] {found_passage.title[:MAX_TITLE_CHARACTERS]}\n{text}"
+    return f"[{number}] {text}"
 
 
 def _decode_passages(answer: bytes) -> list[Passage]:

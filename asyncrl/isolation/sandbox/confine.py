@@ -284,12 +284,7 @@ def enter_new_root(plan: ConfinementPlan, uid: int) -> int:
 
 def _fill_root(shown_paths: Sequence[str], uid: int) -> None:
     # first, so that no directory of the machine takes their place
-    for name in (
-        "proc",
-        "dev/pts",
-        "etc",
-        SANDBOX_HOME[1:],
-    ):
+    for name in ("proc", "dev/pts", "etc", SANDBOX_HOME[1:]):
         os.makedirs(f"{NEW_ROOT}/{name}")
 
     for path in shown_paths:

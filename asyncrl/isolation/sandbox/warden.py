@@ -371,12 +371,13 @@ def set_limits(limits: SandboxLimits, process_limit: int) -> None:
     if limits.memory:
         resource.setrlimit(resource.RLIMIT_AS, (limits.memory << 20, limits.memory << 20))
 
-    for resource_kind, value in (
-        (resource.RLIMIT_FSIZE, limits.file << 20),
-        (resource.RLIMIT_NOFILE, limits.open_files),
-        (resource.RLIMIT_NPROC, process_limit),
-        (resource.RLIMIT_SIGPENDING, _max_pending_signals()),
-    ):
+    values = {
+        resource.RLIMIT_FSIZE: limits.file << 20,
+        resource.RLIMIT_NOFILE: limits.open_files,
+        resource.RLIMIT_NPROC: process_limit,
+        resource.RLIMIT_SIGPENDING: _max_pending_signals(),
+    }
+    for resource_kind, value in values.items():
         resource.setrlimit(resource_kind, (value, value))
 
 
