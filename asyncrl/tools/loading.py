@@ -39,7 +39,8 @@ def load_tools(specs: Sequence[str], tool_args: Mapping[str, Arguments] | None =
 
             if tool.process:
                 find_tool_source(tool)  # raises if no process could import the tool
-            loaded_tools[tool.name], origins[tool.name] = tool, spec
+            loaded_tools[tool.name] = tool
+            origins[tool.name] = spec
 
     return loaded_tools
 
