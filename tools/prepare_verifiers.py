@@ -21,7 +21,7 @@ import msgspec
 from asyncrl.config import Options
 from asyncrl.data.rows import verl_row, write_splits
 from asyncrl.environments import load_environment
-from asyncrl.environments.verifiers import KEY, load
+from asyncrl.environments.verifiers import EXTRA_INFO_KEY, load_verifiers
 from asyncrl.types import Message, Sample
 
 
@@ -30,7 +30,7 @@ async def row(options: Options, task: Any, index: int) -> dict[str, Any]:
     data = task.data.model_dump_json(exclude_none=True)
     world = load_environment({"verifiers": options}, "--")()
     try:
-        extra = {KEY: data}
+        extra = {EXTRA_INFO_KEY: data}
         begun = await world.reset(Sample(index, "", (), "null", extra_info=json.dumps(extra)))
     finally:
         await world.close()
@@ -59,7 +59,7 @@ def main() -> None:
     args = parser.parse_args()
 
     options: Options = {key: getattr(args, key) for key in ("taskset", "env", "config", "role")}
-    tasks = iter(load(args.taskset, args.env, args.config).taskset)
+    tasks = iter(load_verifiers(args.taskset, args.env, args.config).taskset)
     splits = {}
     for split, count in (("test", args.test), ("train", args.train)):
         splits[split] = asyncio.run(rows(options, tasks, count))

@@ -1,4 +1,4 @@
-"""Environments, which answer the model's turns: games, simulated users, those of other packages."""
+"""Environments, which answer the model's turns: games, simulated users, environments of other packages."""
 
 from asyncrl.environments.base import (
     Environment,

@@ -1,4 +1,5 @@
-"""The interface of environments: one may write first, answers each turn of the model, and ends the episode.
+"""The interface of environments: an environment may write first, answers each turn of the model, and ends the
+episode.
 
 reset(sample) ──► Observation ──► model's turn ──► step(message) ──► Observation ──► … until `done`
 """
@@ -18,77 +19,80 @@ from asyncrl.types import Message, Observation, Sample
 
 
 class Environment(Protocol):
-    """Is the environment of one episode; each episode has a new one, which is always closed.
+    """Serve one episode; each episode has a new environment, which is always closed.
 
-    Derive from it, or implement the same members. The constructor only checks the options: files and
+    Derive from this class, or implement the same members. The constructor only checks the options: files and
     connections are opened in `reset`. An error or a timeout of `reset` or `step` fails the episode, which
     is then tried again. A mistake of the *model* is answered by an observation, and perhaps a reward.
     """
 
     tools: Sequence[dict[str, Any]] = ()
-    """OpenAI schemas of the tools that it answers itself, known after `reset`. A turn that calls one of them
-    goes to `step` as a whole, as does every turn without any call; other calls are run as tools, and do not
+    """OpenAI schemas of tools that the environment answers, known after `reset`. A turn that calls such a
+    tool goes to `step` as a unit, as does every turn without calls; all other calls run as tools, and do not
     reach `step`."""
 
     replay: Literal["reapply", "no"] = "reapply"
-    """Tells what happens after a crash. `reapply`: the recorded turns are passed to `step` of a new
-    environment, which must give the same answers. `no`: the episode starts again."""
+    """The treatment after a crash. `reapply`: the recorded turns are passed to `step` of a new environment,
+    which must give the same answers. `no`: the episode starts again."""
 
     timeout: float | None = None
-    """Seconds that each of its answers may take; None: `rollout.tool_timeout`."""
+    """Seconds that each answer of the environment may take; None: `rollout.tool_timeout`."""
 
     @abstractmethod
     async def reset(self, sample: Sample) -> Observation:
-        """Begin. The messages follow the sample's prompt; there may be none."""
+        """Begin an episode. The returned messages follow the sample's prompt; there may be none."""
 
     @abstractmethod
     async def step(self, message: Message) -> Observation:
         """Answer a turn of the model (role `assistant`, with its parsed tool calls)."""
 
     async def cut_short(self, unanswered: Message | None) -> float:
-        """A limit ended the episode before it was done: what the last turn earns. `unanswered`: that turn, if
-        `step` was not called with it. A `step` that was still running was cancelled."""
+        """Return the reward of the last turn after a limit ended the episode early. `unanswered`: the last
+        turn, if `step` was not called with this turn. A `step` that was still running was cancelled."""
         return 0.0
 
     async def close(self) -> None:
-        """The episode is over, however it ended."""
+        """Close the environment at the end of the episode, however the episode ended."""
 
 
 environments: Registry[Callable[..., Environment]] = Registry("environment")
 """Classes, or functions that make an environment. Keyword-only parameters are the options."""
 
 
-CALL = Call("a class, or a function that makes an environment", makes=True)
-_PARTS = ("reset", "step", "cut_short", "close", "tools", "replay", "timeout")
+ENVIRONMENT_CALL = Call("a class, or a function that makes an environment", makes=True)
+_REQUIRED_MEMBERS = ("reset", "step", "cut_short", "close", "tools", "replay", "timeout")
 
 
 def load_environment(
-    plugin: str | dict[str, Options], where: str = "rollout.environment"
+    plugin: str | dict[str, Options], key_path: str = "rollout.environment"
 ) -> Callable[[], Environment]:
-    """The factory of the episodes' environments. It is called once here, so that wrong options raise at once:
-    ConfigError that begins with `where`."""
-    make = environments.make(plugin, where, CALL)
-    where = f"{where}.{single(plugin)[0]}"
-    made = built(make, where)
-    if missing := [name for name in _PARTS if not hasattr(made, name)]:
+    """Return the factory of the episodes' environments. The factory is called once here, so that wrong
+    options raise at once: ConfigError that begins with `key_path`."""
+    make_environment = environments.make(plugin, key_path, ENVIRONMENT_CALL)
+    key_path = f"{key_path}.{single(plugin)[0]}"
+    environment = built(make_environment, key_path)
+
+    if missing_members := [name for name in _REQUIRED_MEMBERS if not hasattr(environment, name)]:
         raise ConfigError(
-            f"{where}: {type(made).__name__} is no environment, it has no {', '.join(missing)}; "
-            "derive it from asyncrl.environments.Environment"
+            f"{key_path}: {type(environment).__name__} is no environment, it has no "
+            f"{', '.join(missing_members)}; derive it from asyncrl.environments.Environment"
         )
-    _check(made, where)
-    return make
+
+    _check_environment(environment, key_path)
+    return make_environment
 
 
-def _check(made: Environment, where: str) -> None:
+def _check_environment(environment: Environment, key_path: str) -> None:
     methods = {"reset": ["sample"], "step": ["message"], "cut_short": ["unanswered"], "close": []}
-    for name, given in methods.items():
-        usage = f"async def {name}({', '.join(['self', *given])})"
-        check_call(getattr(made, name), where, Call(usage, given, awaited=True))
-    limit = made.timeout
-    if limit is not None and not (isinstance(limit, int | float) and limit > 0):
-        raise ConfigError(f"{where}: its timeout is {limit!r}; seconds above 0 are expected")
-    if made.replay not in ("reapply", "no"):
-        raise ConfigError(f"{where}: its replay is {made.replay!r}; write 'reapply' or 'no'")
+    for name, parameter_names in methods.items():
+        usage = f"async def {name}({', '.join(['self', *parameter_names])})"
+        check_call(getattr(environment, name), key_path, Call(usage, parameter_names, awaited=True))
+
+    timeout = environment.timeout
+    if timeout is not None and not (isinstance(timeout, int | float) and timeout > 0):
+        raise ConfigError(f"{key_path}: its timeout is {timeout!r}; seconds above 0 are expected")
+    if environment.replay not in ("reapply", "no"):
+        raise ConfigError(f"{key_path}: its replay is {environment.replay!r}; write 'reapply' or 'no'")
 
 
 def text_observation(text: str, reward: float = 0.0, done: bool = False) -> Observation:

@@ -1,4 +1,4 @@
-"""Gymnasium's text environments: a turn is an action, what is shown is text.
+"""Gymnasium's text environments: a turn is an action, an observation is text.
 
 prompt ──reset(seed)──► text ──turn: "... left"──► action 0 ──env.step──► text, reward, done
 """
@@ -17,24 +17,24 @@ from asyncrl.isolation.calls import OwnThread
 from asyncrl.registry import load_object
 from asyncrl.types import Message, Observation, Sample
 
-_COLOURED = re.compile(r"\x1b\[[\d;]+m(.*?)\x1b\[0m", re.DOTALL)  # where the agent is: it becomes brackets
-_ESCAPE = re.compile(r"\x1b\[[\d;]*[A-Za-z]")
+# marks the agent's position, which becomes brackets
+_COLOURED_TEXT = re.compile(r"\x1b\[[\d;]+m(.*?)\x1b\[0m", re.DOTALL)
+_ESCAPE_SEQUENCE = re.compile(r"\x1b\[[\d;]*[A-Za-z]")
 
 
 @environments.register("gymnasium")
 class Gymnasium(Environment):
-    """An environment whose actions are discrete, or text; every step's reward falls on its turn.
+    """Play an environment whose actions are discrete, or text; every step's reward falls on the step's turn.
 
-    `id`: as `gymnasium.make` knows it (`module:Name-v0` imports the module first). `arguments`: its further
-    arguments, a JSON object; the sample's `extra_info.gymnasium` adds to it. `actions`: names of the actions
-    in order, separated by commas; the last action name or number in a turn is the one taken. `show`: what the
-    model sees, the rendered text or the observation (`auto`: the text, where there is one). `describe`:
-    `module:function` or `file.py:function`, (observation, env) -> text, in its place. A turn without an
-    action is answered with a hint and earns `unreadable`. The seed is `extra_info.seed`, else the sample's
-    index: the episodes of a group begin in the same state. `thread`: the environment gets a thread for
-    itself, so that a slow one holds up no other episode; off, it runs in the worker's event loop, for
-    environments that must all share one thread.
-    """
+    `id`: the environment's name for `gymnasium.make` (`module:Name-v0` imports the module first).
+    `arguments`: further arguments, a JSON object; the sample's `extra_info.gymnasium` adds to them.
+    `actions`: names of the actions in order, separated by commas; the last action name or number in a turn
+    is the action taken. `show`: the rendered text or the observation for the model (`auto`: the text if the
+    environment renders text). `describe`: `module:function` or `file.py:function`, (observation, env) ->
+    text, replaces both. A turn without an action is answered with a hint and earns `unreadable`. The seed is
+    `extra_info.seed`, or else the sample's index: the episodes of a group begin in the same state. `thread`:
+    run each environment in a separate thread, so that slow environments delay no other episode; off: run in
+    the worker's event loop, for environments that must all share one thread."""
 
     def __init__(
         self,
@@ -48,110 +48,131 @@ class Gymnasium(Environment):
         thread: bool = True,
     ) -> None:
         self._id = id
-        self._arguments = _object(arguments)
+        self._arguments = _read_json_object(arguments)
         self._unreadable = unreadable
-        modes = _modes(id)
-        self._mode = "ansi" if "ansi" in modes and show != "observation" else None
-        if show == "text" and self._mode is None:
-            raise ConfigError(f"{id} renders no text (modes: {', '.join(modes) or 'none'}); set show=auto")
+
+        render_modes = _find_render_modes(id)
+        self._render_mode = "ansi" if "ansi" in render_modes and show != "observation" else None
+        if show == "text" and self._render_mode is None:
+            raise ConfigError(
+                f"{id} renders no text (modes: {', '.join(render_modes) or 'none'}); set show=auto"
+            )
+
         self._describe = load_object(describe, "description") if describe else None
-        self._names = tuple(name.strip() for name in actions.split(",") if actions)
+        self._action_names = tuple(name.strip() for name in actions.split(",") if actions)
         self._thread = OwnThread("gymnasium") if thread else None
-        self._env: Any = None
+        self._environment: Any = None
 
     async def reset(self, sample: Sample) -> Observation:
-        return await self._called(lambda: self._begin(sample))
+        return await self._call_environment(lambda: self._begin_episode(sample))
 
     async def step(self, message: Message) -> Observation:
-        return await self._called(lambda: self._move(message.content))
+        return await self._call_environment(lambda: self._take_action(message.content))
 
     async def close(self) -> None:
         if self._thread:
-            await self._thread.end(self._end)
+            await self._thread.end(self._close_environment)
         else:
-            self._end()
+            self._close_environment()
 
-    async def _called(self, function: Callable[[], Observation]) -> Observation:
+    async def _call_environment(self, function: Callable[[], Observation]) -> Observation:
         return await self._thread.run(function) if self._thread else function()
 
-    def _begin(self, sample: Sample) -> Observation:
+    def _begin_episode(self, sample: Sample) -> Observation:
         import gymnasium
 
         extra = extra_info(sample)
-        mode: dict[str, Any] = {"render_mode": self._mode} if self._mode else {}  # not all know the parameter
-        self._env = gymnasium.make(self._id, **mode, **self._arguments | extra.get("gymnasium", {}))
-        self._read = _reader(self._env.action_space, self._names)
-        seen, _ = self._env.reset(seed=int(extra.get("seed", sample.row)))
-        return text_observation(self._text(seen))
+        # some environments lack the parameter
+        render_arguments: dict[str, Any] = {"render_mode": self._render_mode} if self._render_mode else {}
+        self._environment = gymnasium.make(
+            self._id, **render_arguments, **self._arguments | extra.get("gymnasium", {})
+        )
+        self._read_action = _make_action_reader(self._environment.action_space, self._action_names)
 
-    def _move(self, text: str) -> Observation:
+        observation, _ = self._environment.reset(seed=int(extra.get("seed", sample.row)))
+        return text_observation(self._observation_text(observation))
+
+    def _take_action(self, text: str) -> Observation:
         try:
-            action = self._read(text)
+            action = self._read_action(text)
         except ValueError as error:
             return text_observation(str(error), self._unreadable)
-        seen, reward, terminated, truncated, _ = self._env.step(action)
-        return text_observation(self._text(seen), float(reward), bool(terminated or truncated))
+        observation, reward, terminated, truncated, _ = self._environment.step(action)
+        return text_observation(
+            self._observation_text(observation), float(reward), bool(terminated or truncated)
+        )
 
-    def _end(self) -> None:
-        if self._env is not None:
-            self._env.close()
+    def _close_environment(self) -> None:
+        if self._environment is not None:
+            self._environment.close()
 
-    def _text(self, seen: Any) -> str:
+    def _observation_text(self, observation: Any) -> str:
         if self._describe is not None:
-            return self._describe(seen, self._env.unwrapped)
-        if self._mode is None:
-            return str(seen)
-        return _ESCAPE.sub("", _COLOURED.sub(r"[\1]", self._env.render())).strip("\n")
+            return self._describe(observation, self._environment.unwrapped)
+        if self._render_mode is None:
+            return str(observation)
+        return _ESCAPE_SEQUENCE.sub("", _COLOURED_TEXT.sub(r"[\1]", self._environment.render())).strip("\n")
 
 
-def _reader(space: Any, names: Sequence[str]) -> Callable[[str], Any]:
-    """A function that reads an action from a turn; its ValueError says what the model should write."""
+def _make_action_reader(action_space: Any, action_names: Sequence[str]) -> Callable[[str], Any]:
+    """Make a function that reads an action from a turn; its ValueError tells the model which text to
+    write."""
     import gymnasium.spaces as spaces
 
-    if isinstance(space, spaces.Text):
+    if isinstance(action_space, spaces.Text):
         return lambda text: text
-    if not isinstance(space, spaces.Discrete):
-        raise ConfigError(f"actions of type {type(space).__name__} cannot be read from text")
-    first = int(space.start)
-    count = int(space.n)
-    if names and len(names) != count:
-        raise ConfigError(f"there are {count} actions, and {len(names)} names ({', '.join(names)}) for them")
-    words = {str(first + number): first + number for number in range(count)}
-    words |= {name.lower(): first + number for number, name in enumerate(names)}
+    if not isinstance(action_space, spaces.Discrete):
+        raise ConfigError(f"actions of type {type(action_space).__name__} cannot be read from text")
+
+    first_action = int(action_space.start)
+    action_count = int(action_space.n)
+    if action_names and len(action_names) != action_count:
+        raise ConfigError(
+            f"there are {action_count} actions, and {len(action_names)} names ({', '.join(action_names)}) "
+            "for them"
+        )
+
+    actions_by_word = {str(first_action + number): first_action + number for number in range(action_count)}
+    actions_by_word |= {name.lower(): first_action + number for number, name in enumerate(action_names)}
     pattern = re.compile(
-        r"(?<![\w.-])(" + "|".join(map(re.escape, words)) + r")(?![\w-]|\.\d)", re.IGNORECASE
+        r"(?<![\w.-])(" + "|".join(map(re.escape, actions_by_word)) + r")(?![\w-]|\.\d)", re.IGNORECASE
     )
-    hint = f"No action found. Answer with one of: {', '.join(names or words)}."
 
-    def read(text: str) -> int:
-        if not (found := pattern.findall(text)):
+    hint = f"No action found. Answer with one of: {', '.join(action_names or actions_by_word)}."
+
+    def read_action(text: str) -> int:
+        mentioned_words = pattern.findall(text)
+        if not mentioned_words:
             raise ValueError(hint)
-        return words[found[-1].lower()]
+        return actions_by_word[mentioned_words[-1].lower()]
 
-    return read
+    return read_action
 
 
-def _modes(id: str) -> list[str]:
-    """The render modes of an environment. ConfigError: unknown id, or Gymnasium is not installed."""
+def _find_render_modes(id: str) -> list[str]:
+    """Find the render modes of an environment. ConfigError: unknown id, or Gymnasium is not installed."""
     try:
         import gymnasium
     except ImportError:
         raise ConfigError("Gymnasium is not installed; pip install 'asyncrl[gymnasium]'") from None
-    module, _, name = id.rpartition(":")
+
+    module_name, _, environment_name = id.rpartition(":")
+
     try:
-        if module:  # `make` imports it as well, `spec` does not
-            importlib.import_module(module)
-        creator: Any = gymnasium.spec(name).entry_point
+        if module_name:  # `make` imports it as well, `spec` does not
+            importlib.import_module(module_name)
+        creator: Any = gymnasium.spec(environment_name).entry_point
         if isinstance(creator, str):
             creator = gymnasium.envs.registration.load_env_creator(creator)
     except (gymnasium.error.Error, ImportError, AttributeError) as error:
         raise ConfigError(f"no environment {id!r} ({one_line(error)})") from None
+
     return list(getattr(creator, "metadata", {}).get("render_modes", ()))
 
 
-def _object(text: str) -> dict[str, Any]:
+def _read_json_object(text: str) -> dict[str, Any]:
     with ConfigError.instead_of(ValueError, text=f"arguments {text!r} are no JSON"):
-        found = json.loads(text)
-    if not isinstance(found, dict):
+        json_object = json.loads(text)
+    if not isinstance(json_object, dict):
         raise ConfigError(f"arguments {text!r} are no JSON object")
-    return found
+    return json_object

@@ -1,4 +1,4 @@
-"""Simulated users: replies from the data set, or another model that plays a person."""
+"""Simulated users: scripted replies from the data set, or a second model that plays a person."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from asyncrl.environments.base import Environment, environments, extra_info, tex
 from asyncrl.remote import RemoteModel
 from asyncrl.types import Message, Observation, Sample
 
-PLAY = """You play a user who talks with an assistant. Who you are and what you want:
+USER_INSTRUCTIONS = """You play a user who talks with an assistant. Who you are and what you want:
 
 {scenario}
 
@@ -19,11 +19,11 @@ Never do the assistant's work. When you have what you wanted, or it is plain tha
 
 @environments.register("scripted_user")
 class ScriptedUser(Environment):
-    """Replies with the strings of `extra_info.user` in order; the turn after the last one ends the
-    episode, as does a turn that contains `stop` (empty: none does)."""
+    """Reply with the strings of `extra_info.user` in order; the turn after the last reply ends the episode,
+    as does a turn that contains `stop` (empty: no turn does)."""
 
     def __init__(self, *, stop: str = "") -> None:
-        self._stop = stop
+        self._stop_text = stop
 
     async def reset(self, sample: Sample) -> Observation:
         replies = extra_info(sample).get("user")
@@ -33,7 +33,7 @@ class ScriptedUser(Environment):
         return Observation()
 
     async def step(self, message: Message) -> Observation:
-        if self._stop and self._stop in message.content:
+        if self._stop_text and self._stop_text in message.content:
             return Observation(done=True)
         reply = next(self._replies, None)
         return Observation(done=True) if reply is None else text_observation(reply)
@@ -41,12 +41,12 @@ class ScriptedUser(Environment):
 
 @environments.register("simulated_user")
 class SimulatedUser(Environment):
-    """A model behind an OpenAI-compatible URL that plays a user; `extra_info.user` describes user and goal.
+    """Let a model behind an OpenAI-compatible URL play a user; `extra_info.user` describes user and goal.
 
-    The prompt's user messages count as this user's own; where there are none it writes first. A message
-    that contains `stop` ends the episode. A reply has at most `max_tokens` tokens and is cut at `max_chars`
-    characters. `timeout` is in seconds, per reply with its repetitions. Its replies cannot be
-    reproduced, so an interrupted episode starts again.
+    The prompt's user messages count as messages of this user, who writes first if the prompt has none. A
+    message that contains `stop` ends the episode. A reply has at most `max_tokens` tokens and is cut at
+    `max_chars` characters. `timeout`: seconds per reply, repetitions included. Replies cannot be reproduced,
+    so an interrupted episode starts again.
     """
 
     replay: Literal["reapply", "no"] = "no"
@@ -66,7 +66,7 @@ class SimulatedUser(Environment):
     ) -> None:
         self._model = RemoteModel(url, model, api_key_env, timeout, retries, temperature, max_tokens)
         self.timeout = timeout + 1.0  # the error of RemoteModel says more
-        self._stop = stop
+        self._stop_text = stop
         self._max_chars = max_chars
         self._history: list[Message] = []
 
@@ -74,11 +74,18 @@ class SimulatedUser(Environment):
         scenario = extra_info(sample).get("user")
         if not isinstance(scenario, str) or not scenario:
             raise ValueError(f"extra_info.user of row {sample.row} must describe the user and a goal")
-        play = PLAY.replace("{stop}", self._stop).replace("{scenario}", scenario)
+
+        instructions = USER_INSTRUCTIONS.replace("{stop}", self._stop_text).replace("{scenario}", scenario)
         roles = {"user": "assistant", "assistant": "user"}  # swapped, for the model that plays the user
-        shown = [Message(roles[one.role], one.content) for one in sample.prompt if one.role in roles]
-        self._history = [Message("system", play), *shown]
-        return Observation() if shown else await self._reply(Message("user", "Hello! How can I help you?"))
+        conversation = [
+            Message(roles[message.role], message.content)
+            for message in sample.prompt
+            if message.role in roles
+        ]
+        self._history = [Message("system", instructions), *conversation]
+        if conversation:
+            return Observation()
+        return await self._reply(Message("user", "Hello! How can I help you?"))
 
     async def step(self, message: Message) -> Observation:
         return await self._reply(Message("user", message.content))
@@ -89,4 +96,4 @@ class SimulatedUser(Environment):
         if not text:
             raise ValueError("the model that plays the user gave an empty reply")
         self._history.append(Message("assistant", text))
-        return text_observation(text, done=self._stop in text)
+        return text_observation(text, done=self._stop_text in text)

@@ -1,7 +1,7 @@
 """Environments of the package `verifiers`, played by the trained model.
 
-Its `Env.run` asks for the model's next turn, where our environments are asked to answer one. So it runs as a
-task beside the episode, and waits while the model writes.
+`Env.run` of verifiers requests the model's next turn, whereas our environments answer a turn. So `Env.run`
+is a task beside the episode, and waits while the model writes.
 
     reset ──► run(task, agents) … turn(text) ──► Observation(text)      step(message) ──► … turn's Segment
                                                                         run has ended ──► reward, done
@@ -20,25 +20,25 @@ import msgspec
 
 from asyncrl.environments.base import Environment, environments, extra_info
 from asyncrl.errors import ConfigError
-from asyncrl.isolation.calls import GRACE, cancel_later, start
+from asyncrl.isolation.calls import GRACE_SECONDS, cancel_later, start_guarded
 from asyncrl.remote import RemoteModel
 from asyncrl.types import Message, Observation, Sample, ToolCall
 
-KEY = "verifiers"  # of extra_info
+EXTRA_INFO_KEY = "verifiers"
 
 
 @environments.register("verifiers")
 class Verifiers(Environment):
-    """An environment of verifiers 0.4 (`verifiers.v1`): a task set, and perhaps an `Env` that leads.
+    """Play an environment of verifiers 0.4 (`verifiers.v1`): a task set, and perhaps an `Env` that leads.
 
-    `taskset`, `env`: ids, names of installed modules; `config`: verifiers' own for the environment, a JSON
-    object, e.g. `{"taskset": {"split": "easy"}, "player": {"max_turns": 9}}`. `role`: the agent that is
-    trained, where there are several. The others, who may have no tools, are played by the model
-    `others_model` behind the OpenAI-compatible `others_url`; `others_key_env` names the variable with its
+    `taskset`, `env`: ids, names of installed modules; `config`: settings of verifiers for the environment, a
+    JSON object, e.g. `{"taskset": {"split": "easy"}, "player": {"max_turns": 9}}`. `role`: the trained
+    agent, if there are several agents. All further agents, which may have no tools, are played by the model
+    `others_model` behind the OpenAI-compatible `others_url`; `others_key_env` names the variable with the
     key. The sample's `extra_info.verifiers` is the task's data, as JSON text; `tools/prepare_verifiers.py`
     writes such rows. The weighted rewards of the trained agent's traces fall on the last turn. Tools of the
-    task run in the worker. `timeout`: seconds between two turns, which tools, other agents and scoring share.
-    """
+    task run in the worker. `timeout`: seconds between two turns, for tools, other agents and scoring
+    together."""
 
     def __init__(
         self,
@@ -53,168 +53,195 @@ class Verifiers(Environment):
         timeout: float = 120.0,
     ) -> None:
         self.timeout = timeout
-        self._env = load(taskset, env, config)
-        roles = list(self._env.config.agent_harnesses())
+        self._environment = load_verifiers(taskset, env, config)
+
+        roles = list(self._environment.config.agent_harnesses())
         if not role and len(roles) > 1:
             raise ConfigError(f"several agents ({', '.join(roles)}); name the trained one with role")
         if role and role not in roles:
             raise ConfigError(f"no agent {role!r}; there are: {', '.join(roles)}")
+
         self._role = role or roles[0]
         self._roles = roles
-        self._others = RemoteModel(others_url, others_model, others_key_env) if others_url else None
-        self.replay = "reapply" if self._others is None else "no"  # a model's replies cannot be reproduced
-        self._asked: asyncio.Queue[list[Any] | None] = asyncio.Queue()  # None: the run has ended
-        self._reply: asyncio.Future[Message | None] | None = None  # done: no turn is asked for
-        self._over = False  # a limit ended the episode
-        self._playing: asyncio.Task[float] | None = None
+        self._other_model = RemoteModel(others_url, others_model, others_key_env) if others_url else None
+        # a model's replies cannot be reproduced
+        self.replay = "reapply" if self._other_model is None else "no"
+
+        self._requested_turns: asyncio.Queue[list[Any] | None] = asyncio.Queue()  # None: the run has ended
+        self._turn_reply: asyncio.Future[Message | None] | None = None  # done: no turn is requested
+        self._limit_reached = False  # a limit ended the episode
+        self._run_task: asyncio.Task[float] | None = None
 
     async def reset(self, sample: Sample) -> Observation:
-        self._playing = start(functools.partial(self._play, self._task(sample)))
-        messages = (await self._next()).messages
-        for begun, prompt in zip_longest(messages[: len(sample.prompt)], sample.prompt):
-            if begun is None or (begun.role, begun.content) != (prompt.role, prompt.content):
+        self._run_task = start_guarded(functools.partial(self._run_episode, self._make_task(sample)))
+        task_messages = (await self._next_observation()).messages
+
+        for task_message, prompt_message in zip_longest(task_messages[: len(sample.prompt)], sample.prompt):
+            if task_message is None or (task_message.role, task_message.content) != (
+                prompt_message.role,
+                prompt_message.content,
+            ):
                 raise ValueError(
                     f"the prompt of row {sample.row} is not how its task begins; prepare it anew"
                 )
-        return Observation(messages[len(sample.prompt) :])
+        return Observation(task_messages[len(sample.prompt) :])
 
     async def step(self, message: Message) -> Observation:
-        if self._reply is None or self._reply.done():
+        if self._turn_reply is None or self._turn_reply.done():
             raise RuntimeError("the environment asked for no turn")
-        self._reply.set_result(message)
-        return await self._next()
+        self._turn_reply.set_result(message)
+        return await self._next_observation()
 
     async def cut_short(self, unanswered: Message | None) -> float:
-        """Their environment learns of the limit when it next asks for a turn, and scores what there is."""
-        self._over = True
-        if self._reply is not None and not self._reply.done():
-            self._reply.set_result(unanswered)
-        return await self._reward()
+        """Return the final reward. The environment learns of the limit at its next request for a turn, and
+        scores the turns so far."""
+        self._limit_reached = True
+        if self._turn_reply is not None and not self._turn_reply.done():
+            self._turn_reply.set_result(unanswered)
+        return await self._final_reward()
 
     async def close(self) -> None:
-        if self._playing is not None:
-            cancel_later(self._playing)
-            await asyncio.wait({self._playing}, timeout=GRACE)
+        if self._run_task is not None:
+            cancel_later(self._run_task)
+            await asyncio.wait({self._run_task}, timeout=GRACE_SECONDS)
 
-    def _task(self, sample: Sample) -> Any:
-        data = extra_info(sample).get(KEY)
+    def _make_task(self, sample: Sample) -> Any:
+        data = extra_info(sample).get(EXTRA_INFO_KEY)
         if data is None:
-            raise ValueError(f"extra_info.{KEY} of row {sample.row} is missing: the task's data as JSON text")
-        kind = type(self._env.taskset).task_type()
-        model = kind.data_type()
-        read = model.model_validate_json if isinstance(data, str) else model.model_validate
-        return kind(read(data), self._env.taskset.config.task)
+            raise ValueError(
+                f"extra_info.{EXTRA_INFO_KEY} of row {sample.row} is missing: the task's data as JSON text"
+            )
+        task_class = type(self._environment.taskset).task_type()
+        data_class = task_class.data_type()
+        read_data = data_class.model_validate_json if isinstance(data, str) else data_class.model_validate
+        return task_class(read_data(data), self._environment.taskset.config.task)
 
-    async def _next(self) -> Observation:
-        messages = await self._asked.get()
+    async def _next_observation(self) -> Observation:
+        messages = await self._requested_turns.get()
         if messages is None:
-            return Observation(reward=await self._reward(), done=True)
+            return Observation(reward=await self._final_reward(), done=True)
         return Observation(tuple(map(from_verifiers, messages)))
 
-    async def _reward(self) -> float:
+    async def _final_reward(self) -> float:
         """Wait for the end of the run. Cancelling a step here does not cancel the run."""
-        if self._playing is None:
+        if self._run_task is None:
             return 0.0
-        await asyncio.wait({self._playing})
-        return self._playing.result()
+        await asyncio.wait({self._run_task})
+        return self._run_task.result()
 
-    async def _play(self, task: Any) -> float:
-        """Run one episode of verifiers: its setup, run, finalize. The reward of the trained agent."""
+    async def _run_episode(self, task: Any) -> float:
+        """Run one episode of verifiers (setup, run, finalize); return the reward of the trained agent."""
         import verifiers.v1 as vf
 
-        record = vf.TraceTask(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash)
-        episode = vf.Episode(task=record)
+        task_record = vf.TraceTask(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash)
+        episode = vf.Episode(task=task_record)
+
         try:
-            agents = self._agents(episode.traces)
-            await self._env.setup(agents)
-            await self._env.run(task, agents)
-            await self._env.finalize(task, episode)
+            agents = self._make_agents(episode.traces)
+            await self._environment.setup(agents)
+            await self._environment.run(task, agents)
+            await self._environment.finalize(task, episode)
             return float(sum(trace.reward for trace in episode.traces if trace.agent.name == self._role))
         finally:
-            self._asked.put_nowait(None)
+            self._requested_turns.put_nowait(None)
 
-    def _agents(self, traces: list[Any]) -> SimpleNamespace:
+    def _make_agents(self, traces: list[Any]) -> SimpleNamespace:
         from asyncrl.environments.verifiers_proxy import AgentProxy, TaskTools
 
-        tools = TaskTools()
-        config = self._env.config
-        others = self._others
-        self.tools = tools.schemas
-        ask = functools.partial(conversation_with, others) if others is not None else None
-        agents = {name: AgentProxy(name, getattr(config, name), ask, None, traces) for name in self._roles}
-        trained = getattr(config, self._role)
-        agents[self._role] = AgentProxy(self._role, trained, lambda: self._ask, tools, traces)
+        task_tools = TaskTools()
+
+        config = self._environment.config
+        other_model = self._other_model
+        self.tools = task_tools.schemas
+        begin_conversation = (
+            functools.partial(begin_conversation_with, other_model) if other_model is not None else None
+        )
+        agents = {
+            name: AgentProxy(name, getattr(config, name), begin_conversation, None, traces)
+            for name in self._roles
+        }
+
+        trained_config = getattr(config, self._role)
+        agents[self._role] = AgentProxy(
+            self._role, trained_config, lambda: self._ask_for_turn, task_tools, traces
+        )
         return SimpleNamespace(**agents)
 
-    async def _ask(self, messages: list[Any]) -> tuple[Any, bool]:
-        if self._reply is not None and not self._reply.done():
+    async def _ask_for_turn(self, messages: list[Any]) -> tuple[Any, bool]:
+        if self._turn_reply is not None and not self._turn_reply.done():
             raise RuntimeError("the environment asks for two turns at once")
-        if self._over:
+        if self._limit_reached:
             return None, False
-        self._reply = asyncio.get_running_loop().create_future()
-        self._asked.put_nowait(messages)
-        message = await self._reply
-        return to_verifiers(message) if message is not None else None, not self._over
+        self._turn_reply = asyncio.get_running_loop().create_future()
+        self._requested_turns.put_nowait(messages)
+        message = await self._turn_reply
+        return to_verifiers(message) if message is not None else None, not self._limit_reached
 
 
-def conversation_with(model: RemoteModel) -> Callable[[list[Any]], Awaitable[tuple[Any, bool]]]:
-    """A conversation with the model that plays another agent."""
+def begin_conversation_with(model: RemoteModel) -> Callable[[list[Any]], Awaitable[tuple[Any, bool]]]:
+    """Begin a conversation with the model that plays another agent."""
     history: list[Message] = []
 
-    async def ask(messages: list[Any]) -> tuple[Any, bool]:
+    async def ask_model(messages: list[Any]) -> tuple[Any, bool]:
         history.extend(map(from_verifiers, messages))
         history.append(Message("assistant", await model.chat(history)))
         return to_verifiers(history[-1]), True
 
-    return ask
+    return ask_model
 
 
 def from_verifiers(message: Any) -> Message:
-    """Return a message of verifiers as one of ours. ValueError: it is not text."""
+    """Return a message of verifiers as a Message. ValueError: the message is not text."""
     content = message.content or ""
     if not isinstance(content, str):
-        if any(part.type != "text" for part in content):
+        if any(content_part.type != "text" for content_part in content):
             raise ValueError("the environment shows an image; only text can be read")
-        content = "\n".join(part.text for part in content)
-    calls = tuple(
+        content = "\n".join(content_part.text for content_part in content)
+
+    tool_calls = tuple(
         ToolCall(call.name, call.arguments, call.id) for call in getattr(message, "tool_calls", None) or ()
     )
+
     return Message(
         message.role,
         content,
-        calls,
+        tool_calls,
         tool_call_id=getattr(message, "tool_call_id", ""),
         name=getattr(message, "name", None) or "",
     )
 
 
 def to_verifiers(message: Message) -> Any:
-    """A turn of the model as a message of verifiers."""
+    """Return a turn of the model as a message of verifiers."""
     from verifiers.v1.types import AssistantMessage
     from verifiers.v1.types import ToolCall as Call
 
-    calls = [Call(id=call.id, name=call.name, arguments=call.arguments) for call in message.tool_calls]
+    tool_calls = [Call(id=call.id, name=call.name, arguments=call.arguments) for call in message.tool_calls]
     return AssistantMessage(
-        content=message.content, reasoning_content=message.reasoning or None, tool_calls=calls or None
+        content=message.content, reasoning_content=message.reasoning or None, tool_calls=tool_calls or None
     )
 
 
 @functools.cache
-def load(taskset: str, env: str, config: str) -> Any:
-    """Return the `Env`, once per process: it may read a data set. ConfigError."""
+def load_verifiers(taskset: str, env: str, config: str) -> Any:
+    """Load the `Env`, once per process, as loading may read a data set. ConfigError."""
     try:
         import verifiers.v1 as vf
         from verifiers.v1.utils.loaders import load_environment, resolve_env_config
     except ImportError:
         raise ConfigError("verifiers is not installed; pip install 'asyncrl[verifiers]'") from None
+
     with ConfigError.instead_of(Exception, text=f"no environment of taskset {taskset!r}"):
-        block = msgspec.json.decode(config, type=dict[str, Any])
-        tasks = {**block.get("taskset", {}), "id": taskset}
-        found = load_environment(resolve_env_config({**block, "id": env, "taskset": tasks}))
-        shared = found.taskset.toolsets(found.taskset.config)
-    if shared or type(found).start is not vf.Env.start:
+        settings = msgspec.json.decode(config, type=dict[str, Any])
+        taskset_settings = {**settings.get("taskset", {}), "id": taskset}
+        environment = load_environment(
+            resolve_env_config({**settings, "id": env, "taskset": taskset_settings})
+        )
+        shared_toolsets = environment.taskset.toolsets(environment.taskset.config)
+
+    if shared_toolsets or type(environment).start is not vf.Env.start:
         raise ConfigError(
             f"taskset {taskset!r} has servers that its episodes share; let verifiers lead the episode, as an "
             "agent (rollout.agent)"
         )
-    return found
+    return environment

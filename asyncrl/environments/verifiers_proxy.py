@@ -1,4 +1,4 @@
-"""Agents as an environment of the package `verifiers` sees them. Imported only where it is used.
+"""Agents for an environment of the package `verifiers`. Imported only on use.
 
 Env.run(task, agents) ─► agents.NAME.interaction(task).turn(text) ─► ask ─► the model's turn ─► Segment
                                       └► the task's tools, in this process, until a turn calls none
@@ -24,57 +24,63 @@ from verifiers.v1.utils.decorators import discover_decorated, invoke
 
 from asyncrl.errors import one_line
 
-LIMIT = "max_total_tokens"  # verifiers' name for the stop of an episode that a limit ended
+LIMIT_STOP = "max_total_tokens"  # verifiers' name for the stop of an episode that a limit ended
 
 Ask = Callable[[Messages], Awaitable[tuple[vf.AssistantMessage | None, bool]]]
-"""The messages since the model's last turn -> its next turn, and whether another may follow. None: a limit
-ended the episode before the turn was made."""
+"""The messages since the model's last turn -> the model's next turn, and whether a further turn may follow.
+None: a limit ended the episode before the turn."""
 
 
 class Unsupported(Exception):
-    """The environment needs what only verifiers' own runner has."""
+    """The environment needs features that only verifiers' runner has."""
 
-    def __init__(self, what: str) -> None:
-        super().__init__(f"{what}; verifiers can lead the episode itself, as an agent (rollout.agent)")
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"{reason}; verifiers can lead the episode itself, as an agent (rollout.agent)")
 
 
 class TaskTools:
-    """Holds the tools of one task. A toolset is an MCP server, which is called here without HTTP."""
+    """Hold the tools of one task. A toolset is an MCP server, which is called here without HTTP."""
 
     def __init__(self) -> None:
         self.schemas: list[dict[str, Any]] = []
         self._servers: dict[str, tuple[MCPServer, str]] = {}
 
-    async def add(self, toolset: vf.Toolset, task: vf.Task) -> None:
+    async def add_toolset(self, toolset: vf.Toolset, task: vf.Task) -> None:
         if state_cls(type(toolset)) is not State:
             raise Unsupported(f"{type(toolset).__name__} shares a state with its task")
         await toolset.setup()
         await toolset.setup_task(task.data)
+
         prefix = toolset.server_name
         server = MCPServer(prefix or type(toolset).__name__)
         toolset.register(server)
+
         for tool in await server.list_tools():
-            name = f"{prefix}_{tool.name}" if prefix else tool.name
-            body = {"name": name, "description": tool.description or "", "parameters": tool.input_schema}
-            self.schemas.append({"type": "function", "function": body})
-            self._servers[name] = (server, tool.name)
+            tool_name = f"{prefix}_{tool.name}" if prefix else tool.name
+            function_schema = {
+                "name": tool_name,
+                "description": tool.description or "",
+                "parameters": tool.input_schema,
+            }
+            self.schemas.append({"type": "function", "function": function_schema})
+            self._servers[tool_name] = (server, tool.name)
 
     async def call(self, call: ToolCall) -> vf.ToolMessage:
-        """Return the reply. An error is a reply, too, which the model reads."""
+        """Return the reply of a tool. An error also becomes a reply for the model."""
         try:
-            server, name = self._servers[call.name]
-            result: Any = await server.call_tool(name, json.loads(call.arguments or "{}"))
-            text = "\n".join(part.text for part in result.content if part.type == "text")
+            server, tool_name = self._servers[call.name]
+            result: Any = await server.call_tool(tool_name, json.loads(call.arguments or "{}"))
+            reply_text = "\n".join(part.text for part in result.content if part.type == "text")
         except KeyError:
-            text = f"error: unknown tool {call.name!r}; there are: {', '.join(self._servers)}"
+            reply_text = f"error: unknown tool {call.name!r}; there are: {', '.join(self._servers)}"
         except (ToolError, ValueError) as error:
-            text = f"error: {one_line(error)}"
-        return vf.ToolMessage(tool_call_id=call.id, content=text, name=call.name)
+            reply_text = f"error: {one_line(error)}"
+        return vf.ToolMessage(tool_call_id=call.id, content=reply_text, name=call.name)
 
 
 class AgentInteraction:
-    """The object that `Agent.interaction` yields: `turn` sends the environment's messages to the model, and
-    runs the task's tools until a turn calls none."""
+    """Stand for the object that `Agent.interaction` yields: `turn` sends the environment's messages to the
+    model, and runs the task's tools until a turn calls no tool."""
 
     def __init__(
         self, task: vf.Task, trace: vf.Trace, tools: TaskTools, ask: Ask, max_turns: int | None
@@ -82,52 +88,63 @@ class AgentInteraction:
         self.trace = trace
         self._task = task
         self._tools = tools
-        self._ask = ask
+        self._ask_model = ask
         self._max_turns = max_turns
-        self._stops = task.hooks("stop")
-        self._over = False
+        self._stop_hooks = task.hooks("stop")
+        self._is_over = False
 
     async def turn(self, message: str | Messages | None = None) -> Segment:
-        """Take a turn as `Interaction.turn` does: bare for the reply to the task's prompt."""
-        if self._over:
+        """Take a turn as `Interaction.turn` does; without a message for the reply to the task's prompt."""
+        if self._is_over:
             raise RuntimeError("the exchange is over")
-        new = _messages(message) if self.trace.nodes else self._opening(message)
-        answers: Messages = []
-        while not await self._stopped():
-            reply, more = await self._ask(new)
-            if not more:
-                self.trace.stop(LIMIT)
-            if reply is None:
-                break
-            self._record(*new)
-            self._record(reply, sampled=True)
-            answers.append(reply)
-            if not reply.tool_calls or not more:
-                return Segment(messages=answers)
-            new = [await self._tools.call(call) for call in reply.tool_calls]
-            answers += new
-        self._over = not answers
-        return Segment(messages=answers, terminated=self._over)
+        new_messages = _parse_messages(message) if self.trace.nodes else self._opening_messages(message)
 
-    def _opening(self, message: str | Messages | None) -> Messages:
+        turn_messages: Messages = []
+
+        while not await self._should_stop():
+            reply_message, may_continue = await self._ask_model(new_messages)
+            if not may_continue:
+                self.trace.stop(LIMIT_STOP)
+            if reply_message is None:
+                break
+
+            self._record_messages(*new_messages)
+            self._record_messages(reply_message, sampled=True)
+            turn_messages.append(reply_message)
+            if not reply_message.tool_calls or not may_continue:
+                return Segment(messages=turn_messages)
+
+            new_messages = [await self._tools.call(call) for call in reply_message.tool_calls]
+            turn_messages += new_messages
+
+        self._is_over = not turn_messages
+        return Segment(messages=turn_messages, terminated=self._is_over)
+
+    def _opening_messages(self, message: str | Messages | None) -> Messages:
         data = self._task.data
         if (data.prompt is None) == (message is None):
             raise ValueError("a task with a prompt is opened by a bare turn(), any other by a message")
-        system = [SystemMessage(content=data.system_prompt)] if data.system_prompt is not None else []
-        return [*system, *_messages(data.prompt if message is None else message)]
+        system_messages = (
+            [SystemMessage(content=data.system_prompt)] if data.system_prompt is not None else []
+        )
+        return [*system_messages, *_parse_messages(data.prompt if message is None else message)]
 
-    def _record(self, *messages: Any, sampled: bool = False) -> None:
+    def _record_messages(self, *messages: Any, sampled: bool = False) -> None:
         for message in messages:
-            before = len(self.trace.nodes) - 1
-            node = vf.MessageNode(parent=before if before >= 0 else None, message=message, sampled=sampled)
+            last_index = len(self.trace.nodes) - 1
+            node = vf.MessageNode(
+                parent=last_index if last_index >= 0 else None, message=message, sampled=sampled
+            )
             self.trace.nodes.append(node)
 
-    async def _stopped(self) -> bool:
+    async def _should_stop(self) -> bool:
         if self._max_turns is not None and self.trace.num_turns >= self._max_turns:
             self.trace.stop("max_turns")
+
         if self.trace.stop_condition is not None:
             return True
-        for hook in self._stops:
+
+        for hook in self._stop_hooks:
             if await call_hook(hook, {vf.Trace: self.trace}):
                 self.trace.stop(hook.__name__)
                 return True
@@ -135,8 +152,9 @@ class AgentInteraction:
 
 
 class AgentProxy:
-    """An agent of the environment. `ask` begins a conversation with the model that plays it; None: no model
-    does. `tools`: where its tools are collected; None: it may have none. Finished traces go to `traces`."""
+    """Stand for an agent of the environment. `ask` begins a conversation with the model that plays the
+    agent; None: there is no model. `tools` collects the agent's tools; None: no tools are allowed. Finished
+    traces go to `traces`."""
 
     trainable = True
 
@@ -150,34 +168,38 @@ class AgentProxy:
     ) -> None:
         self._name = name
         self._config = config
-        self._ask = ask
+        self._begin_conversation = ask
         self._tools = tools
         self._traces = traces
 
-    async def run(self, task: vf.Task, **others: Any) -> vf.Trace:
-        async with self.interaction(task, **others) as interaction:
+    async def run(self, task: vf.Task, **unsupported: Any) -> vf.Trace:
+        async with self.interaction(task, **unsupported) as interaction:
             await interaction.turn()
         return interaction.trace
 
     @asynccontextmanager
-    async def interaction(self, task: vf.Task, **others: Any) -> AsyncIterator[AgentInteraction]:
-        if self._ask is None:
+    async def interaction(self, task: vf.Task, **unsupported: Any) -> AsyncIterator[AgentInteraction]:
+        if self._begin_conversation is None:
             raise Unsupported(f"agent {self._name!r} has no model; set others_url and others_model")
-        if given := [name for name, value in others.items() if value]:
-            raise Unsupported(f"agent {self._name!r} is given {', '.join(given)}")
-        check(task)
-        record = vf.TraceTask(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash)
-        agent = vf.AgentInfo(config=self._config, name=self._name, trainable=self.trainable)
-        trace = vf.Trace(task=record, agent=agent, state=state_cls(type(task))())
-        async with provision_runtime(vf.SubprocessConfig()) as runtime, AsyncExitStack() as opened:
+        if requested := [name for name, value in unsupported.items() if value]:
+            raise Unsupported(f"agent {self._name!r} is given {', '.join(requested)}")
+
+        check_supported(task)
+        task_record = vf.TraceTask(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash)
+        agent_info = vf.AgentInfo(config=self._config, name=self._name, trainable=self.trainable)
+        trace = vf.Trace(task=task_record, agent=agent_info, state=state_cls(type(task))())
+
+        async with provision_runtime(vf.SubprocessConfig()) as runtime, AsyncExitStack() as exit_stack:
             await invoke(task.setup, {"trace": trace, "runtime": runtime})
-            tools = self._tools or TaskTools()
+            task_tools = self._tools or TaskTools()
             for toolset in task.toolsets(task.config):
                 if self._tools is None:
                     raise Unsupported(f"agent {self._name!r}, which is not trained, has tools")
-                opened.push_async_callback(toolset._exit_stack.aclose)  # closes what the toolset opened
-                await tools.add(toolset, task)
-            yield AgentInteraction(task, trace, tools, self._ask(), self._config.max_turns)
+                exit_stack.push_async_callback(toolset._exit_stack.aclose)  # closes resources of the toolset
+                await task_tools.add_toolset(toolset, task)
+            yield AgentInteraction(
+                task, trace, task_tools, self._begin_conversation(), self._config.max_turns
+            )
             trace.stop("agent_completed")
             await invoke(task.finalize, {"trace": trace, "runtime": runtime})
             await task.score(trace, runtime)
@@ -185,8 +207,8 @@ class AgentProxy:
         self._traces.append(trace)
 
 
-def check(task: vf.Task) -> None:
-    """Raises Unsupported, with what the task needs."""
+def check_supported(task: vf.Task) -> None:
+    """Raise Unsupported, naming the feature that the task needs."""
     if task.NEEDS_CONTAINER or task.data.image is not None:
         raise Unsupported("the task runs in a container")
     if discover_decorated(task, "intercept"):
@@ -196,8 +218,8 @@ def check(task: vf.Task) -> None:
             raise Unsupported(f"the task's stop {hook.__name__!r} reads requests or responses")
 
 
-def _messages(message: str | Sequence[Any] | None) -> Messages:
-    """A user's turn, in whatever form the environment gives it."""
+def _parse_messages(message: str | Sequence[Any] | None) -> Messages:
+    """Return a user's turn as messages, from any form that the environment uses."""
     if message is None:
         raise ValueError("nothing to run a turn on: the next one answers a message")
     if isinstance(message, str):

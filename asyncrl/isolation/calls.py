@@ -1,9 +1,9 @@
 """Calls of users' code with deadlines: code that hangs or raises does not block or end the caller's loop.
 
 call_user(function, seconds)   sync or async, in this loop or in a thread, with a deadline
-to_its_end(function)           sync, in a thread, which is over when the call is
+to_its_end(function)           sync, in a thread; the call returns only after the thread's work has ended
 OwnThread.run(function)        one call after another, always in the same thread
-exits_raise()                  in its body os._exit ends the call that makes it, not the process
+exits_raise()                  inside this context os._exit ends the calling call, not the process
 LoopThread.call(function)      coroutines in a second event loop, in a thread of its own
 """
 
@@ -27,32 +27,33 @@ from asyncrl.errors import AsyncrlError, fulfil, users_code, waits_noted
 T = TypeVar("T")
 log = logging.getLogger("asyncrl.worker")
 
-GRACE = 1.0  # seconds for cancelled work to end
+GRACE_SECONDS = 1.0  # seconds for cancelled work to end
 CLOSE_SECONDS = 5.0  # seconds that cancelled work in a LoopThread has to end
-SLOW = 0.1  # seconds that a sync function may block the event loop before a warning is logged
-MAX_ABANDONED = 100  # threads in abandoned calls; with more no OwnThread starts
-_abandoned: set[asyncio.Task[Any]] = set()  # the loop itself keeps no task alive
+SLOW_CALL_SECONDS = 0.1  # a sync function that blocks the event loop for longer is logged as a warning
+MAX_ABANDONED_THREADS = 100  # with so many threads in abandoned calls no OwnThread starts
+_abandoned_tasks: set[asyncio.Task[Any]] = set()  # the loop itself keeps no task alive
 
 
 class CallTimeout(AsyncrlError):
-    """A deadline passed. `last_wait`: " (it waits for …)", or ''."""
+    """A call missed its deadline. `last_wait`: " (it waits for …)", or ''."""
 
     last_wait = ""
 
 
 async def to_its_end(function: Callable[[], T]) -> T:
-    """Call it in a thread. A cancelled call waits for the end of the thread, too. All that the function
-    raises is an Exception."""
+    """Call the function in a thread. A cancelled call also waits for the end of the thread. Everything that
+    the function raises arrives as an Exception."""
 
     def call() -> T:
         with users_code():
             return function()
 
-    job = asyncio.ensure_future(asyncio.to_thread(call))
+    thread_task = asyncio.ensure_future(asyncio.to_thread(call))
+
     try:
-        return await asyncio.shield(job)
+        return await asyncio.shield(thread_task)
     finally:
-        await asyncio.gather(job, return_exceptions=True)
+        await asyncio.gather(thread_task, return_exceptions=True)
 
 
 async def call_user(
@@ -60,135 +61,144 @@ async def call_user(
     seconds: float | None = None,
     *,
     blocking: bool = False,
-    live: set[object] | None = None,
+    live_calls: set[object] | None = None,
 ) -> Any:
-    """Call a sync or async function; `blocking`: a sync one, called in a thread of its own.
+    """Call a sync or async function. `blocking`: call a sync function in a separate thread.
 
-    After `seconds` it is cancelled, and not waited for: CallTimeout. All that it raises is an Exception; with
-    a deadline (`math.inf` is one), also where it cancels its own task. Something is in `live` until the
-    function has really ended, which may be later.
+    After `seconds` the function is cancelled and not waited for: CallTimeout. Everything that the function
+    raises arrives as an Exception; with a deadline (`math.inf` counts), also when the function cancels its
+    own task. `live_calls` holds a token until the function has really ended, perhaps after the deadline.
     """
-    work = partial(_run_counted, function, blocking, live if live is not None else set())
+    counted_call = partial(_run_counted, function, blocking, live_calls if live_calls is not None else set())
     if seconds is None:
-        return await work()
+        return await counted_call()
+
     with waits_noted() as waits:
-        task = start(work)
+        task = start_guarded(counted_call)
+
     try:
         await asyncio.wait({task}, timeout=seconds)
     finally:
         if not task.done():
             cancel_later(task)
+
     if not task.done():
         current_waits = list(waits.values())
         last_wait = f" (it waits for {current_waits[-1]})" if current_waits else ""
-        late = CallTimeout(f"no reply within {seconds:g} s{last_wait}")
-        late.last_wait = last_wait
-        raise late
+        timeout_error = CallTimeout(f"no reply within {seconds:g} s{last_wait}")
+        timeout_error.last_wait = last_wait
+        raise timeout_error
+
     if task.cancelled():
         raise RuntimeError("it was cancelled")
     return task.result()
 
 
-def start(work: Callable[[], Coroutine[Any, Any, Any]]) -> asyncio.Task[Any]:
-    """Start a task whose errors are Exceptions. The caller must `cancel_later` it in the end. `work` is not
-    called if the task is cancelled before it has begun."""
+def start_guarded(function: Callable[[], Coroutine[Any, Any, Any]]) -> asyncio.Task[Any]:
+    """Start a task whose errors are Exceptions. The caller must finally pass the task to `cancel_later`.
+    `function` is not called if the task is cancelled before the first step."""
 
     async def guarded() -> Any:
         with users_code():
-            return await work()
+            return await function()
 
     return asyncio.get_running_loop().create_task(guarded())
 
 
 def cancel_later(task: asyncio.Task[Any]) -> None:
-    """Cancel it, and do not wait; a coroutine that ignores this is closed GRACE seconds later, as it would
-    keep the loop from ending."""
+    """Cancel a task without waiting. A coroutine that ignores the cancellation is closed GRACE_SECONDS later,
+    as the coroutine would keep the loop from ending."""
 
-    def close() -> None:
+    def close_coroutine() -> None:
         if not task.done():
-            with suppress(Exception), users_code():  # its cleanup is users' code, too
+            with suppress(Exception), users_code():  # the coroutine's cleanup is users' code, too
                 task.get_coro().close()  # type: ignore[union-attr]
             task.cancel()
 
-    _abandoned.add(task)
-    task.add_done_callback(_abandoned.discard)
-    task.add_done_callback(_retrieve)
+    _abandoned_tasks.add(task)
+    task.add_done_callback(_abandoned_tasks.discard)
+    task.add_done_callback(_retrieve_error)
     task.cancel()
-    task.get_loop().call_later(GRACE, close)
+    task.get_loop().call_later(GRACE_SECONDS, close_coroutine)
 
 
-def _retrieve(future: asyncio.Future[Any]) -> None:
-    """Read the error of an abandoned call, or asyncio would log it as never retrieved."""
+def _retrieve_error(future: asyncio.Future[Any]) -> None:
+    """Read the error of an abandoned call: asyncio logs errors that were never retrieved."""
     if not future.cancelled():
         future.exception()
 
 
-async def _run_counted(function: Callable[[], Any], blocking: bool, live: set[object]) -> Any:
-    """Call the function; a token of it is in `live` until it has really ended, in its thread, too."""
-    live.add(token := object())
+async def _run_counted(function: Callable[[], Any], blocking: bool, live_calls: set[object]) -> Any:
+    """Call the function. `live_calls` holds a token until the function has really ended, also in a thread."""
+    live_calls.add(token := object())
 
-    def call() -> Any:
+    def call_and_discard() -> Any:
         try:
             return function()
         finally:
-            live.discard(token)
+            live_calls.discard(token)
 
     if blocking:
-        return await in_thread(call, "tool")
+        return await in_thread(call_and_discard, "tool")
+
     try:
         with users_code():
-            return await _inline(function)
+            return await _call_inline(function)
     finally:
-        live.discard(token)
+        live_calls.discard(token)
 
 
-async def _inline(function: Callable[[], Any]) -> Any:
-    started = time.perf_counter()
+async def _call_inline(function: Callable[[], Any]) -> Any:
+    started_at = time.perf_counter()
     result = function()
-    if (held := time.perf_counter() - started) > SLOW:
-        what = getattr(function, "func", function)
-        name = getattr(what, "__qualname__", repr(what))
+
+    if (blocked_seconds := time.perf_counter() - started_at) > SLOW_CALL_SECONDS:
+        called_function = getattr(function, "func", function)
+        function_name = getattr(called_function, "__qualname__", repr(called_function))
         log.warning(
-            "%s held up all episodes of the worker for %.1f s; make it async, or blocking", name, held
+            "%s held up all episodes of the worker for %.1f s; make it async, or blocking",
+            function_name,
+            blocked_seconds,
         )
+
     return await result if inspect.isawaitable(result) else result
 
 
 @contextmanager
 def exits_raise() -> Iterator[None]:
-    """Make `os._exit` in the body, which would end this process with all its calls, raise SystemExit: an
-    error of the call that made it. A process that was forked from this one it still ends."""
-    end = os._exit
-    here = os.getpid()
+    """Make `os._exit` raise SystemExit inside this context: the exit would end this process with all calls,
+    and becomes an error of the calling function instead. A process forked from this process still ends."""
+    real_exit = os._exit
+    own_pid = os.getpid()
 
-    def refuse(status: int) -> NoReturn:
-        if os.getpid() != here:
-            end(status)
+    def refuse_exit(status: int) -> NoReturn:
+        if os.getpid() != own_pid:
+            real_exit(status)
         raise SystemExit(f"os._exit({status}) in a process that it shares with other episodes")
 
-    os._exit = refuse
+    os._exit = refuse_exit
     try:
         yield
     finally:
-        os._exit = end
+        os._exit = real_exit
 
 
 # -- threads -------------------------------------------------------------------------------------------
 
 
 async def in_thread(function: Callable[[], Any], name: str) -> Any:
-    """Call it in a daemon thread of its own: if it never returns, it blocks neither a pool nor the end of the
-    process. It goes on running when this is cancelled."""
+    """Call the function in a separate daemon thread: a function that never returns blocks neither a pool nor
+    the end of the process. The function goes on running when this call is cancelled."""
     future: Future[Any] = Future()
     threading.Thread(target=fulfil, args=(future, function), daemon=True, name=name).start()
     return await asyncio.wrap_future(future)
 
 
 class OwnThread:
-    """A daemon thread for objects that may be used in one thread only: it runs one call after another. A call
-    that never returns blocks the thread; with MAX_ABANDONED such threads no other one is started."""
+    """Run calls one after another in one daemon thread, for objects that are bound to a thread. A call that
+    never returns blocks the thread; with MAX_ABANDONED_THREADS blocked threads no further thread starts."""
 
-    _abandoned: ClassVar[set[threading.Thread]] = set()  # in abandoned calls
+    _abandoned_threads: ClassVar[set[threading.Thread]] = set()  # threads that are busy with abandoned calls
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -196,90 +206,103 @@ class OwnThread:
         self._thread: threading.Thread | None = None
 
     async def run(self, function: Callable[[], Any]) -> Any:
-        """Return what it returns, or raise; it goes on when this is cancelled. CallTimeout: no new thread."""
-        thread = self._started()
+        """Return the function's result, or raise its error. The function goes on when this call is cancelled.
+        CallTimeout: no new thread may start."""
+        thread = self._ensure_thread()
         future: Future[Any] = Future()
         self._calls.put(partial(fulfil, future, function))
+
         try:
             return await asyncio.wrap_future(future)
         except asyncio.CancelledError:
-            self._abandoned.add(thread)
+            self._abandoned_threads.add(thread)
             raise
 
-    async def end(self, last: Callable[[], Any]) -> None:
-        """Run this after all else, if anything was run; then the thread ends."""
+    async def end(self, final_call: Callable[[], Any]) -> None:
+        """Run `final_call` after all earlier calls, if there were any; then the thread ends."""
         if self._thread is None:
             return
+
         try:
-            await self.run(last)
+            await self.run(final_call)
         finally:
             self._calls.put(None)
 
-    def _started(self) -> threading.Thread:
+    def _ensure_thread(self) -> threading.Thread:
         if self._thread is None:
-            self._abandoned.difference_update([thread for thread in self._abandoned if not thread.is_alive()])
-            if len(self._abandoned) >= MAX_ABANDONED:
-                raise CallTimeout(f"out of order: {len(self._abandoned)} earlier calls have not ended")
-            self._thread = threading.Thread(target=self._serve, daemon=True, name=self._name)
+            self._abandoned_threads.difference_update(
+                [thread for thread in self._abandoned_threads if not thread.is_alive()]
+            )
+            if len(self._abandoned_threads) >= MAX_ABANDONED_THREADS:
+                raise CallTimeout(
+                    f"out of order: {len(self._abandoned_threads)} earlier calls have not ended"
+                )
+            self._thread = threading.Thread(target=self._serve_calls, daemon=True, name=self._name)
             self._thread.start()
         return self._thread
 
-    def _serve(self) -> None:
-        while (one := self._calls.get()) is not None:
-            one()
+    def _serve_calls(self) -> None:
+        while (next_call := self._calls.get()) is not None:
+            next_call()
             if self._calls.empty():
-                self._abandoned.discard(threading.current_thread())
+                self._abandoned_threads.discard(threading.current_thread())
 
 
 class LoopThread:
-    """A second event loop, in a daemon thread that starts with the first call. Code that blocks there delays
-    other calls of this object, never the caller's loop."""
+    """Run coroutines in a second event loop, in a daemon thread that starts with the first call. Code that
+    blocks there delays other calls of this object, never the caller's loop."""
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def call(self, function: Callable[[], Any]) -> Any:
-        """Return what a function returns, or raise. A coroutine function runs in that loop, another in a
-        thread of its own. When this is cancelled the coroutine is, too, and has CLOSE_SECONDS to end."""
-        called: Any = function
-        while isinstance(called, partial):
-            called = called.func
-        if inspect.iscoroutinefunction(inspect.unwrap(called)):
-            return await self._beside(function)
+        """Return the function's result, or raise its error. A coroutine function runs in the second loop, a
+        sync function in a separate thread. Cancelling this call also cancels the coroutine, which then has
+        CLOSE_SECONDS to end."""
+        unwrapped: Any = function
+        while isinstance(unwrapped, partial):
+            unwrapped = unwrapped.func
+
+        if inspect.iscoroutinefunction(inspect.unwrap(unwrapped)):
+            return await self._run_in_loop(function)
+
         result = await in_thread(function, self._name)
-        return await self._beside(partial(_inline, lambda: result)) if inspect.isawaitable(result) else result
+        if inspect.isawaitable(result):
+            return await self._run_in_loop(partial(_call_inline, lambda: result))
+        return result
 
     def close(self) -> None:
         """Let the thread end."""
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._loop.stop)
 
-    async def _beside(self, function: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
-        tasks: list[asyncio.Task[Any]] = []
+    async def _run_in_loop(self, function: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
+        started_tasks: list[asyncio.Task[Any]] = []
 
-        async def work() -> Any:
-            tasks.append(start(function))
-            return await tasks[0]
+        async def run_task() -> Any:
+            started_tasks.append(start_guarded(function))
+            return await started_tasks[0]
 
-        def cancel() -> None:  # a turn of that loop later, it finds what `work` has begun
-            there.call_soon(lambda: tasks[0].cancel())
+        def cancel_task() -> None:  # one pass of the second loop later `run_task` has started the task
+            second_loop.call_soon(lambda: started_tasks[0].cancel())
 
-        there = self._started()
-        done = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work(), there))
-        done.add_done_callback(_retrieve)  # the caller may have been cancelled
+        second_loop = self._ensure_loop()
+        result_future = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(run_task(), second_loop))
+        result_future.add_done_callback(_retrieve_error)  # the caller may have been cancelled
+
         try:
-            return await asyncio.shield(done)
+            return await asyncio.shield(result_future)
         except asyncio.CancelledError:
-            here = asyncio.current_task()
-            if here is not None and not here.cancelling():
+            current_task = asyncio.current_task()
+            if current_task is not None and not current_task.cancelling():
                 raise RuntimeError("it was cancelled by its own code") from None
-            there.call_soon_threadsafe(cancel)
-            await asyncio.wait([done], timeout=CLOSE_SECONDS)
-            done.cancel()
+            second_loop.call_soon_threadsafe(cancel_task)
+            await asyncio.wait([result_future], timeout=CLOSE_SECONDS)
+            result_future.cancel()
             raise
 
-    def _started(self) -> asyncio.AbstractEventLoop:
+    def _ensure_loop(self) -> asyncio.AbstractEventLoop:
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
             threading.Thread(target=self._loop.run_forever, daemon=True, name=self._name).start()

@@ -1,4 +1,4 @@
-"""Reads archives of layers: what `docker save`, `podman save` and `skopeo copy` write."""
+"""Reads archives of layers, as `docker save`, `podman save` and `skopeo copy` write them."""
 
 from __future__ import annotations
 
@@ -10,11 +10,14 @@ from typing import IO, NoReturn, TypeVar
 import msgspec
 
 from asyncrl.errors import UNDECODABLE, ConfigError
-from asyncrl.isolation.images import PATH, Image
+from asyncrl.isolation.images import DEFAULT_PATH, Image
 from asyncrl.isolation.sandbox.kernel import MACHINE
 
-MACHINES = {"x86_64": "amd64", "aarch64": "arm64"}  # by the name that OCI has for it
-LARGEST_JSON = 4 << 20
+OCI_ARCHITECTURES = {
+    "x86_64": "amd64",
+    "aarch64": "arm64",
+}  # the kernel's name of a machine: the name in OCI manifests
+MAX_JSON_BYTES = 4 << 20
 
 T = TypeVar("T")
 
@@ -37,7 +40,7 @@ class _Descriptor(msgspec.Struct):
 
 
 class _Manifest(msgspec.Struct):
-    """An OCI manifest, or a list of those of several machines."""
+    """Hold an OCI manifest, or a list of the manifests for several machines."""
 
     manifests: list[_Descriptor] = []
     config: _Descriptor | None = None
@@ -45,7 +48,7 @@ class _Manifest(msgspec.Struct):
 
 
 class _Saved(msgspec.Struct, rename="pascal"):
-    """Holds an entry of docker's manifest.json."""
+    """Hold an entry of docker's manifest.json."""
 
     config: str
     layers: list[str]
@@ -65,50 +68,62 @@ class _Config(msgspec.Struct):
 def find_layers(
     tar: tarfile.TarFile, index: dict[str, tarfile.TarInfo], image: Image
 ) -> tuple[Iterator[IO[bytes]], Image]:
-    """Find the layers of the one image of an archive, the lowest first, and put its settings into `image`."""
+    """Find the layers of an archive's only image, the lowest first, and put the settings into `image`."""
 
-    def find(name: str) -> IO[bytes]:
+    def open_member(name: str) -> IO[bytes]:
         member = index.get(posixpath.normpath(name))
-        file = tar.extractfile(member) if member else None  # it follows links inside the archive
+        file = tar.extractfile(member) if member else None  # extractfile follows links inside the archive
         return file or refuse(f"its manifest names {name[:200]!r}, which the archive lacks")
 
-    def read(name: str, kind: type[T]) -> T:
+    def read_json(name: str, kind: type[T]) -> T:
         try:
-            return msgspec.json.decode(find(name).read(LARGEST_JSON), type=kind)
+            return msgspec.json.decode(open_member(name).read(MAX_JSON_BYTES), type=kind)
         except UNDECODABLE as error:
             refuse(f"{name[:200]!r} cannot be read ({error})")
 
-    machine = MACHINES.get(MACHINE, MACHINE)
+    architecture = OCI_ARCHITECTURES.get(MACHINE, MACHINE)
+
     if "manifest.json" in index:
-        saved = read("manifest.json", list[_Saved])
-        if len(saved) != 1:
-            refuse(f"holds {len(saved)} images; save one")
-        config = saved[0].config
-        names = saved[0].layers
+        saved_images = read_json("manifest.json", list[_Saved])
+        if len(saved_images) != 1:
+            refuse(f"holds {len(saved_images)} images; save one")
+        config_name = saved_images[0].config
+        layer_names = saved_images[0].layers
     else:
-        manifest = read("index.json", _Manifest)
-        for _ in range(3):  # it may list lists
+        manifest = read_json("index.json", _Manifest)
+        for _ in range(3):  # a list of manifests may contain lists
             if manifest.config:
                 break
-            named = {each.name: each.platform or _Platform(machine) for each in manifest.manifests}
-            found = [name for name, platform in named.items() if platform.architecture == machine]
-            if len(found) != 1:
-                refuse(f"holds {len(found)} images for {machine}; save one")
-            manifest = read(found[0], _Manifest)
+            platforms = {
+                descriptor.name: descriptor.platform or _Platform(architecture)
+                for descriptor in manifest.manifests
+            }
+            matching_names = [
+                name for name, platform in platforms.items() if platform.architecture == architecture
+            ]
+            if len(matching_names) != 1:
+                refuse(f"holds {len(matching_names)} images for {architecture}; save one")
+            manifest = read_json(matching_names[0], _Manifest)
         if not manifest.config:
             refuse("has no manifest with a configuration")
-        config = manifest.config.name
-        names = [layer.name for layer in manifest.layers]
-    given = read(config, _Config)
-    if given.architecture not in ("", machine):
-        refuse(f"is an image for {given.architecture}; this machine is {machine}")
-    settings = given.config or _Settings()
-    variables = (line.partition("=")[::2] for line in settings.environment or ())
-    environment = {"PATH": PATH} | {name: value for name, value in variables if name}  # else none can start
+        config_name = manifest.config.name
+        layer_names = [layer.name for layer in manifest.layers]
+
+    image_config = read_json(config_name, _Config)
+    if image_config.architecture not in ("", architecture):
+        refuse(f"is an image for {image_config.architecture}; this machine is {architecture}")
+
+    settings = image_config.config or _Settings()
+    variable_pairs = (line.partition("=")[::2] for line in settings.environment or ())
+    environment = {"PATH": DEFAULT_PATH} | {
+        name: value for name, value in variable_pairs if name
+    }  # without PATH no program can start
     directory = posixpath.join("/", settings.directory or "")
     user = settings.user or ""
+
     if "\0" in "".join((*environment, *environment.values(), directory, user)):
         refuse("its settings hold a NUL")
+
     directory = posixpath.normpath(directory)
     image = msgspec.structs.replace(image, environment=environment, directory=directory, user=user)
-    return map(find, names), image
+    return map(open_member, layer_names), image

@@ -1,6 +1,6 @@
-"""A pool of children that do the same: started when they are needed, kept, and replaced when they break.
+"""A pool of children of one service: started on demand, reused, and replaced when they break.
 
-call ──► wait for a place ──► an idle child, or a new one ──► ask ──► idle again, or killed
+call ──► wait for a slot ──► an idle child, or a new child ──► ask ──► idle again, or killed
 """
 
 from __future__ import annotations
@@ -13,28 +13,28 @@ from typing import Any, Generic, TypeVar
 from asyncrl.isolation.calls import CallTimeout
 from asyncrl.isolation.child import Child, ChildError, Service
 
-KILL_SECONDS = 5.0  # that `close` waits for the end of the children
-MAX_REFUSALS = 3  # children that could not begin, where none ever could; after them tries are far apart
-RETRY_SECONDS = 30.0  # between those tries; calls in between are told the last refusal at once
+KILL_SECONDS = 5.0  # `close` waits so long for the end of the children
+MAX_REFUSALS = 3  # after so many children that could not start, if none ever could, tries are far apart
+RETRY_SECONDS = 30.0  # between tries that are far apart; calls in between fail at once with the last refusal
 
-S = TypeVar("S")
-Q = TypeVar("Q")
-A = TypeVar("A")
+SetupT = TypeVar("SetupT")
+RequestT = TypeVar("RequestT")
+AnswerT = TypeVar("AnswerT")
 
 
-class ProcessPool(Generic[S, Q, A]):
-    """Up to `size` children of a service, each begun with `first` within `start_seconds`. `name` is what
-    errors call a child, `largest` how many bytes it may answer at once, `env` its environment variables
-    (None: ours). It belongs to one event loop.
+class ProcessPool(Generic[SetupT, RequestT, AnswerT]):
+    """Keep up to `size` children of a service, each opened with `first_message` within `start_seconds`.
+    `name`: the name of a child in errors; `largest`: the bytes of an answer at most; `env`: the environment
+    variables of the children (None: ours). A pool belongs to one event loop.
 
-    A start that its call stops waiting for goes on, for the next call. Where no child could ever begin, each
-    try may read a model for a minute before it fails: after MAX_REFUSALS they are RETRY_SECONDS apart.
+    A start whose call stops waiting goes on for the next call. If no child could ever start, each try may
+    read a model for a minute before failing: after MAX_REFUSALS, tries are RETRY_SECONDS apart.
     """
 
     def __init__(
         self,
-        service: Service[S, Q, A],
-        first: S,
+        service: Service[SetupT, RequestT, AnswerT],
+        first_message: SetupT,
         *,
         name: str,
         size: int,
@@ -43,124 +43,143 @@ class ProcessPool(Generic[S, Q, A]):
         env: Mapping[str, str] | None = None,
     ) -> None:
         self._service = service
-        self._first = first
+        self._first_message = first_message
         self._name = name
-        self._largest = largest
+        self._max_answer_bytes = largest
         self._env = env
         self._start_seconds = start_seconds
-        self._places = asyncio.Semaphore(size)
-        self._warming = asyncio.Lock()
-        self._warm = False  # a child has been ready
-        self._refusals = 0  # of children that said why they cannot begin, until one is ready
+
+        self._free_slots = asyncio.Semaphore(size)
+        self._warm_lock = asyncio.Lock()
+        self._was_ready = False  # a child has been ready
+        self._refusals = 0  # children that answered why they cannot start; 0 again when one is ready
         self._last_refusal = ""
         self._next_try = 0.0  # the loop's time
         self._closed = False
-        self._idle: list[Child[S, Q, A]] = []
-        self._spare: list[asyncio.Task[Child[S, Q, A]]] = []  # starts that no call waits for
-        self.children: set[Child[S, Q, A]] = set()  # but for those that have ended
-        self.starts: set[asyncio.Task[Child[S, Q, A]]] = set()  # under way
 
-    async def call(self, request: Q, seconds: float = math.inf, patience: float = math.inf) -> A:
-        """The answer of a child, which may take `seconds` from when it is asked; the call waits for a place
-        at most `patience`. CallTimeout when the answer is, and ChildError."""
+        self._idle_children: list[Child[SetupT, RequestT, AnswerT]] = []
+        self._unclaimed_starts: list[
+            asyncio.Task[Child[SetupT, RequestT, AnswerT]]
+        ] = []  # starts that no call waits for
+        self.children: set[Child[SetupT, RequestT, AnswerT]] = set()  # some may have ended
+        self.starts: set[asyncio.Task[Child[SetupT, RequestT, AnswerT]]] = set()  # under way
+
+    async def call(
+        self, request: RequestT, seconds: float = math.inf, slot_seconds: float = math.inf
+    ) -> AnswerT:
+        """Return the answer of a child, which has `seconds` from the request on; the call waits for a free
+        slot at most `slot_seconds`. CallTimeout: the answer is late. ChildError: see Child.ask."""
         try:
-            async with asyncio.timeout(None if math.isinf(patience) else patience):
-                await self._places.acquire()
+            async with asyncio.timeout(None if math.isinf(slot_seconds) else slot_seconds):
+                await self._free_slots.acquire()
         except TimeoutError:
-            raise ChildError(f"{self._name} was not free for {patience:g} s") from None
+            raise ChildError(f"{self._name} was not free for {slot_seconds:g} s") from None
+
         try:
-            child = await self._take()
+            child = await self._take_child()
             try:
                 return await child.ask(request, seconds)
             finally:
-                self._put(child)
+                self._put_child_back(child)
         finally:
-            self._places.release()
+            self._free_slots.release()
 
     async def warm(self) -> None:
-        """Return when a child has been ready: one starts, and all wait for it. ChildError."""
+        """Return once a child has been ready: one child starts, and all callers wait. ChildError."""
         try:
-            async with asyncio.timeout(self._start_seconds), self._warming:
-                if not self._warm:
-                    self._put(await self._take())
+            async with asyncio.timeout(self._start_seconds), self._warm_lock:
+                if not self._was_ready:
+                    self._put_child_back(await self._take_child())
         except TimeoutError:
-            raise self._late() from None
+            raise self._timeout_error() from None
 
     async def close(self) -> None:
-        """Kill all children, busy ones too, and start no more; wait for their end, but not for ever."""
+        """Kill all children, also busy children, and start no more; wait up to KILL_SECONDS for the end."""
         self._closed = True
+
         for start in self.starts:
             start.cancel()
         for child in self.children:
             child.kill()
-        if ends := [asyncio.ensure_future(child.gone()) for child in self.children]:
-            await asyncio.wait(ends, timeout=KILL_SECONDS)
+
+        if child_exits := [asyncio.ensure_future(child.wait_for_exit()) for child in self.children]:
+            await asyncio.wait(child_exits, timeout=KILL_SECONDS)
+
         for child in self.children:
-            child.kill(last=True)
+            child.kill(without_wrapper=True)
         self.children.clear()
 
-    def _put(self, child: Child[S, Q, A]) -> None:
-        if child.usable:
-            self._idle.append(child)
+    def _put_child_back(self, child: Child[SetupT, RequestT, AnswerT]) -> None:
+        if child.is_usable:
+            self._idle_children.append(child)
         else:
             child.kill()
 
-    async def _take(self) -> Child[S, Q, A]:
-        """Return an idle child, or a new one."""
-        while self._idle:
-            if (child := self._idle.pop()).usable:
+    async def _take_child(self) -> Child[SetupT, RequestT, AnswerT]:
+        """Return an idle child, or a new child."""
+        while self._idle_children:
+            if (child := self._idle_children.pop()).is_usable:
                 return child
             child.kill()
-        start = self._next_start()
+
+        child_start = self._next_start()
         try:
-            return await asyncio.shield(start)
+            return await asyncio.shield(child_start)
         except asyncio.CancelledError:
-            if start.cancelled():
+            if child_start.cancelled():
                 raise self._closed_error() from None
-            self._spare.append(start)
+            self._unclaimed_starts.append(child_start)
             raise
 
-    def _next_start(self) -> asyncio.Task[Child[S, Q, A]]:
-        """A start whose call stopped waiting, or a new one."""
-        while self._spare:
-            start = self._spare.pop()
-            if not start.done() or (not _failed(start) and start.result().usable):
-                return start
-        start = asyncio.create_task(self._start())
-        self.starts.add(start)
-        start.add_done_callback(self.starts.discard)
-        start.add_done_callback(_failed)  # else asyncio logs an error that no call waits for
-        return start
+    def _next_start(self) -> asyncio.Task[Child[SetupT, RequestT, AnswerT]]:
+        """Return a start whose call stopped waiting, or a new start."""
+        while self._unclaimed_starts:
+            child_start = self._unclaimed_starts.pop()
+            if not child_start.done() or (not _has_failed(child_start) and child_start.result().is_usable):
+                return child_start
 
-    async def _start(self) -> Child[S, Q, A]:
+        child_start = asyncio.create_task(self._start_child())
+        self.starts.add(child_start)
+        child_start.add_done_callback(self.starts.discard)
+        # reads the error: asyncio logs errors that were never retrieved
+        child_start.add_done_callback(_has_failed)
+        return child_start
+
+    async def _start_child(self) -> Child[SetupT, RequestT, AnswerT]:
         if self._closed:
             raise self._closed_error()
-        now = asyncio.get_running_loop().time
-        if not self._warm and self._refusals >= MAX_REFUSALS and now() < self._next_try:
+
+        loop_time = asyncio.get_running_loop().time
+        if not self._was_ready and self._refusals >= MAX_REFUSALS and loop_time() < self._next_try:
             raise ChildError(self._last_refusal)
-        child = await Child.start(self._service, self._name, self._largest, self._env)
-        self.children = {child} | {other for other in self.children if not other.ended}
+
+        child = await Child.start(self._service, self._name, self._max_answer_bytes, self._env)
+        self.children = {child} | {
+            running_child for running_child in self.children if not running_child.has_ended
+        }
+
         try:
-            await child.open(self._first, self._start_seconds)
+            await child.open(self._first_message, self._start_seconds)
         except CallTimeout:
-            raise self._late() from None
+            raise self._timeout_error() from None
         except ChildError as error:
-            text = f"{self._name} cannot start: {error}"
-            if child.usable:  # it answered; one that was killed says nothing about the next one
+            refusal_text = f"{self._name} cannot start: {error}"
+            if child.is_usable:  # the child answered; a killed child says nothing about the next child
                 self._refusals += 1
-                self._last_refusal = text
-                self._next_try = now() + RETRY_SECONDS
+                self._last_refusal = refusal_text
+                self._next_try = loop_time() + RETRY_SECONDS
             child.kill()
-            raise ChildError(text) from None
-        self._warm = True
+            raise ChildError(refusal_text) from None
+
+        self._was_ready = True
         return child
 
     def _closed_error(self) -> ChildError:
         return ChildError(f"{self._name} does not start any more: its pool is closed")
 
-    def _late(self) -> ChildError:
+    def _timeout_error(self) -> ChildError:
         return ChildError(f"{self._name} was not ready within {self._start_seconds:g} s")
 
 
-def _failed(start: asyncio.Task[Any]) -> bool:
+def _has_failed(start: asyncio.Task[Any]) -> bool:
     return start.cancelled() or start.exception() is not None

@@ -1,4 +1,4 @@
-"""The process between us and a program that we start: it ends the whole process tree of the program.
+"""The process between us and a program that we start: ends the entire process tree of the program.
 
     we ──start──► wrapper ──fork, exec──► program ──► its children, also those in sessions of their own
     we ──signal─►    │   ──signal───────►
@@ -6,11 +6,10 @@
 
     python -I -S wrapper.py PARENT GRACE FILES program arguments
 
-PARENT is the pid of who starts it, FILES how many descriptors the program may have. SIGTERM, SIGINT and
-SIGHUP are passed on to the program, and GRACE seconds later everything is killed (`inf`: never). The exit
-code, or the signal, is the program's. Orphans become children of the wrapper (PR_SET_CHILD_SUBREAPER), so
-none is missed.
-It needs only the standard library.
+PARENT is the pid of the starting process, FILES the number of descriptors that the program may have. SIGTERM,
+SIGINT and SIGHUP are passed on to the program, and GRACE seconds later everything is killed (`inf`: never).
+The wrapper ends with the program's exit code or signal. Orphans become children of the wrapper
+(PR_SET_CHILD_SUBREAPER), so that none is missed. The wrapper needs only the standard library.
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ import time
 from collections import defaultdict
 from contextlib import suppress
 
-KILL = signal.SIGUSR1  # ends the program and all of its descendants at once
-PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-HANDLED = (*PASSED_ON, KILL, signal.SIGCHLD)
-DEFAULT_IN_PROGRAM = (*HANDLED, signal.SIGPIPE, signal.SIGXFSZ)  # Python ignores the last two
-KILL_SECONDS = 5.0  # for everything to be gone; a process that hangs in the kernel is left to it
+KILL_SIGNAL = signal.SIGUSR1  # ends the program and all of its descendants at once
+PASSED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+HANDLED_SIGNALS = (*PASSED_SIGNALS, KILL_SIGNAL, signal.SIGCHLD)
+DEFAULT_IN_PROGRAM = (*HANDLED_SIGNALS, signal.SIGPIPE, signal.SIGXFSZ)  # Python ignores the last two
+KILL_SECONDS = 5.0  # after so long the wrapper ends, and leaves a process that hangs in the kernel
 CANNOT_RUN = 127  # exit code when there is no such program
 PR_SET_PDEATHSIG = 1
 PR_SET_DUMPABLE = 4
@@ -39,41 +38,52 @@ PR_SET_CHILD_SUBREAPER = 36
 _libc = ctypes.CDLL(None)
 
 
-def main(parent: int, grace: float, files: int, program: list[str]) -> None:
-    """Start the program, watch it and its parent, kill what is left, end as the program did."""
-    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (min(files, hard), hard))
-    woken, wake = os.pipe()
-    os.set_blocking(wake, False)
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, HANDLED)
-    for number in HANDLED:
-        signal.signal(number, lambda *_: None)
-    signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+def main(parent_pid: int, grace_seconds: float, file_limit: int, program: list[str]) -> None:
+    """Start the program, watch the program and our parent, kill remaining processes, end as the program
+    did."""
+    hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(file_limit, hard_limit), hard_limit))
+
+    wake_read, wake_write = os.pipe()
+    os.set_blocking(wake_write, False)
+
+    signal_mask = signal.pthread_sigmask(signal.SIG_BLOCK, HANDLED_SIGNALS)
+    for signal_number in HANDLED_SIGNALS:
+        signal.signal(signal_number, lambda *_: None)
+    signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
+
     _libc.prctl(PR_SET_CHILD_SUBREAPER, 1)
-    _libc.prctl(PR_SET_PDEATHSIG, signal.SIGCONT)  # the program may have stopped it
+    _libc.prctl(PR_SET_PDEATHSIG, signal.SIGCONT)  # the program may have stopped the wrapper
+
     try:
-        alive = os.pidfd_open(parent)
+        parent_fd = os.pidfd_open(parent_pid)
     except ProcessLookupError:
         os._exit(CANNOT_RUN)
-    if os.getppid() != parent:  # the parent died before this check
+    if os.getppid() != parent_pid:  # the parent died before this check
         os._exit(CANNOT_RUN)
-    own = os.getpid()
-    if (pid := os.fork()) == 0:
-        _run(program, own, mask)
-    _close_pipes(keep={woken, wake, alive})
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED)  # even if they were blocked from the start
-    _end(_kill_all(pid, _watch(pid, woken, alive, grace), woken))
+
+    wrapper_pid = os.getpid()
+    if (program_pid := os.fork()) == 0:
+        _become_program(program, wrapper_pid, signal_mask)
+
+    _close_pipes(kept_fds={wake_read, wake_write, parent_fd})
+    signal.pthread_sigmask(
+        signal.SIG_UNBLOCK, HANDLED_SIGNALS
+    )  # even if the signals were blocked from the start
+    _end_as_program(
+        _kill_all(program_pid, _watch_program(program_pid, wake_read, parent_fd, grace_seconds), wake_read)
+    )
 
 
-def _run(program: list[str], parent: int, mask: set[int]) -> None:
-    """Become the program, in the child: leader of a session of its own, killed should the wrapper be."""
+def _become_program(program: list[str], wrapper_pid: int, signal_mask: set[int]) -> None:
+    """Become the program, in the child: leader of a new session, killed if the wrapper is killed."""
     try:
         os.setsid()
-        for number in DEFAULT_IN_PROGRAM:
-            signal.signal(number, signal.SIG_DFL)
+        for signal_number in DEFAULT_IN_PROGRAM:
+            signal.signal(signal_number, signal.SIG_DFL)
         _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() == parent:
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        if os.getppid() == wrapper_pid:
+            signal.pthread_sigmask(signal.SIG_SETMASK, signal_mask)
             os.execvp(program[0], program)
     except OSError as error:
         os.write(2, f"{program[0]} cannot be run: {error.strerror}\n".encode())
@@ -81,95 +91,103 @@ def _run(program: list[str], parent: int, mask: set[int]) -> None:
         os._exit(CANNOT_RUN)
 
 
-def _close_pipes(keep: set[int]) -> None:
+def _close_pipes(kept_fds: set[int]) -> None:
     """Close the program's pipes here, so that they end when the program closes them."""
-    nothing = os.open(os.devnull, os.O_RDWR)
-    for standard in range(3):
-        os.dup2(nothing, standard)
+    null_fd = os.open(os.devnull, os.O_RDWR)
+    for standard_fd in range(3):
+        os.dup2(null_fd, standard_fd)
+
     for fd in map(int, os.listdir("/proc/self/fd")):
-        if fd > 2 and fd not in keep:
-            with suppress(OSError):  # the listing's own
+        if fd > 2 and fd not in kept_fds:
+            with suppress(OSError):  # the descriptor of the listing itself is closed already
                 os.close(fd)
 
 
-def _watch(program: int, woken: int, alive: int, grace: float) -> int | None:
-    """Wait until the program has ended (its wait status), or everything is to be killed (None)."""
+def _watch_program(program_pid: int, wake_read: int, parent_fd: int, grace_seconds: float) -> int | None:
+    """Wait until the program has ended: its wait status; None if everything is to be killed."""
     poll = select.poll()
-    poll.register(woken, select.POLLIN)
-    poll.register(alive, select.POLLIN)  # readable when the process is dead
-    limit = math.inf
-    while (left := limit - time.monotonic()) > 0:
-        ready = dict(poll.poll(None if math.isinf(left) else left * 1000))
-        if alive in ready:
+    poll.register(wake_read, select.POLLIN)
+    poll.register(parent_fd, select.POLLIN)  # readable when the process is dead
+    deadline = math.inf
+
+    while (remaining := deadline - time.monotonic()) > 0:
+        ready_fds = dict(poll.poll(None if math.isinf(remaining) else remaining * 1000))
+        if parent_fd in ready_fds:
             return None
-        for number in os.read(woken, 64) if woken in ready else b"":
-            if number == KILL:
+
+        for signal_number in os.read(wake_read, 64) if wake_read in ready_fds else b"":
+            if signal_number == KILL_SIGNAL:
                 return None
-            if number in PASSED_ON:
-                os.kill(program, number)
-                limit = min(limit, time.monotonic() + grace)
-            elif (status := _reap(program)) is not None:
+            if signal_number in PASSED_SIGNALS:
+                os.kill(program_pid, signal_number)
+                deadline = min(deadline, time.monotonic() + grace_seconds)
+            elif (status := _reap_children(program_pid)) is not None:
                 return status
     return None
 
 
-def _reap(program: int) -> int | None:
-    """Reap all ended children; returns the program's wait status if it is one of them. ChildProcessError:
+def _reap_children(program_pid: int) -> int | None:
+    """Reap ended children; return the program's wait status once the program has ended. ChildProcessError:
     there are no children."""
-    status = None
-    while (ended := os.waitpid(-1, os.WNOHANG))[0]:
-        if ended[0] == program:
-            status = ended[1]
-            break
-    return status
+    while True:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid == program_pid:
+            return status
+        if pid == 0:  # no further child has ended
+            return None
 
 
-def _kill_all(program: int, status: int | None, woken: int) -> int:
-    """SIGKILL to all descendants until there are none; the program's wait status."""
-    limit = time.monotonic() + KILL_SECONDS
-    while time.monotonic() < limit:
+def _kill_all(program_pid: int, status: int | None, wake_read: int) -> int:
+    """Send SIGKILL to all descendants until none is left; return the program's wait status."""
+    deadline = time.monotonic() + KILL_SECONDS
+    while time.monotonic() < deadline:
         try:
-            found = _reap(program)
+            reaped_status = _reap_children(program_pid)
         except ChildProcessError:
             break
-        status = found if status is None else status
+
+        status = reaped_status if status is None else status
         for pid in descendants(os.getpid()):
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
-        if select.select([woken], [], [], 0.01)[0]:
-            os.read(woken, 64)
+
+        if select.select([wake_read], [], [], 0.01)[0]:
+            os.read(wake_read, 64)
     return signal.SIGKILL if status is None else status
 
 
-def kill(pid: int, last: bool = False) -> None:
-    """Let a wrapper kill everything, also if the program has stopped it. `last`: without its help, where that
-    has not ended it."""
-    by_us = [(one, signal.SIGKILL) for one in (*descendants(pid), pid)] if last else []
-    for one, number in by_us or [(pid, KILL), (pid, signal.SIGCONT)]:
+def kill(pid: int, without_wrapper: bool = False) -> None:
+    """Let a wrapper kill everything, also if the program has stopped the wrapper. `without_wrapper`: kill
+    directly, if the wrapper has not ended."""
+    direct_signals = (
+        [(target_pid, signal.SIGKILL) for target_pid in (*descendants(pid), pid)] if without_wrapper else []
+    )
+    for target_pid, signal_number in direct_signals or [(pid, KILL_SIGNAL), (pid, signal.SIGCONT)]:
         with suppress(ProcessLookupError, PermissionError):
-            os.kill(one, number)
+            os.kill(target_pid, signal_number)
 
 
 def descendants(pid: int) -> list[int]:
-    """Return pids of the children of a process, of their children, and so on."""
+    """Return the pids of all descendants of a process."""
     children: defaultdict[int, list[int]] = defaultdict(list)
     for name in filter(str.isdigit, os.listdir("/proc")):
         with suppress(OSError), open(f"/proc/{name}/stat", "rb") as stat:
-            parent = int(stat.read().rpartition(b")")[2].split()[1])
-            children[parent].append(int(name))
-    found = [pid]
-    for one in found:  # grows as it goes
-        found += children[one]
-    return found[1:]
+            parent_pid = int(stat.read().rpartition(b")")[2].split()[1])
+            children[parent_pid].append(int(name))
+
+    family_pids = [pid]
+    for ancestor in family_pids:  # grows during the loop
+        family_pids += children[ancestor]
+    return family_pids[1:]
 
 
-def _end(status: int) -> None:
+def _end_as_program(status: int) -> None:
     if os.WIFSIGNALED(status):
-        number = os.WTERMSIG(status)
+        signal_number = os.WTERMSIG(status)
         _libc.prctl(PR_SET_DUMPABLE, 0)  # only the program's core dump is useful
-        with suppress(OSError):  # of SIGKILL
-            signal.signal(number, signal.SIG_DFL)
-        os.kill(os.getpid(), number)
+        with suppress(OSError):  # SIGKILL has no handler to set
+            signal.signal(signal_number, signal.SIG_DFL)
+        os.kill(os.getpid(), signal_number)
     os._exit(os.waitstatus_to_exitcode(status))
 
 

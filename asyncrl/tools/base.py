@@ -1,4 +1,4 @@
-"""Tools: a typed function, or a class whose object lives as long as one episode.
+"""Tools: typed functions, or classes with one object per episode.
 
     @tool                                    @tool(replay="reapply")
     async def weather(city: str) -> str:     class Notes:
@@ -8,7 +8,7 @@
                                                  def result(self): ...  # for the reward
                                                  def close(self): ...
 
-The JSON schema comes from the signature and the docstring; arguments are checked against it.
+The JSON schema comes from the signature and the docstring; arguments are checked against the schema.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ import msgspec
 
 from asyncrl.errors import AsyncrlError, ConfigError
 from asyncrl.registry import Registry
-from asyncrl.tools.schema import Decode, signature_of
+from asyncrl.tools.schema import Decode, read_signature
 from asyncrl.values import finite
 
 Replay = Literal["pure", "reapply", "no"]
-MAX_REPLY = 1 << 18
-"""Bytes of a reply, more than a model can read: a tool may return a gigabyte."""
+MAX_REPLY_BYTES = 1 << 18
+"""Limit of a reply, more than a model can read: a tool may return a gigabyte."""
 
 
 class ToolError(AsyncrlError):
-    """The tools of an episode could not be opened: `FailReason.TOOL_ERROR`. A tool that raises it declines
-    a call: the model reads `error: ` and its text, nothing is tried again, and it is no failure."""
+    """The tools of an episode could not be opened: `FailReason.TOOL_ERROR`. A tool that raises ToolError
+    declines a call: the model reads `error: ` and the text, nothing is tried again, and no failure counts."""
 
 
 class Options(TypedDict, total=False):
-    """Options of how calls of a tool are run; see `Tool`."""
+    """Hold the options for running calls of a tool; see `Tool`."""
 
     timeout: float
     retries: int
@@ -54,11 +54,11 @@ class Options(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Tool:
-    """A callable the model may use.
+    """Describe a callable that the model may use.
 
-    `schema` is OpenAI's tool schema; `decode` turns the text of a call into keyword arguments, or raises what
-    the model is to read. With a `state`, an object is made of it per episode, `function` is called with that
-    object before the arguments, and tools that have the same `state` share the object.
+    `schema` is OpenAI's tool schema; `decode` turns the text of a call into keyword arguments, or raises an
+    error for the model to read. `state` makes an object per episode: `function` is called with the object
+    before the arguments, and tools with the same `state` share the object.
     """
 
     name: str
@@ -69,42 +69,47 @@ class Tool:
     timeout: float | None = None
     """Seconds; None: the caller's default."""
     retries: int = 0
-    """A call that raised is tried again so often, with growing pauses, before its deadline."""
+    """A call that raised is repeated up to so many times, with growing pauses, before the deadline."""
     concurrency: int | None = None
     """Calls of this tool that one worker runs at once; None: any number."""
     rate: float | None = None
-    """Calls of this tool that one worker begins per second; None: any number."""
+    """Calls of this tool that one worker starts per second; None: any number."""
     replay: Replay = "pure"
-    """Recorded calls are treated so when an episode goes on after a crash. `pure`: the recorded reply is
-    used; `reapply`: the call is run again to rebuild its effects; `no`: the episode begins again."""
+    """The treatment of recorded calls when an episode continues after a crash. `pure`: use the recorded
+    reply; `reapply`: run the call again to rebuild its effects; `no`: begin the episode again."""
     blocking: bool = False
-    """Run a sync function in a thread, which the deadline can abandon; others run inline: keep them quick."""
+    """Run a sync function in a thread, which the deadline can abandon; without it the function runs inline,
+    and must be quick."""
     process: bool = False
     """Run a sync function in a process of a pool, where the deadline kills it."""
     env: tuple[str, ...] = ()
-    """With `process`: environment variables that it sees beside the usual ones (isolation/child.py)."""
+    """With `process`: environment variables for the process beside the usual variables
+    (isolation/child.py)."""
     remake: Callable[..., Tool] | None = None
-    """The factory that made it, for samples that bring constructor arguments."""
+    """The factory that made the tool, for samples that bring constructor arguments."""
     begin: Callable[[], Awaitable[None]] | None = None
-    """Awaited before every episode that has the tool, for what calls need and their deadline must not count;
-    it returns at once where that is ready."""
+    """Awaited before every episode with the tool: prepares shared resources outside of the calls' deadline,
+    and returns at once if these are ready."""
     end: Callable[[], Awaitable[None]] | None = None
-    """Awaited once at the end of a worker, for what its tools share, such as connections."""
+    """Awaited once at the end of a worker: ends resources that tools share, such as connections."""
     check: Callable[[dict[str, Any]], Awaitable[str]] | None = None
-    """Says what else is wrong with decoded arguments, for the model; '' for nothing. Under the deadline."""
+    """Describes a problem of decoded arguments for the model; '' if there is none. Runs under the
+    deadline."""
 
     @functools.cached_property
     def schema_text(self) -> str:
         return json.dumps(self.schema, ensure_ascii=False)
 
     def __post_init__(self) -> None:
-        bounds = {"timeout": 0.0, "retries": -1, "concurrency": 0, "rate": 0.0}
-        for key, bound in bounds.items():
+        lower_bounds = {"timeout": 0.0, "retries": -1, "concurrency": 0, "rate": 0.0}
+        for key, lower_bound in lower_bounds.items():
             value = getattr(self, key)
-            if value is not None and not value > bound:
-                raise ConfigError(f"tool {self.name!r}: {key} must be above {bound:g}, not {value!r}")
+            if value is not None and not value > lower_bound:
+                raise ConfigError(f"tool {self.name!r}: {key} must be above {lower_bound:g}, not {value!r}")
+
         if self.process and (self.state is not None or self.blocking):
             raise ConfigError(f"tool {self.name!r}: process=True is for functions, and without blocking")
+
         if (self.process or self.blocking) and inspect.iscoroutinefunction(self.function):
             raise ConfigError(f"tool {self.name!r} is async: it needs neither blocking nor process")
 
@@ -120,7 +125,8 @@ tools: Registry[Tool | Callable[..., Any]] = Registry(
         "workspace": "asyncrl.tools.python",
     },
 )
-"""Tools, or factories of one Tool or a sequence of them, annotated so, called with the config's arguments."""
+"""Tools, or factories with the return annotation Tool or Sequence[Tool], called with the config's
+arguments."""
 
 
 @overload
@@ -132,74 +138,83 @@ def tool(*, name: str = "", **options: Unpack[Options]) -> Callable[[Callable[..
 def tool(subject: Callable[..., Any] | None = None, /, *, name: str = "", **options: Any) -> Any:
     """Turn a sync or async function, or a class with a method `call`, into a `Tool`.
 
-    Of a class an object is made per episode, without arguments (bind them with functools.partial); its `open`
-    and `close`, sync or async, are called where it has them. After a crash its calls are run again unless
-    `replay` says otherwise.
-    """
+    A class makes an object per episode, without arguments (bind arguments with functools.partial); the
+    methods `open` and `close`, sync or async, are called if present. After a crash calls are run again
+    unless `replay` says otherwise."""
 
-    def build(subject: Callable[..., Any]) -> Tool:
-        made = getattr(subject, "func", subject)  # of a functools.partial
-        if inspect.isclass(made):
-            return _of_class(subject, made, name, options)
-        label = name or made.__name__
-        schema, decode = signature_of(subject, label, made)
-        return Tool(label, schema, subject, decode, **options)
+    def build_tool(subject: Callable[..., Any]) -> Tool:
+        tool_class = getattr(subject, "func", subject)  # unwraps a functools.partial
+        if inspect.isclass(tool_class):
+            return _tool_of_class(subject, tool_class, name, options)
 
-    return build(subject) if subject is not None else build
+        tool_name = name or tool_class.__name__
+        schema, decode = read_signature(subject, tool_name, tool_class)
+        return Tool(tool_name, schema, subject, decode, **options)
 
-
-def _of_class(make: Callable[[], Any], kind: Any, name: str, options: dict[str, Any]) -> Tool:
-    label = name or re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", kind.__name__).lower()
-    if not callable(getattr(kind, "call", None)):
-        raise ConfigError(f"tool {label!r}: class {kind.__name__} has no method `call`; add it")
-    schema, decode = signature_of(kind.call, label, kind if kind.__doc__ else kind.call)
-    return Tool(label, schema, kind.call, decode, make, **{"replay": "reapply", **options})
+    return build_tool(subject) if subject is not None else build_tool
 
 
-def names(known: Iterable[str]) -> str:
+def _tool_of_class(
+    make_object: Callable[[], Any], tool_class: Any, name: str, options: dict[str, Any]
+) -> Tool:
+    tool_name = name or re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", tool_class.__name__).lower()
+    if not callable(getattr(tool_class, "call", None)):
+        raise ConfigError(f"tool {tool_name!r}: class {tool_class.__name__} has no method `call`; add it")
+
+    schema, decode = read_signature(
+        tool_class.call, tool_name, tool_class if tool_class.__doc__ else tool_class.call
+    )
+    return Tool(tool_name, schema, tool_class.call, decode, make_object, **{"replay": "reapply", **options})
+
+
+def names(tool_names: Iterable[str]) -> str:
     """Return `a, b`, or `none`, for messages."""
-    return ", ".join(sorted(known)) or "none"
+    return ", ".join(sorted(tool_names)) or "none"
 
 
-# -- from what a tool gave back to text; only memory is bounded: the episode cuts replies, in tokens -------
+# -- from a tool's result to text; only memory is bounded here: the episode cuts replies, in tokens --------
 
 
 @dataclass(frozen=True)
 class Rewarded:
-    """A tool returns this to reward the turn that called it: its reply, and the reward beside it, which the
-    model does not read. The rewards of an episode add up, the reward function's included."""
+    """Hold the reply of a tool, and a reward for the calling turn, which the model does not read. The
+    rewards of an episode add up, including the reward function's."""
 
     content: Any
     reward: float
 
 
-def reply_of(value: Any) -> tuple[str, float]:
-    """(text, reward) of what a tool returned: text as it stands, other values as JSON. ValueError for a
-    reward that is no finite number."""
-    given = value if isinstance(value, Rewarded) else Rewarded(value, 0.0)
-    reward = finite("the tool's reward", given.reward)
-    text = given.content if isinstance(given.content, str) else _json(given.content)
-    return within_memory(text), reward
+def read_reply(value: Any) -> tuple[str, float]:
+    """Return (text, reward) of a tool's result: text unchanged, other values as JSON. ValueError: the reward
+    is not a finite number."""
+    rewarded = value if isinstance(value, Rewarded) else Rewarded(value, 0.0)
+    reward = finite("the tool's reward", rewarded.reward)
+    text = rewarded.content if isinstance(rewarded.content, str) else _write_json(rewarded.content)
+    return bound_reply(text), reward
 
 
-def within_memory(text: str) -> str:
-    """The text as UTF-8 can hold it; of more than MAX_REPLY bytes its two ends, as quickly for any length."""
-    data = text[: MAX_REPLY + 1].encode(errors="replace")
-    if len(data) <= MAX_REPLY:
-        return data.decode()
-    half = MAX_REPLY // 2
-    end = text[-half:].encode(errors="replace")[-half:]
-    return f"{data[:half].decode(errors='ignore')}\n[...]\n{end.decode(errors='ignore')}"
+def bound_reply(text: str) -> str:
+    """Return the text as valid UTF-8; a text of more than MAX_REPLY_BYTES is reduced to its two ends, in
+    constant time."""
+    encoded_text = text[: MAX_REPLY_BYTES + 1].encode(errors="replace")
+    if len(encoded_text) <= MAX_REPLY_BYTES:
+        return encoded_text.decode()
+
+    half_limit = MAX_REPLY_BYTES // 2
+    encoded_end = text[-half_limit:].encode(errors="replace")[-half_limit:]
+    return (
+        f"{encoded_text[:half_limit].decode(errors='ignore')}\n[...]\n{encoded_end.decode(errors='ignore')}"
+    )
 
 
 _encoder = json.JSONEncoder(ensure_ascii=False, default=msgspec.to_builtins)
 
 
-def _json(value: Any) -> str:
-    """Write JSON, but no further than a quarter of MAX_REPLY: a character has up to four bytes."""
+def _write_json(value: Any) -> str:
+    """Write JSON, at most a quarter of MAX_REPLY_BYTES in characters, as a character has up to four bytes."""
     text = ""
     for chunk in _encoder.iterencode(value):
         text += chunk
-        if len(text) > MAX_REPLY // 4:
-            return text[: MAX_REPLY // 4 - 5] + "[...]"
+        if len(text) > MAX_REPLY_BYTES // 4:
+            return text[: MAX_REPLY_BYTES // 4 - 5] + "[...]"
     return text

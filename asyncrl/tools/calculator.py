@@ -1,4 +1,4 @@
-"""Calculators: one operation per call, with a simulated latency if asked for, or a whole expression."""
+"""Calculators: one operation per call, optionally with a simulated latency, or an entire expression."""
 
 from __future__ import annotations
 
@@ -13,12 +13,15 @@ from typing import Any, Literal
 from asyncrl.tools.base import Tool, ToolError, tool, tools
 
 OPERATIONS = {"plus": operator.add, "minus": operator.sub, "times": operator.mul}
-LONGEST = 200  # characters of an expression
-LARGEST_EXPONENT = 100
-LARGEST = 10**100  # of every value on the way, so that no expression takes long
+MAX_CHARACTERS = 200  # characters of an expression
+MAX_EXPONENT = 100
+MAX_VALUE = 10**100  # limit of every intermediate value, so that no expression takes long
 
-UNARY: dict[type[ast.unaryop], Callable[[Any], Any]] = {ast.UAdd: operator.pos, ast.USub: operator.neg}
-BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
+UNARY_OPERATIONS: dict[type[ast.unaryop], Callable[[Any], Any]] = {
+    ast.UAdd: operator.pos,
+    ast.USub: operator.neg,
+}
+BINARY_OPERATIONS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
@@ -31,8 +34,9 @@ BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
 
 @tools.register("calculator")
 def calculator(*, latency_mean: float = 0.0, latency_sigma: float = 1.0) -> Tool:
-    """The tool. A `latency_mean` (seconds) above 0 makes each call wait a log-normal time of that mean;
-    `latency_sigma` is the standard deviation of its logarithm: 1 gives a long tail, 2 a very long one."""
+    """Make the tool. A `latency_mean` (seconds) above 0 makes each call wait a log-normal time with that
+    mean; `latency_sigma` is the standard deviation of the logarithm: 1 gives a long tail, 2 a very long
+    tail."""
     if latency_mean < 0 or latency_sigma < 0:
         raise ValueError("latency_mean and latency_sigma must not be negative")
 
@@ -52,29 +56,29 @@ def calculator(*, latency_mean: float = 0.0, latency_sigma: float = 1.0) -> Tool
 def expression_calculator(expression: str) -> str:
     """Compute an arithmetic expression, e.g. 3 * (17 - 2.5)."""
     try:
-        tree = ast.parse(expression.strip(), mode="eval") if len(expression) <= LONGEST else None
+        tree = ast.parse(expression.strip(), mode="eval") if len(expression) <= MAX_CHARACTERS else None
         if tree is not None:
-            value = _value(tree.body)
+            value = _evaluate_node(tree.body)
             return str(int(value)) if value == int(value) else f"{value:.10g}"
     except (SyntaxError, ValueError, ArithmeticError, RecursionError, MemoryError) as error:
-        raise ToolError(f"cannot compute {expression[:LONGEST]!r}: {error}") from None
-    raise ToolError(f"the expression is longer than {LONGEST} characters")
+        raise ToolError(f"cannot compute {expression[:MAX_CHARACTERS]!r}: {error}") from None
+    raise ToolError(f"the expression is longer than {MAX_CHARACTERS} characters")
 
 
-def _value(node: ast.expr) -> int | float:
-    """ValueError for anything but numbers, brackets and + - * / // % **."""
+def _evaluate_node(node: ast.expr) -> int | float:
+    """Evaluate an expression. ValueError for anything but numbers, brackets and + - * / // % **."""
     match node:
         case ast.Constant(value=int() | float() as number) if not isinstance(number, bool):
             return number
-        case ast.UnaryOp(op, operand) if type(op) in UNARY:
-            return UNARY[type(op)](_value(operand))  # type: ignore[no-any-return]
-        case ast.BinOp(left, op, right) if type(op) in BINARY:
-            a = _value(left)
-            b = _value(right)
-            if isinstance(op, ast.Pow) and abs(b) > LARGEST_EXPONENT:
-                raise ValueError(f"the exponent {b} is too large")
-            result = BINARY[type(op)](a, b)
-            if isinstance(result, complex) or not abs(result) < LARGEST:
+        case ast.UnaryOp(op, operand) if type(op) in UNARY_OPERATIONS:
+            return UNARY_OPERATIONS[type(op)](_evaluate_node(operand))  # type: ignore[no-any-return]
+        case ast.BinOp(left, op, right) if type(op) in BINARY_OPERATIONS:
+            left_value = _evaluate_node(left)
+            right_value = _evaluate_node(right)
+            if isinstance(op, ast.Pow) and abs(right_value) > MAX_EXPONENT:
+                raise ValueError(f"the exponent {right_value} is too large")
+            result = BINARY_OPERATIONS[type(op)](left_value, right_value)
+            if isinstance(result, complex) or not abs(result) < MAX_VALUE:
                 raise ValueError("the result is no number, or too large")
             return result  # type: ignore[no-any-return]
     raise ValueError("only numbers, brackets and + - * / // % ** are allowed")

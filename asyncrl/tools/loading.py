@@ -13,81 +13,103 @@ from typing import Any
 from asyncrl.errors import ConfigError
 from asyncrl.registry import bind, built, load_object
 from asyncrl.tools.base import Tool, tools
-from asyncrl.tools.process import source_of
+from asyncrl.tools.process import find_tool_source
 
 Arguments = Mapping[str, Any]
 
 
 def load_tools(specs: Sequence[str], tool_args: Mapping[str, Arguments] | None = None) -> dict[str, Tool]:
-    """Tools by the name that the model calls them by, in the order of `specs`. ConfigError names the spec."""
-    given = tool_args or {}
-    if unused := sorted(given.keys() - set(specs)):
-        raise ConfigError(f"rollout.tool_args names {', '.join(unused)}, not in rollout.tools; add it there")
-    found: dict[str, Tool] = {}
+    """Load tools, by the names for the model, in the order of `specs`. ConfigError names the spec."""
+    arguments_by_spec = tool_args or {}
+    if unused_specs := sorted(arguments_by_spec.keys() - set(specs)):
+        raise ConfigError(
+            f"rollout.tool_args names {', '.join(unused_specs)}, not in rollout.tools; add it there"
+        )
+
+    loaded_tools: dict[str, Tool] = {}
     origins: dict[str, str] = {}
+
     for spec in specs:
-        for tool in load_all(spec, given.get(spec, {})):
-            if tool.name in found:
+        for tool in load_all(spec, arguments_by_spec.get(spec, {})):
+            if tool.name in loaded_tools:
                 raise ConfigError(
                     f"rollout.tools: {origins[tool.name]!r} and {spec!r} both give a tool {tool.name!r}; "
                     f"leave one out, or rename it: @tool(name=...)"
                 )
+
             if tool.process:
-                source_of(tool)  # raises where no process could find it
-            found[tool.name], origins[tool.name] = tool, spec
-    return found
+                find_tool_source(tool)  # raises if no process could import the tool
+            loaded_tools[tool.name] = tool
+            origins[tool.name] = spec
+
+    return loaded_tools
 
 
 def load_tool(spec: str, **arguments: Any) -> Tool:
-    found = load_all(spec, arguments)
-    if len(found) != 1:
-        raise ConfigError(f"tool {spec!r} gives {len(found)} tools, not one; use load_tools")
-    return found[0]
+    spec_tools = load_all(spec, arguments)
+    if len(spec_tools) != 1:
+        raise ConfigError(f"tool {spec!r} gives {len(spec_tools)} tools, not one; use load_tools")
+    return spec_tools[0]
 
 
 def load_all(spec: str, arguments: Arguments) -> tuple[Tool, ...]:
-    """The tools of one spec: a registered name, an entry point's, `module:attribute`, `file.py:attribute`, a
-    file or a folder. What follows an `@` only distinguishes two uses of one factory. `arguments` go to a
-    factory (a function annotated `-> Tool` or `-> Sequence[Tool]`)."""
+    """Load the tools of one spec: a registered name, the name of an entry point, `module:attribute`,
+    `file.py:attribute`, a file or a folder. A suffix after `@` only distinguishes two uses of one factory.
+    `arguments` go to a factory (a function annotated `-> Tool` or `-> Sequence[Tool]`)."""
     if Path(spec).is_dir() or (spec.endswith(".py") and Path(spec).is_file()):
-        _no_arguments(spec, arguments)
-        return _folder(Path(spec))
-    found = tools.load(re.sub(r"@[\w-]+$", "", spec))
-    if isinstance(found, Tool):
-        _no_arguments(spec, arguments)
-        return (found,)
-    if not callable(found) or not re.search(r"\bTool\b", str(inspect.signature(found).return_annotation)):
+        _refuse_arguments(spec, arguments)
+        return _load_folder(Path(spec))
+
+    loaded_object = tools.load(re.sub(r"@[\w-]+$", "", spec))
+    if isinstance(loaded_object, Tool):
+        _refuse_arguments(spec, arguments)
+        return (loaded_object,)
+
+    if not callable(loaded_object) or not re.search(
+        r"\bTool\b", str(inspect.signature(loaded_object).return_annotation)
+    ):
         raise ConfigError(f"{spec!r} is no tool; decorate it with @asyncrl.tools.tool")
-    return _made(spec, found, arguments)
+    return _call_factory(spec, loaded_object, arguments)
 
 
-def _made(spec: str, factory: Callable[..., Any], arguments: Arguments) -> tuple[Tool, ...]:
-    """Call a factory. A single tool remembers it, for samples with constructor arguments."""
-    where = f"tool {spec!r}"
+def _call_factory(spec: str, factory: Callable[..., Any], arguments: Arguments) -> tuple[Tool, ...]:
+    """Call a factory. A single tool remembers the factory, for samples with constructor arguments."""
+    tool_label = f"tool {spec!r}"
     parameters = inspect.signature(factory).parameters.values()
-    if loose := [p.name for p in parameters if p.kind is not p.KEYWORD_ONLY]:
-        raise ConfigError(f"{where}: parameter {loose[0]!r} of the factory must come after a `*`")
-    made = built(bind(factory, arguments, where), where)
-    if isinstance(made, Tool):
-        return (dataclasses.replace(made, remake=partial(factory, **arguments)),)
-    if not isinstance(made, Sequence) or not all(isinstance(tool, Tool) for tool in made):
-        raise ConfigError(f"{where}: the factory gave {type(made).__name__}, no Tool and no sequence of them")
-    return tuple(made)
+    if positional_names := [
+        parameter.name for parameter in parameters if parameter.kind is not parameter.KEYWORD_ONLY
+    ]:
+        raise ConfigError(
+            f"{tool_label}: parameter {positional_names[0]!r} of the factory must come after a `*`"
+        )
+
+    factory_result = built(bind(factory, arguments, tool_label), tool_label)
+
+    if isinstance(factory_result, Tool):
+        return (dataclasses.replace(factory_result, remake=partial(factory, **arguments)),)
+
+    if not isinstance(factory_result, Sequence) or not all(isinstance(tool, Tool) for tool in factory_result):
+        raise ConfigError(
+            f"{tool_label}: the factory gave {type(factory_result).__name__}, no Tool and no sequence of them"
+        )
+
+    return tuple(factory_result)
 
 
-def _folder(folder: Path) -> tuple[Tool, ...]:
-    """Every Tool in a Python file or in those of a folder, by file and then by name."""
-    found: dict[int, Tool] = {}
+def _load_folder(folder: Path) -> tuple[Tool, ...]:
+    """Load every Tool in a Python file or in the files of a folder, by file and then by name."""
+    tools_by_identity: dict[int, Tool] = {}
     for file in sorted(folder.glob("*.py")) if folder.is_dir() else [folder]:
-        names: dict[str, Any] = load_object(f"{file}:__dict__", "tool")
-        for _, tool in sorted(names.items()):
+        module_names: dict[str, Any] = load_object(f"{file}:__dict__", "tool")
+        for _, tool in sorted(module_names.items()):
             if isinstance(tool, Tool):
-                found[id(tool)] = tool
-    if not found:
+                tools_by_identity[id(tool)] = tool
+
+    if not tools_by_identity:
         raise ConfigError(f"{folder}: nothing in it has a tool; decorate one with @tool")
-    return tuple(found.values())
+    return tuple(tools_by_identity.values())
 
 
-def _no_arguments(spec: str, arguments: Arguments) -> None:
+def _refuse_arguments(spec: str, arguments: Arguments) -> None:
     if arguments:
         raise ConfigError(f"tool {spec!r} takes no arguments; remove {', '.join(sorted(arguments))}")

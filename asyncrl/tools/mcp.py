@@ -1,4 +1,4 @@
-"""The tools of an MCP server, which is started or reached at a URL, as tools of an episode."""
+"""The tools of an MCP server as tools of an episode; the server is started, or reached at a URL."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from asyncrl.remote import check_url
 from asyncrl.tools.base import Tool, ToolError, tools
 from asyncrl.tools.checking import Checker, check_schema
 from asyncrl.tools.mcp_client import (
-    VARIABLE,
+    VARIABLE_REFERENCE,
     McpConnection,
     McpError,
     McpServer,
@@ -24,9 +24,9 @@ from asyncrl.tools.mcp_client import (
     close_servers,
 )
 
-NAME = re.compile(r"[A-Za-z0-9_./-]{1,128}")
-HEADER = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")  # RFC 9110, 5.6.2
-SECRET = ("authorization", "proxy-authorization", "cookie")
+TOOL_NAME = re.compile(r"[A-Za-z0-9_./-]{1,128}")
+HEADER_NAME = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")  # RFC 9110, 5.6.2
+SECRET_HEADERS = ("authorization", "proxy-authorization", "cookie")
 
 
 @tools.register("mcp")
@@ -43,81 +43,111 @@ def mcp(
     api_key_env: str = "",
     headers: str = "",
 ) -> Sequence[Tool]:
-    """Make one tool for each tool of the server, which lists them now, over a connection for this purpose.
+    """Make a tool for each tool of a server, which lists its tools now over a temporary connection.
 
-    `command`: the line that starts a server (no shell; `python` is this interpreter), or `url`: one that
-    runs. `prefix` goes before the tools' names; `allow`: the server's names of those to take, with commas;
-    empty: all. `timeout`: seconds of a call; 0: rollout.tool_timeout. `start_timeout`: seconds for the
-    handshake. `env`: environment variables that a started server may see, with commas; `api_key_env`: the
-    one with a URL's bearer token. `headers` of requests to a URL: `Name: value`, with commas or one a line;
-    $NAME in a value is the environment variable, whose content stays out of every file and log.
+    `command`: the line that starts a server (no shell; `python` is this interpreter), or `url`: a running
+    server. `prefix` goes before the tools' names; `allow`: the server's names of the allowed tools, separated
+    by commas; empty: all. `timeout`: seconds of a call; 0: rollout.tool_timeout. `start_timeout`: seconds for
+    the handshake. `env`: environment variables that a started server may see, separated by commas;
+    `api_key_env`: the variable with a URL's bearer token. `headers` of requests to a URL: `Name: value`,
+    separated by commas or lines; $NAME in a value is the environment variable, whose content stays out of
+    every file and log.
 
-    A worker shares one connection among its episodes; `per_episode` gives each its own, from the episode's
-    start to its end. ConfigError for options that cannot be, and for a server that does not answer.
+    A worker shares one connection among its episodes; `per_episode` makes a connection for each episode, from
+    start to end. ConfigError: an option is invalid, or the server does not answer.
     """
     if bool(command) == bool(url):
         raise ConfigError("set command, to start a server, or url, to use one; and not both")
     if url:
         check_url(url)
-    server = McpServer(command, url, tuple(_names(env)), api_key_env, start_timeout, _headers(headers))
-    server.sent()
-    listed = _allowed(_listed(server), _names(allow), server)
-    for found in listed:
-        check_schema(found.name, found.input_schema)
-    checker = Checker({found.name: found.input_schema for found in listed})
 
-    async def end() -> None:
+    server = McpServer(
+        command, url, tuple(_split_names(env)), api_key_env, start_timeout, _parse_headers(headers)
+    )
+    server.request_headers()
+    listed_tools = _select_allowed(_list_in_thread(server), _split_names(allow), server)
+
+    for listed_tool in listed_tools:
+        check_schema(listed_tool.name, listed_tool.input_schema)
+
+    checker = Checker({listed_tool.name: listed_tool.input_schema for listed_tool in listed_tools})
+
+    async def close_shared() -> None:
         await asyncio.gather(checker.close(), close_servers())
 
-    options: dict[str, Any] = {
+    tool_options: dict[str, Any] = {
         "timeout": timeout or None,
         "begin": checker.warm,
-        "end": end,
-        "decode": _decode,
+        "end": close_shared,
+        "decode": _decode_arguments,
     }
+
     if per_episode:
-        options |= {"state": functools.partial(McpConnection, server), "replay": "reapply"}
-    shared = None if per_episode else SharedConnection(server)
-    made = []
-    for found in listed:
-        name = f"{prefix}{found.name}"
-        if not NAME.fullmatch(name):
-            raise ConfigError(f"{name!r} is no name of a tool: letters, digits and _ . / - are, up to 128")
-        body = {"name": name, "description": found.description or "", "parameters": found.input_schema}
-        schema = {"type": "function", "function": body}
-        check = functools.partial(checker.complaint, found.name)
-        made.append(Tool(name, schema, _function(found, shared), check=check, **options))
-    return made
+        tool_options |= {"state": functools.partial(McpConnection, server), "replay": "reapply"}
+
+    shared_connection = None if per_episode else SharedConnection(server)
+    made_tools = []
+    for listed_tool in listed_tools:
+        tool_name = f"{prefix}{listed_tool.name}"
+
+        if not TOOL_NAME.fullmatch(tool_name):
+            raise ConfigError(
+                f"{tool_name!r} is no name of a tool: letters, digits and _ . / - are, up to 128"
+            )
+
+        function_schema = {
+            "name": tool_name,
+            "description": listed_tool.description or "",
+            "parameters": listed_tool.input_schema,
+        }
+        schema = {"type": "function", "function": function_schema}
+        check_arguments = functools.partial(checker.complaint, listed_tool.name)
+        made_tools.append(
+            Tool(
+                tool_name,
+                schema,
+                _call_function(listed_tool, shared_connection),
+                check=check_arguments,
+                **tool_options,
+            )
+        )
+    return made_tools
 
 
-def _function(found: Any, shared: SharedConnection | None) -> Callable[..., Awaitable[str]]:
-    """Return what a call of the tool runs; without a shared connection it is given the episode's first."""
+def _call_function(
+    listed_tool: Any, shared_connection: SharedConnection | None
+) -> Callable[..., Awaitable[str]]:
+    """Return the function for calls of the tool; without a shared connection the first argument is the
+    episode's connection."""
 
-    async def of_episode(own: McpConnection, /, **arguments: Any) -> str:
-        return text_of(await own.call(found.name, arguments))
+    async def call_own(connection: McpConnection, /, **arguments: Any) -> str:
+        return result_text(await connection.call(listed_tool.name, arguments))
 
-    if shared is None:
-        return of_episode
-    hints = found.annotations
-    tries = 2 if hints and (hints.read_only_hint or hints.idempotent_hint) else 1
+    if shared_connection is None:
+        return call_own
 
-    async def of_worker(**arguments: Any) -> str:
-        return text_of(await shared.call(found.name, arguments, tries))
+    annotations = listed_tool.annotations
+    max_attempts = 2 if annotations and (annotations.read_only_hint or annotations.idempotent_hint) else 1
 
-    return of_worker
+    async def call_shared(**arguments: Any) -> str:
+        return result_text(await shared_connection.call(listed_tool.name, arguments, max_attempts))
+
+    return call_shared
 
 
-def text_of(result: Any) -> str:
-    """Return the texts of a CallToolResult; other parts by their type. ToolError: the tool's own answer."""
-    text = "\n".join(map(_part, result.content))
+def result_text(result: Any) -> str:
+    """Return the texts of a CallToolResult, and the types of other parts. ToolError: the tool reports an
+    error."""
+    text = "\n".join(map(_block_text, result.content))
     if not text and result.structured_content is not None:
         text = msgspec.json.encode(result.structured_content).decode()
+
     if result.is_error:
         raise ToolError(text or "the tool failed and gave no reason")
     return text
 
 
-def _part(block: Any) -> str:
+def _block_text(block: Any) -> str:
     if block.type == "text":
         return str(block.text)
     if block.type == "resource" and hasattr(block.resource, "text"):
@@ -125,25 +155,26 @@ def _part(block: Any) -> str:
     return f"[{block.uri if block.type == 'resource_link' else block.type}]"
 
 
-# -- what the server has ---------------------------------------------------------------------------------
+# -- the server's tools ----------------------------------------------------------------------------------
 
 
-def _listed(server: McpServer) -> list[Any]:
-    """Its tools. In a thread, as the caller may run an event loop, which waits: nothing else runs yet."""
+def _list_in_thread(server: McpServer) -> list[Any]:
+    """List the server's tools in a thread, as the caller may run an event loop, which waits meanwhile."""
     try:
         import mcp as _  # noqa: F401  the package
     except ImportError:
         raise ConfigError("the package mcp is not installed; pip install 'asyncrl[mcp]'") from None
+
     try:
         with ThreadPoolExecutor(1) as thread, users_code():
-            return thread.submit(asyncio.run, _list(server)).result()
+            return thread.submit(asyncio.run, _list_tools(server)).result()
     except McpError as error:
         raise ConfigError(str(error)) from error
-    except Exception as error:  # the boundary: of the package and whatever the server sent it
+    except Exception as error:  # the boundary to the package, which may pass on whatever the server sent
         raise ConfigError(f"{server} does not list its tools: {one_line(error)}") from error
 
 
-async def _list(server: McpServer) -> list[Any]:
+async def _list_tools(server: McpServer) -> list[Any]:
     connection = McpConnection(server)
     try:
         return await connection.tools()
@@ -151,30 +182,33 @@ async def _list(server: McpServer) -> list[Any]:
         await connection.close()
 
 
-def _allowed(found: list[Any], allow: list[str], server: McpServer) -> list[Any]:
-    known = {one.name: one for one in found}
-    if missing := [name for name in allow if name not in known]:
-        there = ", ".join(known) or "none"
-        raise ConfigError(f"allow: {server} has no tool {missing[0]!r}; it has {there}")
-    return [known[name] for name in allow] if allow else found
+def _select_allowed(listed_tools: list[Any], allow: list[str], server: McpServer) -> list[Any]:
+    tools_by_name = {listed_tool.name: listed_tool for listed_tool in listed_tools}
+    if missing_names := [name for name in allow if name not in tools_by_name]:
+        present_names = ", ".join(tools_by_name) or "none"
+        raise ConfigError(f"allow: {server} has no tool {missing_names[0]!r}; it has {present_names}")
+    return [tools_by_name[name] for name in allow] if allow else listed_tools
 
 
-def _decode(text: str) -> dict[str, Any]:
+def _decode_arguments(text: str) -> dict[str, Any]:
     return msgspec.json.decode(text or "{}", type=dict[str, Any])
 
 
-def _headers(text: str) -> tuple[tuple[str, str], ...]:
-    """ConfigError for what is no header, and for a secret that would be written into config.yaml."""
-    found = []
+def _parse_headers(text: str) -> tuple[tuple[str, str], ...]:
+    """Read headers. ConfigError: a header is malformed, or a secret would be written into config.yaml."""
+    header_pairs = []
     for line in filter(None, map(str.strip, re.split(r"[,\n]", text))):
         name, colon, value = (part.strip() for part in line.partition(":"))
-        if not colon or not HEADER.fullmatch(name) or not (value.isascii() and value.isprintable()):
+
+        if not colon or not HEADER_NAME.fullmatch(name) or not (value.isascii() and value.isprintable()):
             raise ConfigError(f"headers: {name!r} is no header; write Name: value, with commas between")
-        if name.lower() in SECRET and not VARIABLE.search(value):
+        if name.lower() in SECRET_HEADERS and not VARIABLE_REFERENCE.search(value):
             raise ConfigError(f"headers: {name} is a secret; name a variable: {name}: Bearer $MY_TOKEN")
-        found.append((name, value))
-    return tuple(found)
+
+        header_pairs.append((name, value))
+
+    return tuple(header_pairs)
 
 
-def _names(text: str) -> list[str]:
+def _split_names(text: str) -> list[str]:
     return [name.strip() for name in text.split(",") if name.strip()]

@@ -1,9 +1,9 @@
-"""Connections to MCP servers: one that is started, or one at a URL (streamable HTTP).
+"""Connections to MCP servers that are started here, or reached at a URL (streamable HTTP).
 
     call of a tool ──► SharedConnection (of a worker) ──► McpConnection ──► Client of the package `mcp`
                   └──► McpConnection (of an episode)
 
-The package has to leave its cancel scopes in the task that entered them, so each connection has a task.
+The package must leave cancel scopes in the task that entered them, so each connection has its own task.
 """
 
 from __future__ import annotations
@@ -20,17 +20,30 @@ from typing import Any
 from asyncrl.errors import AsyncrlError, ConfigError, UserCodeError, one_line, users_code
 from asyncrl.isolation.child import inherited
 from asyncrl.remote import bearer, proxy_of
-from asyncrl.tools.mcp_pipes import MAX_BYTES, started
+from asyncrl.tools.mcp_pipes import MAX_MESSAGE_BYTES, start_server
 from asyncrl.types import Sample
 
 log = logging.getLogger("asyncrl.tools")
 
 MAX_TOOLS = 256  # tools of one server
 CLOSE_SECONDS = 5.0  # to close a connection
-MAX_UNANSWERED = 8  # calls in a row that ended without an answer, after which a server counts as hung
-PAUSES = (0.0, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0)  # seconds before a connection, by failures in a row before it
-VARIABLE = re.compile(r"\$(\w+)")
-ENDED = ("Connection closed", "Session terminated")  # the package's errors after which no call can succeed
+MAX_UNANSWERED = 8  # after so many consecutive calls without an answer a server counts as hung
+# seconds before a new connection, by consecutive failures
+RECONNECT_PAUSES = (
+    0.0,
+    0.25,
+    0.5,
+    1.0,
+    2.0,
+    4.0,
+    8.0,
+)
+VARIABLE_REFERENCE = re.compile(r"\$(\w+)")
+# errors of the package after which no call can succeed
+ENDED_MESSAGES = (
+    "Connection closed",
+    "Session terminated",
+)
 
 
 class McpError(AsyncrlError):
@@ -43,11 +56,11 @@ class McpServerLost(McpError):
 
 @dataclass(frozen=True)
 class McpServer:
-    """The place of a server: the `command` line that starts it, or its `url`. `python` is this interpreter.
+    """Describe a server: the `command` line to start (`python` is this interpreter), or the `url`.
 
-    `env` names variables of this process that a started server sees beside the usual ones (PATH, HOME, ...);
-    `api_key_env` the one that holds the bearer token of a URL. `headers` of requests to a URL: (name, value),
-    where $NAME stands for a variable, which is read when a connection is made. `start_timeout`: seconds for
+    `env` names variables of this process that a started server sees beside the usual variables (PATH, HOME,
+    ...); `api_key_env` the variable with the bearer token of a URL. `headers` of requests to a URL: (name,
+    value), where $NAME stands for a variable, which is read for each connection. `start_timeout`: seconds for
     the handshake.
     """
 
@@ -61,14 +74,16 @@ class McpServer:
     def __str__(self) -> str:
         return self.command or self.url
 
-    def sent(self) -> dict[str, str]:
-        """Return the headers with their values. ConfigError: a variable holds nothing."""
-        return bearer(self.api_key_env) | {name: VARIABLE.sub(_variable, text) for name, text in self.headers}
+    def request_headers(self) -> dict[str, str]:
+        """Return the headers with the values of variables. ConfigError: a variable is empty."""
+        return bearer(self.api_key_env) | {
+            name: VARIABLE_REFERENCE.sub(_variable_value, text) for name, text in self.headers
+        }
 
 
-def _variable(match: re.Match[str]) -> str:
+def _variable_value(match: re.Match[str]) -> str:
     value = os.environ.get(match[1], "")
-    if not (value.isascii() and value.isprintable() and value):  # else an error of httpx2 would quote it
+    if not (value.isascii() and value.isprintable() and value):  # an error of httpx2 would quote the value
         raise ConfigError(f"the environment variable {match[1]} holds no value of a header; set it")
     return value
 
@@ -76,29 +91,30 @@ def _variable(match: re.Match[str]) -> str:
 _connections: set[McpConnection] = set()
 
 servers_of_older_handshake: set[McpServer] = set()
-"""Servers that are not asked for the newer handshake again: where one is silent to it, this costs 10 s."""
+"""Servers that get the older handshake at once: a server that ignores the newer handshake costs 10 s."""
 
 
 class McpConnection:
-    """Keep one connection, from the handshake, which begins after `pause` seconds, to its end."""
+    """Keep one connection, from the handshake, which begins after `pause` seconds, to the end."""
 
     def __init__(self, server: McpServer, pause: float = 0.0) -> None:
         self._server = server
-        self._wrote = bytearray()  # the end of what it wrote beside messages
-        self._problem = ""
-        self._refusal = ""  # the newest answer to a request was this HTTP error
+        self._server_output = bytearray()  # the end of the server's output beside messages
+        self._end_reason = ""
+        self._http_refusal = ""  # the HTTP error that was the newest answer to a request
         self._ending = asyncio.Event()
-        self._messages: Any = None  # from a server that was started
+        self._message_stream: Any = None  # the stream of messages from a started server
+
         self.loop = asyncio.get_running_loop()
         self._client: asyncio.Future[Any] = self.loop.create_future()
         self._client.add_done_callback(lambda client: client.cancelled() or client.exception())
-        self._holder = asyncio.create_task(self._hold(pause))
+        self._holder_task = asyncio.create_task(self._hold_connection(pause))
         _connections.add(self)
 
     @property
-    def over(self) -> bool:
-        """True if no call can succeed any more."""
-        closed = self._messages is not None and self._messages.statistics().open_send_streams == 0
+    def is_over(self) -> bool:
+        """Return whether no call can succeed any more."""
+        closed = self._message_stream is not None and self._message_stream.statistics().open_send_streams == 0
         return closed or self._ending.is_set()
 
     async def open(self, sample: Sample) -> None:
@@ -111,68 +127,73 @@ class McpConnection:
         from mcp.types import CONNECTION_CLOSED
 
         client = await asyncio.shield(self._client)  # cancelling this wait does not cancel the handshake
-        if self.over:
-            raise McpServerLost(f"the MCP server was lost: {self._why('it ended')}")
+
+        if self.is_over:
+            raise McpServerLost(f"the MCP server was lost: {self._describe_end('it ended')}")
+
         try:
             return await client.call_tool(name, arguments)
         except MCPError as error:
-            if error.message in ENDED:
-                self.end(error.message)
-            if not self.over and error.code != CONNECTION_CLOSED:
-                raise McpError(f"{name}: {self._refusal or one_line(error)}") from error
-            lost = f"the MCP server was lost during the call: {self._why(error.message)}"
-            raise McpServerLost(lost) from error
+            if error.message in ENDED_MESSAGES:
+                self.end_connection(error.message)
+            if not self.is_over and error.code != CONNECTION_CLOSED:
+                raise McpError(f"{name}: {self._http_refusal or one_line(error)}") from error
+            lost_text = f"the MCP server was lost during the call: {self._describe_end(error.message)}"
+            raise McpServerLost(lost_text) from error
 
     async def tools(self) -> list[Any]:
-        """List the tools of the server, within its `start_timeout`. Raises what the package raises, too."""
+        """List the tools of the server, within `start_timeout`. Also raises errors of the package."""
         client = await asyncio.shield(self._client)
-        found: list[Any] = []
+        listed_tools: list[Any] = []
         cursor: str | None = None
+
         async with asyncio.timeout(self._server.start_timeout):
-            while len(found) <= MAX_TOOLS:
+            while len(listed_tools) <= MAX_TOOLS:
                 page = await client.list_tools(cursor=cursor)
-                found += page.tools
+                listed_tools += page.tools
                 if (cursor := page.next_cursor) is None:
-                    return found
+                    return listed_tools
         raise ValueError(f"there are more than {MAX_TOOLS}")
 
-    def end(self, problem: str) -> None:
-        """Let its task close it. A handshake goes on: it has a deadline of its own."""
+    def end_connection(self, end_reason: str) -> None:
+        """Let the task close the connection. A handshake goes on, as it has its own deadline."""
         if self._client.done():
-            self._problem = self._problem or problem
+            self._end_reason = self._end_reason or end_reason
             self._ending.set()
 
     async def close(self) -> None:
-        """End it, within CLOSE seconds; a process is gone afterwards."""
-        self.end("it was closed")
+        """End the connection within CLOSE_SECONDS; a started process is gone afterwards."""
+        self.end_connection("it was closed")
         if not self._client.done():
-            self._holder.cancel()
-        done, _ = await asyncio.wait({self._holder}, timeout=CLOSE_SECONDS)
-        if not done:
-            self._holder.cancel()
+            self._holder_task.cancel()
 
-    async def _hold(self, pause: float) -> None:
-        """The task: connect and shake hands, wait for the end, close."""
+        done, _ = await asyncio.wait({self._holder_task}, timeout=CLOSE_SECONDS)
+        if not done:
+            self._holder_task.cancel()
+
+    async def _hold_connection(self, pause: float) -> None:
+        """Connect and shake hands, wait for the end, and close: the connection's task."""
         server = self._server
         problem = "it was closed"
         try:
             await asyncio.sleep(pause)
             with users_code():
                 await self._connect_until_ending()
-        except Exception as error:  # the boundary: of the package, its transports and the server
+        except Exception as error:  # the boundary to the package, its transports and the server
             cause: BaseException = error
             if isinstance(error, UserCodeError) and error.__cause__ is not None:
                 cause = error.__cause__
             while isinstance(cause, BaseExceptionGroup):
                 cause = cause.exceptions[0]
-            late = isinstance(cause, TimeoutError)
-            late_by = f"no handshake within {server.start_timeout:g} s"
-            problem = self._refusal or (late_by if late else one_line(cause))
+
+            timed_out = isinstance(cause, TimeoutError)
+            timeout_text = f"no handshake within {server.start_timeout:g} s"
+            problem = self._http_refusal or (timeout_text if timed_out else one_line(cause))
         finally:
-            why = self._why(problem)
+            end_text = self._describe_end(problem)
             if not self._client.done():
-                self._client.set_exception(McpError(f"no MCP server at {server}: {why}"))
-            self.end(problem)
+                self._client.set_exception(McpError(f"no MCP server at {server}: {end_text}"))
+            self.end_connection(problem)
             _connections.discard(self)
 
     async def _connect_until_ending(self) -> None:
@@ -181,135 +202,144 @@ class McpConnection:
         server = self._server
         async with AsyncExitStack() as stack:
             async with asyncio.timeout(server.start_timeout):
-                transport = (
-                    started(server.command, inherited(server.env), self._wrote)
-                    if server.command
-                    else self._http()
-                )
+                if server.command:
+                    transport = start_server(server.command, inherited(server.env), self._server_output)
+                else:
+                    transport = self._http_transport()
                 streams = await stack.enter_async_context(transport)
-                mode = "legacy" if server in servers_of_older_handshake else "auto"
-                unconnected = Client(nullcontext(streams), cache=None, mode=mode)
+                handshake_mode = "legacy" if server in servers_of_older_handshake else "auto"
+                unconnected = Client(nullcontext(streams), cache=None, mode=handshake_mode)
                 client = await stack.enter_async_context(unconnected)
+
             if client.session.initialize_result is not None:
                 servers_of_older_handshake.add(server)
-            self._messages = streams[0] if server.command else None
+            self._message_stream = streams[0] if server.command else None
             self._client.set_result(client)
             await self._ending.wait()
 
     @asynccontextmanager
-    async def _http(self) -> AsyncIterator[Any]:
+    async def _http_transport(self) -> AsyncIterator[Any]:
         import httpx2
         from mcp.client.streamable_http import streamable_http_client
 
         client = httpx2.AsyncClient(
-            timeout=httpx2.Timeout(10.0, read=None, pool=None),  # deadlines of answers are those of the calls
+            timeout=httpx2.Timeout(10.0, read=None, pool=None),  # calls have their own deadlines
             limits=httpx2.Limits(max_connections=None, max_keepalive_connections=64),
             follow_redirects=True,
-            mounts=_mounts(self._server.url),
-            event_hooks={"request": [_adds(self._server)], "response": [self._note, _bound]},
+            mounts=_proxy_mounts(self._server.url),
+            event_hooks={
+                "request": [_header_hook(self._server)],
+                "response": [self._note_refusal, _bound_answer],
+            },
         )
         async with client, streamable_http_client(self._server.url, http_client=client) as streams:
             yield streams
 
-    async def _note(self, response: Any) -> None:
-        """Keep what the package does not pass on: why the server refused a message of ours."""
+    async def _note_refusal(self, response: Any) -> None:
+        """Keep the HTTP error of a refused message, which the package does not pass on."""
         if response.request.method != "POST" or response.is_redirect:
             return
-        status = response.status_code
-        hint = "; set headers or api_key_env" if status in (401, 403) else ""
-        self._refusal = f"HTTP {status} {response.reason_phrase}{hint}" if status >= 400 else ""
 
-    def _why(self, problem: str) -> str:
-        """Say why it ended, and the last that the server wrote beside messages."""
-        wrote = " ".join(self._wrote.decode("utf-8", "replace").split())[-300:]
-        return (self._problem or problem) + (f" (it wrote: {wrote})" if wrote else "")
+        status = response.status_code
+        settings_hint = "; set headers or api_key_env" if status in (401, 403) else ""
+        self._http_refusal = f"HTTP {status} {response.reason_phrase}{settings_hint}" if status >= 400 else ""
+
+    def _describe_end(self, problem: str) -> str:
+        """Say why the connection ended, with the end of the server's output beside messages."""
+        output_end = " ".join(self._server_output.decode("utf-8", "replace").split())[-300:]
+        return (self._end_reason or problem) + (f" (it wrote: {output_end})" if output_end else "")
 
 
 class SharedConnection:
-    """The connection that all episodes of a worker share: made when it is first needed, and again, after a
-    pause that grows, when it was lost."""
+    """Keep the connection that all episodes of a worker share: made on first use, and made again, after a
+    growing pause, when lost."""
 
     def __init__(self, server: McpServer) -> None:
         self._server = server
-        self._failures = 0
-        self._unanswered = 0
-        self._current: McpConnection | None = None
+        self._failed_connections = 0
+        self._unanswered_calls = 0
+        self._current_connection: McpConnection | None = None
 
-    async def call(self, name: str, arguments: dict[str, Any], tries: int) -> Any:
-        """See McpConnection.call, which is called up to `tries` times when connections are lost."""
-        connection = self._connected()
+    async def call(self, name: str, arguments: dict[str, Any], max_attempts: int) -> Any:
+        """Call a tool as McpConnection.call does, up to `max_attempts` times if connections are lost."""
+        connection = self._ensure_connection()
         try:
             result = await connection.call(name, arguments)
         except McpServerLost:
-            if tries == 1:
+            if max_attempts == 1:
                 raise
-            return await self.call(name, arguments, tries - 1)
+            return await self.call(name, arguments, max_attempts - 1)
         except asyncio.CancelledError:
-            self._unanswered += 1
-            if self._unanswered >= MAX_UNANSWERED:
-                connection.end("it does not answer")
+            self._unanswered_calls += 1
+            if self._unanswered_calls >= MAX_UNANSWERED:
+                connection.end_connection("it does not answer")
             raise
-        self._failures = self._unanswered = 0
+
+        self._failed_connections = self._unanswered_calls = 0
         return result
 
-    def _connected(self) -> McpConnection:
-        if self._current is None or self._current.over:
-            if self._current is not None:
-                self._current.end("it ended")
-                self._failures += 1
-            self._current = McpConnection(self._server, PAUSES[min(self._failures, len(PAUSES) - 1)])
-        return self._current
+    def _ensure_connection(self) -> McpConnection:
+        if self._current_connection is None or self._current_connection.is_over:
+            if self._current_connection is not None:
+                self._current_connection.end_connection("it ended")
+                self._failed_connections += 1
+            self._current_connection = McpConnection(
+                self._server, RECONNECT_PAUSES[min(self._failed_connections, len(RECONNECT_PAUSES) - 1)]
+            )
+        return self._current_connection
 
 
 async def close_servers() -> None:
-    """Close all connections of this event loop, within CLOSE seconds: servers may have something to save. A
-    later call opens them again."""
+    """Close all connections of this event loop within CLOSE_SECONDS, as servers may have something to save. A
+    later call opens new connections."""
     loop = asyncio.get_running_loop()
-    await asyncio.gather(*(one.close() for one in list(_connections) if one.loop is loop))
+    await asyncio.gather(
+        *(connection.close() for connection in list(_connections) if connection.loop is loop)
+    )
 
 
 # -- HTTP ------------------------------------------------------------------------------------------
 
 
-def _mounts(url: str) -> dict[str, None]:
-    """No proxy of the environment for a server on this machine."""
+def _proxy_mounts(url: str) -> dict[str, None]:
+    """Return httpx mounts that use no proxy of the environment for a server on this machine."""
     return {} if proxy_of(url) else {"all://": None}
 
 
-def _adds(server: McpServer) -> Callable[[Any], Awaitable[None]]:
-    """A hook that adds the headers. No other host gets them, wherever the server redirects to."""
+def _header_hook(server: McpServer) -> Callable[[Any], Awaitable[None]]:
+    """Make a hook that adds the headers. No other host gets the headers, wherever the server redirects to."""
     import httpx2
 
-    own = httpx2.URL(server.url)
-    headers = server.sent()
+    server_url = httpx2.URL(server.url)
+    headers = server.request_headers()
 
-    async def add(request: Any) -> None:
-        same = (request.url.scheme, request.url.netloc) == (own.scheme, own.netloc)
+    async def add_headers(request: Any) -> None:
+        is_same_host = (request.url.scheme, request.url.netloc) == (server_url.scheme, server_url.netloc)
         for name, value in headers.items():
             request.headers.pop(name, None)
-            if same:
+            if is_same_host:
                 request.headers[name] = value
 
-    return add
+    return add_headers
 
 
-async def _bound(response: Any) -> None:
-    """Let an answer fail after MAX_BYTES; in a stream of events, the bytes of one event count."""
+async def _bound_answer(response: Any) -> None:
+    """Let an answer fail after MAX_MESSAGE_BYTES; in a stream of events, the bytes of one event count."""
     import httpx2
 
     stream = response.stream
-    limit = MAX_BYTES
-    events = response.headers.get("content-type", "").startswith("text/event-stream")
+    max_bytes = MAX_MESSAGE_BYTES
+    is_event_stream = response.headers.get("content-type", "").startswith("text/event-stream")
 
     class BoundedStream(httpx2.AsyncByteStream):
         async def __aiter__(self) -> AsyncIterator[bytes]:
-            size = 0
+            received_bytes = 0
             async for chunk in stream:
-                ended = events and (b"\n\n" in chunk or b"\r\n\r\n" in chunk)
-                size = 0 if ended else size + len(chunk)
-                if size > limit:
-                    log.warning("an answer of an MCP server was cut off after %d bytes", limit)
-                    raise httpx2.ReadError(f"the server's answer is larger than {limit} bytes")
+                event_ended = is_event_stream and (b"\n\n" in chunk or b"\r\n\r\n" in chunk)
+                received_bytes = 0 if event_ended else received_bytes + len(chunk)
+                if received_bytes > max_bytes:
+                    log.warning("an answer of an MCP server was cut off after %d bytes", max_bytes)
+                    raise httpx2.ReadError(f"the server's answer is larger than {max_bytes} bytes")
                 yield chunk
 
         async def aclose(self) -> None:

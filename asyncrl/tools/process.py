@@ -1,5 +1,5 @@
-"""Limits of tools, and tools in processes of their own (`process=True`): what runs past its deadline is
-killed, with its children.
+"""Limits of tools, and tools in separate processes (`process=True`), where a call that runs past its
+deadline is killed, with its children.
 
 CallLimits.call_process ──text of the arguments──► child: the tool ──ToolAnswer──► the caller
 """
@@ -21,122 +21,127 @@ from asyncrl.isolation.calls import CallTimeout
 from asyncrl.isolation.child import Service, inherited
 from asyncrl.isolation.pool import ProcessPool
 from asyncrl.registry import load_object
-from asyncrl.tools.base import MAX_REPLY, Tool, ToolError, reply_of, within_memory
+from asyncrl.tools.base import MAX_REPLY_BYTES, Tool, ToolError, bound_reply, read_reply
 
-START_SECONDS = 60.0  # for a child to import what the tool needs
-MAX_ANSWER = 2 * MAX_REPLY  # bytes
-MAX_ABANDONED = 100  # calls of one tool that still run after their deadlines; with more it is not called
+START_SECONDS = 60.0  # for a child to import the tool
+MAX_ANSWER_BYTES = 2 * MAX_REPLY_BYTES
+MAX_ABANDONED_CALLS = 100  # with so many calls that still run after their deadlines a tool is not called
 
 
 class ToolSource(msgspec.Struct, frozen=True):
-    """Tells a child which tool it runs: a function, or a factory with its arguments, as `module:name`."""
+    """Name the tool that a child runs: a function, or a factory with arguments, as `module:name`."""
 
     spec: str
     arguments: dict[str, Any]
 
 
 class ToolAnswer(msgspec.Struct, frozen=True):
-    """The result of a call. `refused`: the tool raised ToolError, with the content as its text."""
+    """Hold the result of a call. `refused`: the tool raised ToolError, with `content` as the text."""
 
     content: str
     reward: float = 0.0
     refused: bool = False
 
 
-def source_of(tool: Tool) -> ToolSource:
-    """Return how a child imports the tool. ConfigError when it has no importable name."""
-    made = tool.function
+def find_tool_source(tool: Tool) -> ToolSource:
+    """Return how a child imports the tool. ConfigError: the tool has no importable name."""
+    importable = tool.function
     arguments = {}
     if isinstance(tool.remake, partial):
-        made = tool.remake.func
+        importable = tool.remake.func
         arguments = tool.remake.keywords
-    module = made.__module__
-    name = made.__qualname__
-    if not name.isidentifier():
+
+    module_name = importable.__module__
+    object_name = importable.__qualname__
+    if not object_name.isidentifier():
         raise ConfigError(f"tool {tool.name!r}: process=True needs a function at the top level of its file")
-    if module == "__main__" or module.startswith("asyncrl_user_"):  # not importable by name
-        module = os.path.abspath(sys.modules[module].__file__ or "")
-    return ToolSource(f"{module}:{name}", arguments)
+
+    if module_name == "__main__" or module_name.startswith("asyncrl_user_"):  # not importable by name
+        module_name = os.path.abspath(sys.modules[module_name].__file__ or "")
+    return ToolSource(f"{module_name}:{object_name}", arguments)
 
 
-def _loaded(source: ToolSource) -> Callable[[str], ToolAnswer]:
+def _load_tool_call(source: ToolSource) -> Callable[[str], ToolAnswer]:
     """Load the tool, in the child."""
-    found = load_object(source.spec, "tool")
-    tool = found if isinstance(found, Tool) else found(**source.arguments)
+    loaded_object = load_object(source.spec, "tool")
+    tool = loaded_object if isinstance(loaded_object, Tool) else loaded_object(**source.arguments)
     assert isinstance(tool, Tool)
 
-    def call(arguments: str) -> ToolAnswer:
+    def call_tool(arguments: str) -> ToolAnswer:
         try:
-            return ToolAnswer(*reply_of(tool.function(**tool.decode(arguments))))
+            return ToolAnswer(*read_reply(tool.function(**tool.decode(arguments))))
         except ToolError as error:
-            return ToolAnswer(within_memory(str(error)), refused=True)
+            return ToolAnswer(bound_reply(str(error)), refused=True)
 
-    return call
+    return call_tool
 
 
-CALLS = Service("asyncrl.tools.process:CALLS", _loaded, ToolSource, str, ToolAnswer)
+CALLS = Service("asyncrl.tools.process:CALLS", _load_tool_call, ToolSource, str, ToolAnswer)
 
 
 # -- limits over all episodes of a worker: how many calls at once, how many per second ---------------------
 
 
 class CallLimits:
-    """`live`: calls that have begun and not really ended. They may outlive the wait for them: threads cannot
-    be stopped, and coroutines may ignore cancellation. `pool`: with `process=True`, as many processes as
-    calls run side by side."""
+    """Limit the calls of one tool. `live_calls`: calls that have started and not really ended. A call may
+    outlive the wait for its reply, as threads cannot be stopped, and coroutines may ignore cancellation.
+    `pool`: with `process=True`, a process for each concurrent call."""
 
     def __init__(self, tool: Tool) -> None:
-        self.live: set[object] = set()
-        most = tool.concurrency or (os.cpu_count() if tool.process else None)
+        self.live_calls: set[object] = set()
+        max_calls = tool.concurrency or (os.cpu_count() if tool.process else None)
         self.pool: ProcessPool[ToolSource, str, ToolAnswer] | None = None
         if tool.process:
             self.pool = ProcessPool(
                 CALLS,
-                source_of(tool),
+                find_tool_source(tool),
                 name="the process of the tool",
-                size=most or 1,
-                largest=MAX_ANSWER,
+                size=max_calls or 1,
+                largest=MAX_ANSWER_BYTES,
                 start_seconds=START_SECONDS,
                 env=inherited(tool.env),
             )
-        self._places = asyncio.Semaphore(most) if most else None
-        self._pause = 1 / tool.rate if tool.rate else 0.0
-        self._next = 0.0  # the loop's time at which a call may begin
-        self._turn = asyncio.Lock()  # of those that wait for it, in their order
-        self._awaited = 0
+        self._call_slots = asyncio.Semaphore(max_calls) if max_calls else None
+        self._call_interval = 1 / tool.rate if tool.rate else 0.0
+        self._next_call_time = 0.0  # the loop's time at which a call may start
+        self._pace_lock = asyncio.Lock()  # keeps the order of waiting calls
+        self._awaited_calls = 0
 
     @asynccontextmanager
-    async def place(self, seconds: float) -> AsyncIterator[None]:
-        """The body is one call. CallTimeout when it cannot begin within `seconds`."""
+    async def call_slot(self, seconds: float) -> AsyncIterator[None]:
+        """Hold a slot for one call, the body. CallTimeout: the call cannot start within `seconds`."""
         async with AsyncExitStack() as stack:
             try:
                 async with asyncio.timeout(seconds):
-                    if self._places is not None:
-                        await stack.enter_async_context(self._places)
-                    await self._pace()
+                    if self._call_slots is not None:
+                        await stack.enter_async_context(self._call_slots)
+                    await self._wait_for_rate()
             except TimeoutError:
                 raise CallTimeout(f"the tool is busy: the call did not begin within {seconds:g} s") from None
-            if (abandoned := len(self.live) - self._awaited) >= MAX_ABANDONED:
+
+            if (abandoned := len(self.live_calls) - self._awaited_calls) >= MAX_ABANDONED_CALLS:
                 raise CallTimeout(f"the tool is out of order: {abandoned} earlier calls have not ended")
-            self._awaited += 1
+
+            self._awaited_calls += 1
             try:
                 yield
             finally:
-                self._awaited -= 1
+                self._awaited_calls -= 1
 
     async def call_process(self, arguments: str) -> tuple[str, float]:
-        """(text, reward). ToolError is the tool's own answer; ChildError: it failed, or its process."""
+        """Return (text, reward). ToolError: the tool declined. ChildError: the tool or its process failed."""
         assert self.pool is not None
         answer = await self.pool.call(arguments)
         if answer.refused:
             raise ToolError(answer.content)
         return answer.content, answer.reward
 
-    async def _pace(self) -> None:
-        """Only a call that begins delays the next one; a call that gives up does not."""
-        if not self._pause:
+    async def _wait_for_rate(self) -> None:
+        """Wait until the rate allows a call. Only a call that starts delays the next call; a call that gives
+        up does not."""
+        if not self._call_interval:
             return
-        async with self._turn:
-            begin = max(asyncio.get_running_loop().time(), self._next)
-            await asyncio.sleep(begin - asyncio.get_running_loop().time())
-            self._next = begin + self._pause
+        async with self._pace_lock:
+            begin_time = max(asyncio.get_running_loop().time(), self._next_call_time)
+            await asyncio.sleep(begin_time - asyncio.get_running_loop().time())
+            self._next_call_time = begin_time + self._call_interval

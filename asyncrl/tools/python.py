@@ -1,6 +1,6 @@
-"""Python that keeps its variables for an episode, in a sandbox; `workspace` adds a shell to it.
+"""Python that keeps its variables for an episode, in a sandbox; `workspace` adds a shell.
 
-For a sample with a task the sandbox is in the task's image, and its changes are left for the reward.
+For a sample with a task the sandbox has the task's image, and its changes are left for the reward.
 """
 
 from __future__ import annotations
@@ -23,20 +23,23 @@ from asyncrl.isolation.sandbox.base import (
 )
 from asyncrl.isolation.sandbox.detection import check_image, check_isolation
 from asyncrl.isolation.sandbox.jail import Jail
-from asyncrl.tools.base import MAX_REPLY, Tool, tools
-from asyncrl.tools.schema import signature_of
+from asyncrl.tools.base import MAX_REPLY_BYTES, Tool, tools
+from asyncrl.tools.schema import read_signature
 from asyncrl.types import Sample
 
-OUTPUT = MAX_REPLY - 1024  # bytes that are kept of an output; the rest is for the notes on its end
-SPARE = 10.0  # seconds that a call may take beside its code: a start, an interrupt, a kill
+MAX_OUTPUT_BYTES = (
+    MAX_REPLY_BYTES - 1024
+)  # limit of a run's output; the difference is for notes on the run's end
+SPARE_SECONDS = 10.0  # extra time of a call beside its code: a start, an interrupt, a kill
 
 Seconds = Annotated[float, Meta(gt=0)]
 Size = Annotated[int, Meta(ge=1)]
 
 
 class Workspace:
-    """Holds one sandbox for one episode: an interpreter, a shell, and the directory they share. `task`: the
-    one of samples that have none. `snapshots`: its files are kept at most every so many turns; 0: never."""
+    """Hold one sandbox for one episode: an interpreter, a shell, and their common directory. `task`: for
+    samples without a task. `snapshots`: the least number of turns between two snapshots of the files; 0:
+    never."""
 
     def __init__(
         self,
@@ -46,25 +49,28 @@ class Workspace:
         task: Task | None = None,
         snapshots: int = 0,
     ) -> None:
-        self._made = limits, require
+        self._jail_settings = limits, require
         self._sandbox = Jail(limits, require=require)
-        self._default = task
+        self._default_task = task
         self._task: TaskSandbox | None = None
         self.snapshots = snapshots
-        self._seconds = seconds
-        self._setup = ""
-        self._number = 0  # of the sample
-        self._prepared = -1  # how often variables were lost before the setup last ran
+        self._run_seconds = seconds
+        self._setup_code = ""
+        self._sample_row = 0  # for errors
+        self._losses_at_setup = -1  # losses of variables when the setup last ran
 
     async def open(self, sample: Sample, setup: str = "") -> None:
-        """`setup`: code that an interpreter runs first, such as the data of this sample."""
-        self._setup = setup
-        self._number = sample.row
-        if task := task_of(sample) or self._default:
-            self._task = TaskSandbox(task, *self._made)
+        """Start the sandbox. `setup`: code that an interpreter runs first, such as the data of this
+        sample."""
+        self._setup_code = setup
+        self._sample_row = sample.row
+
+        if task := task_of(sample) or self._default_task:
+            self._task = TaskSandbox(task, *self._jail_settings)
             self._sandbox = self._task.jail
+
         await (self._task or self._sandbox).start()
-        await self._prepare()
+        await self._run_setup()
 
     async def python(self, code: str) -> str:
         """Run Python code; shows what it prints, and the value of a last expression. Variables are kept.
@@ -72,7 +78,7 @@ class Workspace:
         Args:
             code: The code to run.
         """
-        return reply_text(await self._run("cell", code), self._seconds)
+        return reply_text(await self._run_code("cell", code), self._run_seconds)
 
     async def shell(self, command: str) -> str:
         """Run a shell command; shows what it prints. Files are kept.
@@ -80,48 +86,51 @@ class Workspace:
         Args:
             command: The command to run.
         """
-        result = await self._run("shell", command)
+        result = await self._run_code("shell", command)
         status = f"[exit status {result.status}]" if result.ending == RunEnding.FAILED else ""
-        return reply_text(result, self._seconds, status)
+        return reply_text(result, self._run_seconds, status)
 
     async def snapshot(self) -> bytes:
         """Collect the files, while nothing runs."""
         return await self._sandbox.changes()
 
     async def restore(self, snapshot: bytes) -> None:
-        """Apply the files in a sandbox where nothing has run. The setup runs again in the next call."""
-        if self._setup:
+        """Apply the files in a sandbox that has run nothing yet. The setup runs again in the next call."""
+        if self._setup_code:
             await self._sandbox.close()
             await self._sandbox.start()
-            self._prepared = -1
+            self._losses_at_setup = -1
         await self._sandbox.apply(snapshot)
 
     async def result(self) -> dict[str, str] | None:
-        """Return what changed in the workspace of a task."""
+        """Return the changes in the workspace of a task."""
         return await self._task.result() if self._task else None
 
     async def close(self) -> None:
         await self._sandbox.close()
 
-    async def _run(self, kind: RunKind, source: str) -> RunResult:
-        await self._prepare()
-        return await self._sandbox.run(kind, source, self._seconds)
+    async def _run_code(self, kind: RunKind, source: str) -> RunResult:
+        await self._run_setup()
+        return await self._sandbox.run(kind, source, self._run_seconds)
 
-    async def _prepare(self) -> None:
-        """Run the setup where the interpreter has not."""
-        if not self._setup or self._prepared == self._sandbox.losses:
+    async def _run_setup(self) -> None:
+        """Run the setup if the interpreter has not run it."""
+        if not self._setup_code or self._losses_at_setup == self._sandbox.losses:
             return
-        result = await self._sandbox.prepare(self._setup, self._seconds)
+
+        result = await self._sandbox.prepare(self._setup_code, self._run_seconds)
+
         if result.ending != RunEnding.DONE:
-            raise SandboxError(f"the setup code of sample {self._number} failed: {result.output[-500:]}")
-        self._prepared = self._sandbox.losses
+            raise SandboxError(f"the setup code of sample {self._sample_row} failed: {result.output[-500:]}")
+        self._losses_at_setup = self._sandbox.losses
 
 
-def _register(label: str, snapshots: int, *methods: Callable[..., Awaitable[str]]) -> None:
-    """A factory of tools, one for each method, that share a sandbox. `snapshots`: the option's default."""
+def _register_tools(registered_name: str, snapshots: int, *methods: Callable[..., Awaitable[str]]) -> None:
+    """Register a factory of tools, one for each method, that share a sandbox. `snapshots`: the option's
+    default."""
 
-    @tools.register(label)
-    def make(
+    @tools.register(registered_name)
+    def make_tools(
         *,
         seconds: Seconds = 10.0,
         memory_mb: Size = 512,
@@ -133,39 +142,41 @@ def _register(label: str, snapshots: int, *methods: Callable[..., Awaitable[str]
         user: Literal["", "root"] = "",
         name: str = "",
     ) -> Sequence[Tool]:
-        """Code that runs longer than `seconds` is interrupted, then killed. `memory_mb` is of each process.
-        `require`: what the sandbox must isolate (docs/sandbox.md), words in one text; empty: whatever it
-        can. `image`, `user`: of the sandbox for samples without a task. `snapshots`: of its files, at most
-        one every so many turns; 0 for none. `name`: of the tool, where there is one."""
+        """Make the tools. Code that runs longer than `seconds` is interrupted, then killed. `memory_mb`
+        limits each process. `require`: the required isolation of the sandbox (docs/sandbox.md), words in one
+        text; empty: as far as possible. `image`, `user`: of the sandbox for samples without a task.
+        `snapshots`: the least number of turns between two snapshots of the files; 0: no snapshots. `name`:
+        of the only tool."""
         required = check_isolation(require)
-        limits = SandboxLimits(memory_mb, processes, file=disk_mb, disk=disk_mb, output=OUTPUT)
+        limits = SandboxLimits(memory_mb, processes, file=disk_mb, disk=disk_mb, output=MAX_OUTPUT_BYTES)
         task = Task(image, check_image(image, user).digest, user=user) if image else None
         state = functools.partial(Workspace, limits, required, seconds, task, snapshots)
-        return [_tool(name or method.__name__, method, state, seconds) for method in methods]
+        return [_make_tool(name or method.__name__, method, state, seconds) for method in methods]
 
 
-def _tool(
+def _make_tool(
     name: str, method: Callable[..., Awaitable[str]], state: Callable[[], Workspace], seconds: float
 ) -> Tool:
-    schema, decode = signature_of(method, name, method)
-    timeout = 2 * seconds + SPARE  # the setup may have to run again
+    schema, decode = read_signature(method, name, method)
+    timeout = 2 * seconds + SPARE_SECONDS  # the setup may have to run again
     return Tool(name, schema, method, decode, state, timeout=timeout, replay="reapply")
 
 
-_register("python", 0, Workspace.python)  # calls that run again give the variables back, too
-_register("shell", 1, Workspace.shell)
-_register("workspace", 1, Workspace.python, Workspace.shell)
+_register_tools("python", 0, Workspace.python)  # repeated calls also give the variables back
+_register_tools("shell", 1, Workspace.shell)
+_register_tools("workspace", 1, Workspace.python, Workspace.shell)
 
 
 def reply_text(result: RunResult, seconds: float, status: str = "") -> str:
-    """Return what the model reads: the output, and how the run ended unless it succeeded."""
-    signal = f" by signal {-result.status}" if result.status < 0 else ""
-    notes = {
+    """Return the reply for the model: the output, and the ending of a run that did not succeed."""
+    signal_note = f" by signal {-result.status}" if result.status < 0 else ""
+    ending_notes = {
         RunEnding.LATE: f"[stopped after {seconds:g} s]",
-        RunEnding.DIED: f"[the interpreter ended{signal}]",
+        RunEnding.DIED: f"[the interpreter ended{signal_note}]",
     }
-    parts = [result.output.rstrip("\n"), notes.get(result.ending, ""), status]
+    reply_parts = [result.output.rstrip("\n"), ending_notes.get(result.ending, ""), status]
+
     if result.lost:
-        what = "variables and files" if result.emptied else "variables"
-        parts.append(f"[the {what} of earlier calls are lost]")
-    return "\n".join(part for part in parts if part) or "[no output]"
+        lost_things = "variables and files" if result.emptied else "variables"
+        reply_parts.append(f"[the {lost_things} of earlier calls are lost]")
+    return "\n".join(part for part in reply_parts if part) or "[no output]"

@@ -1,11 +1,11 @@
-"""Search tools: BM25 over a corpus of this machine, or a retrieval server. Both reply in the same way:
+"""Search tools: BM25 over a corpus on this machine, or a retrieval server. Both reply in the same format:
 
 [1] Title of the best passage
 its text
 
 [2] …
 
-corpus.jsonl ──► <cache>/<key>/, as bm25s writes it     key: file, its size and time, stopwords
+corpus.jsonl ──► <cache>/<key>/, in the format of bm25s     key: file, its size and time, stopwords
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from asyncrl.errors import UNDECODABLE, AsyncrlError, ConfigError, one_line, use
 from asyncrl.remote import check_url, post
 from asyncrl.tools.base import Tool, tool, tools
 
-NOTHING = "no passage was found"
-HEAD = 256  # characters of a title that are shown
-THREADS = 4  # searches of one worker at once
-FORMAT = 2  # of what is in the cache; part of the key
-WORD = r"(?u)\b\w+\b"
-TEXTS = ("text", "contents")
+NO_PASSAGE = "no passage was found"
+MAX_TITLE_CHARACTERS = 256  # longer titles are cut
+MAX_CONCURRENT_SEARCHES = 4  # limit for one worker
+INDEX_FORMAT = 2  # the version of the cached index, a part of the key
+WORD_PATTERN = r"(?u)\b\w+\b"
+TEXT_FIELDS = ("text", "contents")
 log = logging.getLogger("asyncrl.tools")
 
 
@@ -66,20 +66,19 @@ def search(
     """Search by BM25 in `corpus`, a file of rows (.jsonl, .parquet, .json, .csv) with `text` or `contents`,
     and optionally `title`.
 
-    `k` passages of at most `max_chars` characters are returned. `stopwords`: the language whose most common
-    words are ignored; empty: none are. The index is kept in the directory `cache` (default:
-    ~/.cache/asyncrl/search) and mapped into memory. ConfigError for options that cannot be used.
-    """
-    _check(k, max_chars)
+    A search returns `k` passages of at most `max_chars` characters. `stopwords`: the language whose most
+    common words are ignored; empty: no word is. The index is kept in the directory `cache` (default:
+    ~/.cache/asyncrl/search) and mapped into memory. ConfigError: an option cannot be used."""
+    _check_limits(k, max_chars)
     try:
-        found = open_corpus(corpus, cache, stopwords)
+        opened_corpus = open_corpus(corpus, cache, stopwords)
     except ImportError:
         raise ConfigError("bm25s is not installed; pip install 'asyncrl[search]'") from None
 
     def look_up(query: str) -> str:
-        return reply(found.search(query, k), max_chars)
+        return write_reply(opened_corpus.search(query, k), max_chars)
 
-    return _search_tool(look_up, name, description, blocking=True, concurrency=THREADS)
+    return _search_tool(look_up, name, description, blocking=True, concurrency=MAX_CONCURRENT_SEARCHES)
 
 
 @tools.register("search_remote")
@@ -93,39 +92,48 @@ def search_remote(
     name: str = "search",
     description: str = "Search the corpus.",
 ) -> Tool:
-    """A retrieval server at `url` with Search-R1's protocol:
+    """Search by a retrieval server at `url` with Search-R1's protocol:
 
         POST {"queries": [...], "topk": k, "return_scores": true}
         {"result": [[{"document": {"contents": ...}, "score": ...}, ...]]}
 
     `timeout` (seconds) covers the repetitions after a refused connection, 429 or 5xx.
     """
-    _check(k, max_chars)
+    _check_limits(k, max_chars)
     check_url(url)
 
     async def look_up(query: str) -> str:
         body = {"queries": [query], "topk": k, "return_scores": True}
-        return reply(_passages(await post(url, body, seconds=timeout, retries=retries))[:k], max_chars)
+        return write_reply(
+            _decode_passages(await post(url, body, seconds=timeout, retries=retries))[:k], max_chars
+        )
 
     return _search_tool(look_up, name, description, timeout=timeout + 1)
 
 
-def reply(passages: Iterable[Passage], max_chars: int) -> str:
-    """Write what the model reads; every passage is cut at `max_chars` characters."""
-    shown = [_shown(number, found, max_chars) for number, found in enumerate(passages, start=1)]
-    return "\n\n".join(shown) or NOTHING
+def write_reply(passages: Iterable[Passage], max_chars: int) -> str:
+    """Write the reply for the model; every passage is cut at `max_chars` characters."""
+    passage_texts = [
+        _show_passage(number, found_passage, max_chars)
+        for number, found_passage in enumerate(passages, start=1)
+    ]
+    return "\n\n".join(passage_texts) or NO_PASSAGE
 
 
-def _shown(number: int, found: Passage, max_chars: int) -> str:
-    text = found.text if len(found.text) <= max_chars else f"{found.text[:max_chars]}…"
-    return f"[{number}] {found.title[:HEAD]}\n{text}" if found.title else f"[{number}] {text}"
+def _show_passage(number: int, found_passage: Passage, max_chars: int) -> str:
+    text = found_passage.text
+    if len(text) > max_chars:
+        text = f"{text[:max_chars]}…"
+    if found_passage.title:
+        return f"[{number}] {found_passage.title[:MAX_TITLE_CHARACTERS]}\n{text}"
+    return f"[{number}] {text}"
 
 
-def _passages(answer: bytes) -> list[Passage]:
-    """Return the passages of the one query. SearchError for an answer in another format."""
+def _decode_passages(answer: bytes) -> list[Passage]:
+    """Return the passages of the only query. SearchError: the answer has another format."""
     try:
         (hits,) = msgspec.json.decode(answer, type=_SearchAnswer).result
-        return [passage(hit.document) for hit in hits]
+        return [read_passage(hit.document) for hit in hits]
     except (*UNDECODABLE, ValueError) as error:
         raise SearchError(f"the retrieval server's answer is not Search-R1's: {one_line(error)}") from error
 
@@ -137,14 +145,15 @@ def _search_tool(
     return tool(name=name, **options)(look_up)
 
 
-def _check(k: int, max_chars: int) -> None:
+def _check_limits(k: int, max_chars: int) -> None:
     if k < 1 or max_chars < 1:
         raise ConfigError(f"k and max_chars must be at least 1, not {k} and {max_chars}")
 
 
 # -- a corpus with its BM25 index on disk, memory-mapped: the workers of a machine share its pages ---------
 
-_corpora: weakref.WeakValueDictionary[Path, Corpus] = weakref.WeakValueDictionary()  # those in use
+# opened corpora, by directory
+_corpora: weakref.WeakValueDictionary[Path, Corpus] = weakref.WeakValueDictionary()
 
 
 @dataclass(frozen=True)
@@ -153,146 +162,168 @@ class Passage:
     text: str
 
 
-def passage(document: Mapping[str, Any]) -> Passage:
-    """Read a document with `text` or `contents`, and perhaps a `title`. Without one, a first line in quotes
-    is the title, as in Search-R1's corpora. ValueError when there is no text, or half a character in it."""
-    text = next((document[key] for key in TEXTS if isinstance(document.get(key), str)), None)
+def read_passage(document: Mapping[str, Any]) -> Passage:
+    """Read a document with `text` or `contents`, and perhaps a `title`. Without a title, a first line in
+    quotes is the title, as in Search-R1's corpora. ValueError: the text is missing, or contains half a
+    character."""
+    text = next((document[key] for key in TEXT_FIELDS if isinstance(document.get(key), str)), None)
     if text is None:
-        raise ValueError(f"no {' or '.join(TEXTS)}, only {', '.join(map(str, document)) or 'nothing'}")
+        raise ValueError(f"no {' or '.join(TEXT_FIELDS)}, only {', '.join(map(str, document)) or 'nothing'}")
 
     title = str(document.get("title") or "")
     try:
         (title + text).encode()  # bm25s would lose its position in the file after such a passage
     except UnicodeEncodeError as error:
-        half = ascii(error.object[error.start])
-        raise ValueError(f"it has {half}, a lone surrogate (half of a character); correct the text") from None
+        surrogate = ascii(error.object[error.start])
+        raise ValueError(
+            f"it has {surrogate}, a lone surrogate (half of a character); correct the text"
+        ) from None
 
     if title:
         return Passage(title, text)
-    first, _, rest = text.partition("\n")
-    if rest and first.startswith('"') and first.endswith('"'):
-        return Passage(first.strip('"'), rest)
+    first_line, _, remaining_text = text.partition("\n")
+    if remaining_text and first_line.startswith('"') and first_line.endswith('"'):
+        return Passage(first_line.strip('"'), remaining_text)
     return Passage("", text)
 
 
 class Corpus:
-    """Holds an opened index. `search` may be called from several threads at once."""
+    """Hold an opened index. `search` may be called from several threads at once."""
 
-    def __init__(self, home: Path, stopwords: str) -> None:
+    def __init__(self, index_directory: Path, stopwords: str) -> None:
         import bm25s
         from bm25s.utils.corpus import JsonlCorpus
 
         self._stopwords = stopwords
-        self._index = bm25s.BM25.load(home, mmap=True, show_progress=False)
-        self._passages = JsonlCorpus(home / "corpus.jsonl", show_progress=False, verbosity=0)
+        self._index = bm25s.BM25.load(index_directory, mmap=True, show_progress=False)
+        self._passages = JsonlCorpus(index_directory / "corpus.jsonl", show_progress=False, verbosity=0)
         self._passages.mmindex = np.array(self._passages.mmindex)  # a list takes five times the memory
-        self._reading = threading.Lock()  # all searches of bm25s share one position in the file
-        self._passage(self._index.scores["num_docs"] - 1)  # it raises where the file is shorter
+        self._read_lock = threading.Lock()  # all searches of bm25s share one position in the file
+        self._read_passage(self._index.scores["num_docs"] - 1)  # raises if the file is too short
 
     def __len__(self) -> int:
         return len(self._passages)
 
     def search(self, query: str, k: int) -> list[Passage]:
-        """At most k passages that share a word with the query, best first; the corpus's order breaks ties."""
-        (asked,) = _tokenized([query], self._stopwords, return_ids=False)
-        words = [word for word in asked if word in self._index.vocab_dict]
-        if not words:
+        """Return at most k passages that share a word with the query, the best first; the corpus's order
+        breaks ties."""
+        (query_words,) = _tokenize([query], self._stopwords, return_ids=False)
+        known_words = [word for word in query_words if word in self._index.vocab_dict]
+        if not known_words:
             return []
-        return [self._passage(index) for index in _best(self._index.get_scores(words), k)]
+        return [self._read_passage(index) for index in _best_indices(self._index.get_scores(known_words), k)]
 
-    def _passage(self, index: int) -> Passage:
-        with self._reading:
+    def _read_passage(self, index: int) -> Passage:
+        with self._read_lock:
             return Passage(*self._passages[index])
 
 
-def _best(scores: np.ndarray, k: int) -> list[int]:
-    """Indices of the k largest positive scores. Most are 0, and a partition of equal numbers is slow."""
+def _best_indices(scores: np.ndarray, k: int) -> list[int]:
+    """Return the indices of the k largest positive scores. Most scores are 0, and a partition of equal
+    numbers is slow."""
     indices = np.flatnonzero(scores > 0)
-    found = scores[indices]
+    best_scores = scores[indices]
+
     if len(indices) > k:
-        kept = found >= np.partition(found, -k)[-k]
-        indices = indices[kept]
-        found = found[kept]
-    order = np.argsort(-found, kind="stable")[:k]
-    return [int(index) for index in indices[order]]
+        is_candidate = best_scores >= np.partition(best_scores, -k)[-k]
+        indices = indices[is_candidate]
+        best_scores = best_scores[is_candidate]
+
+    score_order = np.argsort(-best_scores, kind="stable")[:k]
+    return [int(index) for index in indices[score_order]]
 
 
 def open_corpus(source: str, cache: str = "", stopwords: str = "english") -> Corpus:
-    """Open the corpus of a file of rows. The first process to open it builds the index, others wait for that.
-    ConfigError for a file or a directory that cannot be used."""
+    """Open the corpus of a file of rows. The first process to open a corpus builds the index while further
+    processes wait. ConfigError: the file or the directory cannot be used."""
     path = Path(source).expanduser().resolve()
     if not path.is_file():
         raise ConfigError(f"there is no corpus {source}; set corpus to a file")
+
     with ConfigError.instead_of(ValueError, text=f"stopwords {stopwords!r} are not known"):
-        _tokenized([""], stopwords)
+        _tokenize([""], stopwords)
+
     if not cache:
-        default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        cache = str(default / "asyncrl" / "search")
-    home = Path(cache).expanduser().resolve() / _key(path, stopwords)
+        cache_home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        cache = str(cache_home / "asyncrl" / "search")
+
+    index_directory = Path(cache).expanduser().resolve() / _index_key(path, stopwords)
+
     try:
-        home.parent.mkdir(parents=True, exist_ok=True)
-        with home.with_suffix(".lock").open("ab") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # the kernel releases it when its holder dies
-            corpus = _corpora.get(home) or _opened(path, home, stopwords)
-            _corpora[home] = corpus
+        index_directory.parent.mkdir(parents=True, exist_ok=True)
+        with index_directory.with_suffix(".lock").open("ab") as lock_file:
+            fcntl.flock(lock_file, fcntl.LOCK_EX)  # the kernel releases the lock when the process dies
+            corpus = _corpora.get(index_directory) or _open_or_build(path, index_directory, stopwords)
+            _corpora[index_directory] = corpus
             return corpus
     except OSError as error:
-        where = f"search: cannot keep the index of {source} in {home.parent}"
-        raise ConfigError(f"{where} ({one_line(error)}); set cache to a directory") from None
+        problem_text = f"search: cannot keep the index of {source} in {index_directory.parent}"
+        raise ConfigError(f"{problem_text} ({one_line(error)}); set cache to a directory") from None
 
 
-def _opened(path: Path, home: Path, stopwords: str) -> Corpus:
-    if home.is_dir():
+def _open_or_build(path: Path, index_directory: Path, stopwords: str) -> Corpus:
+    if index_directory.is_dir():
         try:
             with users_code():
-                return Corpus(home, stopwords)
-        except Exception as error:  # whatever a damaged file makes the two libraries raise
-            log.warning("the index %s is damaged (%s); it is built again", home, one_line(error))
-            shutil.rmtree(home)
+                return Corpus(index_directory, stopwords)
+        except Exception as error:  # a damaged file may make the two libraries raise any error
+            log.warning("the index %s is damaged (%s); it is built again", index_directory, one_line(error))
+            shutil.rmtree(index_directory)
+
     log.info("indexing %s", path)
-    building = Path(tempfile.mkdtemp(prefix="building-", dir=home.parent))
+    build_directory = Path(tempfile.mkdtemp(prefix="building-", dir=index_directory.parent))
+
     try:
-        _build(path, building, stopwords)
-        building.rename(home)
+        _build_index(path, build_directory, stopwords)
+        build_directory.rename(index_directory)
     finally:
-        shutil.rmtree(building, ignore_errors=True)
-    return Corpus(home, stopwords)
+        shutil.rmtree(build_directory, ignore_errors=True)
+    return Corpus(index_directory, stopwords)
 
 
-def _build(path: Path, home: Path, stopwords: str) -> None:
+def _build_index(path: Path, index_directory: Path, stopwords: str) -> None:
     """Read the file twice, so that its passages are never all in memory."""
     import bm25s
 
-    texts = (f"{found.title}\n{found.text}" for found in _read_passages(path))
-    found = _tokenized(texts, stopwords)
-    if not found.vocab:
+    texts = (f"{passage.title}\n{passage.text}" for passage in _read_passages(path))
+    tokenized = _tokenize(texts, stopwords)
+    if not tokenized.vocab:
         raise ConfigError(f"{path} has no words to search")
+
     index = bm25s.BM25()
-    index.index(found, show_progress=False)
-    kept = ((found.title, found.text) for found in _read_passages(path))
-    index.save(home, kept, show_progress=False)
+    index.index(tokenized, show_progress=False)
+
+    stored_passages = ((passage.title, passage.text) for passage in _read_passages(path))
+    index.save(index_directory, stored_passages, show_progress=False)
 
 
-def _tokenized(texts: Any, stopwords: Any, **options: Any) -> Any:
+def _tokenize(texts: Any, stopwords: Any, **options: Any) -> Any:
     import bm25s
 
     return bm25s.tokenize(
-        texts, stopwords=stopwords or [], token_pattern=WORD, show_progress=False, **options
+        texts, stopwords=stopwords or [], token_pattern=WORD_PATTERN, show_progress=False, **options
     )
 
 
 def _read_passages(path: Path) -> Iterator[Passage]:
-    """Yield the passages in order. ConfigError names the document that has none."""
+    """Yield the passages in order. ConfigError names the document without a passage."""
     for number, document in enumerate(read_rows(path), start=1):
         try:
-            yield passage(document)
+            yield read_passage(document)
         except ValueError as error:
             raise ConfigError(f"{path}, document {number}: {error}") from None
 
 
-def _key(path: Path, stopwords: str) -> str:
+def _index_key(path: Path, stopwords: str) -> str:
     import bm25s
 
-    stat = path.stat()
-    facts = (FORMAT, bm25s.__version__, str(path), stat.st_size, stat.st_mtime_ns, stopwords)
-    return f"{path.stem}-{xxhash.xxh3_64_hexdigest(repr(facts).encode())}"
+    file_status = path.stat()
+    key_parts = (
+        INDEX_FORMAT,
+        bm25s.__version__,
+        str(path),
+        file_status.st_size,
+        file_status.st_mtime_ns,
+        stopwords,
+    )
+    return f"{path.stem}-{xxhash.xxh3_64_hexdigest(repr(key_parts).encode())}"

@@ -4,9 +4,8 @@
     session = box.session(sample)                 one per episode
     await session.open() ... await session.call(call) ... await session.result() ... await session.close()
 
-Every call gets a reply within its deadline, whatever the tool does. A call that hangs, or ignores
-cancellation, is abandoned at its deadline, and delays no other call.
-"""
+Every call gets a reply within a deadline, whatever the tool does. A call that hangs, or ignores
+cancellation, is abandoned at the deadline, and delays no other call."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ import msgspec
 
 from asyncrl.errors import ProtocolError, SetupError, describe, one_line, reason, recorded, users_code
 from asyncrl.isolation.calls import call_user, in_thread
-from asyncrl.tools.base import Tool, ToolError, names, reply_of, within_memory
+from asyncrl.tools.base import Tool, ToolError, bound_reply, names, read_reply
 from asyncrl.tools.process import CallLimits
 from asyncrl.tools.sample_tools import (
     SampleTools,
@@ -39,152 +38,157 @@ from asyncrl.values import result_of
 
 log = logging.getLogger("asyncrl.tools")
 
-RESTORED = "\n[files are kept; variables and background processes of earlier calls are lost]"
-"""A reply after `restore` ends so."""
-BEGIN_SECONDS = 90.0  # for what tools share to be ready; a process has 60 s to start
-CLOSE_SECONDS = 5.0  # after which a session is closed, whatever its tools do
-PAUSES = (0.1, 0.3, 1.0, 3.0)  # seconds before a call is tried again; the last one repeats
+RESTORED_NOTE = "\n[files are kept; variables and background processes of earlier calls are lost]"
+"""The end of the first reply of each object after `restore`."""
+BEGIN_SECONDS = 90.0  # for shared resources of tools to be ready; a process has 60 s to start
+CLOSE_SECONDS = 5.0  # a session is closed after so long, whatever the tools do
+RETRY_PAUSES = (0.1, 0.3, 1.0, 3.0)  # seconds before a call is tried again; the last pause repeats
 
 
 class Toolbox:
-    """All tools by the names that models call them by. `timeout`: seconds, for tools that set none."""
+    """Hold all tools by their names for models. `timeout`: seconds of a call, for tools without a timeout."""
 
     def __init__(self, tools: Mapping[str, Tool], timeout: float = 30.0) -> None:
         self.tools = dict(tools)
         self.timeout = timeout
         self.call_limits = {name: CallLimits(tool) for name, tool in tools.items()}
-        self._reported: set[str] = set()
+        self._reported_tools: set[str] = set()
 
-    async def begin(self, tools: Iterable[Tool]) -> None:
-        """Wait until what these tools share is ready. A failure is logged; calls fail with it, too."""
+    async def begin_shared(self, tools: Iterable[Tool]) -> None:
+        """Wait until the shared resources of these tools are ready. A failure is logged; calls fail as
+        well."""
 
         async def begin_and_report(name: str, begin: Callable[[], Awaitable[None]]) -> None:
             with recorded() as failure:
                 await call_user(begin, BEGIN_SECONDS)
             if failure.error is not None:
-                self.report(name, describe(failure.error))
+                self.report_failure(name, describe(failure.error))
 
         names_by_begin = {tool.begin: tool.name for tool in tools if tool.begin is not None}
         await asyncio.gather(*(begin_and_report(name, begin) for begin, name in names_by_begin.items()))
 
     def session(self, sample: Sample, episode: str = "", snapshots: Snapshots | None = None) -> ToolSession:
-        """The tools of one episode, not yet open. `episode`: its name in `snapshots`."""
+        """Make the tools of one episode, not yet open. `episode`: the episode's name in `snapshots`."""
         return ToolSession(self, sample, episode, snapshots)
 
     async def close(self) -> None:
-        """End what tools share: their processes and connections, within a deadline. Never raises."""
-        pools = [limits.pool.close() for limits in self.call_limits.values() if limits.pool]
-        ends = {tool.end for tool in self.tools.values() if tool.end is not None}
-        ended = (call_user(end, CLOSE_SECONDS) for end in ends)
-        for problem in await asyncio.gather(*pools, *ended, return_exceptions=True):
+        """End shared resources of tools, processes and connections, within a deadline. Never raises."""
+        pool_closings = [limits.pool.close() for limits in self.call_limits.values() if limits.pool]
+        end_functions = {tool.end for tool in self.tools.values() if tool.end is not None}
+        end_calls = (call_user(end, CLOSE_SECONDS) for end in end_functions)
+
+        for problem in await asyncio.gather(*pool_closings, *end_calls, return_exceptions=True):
             if isinstance(problem, Exception):
                 log.warning("closing tools: %s", one_line(problem))
 
     def schemas(self, sample: Sample) -> tuple[str, ...]:
-        """The schemas of the tools that a sample is given, as JSON text. A conversation that is to be learned
-        may bring its own (`tool_schemas`). ToolError for an unknown tool."""
+        """Return the schemas of a sample's tools, as JSON text. A conversation for training may bring schemas
+        (`tool_schemas`). ToolError: a tool is unknown."""
         if sample.demonstration:
-            own = msgspec.json.decode(sample.extra_info).get("tool_schemas")
-            if own is not None:
-                return tuple(map(json.dumps, own))
+            conversation_schemas = msgspec.json.decode(sample.extra_info).get("tool_schemas")
+            if conversation_schemas is not None:
+                return tuple(map(json.dumps, conversation_schemas))
         return tuple(
             tool.schema_text for tool in select_tools(self.tools, read_sample_tools(sample)).values()
         )
 
-    def report(self, name: str, problem: str) -> None:
-        """The first failure of a tool goes to the log: the model reads all of them, a person none."""
-        if name not in self._reported:
-            self._reported.add(name)
+    def report_failure(self, name: str, problem: str) -> None:
+        """Log the first failure of a tool: the model reads all failures, a person none."""
+        if name not in self._reported_tools:
+            self._reported_tools.add(name)
             log.warning("tool %s failed (later failures are not logged): %s", name, problem)
 
-    def limit(self, tool: Tool) -> float:
-        """Seconds that one call of a tool may take."""
+    def call_seconds(self, tool: Tool) -> float:
+        """Return the seconds that one call of a tool may take."""
         return self.timeout if tool.timeout is None else tool.timeout
 
 
 class EpisodeObject:
-    """An object that lives as long as its episode. Its calls run one after another, in their order."""
+    """Hold an object that lives as long as its episode. Calls run one after another, in their order."""
 
-    def __init__(self, state: Any, blocking: bool, limit: float, snapshots: ToolSnapshots | None) -> None:
+    def __init__(
+        self, state: Any, blocking: bool, call_seconds: float, snapshots: ToolSnapshots | None
+    ) -> None:
         self.state = state
-        self.turn = asyncio.Lock()
-        self.called = False  # since `save`
-        self.restored = -1  # the turn up to which a snapshot brought the effects of calls
-        self.note = ""  # at the end of the next reply
+        self.call_lock = asyncio.Lock()
+        self.was_called = False  # since the last `save`
+        self.restored_turn = -1  # the turn up to which a snapshot brought the effects of calls
+        self.reply_note = ""  # at the end of the next reply
         self._blocking = blocking
-        self._limit = limit
-        self._every: int = getattr(state, "snapshots", 0)
-        self.snapshots = snapshots if self._every else None
-        self._unsaved = 0  # turns with calls since the newest snapshot
+        self._call_seconds = call_seconds
+        self._snapshot_interval: int = getattr(state, "snapshots", 0)
+        self.snapshots = snapshots if self._snapshot_interval else None
+        self._unsaved_turns = 0  # turns with calls since the newest snapshot
 
     async def open(self, sample: Sample, arguments: dict[str, Any]) -> None:
-        """Call its `open`, where it has one, with the arguments that it takes."""
+        """Call the object's `open`, if present, with the arguments that it accepts."""
         if function := getattr(self.state, "open", None):
-            given = accepted_arguments(function, arguments)
-            await call_user(partial(function, sample, **given), blocking=self._blocking)
+            accepted = accepted_arguments(function, arguments)
+            await call_user(partial(function, sample, **accepted), blocking=self._blocking)
 
     async def result(self) -> dict[str, Any]:
-        """Call its `result` after its calls. ToolError when that fails, or takes longer
-        than a call may."""
+        """Call the object's `result` after all calls. ToolError: `result` fails, or takes longer than a call
+        may."""
 
-        async def call(result: Callable[[], Any]) -> Any:
-            async with self.turn:
+        async def call_result(result: Callable[[], Any]) -> Any:
+            async with self.call_lock:
                 return result_of(await call_user(result, blocking=self._blocking), "it")
 
         try:
-            found = await call_user(partial(call, self.state.result), self._limit)
-            return {} if found is None else dict(found)
+            object_result = await call_user(partial(call_result, self.state.result), self._call_seconds)
+            return {} if object_result is None else dict(object_result)
         except SetupError:
             raise
         except Exception as problem:
             raise ToolError(f"{type(self.state).__name__}.result: {describe(problem)}") from problem
 
-    async def save(self, turn: int, history: str) -> None:
-        """Keep a snapshot if it is called for. Without it an older one and later calls give the same."""
-        self._unsaved += self.called
-        self.called = False
-        if self.snapshots is None or self._unsaved < self._every:
+    async def save_snapshot(self, turn: int, history: str) -> None:
+        """Keep a snapshot if enough turns had calls. Otherwise an older snapshot and later calls give the
+        same state."""
+        self._unsaved_turns += self.was_called
+        self.was_called = False
+        if self.snapshots is None or self._unsaved_turns < self._snapshot_interval:
             return
 
-        async def collect() -> bytes:
-            async with self.turn:
+        async def collect_snapshot() -> bytes:
+            async with self.call_lock:
                 return bytes(await self.state.snapshot())
 
         try:
-            archive = await call_user(collect, self._limit)
-            await in_thread(partial(self.snapshots.save, turn, history, archive), "snapshot")
-            self._unsaved = 0
+            archive = await call_user(collect_snapshot, self._call_seconds)
+            await in_thread(partial(self.snapshots.save_snapshot, turn, history, archive), "snapshot")
+            self._unsaved_turns = 0
         except Exception as problem:
             log.info("no snapshot of %s: %s", type(self.state).__name__, reason(problem))
 
-    async def restore(self, histories: Sequence[str]) -> None:
-        """Take the newest snapshot of these turns, if there is one."""
+    async def restore_snapshot(self, histories: Sequence[str]) -> None:
+        """Take the newest snapshot of these turns, if present."""
         if self.snapshots is not None:
-            found = await in_thread(partial(self.snapshots.find, histories), "snapshot")
-            if found is not None:
-                self.restored, archive = found
-                await call_user(partial(self.state.restore, archive), self._limit)
+            snapshot = await in_thread(partial(self.snapshots.find_snapshot, histories), "snapshot")
+            if snapshot is not None:
+                self.restored_turn, archive = snapshot
+                await call_user(partial(self.state.restore, archive), self._call_seconds)
 
     async def close(self) -> None:
-        """Close it after its calls; a call that hangs is not waited for. Raises only when cancelled."""
+        """Close the object after its calls, without waiting for hanging calls. Raises only when cancelled."""
         try:
-            await call_user(self._close, CLOSE_SECONDS)
+            await call_user(self._close_object, CLOSE_SECONDS)
         except Exception as problem:
             log.warning("closing %s: %s", type(self.state).__name__, reason(problem))
 
-    async def _close(self) -> None:
+    async def _close_object(self) -> None:
         with suppress(TimeoutError):
             async with asyncio.timeout(CLOSE_SECONDS / 2):
-                await self.turn.acquire()
+                await self.call_lock.acquire()
         if function := getattr(self.state, "close", None):
             await call_user(function, blocking=self._blocking)
 
 
 class ToolSession:
-    """Holds the tools of one episode. `schemas` (JSON text, the config's order) are known once it is open."""
+    """Hold the tools of one episode. `schemas` (JSON text, in the config's order) are known after `open`."""
 
-    def __init__(self, box: Toolbox, sample: Sample, episode: str, snapshots: Snapshots | None) -> None:
-        self._box = box
+    def __init__(self, toolbox: Toolbox, sample: Sample, episode: str, snapshots: Snapshots | None) -> None:
+        self._toolbox = toolbox
         self._sample = sample
         self._episode = episode
         self._snapshots = snapshots
@@ -196,42 +200,52 @@ class ToolSession:
         return tuple(tool.schema_text for tool in self._tools.values())
 
     async def open(self) -> None:
-        """Make and open all objects with state, concurrently. ToolError when one fails or its deadline
-        passes; `close` must be called in any case."""
-        asked = read_sample_tools(self._sample)
-        tools = select_tools(self._box.tools, asked)
-        await self._box.begin(tools.values())
-        sharing: dict[int, list[Tool]] = {}
+        """Make and open all objects with state, concurrently. ToolError: an object fails or misses the
+        deadline; `close` must be called in any case."""
+        sample_tools = read_sample_tools(self._sample)
+        tools = select_tools(self._toolbox.tools, sample_tools)
+        await self._toolbox.begin_shared(tools.values())
+
+        tools_by_state: dict[int, list[Tool]] = {}
         for tool in filter(lambda tool: tool.state, tools.values()):
-            sharing.setdefault(id(tool.state), []).append(tool)
-        opening = (self._open(shared, asked) for shared in sharing.values())
+            tools_by_state.setdefault(id(tool.state), []).append(tool)
+
+        opening = (self._open_object(shared, sample_tools) for shared in tools_by_state.values())
         for problem in await asyncio.gather(*opening, return_exceptions=True):
             if problem is not None:
                 raise problem
+
         self._tools = tools
 
-    async def _open(self, tools: Sequence[Tool], asked: SampleTools) -> None:
-        """The object that these tools share."""
+    async def _open_object(self, tools: Sequence[Tool], sample_tools: SampleTools) -> None:
+        """Make and open the object that these tools share."""
         state = tools[0].state
         assert state is not None
         try:
-            limit = max(map(self._box.limit, tools))
+            call_seconds = max(map(self._toolbox.call_seconds, tools))
             blocking = any(tool.blocking for tool in tools)
-            snapshots = self._snapshots.of(self._episode, tools[0].name) if self._snapshots else None
+            snapshots = (
+                self._snapshots.tool_snapshots(self._episode, tools[0].name) if self._snapshots else None
+            )
             with users_code():
-                made = self._objects[id(state)] = EpisodeObject(state(), blocking, limit, snapshots)
-            opening = partial(made.open, self._sample, merged_arguments(tools, asked))
-            await call_user(opening, limit)
+                episode_object = self._objects[id(state)] = EpisodeObject(
+                    state(), blocking, call_seconds, snapshots
+                )
+            open_object = partial(episode_object.open, self._sample, merged_arguments(tools, sample_tools))
+            await call_user(open_object, call_seconds)
         except SetupError:
             raise
         except Exception as problem:
             raise ToolError(f"tool {tools[0].name!r} could not be opened: {describe(problem)}") from problem
 
     def limit(self, calls: Iterable[ToolCall]) -> float:
-        """Seconds after which all these calls, side by side, have a reply: each may be checked, waits for its
-        turn, then it runs, as long as its tool may take."""
-        called = [self._tools[call.name] for call in calls if call.name in self._tools]
-        return max((self._box.limit(tool) * (2 + (tool.check is not None)) for tool in called), default=0.0)
+        """Return the seconds after which all these concurrent calls have a reply: each call may be checked,
+        waits for a slot, and then runs as long as the tool may take."""
+        called_tools = [self._tools[call.name] for call in calls if call.name in self._tools]
+        return max(
+            (self._toolbox.call_seconds(tool) * (2 + (tool.check is not None)) for tool in called_tools),
+            default=0.0,
+        )
 
     async def call(self, call: ToolCall) -> ToolReply:
         """Run one call. Raises only when cancelled: every error is a reply."""
@@ -242,136 +256,158 @@ class ToolSession:
             with users_code():
                 keywords = tool.decode(call.arguments)
         except Exception as problem:
-            return _bad_arguments(tool, call, reason(problem))
-        started = time.monotonic()
+            return _refuse_arguments(tool, call, reason(problem))
+
+        started_at = time.monotonic()
         try:
             if tool.check is not None:
-                complaint = await call_user(partial(tool.check, keywords), self._box.limit(tool))
+                complaint = await call_user(partial(tool.check, keywords), self._toolbox.call_seconds(tool))
                 if complaint:
-                    return _bad_arguments(tool, call, complaint)
-            content, reward = await self._run(tool, call.arguments, keywords)
-            return ToolReply(call, content, None, time.monotonic() - started, reward)
+                    return _refuse_arguments(tool, call, complaint)
+            content, reward = await self._run_call(tool, call.arguments, keywords)
+            return ToolReply(call, content, None, time.monotonic() - started_at, reward)
         except Exception as problem:
             declined = isinstance(problem, ToolError)
             if not declined:
-                self._box.report(tool.name, describe(problem))
+                self._toolbox.report_failure(tool.name, describe(problem))
             return ToolReply(
                 call,
-                content=f"error: {within_memory(reason(problem))}",
-                error=within_memory(describe(problem)),
-                seconds=time.monotonic() - started,
+                content=f"error: {bound_reply(reason(problem))}",
+                error=bound_reply(describe(problem)),
+                seconds=time.monotonic() - started_at,
                 declined=declined,
             )
 
     async def save(self, turn: int, history: str) -> None:
-        """Keep snapshots after the calls of a turn. Raises only when cancelled."""
-        await asyncio.gather(*(one.save(turn, history) for one in self._objects.values()))
+        """Keep snapshots of all objects after the calls of a turn. Raises only when cancelled."""
+        await asyncio.gather(
+            *(episode_object.save_snapshot(turn, history) for episode_object in self._objects.values())
+        )
 
     async def restore(self, histories: Sequence[str]) -> None:
-        """Take the newest snapshots of these recorded turns. Then `redo` leaves out their calls."""
-        await asyncio.gather(*(one.restore(histories) for one in self._objects.values()))
+        """Take the newest snapshots of these recorded turns, whose calls `redo` then leaves out."""
+        await asyncio.gather(
+            *(episode_object.restore_snapshot(histories) for episode_object in self._objects.values())
+        )
 
     @property
     def restored(self) -> list[EpisodeObject]:
-        """The objects that have taken a snapshot."""
-        return [one for one in self._objects.values() if one.restored >= 0]
+        """Return the objects that have taken a snapshot."""
+        return [
+            episode_object for episode_object in self._objects.values() if episode_object.restored_turn >= 0
+        ]
 
     def caught_up(self) -> None:
-        """All recorded turns are there: what snapshots could not bring is reported from now on."""
-        for one in self.restored:
-            one.note = RESTORED
+        """Note that all recorded turns are replayed: replies now report the losses that snapshots have."""
+        for episode_object in self.restored:
+            episode_object.reply_note = RESTORED_NOTE
 
     async def redo(
         self, replies: Sequence[ToolReply], shorten: Callable[[str], str] = str, turn: int = 0
     ) -> None:
-        """Rebuild the effects of recorded calls, where tools ask for it. ProtocolError: the episode must
-        begin again. `shorten` cuts a reply as it was cut before it was recorded."""
+        """Rebuild the effects of recorded calls for tools that request it. ProtocolError: the episode must
+        begin again. `shorten` cuts a reply as recorded replies were cut."""
         for reply in replies:
             tool = self._tools.get(reply.call.name)
             if tool is None or tool.replay == "pure" or reply.refused:
                 continue
-            if tool.state and self._objects[id(tool.state)].restored >= turn:
+            if tool.state and self._objects[id(tool.state)].restored_turn >= turn:
                 continue
             if tool.replay == "no":
                 raise ProtocolError(f"tool {tool.name} cannot be repeated, so the episode starts again")
-            again = await self.call(reply.call)
-            if reply.content not in (shorten(again.content), shorten(again.content + RESTORED)):
+
+            repeated = await self.call(reply.call)
+            if reply.content not in (shorten(repeated.content), shorten(repeated.content + RESTORED_NOTE)):
                 raise ProtocolError(f"tool {tool.name} gave another reply when repeated")
 
     async def result(self) -> dict[str, Any] | None:
-        """Return what the objects leave for the reward: their dicts in one, None without any. ToolError when
-        one fails, and when two leave something of the same name."""
-        joined: dict[str, Any] = {}
-        asked = [one.result() for one in self._objects.values() if hasattr(one.state, "result")]
-        for found in await asyncio.gather(*asked):
-            if twice := sorted(joined.keys() & found.keys()):
-                raise ToolError(f"two tools leave {twice[0]!r} as their result; use one of them")
-            joined |= found
-        return joined or None
+        """Return the objects' results for the reward, merged into one dict; None without any result.
+        ToolError: a result fails, or two results have a common name."""
+        joined_results: dict[str, Any] = {}
+        result_calls = [
+            episode_object.result()
+            for episode_object in self._objects.values()
+            if hasattr(episode_object.state, "result")
+        ]
+        for object_result in await asyncio.gather(*result_calls):
+            if repeated_names := sorted(joined_results.keys() & object_result.keys()):
+                raise ToolError(f"two tools leave {repeated_names[0]!r} as their result; use one of them")
+            joined_results |= object_result
+        return joined_results or None
 
     async def close(self) -> None:
-        """Close what was made, within about CLOSE_SECONDS. Raises only when cancelled; the closing then goes
-        on in the background."""
+        """Close all objects, within about CLOSE_SECONDS. Raises only when cancelled; closing then continues
+        in the background."""
         self._tools = {}
         objects = list(self._objects.values())
         self._objects = {}
-        await asyncio.gather(*(one.close() for one in objects))
+        await asyncio.gather(*(episode_object.close() for episode_object in objects))
 
     # -- one call ------------------------------------------------------------------------------------
 
-    async def _run(self, tool: Tool, arguments: str, keywords: dict[str, Any]) -> tuple[str, float]:
-        """Return (content, reward). Raises what the tool raised in its last attempt, or CallTimeout."""
-        limits = self._box.call_limits[tool.name]
-        limit = self._box.limit(tool)
-        async with limits.place(limit):
-            here = partial(self._run_here, tool, keywords)
-            run = partial(limits.call_process, arguments) if tool.process else here
-            result: tuple[str, float] = await call_user(partial(_attempts, tool, run), limit)
+    async def _run_call(self, tool: Tool, arguments: str, keywords: dict[str, Any]) -> tuple[str, float]:
+        """Return (content, reward). Raises the error of the tool's last attempt, or CallTimeout."""
+        call_limits = self._toolbox.call_limits[tool.name]
+        call_seconds = self._toolbox.call_seconds(tool)
+        async with call_limits.call_slot(call_seconds):
+            run_here = partial(self._run_here, tool, keywords)
+            run_once = partial(call_limits.call_process, arguments) if tool.process else run_here
+            result: tuple[str, float] = await call_user(
+                partial(_try_repeatedly, tool, run_once), call_seconds
+            )
             return result
 
     async def _run_here(self, tool: Tool, keywords: dict[str, Any]) -> tuple[str, float]:
-        run = partial(call_user, blocking=tool.blocking, live=self._box.call_limits[tool.name].live)
+        run_function = partial(
+            call_user, blocking=tool.blocking, live_calls=self._toolbox.call_limits[tool.name].live_calls
+        )
         if tool.state is None:
-            return reply_of(await run(partial(tool.function, **keywords)))
-        one = self._objects[id(tool.state)]
-        one.called = True
-        async with one.turn:  # until the reply is text: the next call may change what this one returned
-            text, reward = reply_of(await run(partial(tool.function, one.state, **keywords)))
-            note = one.note
-            one.note = ""
+            return read_reply(await run_function(partial(tool.function, **keywords)))
+
+        episode_object = self._objects[id(tool.state)]
+        episode_object.was_called = True
+        # until the reply is text: the next call may change the returned object
+        async with episode_object.call_lock:
+            text, reward = read_reply(
+                await run_function(partial(tool.function, episode_object.state, **keywords))
+            )
+            note = episode_object.reply_note
+            episode_object.reply_note = ""
             return text + note, reward
 
 
-async def _attempts(tool: Tool, once: Callable[[], Awaitable[tuple[str, float]]]) -> tuple[str, float]:
-    """Try, and try again with growing pauses; the deadline is the caller's."""
+async def _try_repeatedly(
+    tool: Tool, run_once: Callable[[], Awaitable[tuple[str, float]]]
+) -> tuple[str, float]:
+    """Try a call, and try again with growing pauses; the caller has the deadline."""
     for attempt in range(tool.retries):
         try:
-            return await once()
+            return await run_once()
         except ToolError:  # the tool's own answer
             raise
         except Exception as problem:
             log.debug("tool %s, attempt %d: %s", tool.name, attempt + 1, describe(problem))
-            await asyncio.sleep(PAUSES[min(attempt, len(PAUSES) - 1)])
-    return await once()
+            await asyncio.sleep(RETRY_PAUSES[min(attempt, len(RETRY_PAUSES) - 1)])
+    return await run_once()
 
 
-def _bad_arguments(tool: Tool, call: ToolCall, complaint: str) -> ToolReply:
+def _refuse_arguments(tool: Tool, call: ToolCall, complaint: str) -> ToolReply:
     error = f"bad arguments for {tool.name}: {complaint}; it takes {outline(tool.schema)}"
     return ToolReply(call, f"error: {error}", error, refused=True)
 
 
-def unknown_tool(call: ToolCall, known: Iterable[str]) -> ToolReply:
-    """The reply to a call of a tool that does not exist."""
-    error = f"unknown tool {call.name!r}; there are: {names(known)}"
+def unknown_tool(call: ToolCall, known_names: Iterable[str]) -> ToolReply:
+    """Return the reply to a call of a tool that does not exist."""
+    error = f"unknown tool {call.name!r}; there are: {names(known_names)}"
     return ToolReply(call, f"error: {error}", error, refused=True)
 
 
 async def call_tool(
-    tool: Tool, call: ToolCall, limit: float = 30.0, sample: Sample | None = None
+    tool: Tool, call: ToolCall, call_seconds: float = 30.0, sample: Sample | None = None
 ) -> ToolReply:
-    """Run one call (`limit`: seconds) as an episode of its own. Raises only when cancelled."""
-    box = Toolbox({tool.name: tool}, limit)
-    session = box.session(sample or Sample(0, "", (), ""))
+    """Run one call of at most `call_seconds` as a separate episode. Raises only when cancelled."""
+    toolbox = Toolbox({tool.name: tool}, call_seconds)
+    session = toolbox.session(sample or Sample(0, "", (), ""))
     try:
         await session.open()
         return await session.call(call)
@@ -379,4 +415,4 @@ async def call_tool(
         return ToolReply(call, f"error: {problem}", str(problem))
     finally:
         await session.close()
-        await box.close()
+        await toolbox.close()

@@ -17,7 +17,7 @@ from asyncrl.buffer.payloads import decode_turn
 from asyncrl.episodes.recorded import kept_turns
 from asyncrl.errors import ProtocolError
 from asyncrl.gateway.places import WORKSPACE_PREFIX, WORKSPACES_DIRECTORY
-from asyncrl.isolation.sandbox.emptying import lock
+from asyncrl.isolation.sandbox.emptying import lock_directory
 from asyncrl.store.reader import RunReader
 from asyncrl.store.segments import RECORD_HEADER
 from asyncrl.types import Turn
@@ -141,7 +141,7 @@ def test_every_token_that_was_sampled_is_delivered_or_abandoned(
     assert "a request failed" not in run.logs() and "Traceback" not in run.logs()
     _, alive = psutil.wait_procs(seen, timeout=10)
     assert not alive and not marked(tmp_path), "a process is left"
-    assert not any(map(lock, map(str, Path(WORKSPACES_DIRECTORY).glob(f"{WORKSPACE_PREFIX}*")))), (
+    assert not any(map(lock_directory, map(str, Path(WORKSPACES_DIRECTORY).glob(f"{WORKSPACE_PREFIX}*")))), (
         "a place is left"
     )
     sampled = Counter((tuple(prompt), tuple(ids)) for prompt, ids in notes(tmp_path, "sampled"))

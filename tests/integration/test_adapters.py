@@ -153,7 +153,7 @@ def test_a_slow_step_holds_up_nobody_and_is_not_disturbed(slow: Any) -> None:
 
 
 def test_hung_worlds_cost_a_thread_each_and_are_limited(slow: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calls, "MAX_ABANDONED", 2)
+    monkeypatch.setattr(calls, "MAX_ABANDONED_THREADS", 2)
     make = load_environment({"gymnasium": {"id": "asyncrl_slow:Slow-v0"}})
 
     async def hang() -> None:

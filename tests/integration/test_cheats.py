@@ -600,7 +600,7 @@ async def test_tests_that_end_as_the_machine_has_no_memory_are_no_fault_of_the_a
 ) -> None:
     slow = script_bench(bench, "sleep 600")
     changes = await slow.changes(FIX)
-    monkeypatch.setattr("asyncrl.isolation.sandbox.jail.START", SHORT_OF_MEMORY)
+    monkeypatch.setattr("asyncrl.isolation.sandbox.jail.GUARD_PROGRAM", SHORT_OF_MEMORY)
     with pytest.raises(
         RewardError, match="nearly out of memory; lower at_once of the reward tests"
     ) as caught:

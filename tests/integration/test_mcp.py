@@ -23,7 +23,7 @@ from asyncrl.engines.sglang.process import reserve_port
 from asyncrl.errors import ConfigError
 from asyncrl.tools import Tool, Toolbox, ToolError, ToolSession, load_tools, mcp_pipes
 from asyncrl.tools.mcp_client import MAX_UNANSWERED, close_servers
-from asyncrl.tools.mcp_pipes import MAX_BYTES
+from asyncrl.tools.mcp_pipes import MAX_MESSAGE_BYTES
 from asyncrl.types import Sample, ToolCall, ToolReply
 
 FAKES = Path(__file__).parents[1] / "fakes"
@@ -332,7 +332,7 @@ def test_a_task_that_does_not_end_holds_nobody_up(monkeypatch: pytest.MonkeyPatc
         task = asyncio.create_task(stubborn())
         await asyncio.sleep(0)  # it is under way
         try:
-            await asyncio.wait_for(mcp_pipes._end(process, [task], bytearray()), DEADLINE / 4)
+            await asyncio.wait_for(mcp_pipes._end_server(process, [task], bytearray()), DEADLINE / 4)
         finally:
             release.set()
             await task
@@ -367,7 +367,7 @@ def test_the_package_alone_has_no_bound() -> None:
     """The reason for pipes of our own; should this fail, the package's `stdio_client` will do."""
     from mcp import StdioServerParameters, stdio_client
 
-    text = f"'x' * {MAX_BYTES + 1}"
+    text = f"'x' * {MAX_MESSAGE_BYTES + 1}"
     line = (
         f"""print('{{"jsonrpc": "2.0", "method": "a", "params": {{"b": "' + {text} + '"}}}}', flush=True)"""
     )
@@ -377,7 +377,7 @@ def test_the_package_alone_has_no_bound() -> None:
         async with stdio_client(server) as (received, _):
             return len((await received.receive()).message.params["b"])
 
-    assert run(asyncio.wait_for(main(), DEADLINE)) > MAX_BYTES
+    assert run(asyncio.wait_for(main(), DEADLINE)) > MAX_MESSAGE_BYTES
 
 
 # -- a server per episode ----------------------------------------------------------------------------------

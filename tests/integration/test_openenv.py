@@ -17,7 +17,7 @@ from aiohttp import web
 
 from asyncrl.config import Options
 from asyncrl.environments import load_environment
-from asyncrl.environments.openenv import OpenEnvError, _fenced
+from asyncrl.environments.openenv import OpenEnvError, _last_fenced_object
 from asyncrl.errors import ConfigError
 from tests.fakes.environments import play, row, talk, told
 
@@ -143,7 +143,7 @@ def test_an_invalid_action_is_told_so(server: str, turn: str, complaint: str) ->
 )
 def test_the_last_fence_with_an_object_is_found_in_one_pass(text: str, body: str) -> None:
     """A quadratic search would take minutes over these."""
-    assert _fenced(text) == body
+    assert _last_fenced_object(text) == body
 
 
 def test_what_the_server_refuses_fails_the_episode(server: str) -> None:

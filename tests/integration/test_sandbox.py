@@ -45,7 +45,7 @@ def jail(limits: SandboxLimits = SMALL, **options: Any) -> Jail:
 @asynccontextmanager
 async def sandbox(needs: str = "") -> AsyncIterator[Jail]:
     async with jail() as box, asyncio.timeout(20):
-        if needs and needs not in box.holds:
+        if needs and needs not in box.enforced:
             pytest.skip(f"this machine does not isolate {needs}: {box.notes}")
         yield box
 
@@ -686,7 +686,7 @@ async def test_a_closed_sandbox_stays_closed() -> None:
 
 
 def test_a_sandbox_that_cannot_start_raises(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("asyncrl.isolation.sandbox.jail.START", "raise SystemExit")
+    monkeypatch.setattr("asyncrl.isolation.sandbox.jail.GUARD_PROGRAM", "raise SystemExit")
     with pytest.raises(SandboxError, match="did not start: IncompleteReadError"):
         asyncio.run(Jail(require=()).start())
 
@@ -812,7 +812,7 @@ print(os.environ["HOME"] == os.getcwd())
 """
 async def main():
     async with Jail(SandboxLimits(processes=8), require=()) as box:
-        print(sorted(box.holds))
+        print(sorted(box.enforced))
         print((await box.run("cell", "n = 7", 5)).ending)
         late = await box.run("cell", "while True: pass", 0.2)
         print(late.ending, late.lost, (await box.run("cell", "n", 5)).output.strip())
@@ -876,7 +876,7 @@ async def main():
     for killed in (False, True):
         box = Jail(require=())
         await box.start()
-        print("memory" in box.holds, "is memory" in box.notes)
+        print("memory" in box.enforced, "is memory" in box.notes)
         print((await box.run("cell", DIG, 10)).output.strip(), len(os.listdir(os.environ["TMPDIR"])))
         if killed:
             os.kill(box.pid, 9)

@@ -211,7 +211,7 @@ async def test_what_changed_is_bounded() -> None:
     async with box() as jail:
         await jail.run("shell", "head -c 1000000 /dev/urandom > large; kept=1", 5)
         with pytest.raises(SandboxError, match="more than 900000 bytes"):
-            await jail.changes(most=900_000)
+            await jail.changes(max_bytes=900_000)
         await cell(jail, "import os\nfor _ in range(30):\n    os.mkdir('x' * 200)\n    os.chdir('x' * 200)")
         with pytest.raises(SandboxError, match="more than 4095 bytes in the path"):
             await jail.changes()
@@ -303,7 +303,7 @@ FORGED = [
     (Entry(changes.FILE, "x", 0o644).frame(), "ended too early"),
     (END[:-1], "ended too early"),
     (b"", "ended too early"),
-    (changes.HEADER.pack(changes.FILE, 0, 0, 1, 1 << 62) + b"x", "bad entry"),
+    (changes.ENTRY_HEADER.pack(changes.FILE, 0, 0, 1, 1 << 62) + b"x", "bad entry"),
 ]
 THROUGH_A_LINK = (
     Entry(changes.LINK, "l", content=b"/var/tmp").frame() + Entry(changes.FILE, "l/x").frame() + END
@@ -325,6 +325,6 @@ async def test_a_forged_archive_is_refused() -> None:
 async def test_files_of_a_sandbox_that_ended_are_gone() -> None:
     async with box() as jail:
         assert jail.pid is not None
-        await jail._end()
+        await jail._end_process()
         with pytest.raises(SandboxError, match="the sandbox ended, and with it the files"):
             await jail.changes()

@@ -19,9 +19,9 @@ from typing import IO
 import pytest
 
 from asyncrl.isolation.sandbox.base import Program, RunEnding, RunResult, SandboxError, SandboxLimits
-from asyncrl.isolation.sandbox.guard import START
+from asyncrl.isolation.sandbox.guard import GUARD_PROGRAM
 from asyncrl.isolation.sandbox.jail import Jail
-from asyncrl.isolation.sandbox.memory import SOCKET
+from asyncrl.isolation.sandbox.memory import SOCKET_BYTES
 from asyncrl.isolation.sandbox.needs import needed_by
 from tests.integration.test_sandbox import IMAGE, KINDS, USER
 from tests.integration.test_sandbox import jail as any_jail
@@ -221,7 +221,7 @@ async def test_a_cancelled_one_ends_with_its_files() -> None:
 
 OWNER = """
 import asyncio, os
-from asyncrl.isolation.sandbox.guard import START
+from asyncrl.isolation.sandbox.guard import GUARD_PROGRAM
 from asyncrl.isolation.sandbox.jail import Jail
 from asyncrl.isolation.sandbox.base import Program
 async def main():
@@ -324,7 +324,7 @@ HOLDS: dict[str, object] = {
 }
 
 
-WITHOUT_GROUP = START.replace(
+WITHOUT_GROUP = GUARD_PROGRAM.replace(
     "\nmain", "\nfrom asyncrl.isolation.sandbox import guard\nguard.make_group = lambda limit: None\nmain"
 )
 
@@ -333,7 +333,7 @@ WITHOUT_GROUP = START.replace(
 async def test_memory_and_files_of_all_together_are_bounded(
     code: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("asyncrl.isolation.sandbox.jail.START", WITHOUT_GROUP)
+    monkeypatch.setattr("asyncrl.isolation.sandbox.jail.GUARD_PROGRAM", WITHOUT_GROUP)
     async with jail(LIMITS._replace(open_files=1024)) as box:
         running = begin(box, [PYTHON, "-I", "-S", "-c", code])
         result = await running.result  # its input stays open: it waits, or is ended
@@ -342,12 +342,12 @@ async def test_memory_and_files_of_all_together_are_bounded(
         assert (await run(box, "true"))[0].ending == RunEnding.DONE
 
 
-SHORT_OF_MEMORY = START.replace(
+SHORT_OF_MEMORY = GUARD_PROGRAM.replace(
     "\nmain",
     """
 from asyncrl.isolation.sandbox import memory, warden
 memory.LOW_MEMORY = 1, 1 << 60, 1 << 60
-warden.CHANCE = 256
+warden.ENDING_CHANCE = 256
 main""",
 )
 """Starts a sandbox to which the machine always looks short of memory."""
@@ -384,7 +384,7 @@ async def test_a_group_of_a_killed_sandbox_is_removed_by_the_next() -> None:
 
 
 async def test_without_memory_on_the_machine_a_sandbox_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("asyncrl.isolation.sandbox.jail.START", SHORT_OF_MEMORY)
+    monkeypatch.setattr("asyncrl.isolation.sandbox.jail.GUARD_PROGRAM", SHORT_OF_MEMORY)
     async with jail() as box:
         result, _, _ = await run(box, "sleep", "25")
         assert (result.ending, result.status) == (RunEnding.STARVED, -9)
@@ -428,7 +428,7 @@ async def test_a_socket_holds_no_more_than_is_counted_for_it() -> None:
     async with jail(listen=True) as box:
         _, output, errors = await run(box, PYTHON, "-I", "-S", "-c", BUFFERS)
         assert not errors and len(output.split()) == 4
-        assert all(0 < int(sent) <= SOCKET for sent in output.split()), output
+        assert all(0 < int(sent) <= SOCKET_BYTES for sent in output.split()), output
 
 
 async def test_less_than_the_bound_and_any_address_space_are_no_offence() -> None:

@@ -18,7 +18,7 @@ from asyncrl.isolation.sandbox.detection import Isolation, check_isolation, dete
 from asyncrl.rewards.code import Code, cases_of, last_block, read_code_truth, same_text, same_value
 from asyncrl.rewards.loading import load_rewards
 from asyncrl.tools import Toolbox, ToolError, load_tools
-from asyncrl.tools.base import MAX_REPLY
+from asyncrl.tools.base import MAX_REPLY_BYTES
 from asyncrl.tools.python import Workspace, reply_text
 from asyncrl.types import Sample, ToolCall
 
@@ -65,7 +65,7 @@ def test_the_reply_says_how_a_run_ended_and_what_was_lost() -> None:
 
 def test_long_output_is_cut_once() -> None:
     (reply,) = talk("python", ("python", "print('x' * 10**6)"))
-    assert len(reply) < MAX_REPLY and reply.count("bytes left out") == 1 and "[...]" not in reply
+    assert len(reply) < MAX_REPLY_BYTES and reply.count("bytes left out") == 1 and "[...]" not in reply
 
 
 def test_a_shell_tells_its_status() -> None:
@@ -105,8 +105,8 @@ async def test_the_call_after_a_cancelled_one_reports_it_and_has_its_setup(setup
     try:
         await space.python("n = 7")
         began = asyncio.Event()
-        asked = space._sandbox._exchange
-        space._sandbox._exchange = lambda *given: (began.set(), asked(*given))[1]  # type: ignore
+        asked = space._sandbox._send_request
+        space._sandbox._send_request = lambda *given: (began.set(), asked(*given))[1]  # type: ignore
         task = asyncio.create_task(space.python("while True: pass"))
         await asyncio.wait_for(began.wait(), 10)
         task.cancel()
@@ -127,10 +127,10 @@ async def test_a_loss_is_reported_even_if_the_setup_fails_first() -> None:
         # a loss that the next cell reports
         space._sandbox.losses = 1
         space._sandbox._emptied = True
-        space._setup = "1 / 0"
+        space._setup_code = "1 / 0"
         with pytest.raises(SandboxError, match="setup code of sample 0 failed"):  # no answer of the tool's
             await space.python("1")
-        space._setup = flaky
+        space._setup_code = flaky
         assert await space.python("2") == "2\n[the variables and files of earlier calls are lost]"
         assert await space.python("3") == "3"
     finally:

@@ -36,7 +36,7 @@ from tests.fakes.forked import FORKED
 from tests.fakes.images import small_image
 from tests.fakes.worker import sample
 
-LOST = toolbox.RESTORED.strip()
+LOST = toolbox.RESTORED_NOTE.strip()
 RECORDS = 14  # of an episode of ShellEngine or CountingEngine
 RANDOM = "cat /proc/sys/kernel/random/uuid | tee -a log"
 

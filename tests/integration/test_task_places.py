@@ -162,7 +162,7 @@ def test_a_sandbox_that_is_killed_from_outside_is_no_fault_of_the_model(tmp_path
 def test_a_sandbox_that_ends_as_the_machine_has_no_memory_is_no_fault_of_the_model(
     tmp_path: Path, task: Task, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("asyncrl.isolation.sandbox.jail.START", SHORT_OF_MEMORY)
+    monkeypatch.setattr("asyncrl.isolation.sandbox.jail.GUARD_PROGRAM", SHORT_OF_MEMORY)
     (tmp_path / "agent.py").write_text(ASKS + SLEEPS)
     bench = AgentBench(Command(line=f"python {tmp_path}/agent.py", sandbox="jail"))
     bench.sample = sample_of(task)

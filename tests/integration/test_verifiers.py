@@ -220,7 +220,7 @@ def test_a_toolset_with_the_state_of_its_task_is_refused() -> None:
         pass
 
     with pytest.raises(Unsupported, match="Counter shares a state with its task; verifiers can lead"):
-        asyncio.run(TaskTools().add(Counter(vf.ToolsetConfig()), None))  # type: ignore[arg-type]
+        asyncio.run(TaskTools().add_toolset(Counter(vf.ToolsetConfig()), None))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -299,8 +299,8 @@ def test_a_limit_before_anybody_asked_costs_nothing(tasksets: None) -> None:
 
 
 def test_one_that_does_not_end_is_left_behind(tasksets: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("asyncrl.isolation.calls.GRACE", 0.0)
-    monkeypatch.setattr("asyncrl.environments.verifiers.GRACE", 0.01)
+    monkeypatch.setattr("asyncrl.isolation.calls.GRACE_SECONDS", 0.0)
+    monkeypatch.setattr("asyncrl.environments.verifiers.GRACE_SECONDS", 0.01)
 
     async def run() -> None:
         world = load_environment(GAME)()

@@ -1,2 +1,2 @@
-"""Run untrusted code: jail.py. Its child imports this package before anything
-else, so it stays empty."""
+"""Runs untrusted code: see jail.py. The child imports this package before anything else, so this module stays
+empty."""

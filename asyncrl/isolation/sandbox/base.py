@@ -1,4 +1,4 @@
-"""The words of a sandbox (jail.py): what it runs, and how that ends."""
+"""The types of a sandbox (jail.py): kinds of runs, and their results."""
 
 from __future__ import annotations
 
@@ -12,25 +12,27 @@ from asyncrl.isolation.sandbox.frames import RunEnding as RunEnding
 from asyncrl.isolation.sandbox.frames import SandboxLimits as SandboxLimits
 
 RunKind = Literal["cell", "program", "shell"]
-"""`cell`: statements for the interpreter that keeps its variables; a last expression is printed. Over time it
-is interrupted, and a second later killed, with the variables. `program`: a whole Python program in an
-interpreter of its own and an empty directory: processes, cells and files of before end; of the program its
-files survive. `shell`: one command; what it starts in the background goes on in later runs, and only then."""
+"""`cell`: statements for the interpreter that keeps variables; a last expression is printed. After its time
+a cell is interrupted, and a second later killed together with the variables. `program`: an entire Python
+program in a new interpreter and an empty directory: earlier processes, cells and files are removed first;
+only the program's files survive. `shell`: one command; its background processes continue in later runs, and
+only there."""
 
 
 MOST_CHANGES = 64 << 20  # bytes
 
 
 class SandboxError(AsyncrlError):
-    """The sandbox could not be started, or does not isolate what it must, or a file could not be written or
+    """The sandbox could not be started, or lacks a required isolation, or a file could not be written or
     read."""
 
 
 @dataclass(frozen=True)
 class RunResult:
-    """`output`: what was printed, standard error included, its middle left out where it is long (`omitted`
-    bytes). `status`: the exit status, or minus the signal that ended the process; 0 for a cell. `lost`: the
-    variables of earlier cells are gone; `emptied`: so are the files, as the sandbox was started again."""
+    """Hold the result of a run. `output`: standard output and error; the middle of a long output is left out
+    (`omitted` bytes). `status`: the exit status, or minus the signal that ended the process; 0 for a cell.
+    `lost`: the variables of earlier cells are gone; `emptied`: so are the files, as the sandbox was started
+    again."""
 
     ending: RunEnding
     output: str
@@ -43,8 +45,8 @@ class RunResult:
 
 @dataclass(frozen=True)
 class Program:
-    """Describes a program to execute. `environment`: all of its variables. `directory`: relative to the
-    sandbox's own; made if it is missing."""
+    """Describe a program to execute. `environment`: all environment variables of the program. `directory`:
+    where to start, relative to the sandbox's directory; made if missing."""
 
     words: Sequence[str]
     environment: Mapping[str, str]

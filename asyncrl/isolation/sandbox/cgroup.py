@@ -1,7 +1,7 @@
 """A memory cgroup for the code of one sandbox, where this process may make one.
 
-In it the kernel counts all memory of the code's processes, also objects of its own that nothing else shows.
-Above the limit it kills one of them; the warden sees that and ends the rest.
+In a group the kernel counts all memory of the code's processes, also kernel objects that nothing else shows.
+Above the limit the kernel kills a process; the warden sees that and ends the other processes.
 
 A group can be made as root under cgroup v1, or where the memory controller is given to children of this
 process's group or, if that has no limit itself, to its siblings (cgroup v2: a group that was delegated).
@@ -13,78 +13,81 @@ import os
 from collections.abc import Iterator
 from contextlib import suppress
 
-PREFIX = "asyncrl-sandbox-"  # the rest: the guard's process id and namespace, and what makes it unique
-BEYOND = 256 << 20  # bytes above `resident`, as caches of files count here, too
+GROUP_PREFIX = "asyncrl-sandbox-"  # followed by the guard's process id, its namespace, and a random part
+CACHE_BYTES = 256 << 20  # bytes above `resident`, as caches of files also count here
 
-# types of the file systems
-V1 = "cgroup"
-V2 = "cgroup2"
-LIMIT = {V1: "memory.limit_in_bytes", V2: "memory.max"}
-EVENTS = {V1: "memory.oom_control", V2: "memory.events"}  # both have a line "oom_kill COUNT"
-HITS = {V1: "memory.failcnt", V2: "memory.events"}  # a number; a line "oom COUNT"
-UNLIMITED = ("memory.max", "memory.high", "cpu.max")
+# Types of the file systems of the two versions, and the names of their control files.
+CGROUP_V1 = "cgroup"
+CGROUP_V2 = "cgroup2"
+LIMIT_FILES = {CGROUP_V1: "memory.limit_in_bytes", CGROUP_V2: "memory.max"}
+EVENT_FILES = {
+    CGROUP_V1: "memory.oom_control",
+    CGROUP_V2: "memory.events",
+}  # both have a line "oom_kill COUNT"
+HIT_FILES = {CGROUP_V1: "memory.failcnt", CGROUP_V2: "memory.events"}  # a number; a line "oom COUNT"
+UNLIMITED_FILES = ("memory.max", "memory.high", "cpu.max")
 
 
 class MemoryGroup:
-    """`path`: the group's directory, outside of the sandbox. Its control files are opened before the root
-    changes."""
+    """Control one memory group. `path`: the group's directory, outside of the sandbox. The control files are
+    opened before the root changes."""
 
-    def __init__(self, path: str, version: str, limit: int) -> None:
+    def __init__(self, path: str, version: str, limit_bytes: int) -> None:
         self.path = path
         os.mkdir(path)
         try:
-            with open(f"{path}/{LIMIT[version]}", "w") as file:
-                file.write(str(limit + BEYOND))
-            self._processes = os.open(f"{path}/cgroup.procs", os.O_WRONLY | os.O_CLOEXEC)
-            self._events = os.open(f"{path}/{EVENTS[version]}", os.O_RDONLY | os.O_CLOEXEC)
-            self._hits = os.open(f"{path}/{HITS[version]}", os.O_RDONLY | os.O_CLOEXEC)
-            self._before = self._counts()
+            with open(f"{path}/{LIMIT_FILES[version]}", "w") as file:
+                file.write(str(limit_bytes + CACHE_BYTES))
+            self._processes_fd = os.open(f"{path}/cgroup.procs", os.O_WRONLY | os.O_CLOEXEC)
+            self._events_fd = os.open(f"{path}/{EVENT_FILES[version]}", os.O_RDONLY | os.O_CLOEXEC)
+            self._hits_fd = os.open(f"{path}/{HIT_FILES[version]}", os.O_RDONLY | os.O_CLOEXEC)
+            self._counts_before = self._read_counts()
         except (OSError, ValueError):
             os.rmdir(path)
             raise
 
-    def join(self) -> None:
-        """Put this process, and those that it will start, into the group."""
-        with suppress(OSError):  # somebody has removed it: the other bounds hold
-            os.write(self._processes, b"0")
+    def add_this_process(self) -> None:
+        """Put this process, and all processes that it will start, into the group."""
+        with suppress(OSError):  # the group was removed: the other limits hold
+            os.write(self._processes_fd, b"0")
 
-    def start(self) -> None:
+    def reset_counts(self) -> None:
         """Forget the processes that were killed before."""
-        with suppress(OSError):  # somebody has removed it
-            self._before = self._counts()
+        with suppress(OSError):  # the group was removed
+            self._counts_before = self._read_counts()
 
     def has_killed(self) -> bool:
-        """True when the kernel has killed a process of the group for its limit since `start`, and not as the
-        machine had no memory left."""
+        """Return whether the kernel has killed a process because of the group's limit since `reset_counts`,
+        and not because the machine had no memory left."""
         with suppress(OSError):
-            kills, hits = self._counts()
-            return kills > self._before[0] and hits > self._before[1]
+            kills, hits = self._read_counts()
+            return kills > self._counts_before[0] and hits > self._counts_before[1]
         return False
 
-    def remove(self) -> None:
-        """Remove the group, in which no process is left."""
+    def remove_group(self) -> None:
+        """Remove the group, which must have no process left."""
         with suppress(OSError):
             os.rmdir(self.path)
 
-    def _counts(self) -> tuple[int, int]:
-        """Read how often a process was killed, and how often the limit was reached. ValueError where the
-        kernel does not say."""
-        return _number(self._events, b"oom_kill"), _number(self._hits, b"oom")
+    def _read_counts(self) -> tuple[int, int]:
+        """Read how often a process was killed, and how often the limit was reached. ValueError: this kernel
+        does not count."""
+        return _read_number(self._events_fd, b"oom_kill"), _read_number(self._hits_fd, b"oom")
 
 
-def _number(file: int, name: bytes) -> int:
-    """Read the number behind a name, or the only one, of an open file."""
-    words = os.pread(file, 4096, 0).split()
+def _read_number(fd: int, name: bytes) -> int:
+    """Read the number behind a name, or the only number, of an open file."""
+    words = os.pread(fd, 4096, 0).split()
     return int(words[0] if len(words) == 1 else words[words.index(name) + 1])
 
 
-def make_group(limit: int) -> MemoryGroup | None:
-    """Make a group whose processes may hold `limit` bytes. None where this process may not."""
+def make_group(limit_bytes: int) -> MemoryGroup | None:
+    """Make a group whose processes may hold `limit_bytes`. None: this process may make no group."""
     with suppress(OSError, ValueError):
         for directory, version in _possible_parents():
             _remove_old(directory)
-            name = f"{PREFIX}{os.getpid()}-{_process_namespace()}-{os.urandom(4).hex()}"
-            return MemoryGroup(f"{directory}/{name}", version, limit)
+            group_name = f"{GROUP_PREFIX}{os.getpid()}-{_process_namespace()}-{os.urandom(4).hex()}"
+            return MemoryGroup(f"{directory}/{group_name}", version, limit_bytes)
     return None
 
 
@@ -93,39 +96,40 @@ def _process_namespace() -> int:
 
 
 def _possible_parents() -> Iterator[tuple[str, str]]:
-    """Find the directory in which a group can be made, if there is one, and the version of its cgroups."""
+    """Find directories in which a group can be made, with the version of their cgroups."""
     with open("/proc/self/cgroup") as file:
-        own_groups = [line.rstrip("\n").split(":", 2) for line in file]
-    for _, controllers, group in own_groups:
+        process_groups = [line.rstrip("\n").split(":", 2) for line in file]
+    for _, controllers, group in process_groups:
         if "memory" in controllers.split(","):
-            yield from ((directory, V1) for directory in _directories(V1, group))
+            yield from ((directory, CGROUP_V1) for directory in _group_directories(CGROUP_V1, group))
 
-    for _, controllers, group in own_groups:
-        for own_group in [] if controllers else _directories(V2, group):
-            parent = os.path.dirname(own_group)
-            if _passes_memory(own_group):
-                yield own_group, V2
-            elif _is_unlimited(own_group) and _passes_memory(parent):
-                yield parent, V2
+    for _, controllers, group in process_groups:
+        for process_group in [] if controllers else _group_directories(CGROUP_V2, group):
+            parent = os.path.dirname(process_group)
+            if _passes_memory(process_group):
+                yield process_group, CGROUP_V2
+            elif _is_unlimited(process_group) and _passes_memory(parent):
+                yield parent, CGROUP_V2
 
 
-def _directories(version: str, group: str) -> Iterator[str]:
-    """Find a group below the mounts of its file system. A line of mountinfo has ids, device, root, place,
-    options … - type, source, options."""
+def _group_directories(version: str, group: str) -> Iterator[str]:
+    """Find a group below the mounts of its file system. A line of mountinfo has ids, device, root, mount
+    point, options … - type, source, options."""
     with open("/proc/self/mountinfo") as file:
         mounts = [line.split() for line in file]
+
     for mount in mounts:
-        kind, _, options = mount[mount.index("-") + 1 :]
-        if kind == version and (version == V2 or "memory" in options.split(",")):
-            path = os.path.relpath(group, mount[3])
-            if not path.startswith(".."):
-                yield os.path.normpath(f"{mount[4]}/{path}")
+        file_system, _, options = mount[mount.index("-") + 1 :]
+        if file_system == version and (version == CGROUP_V2 or "memory" in options.split(",")):
+            relative_path = os.path.relpath(group, mount[3])
+            if not relative_path.startswith(".."):
+                yield os.path.normpath(f"{mount[4]}/{relative_path}")
 
 
 def _is_unlimited(group: str) -> bool:
-    """Return whether the group has no limit: a sibling would not be under it."""
-    for name in UNLIMITED:
-        with suppress(FileNotFoundError), open(f"{group}/{name}") as file:
+    """Return whether the group has no limit, which a sibling would escape."""
+    for limit_file in UNLIMITED_FILES:
+        with suppress(FileNotFoundError), open(f"{group}/{limit_file}") as file:
             if not file.read().startswith("max"):
                 return False
     return True
@@ -139,8 +143,9 @@ def _passes_memory(directory: str) -> bool:
 def _remove_old(directory: str) -> None:
     """Remove groups of guards that were killed, of this process namespace."""
     for name in os.listdir(directory):
-        pid, _, namespace_and_nonce = name.removeprefix(PREFIX).partition("-")
-        is_ours = name.startswith(PREFIX) and namespace_and_nonce.startswith(f"{_process_namespace()}-")
+        pid, _, namespace_and_nonce = name.removeprefix(GROUP_PREFIX).partition("-")
+        is_ours = name.startswith(GROUP_PREFIX) and namespace_and_nonce.startswith(f"{_process_namespace()}-")
+
         if is_ours and not os.path.exists(f"/proc/{pid}"):
-            with suppress(OSError):  # another one has removed it
+            with suppress(OSError):  # another guard has removed the group
                 os.rmdir(f"{directory}/{name}")

@@ -1,4 +1,4 @@
-"""Finds what sandboxes isolate on this machine, and which images they can have."""
+"""Finds the isolation that sandboxes have on this machine, and checks images for them."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ log = logging.getLogger("asyncrl.sandbox")
 T = TypeVar("T")
 
 DETECT_SECONDS = 30.0
-SHELL_SECONDS = 5.0  # of them, for a shell that does nothing
+SHELL_SECONDS = 5.0  # for a shell that does nothing; a part of DETECT_SECONDS
 
 
 @dataclass(frozen=True)
 class Isolation:
-    """The isolation that a sandbox gives. `holds`: words of ISOLATION. `notes`: why the kernel refused the
-    others."""
+    """Describe the isolation of a sandbox. `enforced`: words of ISOLATION. `notes`: why the kernel refused
+    the missing isolation."""
 
     holds: frozenset[str]
     notes: str
@@ -39,64 +39,73 @@ class Isolation:
 
 @functools.cache
 def detect_isolation() -> Isolation:
-    """Blocks for the start of one sandbox (some 40 ms) the first time. SandboxError when none starts."""
+    """Find the isolation of this machine's sandboxes. The first call blocks for the start of a sandbox (some
+    40 ms). SandboxError: no sandbox starts."""
 
-    async def look() -> Isolation:
+    async def start_jail() -> Isolation:
         async with Jail(require=()) as jail:
-            return Isolation(jail.holds, jail.notes)
+            return Isolation(jail.enforced, jail.notes)
 
-    found = _blocking(look())
-    held = ", ".join(name for name in ISOLATION if name in found.holds) or "nothing"
-    log.info("sandboxes of this machine isolate: %s%s", held, f" ({found.notes})" if found.missing else "")
-    return found
+    isolation = _run_blocking(start_jail())
+    enforced_words = ", ".join(name for name in ISOLATION if name in isolation.holds) or "nothing"
+    log.info(
+        "sandboxes of this machine isolate: %s%s",
+        enforced_words,
+        f" ({isolation.notes})" if isolation.missing else "",
+    )
+    return isolation
 
 
-def _blocking(work: Coroutine[None, None, T]) -> T:
+def _run_blocking(coroutine: Coroutine[None, None, T]) -> T:
     with ThreadPoolExecutor(1) as pool:  # the caller may be inside an event loop
-        return pool.submit(asyncio.run, work).result(DETECT_SECONDS)
+        return pool.submit(asyncio.run, coroutine).result(DETECT_SECONDS)
 
 
 @functools.cache
 def detect_images(user: Literal["", "root"] = "") -> str:
-    """Return why no sandbox of this machine can have an image; "" if it can. Blocks for a start, too."""
-    with tempfile.TemporaryDirectory() as empty:
+    """Return why no sandbox of this machine can have an image, or "". Also blocks for the start of a
+    sandbox."""
+    with tempfile.TemporaryDirectory() as empty_directory:
         try:
-            _blocking(_shell_of(Image("", empty), user))
+            _run_blocking(_run_shell(Image("", empty_directory), user))
         except SandboxError as error:
             return str(error)
     return ""
 
 
 def check_image(name: str, user: Literal["", "root"] = "") -> Image:
-    """Find an image that is to be used, and start a sandbox with it. ConfigError if either is impossible."""
+    """Find an image and start a sandbox with the image. ConfigError: one of the steps is impossible."""
     image = find_image(name)
     try:
-        shell = _blocking(_shell_of(image, user))
+        shell_result = _run_blocking(_run_shell(image, user))
     except SandboxError as error:
         raise ConfigError(f"image {name!r}: {error}") from error
-    if shell.status == CANNOT_RUN:
-        raise ConfigError(f"image {name!r} has no shell: {shell.output.strip()}")
+
+    if shell_result.status == CANNOT_RUN:
+        raise ConfigError(f"image {name!r} has no shell: {shell_result.output.strip()}")
     return image
 
 
-async def _shell_of(image: Image, user: Literal["", "root"]) -> RunResult:
+async def _run_shell(image: Image, user: Literal["", "root"]) -> RunResult:
     async with Jail(require=(), image=image, user=user) as jail:
         return await jail.run("shell", ":", SHELL_SECONDS)
 
 
 def check_isolation(require: str) -> frozenset[str]:
-    """The words of `require`, an option of a tool or reward. ConfigError for an unknown word, and for what
-    this machine cannot isolate."""
-    required = frozenset(require.replace(",", " ").split())
-    if unknown := sorted(required - set(ISOLATION)):
-        raise ConfigError(f"require has {unknown[0]!r}; it takes words of: {' '.join(ISOLATION)}")
+    """Read the words of `require`, an option of a tool or reward. ConfigError: a word is unknown, or this
+    machine lacks the isolation."""
+    required_words = frozenset(require.replace(",", " ").split())
+    if unknown_words := sorted(required_words - set(ISOLATION)):
+        raise ConfigError(f"require has {unknown_words[0]!r}; it takes words of: {' '.join(ISOLATION)}")
+
     try:
-        missing = sorted(required & set(detect_isolation().missing))
+        missing_words = sorted(required_words & set(detect_isolation().missing))
     except SandboxError as error:
         raise ConfigError(str(error)) from error
-    if missing:
+
+    if missing_words:
         raise ConfigError(
-            f"this machine does not let the sandbox isolate {', '.join(missing)} "
+            f"this machine does not let the sandbox isolate {', '.join(missing_words)} "
             f"({detect_isolation().notes}); allow namespaces (docs/sandbox.md), or require less"
         )
-    return required
+    return required_words

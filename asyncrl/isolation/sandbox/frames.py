@@ -1,6 +1,6 @@
 """Messages between a sandbox and its owner: frames of one header and raw bytes, bounded on both sides.
 
-Shared by the owner and the child, so it imports nothing that is slow to start.
+The owner and the child share this module, which therefore imports nothing that is slow to start.
 """
 
 from __future__ import annotations
@@ -12,35 +12,37 @@ import struct
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-REQUEST = struct.Struct("!cdII")  # kind, seconds, bytes of the source, bytes of the input
-REPLY = struct.Struct("!Bi?QI")  # which ending, status, state lost, bytes left out, bytes of the output
-HELLO = struct.Struct("!BI")  # what there is (bits, see GIVEN), bytes of the notes
+REQUEST_HEADER = struct.Struct("!cdII")  # kind, seconds, bytes of the source, bytes of the input
+# index of the ending, status, whether state was lost, bytes left out, bytes of the output
+REPLY_HEADER = struct.Struct("!Bi?QI")
+HELLO = struct.Struct("!BI")  # bits of the guarantees in force (see GUARANTEES), bytes of the notes
 
 ISOLATION = ("network", "files", "processes", "orphans", "memory")
-"""A sandbox can keep these from its code, in the order of their bits: any network but its own empty one;
-every file but those it was shown; more processes than allowed; processes that outlive it; memory that no
-limit counts, such as files without a directory, shared segments and file systems of its own."""
+"""The isolation of a sandbox, in the order of the bits. The code cannot use: any network but an empty
+network of the sandbox; files but the shown files; more processes than allowed; processes that outlive the
+sandbox; memory that no limit counts, such as files without a directory, shared segments and new file
+systems."""
 
-GIVEN = (*ISOLATION, "root", "resident", "listener")
-"""Beside these isolations: a root of its own, a measure of all memory, a socket that listens inside."""
+GUARANTEES = (*ISOLATION, "root", "resident", "listener")
+"""The isolation, and beside it: a separate root, a measure of all memory, a socket that listens inside."""
 
-TAKE = b"t"
-GIVE = b"g"
+COLLECT = b"t"
+APPLY = b"g"
 WRITE = b"w"
 READ = b"r"
-LARGEST = {b"c": 60_000, b"p": 4 << 20, b"s": 60_000, b"e": 1 << 20} | dict.fromkeys(
-    (TAKE, GIVE, WRITE, READ), 1 << 20
+MAX_SOURCE_BYTES = {b"c": 60_000, b"p": 4 << 20, b"s": 60_000, b"e": 1 << 20} | dict.fromkeys(
+    (COLLECT, APPLY, WRITE, READ), 1 << 20
 )
-"""Kinds of a request (cell, program, shell, exec; take or give changes; write or read a file) and the bytes
-that a source may have: a cell is sent without waiting for its reader, a command is one argument."""
+"""Kinds of a request (cell, program, shell, exec; collect or apply changes; write or read a file) and the
+bytes that a source may have: a cell is sent without waiting for the reader, a command is one argument."""
 
 
 class RunEnding(enum.StrEnum):
-    """The end of a run."""
+    """Say how a run ended."""
 
     DONE = "done"
     FAILED = "failed"  # an exception, or an exit status that is not 0
-    LATE = "late"  # its time ran out, and it was ended
+    LATE = "late"  # the run was ended after its time
     DIED = "died"  # the interpreter of the cells ended, or broke
     OVER = "over"  # all memory together was over `resident`, and everything was killed
     STARVED = "starved"  # the machine had no memory left, and everything was killed
@@ -50,9 +52,10 @@ ENDINGS = tuple(RunEnding)
 
 
 class SandboxLimits(NamedTuple):
-    """Sizes are MiB. `memory` (address space), `open_files` and `file` (the largest) are of one process;
-    `disk` is of the private directory, `processes` of all processes and threads together, `resident` of the
-    memory and files of all of them while an `execute` runs. A `memory` or `resident` of 0 is no limit."""
+    """Limit the code; sizes are in MiB. `memory` (address space), `open_files` and `file` (the largest file)
+    hold for each process; `disk` for the private directory, `processes` for all processes and threads
+    together, `resident` for the memory and files of all processes during an `execute`. A `memory` or
+    `resident` of 0 is no limit."""
 
     memory: int = 512
     processes: int = 32
@@ -64,8 +67,8 @@ class SandboxLimits(NamedTuple):
 
 
 class RunRequest(NamedTuple):
-    """`source` is UTF-8. Of an exec: see `exec_source`, of what files are moved by, changes.py; their streams
-    have been sent before, as descriptors."""
+    """Hold a request. `source`: UTF-8 text of code; for an exec see `exec_source`, for requests that move
+    files see changes.py. The streams of an exec and of moves are sent before, as descriptors."""
 
     kind: bytes
     seconds: float
@@ -73,11 +76,16 @@ class RunRequest(NamedTuple):
     stdin: bytes = b""
 
     def frame(self) -> bytes:
-        return REQUEST.pack(self.kind, self.seconds, len(self.source), len(self.stdin)) + self[2] + self[3]
+        return (
+            REQUEST_HEADER.pack(self.kind, self.seconds, len(self.source), len(self.stdin))
+            + self[2]
+            + self[3]
+        )
 
 
 class RunReply(NamedTuple):
-    """`status`: exit status, or minus the signal that ended the process; 0 for a cell that ran."""
+    """Hold the reply. `status`: exit status, or minus the signal that ended the process; 0 for a cell that
+    ran."""
 
     ending: RunEnding
     status: int
@@ -86,26 +94,26 @@ class RunReply(NamedTuple):
     output: bytes
 
     def frame(self) -> bytes:
-        return REPLY.pack(ENDINGS.index(self.ending), *self[1:4], len(self.output)) + self.output
+        return REPLY_HEADER.pack(ENDINGS.index(self.ending), *self[1:4], len(self.output)) + self.output
 
 
 def exec_source(words: Sequence[str], environment: Mapping[str, str], directory: str) -> bytes:
-    """ValueError for a text with a NUL."""
+    """Encode a program as the source of a request. ValueError: a text contains a NUL."""
     if any("\0" in text for text in (directory, *words, *environment, *environment.values())):
         raise ValueError("the words, the environment or the directory of a program hold a NUL")
     return json.dumps((list(words), dict(environment), directory)).encode()
 
 
 def read_request(fd: int) -> RunRequest:
-    """Blocks. EOFError when the other end closed."""
-    kind, seconds, source, stdin = REQUEST.unpack(read_exactly(fd, REQUEST.size))
-    return RunRequest(kind, seconds, read_exactly(fd, source), read_exactly(fd, stdin))
+    """Read a request, which blocks. EOFError: the other end was closed."""
+    kind, seconds, source_size, stdin_size = REQUEST_HEADER.unpack(read_exactly(fd, REQUEST_HEADER.size))
+    return RunRequest(kind, seconds, read_exactly(fd, source_size), read_exactly(fd, stdin_size))
 
 
 def write_all(fd: int, data: bytes) -> None:
-    view = memoryview(data)
-    while view:
-        view = view[os.write(fd, view) :]
+    remaining = memoryview(data)
+    while remaining:
+        remaining = remaining[os.write(fd, remaining) :]
 
 
 def read_exactly(fd: int, size: int) -> bytes:

@@ -1,9 +1,9 @@
 """The root of a sandbox with an image: overlayfs over the image's layers, which are never written.
 
-    copies of mounts of the layers, /proc, /dev, what is shown ──► a new root ──► the copies are placed in it
+    copies of mounts of the layers, /proc, /dev, shown paths ──► a new root ──► the copies are placed inside
 
-Nothing of the image is a path of the machine: its links are followed only when the machine's root is gone.
-"""
+No path of the image is a path of the machine: the image's links are followed only when the machine's root is
+gone."""
 
 from __future__ import annotations
 
@@ -16,187 +16,221 @@ from contextlib import suppress
 
 from asyncrl.isolation.sandbox import kernel
 
-UPPER = "upper"
-WORK = "work"
-MERGED = "root"
-KEPT = ("", "proc", "dev", "etc", "sandbox")  # no path of the machine is shown in place of these
-LARGEST = 1 << 20  # bytes of a file in /etc that gets a line
-ETC = ("passwd", "group", "hosts", "nsswitch.conf")  # files in /etc that a sandbox makes or adds to
-FILES = {"hosts": "127.0.0.1 localhost\n::1 localhost\n", "nsswitch.conf": "hosts: files\n"}
+UPPER_NAME = "upper"
+WORK_NAME = "work"
+MERGED_NAME = "root"
+# top names of the sandbox that no shown path of the machine replaces
+RESERVED_NAMES = (
+    "",
+    "proc",
+    "dev",
+    "etc",
+    "sandbox",
+)
+MAX_FILE_BYTES = 1 << 20  # bytes that are read of a file in /etc
+ETC_FILES = ("passwd", "group", "hosts", "nsswitch.conf")  # files in /etc that a sandbox makes or adds to
+DEFAULT_ETC_TEXTS = {"hosts": "127.0.0.1 localhost\n::1 localhost\n", "nsswitch.conf": "hosts: files\n"}
 
 
 def copy_layers(layers: Sequence[str], uid: int) -> list[int]:
-    """Copy the mounts of an image's layers. All files belong to the user `uid`: OSError if they do not, and
-    cannot be mapped to him."""
+    """Copy the mounts of an image's layers. All files must belong to the user `uid`. OSError: the files
+    belong to another user, and cannot be mapped."""
     if not layers:
         return []
-    owner = os.stat(layers[0])
-    users = -1
-    if owner.st_uid != uid:
+
+    owner_status = os.stat(layers[0])
+    user_namespace = -1
+    if owner_status.st_uid != uid:
         if os.geteuid() != 0:
             raise PermissionError(f"{layers[0]} belongs to another user: import it as the one who runs it")
-        users = _map_user(owner, uid)
-    trees = []
+        user_namespace = _make_mapped_namespace(owner_status, uid)
+
+    layer_mounts = []
     for layer in layers:
-        trees.append(kernel.copy_mount(layer))
-        kernel.set_attributes(trees[-1], "", kernel.SAFE_READ_ONLY)
-        if users >= 0:
+        layer_mounts.append(kernel.copy_mount(layer))
+        kernel.set_attributes(layer_mounts[-1], "", kernel.SAFE_READ_ONLY)
+        if user_namespace >= 0:
             try:
-                kernel.set_attributes(trees[-1], "", kernel.ID_MAP, users)
+                kernel.set_attributes(layer_mounts[-1], "", kernel.ID_MAP, user_namespace)
             except OSError as error:
-                told = "this file system cannot map users: keep images on another, or use them not as root"
-                raise OSError(error.errno, told, layer) from error
-    if users >= 0:
-        os.close(users)
-    return trees
+                advice = "this file system cannot map users: keep images on another, or use them not as root"
+                raise OSError(error.errno, advice, layer) from error
+
+    if user_namespace >= 0:
+        os.close(user_namespace)
+    return layer_mounts
 
 
-def _map_user(owner: os.stat_result, uid: int) -> int:
-    """Return a descriptor of a user namespace in which an `owner` and his group are `uid` of this one."""
-    ours, theirs = socketpair()
-    pid = os.fork()
-    if pid == 0:
+def _make_mapped_namespace(owner_status: os.stat_result, uid: int) -> int:
+    """Return a descriptor of a user namespace that maps an owner and his group to the id `uid`."""
+    parent_socket, child_socket = socketpair()
+    child_pid = os.fork()
+
+    if child_pid == 0:
         try:
-            ours.close()
+            parent_socket.close()
             kernel.unshare(kernel.NEWUSER)
-            number = array.array("i", [os.open("/proc/self", os.O_PATH)])
-            theirs.sendmsg([b"u"], [(SOL_SOCKET, SCM_RIGHTS, number)])
-            theirs.recv(1)  # until it is mapped
+            descriptors = array.array("i", [os.open("/proc/self", os.O_PATH)])
+            child_socket.sendmsg([b"u"], [(SOL_SOCKET, SCM_RIGHTS, descriptors)])
+            child_socket.recv(1)  # until the ids are mapped
         finally:
             os._exit(0)
-    theirs.close()
-    _, ancillary, *_ = ours.recvmsg(1, CMSG_SPACE(4), MSG_CMSG_CLOEXEC)
+
+    child_socket.close()
+    _, ancillary, *_ = parent_socket.recvmsg(1, CMSG_SPACE(4), MSG_CMSG_CLOEXEC)
     if not ancillary:
         raise PermissionError("no user namespace to map the image's files in")
-    process = int.from_bytes(ancillary[0][2], "little")
-    for name, inside in (("uid_map", owner.st_uid), ("gid_map", owner.st_gid)):
-        file = os.open(name, os.O_WRONLY, dir_fd=process)
-        os.write(file, f"{inside} {uid} 1".encode())
-        os.close(file)
-    users = os.open("ns/user", os.O_RDONLY, dir_fd=process)
-    os.close(process)
-    ours.close()
-    os.waitpid(pid, 0)
-    return users
+
+    process_fd = int.from_bytes(ancillary[0][2], "little")
+    for name, inside_id in (("uid_map", owner_status.st_uid), ("gid_map", owner_status.st_gid)):
+        map_fd = os.open(name, os.O_WRONLY, dir_fd=process_fd)
+        os.write(map_fd, f"{inside_id} {uid} 1".encode())
+        os.close(map_fd)
+
+    user_namespace = os.open("ns/user", os.O_RDONLY, dir_fd=process_fd)
+    os.close(process_fd)
+    parent_socket.close()
+    os.waitpid(child_pid, 0)
+    return user_namespace
 
 
 def enter_image(
-    layers: Sequence[int], little: str, home: str, shown: Sequence[str], uid: int, number: int
+    layer_mounts: Sequence[int],
+    small_root: str,
+    home: str,
+    shown_paths: Sequence[str],
+    uid: int,
+    inside_uid: int,
 ) -> int:
-    """Change to a root of `layers` and an upper layer, and return a descriptor of that upper layer. It lies
-    in `home` of `little`, a root from which /proc, /dev and the `shown` paths are taken. `number`: the id of
-    the user `uid` inside."""
-    private = little + home
-    for name in (UPPER, WORK, MERGED, *map(str, range(len(layers)))):
-        os.mkdir(f"{private}/{name}", 0o755)
-    for layer, tree in enumerate(layers):
-        kernel.place_mount(tree, f"{private}/{layer}")
-    _give(f"{private}/{UPPER}", uid)
-    lower = ":".join(f"{private}/{layer}" for layer in range(len(layers)))
-    upper = os.open(f"{private}/{UPPER}", os.O_DIRECTORY | os.O_CLOEXEC)
-    os.setxattr(upper, "user.asyncrl", b"")  # so that directories can replace others: Linux 6.6
-    os.removexattr(upper, "user.asyncrl")
-    options = f"lowerdir={lower},upperdir={private}/{UPPER},workdir={private}/{WORK},userxattr"
-    kernel.mount("overlay", f"{private}/{MERGED}", "overlay", kernel.MS_SAFE, options)
-    grafts = {path: _copy(little + path) for path in _outermost(shown)}
-    proc = kernel.copy_mount(f"{little}/proc")
-    devices = kernel.copy_mount(f"{little}/dev")
-    kernel.enter_root(f"{private}/{MERGED}")
+    """Change to a root of layers and an upper layer, and return a descriptor of the upper layer, which lies
+    in `home` of `small_root`. The small root also has /proc, /dev and the shown paths. `inside_uid`: the id
+    of the user `uid` inside."""
+    private_directory = small_root + home
+    for name in (UPPER_NAME, WORK_NAME, MERGED_NAME, *map(str, range(len(layer_mounts)))):
+        os.mkdir(f"{private_directory}/{name}", 0o755)
+
+    for layer, layer_mount in enumerate(layer_mounts):
+        kernel.place_mount(layer_mount, f"{private_directory}/{layer}")
+    _give_to_user(f"{private_directory}/{UPPER_NAME}", uid)
+
+    lower_directories = ":".join(f"{private_directory}/{layer}" for layer in range(len(layer_mounts)))
+    upper_fd = os.open(f"{private_directory}/{UPPER_NAME}", os.O_DIRECTORY | os.O_CLOEXEC)
+
+    os.setxattr(upper_fd, "user.asyncrl", b"")  # lets directories replace directories: Linux 6.6
+    os.removexattr(upper_fd, "user.asyncrl")
+    options = f"lowerdir={lower_directories},upperdir={private_directory}/{UPPER_NAME}"
+    options += f",workdir={private_directory}/{WORK_NAME},userxattr"
+    kernel.mount("overlay", f"{private_directory}/{MERGED_NAME}", "overlay", kernel.MS_SAFE, options)
+
+    grafts = {path: _copy_path(small_root + path) for path in _outermost_paths(shown_paths)}
+    proc_mount = kernel.copy_mount(f"{small_root}/proc")
+    device_mount = kernel.copy_mount(f"{small_root}/dev")
+
+    kernel.enter_root(f"{private_directory}/{MERGED_NAME}")
     for path in ("/proc", "/dev", home):
         _make_directory(path, uid, real=True)
     os.chmod(home, 0o700)
     _make_directory("/tmp", uid, 0o1777)
-    _name_user(uid, number, home)
-    for path, copy in grafts.items():
-        _graft(path, copy, uid)
-    kernel.place_mount(devices, "/dev")
-    kernel.place_mount(proc, "/proc")  # last: its links lead to descriptors
-    return upper
+
+    _name_user(uid, inside_uid, home)
+    for path, copied in grafts.items():
+        _graft_path(path, copied, uid)
+
+    kernel.place_mount(device_mount, "/dev")
+    kernel.place_mount(proc_mount, "/proc")  # last: links of /proc lead to descriptors
+    return upper_fd
 
 
-def _outermost(paths: Sequence[str]) -> list[str]:
-    """Leave out paths below others, and those that a sandbox makes. `paths`: the shorter ones first."""
-    found: list[str] = []
+def _outermost_paths(paths: Sequence[str]) -> list[str]:
+    """Leave out paths inside other paths, and paths that a sandbox makes. `paths`: shorter paths first."""
+    outermost_paths: list[str] = []
     for path in paths:
-        first, _, rest = path[1:].partition("/")
-        kept = first in KEPT and not (first == "etc" and rest)
-        if not kept and not any(path.startswith(f"{above}/") for above in found):
-            found.append(path)
-    return found
+        first_name, _, remaining_path = path[1:].partition("/")
+        is_reserved = first_name in RESERVED_NAMES and not (first_name == "etc" and remaining_path)
+        if not is_reserved and not any(path.startswith(f"{above}/") for above in outermost_paths):
+            outermost_paths.append(path)
+    return outermost_paths
 
 
-def _copy(path: str) -> int | str:
-    """Copy the mount, or the target of a link."""
+def _copy_path(path: str) -> int | str:
+    """Copy a mount, or read the target of a link."""
     return os.readlink(path) if os.path.islink(path) else kernel.copy_mount(path)
 
 
-def _graft(path: str, copy: int | str, uid: int) -> None:
-    if isinstance(copy, int) and stat.S_ISDIR(os.fstat(copy).st_mode):
+def _graft_path(path: str, copied: int | str, uid: int) -> None:
+    if isinstance(copied, int) and stat.S_ISDIR(os.fstat(copied).st_mode):
         _make_directory(path, uid, real=True)
     else:
         _make_directory(os.path.dirname(path), uid)
         with suppress(FileNotFoundError):
             os.unlink(path)
-    if isinstance(copy, str):
-        os.symlink(copy, path)
+
+    if isinstance(copied, str):
+        os.symlink(copied, path)
         return
+
     if not os.path.lexists(path):
         os.close(os.open(path, os.O_CREAT | os.O_EXCL))
-    kernel.place_mount(copy, path)
+    kernel.place_mount(copied, path)
 
 
 def _make_directory(path: str, uid: int, mode: int = 0o755, real: bool = False) -> None:
-    """Make a directory of the image where there is none. `real`: also where a link leads to one."""
+    """Make a directory of the image if there is none. `real`: also replace a link to a directory."""
     if os.path.isdir(path) and not (real and os.path.islink(path)):
         return
     if os.path.lexists(path):
         os.unlink(path)
     else:
         _make_directory(os.path.dirname(path), uid)
+
     os.mkdir(path)
     os.chmod(path, mode)
-    _give(path, uid)
+    _give_to_user(path, uid)
 
 
-def _give(path: str | int, uid: int) -> None:
-    if (
-        uid != os.getuid()
-    ):  # root's sandbox; any other has no other user, and its group may have another number
+def _give_to_user(path: str | int, uid: int) -> None:
+    # only root's sandbox has another user; elsewhere the group may have another number
+    if uid != os.getuid():
         os.chown(path, uid, uid)
 
 
-def _name_user(uid: int, number: int, home: str) -> None:
-    """Give the user of the code, whose id inside is `number`, a name in the image."""
-    name = "sandbox" if number else "root"
+def _name_user(uid: int, inside_uid: int, home: str) -> None:
+    """Give the user of the code, whose id inside is `inside_uid`, a name in the image."""
+    user_name = "sandbox" if inside_uid else "root"
     _make_directory("/etc", uid)
-    lines = {"passwd": f"{name}:x:{number}:{number}::{home}:/bin/sh\n", "group": f"{name}:x:{number}:\n"}
-    for file, line in lines.items():
-        old = _text(f"/etc/{file}")
-        if not any(entry.split(b":")[2:3] == [b"%d" % number] for entry in old.splitlines()):
-            end = b"" if old[-1:] in (b"", b"\n") else b"\n"
-            _replace(f"/etc/{file}", old + end + line.encode(), uid)
-    for file, text in FILES.items():
-        if not _text(f"/etc/{file}"):
-            _replace(f"/etc/{file}", text.encode(), uid)
+    account_lines = {
+        "passwd": f"{user_name}:x:{inside_uid}:{inside_uid}::{home}:/bin/sh\n",
+        "group": f"{user_name}:x:{inside_uid}:\n",
+    }
+
+    for file, line in account_lines.items():
+        present_text = _read_text(f"/etc/{file}")
+        if not any(entry.split(b":")[2:3] == [b"%d" % inside_uid] for entry in present_text.splitlines()):
+            line_end = b"" if present_text[-1:] in (b"", b"\n") else b"\n"
+            _replace_file(f"/etc/{file}", present_text + line_end + line.encode(), uid)
+
+    for file, text in DEFAULT_ETC_TEXTS.items():
+        if not _read_text(f"/etc/{file}"):
+            _replace_file(f"/etc/{file}", text.encode(), uid)
 
 
-def _text(path: str) -> bytes:
-    """Read a file of the image; what is no file has no text."""
+def _read_text(path: str) -> bytes:
+    """Read a file of the image; a path that is no file has no text."""
     with suppress(OSError):
-        file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY)
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY)
         try:
-            if stat.S_ISREG(os.fstat(file).st_mode):
-                return os.read(file, LARGEST)
+            if stat.S_ISREG(os.fstat(fd).st_mode):
+                return os.read(fd, MAX_FILE_BYTES)
         finally:
-            os.close(file)
+            os.close(fd)
     return b""
 
 
-def _replace(path: str, data: bytes, uid: int) -> None:
-    with suppress(OSError):  # what is in its place may be a directory
+def _replace_file(path: str, data: bytes, uid: int) -> None:
+    with suppress(OSError):  # a directory may be in the file's place
         if os.path.lexists(path):
             os.unlink(path)
-        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
-        _give(file, uid)
-        with open(file, "wb", 0) as opened:
-            opened.write(data)
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+        _give_to_user(fd, uid)
+        with open(fd, "wb", 0) as stream:
+            stream.write(data)

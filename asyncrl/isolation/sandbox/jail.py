@@ -1,8 +1,8 @@
-"""The owner's side of the sandbox that needs only Python and Linux: it starts, asks and ends it.
+"""The owner's side of a sandbox that needs only Python and Linux: starts, asks and ends the sandbox.
 
     owner ──socket──► guard ──fork──► warden.py ──fork──► interpreter.py, programs, shells
 
-Replies are untrusted: they are read as bounded bytes and never unpickled or evaluated.
+Replies are untrusted: they are read as bounded bytes, and never unpickled or evaluated.
 """
 
 from __future__ import annotations
@@ -40,49 +40,53 @@ from asyncrl.isolation.sandbox.base import (
     SandboxError,
     SandboxLimits,
 )
-from asyncrl.isolation.sandbox.confine import HOME
-from asyncrl.isolation.sandbox.guard import START
-from asyncrl.isolation.sandbox.imaging import ETC
+from asyncrl.isolation.sandbox.confine import SANDBOX_HOME
+from asyncrl.isolation.sandbox.guard import GUARD_PROGRAM
+from asyncrl.isolation.sandbox.imaging import ETC_FILES
 
 START_SECONDS = 20.0
 LATE_SECONDS = 5.0
-"""The warden may answer so much later than asked: one second of grace, and a busy machine."""
-MOVE_SECONDS = 60.0  # to move files, or what changed
-END_SECONDS = 2.0  # after SIGTERM, and after SIGKILL
-CLEAN_SECONDS = 5.0  # that the owner waits for a directory to be emptied
-MAX_OUTPUT = 16 << 20
-OWN_FILES = (*("/proc", "/dev", "/sys"), *(f"/etc/{name}" for name in ETC))  # of every sandbox with an image
-MISSING = {
+"""The warden may answer so long after a run's time: one second of grace, and a busy machine."""
+MOVE_SECONDS = 60.0  # to move a file or the changes
+END_SECONDS = 2.0  # to end after SIGTERM, and again after SIGKILL
+CLEAN_SECONDS = 5.0  # the owner waits so long for a directory to be emptied
+MAX_OUTPUT_BYTES = 16 << 20
+# paths of every sandbox with an image that never count as changed
+SANDBOX_FILES = (
+    *("/proc", "/dev", "/sys"),
+    *(f"/etc/{name}" for name in ETC_FILES),
+)
+MISSING_TEXTS = {
     "resident": "no process namespace and /proc, to measure `resident` in",
     "listener": "no network namespace to listen in",
 }
-SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64")
-SETTINGS = ("/etc/alternatives", "/etc/ld.so.cache", "/etc/localtime")
-ENVIRONMENT = {
+SYSTEM_DIRECTORIES = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64")
+SYSTEM_SETTINGS = ("/etc/alternatives", "/etc/ld.so.cache", "/etc/localtime")
+CODE_ENVIRONMENT = {
     "PATH": os.pathsep.join((str(Path(sys.executable).parent), "/usr/local/bin", "/usr/bin", "/bin")),
     "LANG": "C.UTF-8",
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
-    "MALLOC_ARENA_MAX": "1",  # each would take 128 MiB of the address space that is counted as memory
+    "MALLOC_ARENA_MAX": "1",  # each arena takes 128 MiB of address space, which counts as memory
 }
 """All environment variables of the code: keys and tokens of the trainer's environment are left out."""
 
 
 class Jail:
-    """An isolated place for code, with processes, a directory, and no network, made of namespaces, Landlock,
-    seccomp and resource limits (confine.py). Calls run one after the other; nothing runs between two of them.
+    """Isolate code, with processes, a directory, and no network, by namespaces, Landlock, seccomp and
+    resource limits (confine.py). Calls run one after the other; nothing runs between two calls.
 
-    `require`: isolation that must be in force (words of ISOLATION), else `start` raises SandboxError. `show`:
+    `require`: isolation that must be in force (words of ISOLATION), or `start` raises SandboxError. `show`:
     paths that the code may read, beside this Python and the system's programs. `listen`: after `start`,
-    `listener` is a socket that listens on 127.0.0.1 of the sandbox's own network, and nowhere else; it is the
-    caller's, who closes it, and such a sandbox is not started again by itself. `home` is the code's
+    `listener` is a socket that listens on 127.0.0.1 of the sandbox's network, and nowhere else; the caller
+    owns and closes the socket, and such a sandbox is not started again automatically. `home` is the code's
     directory, after `start`; `losses`: how often variables of cells were lost.
 
-    `image`: its files are the sandbox's root, and this Python and the system's programs are not there; what
-    the code writes is gone with the sandbox. `user`: the code's name inside: an unprivileged user, or "root",
-    who may do with all files of the image what root may. `directory`: where programs start; that of the image
-    if it is not given, or `home`.
+    `image`: the image's files are the sandbox's root, without this Python and the system's programs; files
+    that the code writes are gone with the sandbox. `user`: the code's user inside: an unprivileged user, or
+    "root", with root's rights over all files of the image. `directory`: where programs start; default: the
+    image's directory, or `home`.
     """
 
     def __init__(
@@ -97,20 +101,23 @@ class Jail:
         directory: str = "",
     ) -> None:
         self.limits = limits
-        self.holds: frozenset[str] = frozenset()
+        self.enforced: frozenset[str] = frozenset()
         self.notes = self.home = ""
         self.listener: socket.socket | None = None
+
         self._require = frozenset(require)
-        self._listen = listen
-        self._show = tuple(show)
+        self._needs_listener = listen
+        self._shown_paths = tuple(show)
         self._image = image
         self._user = user
-        self._directory = directory or (image.directory if image else "")
-        self._turn = asyncio.Lock()
+        self._start_directory = directory or (image.directory if image else "")
+
+        self._run_lock = asyncio.Lock()
         self._closed = False
-        self.losses = self._reported = 0
+        self.losses = self._reported_losses = 0
         self._emptied = False  # since the last report
-        self._fallback = ""  # where there is no new root: its directory
+        self._fallback_home = ""  # the directory of a sandbox without a new root
+
         self._process: subprocess.Popen[bytes] | None = None
         self._reader: asyncio.StreamReader
         self._writer: asyncio.StreamWriter | None = None
@@ -118,7 +125,8 @@ class Jail:
 
     @property
     def pid(self) -> int | None:
-        """Return the pid of the process above all of its processes; None when it is not open."""
+        """Return the pid of the guard, the ancestor of all processes inside; None: the sandbox is not
+        open."""
         return self._process.pid if self._process else None
 
     async def __aenter__(self) -> Jail:
@@ -129,247 +137,281 @@ class Jail:
         await self.close()
 
     async def start(self) -> None:
-        """Start within START_SECONDS; `run` starts it, too. SandboxError when it does not start, or does not
-        isolate what it must."""
+        """Start the sandbox within START_SECONDS; `run` also starts it. SandboxError: the sandbox does not
+        start, or lacks a required isolation."""
         self._closed = False
         try:
             async with asyncio.timeout(START_SECONDS):
-                await self._connect()
-                await self._handshake()
+                await self._connect_guard()
+                await self._read_hello()
         except (OSError, EOFError) as error:
-            await self._end()
+            await self._end_process()
             raise SandboxError(f"the sandbox did not start: {one_line(error)}") from error
         except BaseException:
-            await self._end()
+            await self._end_process()
             raise
 
     async def run(self, kind: RunKind, source: str, seconds: float, stdin: str = "") -> RunResult:
-        """Run code; whatever it does is a result. A run that is cancelled ends the sandbox; the next one
-        starts it again, and reports what is lost. ValueError for a source that is too long."""
-        given = (text.encode(errors="replace") for text in (source, stdin))
-        return await self._report(frames.RunRequest(kind[0].encode(), seconds, *given))
+        """Run code; whatever the code does is a result. Cancelling a run ends the sandbox; the next run
+        starts the sandbox again, and reports the losses. ValueError: the source is too long."""
+        encoded_texts = (text.encode(errors="replace") for text in (source, stdin))
+        return await self._ask_and_report(frames.RunRequest(kind[0].encode(), seconds, *encoded_texts))
 
     async def prepare(self, source: str, seconds: float) -> RunResult:
-        """Run a cell. What was lost is reported by the next run, as if this one had not been."""
-        return await self._ask(frames.RunRequest(b"c", seconds, source.encode(errors="replace")))
+        """Run a cell without reporting losses: the next run reports them."""
+        return await self._ask_warden(frames.RunRequest(b"c", seconds, source.encode(errors="replace")))
 
     async def execute(
         self, program: Program, streams: tuple[int, int, int], seconds: float = math.inf
     ) -> RunResult:
-        """Run a program that lives as long as it likes. Its standard streams are `streams`, descriptors (of
-        pipes, say) that are closed here as soon as it has them: their readers see its output live, and the
-        end when all of its processes have closed it; `output` of the result is empty. It finds no processes
-        of earlier calls and leaves none, but finds and leaves files. Exit status 127 and a line on its
-        standard error: it cannot be run. ValueError for a NUL in a text, or more than 1 MiB of them."""
-        ours = list(streams)
+        """Run a program without a time limit by default. `streams`: descriptors (of pipes, say) for the
+        standard streams, which are closed here once passed on: readers see the output live, and its end when
+        all processes of the program have closed the stream; `output` of the result is empty. The program
+        finds and leaves files, but no processes. Exit status 127 and a line on standard error: the program
+        cannot be run. ValueError: a text has a NUL, or the texts have more than 1 MiB."""
+        passed_streams = list(streams)
         try:
-            for fd in ours:
+            for fd in passed_streams:
                 if os.readlink(f"/proc/self/fd/{fd}").startswith("pipe:"):
                     os.fchmod(fd, 0o666)  # another user opens /dev/stdin by that name
             source = frames.exec_source(program.words, program.environment, program.directory)
-            return await self._report(frames.RunRequest(b"e", seconds, source), ours)
+            return await self._ask_and_report(frames.RunRequest(b"e", seconds, source), passed_streams)
         finally:
-            _close(ours)
+            _close_all(passed_streams)
 
     def stop(self) -> None:
-        """End the program of the `execute` that runs, if there is one; its status is that of a kill."""
+        """End the program of a running `execute`, if there is one; the status is that of a kill."""
         with contextlib.suppress(OSError):
-            if self._process and self._turn.locked():
+            if self._process and self._run_lock.locked():
                 self._passage.send(b"s")
 
     async def write_file(self, path: str, data: bytes) -> None:
-        """Write with the rights of the code. `path`: absolute, or in the directory of the code. SandboxError
-        when it cannot be written."""
-        await self._send(f"file {path!r}", frames.WRITE, os.fsencode(path), data)
+        """Write a file with the rights of the code. `path`: absolute, or relative to the code's directory.
+        SandboxError: the file cannot be written."""
+        await self._send_data(f"file {path!r}", frames.WRITE, os.fsencode(path), data)
 
     async def read_file(self, path: str) -> bytes:
-        """Read with the rights of the code. SandboxError when it cannot be read, or is larger than an output
-        may be."""
-        most = self.limits.output
-        return await self._receive(f"file {path!r}", frames.READ, json.dumps((most, path)).encode(), most)
+        """Read a file with the rights of the code. SandboxError: the file cannot be read, or is larger than
+        the limit of an output."""
+        max_bytes = self.limits.output
+        return await self._receive_data(
+            f"file {path!r}", frames.READ, json.dumps((max_bytes, path)).encode(), max_bytes
+        )
 
     async def changes(
-        self, roots: Sequence[str] = (), skip: Sequence[str] = (), most: int = MOST_CHANGES
+        self, roots: Sequence[str] = (), skip_globs: Sequence[str] = (), max_bytes: int = MOST_CHANGES
     ) -> bytes:
-        """Collect what was changed, made and deleted, or only what is below `roots`: an archive as changes.py
-        reads it. Names that match a glob of `skip` are left out. SandboxError for more than `most` bytes, a
-        root that is a link, and where the sandbox has ended."""
-        top = self.home or "/"
-        ours_too = tuple[str, ...]()
+        """Collect changed, new and deleted files, all or only below `roots`: an archive in the format of
+        changes.py. Names that match a glob of `skip` are left out. SandboxError: more than `most` bytes
+        changed, a root is a link, or the sandbox has ended."""
+        top_directory = self.home or "/"
+        sandbox_files = tuple[str, ...]()
         if self._image:
-            top = "/"
-            ours_too = (*OWN_FILES, *self._show)
-        source = changes.request(most, top, roots, (*skip, *ours_too))
-        return await self._receive("the changes", frames.TAKE, source, most)
+            top_directory = "/"
+            sandbox_files = (*SANDBOX_FILES, *self._shown_paths)
 
-    async def apply(self, archive: bytes, keep: Sequence[str] = ()) -> None:
-        """Apply what `changes` returned for another sandbox of the same image. Names that match a glob of
-        `keep` stay as they are here. SandboxError when it cannot be applied."""
-        source = changes.request(len(archive), "/", (), keep)
-        await self._send("the changes", frames.GIVE, source, archive)
+        source = changes.encode_request(max_bytes, top_directory, roots, (*skip_globs, *sandbox_files))
+        return await self._receive_data("the changes", frames.COLLECT, source, max_bytes)
+
+    async def apply(self, archive: bytes, keep_globs: Sequence[str] = ()) -> None:
+        """Apply the changes of another sandbox with the same image. Names that match a glob of `keep` stay
+        as they are here. SandboxError: the archive cannot be applied."""
+        source = changes.encode_request(len(archive), "/", (), keep_globs)
+        await self._send_data("the changes", frames.APPLY, source, archive)
 
     async def close(self) -> None:
-        """End every process of it. Never raises but for cancellation, and may be called twice."""
+        """End every process of the sandbox. Raises only when cancelled, and may be called twice."""
         self._closed = True
-        await self._end()
+        await self._end_process()
 
-    async def _report(self, request: frames.RunRequest, streams: list[int] | None = None) -> RunResult:
-        started = time.monotonic()
-        result = await self._ask(request, streams)
-        lost = self.losses > self._reported
+    async def _ask_and_report(
+        self, request: frames.RunRequest, streams: list[int] | None = None
+    ) -> RunResult:
+        started_at = time.monotonic()
+        result = await self._ask_warden(request, streams)
+
+        lost = self.losses > self._reported_losses
         emptied = self._emptied
-        self._reported = self.losses
-        self._emptied = False
-        return replace(result, lost=lost, emptied=emptied, seconds=time.monotonic() - started)
 
-    async def _receive(self, what: str, kind: bytes, source: bytes, most: int) -> bytes:
-        (ours, theirs), data = os.pipe(), bytearray()
-        await self._move(what, kind, source, theirs, partial(changes.receive, ours, data, most))
+        self._reported_losses = self.losses
+        self._emptied = False
+
+        return replace(result, lost=lost, emptied=emptied, seconds=time.monotonic() - started_at)
+
+    async def _receive_data(self, subject: str, kind: bytes, source: bytes, max_bytes: int) -> bytes:
+        our_end, their_end = os.pipe()
+        data = bytearray()
+        await self._move_files(
+            subject, kind, source, their_end, partial(changes.receive_archive, our_end, data, max_bytes)
+        )
         return bytes(data)
 
-    async def _send(self, what: str, kind: bytes, source: bytes, data: bytes) -> None:
-        theirs, ours = os.pipe()
-        await self._move(what, kind, source, theirs, partial(changes.send, ours, data))
+    async def _send_data(self, subject: str, kind: bytes, source: bytes, data: bytes) -> None:
+        their_end, our_end = os.pipe()
+        await self._move_files(subject, kind, source, their_end, partial(changes.send_archive, our_end, data))
 
-    async def _move(
-        self, what: str, kind: bytes, source: bytes, theirs: int, work: Callable[[], None]
+    async def _move_files(
+        self, subject: str, kind: bytes, source: bytes, their_end: int, serve_our_end: Callable[[], None]
     ) -> None:
-        """Move files over a pipe. `work` in a thread serves our end, and closes it."""
-        streams = [theirs]
-        serving = asyncio.ensure_future(in_thread(work, "sandbox"))
+        """Move files over a pipe. `serve_our_end` runs in a thread, serves our end and closes it."""
+        streams = [their_end]
+        serving_task = asyncio.ensure_future(in_thread(serve_our_end, "sandbox"))
         try:
-            result = await self._ask(frames.RunRequest(kind, MOVE_SECONDS, source), streams)
+            result = await self._ask_warden(frames.RunRequest(kind, MOVE_SECONDS, source), streams)
         finally:
-            _close(streams)
-        await serving
-        if result.ending is not RunEnding.DONE:
-            why = result.output.strip() or result.ending
-            raise SandboxError(f"{what} of the sandbox: {why}")
+            _close_all(streams)
 
-    async def _ask(self, request: frames.RunRequest, streams: list[int] | None = None) -> RunResult:
-        if len(request.source) > (most := frames.LARGEST[request.kind]):
-            raise ValueError(f"the code has {len(request.source)} bytes; at most {most} can be run")
-        async with self._turn:
+        await serving_task
+        if result.ending is not RunEnding.DONE:
+            failure = result.output.strip() or result.ending
+            raise SandboxError(f"{subject} of the sandbox: {failure}")
+
+    async def _ask_warden(self, request: frames.RunRequest, streams: list[int] | None = None) -> RunResult:
+        if len(request.source) > (max_bytes := frames.MAX_SOURCE_BYTES[request.kind]):
+            raise ValueError(f"the code has {len(request.source)} bytes; at most {max_bytes} can be run")
+
+        async with self._run_lock:
             if self._closed:
                 raise SandboxError("the sandbox is closed")
             if self._process is None:
-                if self._listen:
+                if self._needs_listener:
                     raise SandboxError("the sandbox ended, and with it the listener that is served")
-                if request.kind == frames.TAKE:
+                if request.kind == frames.COLLECT:
                     raise SandboxError("the sandbox ended, and with it the files that changed")
                 await self.start()
+
             try:
                 async with asyncio.timeout(request.seconds + LATE_SECONDS):
-                    result = await self._exchange(request, streams)
+                    result = await self._send_request(request, streams)
             except BaseException as error:
                 self.losses = self.losses + 1
                 self._emptied = True
-                await self._end()
+                await self._end_process()
                 if isinstance(error, OSError | EOFError | SandboxError):
                     return RunResult(RunEnding.DIED, "")
-                raise  # cancelled: the reply would answer the next question
+                raise  # cancelled: the reply would answer the next request
+
             self.losses += result.lost
             return result
 
-    async def _end(self) -> None:
+    async def _end_process(self) -> None:
         process = self._process
         self._process = None
         if process is None:
             return
+
         if self._writer is not None:
-            self._writer.close()  # the warden reads the end, and goes
+            self._writer.close()  # the warden reads the end of the stream, and exits
         self._passage.close()
-        for number in (signal.SIGTERM, signal.SIGKILL):
-            process.send_signal(number)
+
+        for signal_number in (signal.SIGTERM, signal.SIGKILL):
+            process.send_signal(signal_number)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(END_SECONDS):
                     await in_thread(process.wait, "sandbox")
                     break
-        if os.path.lexists(self._fallback):  # noqa: ASYNC240 (the guard was killed, who removes it)
+
+        if os.path.lexists(self._fallback_home):  # noqa: ASYNC240 (a killed guard has not removed the directory)
             with contextlib.suppress(TimeoutError):  # the thread goes on by itself
                 async with asyncio.timeout(CLEAN_SECONDS):
-                    await in_thread(partial(emptying.remove, self._fallback), "sandbox")
+                    await in_thread(partial(emptying.remove_directory, self._fallback_home), "sandbox")
 
-    async def _connect(self) -> None:
-        ours, theirs = socket.socketpair()
+    async def _connect_guard(self) -> None:
+        our_socket, their_socket = socket.socketpair()
         self._passage, their_passage = socket.socketpair()
-        self._fallback = f"{tempfile.gettempdir()}/asyncrl-sandbox-{secrets.token_hex(8)}"
-        with theirs, their_passage:
+        self._fallback_home = f"{tempfile.gettempdir()}/asyncrl-sandbox-{secrets.token_hex(8)}"
+
+        with their_socket, their_passage:
             try:
-                self._process = self._spawn(theirs.fileno(), their_passage.fileno())
+                self._process = self._spawn_guard(their_socket.fileno(), their_passage.fileno())
             except OSError:
-                ours.close()
+                our_socket.close()
                 self._passage.close()
                 raise
-        self._reader, self._writer = await asyncio.open_unix_connection(sock=ours)
 
-    def _spawn(self, link: int, passage: int) -> subprocess.Popen[bytes]:
-        """Start a Python that knows nothing of our environment. The arguments: see guard.main."""
+        self._reader, self._writer = await asyncio.open_unix_connection(sock=our_socket)
+
+    def _spawn_guard(self, link_fd: int, passage_fd: int) -> subprocess.Popen[bytes]:
+        """Start a Python without our environment variables. The arguments: see guard.main."""
         image = self._image
-        system = () if image else (*SYSTEM, *SETTINGS, sys.base_prefix, sys.prefix)
+        system_paths = () if image else (*SYSTEM_DIRECTORIES, *SYSTEM_SETTINGS, sys.base_prefix, sys.prefix)
         arguments = (
             tuple(self.limits),
             sysconfig.get_path("purelib"),
-            _existing((*system, *self._show)),
+            _existing_paths((*system_paths, *self._shown_paths)),
             image.layers if image else (),
             image.environment if image else {},
-            *(self._fallback, self._listen, self._user, self._directory),
+            *(self._fallback_home, self._needs_listener, self._user, self._start_directory),
         )
-        root = str(Path(__file__).resolve().parents[3])
+
+        library_root = str(Path(__file__).resolve().parents[3])
+
         return subprocess.Popen(
-            [sys.executable, "-I", "-S", "-c", START.format(root=root, arguments=arguments)],
-            stdin=link,
-            stdout=passage,
+            [sys.executable, "-I", "-S", "-c", GUARD_PROGRAM.format(root=library_root, arguments=arguments)],
+            stdin=link_fd,
+            stdout=passage_fd,
             stderr=subprocess.DEVNULL,
-            env=ENVIRONMENT,
+            env=CODE_ENVIRONMENT,
             cwd="/",
             start_new_session=True,
         )
 
-    async def _handshake(self) -> None:
-        bits, size = frames.HELLO.unpack(await self._reader.readexactly(frames.HELLO.size))
-        if size > MAX_OUTPUT:
+    async def _read_hello(self) -> None:
+        bits, notes_size = frames.HELLO.unpack(await self._reader.readexactly(frames.HELLO.size))
+        if notes_size > MAX_OUTPUT_BYTES:
             raise SandboxError("the sandbox broke the protocol")
-        self.notes = (await self._reader.readexactly(size)).decode("utf-8", "replace")
-        given = frozenset(name for bit, name in enumerate(frames.GIVEN) if bits >> bit & 1)
-        self.holds = given & frozenset(ISOLATION)
-        self.home = HOME if "root" in given else self._fallback
-        wanted = {"resident": self.limits.resident, "listener": self._listen}
-        if self._image and "root" not in given:
+        self.notes = (await self._reader.readexactly(notes_size)).decode("utf-8", "replace")
+
+        guarantees = frozenset(name for bit, name in enumerate(frames.GUARANTEES) if bits >> bit & 1)
+        self.enforced = guarantees & frozenset(ISOLATION)
+        self.home = SANDBOX_HOME if "root" in guarantees else self._fallback_home
+        required = set(self._require)
+        if self.limits.resident:
+            required.add("resident")
+        if self._needs_listener:
+            required.add("listener")
+
+        if self._image and "root" not in guarantees:
             raise SandboxError(f"no sandbox can have an image here: {self.notes} (docs/sandbox.md)")
-        if missing := sorted((self._require | {name for name in wanted if wanted[name]}) - given):
-            lacks = ", ".join(MISSING.get(name, f"no isolation of {name}") for name in missing)
+        if missing := sorted(required - guarantees):
+            lacking_texts = ", ".join(MISSING_TEXTS.get(name, f"no isolation of {name}") for name in missing)
             raise SandboxError(
-                f"this machine gives the sandbox {lacks} ({self.notes}); allow namespaces "
+                f"this machine gives the sandbox {lacking_texts} ({self.notes}); allow namespaces "
                 f"(docs/sandbox.md), or require less"
             )
-        if self._listen:
-            _, (found,), *_ = socket.recv_fds(self._passage, 1, 1, socket.MSG_CMSG_CLOEXEC)
-            self.listener = socket.socket(fileno=found)
 
-    async def _exchange(self, request: frames.RunRequest, streams: list[int] | None) -> RunResult:
+        if self._needs_listener:
+            _, (listener_fd,), *_ = socket.recv_fds(self._passage, 1, 1, socket.MSG_CMSG_CLOEXEC)
+            self.listener = socket.socket(fileno=listener_fd)
+
+    async def _send_request(self, request: frames.RunRequest, streams: list[int] | None) -> RunResult:
         assert self._writer is not None
         if streams:
             socket.send_fds(self._passage, [request.kind], streams)
-            _close(streams)
+            _close_all(streams)
+
         self._writer.write(request.frame())
         await self._writer.drain()
-        header = await self._reader.readexactly(frames.REPLY.size)
-        ending, status, lost, omitted, size = frames.REPLY.unpack(header)
-        if ending >= len(frames.ENDINGS) or size > MAX_OUTPUT:
+
+        header = await self._reader.readexactly(frames.REPLY_HEADER.size)
+        ending, status, lost, omitted, output_size = frames.REPLY_HEADER.unpack(header)
+        if ending >= len(frames.ENDINGS) or output_size > MAX_OUTPUT_BYTES:
             raise SandboxError("the sandbox broke the protocol")
-        output = (await self._reader.readexactly(size)).decode("utf-8", "replace")
+
+        output = (await self._reader.readexactly(output_size)).decode("utf-8", "replace")
         return RunResult(frames.ENDINGS[ending], output, status, lost, omitted=omitted)
 
 
-def _close(descriptors: list[int]) -> None:
-    for fd in set(descriptors):  # two of them may be one
+def _close_all(descriptors: list[int]) -> None:
+    for fd in set(descriptors):  # two streams may be the same descriptor
         os.close(fd)
     descriptors.clear()
 
 
-def _existing(paths: Iterable[str]) -> list[str]:
-    """Keep what exists, links resolved beside their names; a directory before what is in it."""
-    there = [path for path in paths if os.path.exists(path)]
-    names = dict.fromkeys((*map(os.path.abspath, there), *map(os.path.realpath, there)))
-    return sorted(names, key=len)
+def _existing_paths(paths: Iterable[str]) -> list[str]:
+    """Return paths that exist, and their targets without links; a directory before its contents."""
+    existing_paths = [path for path in paths if os.path.exists(path)]
+    named_paths = dict.fromkeys(
+        (*map(os.path.abspath, existing_paths), *map(os.path.realpath, existing_paths))
+    )
+    return sorted(named_paths, key=len)

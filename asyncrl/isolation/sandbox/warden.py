@@ -3,11 +3,11 @@
     owner ◄── fd 0: requests, replies ──► warden ◄── cells, over a socket ──► interpreter, started when needed
                                                  └─ fork, exec ──► a program or a shell, for one request
 
-Code never runs in a copy of this process: /proc/self/exe of one leads past the read-only mounts.
-Between two requests only the warden runs; all other processes are stopped. During a request it waits for
-output, the end of the process, the time limit and its owner. The owner sends nothing during a request, so
-a readable connection means that the owner has closed it. The streams of an exec are the owner's, as is the
-pipe by which files are moved: their descriptors come over fd 1, and a word that ends an exec.
+Code never runs in a copy of this process, as /proc/self/exe of a copy leads past the read-only mounts.
+Between two requests only the warden runs; all other processes are stopped. During a request the warden waits
+for output, the end of the process, the time limit and the owner. The owner sends nothing during a request,
+so that a readable connection means that the owner has closed the connection. The owner makes the streams of
+an exec and the pipe for moving files; their descriptors come over fd 1, as does the word that ends an exec.
 """
 
 from __future__ import annotations
@@ -28,17 +28,19 @@ from asyncrl.isolation.sandbox.cgroup import MemoryGroup
 from asyncrl.isolation.sandbox.confine import Confinement, ConfinementPlan
 from asyncrl.isolation.sandbox.frames import RunEnding, RunReply, RunRequest, SandboxLimits
 from asyncrl.isolation.sandbox.kernel import PR_SET_PDEATHSIG, prctl
-from asyncrl.isolation.sandbox.watched import LINK, BoundedOutput, WatchedProcess
+from asyncrl.isolation.sandbox.watched import LINK_FD, BoundedOutput, WatchedProcess
 from asyncrl.isolation.wrapper import CANNOT_RUN
 
-PASSAGE = 1  # the one that brings the streams of an exec, and takes the listener to the owner
-INODE = 1024  # bytes that the kernel holds for a file or directory in memory
-LOOK_SECONDS = 0.25  # between two measurements of the memory
-SURE_SECONDS = 0.02  # until the second one: a process that is starting another counts twice for a moment
-CHANCE = 32  # of 256: the chance to end at a measurement at which the machine is short of memory
-GRACE = 1.0  # seconds between the interrupt of a cell and its end
-SIGNALS = 1024  # that may wait
-MAX_FILES = 256  # descriptors that this process may have open
+PASSAGE_FD = 1  # the socket that brings the streams of an exec, and takes the listener to the owner
+INODE_BYTES = 1024  # bytes that the kernel holds for a file or directory in memory
+LOOK_SECONDS = 0.25  # between two measurements of memory
+SURE_SECONDS = 0.02  # before a second measurement: a process that starts a process counts twice for a moment
+ENDING_CHANCE = (
+    32  # out of 256: the chance of ending the run at a look at which the machine is short of memory
+)
+GRACE_SECONDS = 1.0  # seconds between the interrupt of a cell and its end
+MAX_PENDING_SIGNALS = 1024
+MAX_DESCRIPTORS = 256  # descriptors that this process may have open
 
 
 class Warden:
@@ -46,260 +48,308 @@ class Warden:
         self,
         plan: ConfinementPlan,
         confinement: Confinement,
-        python: Sequence[str],
-        group: MemoryGroup | None,
+        python_command: Sequence[str],
+        memory_group: MemoryGroup | None,
     ) -> None:
-        """`python`: a command, and as its last word what it is to run before a call of interpreter.py.
-        `group`: of the code's processes."""
+        """Prepare the sandbox's first process. `python_command`: a command whose last word is the code to
+        run before a call of interpreter.py. `memory_group`: the group of the code's processes."""
         self._limits = plan.limits
-        self._directory = plan.directory
+        self._start_directory = plan.start_directory
         self._has_image = bool(plan.layers)
-        self._python = python
+        self._python_command = python_command
         self._confinement = confinement
-        self._group = group
-        self._short_looks = 0  # in a row, in which the machine was short of memory
-        self._passage = socket(fileno=PASSAGE)
+        self._memory_group = memory_group
+        self._short_looks = 0  # consecutive looks at which the machine was short of memory
+        self._passage = socket(fileno=PASSAGE_FD)
         self._interpreter: WatchedProcess | None = None
-        self._cells = 0  # cells run so far
-        self._status: dict[int, int] = {}  # exit statuses of processes that ended during this request
+        self._cell_count = 0  # cells run so far
+        self._exit_statuses: dict[int, int] = {}  # exit statuses of processes that ended during this request
 
-    def serve(self) -> None:
+    def serve_requests(self) -> None:
         """Answer requests until the owner closes the connection, then end every process."""
-        bits = sum(1 << bit for bit, name in enumerate(frames.GIVEN) if name in self._confinement.holds)
+        bits = sum(
+            1 << bit for bit, name in enumerate(frames.GUARANTEES) if name in self._confinement.enforced
+        )
         notes = self._confinement.notes.encode()[:2000]
-        answers = {b"c": self._cell, b"e": self._execute, **dict.fromkeys(changes.STEPS, self._move)}
+        handlers = {
+            b"c": self._run_cell,
+            b"e": self._execute_program,
+            **dict.fromkeys(changes.STEPS, self._move_files),
+        }
+
         try:
             if listener := self._confinement.listener:
-                number = struct.pack("i", listener.fileno())
-                self._passage.sendmsg([b"l"], [(SOL_SOCKET, SCM_RIGHTS, number)])
+                listener_fd = struct.pack("i", listener.fileno())
+                self._passage.sendmsg([b"l"], [(SOL_SOCKET, SCM_RIGHTS, listener_fd)])
                 listener.close()
-            frames.write_all(LINK, frames.HELLO.pack(bits, len(notes)) + notes)
+            frames.write_all(LINK_FD, frames.HELLO.pack(bits, len(notes)) + notes)
             while True:
-                request = frames.read_request(LINK)
+                request = frames.read_request(LINK_FD)
                 if request.kind not in changes.STEPS:
                     self._signal_all(signal.SIGCONT)
-                reply = answers.get(request.kind, self._program)(request)
-                if not kernel.stop_all(self._confinement.alone):  # no process runs between two requests
+                reply = handlers.get(request.kind, self._run_program)(request)
+
+                # no process runs between two requests
+                if not kernel.stop_all(self._confinement.signals_are_contained):
                     self._kill_all()
+
                 if self._interpreter_ended():
                     reply = reply._replace(lost=True)
-                self._status.clear()
-                frames.write_all(LINK, reply.frame())
+
+                self._exit_statuses.clear()
+                frames.write_all(LINK_FD, reply.frame())
         except (EOFError, ConnectionError):
             self._kill_all()
 
-    def _cell(self, request: RunRequest) -> RunReply:
+    def _run_cell(self, request: RunRequest) -> RunReply:
         process = self._interpreter = self._interpreter or self._start_interpreter()
-        self._cells += 1
-        kept = BoundedOutput(self._limits.output)
-        if not process.send_cell(self._cells, request.source):
-            return self._lose(process, kept, RunEnding.DIED)
-        in_time = process.watch(kept, request.seconds)
+        self._cell_count += 1
+        output = BoundedOutput(self._limits.output)
+
+        if not process.send_cell(self._cell_count, request.source):
+            return self._lose_interpreter(process, output, RunEnding.DIED)
+
+        in_time = process.watch_output(output, request.seconds)
         if not in_time:
             kernel.kill(-process.pid, signal.SIGINT)
-            if not process.watch(kept, GRACE):
-                return self._lose(process, kept, RunEnding.LATE)
-        raised = process.cell_raised(self._cells)
+            if not process.watch_output(output, GRACE_SECONDS):
+                return self._lose_interpreter(process, output, RunEnding.LATE)
+
+        raised = process.cell_raised(self._cell_count)
         if raised is None:
-            return self._lose(process, kept, RunEnding.DIED)
+            return self._lose_interpreter(process, output, RunEnding.DIED)
+
         self._signal_all(signal.SIGSTOP)
-        process.drain(kept)
-        ending = RunEnding.LATE if not in_time else RunEnding.FAILED if raised else RunEnding.DONE
-        return RunReply(ending, 0, False, *kept.join())
+        process.drain_output(output)
+        ending = _ending_of_run(in_time, failed=raised)
+        return RunReply(ending, 0, False, *output.join_ends())
 
-    def _lose(self, process: WatchedProcess, kept: BoundedOutput, ending: RunEnding) -> RunReply:
-        """The interpreter ended or broke the protocol: end every process. The next cell starts a new one."""
+    def _lose_interpreter(
+        self, process: WatchedProcess, output: BoundedOutput, ending: RunEnding
+    ) -> RunReply:
+        """End every process, as the interpreter ended or broke the protocol. The next cell starts a new
+        interpreter."""
         self._kill_all()
-        process.drain(kept)
+        process.drain_output(output)
         self._forget_interpreter()
-        return RunReply(ending, self._status.pop(process.pid, 0), True, *kept.join())
+        return RunReply(ending, self._exit_statuses.pop(process.pid, 0), True, *output.join_ends())
 
-    def _program(self, request: RunRequest) -> RunReply:
-        """Run a program or a shell command to its end. What a shell started in the background may live on, if
-        the command itself ended in time."""
-        shell = request.kind == b"s"
+    def _run_program(self, request: RunRequest) -> RunReply:
+        """Run a program or a shell command to its end. Background processes of a shell command may live on
+        if the command itself ended in time."""
+        is_shell = request.kind == b"s"
         lost = False
-        keep = -1
+        program_fd = -1
         body = partial(_run_shell, request.source)
-        if not shell:  # a program finds no processes and no files of earlier requests
+
+        if not is_shell:  # a program finds no processes and no files of earlier requests
             lost = self._kill_all_and_forget()
-            keep = _file(request.source)
-            body = partial(self._exec_python, keep, f"run_program(open({keep}, 'rb').read())")
-            if not self._has_image:  # where all files stay: it has more than the home
-                emptying.empty(self._confinement.home)
-        process = self._fork(body, _file(request.stdin), theirs=keep)
-        kept = BoundedOutput(self._limits.output)
-        in_time = process.watch(kept, request.seconds)
-        if in_time and shell:
+            program_fd = _memory_file(request.source)
+            body = partial(self._exec_python, program_fd, f"run_program(open({program_fd}, 'rb').read())")
+            if not self._has_image:  # with an image all files stay, as there are more than the home's
+                emptying.empty_directory(self._confinement.home)
+
+        process = self._fork_watched(body, _memory_file(request.stdin), child_fd=program_fd)
+        output = BoundedOutput(self._limits.output)
+        in_time = process.watch_output(output, request.seconds)
+
+        if in_time and is_shell:
             self._signal_all(signal.SIGSTOP)
         else:
             lost |= self._kill_all_and_forget()
+
         lost |= self._interpreter_ended()
-        return self._ended(process, kept, in_time, lost)
+        return self._reply_to_end(process, output, in_time, lost)
 
-    def _ended(self, process: WatchedProcess, kept: BoundedOutput, in_time: bool, lost: bool) -> RunReply:
-        process.drain(kept)
+    def _reply_to_end(
+        self, process: WatchedProcess, output: BoundedOutput, in_time: bool, lost: bool
+    ) -> RunReply:
+        process.drain_output(output)
         process.close()
-        status = self._status.pop(process.pid, 0)
-        ending = RunEnding.LATE if not in_time else RunEnding.FAILED if status else RunEnding.DONE
-        return RunReply(ending, status, lost, *kept.join())
+        status = self._exit_statuses.pop(process.pid, 0)
+        ending = _ending_of_run(in_time, failed=status != 0)
+        return RunReply(ending, status, lost, *output.join_ends())
 
-    def _execute(self, request: RunRequest) -> RunReply:
-        """Run a program with the owner's streams to its end. It finds and leaves no process."""
+    def _execute_program(self, request: RunRequest) -> RunReply:
+        """Run a program with the owner's streams to its end. The program finds and leaves no process."""
         lost = self._kill_all_and_forget()
-        if self._group:
-            self._group.start()
-        pid = self._start(lambda: _run_exec(request.source), self._passed("3i"))
-        stop = os.dup(PASSAGE)  # readable, when the owner stops the program
-        process = WatchedProcess(pid, -1, stop)
+        if self._memory_group:
+            self._memory_group.reset_counts()
+
+        pid = self._start_process(lambda: _run_exec(request.source), self._receive_descriptors("3i"))
+        stop_fd = os.dup(PASSAGE_FD)  # readable when the owner stops the program
+        process = WatchedProcess(pid, -1, stop_fd)
+
         no_output = BoundedOutput(0)
         overrun: RunEnding | None = None
-        until = time.monotonic() + request.seconds
-        while not (ended := process.watch(no_output, min(LOOK_SECONDS, until - time.monotonic()))):
+        deadline = time.monotonic() + request.seconds
+        while not (
+            has_ended := process.watch_output(no_output, min(LOOK_SECONDS, deadline - time.monotonic()))
+        ):
             self._interpreter_ended()  # orphans that have ended would count as processes
-            if (overrun := self._overrun()) or time.monotonic() >= until:
+            if (overrun := self._memory_overrun()) or time.monotonic() >= deadline:
                 break
+
         self._kill_all()
         process.close()
 
-        status = self._status.pop(pid, 0)
-        if self._group and self._group.has_killed():  # the kernel may have ended it between two looks
+        status = self._exit_statuses.pop(pid, 0)
+        # the kernel may have killed between two looks
+        if self._memory_group and self._memory_group.has_killed():
             overrun = RunEnding.OVER
-        finished = RunEnding.FAILED if status else RunEnding.DONE
-        return RunReply(overrun or (finished if ended else RunEnding.LATE), status, lost, 0, b"")
+        ending = overrun or _ending_of_run(has_ended, failed=status != 0)
+        return RunReply(ending, status, lost, omitted=0, output=b"")
 
-    def _move(self, request: RunRequest) -> RunReply:
+    def _move_files(self, request: RunRequest) -> RunReply:
         """Move files over the owner's pipe. No other process runs meanwhile."""
-        (pipe,), changed = self._passed("i"), os.dup(self._confinement.upper)
-        top = "/" if self._has_image else self._confinement.home
-        step = partial(changes.run, request.kind, top, changed, request.source)
-        process = self._fork(step, pipe, theirs=changed)
-        kept = BoundedOutput(self._limits.output)
-        in_time = process.watch(kept, request.seconds)
-        kernel.kill(process.pid, signal.SIGKILL)
-        self._status[process.pid] = os.waitstatus_to_exitcode(os.waitpid(process.pid, 0)[1])
-        return self._ended(process, kept, in_time, lost=False)
+        (pipe_fd,) = self._receive_descriptors("i")
+        changed_fd = os.dup(self._confinement.upper_fd)
+        top_directory = "/" if self._has_image else self._confinement.home
+        step = partial(changes.run_step, request.kind, top_directory, changed_fd, request.source)
 
-    def _passed(self, form: str) -> tuple[int, ...]:
-        """Take descriptors that the owner has sent, perhaps after a word to stop what had ended."""
+        process = self._fork_watched(step, pipe_fd, child_fd=changed_fd)
+        output = BoundedOutput(self._limits.output)
+        in_time = process.watch_output(output, request.seconds)
+
+        kernel.kill(process.pid, signal.SIGKILL)
+        self._exit_statuses[process.pid] = os.waitstatus_to_exitcode(os.waitpid(process.pid, 0)[1])
+        return self._reply_to_end(process, output, in_time, lost=False)
+
+    def _receive_descriptors(self, struct_format: str) -> tuple[int, ...]:
+        """Take descriptors that the owner has sent, perhaps after a late word to stop an ended program."""
         ancillary = list[tuple[int, int, bytes]]()
         while not ancillary:
             word, ancillary, *_ = self._passage.recvmsg(1, CMSG_SPACE(12), MSG_CMSG_CLOEXEC)
             if not word:
                 raise EOFError
-        return struct.unpack(form, ancillary[0][2])
+        return struct.unpack(struct_format, ancillary[0][2])
 
-    def _overrun(self) -> RunEnding | None:
-        """OVER when all processes and files hold more than `resident`; STARVED when the machine has no
-        memory left and this sandbox is to end for it."""
+    def _memory_overrun(self) -> RunEnding | None:
+        """Return OVER if all processes and files hold more than `resident`; STARVED if the machine has no
+        memory left and this sandbox must end for that reason."""
         if not self._limits.resident:
             return None
-        if (self._group and self._group.has_killed()) or self._holds_more():
-            return RunEnding.OVER
-        # every sandbox sees the same, and the end of a few may be enough
-        short = memory.machine_is_short()
-        self._short_looks = self._short_looks + 1 if short else 0
-        return RunEnding.STARVED if self._short_looks > 1 and os.urandom(1)[0] < CHANCE else None
 
-    def _holds_more(self) -> bool:
-        """True when more than `resident` is held, by two measurements."""
-        most_bytes = self._limits.resident << 20
+        if (self._memory_group and self._memory_group.has_killed()) or self._exceeds_resident():
+            return RunEnding.OVER
+
+        # every sandbox sees the shortage, and the end of a few sandboxes may be enough
+        is_short = memory.machine_is_short()
+        self._short_looks = self._short_looks + 1 if is_short else 0
+        return RunEnding.STARVED if self._short_looks > 1 and os.urandom(1)[0] < ENDING_CHANCE else None
+
+    def _exceeds_resident(self) -> bool:
+        """Return whether processes and files hold more than `resident` in two measurements."""
+        max_bytes = self._limits.resident << 20
         for pause in (SURE_SECONDS, 0):
-            files = os.fstatvfs(self._confinement.upper)
-            in_files = (files.f_blocks - files.f_bfree) * files.f_frsize
-            in_files += (files.f_files - files.f_ffree) * INODE
-            if in_files + memory.held_by_processes(most_bytes) <= most_bytes:
+            file_system = os.fstatvfs(self._confinement.upper_fd)
+            file_bytes = (file_system.f_blocks - file_system.f_bfree) * file_system.f_frsize
+            file_bytes += (file_system.f_files - file_system.f_ffree) * INODE_BYTES
+            if file_bytes + memory.measure_processes(max_bytes) <= max_bytes:
                 return False
             time.sleep(pause)
         return True
 
     def _start_interpreter(self) -> WatchedProcess:
-        ours, theirs = (end.detach() for end in socketpair())
-        os.set_blocking(ours, False)
-        nothing = os.open("/dev/null", os.O_RDONLY)
-        return self._fork(lambda: self._serve_cells(theirs), nothing, ours, theirs)
+        warden_socket, interpreter_socket = (end.detach() for end in socketpair())
+        os.set_blocking(warden_socket, False)
+        empty_input = os.open("/dev/null", os.O_RDONLY)
+        return self._fork_watched(
+            lambda: self._serve_cells(interpreter_socket), empty_input, warden_socket, interpreter_socket
+        )
 
-    def _serve_cells(self, control: int) -> int:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a first cell that is late before this Python is up
-        return self._exec_python(control, f"serve_cells({control})")
+    def _serve_cells(self, control_fd: int) -> int:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first cell may be late before this Python is up
+        return self._exec_python(control_fd, f"serve_cells({control_fd})")
 
-    def _exec_python(self, keep: int, call: str) -> int:
-        """Become the Python inside, which runs a call of interpreter.py."""
-        os.set_inheritable(keep, True)
-        *words, source = self._python
-        return _exec([*words, f"{source}\n{call}"], os.environ)
+    def _exec_python(self, kept_fd: int, call: str) -> int:
+        """Become the Python inside, and run a call of interpreter.py."""
+        os.set_inheritable(kept_fd, True)
+        *words, source = self._python_command
+        return _exec_program([*words, f"{source}\n{call}"], os.environ)
 
-    def _fork(
-        self, body: Callable[[], object], stdin: int, control: int = -1, theirs: int = -1
+    def _fork_watched(
+        self, body: Callable[[], object], stdin: int, control_fd: int = -1, child_fd: int = -1
     ) -> WatchedProcess:
-        """Start a process that runs `body`. `control`, `theirs`: its socket, the warden's end first."""
+        """Start a process that runs `body`. `control_fd`, `child_fd`: a socket pair, the warden's end
+        first."""
         output_read, output_write = os.pipe()
         os.set_blocking(output_read, False)
-        pid = self._start(body, (stdin, output_write, output_write), theirs)
-        return WatchedProcess(pid, output_read, control)
+        pid = self._start_process(body, (stdin, output_write, output_write), child_fd)
+        return WatchedProcess(pid, output_read, control_fd)
 
-    def _start(self, body: Callable[[], object], streams: Sequence[int], keep: int = -1) -> int:
-        """Return its pid. The streams and the descriptor `keep` are left to it alone."""
+    def _start_process(self, body: Callable[[], object], streams: Sequence[int], kept_fd: int = -1) -> int:
+        """Start a process; return the pid. The streams and `kept_fd` are closed here, and open in the
+        process."""
         pid = os.fork()
         if pid == 0:
-            self._become(body, streams, keep)
-        for fd in {*streams, keep} - {-1}:
+            self._become_program(body, streams, kept_fd)
+        for fd in {*streams, kept_fd} - {-1}:
             os.close(fd)
         return pid
 
-    def _become(self, body: Callable[[], object], streams: Sequence[int], keep: int) -> None:
-        """Become the program, in the child: close other descriptors, set the limits, run `body`, and exit. No
-        process of the code can look into it until `body` allows that, or becomes another program. It handles
-        signals as by default, whatever the owner or Python ignores."""
+    def _become_program(self, body: Callable[[], object], streams: Sequence[int], kept_fd: int) -> None:
+        """Become the program, in the child: close other descriptors, set the limits, run `body`, and exit.
+        No process of the code can inspect the child until `body` allows that, or becomes another program.
+        Signals have their default handling, whatever the owner or Python ignores."""
         status = CANNOT_RUN
         try:
             os.setsid()
-            if self._group:
-                self._group.join()
-            if self._confinement.files >= 0:
-                kernel.restrict_files(self._confinement.files)
-            if self._confinement.filtered:
+            if self._memory_group:
+                self._memory_group.add_this_process()
+
+            if self._confinement.landlock_fd >= 0:
+                kernel.restrict_files(self._confinement.landlock_fd)
+            if self._confinement.seccomp_works:
                 system_calls.filter_code()
+
             for target, fd in enumerate(streams):
                 os.dup2(fd, target)
-            os.closerange(3, keep)
-            os.closerange(max(keep + 1, 3), MAX_FILES)
+            os.closerange(3, kept_fd)
+            os.closerange(max(kept_fd + 1, 3), MAX_DESCRIPTORS)
+
             prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-            for number in range(1, signal.NSIG):
-                if signal.getsignal(number) is signal.SIG_IGN:
-                    signal.signal(number, signal.SIG_DFL)
+
+            for signal_number in range(1, signal.NSIG):
+                if signal.getsignal(signal_number) is signal.SIG_IGN:
+                    signal.signal(signal_number, signal.SIG_DFL)
             signal.pthread_sigmask(signal.SIG_SETMASK, ())
-            set_limits(self._limits, self._confinement.processes)
-            _enter(self._directory)
+
+            set_limits(self._limits, self._confinement.process_limit)
+            _enter_directory(self._start_directory)
+
             status = int(body() or 0)  # type: ignore[call-overload]
-        except (OSError, ValueError) as error:  # a path or a text that no program can be given
+        except (OSError, ValueError) as error:  # a path or a text that no program can receive
             os.write(2, f"{error}\n".encode(errors="replace"))
         finally:
             os._exit(status)
 
-    def _signal_all(self, number: int) -> None:
-        """Signal every process of the sandbox but this one."""
-        kernel.signal_all(number, self._confinement.alone)
+    def _signal_all(self, signal_number: int) -> None:
+        """Signal every process of the sandbox except the warden."""
+        kernel.signal_all(signal_number, self._confinement.signals_are_contained)
 
     def _kill_all(self) -> None:
-        """Kill every process of the sandbox but this one."""
-        self._status |= kernel.end_all(self._confinement.alone)
+        """Kill every process of the sandbox except the warden."""
+        self._exit_statuses |= kernel.end_all(self._confinement.signals_are_contained)
 
     def _kill_all_and_forget(self) -> bool:
-        """Kill all processes; true if there was an interpreter."""
-        there = self._interpreter is not None
+        """Kill all processes; return whether there was an interpreter."""
+        had_interpreter = self._interpreter is not None
         self._kill_all()
         self._forget_interpreter()
-        return there
+        return had_interpreter
 
     def _interpreter_ended(self) -> bool:
-        """Collect exit statuses. True when the interpreter is among the processes that ended."""
+        """Collect exit statuses. True: the interpreter is among the ended processes."""
         try:
-            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
-                self._status[ended[0]] = os.waitstatus_to_exitcode(ended[1])
+            while True:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+                if pid == 0:  # no further child has ended
+                    break
+                self._exit_statuses[pid] = os.waitstatus_to_exitcode(status)
         except ChildProcessError:
             pass
-        if self._interpreter is None or self._interpreter.pid not in self._status:
+        if self._interpreter is None or self._interpreter.pid not in self._exit_statuses:
             return False
         self._forget_interpreter()
         return True
@@ -310,27 +360,37 @@ class Warden:
         self._interpreter = None
 
 
-def set_limits(limits: SandboxLimits, count: int) -> None:
-    """Limit the code. `count`: RLIMIT_NPROC."""
+def _ending_of_run(in_time: bool, failed: bool) -> RunEnding:
+    if not in_time:
+        return RunEnding.LATE
+    return RunEnding.FAILED if failed else RunEnding.DONE
+
+
+def set_limits(limits: SandboxLimits, process_limit: int) -> None:
+    """Limit the code. `process_limit`: RLIMIT_NPROC."""
     if limits.memory:
         resource.setrlimit(resource.RLIMIT_AS, (limits.memory << 20, limits.memory << 20))
-    for kind, value in (
-        (resource.RLIMIT_FSIZE, limits.file << 20),
-        (resource.RLIMIT_NOFILE, limits.open_files),
-        (resource.RLIMIT_NPROC, count),
-        (resource.RLIMIT_SIGPENDING, _most_signals()),
-    ):
-        resource.setrlimit(kind, (value, value))
+
+    values = {
+        resource.RLIMIT_FSIZE: limits.file << 20,
+        resource.RLIMIT_NOFILE: limits.open_files,
+        resource.RLIMIT_NPROC: process_limit,
+        resource.RLIMIT_SIGPENDING: _max_pending_signals(),
+    }
+    for resource_kind, value in values.items():
+        resource.setrlimit(resource_kind, (value, value))
 
 
-def _most_signals() -> int:
-    """Return how many signals may wait: the user has a number of them for all of his programs."""
-    hard = resource.getrlimit(resource.RLIMIT_SIGPENDING)[1]
-    return SIGNALS if hard == resource.RLIM_INFINITY else min(SIGNALS, hard)
+def _max_pending_signals() -> int:
+    """Return the limit of pending signals, of which the user has one supply for all programs."""
+    hard_limit = resource.getrlimit(resource.RLIMIT_SIGPENDING)[1]
+    return (
+        MAX_PENDING_SIGNALS if hard_limit == resource.RLIM_INFINITY else min(MAX_PENDING_SIGNALS, hard_limit)
+    )
 
 
-def _enter(directory: str) -> None:
-    """Enter a directory, which is made if it is missing. Where that fails, the program starts in its home."""
+def _enter_directory(directory: str) -> None:
+    """Enter a directory, and make the directory if missing. On failure the program starts in the home."""
     try:
         os.makedirs(directory or ".", exist_ok=True)
         os.chdir(directory or ".")
@@ -338,8 +398,8 @@ def _enter(directory: str) -> None:
         os.write(2, f"{error}\n".encode())
 
 
-def _exec(words: list[str], environment: Mapping[str, str], directory: str = ".") -> int:
-    """Become the program. Where it cannot be run, its standard error says so."""
+def _exec_program(words: list[str], environment: Mapping[str, str], directory: str = ".") -> int:
+    """Become the program. If the program cannot be run, standard error says so."""
     try:
         os.makedirs(directory, exist_ok=True)
         os.chdir(directory)
@@ -350,18 +410,18 @@ def _exec(words: list[str], environment: Mapping[str, str], directory: str = "."
 
 
 def _run_shell(command: bytes) -> int:
-    return _exec([confine.shell(), "-c", command.decode("utf-8", "replace")], os.environ)
+    return _exec_program([confine.find_shell(), "-c", command.decode("utf-8", "replace")], os.environ)
 
 
 def _run_exec(source: bytes) -> int:
     words, environment, directory = json.loads(source)
-    return _exec(words, environment, directory)
+    return _exec_program(words, environment, directory)
 
 
-def _file(data: bytes) -> int:
-    """A descriptor from which `data` can be read: a memory file, sealed so that it cannot grow."""
-    fd = os.memfd_create("stdin", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    frames.write_all(fd, data)
-    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-    os.lseek(fd, 0, os.SEEK_SET)
-    return fd
+def _memory_file(data: bytes) -> int:
+    """Return a descriptor of a memory file with `data`, sealed against growing."""
+    memory_fd = os.memfd_create("stdin", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    frames.write_all(memory_fd, data)
+    fcntl.fcntl(memory_fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+    os.lseek(memory_fd, 0, os.SEEK_SET)
+    return memory_fd

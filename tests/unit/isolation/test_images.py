@@ -21,7 +21,7 @@ from asyncrl.cli import main
 from asyncrl.errors import ConfigError
 from asyncrl.isolation import importing as importing_module
 from asyncrl.isolation.images import find_image
-from asyncrl.isolation.importing import MOST_OVER, import_image, remove_image
+from asyncrl.isolation.importing import MAX_IMAGES_BELOW, import_image, remove_image
 from asyncrl.isolation.sandbox import emptying
 from asyncrl.isolation.unpacking import Bounds
 from tests.fakes.images import small_image
@@ -87,7 +87,7 @@ def test_an_image_over_one_has_its_settings(own: Path, tmp_path: Path) -> None:
     described = own / "names/base/image.json"
     described.write_text(described.read_text().replace('"directory":"/"', '"directory":"/work"'))
     assert import_image(tree(tmp_path / "top"), "top", over="base").directory == "/work"
-    most = '"over":' + json.dumps([base.digest] * MOST_OVER)
+    most = '"over":' + json.dumps([base.digest] * MAX_IMAGES_BELOW)
     described.write_text(described.read_text().replace('"over":[]', most))
     with pytest.raises(ConfigError, match="it lies over 8 images itself"):
         import_image(tree(tmp_path / "top"), over="base")
@@ -253,7 +253,7 @@ def test_a_lock_that_is_kept_is_named_with_who_keeps_it(
 ) -> None:
     image = import_image(tree(tmp_path / "a"), "a")
     monkeypatch.setattr(importing_module, "LOCK_SECONDS", 0.1)
-    with importing_module._locked(own):
+    with importing_module._lock_images(own):
         for call in (partial(import_image, str(tmp_path / "a")), partial(remove_image, "a")):
             with pytest.raises(ConfigError, match=rf"\.lock: process {os.getpid()} has kept it for 0\.1"):
                 call()
@@ -270,12 +270,12 @@ def test_litter_is_deleted_while_others_import(
 
     def remove(path: str) -> None:
         if path.endswith("litter"):
-            with importing_module._locked(own):
+            with importing_module._lock_images(own):
                 emptied.append(path)
         remove_directory(path)
 
-    remove_directory = emptying.remove
-    monkeypatch.setattr(emptying, "remove", remove)
+    remove_directory = emptying.remove_directory
+    monkeypatch.setattr(emptying, "remove_directory", remove)
     monkeypatch.setattr(importing_module, "LOCK_SECONDS", 0.1)
     assert remove_image("a") and left(own) == [] and len(emptied) == 1
 

@@ -176,7 +176,7 @@ async def test_a_process_that_dies_between_calls_costs_nothing() -> None:
         before = await pool.ask("pid")
         os.kill(int(before), signal.SIGKILL)
         (process,) = pool.children
-        await until(lambda: not process.usable, "it lives")
+        await until(lambda: not process.is_usable, "it lives")
         assert (after := await pool.ask("pid")).isdigit() and after != before
 
 

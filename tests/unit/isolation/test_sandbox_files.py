@@ -42,7 +42,7 @@ def test_nothing_is_left_and_nothing_else_is_touched(tmp_path_factory, tree) -> 
     outside.mkdir()
     (outside / "kept").write_text("")
     plant(str(home), tree, str(outside))
-    emptying.empty(str(home))
+    emptying.empty_directory(str(home))
     assert os.listdir(home) == [] and os.listdir(outside) == ["kept"]
 
 
@@ -53,7 +53,7 @@ def test_a_tree_deeper_than_any_path_or_stack() -> None:
     )
     with tempfile.TemporaryDirectory(dir=in_memory) as home:
         subprocess.run(["python3", "-c", dig, home], check=True)
-        emptying.empty(home)
+        emptying.empty_directory(home)
         assert os.listdir(home) == []
 
 
@@ -75,7 +75,7 @@ def test_a_tree_that_is_moved_meanwhile_leads_nowhere_else(
     monkeypatch.setattr(emptying, "_delete_files", move)
     open_before = os.listdir("/proc/self/fd")
     with pytest.raises(FileNotFoundError):
-        emptying.empty(str(home))
+        emptying.empty_directory(str(home))
     assert sorted(os.listdir(other)) == ["b", "c"]
     assert len(os.listdir("/proc/self/fd")) == len(open_before)
 
@@ -87,7 +87,7 @@ def test_a_link_in_its_place_is_not_followed(tmp_path: Path) -> None:
     other.mkdir(0o755)
     (other / "kept").touch()
     home.symlink_to(other)
-    emptying.remove(str(home))
+    emptying.remove_directory(str(home))
     assert os.listdir(other) == ["kept"] and other.stat().st_mode & 0o777 == 0o755
 
 
@@ -96,5 +96,5 @@ def test_remove_raises_nothing(tmp_path: Path) -> None:
     home.mkdir()
     (home / "file").touch()
     for _ in range(2):  # the second finds nothing
-        emptying.remove(str(home))
+        emptying.remove_directory(str(home))
         assert not home.exists()

@@ -20,8 +20,8 @@ def test_head_and_tail_are_kept_and_the_rest_counted(parts: list[bytes], limit: 
     kept = BoundedOutput(limit)
     all_of_it = b"".join(parts)
     for part in parts:
-        kept.add(part)
-    omitted, shown = kept.join()
+        kept.add_bytes(part)
+    omitted, shown = kept.join_ends()
     half = limit // 2
     if len(all_of_it) <= 2 * half:
         assert (omitted, shown) == (0, all_of_it)
@@ -34,7 +34,7 @@ def test_head_and_tail_are_kept_and_the_rest_counted(parts: list[bytes], limit: 
 def test_an_endless_output_is_not_held() -> None:
     kept = BoundedOutput(1000)
     for _ in range(500):
-        kept.add(bytes(65_536))
+        kept.add_bytes(bytes(65_536))
     assert len(kept._tail) < 200_000
 
 

@@ -19,18 +19,18 @@ import msgspec
 import pytest
 
 from asyncrl.isolation.images import Image
-from asyncrl.isolation.layers import MACHINES
+from asyncrl.isolation.layers import OCI_ARCHITECTURES
 from asyncrl.isolation.sandbox.kernel import MACHINE
 from asyncrl.isolation.unpacking import Bounds, Order
 
 FORKS = """
 import os, sys, msgspec
 from asyncrl.errors import reason
-from asyncrl.isolation.unpacking import Order, unpack
+from asyncrl.isolation.unpacking import Order, unpack_order
 for line in sys.stdin.buffer:
     if os.fork() == 0:
         try:
-            reply = unpack(msgspec.json.decode(line, type=Order))
+            reply = unpack_order(msgspec.json.decode(line, type=Order))
         except BaseException as error:
             reply = reason(error)
         os.write(1, msgspec.json.encode(reply) + b"\\n")
@@ -403,7 +403,7 @@ def layout(*layers: bytes, config: object = CONFIG, machines: tuple[str, ...] = 
     images = [
         {
             "digest": blob(json.dumps(manifest | {"number": number}).encode()),
-            "platform": {"architecture": machine or MACHINES[MACHINE], "os": "linux"},
+            "platform": {"architecture": machine or OCI_ARCHITECTURES[MACHINE], "os": "linux"},
         }
         for number, machine in enumerate(machines)
     ]

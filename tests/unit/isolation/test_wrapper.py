@@ -40,7 +40,7 @@ def test_a_program_that_is_not_there() -> None:
     assert done.stderr == "no-such-program cannot be run: No such file or directory\n"
 
 
-@pytest.mark.parametrize("end", [None, wrapper.KILL], ids=["exit", "KILL"])
+@pytest.mark.parametrize("end", [None, wrapper.KILL_SIGNAL], ids=["exit", "KILL"])
 def test_nothing_is_left_when_it_has_ended(end: signal.Signals | None) -> None:
     process = start(DAEMON + ("exit 0" if end is None else "wait"))
     daemon = int(first_line(process))
@@ -51,13 +51,13 @@ def test_nothing_is_left_when_it_has_ended(end: signal.Signals | None) -> None:
 
 
 def test_it_can_be_killed_where_signals_were_blocked() -> None:
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {wrapper.KILL})
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {wrapper.KILL_SIGNAL})
     try:
         process = start("echo up; sleep 600")
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
     assert first_line(process) == "up"
-    process.send_signal(wrapper.KILL)
+    process.send_signal(wrapper.KILL_SIGNAL)
     assert process.wait(60) == -signal.SIGKILL
 
 
@@ -104,7 +104,7 @@ def test_one_that_ignores_them_is_killed_after_a_while() -> None:
 def test_pipes_reach_their_end_when_the_program_closes_them() -> None:
     process = start("exec 1>&-; exec sleep 600")
     assert first_line(process) == ""
-    process.send_signal(wrapper.KILL)
+    process.send_signal(wrapper.KILL_SIGNAL)
     assert process.wait(60) == -signal.SIGKILL
 
 
@@ -114,5 +114,5 @@ def test_descendants_are_found() -> None:
     try:
         assert {process.pid, grandchild} <= set(wrapper.descendants(os.getpid()))
     finally:
-        process.send_signal(wrapper.KILL)
+        process.send_signal(wrapper.KILL_SIGNAL)
         process.wait(60)

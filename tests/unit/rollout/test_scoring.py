@@ -71,7 +71,7 @@ def test_a_reward_that_never_returns_costs_its_deadline() -> None:
 
 
 def test_a_reward_that_ignores_its_deadline_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("asyncrl.isolation.calls.GRACE", 0.0)
+    monkeypatch.setattr("asyncrl.isolation.calls.GRACE_SECONDS", 0.0)
     endings: list[bool] = []
 
     async def stubborn(reward_input: RewardInput) -> float:

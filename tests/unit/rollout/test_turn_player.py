@@ -241,7 +241,7 @@ class Stubborn(Game):
 
 def test_an_environment_that_ignores_its_end_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     """It keeps neither its episode, nor the loop; and it is not closed while it is at work."""
-    monkeypatch.setattr("asyncrl.isolation.calls.GRACE", 0.0)
+    monkeypatch.setattr("asyncrl.isolation.calls.GRACE_SECONDS", 0.0)
     end = TurnBench(["7"], nothing, Stubborn, tool_timeout=0.02).failed()
     assert "step of the environment did not end within 0.02 s" in end.detail
     assert not Stubborn.let_go.is_set()

@@ -71,7 +71,7 @@ def complaints(schemas: dict[str, Any], *calls: tuple[str, dict[str, Any]]) -> t
 def test_a_costly_schema_costs_its_call_a_deadline_and_the_loop_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(checking, "SECONDS", 0.05)
+    monkeypatch.setattr(checking, "CHECK_SECONDS", 0.05)
     for name in ("pattern", "references"):
         schema, arguments = COSTLY[name]
         check_schema(name, schema)
@@ -86,12 +86,12 @@ def test_a_costly_schema_is_not_checked_in_the_loop(name: str) -> None:
     schema, arguments = COSTLY[name]
     check_schema(name, schema)
     checker = Checker({name: schema})
-    assert checker._plain[name] * checking._size(arguments) > checking.MOST_STEPS
+    assert checker._node_counts[name] * checking._count_nodes(arguments) > checking.MAX_INLINE_STEPS
 
 
 def test_after_a_costly_call_others_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checking, "PROCESSES", 1)
-    monkeypatch.setattr(checking, "SECONDS", 1.0)
+    monkeypatch.setattr(checking, "PROCESS_COUNT", 1)
+    monkeypatch.setattr(checking, "CHECK_SECONDS", 1.0)
     schema = COSTLY["pattern"][0]
     answers, _ = complaints({"t": schema}, ("t", {"x": HOSTILE}), ("t", {"x": "b"}), ("t", {"x": "aa"}))
     assert isinstance(answers[0], CallTimeout)
@@ -101,7 +101,7 @@ def test_after_a_costly_call_others_are_checked(monkeypatch: pytest.MonkeyPatch)
 def test_a_schema_of_an_old_draft_is_checked_in_a_process() -> None:
     old = {"$schema": "http://json-schema.org/draft-03/schema#", "properties": {"x": {"required": True}}}
     check_schema("t", old)
-    assert Checker({"t": old})._plain["t"] == float("inf")
+    assert Checker({"t": old})._node_counts["t"] == float("inf")
 
 
 PLAIN = {
@@ -128,7 +128,7 @@ def test_a_plain_schema_is_checked_at_once(arguments: dict[str, Any], complaint:
     async def main() -> str:
         checker = Checker({"t": PLAIN})
         said = await checker.complaint("t", arguments)
-        assert checker._pool is None
+        assert checker._process_pool is None
         return said
 
     assert complaint in asyncio.run(main())
@@ -143,7 +143,7 @@ def test_the_start_of_a_process_does_not_count_as_time_of_a_call(
         tool = Tool("t", {}, len, json.loads, begin=checker.warm, end=checker.close, check=checker.complaint)
         toolbox = Toolbox({"t": tool})
         await toolbox.session(sample()).open()
-        ready = len(checker._pool.children) if checker._pool else 0
+        ready = len(checker._process_pool.children) if checker._process_pool else 0
         await toolbox.close()
         return ready
 

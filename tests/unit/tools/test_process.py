@@ -13,7 +13,7 @@ import pytest
 
 from asyncrl.errors import ConfigError
 from asyncrl.tools import Toolbox, call_tool, load_tool, load_tools, tool
-from asyncrl.tools.base import MAX_REPLY
+from asyncrl.tools.base import MAX_REPLY_BYTES
 from asyncrl.types import Sample, ToolCall, ToolReply
 from tests.fakes.processes import gone
 
@@ -81,7 +81,7 @@ def test_what_a_tool_says_itself_is_final_and_other_failures_are_tried_again(tmp
 
 def test_large_replies_are_cut_before_they_travel() -> None:
     reply = play(["large"])[0][0]
-    assert MAX_REPLY <= len(reply.content) <= MAX_REPLY + 10
+    assert MAX_REPLY_BYTES <= len(reply.content) <= MAX_REPLY_BYTES + 10
 
 
 def test_a_factory_is_found_with_its_arguments() -> None:

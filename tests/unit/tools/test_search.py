@@ -24,7 +24,15 @@ from asyncrl.errors import ConfigError
 from asyncrl.remote import RemoteError, close_sessions
 from asyncrl.tools import search as search_module
 from asyncrl.tools.base import Tool
-from asyncrl.tools.search import Passage, SearchError, open_corpus, passage, reply, search, search_remote
+from asyncrl.tools.search import (
+    Passage,
+    SearchError,
+    open_corpus,
+    read_passage,
+    search,
+    search_remote,
+    write_reply,
+)
 from tests.fakes.sglang import Script, scripted
 
 ROWS: list[dict[str, Any]] = [
@@ -76,7 +84,7 @@ def test_passages_that_share_no_word_are_left_out(jsonl: Path, tmp_path: Path) -
 )
 def test_the_best_are_those_that_a_sort_gives(scores: np.ndarray, k: int) -> None:
     in_order = sorted(range(len(scores)), key=lambda row: -scores[row])
-    assert search_module._best(scores, k) == [row for row in in_order[:k] if scores[row] > 0]
+    assert search_module._best_indices(scores, k) == [row for row in in_order[:k] if scores[row] > 0]
 
 
 def test_parquet_and_jsonl_give_the_same(jsonl: Path, tmp_path: Path) -> None:
@@ -100,13 +108,13 @@ def test_parquet_and_jsonl_give_the_same(jsonl: Path, tmp_path: Path) -> None:
     ],
 )
 def test_shapes_of_a_document(document: dict[str, Any], expected: Passage) -> None:
-    assert passage(document) == expected
+    assert read_passage(document) == expected
 
 
 def test_replies_are_numbered_and_bounded() -> None:
     found = [Passage("Otters", "x" * 9), Passage("", "short")]
-    assert reply(found, 4) == "[1] Otters\nxxxx…\n\n[2] shor…"
-    assert reply([], 4) == "no passage was found"
+    assert write_reply(found, 4) == "[1] Otters\nxxxx…\n\n[2] shor…"
+    assert write_reply([], 4) == "no passage was found"
 
 
 def test_the_tool(jsonl: Path, tmp_path: Path) -> None:
@@ -128,13 +136,13 @@ def test_the_tool(jsonl: Path, tmp_path: Path) -> None:
 def builds(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """Every index that is built from here on."""
     made: list[Path] = []
-    build = search_module._build
+    build = search_module._build_index
 
     def counted(path: Path, home: Path, stopwords: str) -> None:
         made.append(home)
         build(path, home, stopwords)
 
-    monkeypatch.setattr(search_module, "_build", counted)
+    monkeypatch.setattr(search_module, "_build_index", counted)
     return made
 
 
@@ -207,7 +215,9 @@ def test_searches_side_by_side_read_their_own_passages(tmp_path: Path) -> None:
     wrong: list[int] = []
 
     def reads(first: int) -> None:
-        wrong.extend(i for i in range(first, first + 3000) if corpus._passage(i % 40).title != str(i % 40))
+        wrong.extend(
+            i for i in range(first, first + 3000) if corpus._read_passage(i % 40).title != str(i % 40)
+        )
 
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)

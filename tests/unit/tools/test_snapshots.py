@@ -36,32 +36,38 @@ def turn(index: int, reply: str) -> Turn:
 
 
 def test_the_newest_snapshot_of_recorded_turns_is_found_by_another_worker(parent: Path) -> None:
-    first = Snapshots("run", 1 << 30).of("e/0", "shell")
-    first.save(0, "a", archive(b"small", LARGE))
-    first.save(2, "c", archive(b"other", LARGE))
+    first = Snapshots("run", 1 << 30).tool_snapshots("e/0", "shell")
+    first.save_snapshot(0, "a", archive(b"small", LARGE))
+    first.save_snapshot(2, "c", archive(b"other", LARGE))
     assert [size for size in files(parent) if size > 1000] == [len(LARGE)]  # once
-    assert Snapshots("run", 1 << 30).of("e/0", "python").find(["a", "b", "c"]) is None
-    assert Snapshots("other", 1 << 30).of("e/0", "shell").find(["a", "b", "c"]) is None
+    assert Snapshots("run", 1 << 30).tool_snapshots("e/0", "python").find_snapshot(["a", "b", "c"]) is None
+    assert Snapshots("other", 1 << 30).tool_snapshots("e/0", "shell").find_snapshot(["a", "b", "c"]) is None
     again = Snapshots("run", 1 << 30)
-    assert again.of("e/0", "shell").find(["a", "b"]) == (0, archive(b"small", LARGE))
-    assert again.of("e/0", "shell").find(["a", "b", "c"]) == (0, archive(b"small", LARGE))  # the only one
-    assert again.of("e/0", "shell").find(["other"]) is None
+    assert again.tool_snapshots("e/0", "shell").find_snapshot(["a", "b"]) == (0, archive(b"small", LARGE))
+    assert again.tool_snapshots("e/0", "shell").find_snapshot(["a", "b", "c"]) == (
+        0,
+        archive(b"small", LARGE),
+    )  # the only one
+    assert again.tool_snapshots("e/0", "shell").find_snapshot(["other"]) is None
     assert files(parent) == []
 
 
 def test_the_last_two_are_kept(parent: Path) -> None:
-    kept = Snapshots("run", 1 << 30).of("e", "shell")
+    kept = Snapshots("run", 1 << 30).tool_snapshots("e", "shell")
     for number in range(5):
-        kept.save(number, "h", archive(LARGE[number:]))
+        kept.save_snapshot(number, "h", archive(LARGE[number:]))
     assert len(files(parent)) == 4
-    assert Snapshots("run", 1 << 30).of("e", "shell").find(["h"] * 4) == (3, archive(LARGE[3:]))
+    assert Snapshots("run", 1 << 30).tool_snapshots("e", "shell").find_snapshot(["h"] * 4) == (
+        3,
+        archive(LARGE[3:]),
+    )
 
 
 def test_a_damaged_snapshot_gives_way_to_the_one_before(parent: Path) -> None:
     for damage in ("1-h", "content"):
-        kept = Snapshots("run", 1 << 30).of("e", "shell")
-        kept.save(0, "h", archive(b"small"))
-        kept.save(1, "h", archive(LARGE))
+        kept = Snapshots("run", 1 << 30).tool_snapshots("e", "shell")
+        kept.save_snapshot(0, "h", archive(b"small"))
+        kept.save_snapshot(1, "h", archive(LARGE))
         [damaged] = [
             path
             for path in parent.rglob("*")
@@ -69,39 +75,42 @@ def test_a_damaged_snapshot_gives_way_to_the_one_before(parent: Path) -> None:
             and (path.name == damage or (damage == "content" and path.stat().st_size == len(LARGE)))
         ]
         damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
-        assert Snapshots("run", 1 << 30).of("e", "shell").find(["h", "h"]) == (0, archive(b"small"))
+        assert Snapshots("run", 1 << 30).tool_snapshots("e", "shell").find_snapshot(["h", "h"]) == (
+            0,
+            archive(b"small"),
+        )
 
 
 def test_snapshots_are_bounded_and_removed_with_their_episode(parent: Path) -> None:
     owner = Snapshots("run", 4 << 20)
-    first = owner.of("a", "shell")
-    second = owner.of("b", "shell")
-    first.save(0, "h", archive(LARGE))
-    second.save(0, "h", archive(LARGE, LARGE[1:-1]))
+    first = owner.tool_snapshots("a", "shell")
+    second = owner.tool_snapshots("b", "shell")
+    first.save_snapshot(0, "h", archive(LARGE))
+    second.save_snapshot(0, "h", archive(LARGE, LARGE[1:-1]))
     with pytest.raises(SnapshotError, match=r"more than 4194304 bytes; raise store\.keep_bytes"):
-        first.save(1, "h", archive(LARGE[2:]))
-    assert first.find(["h", "h"]) == (0, archive(LARGE))
+        first.save_snapshot(1, "h", archive(LARGE[2:]))
+    assert first.find_snapshot(["h", "h"]) == (0, archive(LARGE))
     owner.forget("b")
-    first.save(1, "h", archive(LARGE[2:]))
+    first.save_snapshot(1, "h", archive(LARGE[2:]))
     owner.forget("a")
     assert files(parent) == []
 
 
 def test_what_a_killed_run_left_is_removed_a_day_later(parent: Path) -> None:
-    Snapshots("old", 1 << 30).of("a", "shell").save(0, "h", archive(LARGE))
-    Snapshots("new", 1 << 30).of("b", "shell").save(0, "h", archive(LARGE))
+    Snapshots("old", 1 << 30).tool_snapshots("a", "shell").save_snapshot(0, "h", archive(LARGE))
+    Snapshots("new", 1 << 30).tool_snapshots("b", "shell").save_snapshot(0, "h", archive(LARGE))
     for path in (parent / "snapshots").glob("*/a/**"):
         os.utime(path, (0, 0))
     Snapshots("third", 1 << 30)
     assert len(files(parent)) == 2
-    assert Snapshots("new", 1 << 30).of("b", "shell").find(["h"]) is not None
+    assert Snapshots("new", 1 << 30).tool_snapshots("b", "shell").find_snapshot(["h"]) is not None
 
 
 def test_a_directory_that_is_open_to_others_is_refused(parent: Path) -> None:
     parent.mkdir(0o755)
     parent.chmod(0o755)
     with pytest.raises(PermissionError, match="is open to other users; remove it"):
-        Snapshots("run", 1 << 30).of("a", "shell").save(0, "h", archive(b"x"))
+        Snapshots("run", 1 << 30).tool_snapshots("a", "shell").save_snapshot(0, "h", archive(b"x"))
 
 
 def test_a_history_is_of_all_turns_and_replies() -> None:

@@ -16,7 +16,7 @@ import pytest
 
 from asyncrl.errors import ConfigError, ProtocolError
 from asyncrl.tools import Tool, Toolbox, ToolError, check_sample_tools, load_tool, tool
-from asyncrl.tools.base import MAX_REPLY
+from asyncrl.tools.base import MAX_REPLY_BYTES
 from asyncrl.tools.sample_tools import MAX_PROBLEMS, SampleTools
 from asyncrl.tools.toolbox import CLOSE_SECONDS
 from asyncrl.types import Sample, ToolCall, ToolReply
@@ -126,7 +126,7 @@ def test_calls_that_could_not_be_made_are_distinguished_from_those_that_failed()
 
 def test_a_tool_that_ignores_cancellation_delays_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not even the end of the event loop."""
-    monkeypatch.setattr("asyncrl.isolation.calls.GRACE", 0.01)
+    monkeypatch.setattr("asyncrl.isolation.calls.GRACE_SECONDS", 0.01)
 
     @tool(timeout=0.05)
     async def stubborn() -> str:
@@ -143,7 +143,7 @@ def test_a_tool_that_ignores_cancellation_delays_nobody(monkeypatch: pytest.Monk
 
 
 def test_a_tool_with_too_many_calls_left_behind_is_out_of_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("asyncrl.tools.process.MAX_ABANDONED", 2)
+    monkeypatch.setattr("asyncrl.tools.process.MAX_ABANDONED_CALLS", 2)
     release = threading.Event()
     ended = threading.Semaphore(0)
 
@@ -158,7 +158,7 @@ def test_a_tool_with_too_many_calls_left_behind_is_out_of_order(monkeypatch: pyt
         errors = [(await one_call(box, sample(), call("stuck")))[0].error for _ in range(3)]
         release.set()
         assert all(ended.acquire(timeout=10) for _ in range(2))
-        while box.call_limits["stuck"].live:  # noqa: ASYNC110
+        while box.call_limits["stuck"].live_calls:  # noqa: ASYNC110
             await asyncio.sleep(0)
         return [*errors, (await one_call(box, sample(), call("stuck")))[0].error]
 
@@ -206,14 +206,14 @@ def test_large_replies_are_cut(value: Any) -> None:
         return value
 
     reply = play([large], sample(), call("large"))[0]
-    assert len(reply.content.encode()) <= MAX_REPLY + 10 and "[...]" in reply.content
+    assert len(reply.content.encode()) <= MAX_REPLY_BYTES + 10 and "[...]" in reply.content
 
 
 # -- options -------------------------------------------------------------------------------------------
 
 
 def test_calls_are_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("asyncrl.tools.toolbox.PAUSES", (0.0,))
+    monkeypatch.setattr("asyncrl.tools.toolbox.RETRY_PAUSES", (0.0,))
     tries: list[int] = []
 
     @tool(retries=2)
@@ -420,7 +420,7 @@ def test_arguments_that_nothing_takes_are_told_before_the_run() -> None:
     ],
 )
 def test_constructor_arguments_of_a_sample(given: dict[str, Any], arguments: dict[str, Any]) -> None:
-    assert SampleTools(tools_kwargs={"open": given}).arguments("open") == arguments
+    assert SampleTools(tools_kwargs={"open": given}).tool_arguments("open") == arguments
 
 
 def test_a_data_set_is_checked_before_the_run() -> None:
