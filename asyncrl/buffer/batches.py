@@ -45,7 +45,7 @@ class Baseline(msgspec.Struct, frozen=True):
     greedy: float | None = None
 
     @classmethod
-    def of(cls, group: GroupRecord, episodes: Mapping[str, EpisodeRecord]) -> Baseline:
+    def of_group(cls, group: GroupRecord, episodes: Mapping[str, EpisodeRecord]) -> Baseline:
         """Compute the baseline of a settled group. Results are final, so a restart computes the same."""
         results = tuple(episodes[group.members[number]].result for number in group.baseline)
         last_member = episodes[group.members[-1]]
@@ -108,19 +108,19 @@ class Batches:
     """
 
     def __init__(
-        self, buffer: ReplayBuffer, micro_batch_tokens: int, flush: bool, packing: Packing = "padded"
+        self, buffer: ReplayBuffer, micro_batch_tokens: int, flush_at_end: bool, packing: Packing = "padded"
     ) -> None:
         self.buffer = buffer
         self.micro_batch_tokens = micro_batch_tokens
-        self.flush_at_end = flush
+        self.flush_at_end = flush_at_end
         self.packing = packing
-        self.batches: dict[int, Batch] = {}  # plans by step, in order
+        self.by_step: dict[int, Batch] = {}  # plans by step, in order
         self.planned_episodes: dict[str, EpisodeRecord] = {}  # episodes of all plans, by uid
         self.baselines: dict[int, Baseline] = {}  # baselines of their groups, by group id
         self._changed_steps: set[int] = set()
 
     def pop_changes(self) -> list[Batch]:
-        changed_batches = [self.batches[step] for step in sorted(self._changed_steps)]
+        changed_batches = [self.by_step[step] for step in sorted(self._changed_steps)]
         self._changed_steps = set()
         return changed_batches
 
@@ -132,15 +132,15 @@ class Batches:
     ) -> None:
         """Replace all plans by the plans of a store. Episodes of the buffer stay the buffer's objects."""
         self._changed_steps = set()
-        self.batches = {batch.step: batch for batch in batches}
+        self.by_step = {batch.step: batch for batch in batches}
         self.planned_episodes = {e.uid: self.buffer.episodes.get(e.uid, e) for e in planned_episodes}
         self.baselines = dict(baselines)
 
         self.buffer.closed_step = max(
-            (step for step, batch in self.batches.items() if batch.closed), default=-1
+            (step for step, batch in self.by_step.items() if batch.closed), default=-1
         )
 
-    def plan(self, step: int, part_index: int, ranks: int, token_budget: int = 0) -> list[str] | None:
+    def next_part(self, step: int, part_index: int, ranks: int, token_budget: int = 0) -> list[str] | None:
         """Return the uids of a part of the plan; [] if the batch is complete, None if the caller must wait.
 
         The caller refuses a `step` greater than `committed`.
@@ -149,9 +149,9 @@ class Batches:
             ranks: number of ranks among which the part is partitioned.
             token_budget: tokens of a micro-batch; 0: `micro_batch_tokens`.
         """
-        batch = self.batches.get(step)
+        batch = self.by_step.get(step)
         if batch is None:
-            batch = self.batches[step] = Batch(step)
+            batch = self.by_step[step] = Batch(step)
 
         if part_index < len(batch.micros):
             uids: list[str] | None = batch.micros[part_index]
@@ -168,7 +168,7 @@ class Batches:
 
     def outlook(self, step: int, part_index: int, ranks: int) -> Outlook:
         """Return the answer that `plan` would give now, without changing the plan."""
-        batch = self.batches.get(step, Batch(step))
+        batch = self.by_step.get(step, Batch(step))
         if part_index < len(batch.micros) or batch.closed or self.over:
             return Outlook(ready=True, group_fraction=1.0, batch_complete=True)
 
@@ -191,7 +191,7 @@ class Batches:
             self.planned_episodes[episode.uid] = episode
             group = self.buffer.live[episode.group]
             if group.id not in self.baselines:
-                self.baselines[group.id] = Baseline.of(group, self.buffer.episodes)
+                self.baselines[group.id] = Baseline.of_group(group, self.buffer.episodes)
             if group.step == batch.step and not group.filtered:  # a late member does not count its group
                 batch.groups.add(group.id)
 
@@ -289,7 +289,7 @@ class Batches:
 
     def drop_remainder(self) -> list[EpisodeRecord]:
         """Drop groups that cannot fill a batch, as the data has run out. Return their running members."""
-        has_begun = bool(self.batches.get(self.committed, Batch(self.committed)).planned)
+        has_begun = bool(self.by_step.get(self.committed, Batch(self.committed)).planned)
         if has_begun or len(self.buffer.tally.untaken_groups) >= self.buffer.config.groups_per_batch:
             return []
         return self.buffer.drop_all(DropReason.END_OF_DATA)
@@ -360,7 +360,7 @@ class Batches:
 
     # -- commit, rollback, retention -----------------------------------------------------------------
 
-    def commit(self, step: int, trained_uids: Collection[str]) -> None:
+    def commit_batch(self, step: int, trained_uids: Collection[str]) -> None:
         """Record that batch number `step` (1-based) was applied, perhaps again by a restarted trainer.
 
         Planned episodes that were not trained, as their payload could not be read, are dropped as corrupt.
@@ -368,7 +368,7 @@ class Batches:
         Raises:
             ProtocolError: `trained_uids` is not the plan without its lost episodes.
         """
-        batch = self.batches[step - 1]
+        batch = self.by_step[step - 1]
         if mismatched_uids := set(trained_uids).symmetric_difference(batch.uids) - batch.lost:
             raise ProtocolError(
                 f"commit of step {step} does not fit its plan: {' '.join(sorted(mismatched_uids))}"
@@ -398,7 +398,7 @@ class Batches:
         members that were running.
         """
         step = self.committed
-        for uid in self.batches[step].planned:
+        for uid in self.by_step[step].planned:
             self.buffer.drop_episode(self.planned_episodes[uid], reason)
 
         # Groups are still live if late members are left.
@@ -408,7 +408,7 @@ class Batches:
         ]
 
         self._forget_plans([step])
-        self.batches[step] = Batch(step)  # written over the plan in the store
+        self.by_step[step] = Batch(step)  # written over the plan in the store
         self._changed_steps.add(step)
         self.buffer.closed_step = step - 1
 
@@ -420,7 +420,7 @@ class Batches:
         A rank may have received the payload from an earlier coordinator. The commit tells whether it was
         trained.
         """
-        self.batches[step].lost.add(uid)
+        self.by_step[step].lost.add(uid)
         self._changed_steps.add(step)
 
     def skip_to(self, step: int) -> None:
@@ -428,9 +428,9 @@ class Batches:
 
         Their plans are forgotten. Episodes that are still taken by these plans are dropped as corrupt.
         """
-        skipped_steps = [number for number in self.batches if self.committed <= number < step]
+        skipped_steps = [number for number in self.by_step if self.committed <= number < step]
         for episode in [
-            self.planned_episodes[uid] for number in skipped_steps for uid in self.batches[number].planned
+            self.planned_episodes[uid] for number in skipped_steps for uid in self.by_step[number].planned
         ]:
             if episode.state is State.TAKEN:
                 self.buffer.drop_corrupt(episode)
@@ -438,12 +438,12 @@ class Batches:
         self._forget_plans(skipped_steps)
         self.buffer.note_commit(step)
 
-    def retain(self, step: int) -> list[str]:
+    def forget_covered_plans(self, step: int) -> list[str]:
         """Forget the plans of the first `step` batches, which a checkpoint covers. Return their uids."""
-        return self._forget_plans(list(takewhile(lambda number: number < step, self.batches)))
+        return self._forget_plans(list(takewhile(lambda number: number < step, self.by_step)))
 
     def _forget_plans(self, steps: list[int]) -> list[str]:
-        forgotten_batches = [self.batches.pop(number) for number in steps]
+        forgotten_batches = [self.by_step.pop(number) for number in steps]
         self._changed_steps -= set(steps)
         forgotten_episodes = [
             self.planned_episodes.pop(uid, None) for batch in forgotten_batches for uid in batch.planned

@@ -28,7 +28,7 @@ MIN_TOOL_WAITING = 0.25
 # Largest decrease of the level's logarithm by a batch, as a batch may be a single trajectory.
 MAX_LOG_DECREASE = 0.25
 # Fraction of a step: a trainer that idles less gains nothing from more live groups.
-BUSY = 0.02
+MIN_TRAINER_IDLE = 0.02
 # Fraction of a KV cache in use: above HIGH_KV_USE the cap shrinks, below LOW_KV_USE the cap grows.
 HIGH_KV_USE = 0.8
 LOW_KV_USE = 0.6
@@ -50,7 +50,7 @@ class Crossings:
         self._commit_times = deque([-math.inf] * (max_staleness + 1), max_staleness + 1)
         self._counted_tokens = 0.0  # tokens that are ready, and were counted while they waited
 
-    def committed(self, masked_fraction: float, model_tokens: float, now: float) -> float:
+    def count_crossed(self, masked_fraction: float, model_tokens: float, now: float) -> float:
         """Return the tokens that became stale since the last commit, as a fraction of the committed batch.
 
         Tokens sampled before the first of the newest max_staleness + 1 commits, the current commit included,
@@ -99,7 +99,7 @@ class FlowControl:
     def limit(self) -> int:
         return round(self.level)
 
-    def spare(self, waiting_fraction: float) -> int:
+    def spare_groups(self, waiting_fraction: float) -> int:
         """Return how many groups a run may issue beyond the groups that are trained.
 
         That is the number that `update` has added to the live groups, if `waiting_fraction`, the
@@ -107,7 +107,7 @@ class FlowControl:
         """
         return max(0, round(self.level - self.first_level)) if waiting_fraction >= MIN_TOOL_WAITING else 0
 
-    def update(
+    def update_level(
         self, measured_fractions: Iterable[tuple[float, float]], may_grow: bool, idle_waiting: float
     ) -> None:
         """Move the level by the tightest budget.
@@ -240,27 +240,27 @@ class LiveLimit:
         self._last_engines = frozenset(engines)
         plain_step = same_engines and not validating
 
-        live_groups = self.buffer.tally.open(self.buffer.committed) + taken_groups  # before the commit
+        live_groups = self.buffer.tally.count_live(self.buffer.committed) + taken_groups  # before the commit
         self.kv_cap.update_cap(live_groups, plain_step)
 
         self._idle_fraction = metrics.get(self._idle_metric, self._idle_fraction)  # arrives with heartbeats
         masked_fraction = metrics.get("staleness/masked_token_frac", 0.0)
         model_tokens = metrics.get("trainer/model_tokens", 0.0)
-        self._crossed_fraction += self.crossings.committed(masked_fraction, model_tokens, now)
+        self._crossed_fraction += self.crossings.count_crossed(masked_fraction, model_tokens, now)
 
         if self.adapts_limit:
             if plain_step:
-                may_grow = self._idle_fraction >= BUSY and live_groups >= self.flow_control.limit
+                may_grow = self._idle_fraction >= MIN_TRAINER_IDLE and live_groups >= self.flow_control.limit
                 waiting_fraction = metrics.get("timing_s/tools/mean", 0.0) + metrics.get(
                     "timing_s/reward/mean", 0.0
                 )
                 waiting_fraction /= max(1e-9, waiting_fraction, metrics.get("timing_s/episode/mean", 0.0))
-                self.flow_control.update(
+                self.flow_control.update_level(
                     [(self._crossed_fraction, self.stale_budget)],
                     may_grow,
                     self._idle_fraction * waiting_fraction,
                 )
-                self.buffer.spare = self.flow_control.spare(waiting_fraction)
+                self.buffer.spare = self.flow_control.spare_groups(waiting_fraction)
                 self._crossed_fraction = 0.0
 
             self.buffer.live_limit = min(self.flow_control.limit, self.kv_cap.limit)

@@ -37,7 +37,7 @@ class Lifetimes:
         self._ended_lives: deque[tuple[float, float, float]] = deque()  # (began, weight, ended)
         self._window_start = -math.inf  # begin of the window: the newest end that has left the window
 
-    def begin(self, key: Hashable, now: float, weight: float = 1.0) -> None:
+    def begin_life(self, key: Hashable, now: float, weight: float = 1.0) -> None:
         """Begin a further lifetime of `key`."""
         self._running_lives.setdefault(key, []).append((now, weight))
 
@@ -126,7 +126,7 @@ class Deadlines:
     def start_group(self, group: GroupRecord, now: float) -> None:
         """Start the clock of a group, whose first member was assigned."""
         group.started = now
-        self._lifetimes.begin(group.id, now)
+        self._lifetimes.begin_life(group.id, now)
         self._set_deadline(group, now)
 
     def restore_group(self, group: GroupRecord, now: float) -> None:

@@ -85,7 +85,7 @@ def units(pieces: Sequence[Piece], budget: int, ranks: int = 1) -> list[RowUnit]
     return units([piece._replace(key=part_of[index]) for index, piece in enumerate(pieces)], budget)
 
 
-def deal(units: Sequence[RowUnit], ranks: int) -> list[RowUnit]:
+def partition_units(units: Sequence[RowUnit], ranks: int) -> list[RowUnit]:
     """Partition units among ranks: each unit goes to the rank with the least work so far."""
     parts = [RowUnit()] * ranks
     for unit in units:

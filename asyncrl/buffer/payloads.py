@@ -159,7 +159,7 @@ def check_logprobs(subject: str, sampled: Turn | Generation) -> None:
 def add_turn(episode: EpisodeRecord, turn: Turn, seconds: float = 0.0) -> None:
     """Count a turn that became durable `seconds` after the episode began."""
     versions = [span.version for span in turn.spans]
-    episode.extend(
+    episode.add_turn(
         tokens=len(turn.context) + len(turn.ids),
         model_tokens=len(turn.ids),
         oldest=min(versions, default=0),

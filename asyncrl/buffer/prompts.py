@@ -86,7 +86,7 @@ def shuffled(numbers: Sequence[int], key: str) -> list[int]:
 # -- groups without a learning signal ----------------------------------------------------------------------
 
 
-TOLERANCE = 1e-9  # smaller differences of rewards are rounding: the same parts added in another order
+REWARD_TOLERANCE = 1e-9  # smaller differences of rewards are rounding: the same parts added in another order
 
 
 class ComparedParts(msgspec.Struct, frozen=True):
@@ -115,7 +115,7 @@ def all_equal(results: Sequence[EpisodeResult], greedy: float | None, compared: 
         for name, value in _compared_values(result, compared):
             values_by_name[name].append(value)
 
-    return all(max(column) - min(column) <= TOLERANCE for column in values_by_name.values())
+    return all(max(column) - min(column) <= REWARD_TOLERANCE for column in values_by_name.values())
 
 
 def solved(results: Sequence[EpisodeResult], pass_rate: float) -> bool:
@@ -124,7 +124,9 @@ def solved(results: Sequence[EpisodeResult], pass_rate: float) -> bool:
     A solved sample is not drawn again (no-positive-resampling; ScaleRL, arXiv 2510.13786). With a rate of 1
     no sample counts as solved.
     """
-    return pass_rate < 1 and sum(result.score > TOLERANCE for result in results) >= pass_rate * len(results)
+    return pass_rate < 1 and sum(result.score > REWARD_TOLERANCE for result in results) >= pass_rate * len(
+        results
+    )
 
 
 def _compared_values(

@@ -45,7 +45,7 @@ class State(enum.StrEnum):
 
 FINAL_STATES = frozenset({State.TRAINED, State.FILTERED, State.DROPPED, State.FAILED})
 IN_FLIGHT = (State.PENDING, State.RUNNING, State.LANDED)
-MOST_NAMED = 80  # characters of a stored tool name, or of stored names of agents
+MAX_NAME_CHARACTERS = 80  # characters of a stored tool name, or of stored names of agents
 NEVER_STALE = 1 << 60  # version of an episode without tokens, which is never stale
 
 
@@ -133,7 +133,7 @@ class EpisodeRecord(msgspec.Struct, gc=False, array_like=True):
         self.reason = reason
         return True
 
-    def extend(
+    def add_turn(
         self,
         tokens: int,
         model_tokens: int,
@@ -159,9 +159,9 @@ class EpisodeRecord(msgspec.Struct, gc=False, array_like=True):
             return
 
         self.tokens += tokens
-        if agent and agent not in self.agent.split(", ") and len(self.agent) < MOST_NAMED:
+        if agent and agent not in self.agent.split(", ") and len(self.agent) < MAX_NAME_CHARACTERS:
             separator = ", " if self.agent else ""
-            self.agent += f"{separator}{agent}"[:MOST_NAMED]
+            self.agent += f"{separator}{agent}"[:MAX_NAME_CHARACTERS]
 
         if model_tokens:
             self.oldest = oldest if self.oldest < 0 else min(self.oldest, oldest)
@@ -248,7 +248,7 @@ class Tally:
     """
 
     def __init__(self) -> None:
-        self.states: Counter[State] = Counter()
+        self.state_counts: Counter[State] = Counter()
         self.groups_by_state: defaultdict[State, set[int]] = defaultdict(set)
         self.untaken_groups: set[int] = set()
         self.groups_by_step: defaultdict[int, set[int]] = defaultdict(set)
@@ -267,7 +267,7 @@ class Tally:
         self._group_ids.pop(bisect_left(self._group_ids, group.id))
         self._unindex_group(group)
         for state, count in self._member_counts.pop(group.id).items():
-            self.states[state] -= count
+            self.state_counts[state] -= count
             self.groups_by_state[state].discard(group.id)
 
     def move_episode(self, episode: EpisodeRecord, state: State) -> None:
@@ -288,7 +288,7 @@ class Tally:
         group.filtered = True
         self._index_group(group)
 
-    def open(self, committed: int) -> int:
+    def count_live(self, committed: int) -> int:
         """Return the number of groups that are neither filtered nor taken by a committed batch."""
         return len(self._group_ids) - len(self._closed_groups(committed))
 
@@ -322,7 +322,7 @@ class Tally:
             del self.groups_by_step[group.step]
 
     def _change_count(self, group: int, state: State, change: int) -> None:
-        self.states[state] += change
+        self.state_counts[state] += change
         member_counts = self._member_counts[group]
         member_counts[state] += change
         if not member_counts[state]:

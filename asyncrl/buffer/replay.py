@@ -109,7 +109,7 @@ class ReplayBuffer:
 
     # -- persistence ---------------------------------------------------------------------------------
 
-    def changes(self) -> tuple[list[GroupRecord], list[EpisodeRecord], list[EpisodeRecord]]:
+    def pop_changes(self) -> tuple[list[GroupRecord], list[EpisodeRecord], list[EpisodeRecord]]:
         """Return the records that changed since the last call, to be written in one transaction.
 
         These are groups, episodes, and episodes of which only state, reason and step have changed.
@@ -167,7 +167,7 @@ class ReplayBuffer:
     def has_room(self) -> bool:
         """True if a further group may be live. A group of which only late members are left does not count."""
         return (
-            self.tally.open(self.committed) + 1 <= self.max_live_groups
+            self.tally.count_live(self.committed) + 1 <= self.max_live_groups
             and self.missing_groups + self.spare > 0
             and (self.closed_step + 1) * self.config.groups_per_batch < self.total_groups
             and not self.prompts.over
@@ -178,14 +178,14 @@ class ReplayBuffer:
     def missing_groups(self) -> int:
         """Number of groups to be trained that are neither live nor in a committed batch."""
         committed_groups = self.committed * self.config.groups_per_batch
-        return self.total_groups - committed_groups - self.tally.open(self.committed)
+        return self.total_groups - committed_groups - self.tally.count_live(self.committed)
 
     @property
     def max_live_groups(self) -> int:
         """Number of groups that may be live: the limit of flow control, or less if max_bytes are exceeded."""
         return min(self.live_limit, self._max_groups_in_memory)
 
-    def admit(self, step: int, now: float) -> GroupRecord:
+    def admit_group(self, step: int, now: float) -> GroupRecord:
         """Issue the next group, whose episodes become pending."""
         group_id = self.next_group
         position = self.prompts.position
@@ -212,7 +212,7 @@ class ReplayBuffer:
     @property
     def waiting(self) -> int:
         """Number of episodes that are to be assigned."""
-        return self.tally.states[State.PENDING]
+        return self.tally.state_counts[State.PENDING]
 
     def assign(
         self, episode: EpisodeRecord, worker: str, sequence_number: int, min_version: int, now: float
@@ -228,7 +228,9 @@ class ReplayBuffer:
             self.deadlines.start_group(group, now)
             self._changed_groups[group.id] = group
 
-    def finish(self, episode: EpisodeRecord, result: EpisodeResult, stats: EpisodeStats, now: float) -> None:
+    def finish_episode(
+        self, episode: EpisodeRecord, result: EpisodeResult, stats: EpisodeStats, now: float
+    ) -> None:
         """Record an episode that landed. The episode's group may settle."""
         group = self.live[episode.group]
         self._settle_if_due(group, now)  # a deadline that passed since the last pass counts first
@@ -488,7 +490,7 @@ class ReplayBuffer:
 
     def state_counts(self) -> Counter[State]:
         """Count episodes by state, including episodes that have left memory."""
-        return self.departed_counts + self.tally.states
+        return self.departed_counts + self.tally.state_counts
 
     def account(self) -> Flow:
         """Return the account of all episodes. `issued` is counted from the data cursor alone."""

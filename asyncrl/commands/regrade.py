@@ -181,7 +181,7 @@ def _regraded_rows(
         """Return whether the group teaches, and the advantages of members that may be trained."""
         if not baseline_uids or not baseline_uids <= scored:
             return None, {}
-        baseline = Baseline.of(group, members)
+        baseline = Baseline.of_group(group, members)
         is_uniform = all_equal(
             [members[uid].result for uid in compared_uids], baseline.greedy, compared_parts
         )

@@ -74,7 +74,7 @@ def _mark_trained(state: RunState, uids: Iterable[str], step: int, now: float) -
     for uid in uids:
         group_id = int(uid.partition(".")[0])
         while group_id >= buffer.next_group:  # issued in the lost part of the store
-            buffer.admit(buffer.committed, now)
+            buffer.admit_group(buffer.committed, now)
 
         episode = buffer.find_unwritten(uid) or state.store.read.find_episode(uid)
         if episode is None or episode.state is State.TRAINED:

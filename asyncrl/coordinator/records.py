@@ -21,7 +21,7 @@ from asyncrl.buffer.payloads import (
     decode_reply,
     decode_turn,
 )
-from asyncrl.buffer.records import MOST_NAMED, EpisodeRecord, OpenTurn
+from asyncrl.buffer.records import MAX_NAME_CHARACTERS, EpisodeRecord, OpenTurn
 from asyncrl.buffer.replay import running_attempt
 from asyncrl.coordinator.reporting import Reporter, result_entry, save_transcripts, transcript_entry
 from asyncrl.coordinator.state import RunState, log
@@ -104,7 +104,7 @@ class RecordHandler:
 
                 failed_tool = next((reply.call.name for reply in replies if reply.failed), "")
                 if failed_tool and not episode.failed_tool:
-                    episode.failed_tool = failed_tool[:MOST_NAMED]
+                    episode.failed_tool = failed_tool[:MAX_NAME_CHARACTERS]
                     state.ledger_of(episode.uid).touch(episode)
 
             case Finished():
@@ -130,7 +130,7 @@ class RecordHandler:
                     return
 
                 self._save_transcript(episode, message)
-                state.buffer.finish(episode, message.result, message.stats, state.engine_time(now))
+                state.buffer.finish_episode(episode, message.result, message.stats, state.engine_time(now))
                 self.reporter.note_landed(episode)
 
                 if not state.first_attempts.landed:
@@ -200,7 +200,7 @@ class RecordHandler:
         if episode.uid in self.state.buffer.episodes:
             self.reporter.count_turn(len(turn.ids))
             if not turn.untrained:
-                self.state.buffer.waiting_tokens.begin(
+                self.state.buffer.waiting_tokens.begin_life(
                     episode.uid, self.state.engine_time(now), len(turn.ids) - part.tokens
                 )
 
@@ -257,7 +257,7 @@ class RecordHandler:
         state.ledger_of(episode.uid).touch(episode)
 
         if episode.uid in state.buffer.episodes:
-            state.buffer.waiting_tokens.begin(episode.uid, state.engine_time(now), len(part.sampled.ids))
+            state.buffer.waiting_tokens.begin_life(episode.uid, state.engine_time(now), len(part.sampled.ids))
 
     def queue_acks(self) -> None:
         """Queue a cumulative ack for each worker that sent records in this pass of the loop."""

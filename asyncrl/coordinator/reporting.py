@@ -225,7 +225,7 @@ class Reporter:
                 "async/running": float(counts[State.RUNNING]),
                 "async/credits": float(self.workers.free_slots),
                 "async/loop_turn_max_s": self.longest_pass,
-                "async/live_groups": float(state.buffer.tally.open(state.buffer.committed)),
+                "async/live_groups": float(state.buffer.tally.count_live(state.buffer.committed)),
                 "async/workers": float(len(self.workers.peers)),
                 "weights/pushed": float(state.versions.newest.step),
                 "weights/acked": float(state.versions.acked_step),
@@ -347,7 +347,7 @@ class Reporter:
             row[FILTERED] = filtered_groups / settled_groups
             row["rollout/discarded_group_frac"] = (settled_groups - usable_groups) / settled_groups
 
-        trained_groups = len(state.batches.batches[step - 1].groups)
+        trained_groups = len(state.batches.by_step[step - 1].groups)
         if trained_groups:
             row["rollout/groups_per_trained_group"] = settled_groups / trained_groups
 

@@ -200,7 +200,7 @@ class RunState:
 
         After StorePaused neither has happened, and `persist` must be called again before any further change.
         """
-        groups, episodes, moved_episodes = self.buffer.changes()
+        groups, episodes, moved_episodes = self.buffer.pop_changes()
         self.store.put_groups(groups, self.buffer.live)
         self.store.put_episodes(episodes, moved_episodes)
 

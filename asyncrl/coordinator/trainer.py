@@ -159,7 +159,7 @@ class TrainerHandler:
         self.waiting_for_devices[peer] = message
 
     def _check_position(self, step: int) -> None:
-        retained_batches = self.state.batches.batches
+        retained_batches = self.state.batches.by_step
         committed = self.state.batches.committed
         if any(number not in retained_batches for number in range(step, committed)):
             raise ProtocolError(
@@ -227,14 +227,14 @@ class TrainerHandler:
             return
 
         stored_hash = state.store.read.plan_hash(message.step)
-        batch = state.batches.batches.get(message.step - 1)
+        batch = state.batches.by_step.get(message.step - 1)
         expected_hash = batch.plan_hash if batch is not None else stored_hash
         if message.plan_hash != expected_hash:
             raise ProtocolError(f"commit of step {message.step} names a plan that was never issued")
 
         first_commit = message.step > state.batches.committed
         if batch is not None:
-            state.batches.commit(message.step, message.trained)
+            state.batches.commit_batch(message.step, message.trained)
 
         if first_commit:
             state.store.put_commit(message.step, state.trainer_epoch, message.plan_hash)
@@ -303,7 +303,7 @@ class TrainerHandler:
 
     def _leave_out_batch(self, message: trainer.GaveUp) -> list[EpisodeRecord]:
         step = message.step
-        batch = self.state.batches.batches.get(message.step - 1)
+        batch = self.state.batches.by_step.get(message.step - 1)
         if batch is None or not batch.closed:  # the batch was left out before a restart of the coordinator
             return []
 
@@ -380,8 +380,8 @@ class TrainerHandler:
         if not self._covers_more:
             return
 
-        first_step = next(iter(state.batches.batches))
-        forgotten_uids = state.batches.retain(first_step + 1)
+        first_step = next(iter(state.batches.by_step))
+        forgotten_uids = state.batches.forget_covered_plans(first_step + 1)
         for uid in forgotten_uids:
             state.store.release_frames(uid)
         state.store.cover(first_step + 1, len(forgotten_uids))
@@ -396,7 +396,7 @@ class TrainerHandler:
 
     @property
     def _covers_more(self) -> bool:
-        return next(iter(self.state.batches.batches), self._covered_step) < self._covered_step
+        return next(iter(self.state.batches.by_step), self._covered_step) < self._covered_step
 
     def request_checkpoint(self) -> None:
         """Let the ranks write a checkpoint at the next micro-batch, unless the newest covers all training."""
@@ -506,8 +506,8 @@ class TrainerHandler:
             return make_plan("probe")  # ranks that repeat steps score no probe
 
         ranks = self.ranks.rank_count // state.config.trainer.sequence_parallel
-        uids = batches.plan(step, request.micro, ranks, state.memory_limits.tokens)
-        batch = batches.batches[step]
+        uids = batches.next_part(step, request.micro, ranks, state.memory_limits.tokens)
+        batch = batches.by_step[step]
 
         if uids is None:
             return make_plan("end") if batches.over and not batch.planned else None
@@ -528,7 +528,7 @@ class TrainerHandler:
     def send_payloads(self, peer: bytes, message: trainer.PayloadRequest) -> None:
         """Send a rank the payloads of its part of a plan. There are none for a batch that was left out."""
         state = self.state
-        batch = self.state.batches.batches.get(message.step)
+        batch = self.state.batches.by_step.get(message.step)
         if self._rank_of(peer, message) is None or batch is None:
             return
         if not set(batch.planned).issuperset(message.uids):

@@ -289,7 +289,7 @@ class WorkerHandler:
             free_slots = self.free_slots - buffer.waiting
             total_slots = self.total_slots
             while buffer.waiting < MAX_ASSIGNED and buffer.can_admit(free_slots, total_slots):
-                free_slots -= len(buffer.admit(batches.committed, self.state.engine_time(now)).members)
+                free_slots -= len(buffer.admit_group(batches.committed, self.state.engine_time(now)).members)
 
         if buffer.prompts.over and self.state.config.data.at_end == "drop":
             self.cancel_episodes(batches.drop_remainder())

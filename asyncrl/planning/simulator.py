@@ -18,7 +18,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from asyncrl.buffer.batches import Batches
-from asyncrl.buffer.flow_control import BUSY, Crossings, FlowControl
+from asyncrl.buffer.flow_control import MIN_TRAINER_IDLE, Crossings, FlowControl
 from asyncrl.buffer.prompts import Prompts
 from asyncrl.buffer.records import EpisodeRecord, State
 from asyncrl.buffer.replay import ReplayBuffer
@@ -114,7 +114,7 @@ class Simulation:
         buffer_config = replace(buffer_config, filter_zero_variance=filters_groups, retire_pass_rate=1.0)
         prompts = Prompts(1, lambda epoch: [0])
         self.buffer = ReplayBuffer(buffer_config, prompts, total_groups=1 << 60, retries=0, group_bytes=0)
-        self.batches = Batches(self.buffer, workload.micro_tokens, flush=True, packing="packed")
+        self.batches = Batches(self.buffer, workload.micro_tokens, flush_at_end=True, packing="packed")
         self.flow_control = FlowControl(buffer_config)
         self.crossings = Crossings(self.buffer, buffer_config.max_staleness)
 
@@ -277,7 +277,7 @@ class Simulation:
         version = len(self._published_at)
 
         while self.buffer.can_admit(slots - self._used_slots - self.buffer.waiting, slots):
-            self.buffer.admit(self.buffer.committed, self._engine_clock)
+            self.buffer.admit_group(self.buffer.committed, self._engine_clock)
         if not self.buffer.waiting:
             return
 
@@ -332,10 +332,10 @@ class Simulation:
         token_count = max(1, round(play.turn_tokens))
         episode = play.episode
         play.turn_spans.append((play.turn_began_at, self._engine_clock, play.turn_tokens))
-        self.buffer.waiting_tokens.begin(episode.uid, self._engine_clock, play.turn_tokens)
+        self.buffer.waiting_tokens.begin_life(episode.uid, self._engine_clock, play.turn_tokens)
 
         computed_tokens = max(token_count, round(token_count * self.workload.computed))
-        episode.extend(computed_tokens, token_count, play.version, len(self._published_at))
+        episode.add_turn(computed_tokens, token_count, play.version, len(self._published_at))
         self.buffer.touch(episode)
 
         wait_seconds = min(
@@ -361,17 +361,17 @@ class Simulation:
 
         _, filtered = self._drawn_groups[episode.group]
         result = EpisodeResult(0.0 if filtered else float(episode.member))
-        self.buffer.finish(episode, result, EpisodeStats(len(play.turn_spans)), self._engine_clock)
+        self.buffer.finish_episode(episode, result, EpisodeStats(len(play.turn_spans)), self._engine_clock)
 
     # -- training ------------------------------------------------------------------------------------
 
     def _train_next(self) -> None:
         """Ask for the next micro-batch, unless nothing has changed since the last request was refused."""
-        buffer_state = self.buffer.tally.states[State.READY], self.buffer.refills
+        buffer_state = self.buffer.tally.state_counts[State.READY], self.buffer.refills
         if self._trainer_working or buffer_state == self._refused_state or not self._has_devices(Shift.TRAIN):
             return
 
-        uids = self.batches.plan(self.buffer.committed, self._micro_batches, self.workload.ranks)
+        uids = self.batches.next_part(self.buffer.committed, self._micro_batches, self.workload.ranks)
         self._refused_state = (-1, 0) if uids is not None else buffer_state
         if uids is None:
             return
@@ -404,10 +404,10 @@ class Simulation:
 
     def _commit_step(self) -> None:
         step = self.buffer.committed
-        open_groups = self.buffer.tally.open(self.buffer.committed)
-        self.batches.commit(step + 1, self.batches.batches[step].uids)
-        self.batches.retain(step + 1)
-        self.buffer.changes()  # Changes are meant for a store; a simulation has none
+        open_groups = self.buffer.tally.count_live(self.buffer.committed)
+        self.batches.commit_batch(step + 1, self.batches.by_step[step].uids)
+        self.batches.forget_covered_plans(step + 1)
+        self.buffer.pop_changes()  # Changes are meant for a store; a simulation has none
 
         if self.shifts is None:
             self._schedule(self.workload.publish, self._publish)
@@ -438,7 +438,7 @@ class Simulation:
             )
         )
 
-        crossed_fraction = self.crossings.committed(masked, total_tokens, self._engine_clock)
+        crossed_fraction = self.crossings.count_crossed(masked, total_tokens, self._engine_clock)
         if self.buffer.config.target_staleness == "auto":
             idle = 1 - self._trainer_seconds / step_seconds
             is_at_limit = open_groups >= live_limit
@@ -446,9 +446,11 @@ class Simulation:
                 idle = 1 - self._engine_seconds / max(TIME_EPSILON, self._engine_seconds, awake_seconds)
             waiting_fraction = self._episode_wait_seconds / max(1e-9, self._episode_seconds)
             stale_fractions = [(crossed_fraction, self.buffer.config.stale_budget)]
-            self.flow_control.update(stale_fractions, is_at_limit and idle >= BUSY, idle * waiting_fraction)
+            self.flow_control.update_level(
+                stale_fractions, is_at_limit and idle >= MIN_TRAINER_IDLE, idle * waiting_fraction
+            )
             self.buffer.live_limit = self.flow_control.limit
-            self.buffer.spare = self.flow_control.spare(waiting_fraction)
+            self.buffer.spare = self.flow_control.spare_groups(waiting_fraction)
 
         self._batch_lags = []
         self._step_began = self.now

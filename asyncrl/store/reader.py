@@ -146,7 +146,7 @@ class RunReader:
 
     def baseline(self, group: int) -> Baseline:
         """Return the baseline of a settled group, from the records of the members."""
-        return Baseline.of(self.group(group), {episode.uid: episode for episode in self.members(group)})
+        return Baseline.of_group(self.group(group), {episode.uid: episode for episode in self.members(group)})
 
     def held_out(self, prefix: str) -> Iterator[tuple[str, bytes]]:
         """Yield the validation episodes whose uid begins with `prefix`, with the results: one at a time, as

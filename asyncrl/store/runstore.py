@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 
 from asyncrl.buffer.batches import Batch
-from asyncrl.buffer.records import MOST_NAMED, EpisodeRecord, GroupRecord
+from asyncrl.buffer.records import MAX_NAME_CHARACTERS, EpisodeRecord, GroupRecord
 from asyncrl.errors import UNDECODABLE
 from asyncrl.store.copies import Copies
 from asyncrl.store.reader import COVERED_TO, FrameKey, RunReader
@@ -101,8 +101,8 @@ class RunStore:
     def put_calls(self, uid: str, turn: int, replies: Sequence[ToolReply]) -> None:
         """Store the tool calls of a turn."""
         call_rows = (
-            (uid, turn, call_number, reply.call.name[:MOST_NAMED], reply.seconds, reply.failed, reply.refused,
-             in_short(reply.error or "", MOST_NAMED))
+            (uid, turn, call_number, reply.call.name[:MAX_NAME_CHARACTERS], reply.seconds, reply.failed, reply.refused,
+             in_short(reply.error or "", MAX_NAME_CHARACTERS))
             for call_number, reply in enumerate(replies)
         )  # fmt: skip
         self._put_rows("calls", *call_rows)

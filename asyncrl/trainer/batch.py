@@ -20,7 +20,7 @@ from torch import Tensor
 
 from asyncrl.algorithms.aggregation import Aggregation
 from asyncrl.algorithms.credit import CreditInput, token_rewards
-from asyncrl.buffer.packing import Piece, deal, micro_batches, units
+from asyncrl.buffer.packing import Piece, partition_units, micro_batches, units
 from asyncrl.buffer.payloads import check_turn
 from asyncrl.buffer.staleness import stale_mask, token_lags
 from asyncrl.config import Packing
@@ -222,7 +222,7 @@ def partition_plan(
 
     largest_first = sorted(units(plan_pieces, token_budget, rank_count), key=lambda unit: -unit.work)
     parts_by_rank = []
-    for rank_part in deal(largest_first, rank_count):
+    for rank_part in partition_units(largest_first, rank_count):
         rank_pieces = [plan_pieces[index] for index in rank_part.members]
         parts_by_rank.append(
             [

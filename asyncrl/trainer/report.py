@@ -15,7 +15,7 @@ from torch import Tensor
 from asyncrl.algorithms.credit import Scale
 from asyncrl.algorithms.diagnostics import TokenState, TokenSums, metrics_of
 from asyncrl.algorithms.normalise import Moments, end_factor, explained_variance
-from asyncrl.buffer.prompts import TOLERANCE
+from asyncrl.buffer.prompts import REWARD_TOLERANCE
 from asyncrl.buffer.staleness import LagHistogram, length_bucket, masked_by_quarter
 from asyncrl.observe.metrics import LAG_TOKENS, NLL, ZERO_ADVANTAGE
 from asyncrl.observe.transcripts import MOST_TOKENS, TokenRatios, is_kept, save_ratios
@@ -164,7 +164,7 @@ def _compared_episodes(
 
 def _has_variance(rewards: Sequence[float], advantage: np.ndarray) -> bool:
     """True if the group has variance, in rewards or (by turn, by component) in advantages."""
-    return max(rewards) - min(rewards) > TOLERANCE or bool(np.abs(advantage).max() > TOLERANCE)
+    return max(rewards) - min(rewards) > REWARD_TOLERANCE or bool(np.abs(advantage).max() > REWARD_TOLERANCE)
 
 
 def advantage_factor(scale: Scale, tally: MetricSums) -> float:

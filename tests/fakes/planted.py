@@ -115,7 +115,7 @@ class PlantedRun:
         """In each group one player has an episode, and the other one."""
         for step in range(STEPS):
             for _ in range(GROUPS):
-                group = self.buffer.admit(step, now=0.0)
+                group = self.buffer.admit_group(step, now=0.0)
                 for uid, player in zip(group.members, (first, second), strict=True):
                     self.land(uid, player(group.sample, step), step)
             self.commit(step)
@@ -124,15 +124,15 @@ class PlantedRun:
         """An episode of the buffer is over."""
         run(self.buffer, uid)
         episode = self.buffer.episodes[uid]
-        self.buffer.finish(episode, *self._write(episode, played, step), 0.0)
+        self.buffer.finish_episode(episode, *self._write(episode, played, step), 0.0)
 
     def commit(self, step: int) -> None:
         train(self.batches, step)
-        self.store.put_commit(step + 1, 1, self.batches.batches[step].plan_hash)
+        self.store.put_commit(step + 1, 1, self.batches.by_step[step].plan_hash)
         self._index()
 
     def _index(self) -> None:
-        groups, *episodes = self.buffer.changes()
+        groups, *episodes = self.buffer.pop_changes()
         for group in groups:
             self.store.put_question(group.id, self.samples[group.sample])
         self.store.put_groups(groups, self.buffer.live)

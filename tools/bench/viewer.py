@@ -67,7 +67,7 @@ def make_run(run_dir: Path, episodes: int, steps: int) -> None:
     ]
     one = PlantedRun(run_dir, samples, buffer={"episodes_per_group": MEMBERS, "groups_per_batch": GROUPS})
     for number in range(episodes // MEMBERS):
-        group = one.buffer.admit(step, now=0.0)
+        group = one.buffer.admit_group(step, now=0.0)
         for uid in group.members:
             one.land(uid, _played(draw, step), step)
         if number % 16 == 15:

@@ -33,12 +33,12 @@ def make(
     buffer = ReplayBuffer(
         config, prompts, total_groups, retries=1, group_bytes=1, greedy=greedy, compared=reads
     )
-    return buffer, Batches(buffer, micro_batch_tokens=1 << 20, flush=True)
+    return buffer, Batches(buffer, micro_batch_tokens=1 << 20, flush_at_end=True)
 
 
 def admit(buffer: ReplayBuffer, groups: int, step: int = 0) -> None:
     for _ in range(groups):
-        buffer.admit(step, now=0.0)
+        buffer.admit_group(step, now=0.0)
 
 
 def run(buffer: ReplayBuffer, uid: str) -> None:
@@ -59,10 +59,10 @@ def land(
     episode = buffer.episodes[uid]
     if episode.state is State.PENDING:
         buffer.assign(episode, "w", 1, version, 0.0)
-    episode.extend(tokens=tokens + 10, model_tokens=tokens, oldest=version, newest=version)
+    episode.add_turn(tokens=tokens + 10, model_tokens=tokens, oldest=version, newest=version)
     buffer.touch(episode)
     result = EpisodeResult(reward, tokens, (reward,), **earned)
-    buffer.finish(episode, result, EpisodeStats(1), now)
+    buffer.finish_episode(episode, result, EpisodeStats(1), now)
     return episode
 
 
@@ -99,15 +99,15 @@ def play(buffer: ReplayBuffer, batches: Batches, events: str) -> list[list[str]]
         elif first == "a":
             before = buffer.next_group
             while buffer.can_admit(100, 100):
-                buffer.admit(buffer.committed, now)
+                buffer.admit_group(buffer.committed, now)
             assert buffer.next_group - before == int(arguments), word
         elif first == "@":
             buffer.tick(now := float(arguments))
         elif first == "T":
             trained.append(sorted(train(batches, batches.committed)))
         elif first in "M?":
-            current_batch = batches.batches.get(batches.committed)
-            plan = batches.plan(batches.committed, len(current_batch.micros) if current_batch else 0, 1)
+            current_batch = batches.by_step.get(batches.committed)
+            plan = batches.next_part(batches.committed, len(current_batch.micros) if current_batch else 0, 1)
             assert bool(plan) is (first == "M") and plan != [], (word, plan)
         elif reward:
             land(buffer, uid, float(reward), now=now)
@@ -128,7 +128,7 @@ def count_again(buffer: ReplayBuffer) -> None:
     tally = buffer.tally
     groups = list(buffer.live.values())
     episodes = buffer.episodes
-    assert +tally.states == Counter(episode.state for episode in episodes.values())
+    assert +tally.state_counts == Counter(episode.state for episode in episodes.values())
     for state in State:
         members = {episode.group for episode in episodes.values() if episode.state is state}
         assert tally.groups_by_state[state] == members, state
@@ -136,7 +136,7 @@ def count_again(buffer: ReplayBuffer) -> None:
         ids = tally.untaken_groups if step < 0 else tally.groups_by_step[step]
         assert ids == {g.id for g in groups if g.step == step and not g.filtered}
     is_open = [not g.filtered and (g.step < 0 or g.step >= buffer.committed) for g in groups]
-    assert tally.open(buffer.committed) == sum(is_open)
+    assert tally.count_live(buffer.committed) == sum(is_open)
     ranks = [sum(is_open[:position]) for position in range(len(groups))]
     assert tally.count_older(list(buffer.live), buffer.committed) == ranks
     over = [all(episodes[uid].state.over for uid in group.members) for group in groups]
@@ -152,11 +152,11 @@ def train(batches: Batches, step: int, ranks: int = 1) -> list[str]:
     """Take and commit batch `step`; the uids in it."""
     micro = 0
     uids = []
-    while plan := batches.plan(step, micro, ranks):
+    while plan := batches.next_part(step, micro, ranks):
         uids += plan
         micro += 1
     assert plan == [], "the batch must be complete"
-    batches.commit(step + 1, uids)
+    batches.commit_batch(step + 1, uids)
     return uids
 
 

@@ -76,7 +76,7 @@ def control_of(bound: int, groups: int = 8) -> FlowControl:
 def test_a_step_by_hand(shares: list[tuple[float, float]], grows: bool, factor: float) -> None:
     control = control_of(4)
     control.level = 16.0
-    control.update(shares, grows, 0.4)
+    control.update_level(shares, grows, 0.4)
     assert control.level == pytest.approx(16 * factor) and control.limit == round(control.level)
 
 
@@ -85,17 +85,17 @@ def test_it_begins_quickly_where_all_wait_until_something_is_measured() -> None:
     control = control_of(16)
     levels = [12.0]
     for _ in range(6):
-        control.update([(0.0, BUDGET)], True, 0.4)
+        control.update_level([(0.0, BUDGET)], True, 0.4)
         levels.append(control.level)
     assert levels[1] == pytest.approx(15.10, abs=0.01)
     ratios = [math.log(after / before) for before, after in pairwise(levels)]
     quick = FIRST_GAIN + QUICK_GAIN * 0.4
     assert ratios == pytest.approx([quick] * 5 + [FIRST_GAIN]) and levels[4] < 32 < levels[5]
     control.level = 12.0
-    control.update([(0.0, BUDGET)], False, 1.0)
+    control.update_level([(0.0, BUDGET)], False, 1.0)
     assert control.level == 12  # a busy trainer, or something else limits the run
-    control.update([(0.5 * BUDGET, BUDGET)], True, 1.0)
-    control.update([(0.0, BUDGET)], True, 1.0)
+    control.update_level([(0.5 * BUDGET, BUDGET)], True, 1.0)
+    control.update_level([(0.0, BUDGET)], True, 1.0)
     assert control.level == pytest.approx(12 * math.exp(GAIN * 1.5))
 
 
@@ -111,8 +111,8 @@ def test_it_stays_within_its_limits_and_moves_only_for_a_reason(
     slow = control_of(bound, groups)
     for share, grows, waits in steps:
         before = control.level
-        control.update([(share, BUDGET)], grows, waits)
-        slow.update([(share, BUDGET)], grows, 0.0)
+        control.update_level([(share, BUDGET)], grows, waits)
+        slow.update_level([(share, BUDGET)], grows, 0.0)
         assert groups <= slow.level <= control.level <= control.max_level
         assert control.level <= before or (grows and share < BUDGET)
         assert control.level >= before * math.exp(-MAX_LOG_DECREASE)
@@ -123,7 +123,7 @@ def test_limits_of_the_limit() -> None:
         control = control_of(bound)
         assert control.limit == (12 if bound else 8)
         for _ in range(100):
-            control.update([(share, BUDGET)], True, 0.0)
+            control.update_level([(share, BUDGET)], True, 0.0)
         assert control.limit == limits
 
 
@@ -132,7 +132,7 @@ def test_the_limit_is_read_by_admission() -> None:
     assert buffer.max_live_groups == 3  # auto begins with a target of a half
     buffer.live_limit = 5
     while buffer.can_admit(100, 100):
-        buffer.admit(0, now=0.0)
+        buffer.admit_group(0, now=0.0)
     assert len(buffer.live) == 5
     assert make(target_staleness=1.5, max_staleness=4)[0].max_live_groups == 5
     assert make(max_staleness=0)[0].max_live_groups == 2
@@ -145,7 +145,7 @@ def test_a_run_that_waits_for_tools_issues_a_few_groups_more_until_its_last_batc
 
     def admitted() -> int:
         while buffer.can_admit(100, 100):
-            buffer.admit(0, now=0.0)
+            buffer.admit_group(0, now=0.0)
         return buffer.next_group
 
     assert admitted() == 5
@@ -156,10 +156,10 @@ def test_a_run_that_waits_for_tools_issues_a_few_groups_more_until_its_last_batc
     assert admitted() == 7
     for group in (4, 6):  # the last batch has no need of the slowest
         land_group(buffer, group, 0.0, 1.0)
-    assert batches.plan(1, 0, 1) == ["4.0", "4.1", "6.0", "6.1"] and batches.plan(1, 1, 1) == []
+    assert batches.next_part(1, 0, 1) == ["4.0", "4.1", "6.0", "6.1"] and batches.next_part(1, 1, 1) == []
     buffer.spare = 5
     assert admitted() == 7
-    batches.commit(2, ["4.0", "4.1", "6.0", "6.1"])
+    batches.commit_batch(2, ["4.0", "4.1", "6.0", "6.1"])
     buffer.drop_all(DropReason.END_OF_DATA)
     flow = buffer.account()
     assert (flow.issued, flow.trained, flow.dropped) == (14, 8, 6)
@@ -187,16 +187,16 @@ def test_each_token_that_goes_over_the_bound_counts_once() -> None:
     buffer, _ = make()
     waiting = buffer.waiting_tokens
     for uid in ("masked", "dropped"):
-        waiting.begin(uid, 0.5)
+        waiting.begin_life(uid, 0.5)
     crossings = Crossings(buffer, max_staleness=1)
-    assert [crossings.committed(0.0, 10, now) for now in (1.0, 2.0, 3.0)] == [0.0, 0.2, 0.0]
+    assert [crossings.count_crossed(0.0, 10, now) for now in (1.0, 2.0, 3.0)] == [0.0, 0.2, 0.0]
     waiting.end_lives("masked", 3.5)
     waiting.forget_lives("dropped")
-    assert crossings.committed(0.0, 10, 4.0) == 0.0  # they are in no batch yet
-    waiting.begin("late", 4.5)
+    assert crossings.count_crossed(0.0, 10, 4.0) == 0.0  # they are in no batch yet
+    waiting.begin_life("late", 4.5)
     waiting.end_lives("late", 4.6)
-    assert crossings.committed(0.05, 10, 5.0) == 0.0
-    shares = [crossings.committed(share, 10, now) for share, now in ((0.0, 6.0), (0.0, 7.0), (0.1, 8.0))]
+    assert crossings.count_crossed(0.05, 10, 5.0) == 0.0
+    shares = [crossings.count_crossed(share, 10, now) for share, now in ((0.0, 6.0), (0.0, 7.0), (0.1, 8.0))]
     assert shares == pytest.approx([0.0, 0.0, 0.1])  # it was ready before it crossed
 
 
@@ -399,7 +399,7 @@ def limit_of(live: int = 40, **keys: object) -> LiveLimit:
     buffer, _ = make(groups_per_batch=4, target_staleness=config.buffer.target_staleness)
     admit(buffer, live)
     for group in range(3):
-        buffer.waiting_tokens.begin(f"{group}", 1.5, 10)
+        buffer.waiting_tokens.begin_life(f"{group}", 1.5, 10)
         buffer.waiting_tokens.end_lives(f"{group}", 2.0)
     return LiveLimit(config, buffer)
 
@@ -463,7 +463,7 @@ def test_tokens_count_when_they_cross_the_bound_not_when_they_are_trained() -> N
     two steps later: they do not count again."""
     limit = limit_of(buffer__max_staleness=4)
     levels = []
-    limit.buffer.waiting_tokens.begin("slow", 3.5, 25)
+    limit.buffer.waiting_tokens.begin_life("slow", 3.5, 25)
     for now in range(3, 12):
         if now == 10:
             limit.buffer.waiting_tokens.end_lives("slow", 9.5)

@@ -19,7 +19,7 @@ def seen(lives: Lives, size: int = 1000) -> Lifetimes:
     """All that runs is looked at when it is NOW."""
     lifetimes = Lifetimes(size)
     for key, (duration, weight, has_ended) in enumerate(sorted(lives, key=lambda life: not life[2])):
-        lifetimes.begin(key, NOW - duration if not has_ended else 10.0, weight)
+        lifetimes.begin_life(key, NOW - duration if not has_ended else 10.0, weight)
         if has_ended:
             lifetimes.end_lives(key, 10.0 + duration)
     return lifetimes
@@ -57,9 +57,9 @@ def test_delayed_entry_is_at_risk_only_from_then() -> None:
     risk of two, at 3 one of two, at 4 the last one."""
     window = Lifetimes(2)
     for key, (began, ended_at) in enumerate([(1.0, 2.0), (2.0, 3.0), (0.0, 4.0)]):
-        window.begin(key, began)
+        window.begin_life(key, began)
         window.end_lives(key, ended_at)
-    window.begin("runs", 2.0)
+    window.begin_life("runs", 2.0)
     assert [window.quantile(q, 5.0) for q in (0.5, 0.51, 0.75, 0.76)] == [1.0, 4.0, 4.0, 4.0]
     window.end_lives("runs", 5.0)  # the window begins at 3 s: at 3 nothing else is at risk yet
     assert window.quantile(1.0, 9.0) == 3.0
@@ -77,7 +77,7 @@ def test_a_window_over_a_steady_stream_is_unbiased() -> None:
     )
     for at, ends, key in events:
         if at <= now:
-            window.end_lives(key, at) if ends else window.begin(key, at)
+            window.end_lives(key, at) if ends else window.begin_life(key, at)
     assert window.quantile(0.5, now) == pytest.approx(5 * math.log(2), rel=0.15)  # seeded
     assert window.quantile(0.9, now) == pytest.approx(5 * math.log(10), rel=0.15)
 
@@ -86,7 +86,7 @@ def test_a_window_follows_a_change() -> None:
     window = Lifetimes(3)
     for now, seconds in ((20.0, 1.0), (60.0, 9.0)):
         for key in range(10):
-            window.begin(key, now + key)
+            window.begin_life(key, now + key)
             window.end_lives(key, now + key + seconds)
         assert window.quantile(0.5, 99.0) == seconds
 
@@ -94,7 +94,7 @@ def test_a_window_follows_a_change() -> None:
 def test_weight_that_runs_and_is_older() -> None:
     lifetimes = Lifetimes(10)
     for key, now in (("a", 1.0), ("a", 3.0), ("b", 1.0)):
-        lifetimes.begin(key, now, 10)
+        lifetimes.begin_life(key, now, 10)
     assert [lifetimes.running_weight(than) for than in (1.0, 2.0, 4.0)] == [0, 20, 30]
     lifetimes.end_lives("b", 4.0)
     assert lifetimes.running_weight(2.0) == 10
@@ -106,17 +106,17 @@ def test_ages_of_tokens_in_a_buffer() -> None:
     """A member that lands after the deadline of 4 s, and one whose first attempt failed, have tokens of their
     own ages."""
     buffer, _ = make(episodes_per_group=4, group_policy="partial", group_deadline=4.0)
-    buffer.admit(0, now=0.0)
+    buffer.admit_group(0, now=0.0)
     for member in range(4):
         buffer.assign(buffer.episodes[f"0.{member}"], "w", 1, 0, 1.0 + member / 8)
-        buffer.waiting_tokens.begin(f"0.{member}", 2.0, 10)
+        buffer.waiting_tokens.begin_life(f"0.{member}", 2.0, 10)
     buffer.fail_attempt(buffer.episodes["0.3"], FailReason.EPISODE_ERROR, 2.0)
     for member, now in ((0, 2.0), (1, 3.0)):
         land(buffer, f"0.{member}", now=now)
     buffer.tick(5.0)
     land(buffer, "0.2", now=10.0)
     buffer.assign(buffer.episodes["0.3"], "w", 1, 0, 9.0)
-    buffer.waiting_tokens.begin("0.3", 9.0, 10)
+    buffer.waiting_tokens.begin_life("0.3", 9.0, 10)
     land(buffer, "0.3", now=10.0)
     assert [buffer.waiting_tokens.quantile(q, 20.0) for q in (0.25, 0.75, 1.0)] == [1.0, 3.0, 8.0]
     assert buffer.waiting_tokens.running_weight(20.0) == 0

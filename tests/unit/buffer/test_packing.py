@@ -5,7 +5,7 @@ from itertools import chain, pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.buffer.packing import Piece, deal, micro_batches, units
+from asyncrl.buffer.packing import Piece, partition_units, micro_batches, units
 
 pieces = st.lists(
     st.builds(
@@ -71,6 +71,6 @@ def test_units_fill_micro_batches_of_the_budget(drawn: list[Piece], budget: int)
 def test_few_large_groups_occupy_all_ranks() -> None:
     """Members that share 10 of 30 tokens: two groups of four on four ranks, two members each."""
     group = [Piece("a", 30, 10, 1, 30)] * 4 + [Piece("b", 30, 10, 1, 30)] * 4
-    parts = deal(units(group, 1000, 4), 4)
+    parts = partition_units(units(group, 1000, 4), 4)
     assert sorted(part.members for part in parts) == [(0, 1), (2, 3), (4, 5), (6, 7)]
-    assert [part.tokens for part in deal(units(group, 1000, 2), 2)] == [90, 90]
+    assert [part.tokens for part in partition_units(units(group, 1000, 2), 2)] == [90, 90]

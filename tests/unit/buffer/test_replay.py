@@ -40,7 +40,7 @@ def test_a_lost_worker_keeps_the_durable_turns() -> None:
     admit(buffer, 1)
     episode = buffer.episodes["0.0"]
     buffer.assign(episode, "w", 1, 0, 0.0)
-    episode.extend(20, 10, 0, 0)
+    episode.add_turn(20, 10, 0, 0)
     buffer.touch(episode)
     buffer.fail_attempt(episode, FailReason.WORKER_LOST, 0.0)
     assert (episode.state, episode.attempt, episode.turns) == (State.PENDING, 1, 1)
@@ -56,7 +56,7 @@ def test_tests_that_could_not_judge_are_tried_again_on_the_same_turns(reason: Fa
     admit(buffer, 1)
     run(buffer, "0.0")
     episode = buffer.episodes["0.0"]
-    episode.extend(20, 10, 0, 0)
+    episode.add_turn(20, 10, 0, 0)
     buffer.fail_attempt(episode, reason, 0.0)
     assert (episode.state, episode.turns, episode.failures) == (State.PENDING, turns, 1)
 
@@ -117,12 +117,12 @@ def test_the_deadline_counts_from_the_start_and_is_what_half_of_the_groups_need(
     assert [group.patience for group in buffer.live.values()] == [math.inf] * 2  # nothing is known yet
     for uid, now in (("0.0", 1.0), ("0.1", 2.0), ("1.0", 3.0), ("1.1", 9.0)):
         land(buffer, uid, now=now)  # both began at 0
-    group = buffer.admit(0, now=50.0)
+    group = buffer.admit_group(0, now=50.0)
     assert (group.patience, group.deadline) == (2.0, math.inf)
     for uid in group.members:
         buffer.assign(buffer.episodes[uid], "w", 1, 0, 60.0 + float(uid[-1]))
     assert (group.started, group.deadline) == (60.0, 62.0)
-    slow = buffer.admit(0, now=70.0)
+    slow = buffer.admit_group(0, now=70.0)
     assert slow.patience == 9.0  # of three, the one that has run for ten seconds counts
 
 
@@ -167,7 +167,7 @@ class FlowMachine(RuleBasedStateMachine):
         for _ in range(n):
             if self.buffer.can_admit(10, 10):
                 retired_before = set(self.buffer.prompts.retired_samples)
-                assert self.buffer.admit(self.batches.committed, self.now).sample not in retired_before
+                assert self.buffer.admit_group(self.batches.committed, self.now).sample not in retired_before
 
     @rule(n=st.integers(1, 6))
     def assign(self, n: int) -> None:
@@ -179,9 +179,9 @@ class FlowMachine(RuleBasedStateMachine):
     def finish(self, data: st.DataObject, reward: float, turns: int) -> None:
         episode = self.buffer.episodes[data.draw(st.sampled_from(self.running()))]
         for _ in range(turns):
-            episode.extend(5, 3, self.batches.committed, self.batches.committed)
+            episode.add_turn(5, 3, self.batches.committed, self.batches.committed)
             self.buffer.touch(episode)
-        self.buffer.finish(episode, EpisodeResult(reward), EpisodeStats(1), self.now)
+        self.buffer.finish_episode(episode, EpisodeResult(reward), EpisodeStats(1), self.now)
 
     @precondition(lambda self: self.running())
     @rule(data=st.data(), reason=st.sampled_from(list(FailReason)))
@@ -198,17 +198,17 @@ class FlowMachine(RuleBasedStateMachine):
     def step(self) -> None:
         """Ask for the next micro-batch; at the end of the batch, commit."""
         short = self.batches._refill_limit_reached or self.buffer.prompts.over
-        plan = self.batches.plan(self.batches.committed, self.micro, 1)
+        plan = self.batches.next_part(self.batches.committed, self.micro, 1)
         if plan is None:
             return
-        assert plan == self.batches.plan(self.batches.committed, self.micro, 1)  # asked again: the same
+        assert plan == self.batches.next_part(self.batches.committed, self.micro, 1)  # asked again: the same
         self.micro += 1
         if not plan:
-            batch = self.batches.batches[self.batches.committed]
+            batch = self.batches.by_step[self.batches.committed]
             self.trained.update(batch.uids)
             assert len(batch.groups) == 2 or (short and len(batch.groups) < 2)
             assert all((b.greedy is not None) is self.buffer.greedy for b in self.batches.baselines.values())
-            self.batches.commit(batch.step + 1, batch.uids)
+            self.batches.commit_batch(batch.step + 1, batch.uids)
             self.micro = 0
 
     @invariant()
@@ -218,7 +218,7 @@ class FlowMachine(RuleBasedStateMachine):
         assert flow.conserved, flow
         assert flow.trained == sum(self.trained.values())
         assert max(self.trained.values(), default=1) == 1
-        assert self.buffer.tally.open(self.buffer.committed) <= self.buffer.max_live_groups
+        assert self.buffer.tally.count_live(self.buffer.committed) <= self.buffer.max_live_groups
         states = {self.buffer.episodes[uid].state for uid in self.trained if uid in self.buffer.episodes}
         assert states <= {State.TRAINED}
         assert not any(e.state is State.READY for e in self.buffer.episodes.values() if e.greedy)
@@ -234,7 +234,9 @@ class FlowMachine(RuleBasedStateMachine):
                 return
             self.admit(6), self.assign(1000)
             for uid in self.running():
-                self.buffer.finish(self.buffer.episodes[uid], EpisodeResult(1.0), EpisodeStats(1), self.now)
+                self.buffer.finish_episode(
+                    self.buffer.episodes[uid], EpisodeResult(1.0), EpisodeStats(1), self.now
+                )
             self.tick(1e6)
             self.step(), self.step()
             self.conserved()
@@ -249,7 +251,7 @@ TestFlow.settings = settings(max_examples=50, stateful_step_count=60, deadline=N
 
 
 def rewards(buffer: ReplayBuffer, group: int) -> list[float]:
-    return [result.reward for result in Baseline.of(buffer.live[group], buffer.episodes).results]
+    return [result.reward for result in Baseline.of_group(buffer.live[group], buffer.episodes).results]
 
 
 def test_who_runs_again_is_not_in_the_baseline_before_it_lands_again() -> None:
@@ -358,7 +360,7 @@ def test_a_buffer_that_was_in_use_is_restored_as_a_new_one_is() -> None:
     land(used, "1.0")
     stored = msgspec.msgpack.encode((list(used.live.values()), list(used.episodes.values())))
 
-    used.waiting_tokens.begin("2.0", 1.0, 10)
+    used.waiting_tokens.begin_life("2.0", 1.0, 10)
     run(used, "2.0")
     give_up(used, "2.1")
     used.drop_group(used.live[3], DropReason.STALE)

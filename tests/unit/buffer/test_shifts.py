@@ -146,7 +146,7 @@ class World:
         buffer = self.buffer
         before = self._state()
         while buffer.can_admit(self.slots - self._running() - buffer.waiting, self.slots):
-            buffer.admit(buffer.committed, self.time)
+            buffer.admit_group(buffer.committed, self.time)
         buffer.tick(self.time)
         drop_overdue(buffer)
         for needed, episode in list(pending(buffer)):
@@ -164,7 +164,7 @@ class World:
         return states, self.shifts.shift, self.micro, self.buffer.committed, self.asked, self.resting
 
     def _running(self) -> int:
-        return self.buffer.tally.states[State.RUNNING]
+        return self.buffer.tally.state_counts[State.RUNNING]
 
     def _shift(self) -> None:
         seen = Situation(
@@ -198,7 +198,7 @@ class World:
             self.resting = False
             self.progress()
             return
-        uids = self.batches.plan(self.buffer.committed, self.micro, self.ranks)
+        uids = self.batches.next_part(self.buffer.committed, self.micro, self.ranks)
         if uids is None:
             return
         self.resting = False
@@ -207,7 +207,7 @@ class World:
             self.micro += 1
             return
         step = self.buffer.committed
-        self.batches.commit(step + 1, self.batches.batches[step].uids)
+        self.batches.commit_batch(step + 1, self.batches.by_step[step].uids)
         self.micro = 0
 
     def wait(self) -> None:

@@ -134,7 +134,7 @@ class HeldRun:
 
     def go_on(self) -> None:
         while self.buffer.can_admit(100, 100):
-            self.buffer.admit(self.buffer.committed, self.now)
+            self.buffer.admit_group(self.buffer.committed, self.now)
         drop_overdue(self.buffer)
         for needed, episode in pending(self.buffer):
             if fit := [self.held[server] for server in self.usable(needed)]:
@@ -171,21 +171,21 @@ class HeldRun:
             reason = self.random.choice([FailReason.WORKER_LOST, FailReason.REWARD_ERROR])
             self.buffer.fail_attempt(episode, reason, self.now)
             return
-        episode.extend(20, 10, version, version)
+        episode.add_turn(20, 10, version, version)
         self.buffer.touch(episode)
         if left > 0:
             self.turns.append((uid, attempt, left - 1))
         else:  # some groups are of zero variance
             reward = float(self.random.random() < 0.5)
-            self.buffer.finish(episode, EpisodeResult(reward), EpisodeStats(episode.turns), self.now)
+            self.buffer.finish_episode(episode, EpisodeResult(reward), EpisodeStats(episode.turns), self.now)
 
     def take(self) -> None:
         count_again(self.buffer)
         step = self.buffer.committed
         plan = None
         while not self.training:
-            batch = self.batches.batches.get(step)
-            if (plan := self.batches.plan(step, len(batch.micros) if batch else 0, 1)) is None:
+            batch = self.batches.by_step.get(step)
+            if (plan := self.batches.next_part(step, len(batch.micros) if batch else 0, 1)) is None:
                 return
             self.worst = max(
                 [self.worst, *(step - self.batches.planned_episodes[uid].oldest for uid in plan)]
@@ -196,7 +196,7 @@ class HeldRun:
 
     def commit(self) -> None:
         self.training = False
-        self.batches.commit(self.buffer.committed + 1, self.batches.batches[self.buffer.committed].uids)
+        self.batches.commit_batch(self.buffer.committed + 1, self.batches.by_step[self.buffer.committed].uids)
         if self.buffer.committed % self.every == 0:
             self.published = self.buffer.committed
 
@@ -264,7 +264,7 @@ def test_a_group_that_starts_late_leaves_room_for_the_older_one() -> None:
         buffer.assign(buffer.episodes[uid], "w", 1, 0, 0.0)  # due in batch 1
     land_group(buffer, 2, 1.0, 0.0, version=1)
     batches.micro_batch_tokens = 40
-    assert batches.plan(1, 0, 1) == ["2.0", "2.1"]
+    assert batches.next_part(1, 0, 1) == ["2.0", "2.1"]
     assert {needed for needed, _ in pending(buffer)} == {1}  # group 1: on version 0, both would be due now
 
 
@@ -274,9 +274,9 @@ def test_a_batch_that_was_closed_short_has_no_places_left() -> None:
     buffer.refills = 2
     admit(buffer, 2, step=1)
     land_group(buffer, 0, 1.0, 0.0, version=1)
-    assert len(batches.plan(1, 0, 1) or []) == 2
+    assert len(batches.next_part(1, 0, 1) or []) == 2
     assert {needed for needed, _ in pending(buffer)} == {0}  # due in batch 1, while that is open
-    assert batches.plan(1, 1, 1) == []
+    assert batches.next_part(1, 1, 1) == []
     assert {needed for needed, _ in pending(buffer)} == {1}
 
 

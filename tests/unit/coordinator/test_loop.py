@@ -350,15 +350,15 @@ def test_an_account_that_is_not_exact_fails_the_run(
 def planned(coordinator: Coordinator) -> Commit:
     """A batch that a trainer has: the commit that it will send."""
     state = coordinator.state
-    group = state.buffer.admit(0, 0.0)
+    group = state.buffer.admit_group(0, 0.0)
     for uid in group.members:
         state.store.put_frame(uid, 0, "generated", turn_payload())
     land_group(state.buffer, group.id, 1.0, 0.0)
     coordinator.trainer.welcome_rank(
         TRAINER, TrainerHello(0, 1, incarnation_of("launch", 1), 0), coordinator._last_pass_at
     )
-    assert state.batches.plan(0, 0, 1) and state.batches.plan(0, 1, 1) == []
-    batch = state.batches.batches[0]
+    assert state.batches.next_part(0, 0, 1) and state.batches.next_part(0, 1, 1) == []
+    batch = state.batches.by_step[0]
     return Commit(state.trainer_epoch, 1, batch.plan_hash, tuple(batch.uids), {})
 
 
@@ -408,11 +408,11 @@ def test_a_store_error_at_a_busy_moment_is_no_lost_episode(setup: LoopSetup, fau
     setup.say(TRAINER, commit)
     setup.join(slots=3)
     while buffer.next_group < 4:
-        buffer.admit(1, 0.0)
+        buffer.admit_group(1, 0.0)
     land_group(buffer, 1, 1.0, 0.0)
     land(buffer, "2.0")
     buffer.fail_attempt(buffer.episodes["3.1"], FailReason.PROMPT_TOO_LONG, 0.0)
-    assert state.batches.plan(1, 0, 1) == ["1.0", "1.1"]
+    assert state.batches.next_part(1, 0, 1) == ["1.0", "1.1"]
     setup.turn()
     stored = buffer.account()
     reasons = dict(buffer.reasons)
@@ -422,8 +422,8 @@ def test_a_store_error_at_a_busy_moment_is_no_lost_episode(setup: LoopSetup, fau
     def move_all() -> None:
         land(buffer, "2.1")
         buffer.fail_attempt(buffer.episodes["3.0"], FailReason.PROMPT_TOO_LONG, 0.0)
-        buffer.drop_group(buffer.admit(1, 0.0), DropReason.STALE)
-        state.batches.commit(2, ["1.0", "1.1"])
+        buffer.drop_group(buffer.admit_group(1, 0.0), DropReason.STALE)
+        state.batches.commit_batch(2, ["1.0", "1.1"])
 
     if fault == "locked":
         with setup.locked():

@@ -44,12 +44,12 @@ def play(state: RunState, uid: str, turns: int, end: bool = False) -> None:
         run(state.buffer, uid)
     for _ in range(turns):
         state.store.put_frame(uid, episode.turns, "generated", turn_payload(episode.turns, episode.turns))
-        episode.extend(20, 10, episode.turns, episode.turns)
+        episode.add_turn(20, 10, episode.turns, episode.turns)
         state.buffer.touch(episode)
     if end:
         result = EpisodeResult(1.0, 10 * episode.turns)
         stats = EpisodeStats(episode.turns)
-        state.buffer.finish(episode, result, stats, 0.0)
+        state.buffer.finish_episode(episode, result, stats, 0.0)
 
 
 def landed(run_dir: Path, *uids: str, **buffer: Any) -> RunState:
@@ -296,12 +296,12 @@ def test_what_is_trained_again_may_have_been_lost_since(tmp_path: Path) -> None:
     trainer = Training(state, "b")  # it resumed from a checkpoint before that batch
     again = trainer.payloads(trainer.plan(0))
     state.persist()
-    assert state.batches.batches[0].lost == {"0.1"} and state.buffer.account().trained == 2
+    assert state.batches.by_step[0].lost == {"0.1"} and state.buffer.account().trained == 2
     audit(state)
     assert trainer.train(again) == ["0.0"]
     assert state.buffer.account().trained == 1 and state.buffer.reasons["dropped/corrupt"] == 1
     audit(state)
-    state.batches.retain(1)
+    state.batches.forget_covered_plans(1)
     assert not state.batches.planned_episodes
 
 
@@ -322,7 +322,7 @@ class Trainer(Training):
         """Admit a group where none is ready, land it, train it."""
         buffer = self.state.buffer
         if not any(group.step < 0 for group in buffer.live.values()):
-            buffer.admit(self.step, 0.0)
+            buffer.admit_group(self.step, 0.0)
         for episode in [e for e in buffer.episodes.values() if e.state in (State.PENDING, State.RUNNING)]:
             play(self.state, episode.uid, 1, end=True)
         uids = [planned.uid for planned in self.plan(0, self.step).trajectories]
@@ -386,13 +386,13 @@ def test_what_the_checkpoints_say_is_trained_and_the_run_goes_on(
         for _ in range(checkpoints):
             trainer.step_on(), trainer.step_on()
             manifest = trainer.save()
-        state.buffer.admit(trainer.step, 0.0)
+        state.buffer.admit_group(trainer.step, 0.0)
         state.persist()
     steps = trainer.step
     old_epoch = state.trainer_epoch
     again = cut(power, state)
     assert again.batches.committed == (1 if told else 0)
-    again.buffer.admit(0, 0.0)  # by a coordinator that does not know yet
+    again.buffer.admit_group(0, 0.0)  # by a coordinator that does not know yet
     play(again, next(reversed(again.buffer.episodes)), 1)
     resumed = Trainer(again, "b", manifest)
     again.persist()
@@ -418,7 +418,7 @@ def test_what_was_ready_and_is_trained_now_needs_no_payload(tmp_path: Path) -> N
         trainer = Trainer(state, "a")
         trainer.step_on()
         trainer.tell(trainer.save())
-        state.buffer.admit(1, 0.0)
+        state.buffer.admit_group(1, 0.0)
         for uid in ("1.0", "1.1"):
             play(state, uid, 1, end=True)
         state.persist()
@@ -445,7 +445,7 @@ def test_episodes_that_ended_otherwise_before_the_trainer_came_are_trained(
     trainer.step = 1
     trainer.uids = ["0.0", "0.1"]
     manifest = trainer.save()  # of a step that the store has lost
-    group = state.buffer.admit(0, 0.0)
+    group = state.buffer.admit_group(0, 0.0)
     if ending.startswith("filtered"):
         for uid in group.members:
             play(state, uid, 1, end=True)

@@ -290,7 +290,7 @@ def test_first_attempts_that_all_fail_end_the_run_with_their_cause(coordinator: 
 def test_a_run_of_a_few_samples_all_of_whose_episodes_fail_has_failed(coordinator: Coordinator) -> None:
     buffer = coordinator.state.buffer
     buffer.prompts.max_draws = 1
-    for episode in buffer.admit(0, 0.0).members:
+    for episode in buffer.admit_group(0, 0.0).members:
         tick(coordinator, 0.0)
         assert coordinator.lifecycle.phase is Phase.RUNNING
         buffer.fail_attempt(buffer.episodes[episode], FailReason.PROMPT_TOO_LONG, 0.0)

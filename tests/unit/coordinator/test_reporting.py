@@ -39,7 +39,7 @@ def reporter(tmp_path: Path) -> Reporter:
 
 def row(reporter: Reporter, step: int, groups: int) -> dict[str, float]:
     """The row of a batch of so many groups."""
-    reporter.state.batches.batches[step - 1] = Batch(step - 1, groups=set(range(groups)))
+    reporter.state.batches.by_step[step - 1] = Batch(step - 1, groups=set(range(groups)))
     return reporter.step_row(step, {})
 
 

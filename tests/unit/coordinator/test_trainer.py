@@ -110,7 +110,7 @@ def test_rank_0_alone_is_given_a_plan_and_each_rank_its_payloads(
     setup.state.store.forget_frames("1.1")
     setup.state.persist()
     assert setup.payloads(0, "0.0", "1.1") == [Payloads(0, ("0.0", "1.1"), ("1.1",))]
-    assert setup.state.batches.batches[0].lost == {"1.1"}
+    assert setup.state.batches.by_step[0].lost == {"1.1"}
     assert setup.payloads(0, "9.9") == setup.payloads(0, "0.0", step=1) == []
 
 
@@ -145,7 +145,7 @@ def test_the_probe_is_asked_for_until_it_is_scored_and_is_no_part_of_the_plan(se
         assert versions.lacks_probe(PolicyVersion(setup.state.trainer_epoch, 0))
         setup.handler.record_probe(Probed(PolicyVersion(epoch, 0), Probe((1, 2), (-1.0,))), 0.0)
     assert [*kinds, asked(1)] == ["probe", "probe", "step"]
-    assert [*map(len, setup.state.batches.batches[0].micros)] == [4]
+    assert [*map(len, setup.state.batches.by_step[0].micros)] == [4]
     commit_first(setup)
     setup.hello("y")
     assert asked(0) == "work"  # ranks that repeat a step score no probe
@@ -219,7 +219,7 @@ def commit_first(setup: TrainerSetup) -> None:
 
 def commit_of(setup: TrainerSetup, step: int) -> Commit:
     """All of its plan is trained."""
-    batch = setup.state.batches.batches[step - 1]
+    batch = setup.state.batches.by_step[step - 1]
     return Commit(setup.state.trainer_epoch, step, batch.plan_hash, tuple(batch.uids), {})
 
 
@@ -249,7 +249,7 @@ def test_batches_in_a_row_without_an_optimizer_step_are_counted(setup: TrainerSe
     stepping = {"actor/skipped_steps": 1.0, "actor/grad_norm": 0.5}
     counts = []
     for step, metrics in enumerate((skipping, skipping, stepping, {}), start=1):
-        setup.state.batches.batches[step - 1] = Batch(step - 1)
+        setup.state.batches.by_step[step - 1] = Batch(step - 1)
         commit = commit_of(setup, step)
         setup.handler.record_commit(PEERS[0], msgspec.structs.replace(commit, metrics=metrics), 0.0)
         counts.append(setup.state.skipped_batches)
@@ -498,7 +498,7 @@ def test_spikes_in_a_row_end_the_run_with_what_to_do(setup: TrainerSetup) -> Non
         batch_of(setup)
     with pytest.raises(ProtocolError, match=r"step 1 spiked: its norm is 80; .*; 3 other"):
         spiked(setup, 1)
-    assert setup.state.batches.batches[0].closed, "its plan is kept"
+    assert setup.state.batches.by_step[0].closed, "its plan is kept"
 
 
 def test_a_spike_stops_a_run_that_wants_it(setup: TrainerSetup) -> None:

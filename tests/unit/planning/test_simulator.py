@@ -115,4 +115,4 @@ def test_deadlines_are_on_the_clock_of_the_engines() -> None:
     partial = replace(BUFFER, group_policy="partial", group_deadline=20.0)
     run = Simulation(replace(PLAIN, recorded=groups, buffer=partial))
     steps = run.run(20)
-    assert run.buffer.tally.states[State.LANDED] < 64 and len(steps) == 20
+    assert run.buffer.tally.state_counts[State.LANDED] < 64 and len(steps) == 20

@@ -60,7 +60,7 @@ def test_a_copy_is_all_that_a_resume_needs_and_counts_the_rest(tmp_path: Path) -
                     k: 0 for k in reader.counts() if not run.buffer.state_counts()[k]
                 }
                 buffer, batches = restored(reader)
-                assert buffer.account() == run.buffer.account() and batches.batches == run.batches.batches
+                assert buffer.account() == run.buffer.account() and batches.by_step == run.batches.by_step
                 reader._segments = SegmentReader(tmp_path / "segments")
                 needed = {**run.buffer.episodes, **run.batches.planned_episodes}.values()
                 for uid in (

@@ -60,7 +60,7 @@ class Coordinator:
 
         if len(self.buffer.tally.groups_by_state[State.READY]) >= 2:
             train(self.batches, self.buffer.committed)
-            plan = self.batches.batches[self.buffer.committed - 1]
+            plan = self.batches.by_step[self.buffer.committed - 1]
             self.store.put_commit(self.buffer.committed, 1, plan.plan_hash)
 
         self.turn()
@@ -115,7 +115,7 @@ def test_nothing_needed_goes_and_everything_else_does(tmp_path: Path, seed: int,
             buffer, batches = restored(reader)
             assert buffer.account() == run.buffer.account() and buffer.account().conserved
             assert buffer.episodes == run.buffer.episodes
-            assert batches.batches == run.batches.batches and batches.baselines == run.batches.baselines
+            assert batches.by_step == run.batches.by_step and batches.baselines == run.batches.baselines
             assert reader.trained_in_plans() == buffer.account().trained
             needed = [
                 *run.batches.planned_episodes,
@@ -152,15 +152,15 @@ def test_a_turn_forgets_one_batch_and_a_restart_goes_on_with_it(tmp_path: Path) 
     run.checkpoint(keep=1)
     for left in (5, 4, 3):
         run.turn()
-        assert len(run.batches.batches) == left
+        assert len(run.batches.by_step) == left
 
     run.store.close()  # as by kill -9
     again = Coordinator(tmp_path, 0, Random(0))
-    assert [*again.batches.batches] == [3, 4, 5] and again.buffer.account() == run.buffer.account()
+    assert [*again.batches.by_step] == [3, 4, 5] and again.buffer.account() == run.buffer.account()
     again.turn()
-    assert [*again.batches.batches] == [4, 5]
+    assert [*again.batches.by_step] == [4, 5]
     again.forget()
-    assert not again.batches.batches and again.store.read.trained_in_plans() == again.buffer.account().trained
+    assert not again.batches.by_step and again.store.read.trained_in_plans() == again.buffer.account().trained
     again.store.close()
 
 

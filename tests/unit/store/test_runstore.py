@@ -40,7 +40,7 @@ for turn in range(1000):
 
 
 def persist(store: RunStore, buffer: ReplayBuffer) -> None:
-    groups, *episodes = buffer.changes()
+    groups, *episodes = buffer.pop_changes()
     store.put_groups(groups, buffer.live)
     store.put_episodes(*episodes)
     store.commit()
@@ -58,7 +58,7 @@ def test_everything_comes_back(tmp_path: Path) -> None:
     train(batches, 0)
     persist(store, buffer)  # what left the buffer between two transactions is over in the store, too
     store.put_batches(batches.pop_changes())
-    store.put_commit(1, 1, batches.batches[0].plan_hash)
+    store.put_commit(1, 1, batches.by_step[0].plan_hash)
     store.commit()
     store.close()
 
@@ -67,8 +67,8 @@ def test_everything_comes_back(tmp_path: Path) -> None:
     assert snapshot.committed == 1 and snapshot.next_group == 3
     assert [group.id for group in snapshot.groups] == [2]
     assert {e.uid: e.state for e in snapshot.episodes} == {"2.0": State.LANDED, "2.1": State.PENDING}
-    assert snapshot.batches[0].uids == batches.batches[0].uids
-    assert snapshot.batches[0].plan_hash == batches.batches[0].plan_hash
+    assert snapshot.batches[0].uids == batches.by_step[0].uids
+    assert snapshot.batches[0].plan_hash == batches.by_step[0].plan_hash
     assert snapshot.baselines == batches.baselines and snapshot.baselines.keys() == {0, 1}
     assert {e.uid for e in snapshot.taken} == {"0.0", "0.1", "1.0", "1.1"}
     assert snapshot.left[State.TRAINED] == 4

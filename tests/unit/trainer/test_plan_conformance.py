@@ -166,7 +166,7 @@ def landed_episodes(config: RunConfig) -> None:
     outbox: Any = mock.Mock(spec=TransactionalOutbox)
     state = load_state(config, run_dir, store, outbox)
     for _ in range(STEPS * GROUPS):
-        state.buffer.admit(0, 0.0)
+        state.buffer.admit_group(0, 0.0)
     for episode in list(state.buffer.episodes.values()):
         context = tuple(dice.randrange(VOCABULARY) for _ in range(dice.randint(2, 6)))
         ids = tuple(dice.randrange(VOCABULARY) for _ in range(dice.randint(2, 14)))
@@ -174,10 +174,10 @@ def landed_episodes(config: RunConfig) -> None:
         turn = Turn(0, context, ids, logprobs, (VersionSpan(0, len(ids), 0, 0),), StopReason.STOP)
         store.put_frame(episode.uid, 0, "generated", msgspec.msgpack.encode(turn))
         state.buffer.assign(episode, "w", 1, 0, 0.0)
-        episode.extend(len(context) + len(ids), len(ids), 0, 0)
+        episode.add_turn(len(context) + len(ids), len(ids), 0, 0)
         result = EpisodeResult(float(episode.member), len(ids))
         stats = EpisodeStats(1)
-        state.buffer.finish(episode, result, stats, 0.0)
+        state.buffer.finish_episode(episode, result, stats, 0.0)
     state.persist()
     store.close()
 
