@@ -22,7 +22,7 @@ LEVELS = (
     ("engines", "data"),
     ("tools", "rewards", "environments", "gateway", "runtime"),
     ("episodes",),
-    ("coordinator", "rollout", "trainer", "keeper"),  # processes: none imports another
+    ("coordinator", "rollout", "trainer", "server_supervisor"),  # processes: none imports another
     ("launch", "viewer"),
     ("commands",),
     ("cli",),

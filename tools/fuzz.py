@@ -45,7 +45,7 @@ from asyncrl.weights import collective_messages
 from asyncrl.wire.addresses import incarnation_of
 from asyncrl.wire.enrolment import read_token
 from asyncrl.wire.messages import channels
-from asyncrl.wire.messages.engine import KeeperHello
+from asyncrl.wire.messages.engine import SupervisorHello
 from asyncrl.wire.messages.shared import Attempt
 from asyncrl.wire.messages.trainer import TrainerHello
 from asyncrl.wire.messages.worker import Records, WorkerHello
@@ -318,7 +318,7 @@ class Endured:
         hellos = {
             self.RANK: TrainerHello(0, 1, incarnation_of("load", 3), 0, vocabulary=100),
             self.WORKER: WorkerHello(0, incarnation_of("load", 1), 8, 1),
-            self.KEEPER: KeeperHello(0, incarnation_of("load", 2), "http://127.0.0.1:1", 1),
+            self.KEEPER: SupervisorHello(0, incarnation_of("load", 2), "http://127.0.0.1:1", 1),
         }
         for peer, hello in hellos.items():
             if peer != self.KEEPER or one.engines.remote:

@@ -24,8 +24,8 @@ from msgspec import Meta
 from asyncrl.algorithms.credit import (
     EPSILON,
     Advantage,
-    Credit,
-    CreditInput,
+    AdvantageInput,
+    AdvantageValues,
     Scale,
     Trace,
     advantage,
@@ -39,7 +39,16 @@ from asyncrl.types import EpisodeResult
 KEY = "algorithm.advantage"
 
 # Users import all they need from here.
-__all__ = ["Advantage", "Credit", "CreditInput", "Scale", "Trace", "advantage", "advantages", "credit_of"]
+__all__ = [
+    "Advantage",
+    "AdvantageInput",
+    "AdvantageValues",
+    "Scale",
+    "Trace",
+    "advantage",
+    "advantages",
+    "configured_advantage",
+]
 
 
 def load_named_files(config: RunConfig) -> None:
@@ -51,7 +60,7 @@ def load_named_files(config: RunConfig) -> None:
                 load_object(name, f"algorithm.{key}")
 
 
-def credit_of(config: RunConfig) -> Advantage:
+def configured_advantage(config: RunConfig) -> Advantage:
     """The advantage, options bound. Only an unknown name imports files: the coordinator needs no torch."""
     name, options = single(config.algorithm.advantage, KEY)
     if name not in advantages:
@@ -66,7 +75,7 @@ Weights = Annotated[str, Meta(pattern=f"^({WEIGHT}(,{WEIGHT})*)?$")]
 
 
 @advantage("dr_grpo", late=True)
-def dr_grpo(episode: CreditInput) -> Credit:
+def dr_grpo(episode: AdvantageInput) -> AdvantageValues:
     """R − mean (Dr. GRPO, arXiv 2503.20783). Computed as (n − 1)/n · (R − mean of the *other* siblings), n
     the number of members that were issued: the same if all of them landed, and unbiased if some are late.
 
@@ -77,7 +86,7 @@ def dr_grpo(episode: CreditInput) -> Credit:
 
 
 @advantage("grpo")
-def grpo(episode: CreditInput) -> Credit:
+def grpo(episode: AdvantageInput) -> AdvantageValues:
     """(R − mean) / (std + 1e-6), ddof 1 (GRPO, arXiv 2402.03300). Fewer than two siblings: 0.
 
     Use: on-policy (max_staleness 0 or 1), or to compare with published runs.
@@ -86,7 +95,7 @@ def grpo(episode: CreditInput) -> Credit:
 
 
 @advantage("rloo", late=True)
-def rloo(episode: CreditInput) -> Credit:
+def rloo(episode: AdvantageInput) -> AdvantageValues:
     """R − mean of the *other* siblings (RLOO, arXiv 2402.14740).
 
     Use: any staleness; dr_grpo times n/(n − 1).
@@ -95,7 +104,7 @@ def rloo(episode: CreditInput) -> Credit:
 
 
 @advantage("reinforce_pp_baseline", scale="whiten")
-def reinforce_pp_baseline(episode: CreditInput) -> Credit:
+def reinforce_pp_baseline(episode: AdvantageInput) -> AdvantageValues:
     """R − mean, then whitened over the batch's tokens (REINFORCE++ with baseline, arXiv 2501.03262).
 
     Use: rewards of very different size from task to task, on-policy or at small staleness; whitening waits
@@ -105,7 +114,7 @@ def reinforce_pp_baseline(episode: CreditInput) -> Credit:
 
 
 @advantage("opo")
-def opo(episode: CreditInput) -> Credit:
+def opo(episode: AdvantageInput) -> AdvantageValues:
     """R − Σ_j T_j·R_j / Σ_j T_j over the group, T in model tokens (OPO, arXiv 2505.23585).
 
     Use: lengths that differ a lot, on-policy or at small staleness: the baseline of least variance if the
@@ -115,7 +124,7 @@ def opo(episode: CreditInput) -> Credit:
 
 
 @advantage("opo_loo", late=True)
-def opo_loo(episode: CreditInput) -> Credit:
+def opo_loo(episode: AdvantageInput) -> AdvantageValues:
     """R − Σ_j T_j·R_j / Σ_j T_j over the *other* siblings (OPO, arXiv 2505.23585, without the own weight).
 
     Use: as opo, at any staleness and with group_policy=partial: the baseline does not depend on the episode.
@@ -124,7 +133,7 @@ def opo_loo(episode: CreditInput) -> Credit:
 
 
 @advantage("gpg", scale="nonzero")
-def gpg(episode: CreditInput, *, f_norm: Annotated[float, Meta(gt=0)] = 1.0) -> Credit:
+def gpg(episode: AdvantageInput, *, f_norm: Annotated[float, Meta(gt=0)] = 1.0) -> AdvantageValues:
     """α·(R − mean) / f_norm, α = B/(B − M), B episodes of the batch, M of them in groups without variance
     (GPG, arXiv 2504.02546).
 
@@ -135,7 +144,7 @@ def gpg(episode: CreditInput, *, f_norm: Annotated[float, Meta(gt=0)] = 1.0) -> 
 
 
 @advantage("pass_at_k")
-def pass_at_k(episode: CreditInput, *, divide_by_std: bool = False) -> Credit:
+def pass_at_k(episode: AdvantageInput, *, divide_by_std: bool = False) -> AdvantageValues:
     """r_max − r_second for the best of the group, 0 for others and ties (pass@k, arXiv 2503.19595).
     `divide_by_std`: divided by (group std + 1e-6), ddof 1.
 
@@ -149,7 +158,7 @@ def pass_at_k(episode: CreditInput, *, divide_by_std: bool = False) -> Credit:
 
 
 @advantage("gdpo", scale="whiten", components=True)
-def gdpo(episode: CreditInput, *, weights: Weights = "") -> Credit:
+def gdpo(episode: AdvantageInput, *, weights: Weights = "") -> AdvantageValues:
     """Σ_c w_c·(R_c − mean_c) / (std_c + 1e-6), ddof 1, then whitened (GDPO, arXiv 2601.05242). `weights`:
     "name:weight,…" of the components that count; empty: all, 1 each.
 
@@ -163,7 +172,7 @@ def gdpo(episode: CreditInput, *, weights: Weights = "") -> Credit:
     )
 
 
-def _weights(episode: CreditInput, weights: str) -> dict[str, float]:
+def _weights(episode: AdvantageInput, weights: str) -> dict[str, float]:
     """Component → weight. ConfigError when an episode does not report what is weighed."""
     weight_parts = [part.rpartition(":") for part in weights.split(",") if part]
 
@@ -214,7 +223,9 @@ Factor = Annotated[float, Meta(ge=0, le=1)]
 
 
 @advantage("reinforce_pp", scale="whiten", siblings=False, turns=True)
-def reinforce_pp(episode: CreditInput, *, gamma: Factor = 1.0, turn_gamma: Factor = 1.0) -> Credit:
+def reinforce_pp(
+    episode: AdvantageInput, *, gamma: Factor = 1.0, turn_gamma: Factor = 1.0
+) -> AdvantageValues:
     """G_t = r_t + γ_t·G_{t+1}, then whitened over the batch's tokens (REINFORCE++, arXiv 2501.03262). γ_t is
     `gamma`, times `turn_gamma` where the next token is in the next turn.
 
@@ -225,7 +236,7 @@ def reinforce_pp(episode: CreditInput, *, gamma: Factor = 1.0, turn_gamma: Facto
 
 
 @advantage("constant", siblings=False)
-def constant(episode: CreditInput) -> Credit:
+def constant(episode: AdvantageInput) -> AdvantageValues:
     """A = 1, whatever the reward (plain).
 
     Use: with the loss sft, whose episodes have no reward; at any staleness.
@@ -234,7 +245,7 @@ def constant(episode: CreditInput) -> Credit:
 
 
 @advantage("remax", siblings=False, greedy=True, turns=True)
-def remax(episode: CreditInput) -> Credit:
+def remax(episode: AdvantageInput) -> AdvantageValues:
     """G_t − R of the sample's greedy episode, G_t = Σ_{s≥t} r_s (ReMax, arXiv 2310.10505).
 
     Use: small groups, down to one; costs one more episode per sample. Any staleness.
@@ -245,7 +256,9 @@ def remax(episode: CreditInput) -> Credit:
 
 
 @advantage("gae", scale="whiten", siblings=False, critic=True, turns=True)
-def gae(episode: CreditInput, *, gamma: Factor = 1.0, lam: Factor = 1.0, turn_gamma: Factor = 1.0) -> Credit:
+def gae(
+    episode: AdvantageInput, *, gamma: Factor = 1.0, lam: Factor = 1.0, turn_gamma: Factor = 1.0
+) -> AdvantageValues:
     """A_t = δ_t + γ_t·λ·A_{t+1}, δ_t = r_t + γ_t·V_{t+1} − V_t, then whitened (GAE, arXiv 1506.02438). λ is
     `lam`; γ_t is `gamma`, times `turn_gamma` where the next token is in the next turn; V after the last token
     is 0.
@@ -261,7 +274,7 @@ def gae(episode: CreditInput, *, gamma: Factor = 1.0, lam: Factor = 1.0, turn_ga
 
 
 @advantage("grpo_turn", turns=True)
-def grpo_turn(episode: CreditInput, *, turn_gamma: Factor = 1.0, std: bool = False) -> Credit:
+def grpo_turn(episode: AdvantageInput, *, turn_gamma: Factor = 1.0, std: bool = False) -> AdvantageValues:
     """G_k − mean of G_k over the siblings with a turn k, G_k = r_k + turn_gamma·G_{k+1} (turn-level credit as
     in MT-GRPO, arXiv 2505.11821). `std`: divided by (their std + 1e-6), ddof 1. Fewer than two such siblings:
     the advantage of the whole episode, that of its first turn.
@@ -284,7 +297,7 @@ def grpo_turn(episode: CreditInput, *, turn_gamma: Factor = 1.0, std: bool = Fal
 
 
 @advantage("optimal_token_baseline", whole_group=True, turns=True)
-def optimal_token_baseline(episode: CreditInput) -> Credit:
+def optimal_token_baseline(episode: AdvantageInput) -> AdvantageValues:
     """G_t − Σ G_t·W_t / Σ W_t over the group's episodes with a token t, G_t = Σ_{s≥t} r_s and
     W_t = Σ_{s≤t} (1 − 2π_s + Σ_v π_s(v)²) (OTB, arXiv 2602.07078). W_t stands for the squared norm of the
     gradient up to t; the plain mean where that is 0 or unknown. A tail that one episode alone reaches: 0.

@@ -30,11 +30,11 @@ def highest_covariance(traces: Sequence[Trace], *, share: float) -> list[np.ndar
     """
     advantage, prox = (_mean(traces, name) for name in ("advantage", "prox"))
     products = [(trace.advantage - advantage) * (trace.prox - prox) for trace in traces]
-    ordered_products = np.sort(_fresh(traces, products))[::-1]
+    ordered_products = np.sort(_trainable(traces, products))[::-1]
     chosen_count = max(1, int(share * len(ordered_products)))
     threshold = ordered_products[chosen_count] if chosen_count < len(ordered_products) else math.inf
     return [
-        (trace.fresh & (product > threshold)).astype(float)
+        (trace.trainable & (product > threshold)).astype(float)
         for trace, product in zip(traces, products, strict=True)
     ]
 
@@ -77,12 +77,12 @@ def within_second_moment(traces: Sequence[Trace], *, tau: float) -> list[np.ndar
     """1 on the fresh tokens that stay when those with the largest (log prox − log μ)² go until the mean of
     the rest is below `tau`, else 0. Tokens equal to the last that goes, go as well."""
     squares = [(trace.prox - trace.mu) ** 2 for trace in traces]
-    ordered_squares = np.sort(_fresh(traces, squares))
+    ordered_squares = np.sort(_trainable(traces, squares))
     means = np.cumsum(ordered_squares) / np.arange(1, len(ordered_squares) + 1)  # does not decrease
     kept_count = int(np.searchsorted(means, tau))
     threshold = ordered_squares[kept_count] if kept_count < len(ordered_squares) else math.inf
     return [
-        (trace.fresh & (square < threshold)).astype(float)
+        (trace.trainable & (square < threshold)).astype(float)
         for trace, square in zip(traces, squares, strict=True)
     ]
 
@@ -99,7 +99,7 @@ def m2po(tokens: LossInput, *, tau: Positive = 0.04) -> TokenLoss:
     is_kept = _prepared(tokens)
     ratio = ratio_of(tokens.logp - tokens.mu) * is_kept
     value = -ratio * tokens.advantage
-    return TokenLoss(tokens.weighed(value), tokens.fresh & (is_kept == 0), ratio=ratio.detach())
+    return TokenLoss(tokens.weighed(value), tokens.trainable & (is_kept == 0), ratio=ratio.detach())
 
 
 def partition_gap(traces: Sequence[Trace], *, beta: float) -> list[np.ndarray]:
@@ -110,8 +110,8 @@ def partition_gap(traces: Sequence[Trace], *, beta: float) -> list[np.ndarray]:
     """
     groups: defaultdict[str, list[float]] = defaultdict(list)
     for trace in traces:
-        if trace.fresh.any():
-            log_ratio_sum = math.fsum((trace.reference - trace.prox)[trace.fresh])
+        if trace.trainable.any():
+            log_ratio_sum = math.fsum((trace.reference - trace.prox)[trace.trainable])
             groups[trace.group].append(log_ratio_sum + trace.own.reward / beta)
     log_z = {group: math.fsum(gaps) / len(gaps) for group, gaps in groups.items()}
     return [np.full(len(t.prox), log_z.get(t.group, 0.0) - t.own.reward / beta) for t in traces]
@@ -132,7 +132,7 @@ def tba(tokens: LossInput, *, beta: Positive = 0.05) -> TokenLoss:
     residual = tokens.episode_sum(logp - tokens.reference) + _prepared(tokens)
     token_counts = tokens.episode_sum(torch.ones_like(logp)).clamp_min(1.0)
     value = residual**2 / token_counts + 2 * residual * (tokens.logp - logp)
-    return TokenLoss(tokens.weighed(value), torch.zeros_like(tokens.fresh))
+    return TokenLoss(tokens.weighed(value), torch.zeros_like(tokens.trainable))
 
 
 def _prepared(tokens: LossInput) -> torch.Tensor:
@@ -140,14 +140,14 @@ def _prepared(tokens: LossInput) -> torch.Tensor:
     return tokens.prepared
 
 
-def _fresh(traces: Sequence[Trace], values: Sequence[np.ndarray]) -> np.ndarray:
+def _trainable(traces: Sequence[Trace], values: Sequence[np.ndarray]) -> np.ndarray:
     """Return the values of all fresh tokens of the batch."""
     return np.concatenate(
-        [array[trace.fresh] for trace, array in zip(traces, values, strict=True)] or [np.zeros(0)]
+        [array[trace.trainable] for trace, array in zip(traces, values, strict=True)] or [np.zeros(0)]
     )
 
 
 def _mean(traces: Sequence[Trace], name: str) -> float:
     """Sums over all fresh tokens, rounded once: no order of the traces changes a bit."""
-    values = _fresh(traces, [getattr(trace, name) for trace in traces]).tolist()
+    values = _trainable(traces, [getattr(trace, name) for trace in traces]).tolist()
     return math.fsum(values) / max(len(values), 1)

@@ -37,7 +37,7 @@ class CorrectionInput:
     advantage: Tensor
     row: Tensor
     turn: Tensor
-    fresh: Tensor
+    trainable: Tensor
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ def correct_states(rules: Sequence[Rule], tokens: CorrectionInput) -> Correction
     leading_log_ratio = torch.zeros_like(tokens.log_ratio)
     if level in ("turn", "sequence") and len(leading_log_ratio):
         span, span_order = places(tokens, level).sort(stable=True)  # those of several agents take turns
-        values = torch.where(tokens.fresh, tokens.log_ratio, 0.0).double()[span_order]
+        values = torch.where(tokens.trainable, tokens.log_ratio, 0.0).double()[span_order]
         sum_before = values.cumsum(0) - values
         span_start = torch.searchsorted(span, span)
         leading_log_ratio[span_order] = (sum_before - sum_before[span_start]).to(leading_log_ratio.dtype)
@@ -175,14 +175,14 @@ def pooled(values: Tensor, tokens: CorrectionInput, level: Level) -> tuple[Tenso
     both. At level `token` the values themselves."""
     if level == "token" or not len(values):
         return values, torch.ones_like(values)
-    return summed(values, places(tokens, level), tokens.fresh)
+    return summed(values, places(tokens, level), tokens.trainable)
 
 
-def summed(values: Tensor, spans: Tensor, fresh: Tensor) -> tuple[Tensor, Tensor]:
+def summed(values: Tensor, spans: Tensor, trainable: Tensor) -> tuple[Tensor, Tensor]:
     """At each token, the sum of `values` over the fresh tokens of its place, and their number (at least 1);
     [N] all."""
     # float64: the log-ratios of a long episode cancel.
-    summed_terms = torch.stack([torch.where(fresh, values, 0.0).double(), fresh.double()])
+    summed_terms = torch.stack([torch.where(trainable, values, 0.0).double(), trainable.double()])
     span_count = int(spans.max()) + 1
     span_sums, span_counts = torch.zeros(
         2, span_count, dtype=summed_terms.dtype, device=summed_terms.device

@@ -33,12 +33,12 @@ class Trace(NamedTuple):
     collision: np.ndarray = NONE
     advantage: np.ndarray = NONE
     mu: np.ndarray = NONE
-    fresh: np.ndarray = NONE
+    trainable: np.ndarray = NONE
     reference: np.ndarray = NONE
 
 
 @dataclass(frozen=True)
-class CreditInput:
+class AdvantageInput:
     """Holds one episode and the siblings that its baseline is made of.
 
     `siblings[place]` is `own`; `place` is -1 for a late member of a partial group, which is not among them.
@@ -53,7 +53,7 @@ class CreditInput:
     rewards: np.ndarray
     turn: np.ndarray
     issued: int
-    place: int = -1
+    position: int = -1
     values: np.ndarray | None = None
     greedy: float | None = None
     traces: Sequence[Trace] = ()
@@ -61,10 +61,10 @@ class CreditInput:
     @property
     def others(self) -> list[EpisodeResult]:
         """Return the siblings without the episode itself. Who they are does not depend on it."""
-        return [sibling for place, sibling in enumerate(self.siblings) if place != self.place]
+        return [sibling for place, sibling in enumerate(self.siblings) if place != self.position]
 
 
-Credit = float | np.ndarray
+AdvantageValues = float | np.ndarray
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Advantage:
     `components`: it reads the reward's named parts instead of the reward; `turns`: when it was earned counts.
     """
 
-    of: Callable[..., Credit]
+    of: Callable[..., AdvantageValues]
     scale: Scale = "none"
     siblings: bool = True
     late: bool = False
@@ -98,13 +98,13 @@ class Advantage:
 advantages: Registry[Advantage] = Registry("advantage", Advantage)
 
 
-def advantage(name: str, **declared_fields: Any) -> Callable[[Callable[..., Credit]], Advantage]:
+def advantage(name: str, **declared_fields: Any) -> Callable[[Callable[..., AdvantageValues]], Advantage]:
     """Register `(episode: CreditInput, *, options…) -> Credit` as `name`. `declared_fields`: of
     Advantage."""
     return lambda function: advantages.register(name)(Advantage(function, **declared_fields))
 
 
-def by_token(episode: CreditInput, advantage: Advantage) -> np.ndarray:
+def by_token(episode: AdvantageInput, advantage: Advantage) -> np.ndarray:
     """[T] the advantage of each token. The turns of an agent with rewards of its own are an episode by
     themselves, compared with the same agent's turns in the siblings that have some."""
     if not episode.own.agents:
@@ -117,14 +117,16 @@ def by_token(episode: CreditInput, advantage: Advantage) -> np.ndarray:
         sibling_positions = [
             position for position, sibling in enumerate(episode.siblings) if agent in sibling.agents
         ]
-        agent_episode = CreditInput(
+        agent_episode = AdvantageInput(
             own=own_result,
             siblings=[episode.siblings[position].of(agent) for position in sibling_positions],
             rewards=episode.rewards[is_own_token],
             turn=np.searchsorted(turns, episode.turn[is_own_token]),
             issued=episode.issued
             - (len(episode.siblings) - len(sibling_positions)),  # those without the agent are others
-            place=sibling_positions.index(episode.place) if episode.place in sibling_positions else -1,
+            position=sibling_positions.index(episode.position)
+            if episode.position in sibling_positions
+            else -1,
             values=None if episode.values is None else episode.values[is_own_token],
         )
         token_advantages[is_own_token] = advantage.of(agent_episode)

@@ -55,8 +55,8 @@ class TokenState:
     clipped: Tensor
     correction: Correction
     counted: Tensor
-    in_bound: Tensor
-    fresh: Tensor
+    within_staleness: Tensor
+    trainable: Tensor
     exact: Tensor
     row: Tensor
     lag: Tensor
@@ -129,22 +129,22 @@ def metrics_of(sums: Mapping[str, float]) -> dict[str, float]:
 
 def _spread(sums: Mapping[str, float]) -> dict[str, float]:
     """How far rho is from 1, by the sums of a lag bucket or of all tokens. Empty without fresh tokens."""
-    fresh_count = sums.get("fresh", 0.0)
-    if not fresh_count:
+    trainable_count = sums.get("fresh", 0.0)
+    if not trainable_count:
         return {}
-    log_rho = sums.get("log_rho", 0.0) / fresh_count
-    rho2 = sums["rho2"] / fresh_count
+    log_rho = sums.get("log_rho", 0.0) / trainable_count
+    rho2 = sums["rho2"] / trainable_count
     bins = {int(name[4:]): count for name, count in sums.items() if name.startswith("bin/")}
 
     return {
-        "tokens": fresh_count,
+        "tokens": trainable_count,
         "log_rho": log_rho,
         "kl": -log_rho,
-        "k3": sums.get("k3", 0.0) / fresh_count,
+        "k3": sums.get("k3", 0.0) / trainable_count,
         "chi2": rho2 - 1,
-        "masked_frac": sums.get("masked", 0.0) / fresh_count,
-        "truncated_frac": sums.get("truncated", 0.0) / fresh_count,
-        "ess": (sums["rho"] / fresh_count) ** 2 / rho2,
+        "masked_frac": sums.get("masked", 0.0) / trainable_count,
+        "truncated_frac": sums.get("truncated", 0.0) / trainable_count,
+        "ess": (sums["rho"] / trainable_count) ** 2 / rho2,
         "seq_ess": sums["episode_w"] ** 2 / (sums["episode_w2"] * sums["episodes"]),
         **{f"rho_{name}": _rho_at(bins, q) for name, q in QUANTILES.items()},
     }
@@ -166,7 +166,7 @@ def _rho_at(bins: Mapping[int, float], quantile: float) -> float:
 def token_sums(state: TokenState) -> TokenSums:
     """Reduce one micro-batch. One transfer from the device."""
     log_ratio = (state.prox - state.mu).double().clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    log_ratio = torch.where(state.fresh, log_ratio, 0.0)
+    log_ratio = torch.where(state.trainable, log_ratio, 0.0)
     names, table = _table(state, log_ratio)
     extremes = _extremes(state, log_ratio)
     enters_loss = _kept(state).double()
@@ -193,7 +193,7 @@ def _table(state: TokenState, log_ratio: Tensor) -> tuple[list[str], Tensor]:
     bin_edges = torch.tensor(BIN_EDGES[1:-1], dtype=torch.float64, device=log_ratio.device)
     bin_count = len(BIN_EDGES) - 1
     bin_index = torch.bucketize(log_ratio, bin_edges) * len(LAG_NAMES) + lag_bucket
-    histogram = _scatter(bin_index, state.fresh.double()[None], bin_count * len(LAG_NAMES)).view(
+    histogram = _scatter(bin_index, state.trainable.double()[None], bin_count * len(LAG_NAMES)).view(
         bin_count, -1
     )
     token_sums_table = torch.cat([by_lag, histogram])
@@ -205,40 +205,40 @@ def _table(state: TokenState, log_ratio: Tensor) -> tuple[list[str], Tensor]:
 
 def _columns(state: TokenState, log_ratio: Tensor) -> dict[str, Tensor]:
     """Return the columns that are summed over tokens, [N] each and 0 where the token is out of scope."""
-    fresh = state.fresh
+    trainable = state.trainable
     enters_loss = _kept(state)
-    is_exact = state.exact & state.fresh
+    is_exact = state.exact & state.trainable
     rho = log_ratio.exp()
-    advantage = torch.where(fresh, state.advantage.double(), 0.0)
+    advantage = torch.where(trainable, state.advantage.double(), 0.0)
     weight = torch.where(enters_loss, state.correction.weight.double(), 0.0)
     weighted_push = torch.where(enters_loss, state.weight.double(), 0.0) * weight * advantage
     k3_values = rho - 1 - log_ratio
-    is_eligible = fresh & ~state.ruled_out
+    is_eligible = trainable & ~state.ruled_out
     clipped_lower = state.clipped_lower if state.clipped_lower is not None else torch.zeros_like(enters_loss)
 
     return {
         "loss": torch.where(enters_loss, state.loss, 0.0),
         "tokens": state.counted,
-        "fresh": fresh,
+        "fresh": trainable,
         "kept": enters_loss,
-        "nonfinite": state.in_bound & ~fresh,
+        "nonfinite": state.within_staleness & ~trainable,
         "eligible": is_eligible,
         "clipped": state.clipped & is_eligible,
         "clipped_lower": clipped_lower & is_eligible,
-        "masked": state.correction.masked & fresh,
-        "truncated": state.correction.truncated & fresh,
+        "masked": state.correction.masked & trainable,
+        "truncated": state.correction.truncated & trainable,
         "log_rho": log_ratio,
-        "rho": torch.where(fresh, rho, 0.0),
-        "rho2": torch.where(fresh, rho**2, 0.0),
+        "rho": torch.where(trainable, rho, 0.0),
+        "rho2": torch.where(trainable, rho**2, 0.0),
         "k3": k3_values,
-        "drift": torch.where(fresh, state.drift, 0.0),
+        "drift": torch.where(trainable, state.drift, 0.0),
         "entropy": torch.where(state.counted, state.entropy.nan_to_num(0.0), 0.0),
         "exact": is_exact,
         "exact_diff": torch.where(is_exact, (state.prox - state.mu).abs(), 0.0),
         "exact_k3": torch.where(is_exact, k3_values, 0.0),
         "weight": weight,
         "weight2": weight**2,
-        "zero_advantage": fresh & (advantage == 0),
+        "zero_advantage": trainable & (advantage == 0),
         "positive": advantage.clamp(min=0),
         "negative": (-advantage).clamp(min=0),
         "kept_positive": weight * advantage.clamp(min=0),
@@ -252,7 +252,7 @@ def _episodes(state: TokenState, log_ratio: Tensor, bucket: Tensor) -> Tensor:
     """[3, lag buckets + 1]: episodes with fresh tokens there, Σ w and Σ w² of their weights Π rho."""
     bucket_count = len(LAG_NAMES)
     episode_count = int(state.row.max()) + 1
-    values = torch.stack([log_ratio, state.fresh.double()])
+    values = torch.stack([log_ratio, state.trainable.double()])
     total, count = _scatter(state.row * bucket_count + bucket, values, episode_count * bucket_count).view(
         2, episode_count, bucket_count
     )
@@ -270,18 +270,18 @@ def _extremes(state: TokenState, log_ratio: Tensor) -> dict[str, Tensor]:
     named_ratios = {"rho": rho, "rollout_is": torch.where(_kept(state), weight, 0.0)}
     extremes = {}
     for name, values in named_ratios.items():
-        extremes[f"rollout_corr/{name}_max"] = torch.where(state.fresh, values, NOTHING).max()
-        extremes[f"-rollout_corr/{name}_min"] = torch.where(state.fresh, -values, NOTHING).max()
+        extremes[f"rollout_corr/{name}_max"] = torch.where(state.trainable, values, NOTHING).max()
+        extremes[f"-rollout_corr/{name}_min"] = torch.where(state.trainable, -values, NOTHING).max()
 
     logprob_difference = torch.where(
-        state.exact & state.fresh, (state.prox - state.mu).abs().double(), NOTHING
+        state.exact & state.trainable, (state.prox - state.mu).abs().double(), NOTHING
     )
     return {**extremes, "rollout_corr/logprob_diff_max": logprob_difference.max()}
 
 
 def _kept(state: TokenState) -> Tensor:
     """Return tokens that enter the loss."""
-    return state.fresh & ~state.correction.masked
+    return state.trainable & ~state.correction.masked
 
 
 def _scatter(indices: Tensor, values: Tensor, size: int) -> Tensor:

@@ -44,22 +44,22 @@ class LossInput:
     row: Tensor
     turn: Tensor
     lag: Tensor
-    fresh: Tensor
+    trainable: Tensor
     correction: Correction
     reference: Tensor | None = None
     prepared: Tensor | None = None
 
     def weighed(self, value: Tensor) -> Tensor:
         """[N] times the correction's weight; 0 or 1 for a loss that contains pi/mu; 0 where not fresh."""
-        return torch.where(self.fresh, self.correction.weight * value, 0.0)
+        return torch.where(self.trainable, self.correction.weight * value, 0.0)
 
     def episode_sum(self, value: Tensor) -> Tensor:
         """[N] at each token, the sum of `value` over the fresh tokens of its episode."""
-        return summed(value, self.row, self.fresh)[0]
+        return summed(value, self.row, self.trainable)[0]
 
     def episode_mean(self, value: Tensor) -> Tensor:
         """[N] likewise, divided by their number; 0 in an episode without any."""
-        total, count = summed(value, self.row, self.fresh)
+        total, count = summed(value, self.row, self.trainable)
         return total / count
 
 

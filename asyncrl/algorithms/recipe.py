@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from asyncrl.algorithms import batch_losses, token_losses  # noqa: F401  they register their losses
-from asyncrl.algorithms.advantages import credit_of, load_named_files
+from asyncrl.algorithms.advantages import configured_advantage, load_named_files
 from asyncrl.algorithms.aggregation import Aggregation, aggregations
 from asyncrl.algorithms.correction import Rule, select_rules
 from asyncrl.algorithms.credit import Advantage, Scale
@@ -80,7 +80,7 @@ def compose(config: RunConfig) -> Recipe:
     loss = loss_of(config)
     algorithm = config.algorithm
     kl_config = config.kl
-    advantage = credit_of(config)
+    advantage = configured_advantage(config)
     if algorithm.prox == "mu":
         loss = replace(loss, ratio="mu")  # u = pi/mu
     aggregate = aggregations.load(algorithm.aggregation, "algorithm.aggregation")

@@ -39,7 +39,7 @@ def reinforce(tokens: LossInput) -> TokenLoss:
 
     Use: the default, with one optimizer step per batch; staleness 0 to 8.
     """
-    return policy_gradient(tokens, torch.ones_like(tokens.logp), torch.zeros_like(tokens.fresh))
+    return policy_gradient(tokens, torch.ones_like(tokens.logp), torch.zeros_like(tokens.trainable))
 
 
 @loss("sft", ratio="mu", demonstrations=True)
@@ -48,7 +48,7 @@ def sft(tokens: LossInput) -> TokenLoss:
 
     Use: `asyncrl sft`, on conversations of the data instead of sampled ones: no μ, no staleness.
     """
-    return TokenLoss(tokens.weighed(-tokens.logp), torch.zeros_like(tokens.fresh))
+    return TokenLoss(tokens.weighed(-tokens.logp), torch.zeros_like(tokens.trainable))
 
 
 @loss("ppo", ratio="prox", clips=True, linear=True)
@@ -112,7 +112,7 @@ def sapo(tokens: LossInput, *, tau_positive: Positive = 1.0, tau_negative: Posit
     ratio = ratio_of(tokens.logp - tokens.prox)
     token_tau = _by_sign(tokens, tau_positive, tau_negative)
     value = -tokens.advantage * (4 / token_tau) * torch.sigmoid(token_tau * (ratio - 1))
-    return TokenLoss(tokens.weighed(value), torch.zeros_like(tokens.fresh))
+    return TokenLoss(tokens.weighed(value), torch.zeros_like(tokens.trainable))
 
 
 @loss("dppo_tv", ratio="mu", linear=True)
@@ -160,7 +160,7 @@ def dro(tokens: LossInput, *, beta: Positive = 0.05) -> TokenLoss:
     """
     distance = tokens.logp - tokens.mu
     value = -(tokens.advantage * tokens.logp - beta / 2 * distance**2)
-    return TokenLoss(tokens.weighed(value), torch.zeros_like(tokens.fresh))
+    return TokenLoss(tokens.weighed(value), torch.zeros_like(tokens.trainable))
 
 
 def policy_gradient(tokens: LossInput, ratio: Tensor, clipped: Tensor) -> TokenLoss:

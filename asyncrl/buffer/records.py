@@ -80,7 +80,7 @@ class EpisodeRecord(msgspec.Struct, gc=False, array_like=True):
     assign_seq: int = 0
     oldest: int = -1  # -1: no token yet
     newest: int = -1
-    bound: int = -1  # oldest version that turns of the episode may start on
+    min_version: int = -1  # oldest version that turns of the episode may start on
     turns: int = 0  # durable turns
     rows: int = 0  # sequences of these turns
     tokens: int = 0  # tokens of trained turns
@@ -105,7 +105,7 @@ class EpisodeRecord(msgspec.Struct, gc=False, array_like=True):
         """The oldest version that a token of the episode has, or may still get while the episode runs."""
         oldest_sampled = self.oldest if self.oldest >= 0 else NEVER_STALE
         oldest_sampled = min([oldest_sampled, *(turn.oldest for turn in self.open.values())])
-        return min(oldest_sampled, self.bound) if self.state is State.RUNNING else oldest_sampled
+        return min(oldest_sampled, self.min_version) if self.state is State.RUNNING else oldest_sampled
 
     @property
     def ending(self) -> str:
@@ -214,7 +214,7 @@ class GroupRecord(msgspec.Struct, array_like=True):
         return self.baseline[:1] if self.first_only else self.baseline
 
 
-class Flow(msgspec.Struct, frozen=True):
+class EpisodeAccount(msgspec.Struct, frozen=True):
     """The account of all issued episodes (conservation): `issued` is the sum of the other fields."""
 
     issued: int
@@ -227,7 +227,7 @@ class Flow(msgspec.Struct, frozen=True):
     in_flight: int
 
     @classmethod
-    def from_counts(cls, issued: int, counts: Counter[State]) -> Flow:
+    def from_counts(cls, issued: int, counts: Counter[State]) -> EpisodeAccount:
         final_counts = {state.value: counts[state] for state in (*FINAL_STATES, State.TAKEN, State.READY)}
         return cls(issued, **final_counts, in_flight=sum(counts[state] for state in IN_FLIGHT))
 

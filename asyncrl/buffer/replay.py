@@ -18,7 +18,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from asyncrl.buffer.cohorts import Cohorts
 from asyncrl.buffer.lifetimes import Deadlines, Lifetimes
 from asyncrl.buffer.prompts import ComparedParts, Prompts, all_equal, solved
-from asyncrl.buffer.records import FINAL_STATES, IN_FLIGHT, EpisodeRecord, Flow, GroupRecord, State, Tally
+from asyncrl.buffer.records import (
+    FINAL_STATES,
+    IN_FLIGHT,
+    EpisodeAccount,
+    EpisodeRecord,
+    GroupRecord,
+    State,
+    Tally,
+)
 from asyncrl.config import BufferConfig
 from asyncrl.types import DropReason, EpisodeResult, EpisodeStats, FailReason, FilterReason
 
@@ -219,7 +227,7 @@ class ReplayBuffer:
     ) -> None:
         episode.worker = worker
         episode.assign_seq = sequence_number
-        episode.bound = min_version
+        episode.min_version = min_version
         self.touch(episode)
         self.move_episode(episode, State.RUNNING)
 
@@ -492,6 +500,6 @@ class ReplayBuffer:
         """Count episodes by state, including episodes that have left memory."""
         return self.departed_counts + self.tally.state_counts
 
-    def account(self) -> Flow:
+    def account(self) -> EpisodeAccount:
         """Return the account of all episodes. `issued` is counted from the data cursor alone."""
-        return Flow.from_counts(self.next_group * self.group_size, self.state_counts())
+        return EpisodeAccount.from_counts(self.next_group * self.group_size, self.state_counts())

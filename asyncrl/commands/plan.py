@@ -293,7 +293,7 @@ def splits(config: RunConfig, devices: int) -> list[Keys]:
     the splits. Attached servers (engine.urls) stay as many as they are."""
     key, tp = engine_key(config)
     max_engines = (devices - 1) // tp
-    current_engines = config.engine.keepers or config.rollout.workers
+    current_engines = config.engine.server_count or config.rollout.workers
     engine_counts = (
         [current_engines]
         if config.engine.urls

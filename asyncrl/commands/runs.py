@@ -62,7 +62,7 @@ def list_runs(directory: Path) -> int:
             ending_text = "unreadable"
 
         if not summary and ending_text != "unreadable":  # Under way, or killed: summarize the metrics so far
-            summary = summarize(some_rows(path, edge=WINDOW, most=WINDOW), flow={}, conserved=True)
+            summary = summarize(some_rows(path, edge=WINDOW, most=WINDOW), account={}, conserved=True)
 
         total = status.get("total_steps")
         total_text = f" of {total}" if total and ending_text != "completed" else ""

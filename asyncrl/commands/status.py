@@ -13,7 +13,7 @@ from asyncrl.commands import command_parser, find_run
 from asyncrl.observe.alerts import Alert, unless_quoted
 from asyncrl.observe.files import read_status, read_summary
 from asyncrl.observe.metrics import OF_STEP, clock, duration, figures
-from asyncrl.observe.summary import UNSOUND, flow_line
+from asyncrl.observe.summary import UNSOUND, account_line
 from asyncrl.values import printable
 
 NO_STEPS = "an evaluation, without steps,"
@@ -95,8 +95,8 @@ def describe_run(run_dir: Path, ending_text: str, now: float) -> list[str]:
 
     alerts = [] if ending_text else msgspec.convert(status.get("alerts", []), list[Alert])
     failed = unless_quoted(status["failed"], alerts)
-    flow_text = flow_line(gauges) if status["total_steps"] else ""  # An evaluation issues no episodes.
-    detail_lines = filter(None, (*(alert.line for alert in alerts), figures_line, flow_text, failed))
+    account_text = account_line(gauges) if status["total_steps"] else ""  # An evaluation issues no episodes.
+    detail_lines = filter(None, (*(alert.line for alert in alerts), figures_line, account_text, failed))
 
     wait_lines = [] if ending_text else [f"  {wait}" for wait in status["waits"]]
     lines = [f"{run_dir}: {ending_text or status['phase'] + silent_text}", steps_line, *detail_lines]

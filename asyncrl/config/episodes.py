@@ -137,11 +137,11 @@ class EngineConfig(Section, frozen=True):
 
     @property
     def remote(self) -> bool:
-        """Tell whether engines are servers with keepers, not parts of the workers."""
+        """Tell whether engines are servers with supervisors, not parts of the workers."""
         return self.name == "sglang"
 
     @property
-    def keepers(self) -> int:
+    def server_count(self) -> int:
         return (len(self.urls) or self.servers) if self.remote else 0
 
 

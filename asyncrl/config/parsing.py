@@ -105,7 +105,7 @@ def _check_combinations(config: RunConfig) -> None:
         > buffer.groups_per_batch,
         f"weights.every ({config.weights.every}) exceeds max_staleness + 1 ({buffer.max_staleness + 1}): "
         "engines would be too old to start an episode": config.weights.every > buffer.max_staleness + 1,
-        f"engine.urls names a server twice ({', '.join(config.engine.urls)}): each has one keeper": (
+        f"engine.urls names a server twice ({', '.join(config.engine.urls)}): each has one supervisor": (
             len({url.rstrip("/") for url in config.engine.urls}) < len(config.engine.urls)
         ),
         f"weights.transport {config.weights.transport} needs servers; set engine=sglang, or "

@@ -238,7 +238,9 @@ class RunConfig(Section, frozen=True, kw_only=True):
     @property
     def scorer_places(self) -> list[tuple[str, int]]:
         """Return the name of each scorer's server, and the server's number among servers of that name."""
-        return [(name, number) for name in self.scorers_used for number in range(self.scorers[name].keepers)]
+        return [
+            (name, number) for name in self.scorers_used for number in range(self.scorers[name].server_count)
+        ]
 
     @property
     def scorers_used(self) -> list[str]:

@@ -35,7 +35,7 @@ class ScorerConfig(Section, frozen=True):
     """Teachers: data sources whose episodes it scores; empty: all that no other teacher names."""
 
     @property
-    def keepers(self) -> int:
+    def server_count(self) -> int:
         return 0 if ENGINES_URL in self.urls else len(self.urls) or self.servers
 
 

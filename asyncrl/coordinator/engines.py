@@ -1,8 +1,8 @@
 """The coordinator's side of the engines: push versions to them, and tell workers which servers to use.
 
-Embedded engines are reached through their workers, servers through their keepers.
+Embedded engines are reached through their workers, servers through their supervisors.
 
-consumes: hellos and heartbeats of keepers, confirmations of versions
+consumes: hellos and heartbeats of supervisors, confirmations of versions
 waits for: engines to confirm pushed versions, each with a deadline
 unblocks: engines (versions, one after another), workers (the table of servers)
 
@@ -19,11 +19,11 @@ from itertools import chain, repeat
 
 from asyncrl.buffer.shifts import Shift
 from asyncrl.coordinator.peers import Peers
-from asyncrl.coordinator.scorers import SCORER, KeeperRecord, ScorerHandler
+from asyncrl.coordinator.scorers import SCORER, ScorerHandler, SupervisorRecord
 from asyncrl.coordinator.state import RunState, log
 from asyncrl.coordinator.versions import EngineRecord
 from asyncrl.types import NO_VERSION, PolicyVersion
-from asyncrl.wire.messages.engine import KeeperBeat, KeeperHello
+from asyncrl.wire.messages.engine import SupervisorHeartbeat, SupervisorHello
 from asyncrl.wire.messages.shared import Loaded, Prefetch
 from asyncrl.wire.messages.worker import EngineEntry, Engines, EngineUse
 from asyncrl.wire.sockets import role_of
@@ -40,7 +40,7 @@ NO_USE = EngineUse("")
 class EngineHandler:
     """Tracks which engine has which version, and which engines may sample.
 
-    An engine is identified by its peer, a worker or a keeper.
+    An engine is identified by its peer, a worker or a supervisor.
     """
 
     def __init__(self, state: RunState, now: float) -> None:
@@ -48,11 +48,14 @@ class EngineHandler:
         self._started_at = now
         self.remote = state.config.engine.remote
 
-        self.keepers = Peers[KeeperRecord](
-            state, "engine", state.config.engine.keepers, lambda keeper, *_: self.remove_engine(keeper.peer)
+        self.supervisors = Peers[SupervisorRecord](
+            state,
+            "engine",
+            state.config.engine.server_count,
+            lambda supervisor, *_: self.remove_engine(supervisor.peer),
         )
         self.scorers = ScorerHandler(state)  # their servers are in the same table
-        self.supervised_peers = self.keepers, self.scorers.keepers
+        self.supervised_peers = self.supervisors, self.scorers.supervisors
 
         self.probe_gap = 0.0  # largest difference between log-probs of an engine and of the trainer
         self.probe_tokens = 0  # tokens compared so far
@@ -62,7 +65,7 @@ class EngineHandler:
         self.refusals: Counter[tuple[bytes, PolicyVersion]] = Counter()
         self.last_refusal = ""  # reason of the last refusal
 
-        self._announced_version = NO_VERSION  # newest version that keepers prefetch
+        self._announced_version = NO_VERSION  # newest version that supervisors prefetch
         self._sent_table: dict[str, EngineEntry] = {}  # entries by name, as last sent to workers
         self._informed_workers: set[bytes] = set()  # workers that have the sent table
         self._next_table_at = 0.0  # time before which no change is sent
@@ -184,11 +187,13 @@ class EngineHandler:
         engines = self.state.versions.engines
         if not self.remote:
             return lambda worker_peer: [engines[worker_peer].acked.step]
-        server_steps = sorted(engines[keeper.peer].acked.step for keeper in self._serving_keepers("train"))
+        server_steps = sorted(
+            engines[supervisor.peer].acked.step for supervisor in self._serving_supervisors("train")
+        )
         return lambda worker_peer: server_steps
 
     def push_versions(self, now: float) -> None:
-        """Remove silent keepers, and push the newest version to engines that are due."""
+        """Remove silent supervisors, and push the newest version to engines that are due."""
         for peers in self.supervised_peers:
             peers.remove_silent(now)
 
@@ -196,8 +201,8 @@ class EngineHandler:
         if versions.ref is not None:
             if versions.newest > self._announced_version:
                 self._announced_version = versions.newest
-                for keeper in self.keepers:
-                    self.state.outbox.to_control(keeper.peer, Prefetch(versions.ref))
+                for supervisor in self.supervisors:
+                    self.state.outbox.to_control(supervisor.peer, Prefetch(versions.ref))
 
             due_peers = self._due_peers(now) if self.awake or self.may_wake else []
             for peer in due_peers:
@@ -251,48 +256,50 @@ class EngineHandler:
         due_serving = sorted(set(due_peers) & serving_peers, key=lambda peer: engines[peer].pushed_at)
         return idle_peers + due_serving[:1]
 
-    # -- keepers -------------------------------------------------------------------------------------
+    # -- supervisors -------------------------------------------------------------------------------------
 
-    def welcome_keeper(self, peer: bytes, message: KeeperHello, now: float) -> None:
-        """Handle the hello of a keeper, first or repeated. Both are alike, as a hello has the whole state."""
+    def welcome_supervisor(self, peer: bytes, message: SupervisorHello, now: float) -> None:
+        """Handle the hello of a supervisor, first or repeated. Both are alike, as a hello has the whole state."""
         if role_of(peer) == SCORER:
-            self.scorers.welcome_keeper(peer, message, now)
+            self.scorers.welcome_supervisor(peer, message, now)
             return
 
-        keeper = self.keepers.accept_hello(peer, message, now, lambda: self._join_keeper(peer, message, now))
-        if keeper is None:
+        supervisor = self.supervisors.accept_hello(
+            peer, message, now, lambda: self._join_supervisor(peer, message, now)
+        )
+        if supervisor is None:
             return
 
         engine = self.state.versions.engines[peer]
         if message.url and not engine.is_up:
-            log.info("%s: %s at %s", keeper.name, message.engine, message.url)
+            log.info("%s: %s at %s", supervisor.name, message.engine, message.url)
             self.state.liveness.alive(now)
 
-        keeper.hello = message
+        supervisor.hello = message
         engine.is_up = bool(message.url)
         self.state.send_welcome(peer)
 
-    def _join_keeper(self, peer: bytes, message: KeeperHello, now: float) -> KeeperRecord:
-        keeper = KeeperRecord(peer, f"engine {message.index}", message, now)
-        self.add_engine(peer, keeper.name, bool(message.url))
+    def _join_supervisor(self, peer: bytes, message: SupervisorHello, now: float) -> SupervisorRecord:
+        supervisor = SupervisorRecord(peer, f"engine {message.index}", message, now)
+        self.add_engine(peer, supervisor.name, bool(message.url))
         self.state.liveness.alive(now)
-        return keeper
+        return supervisor
 
-    def note_heartbeat(self, peer: bytes, message: KeeperBeat, now: float) -> None:
+    def note_heartbeat(self, peer: bytes, message: SupervisorHeartbeat, now: float) -> None:
         if role_of(peer) == SCORER:
             self.scorers.note_heartbeat(peer, message, now)
             return
 
-        keeper = self.keepers.get(peer)
-        if keeper is None:
-            return  # the keeper will say hello
+        supervisor = self.supervisors.get(peer)
+        if supervisor is None:
+            return  # the supervisor will say hello
 
-        keeper.heartbeat = message
+        supervisor.heartbeat = message
         if message.kv_use is not None:
             self.state.versions.engines[peer].kv_use = message.kv_use
-            self.state.live_limit.kv_cap.note_use(keeper.name, message.kv_use)
+            self.state.live_limit.kv_cap.note_use(supervisor.name, message.kv_use)
 
-        if message.starting:  # a keeper whose server does not start in time ends by itself
+        if message.starting:  # a supervisor whose server does not start in time ends by itself
             self.state.liveness.alive(now)
 
     # -- the table -----------------------------------------------------------------------------------
@@ -300,7 +307,7 @@ class EngineHandler:
     @property
     def can_sample(self) -> bool:
         """True if turns can be sampled. A run with servers needs a server with a published version."""
-        return not self.remote or bool(self._serving_keepers(None))
+        return not self.remote or bool(self._serving_supervisors(None))
 
     @property
     def missing_server(self) -> str:
@@ -311,14 +318,15 @@ class EngineHandler:
         """Send workers the table of servers, or the changes since it was last sent.
 
         Changes are collected, so that at most TABLES_PER_SECOND messages are sent. A restarted coordinator
-        first waits a lease for keepers to report, as workers take back turns from servers missing in a table.
+        first waits a lease for supervisors to report, as workers take back turns from servers missing in a table.
         """
         config = self.state.config
-        planned_servers = self.state.config.engine.keepers
+        planned_servers = self.state.config.engine.server_count
         table_complete = (
-            sum(keeper.hello.index < planned_servers for keeper in self.keepers) >= planned_servers
+            sum(supervisor.hello.index < planned_servers for supervisor in self.supervisors)
+            >= planned_servers
         )
-        table_complete = table_complete and len(self.scorers.keepers) == len(config.scorer_places)
+        table_complete = table_complete and len(self.scorers.supervisors) == len(config.scorer_places)
         if not (self.remote or config.scorers) or not (
             table_complete or now > self._started_at + config.launch.lease
         ):
@@ -348,13 +356,13 @@ class EngineHandler:
             self.state.outbox.to_control(peer, message)
 
     def server_table(self) -> tuple[EngineEntry, ...]:
-        serving_peers = {keeper.peer for keeper in self._serving_keepers(None)}
+        serving_peers = {supervisor.peer for supervisor in self._serving_supervisors(None)}
         engines: list[EngineEntry] = []
-        for keeper in self.keepers:
-            engine = self.state.versions.engines[keeper.peer]
-            entry = keeper.table_entry(
+        for supervisor in self.supervisors:
+            engine = self.state.versions.engines[supervisor.peer]
+            entry = supervisor.table_entry(
                 version=engine.acked,
-                healthy=keeper.peer in serving_peers,
+                healthy=supervisor.peer in serving_peers,
                 lane="eval" if engine.held_for_validation else "train",
                 asleep=self.state.shifts is not None and not engine.woken,
             )
@@ -380,9 +388,9 @@ class EngineHandler:
         prompt_tokens = 0
         cached_tokens = 0
 
-        for keeper in self.keepers:
-            use = self._server_uses[keeper.name]
-            engine = self.state.versions.engines[keeper.peer]
+        for supervisor in self.supervisors:
+            use = self._server_uses[supervisor.name]
+            engine = self.state.versions.engines[supervisor.peer]
 
             totals = {name: float(use[name]) for name in USE_COUNTERS}
             totals["version"] = float(engine.acked.step)
@@ -393,23 +401,23 @@ class EngineHandler:
 
             prompt_tokens = prompt_tokens + use["prompt_tokens"]
             cached_tokens = cached_tokens + use["cached_tokens"]
-            metrics |= {f"engine/{keeper.hello.index}/{name}": value for name, value in totals.items()}
+            metrics |= {f"engine/{supervisor.hello.index}/{name}": value for name, value in totals.items()}
 
         if self.remote:
-            metrics["async/engines"] = float(len(self._serving_keepers(None)))
+            metrics["async/engines"] = float(len(self._serving_supervisors(None)))
         if prompt_tokens:
             metrics["rollout/prefix_cache_hit"] = cached_tokens / prompt_tokens
 
         return metrics | self.scorers.gauges(self.server_table(), self._server_uses)
 
-    def _serving_keepers(self, lane: str | None) -> list[KeeperRecord]:
-        """Return the keepers of servers that may sample, in all lanes or in the given lane."""
+    def _serving_supervisors(self, lane: str | None) -> list[SupervisorRecord]:
+        """Return the supervisors of servers that may sample, in all lanes or in the given lane."""
         engines = self.state.versions.engines
         return [
-            keeper
-            for keeper in self.keepers
-            if (engine := engines[keeper.peer]).is_up
-            and keeper.heartbeat.healthy
+            supervisor
+            for supervisor in self.supervisors
+            if (engine := engines[supervisor.peer]).is_up
+            and supervisor.heartbeat.healthy
             and not engine.quarantined
             and engine.acked != NO_VERSION
             and (lane is None or (lane == "eval") == engine.held_for_validation)
@@ -429,7 +437,7 @@ class EngineHandler:
         if not any_pinned and sum(engine.is_up for engine in engines.values()) < 2:
             return self.can_sample
 
-        serving_engines = [engines[keeper.peer] for keeper in self._serving_keepers("train")]
+        serving_engines = [engines[supervisor.peer] for supervisor in self._serving_supervisors("train")]
         suitable_engines = [
             engine for engine in serving_engines if engine.acked >= max(version, engine.pushed)
         ]

@@ -146,7 +146,7 @@ class HeldOutEpisodes:
     ) -> None:
         episode.worker = worker
         episode.assign_seq = sequence_number
-        episode.bound = min_version
+        episode.min_version = min_version
         self._set_state(episode, State.RUNNING)
 
     def touch(self, episode: EpisodeRecord) -> None:

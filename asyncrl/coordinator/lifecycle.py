@@ -135,8 +135,8 @@ class Lifecycle:
         self.state.stopping = True
 
         self.workers.peers.send_stop(reason)
-        for keepers in self.engines.supervised_peers:
-            keepers.send_stop(reason)
+        for supervisors in self.engines.supervised_peers:
+            supervisors.send_stop(reason)
         self.trainer.request_checkpoint()
         self._enter_phase(Phase.STOPPING, now, max(1.0, self.state.config.launch.stop_timeout - EXIT_SECONDS))
 

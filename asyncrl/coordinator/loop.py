@@ -210,7 +210,9 @@ class Coordinator:
             peer, message, _ = received
             if isinstance(message, shared.ObserverHello | shared.Stop):
                 self._on_control(*received, now)
-            elif isinstance(message, worker.Heartbeat | engine.KeeperBeat | trainer.TrainerBeat):
+            elif isinstance(
+                message, worker.WorkerHeartbeat | engine.SupervisorHeartbeat | trainer.TrainerHeartbeat
+            ):
                 self._unread_messages.pop((peer, type(message)), None)
                 self._unread_messages[peer, type(message)] = received
             else:
@@ -226,7 +228,7 @@ class Coordinator:
         for peer in self.observers:
             self.control.send(peer, status)
 
-        for connected in (*self.workers.peers, *self.engines.keepers, *self.engines.scorers.keepers):
+        for connected in (*self.workers.peers, *self.engines.supervisors, *self.engines.scorers.supervisors):
             self.control.send(connected.peer, self.state.welcome_message)
 
     def _drain_socket(self, hub: Hub, handle_message: Callable[..., None], now: float) -> None:
@@ -248,7 +250,7 @@ class Coordinator:
                 self.workers.note_leaving(peer)
                 for peers in self.peers:
                     peers.remove_process(peer, "it leaves", now)
-            case worker.Heartbeat():
+            case worker.WorkerHeartbeat():
                 self.workers.note_heartbeat(peer, message, now)
             case worker.WorkerHello():
                 self.workers.welcome_worker(peer, message, now)
@@ -258,15 +260,15 @@ class Coordinator:
                 self.engines.confirm_load(peer, message, now)
             case shared.Slept():
                 self.shifts.confirm_sleep(peer, message, now)
-            case engine.KeeperHello():
-                self.engines.welcome_keeper(peer, message, now)
-            case engine.KeeperBeat():
+            case engine.SupervisorHello():
+                self.engines.welcome_supervisor(peer, message, now)
+            case engine.SupervisorHeartbeat():
                 self.engines.note_heartbeat(peer, message, now)
             case trainer.AskDevices():
                 self.trainer.note_device_request(peer, message)
             case trainer.TrainerHello():
                 self.trainer.welcome_rank(peer, message, now)
-            case trainer.TrainerBeat():
+            case trainer.TrainerHeartbeat():
                 self.trainer.note_heartbeat(peer, message, now)
             case trainer.Commit():
                 self.trainer.record_commit(peer, message, now)

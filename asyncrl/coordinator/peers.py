@@ -201,7 +201,7 @@ class EnrolmentHandler:
         self._gate = gate
         self._open_tokens: dict[str, tuple[str, float]] = {}  # by token: role, and time of expiry
         self._enrolled_roles = enrolled_keys(state.store.read, state.launch)
-        planned = {"rollout": state.config.rollout.workers, "engine": state.config.engine.keepers}
+        planned = {"rollout": state.config.rollout.workers, "engine": state.config.engine.server_count}
         # Further processes of these roles may join.
         self._planned_processes = {role: count for role, count in planned.items() if count}
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from asyncrl.buffer.records import EpisodeRecord, Flow, State
+from asyncrl.buffer.records import EpisodeAccount, EpisodeRecord, State
 from asyncrl.buffer.replay import USABLE
 from asyncrl.config import leaves
 from asyncrl.coordinator.engines import EngineHandler
@@ -269,8 +269,8 @@ class Reporter:
 
         Processes with the same wait share a line.
         """
-        keepers = *self.engines.keepers, *self.engines.scorers.keepers
-        peers = (*self.workers.peers, *keepers, *self.trainer.ranks.peers)
+        supervisors = *self.engines.supervisors, *self.engines.scorers.supervisors
+        peers = (*self.workers.peers, *supervisors, *self.trainer.ranks.peers)
         process_waits = [(process.name, process.heartbeat.waiting) for process in peers if process.heartbeat]
         coordinator_waits = dict.fromkeys(self.state.waits)
         now = time.monotonic()
@@ -415,7 +415,7 @@ class Reporter:
             {"timing_per_token_ms/gen": 1e3 * generating_seconds / token_count} if token_count else {}
         )
 
-    def audit(self) -> tuple[Flow, bool]:
+    def audit(self) -> tuple[EpisodeAccount, bool]:
         """Return the account of all episodes, and whether the account agrees with independent counters.
 
         `issued` comes from the data cursor. The buffer's states, the store's index, the plans of committed

@@ -1,7 +1,7 @@
-"""The coordinator's side of scorers: the servers of frozen models, reached through their keepers.
+"""The coordinator's side of scorers: the servers of frozen models, reached through their supervisors.
 
-consumes: hellos and heartbeats of keepers
-waits for: a sign of life of each keeper, at most launch.lease seconds
+consumes: hellos and heartbeats of supervisors
+waits for: a sign of life of each supervisor, at most launch.lease seconds
 unblocks: workers (their entries in the table of servers)
 """
 
@@ -17,27 +17,29 @@ from msgspec.structs import replace
 from asyncrl.coordinator.peers import Peers
 from asyncrl.coordinator.state import RunState
 from asyncrl.types import NO_VERSION, PolicyVersion
-from asyncrl.wire.messages.engine import KeeperBeat, KeeperHello
+from asyncrl.wire.messages.engine import SupervisorHeartbeat, SupervisorHello
 from asyncrl.wire.messages.shared import Stop
 from asyncrl.wire.messages.worker import EngineEntry
 
-SCORER = "scorer"  # the role of the keepers of scorers
+SCORER = "scorer"  # the role of the supervisors of scorers
 
 
 @dataclass
-class KeeperRecord:
-    """A connected keeper with the reported state of its server."""
+class SupervisorRecord:
+    """A connected supervisor with the reported state of its server."""
 
     peer: bytes
     name: str
-    hello: KeeperHello
+    hello: SupervisorHello
     seen: float
-    heartbeat: KeeperBeat = field(default_factory=lambda: KeeperBeat(healthy=False, starting=True))
+    heartbeat: SupervisorHeartbeat = field(
+        default_factory=lambda: SupervisorHeartbeat(healthy=False, starting=True)
+    )
 
     def table_entry(
         self, version: PolicyVersion, healthy: bool, lane: str, asleep: bool = False
     ) -> EngineEntry:
-        """Return the entry for the keeper's server in the table of the workers."""
+        """Return the entry for the supervisor's server in the table of the workers."""
         return EngineEntry(self.name, self.hello.url, self.hello.incarnation, version, healthy, lane, asleep)
 
 
@@ -50,25 +52,27 @@ class ScorerHandler:
     def __init__(self, state: RunState) -> None:
         self.state = state
         self._servers = state.config.scorer_places
-        self.keepers = Peers[KeeperRecord](state, SCORER, len(self._servers), lambda *_: None)
+        self.supervisors = Peers[SupervisorRecord](state, SCORER, len(self._servers), lambda *_: None)
 
-    def welcome_keeper(self, peer: bytes, message: KeeperHello, now: float) -> None:
-        """Handle the hello of a keeper, first or repeated."""
+    def welcome_supervisor(self, peer: bytes, message: SupervisorHello, now: float) -> None:
+        """Handle the hello of a supervisor, first or repeated."""
         if message.index >= len(self._servers):
             self.state.outbox.to_control(peer, Stop(f"there is no scorer {message.index}"))
             return
 
         name = "scorer {} {}".format(*self._servers[message.index])
-        keeper = self.keepers.accept_hello(peer, message, now, lambda: KeeperRecord(peer, name, message, now))
+        supervisor = self.supervisors.accept_hello(
+            peer, message, now, lambda: SupervisorRecord(peer, name, message, now)
+        )
 
-        if keeper is not None:
-            keeper.hello = message
+        if supervisor is not None:
+            supervisor.hello = message
             self.state.liveness.alive(now)
             self.state.send_welcome(peer)
 
-    def note_heartbeat(self, peer: bytes, message: KeeperBeat, now: float) -> None:
-        if (keeper := self.keepers.get(peer)) is not None:
-            keeper.heartbeat = message
+    def note_heartbeat(self, peer: bytes, message: SupervisorHeartbeat, now: float) -> None:
+        if (supervisor := self.supervisors.get(peer)) is not None:
+            supervisor.heartbeat = message
             if message.starting:
                 self.state.liveness.alive(now)
 
@@ -76,7 +80,9 @@ class ScorerHandler:
     def missing_server(self) -> str:
         """The first scorer that reads turns and has no server, as text; '' if no server is missing."""
         connected_scorers = {
-            self._servers[keeper.hello.index][0] for keeper in self.keepers if keeper.heartbeat.healthy
+            self._servers[supervisor.hello.index][0]
+            for supervisor in self.supervisors
+            if supervisor.heartbeat.healthy
         }
         missing_scorers = (
             name for name, _ in self._servers if name not in connected_scorers and name != "reward"
@@ -88,9 +94,9 @@ class ScorerHandler:
 
         Such engines score with the base model below their adapters, which no version changes.
         """
-        for keeper in self.keepers:
-            yield keeper.table_entry(
-                NO_VERSION, keeper.heartbeat.healthy, self._servers[keeper.hello.index][0]
+        for supervisor in self.supervisors:
+            yield supervisor.table_entry(
+                NO_VERSION, supervisor.heartbeat.healthy, self._servers[supervisor.hello.index][0]
             )
         for name, engine in product(self.state.config.scorers_lent, engines):
             if engine.lane == "train":

@@ -50,7 +50,7 @@ class ShiftHandler:
         self.validation = validation
         self._replace = replace
 
-        self.engine_peers: Peers[Any] = engines.keepers if engines.remote else workers.peers
+        self.engine_peers: Peers[Any] = engines.supervisors if engines.remote else workers.peers
         self.role = "engine" if engines.remote else "rollout"
         self._sleep_number = state.coordinator_epoch << 32  # number of the newest Sleep message
         self._sleep_sent_at = 0.0

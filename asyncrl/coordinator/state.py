@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from asyncrl.algorithms.advantages import credit_of
+from asyncrl.algorithms.advantages import configured_advantage
 from asyncrl.buffer.batches import Batches
 from asyncrl.buffer.flow_control import LiveLimit
 from asyncrl.buffer.payloads import cut_back, decode_turn
@@ -349,7 +349,7 @@ def restore_from_store(config: RunConfig, store: RunStore, buffer: ReplayBuffer,
 
 def _new_buffer(config: RunConfig, prompts: Prompts) -> ReplayBuffer:
     buffer_config = config.buffer
-    advantage_inputs = credit_of(config)
+    advantage_inputs = configured_advantage(config)
     return ReplayBuffer(
         buffer_config,
         prompts,

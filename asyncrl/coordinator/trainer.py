@@ -38,7 +38,7 @@ class RankRecord:
     name: str
     hello: trainer.TrainerHello
     seen: float
-    heartbeat: trainer.TrainerBeat | None = None
+    heartbeat: trainer.TrainerHeartbeat | None = None
 
 
 @dataclass
@@ -90,7 +90,7 @@ class TrainerHandler:
         self.waiting_for_devices: dict[bytes, trainer.AskDevices] = {}
         self.newest_asker = ""  # incarnation of the newest of these ranks
         # Ranks before their hello: heartbeat and its time.
-        self.starting_ranks: dict[bytes, tuple[trainer.TrainerBeat, float]] = {}
+        self.starting_ranks: dict[bytes, tuple[trainer.TrainerHeartbeat, float]] = {}
 
         # Newest trainer epoch that gave up a batch.
         self._given_up_epoch = int(state.store.read.meta("given_up", "-1"))
@@ -168,7 +168,7 @@ class TrainerHandler:
                 "checkpoint and store are not of one run; restore both from the same copy"
             )
 
-    def note_heartbeat(self, peer: bytes, message: trainer.TrainerBeat, now: float) -> None:
+    def note_heartbeat(self, peer: bytes, message: trainer.TrainerHeartbeat, now: float) -> None:
         """Note a heartbeat. Only work since the last heartbeat is progress.
 
         So a long step does not trip the watchdog, but a rank that hangs in a step does.

@@ -15,7 +15,7 @@ MAX_PROBES = 64  # stored probes; while a disk is full, their versions do not be
 
 
 class EngineRecord(msgspec.Struct):
-    """An engine on a peer: the embedded engine of a worker, or the server of a keeper.
+    """An engine on a peer: the embedded engine of a worker, or the server of a supervisor.
 
     is_up: a server has reported its URL.
     quarantined: the weights are wrong; the engine gets no work before it has loaded them anew.

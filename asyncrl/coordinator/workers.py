@@ -24,7 +24,7 @@ from asyncrl.observe.files import cause_of_death
 from asyncrl.observe.transcripts import is_kept
 from asyncrl.types import FailReason, PolicyVersion, Sample
 from asyncrl.wire.messages.shared import Attempt
-from asyncrl.wire.messages.worker import Assign, Cancel, Clock, Fenced, Heartbeat, WorkerHello
+from asyncrl.wire.messages.worker import Assign, Cancel, Fenced, MinVersion, WorkerHeartbeat, WorkerHello
 
 MAX_ASSIGNED = 128  # episodes assigned in a pass of the loop, as messages must not wait for thousands
 
@@ -41,7 +41,7 @@ class WorkerRecord:
     seen: float
     last_record: int  # highest number of a processed bulk record
     running: dict[str, tuple[int, float]] = field(default_factory=dict)  # uid -> (assign seq, sent at)
-    heartbeat: Heartbeat | None = None
+    heartbeat: WorkerHeartbeat | None = None
     heartbeat_at: float = 0.0
     eval_version: PolicyVersion | None = None
     eval_requested_at: float = 0.0  # time at which the eval lane was last sent a version
@@ -88,7 +88,7 @@ class WorkerHandler:
             self.engines.add_engine(peer, worker.name)
         return worker
 
-    def note_heartbeat(self, peer: bytes, message: Heartbeat, now: float) -> None:
+    def note_heartbeat(self, peer: bytes, message: WorkerHeartbeat, now: float) -> None:
         worker = self.peers.get(peer)
         if worker is None:
             return  # the worker will say hello
@@ -130,8 +130,8 @@ class WorkerHandler:
         for worker in self.peers:
             self.state.outbox.to_control(worker.peer, self._min_version_message())
 
-    def _min_version_message(self) -> Clock:
-        return Clock(max(0, self.state.batches.committed - self.state.buffer.max_start_staleness))
+    def _min_version_message(self) -> MinVersion:
+        return MinVersion(max(0, self.state.batches.committed - self.state.buffer.max_start_staleness))
 
     # -- losing --------------------------------------------------------------------------------------
 
@@ -332,7 +332,7 @@ class WorkerHandler:
             temperature=0.0 if episode.greedy else self.state.config.rollout.temperature,
             key=sampling_key(self.state.config.seed, episode.uid, draw_number),
             transcript=is_transcribed,
-            oldest=min_version,
+            min_version=min_version,
             seconds=episode.seconds,
             parts=len(parts),
         )

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
-from asyncrl.algorithms.advantages import credit_of
-from asyncrl.algorithms.credit import CreditInput, by_token, token_rewards
+from asyncrl.algorithms.advantages import configured_advantage
+from asyncrl.algorithms.credit import AdvantageInput, by_token, token_rewards
 from asyncrl.buffer.batches import Baseline
 from asyncrl.buffer.payloads import decode_reply, decode_turn
 from asyncrl.buffer.records import EpisodeRecord
@@ -108,7 +108,7 @@ def credited(
 ) -> tuple[np.ndarray, np.ndarray | None]:
     """Return the rewards and advantages of an episode's trained tokens, before the batch scales the
     advantages. The advantages are None if they also depend on values that models compute."""
-    advantage = credit_of(config)
+    advantage = configured_advantage(config)
     token_counts = [len(turn.ids) for turn in turns if not turn.untrained]
     turn_of_token = np.repeat(np.arange(len(token_counts)), token_counts)
     rewards = token_rewards(episode.result, turn_of_token)
@@ -116,13 +116,13 @@ def credited(
     if advantage.critic or advantage.whole_group:
         return rewards, None
 
-    advantage_input = CreditInput(
+    advantage_input = AdvantageInput(
         own=episode.result,
         siblings=siblings,
         rewards=rewards,
         turn=turn_of_token,
         issued=baseline.issued,
-        place=sibling_index,
+        position=sibling_index,
         greedy=baseline.greedy,
     )
     return rewards, by_token(advantage_input, advantage)

@@ -179,7 +179,7 @@ def check_loopback(inputs: Inputs) -> Iterator[Note]:
 def check_open_files(inputs: Inputs) -> Iterator[Note]:
     """Check the limit of open files. Each process has at most three connections to the coordinator."""
     config = inputs.config
-    supervisor_count = config.engine.keepers + len(config.scorer_places)
+    supervisor_count = config.engine.server_count + len(config.scorer_places)
     wanted_connections = 3 * (config.rollout.workers + supervisor_count + config.trainer.ranks)
     free_files = ROLE_FILES - 2 * SPARE
 

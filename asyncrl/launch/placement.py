@@ -14,8 +14,8 @@ TRAINER = "trainer"
 SCORER = "scorer"
 ROLE_TARGETS = {
     COORDINATOR: "asyncrl.coordinator.loop:run",
-    ENGINE: "asyncrl.keeper.keeper:run",
-    SCORER: "asyncrl.keeper.keeper:run",
+    ENGINE: "asyncrl.server_supervisor.supervisor:run",
+    SCORER: "asyncrl.server_supervisor.supervisor:run",
     ROLLOUT: "asyncrl.rollout.worker:run",
     TRAINER: "asyncrl.trainer.rank:run",
 }
@@ -55,7 +55,7 @@ def plan_units(config: RunConfig) -> tuple[Unit, ...]:
     engine_gpus = 0 if config.engine.urls else config.engine.tp
     server_units = [
         Unit(ENGINE, (_planned_process(ENGINE, index, threads, engine_gpus),))
-        for index in range(config.engine.keepers)
+        for index in range(config.engine.server_count)
     ]
 
     for index, (name, _) in enumerate(config.scorer_places):

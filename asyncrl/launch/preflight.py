@@ -119,7 +119,7 @@ def check_launch(inputs: Inputs) -> Iterator[Note]:
     check_trackers(config)
 
     engine_count = (
-        config.engine.keepers * config.engine.tp if config.engine.remote else config.rollout.workers
+        config.engine.server_count * config.engine.tp if config.engine.remote else config.rollout.workers
     )
     if config.shifts and (idle_devices := config.trainer.ranks - engine_count):
         yield warning(

@@ -180,14 +180,14 @@ def _value_at(section: Any, key: str) -> Any:
 def _check_group_size(config: RunConfig, previous_advantage: Any) -> None:
     """Check that the groups of a run stay of one size, as some advantages add a greedy episode to each
     group."""
-    from asyncrl.algorithms.advantages import advantages, credit_of
+    from asyncrl.algorithms.advantages import advantages, configured_advantage
 
     advantage = config.algorithm.advantage
     config_key = f"algorithm.advantage of {run_directory(config) / 'config.yaml'}"
 
     if (
         previous_advantage not in (None, advantage)
-        and credit_of(config).greedy != advantages.load(previous_advantage, config_key).greedy
+        and configured_advantage(config).greedy != advantages.load(previous_advantage, config_key).greedy
     ):
         raise ConfigError(
             f"algorithm.advantage: {run_directory(config)} was begun with {previous_advantage!r} and would "

@@ -22,7 +22,7 @@ from asyncrl.config import ValidationConfig, taught
 from asyncrl.observe import metrics as metric
 from asyncrl.observe.held_out import SuccessShare, clearly_below, mean_clearly_below
 from asyncrl.observe.metrics import Row, clock, matching
-from asyncrl.observe.summary import flow_of, mean
+from asyncrl.observe.summary import account_of, mean
 from asyncrl.types import FailReason
 
 WINDOW = 10  # steps that a rule looks back on; before so many steps no advice is given
@@ -370,7 +370,7 @@ def _find_loss(evidence: Evidence) -> Finding | None:
 
 
 def _find_wrong_account(evidence: Evidence) -> Finding | None:
-    account = flow_of(evidence.newest_gauges)
+    account = account_of(evidence.newest_gauges)
     if account.conserved:
         return None
     return Finding(f"{account.issued:,} episodes issued are not the sum of all states")

@@ -12,7 +12,7 @@ from typing import Any
 
 from msgspec.structs import asdict
 
-from asyncrl.buffer.records import Flow
+from asyncrl.buffer.records import EpisodeAccount
 from asyncrl.observe import metrics as metric
 from asyncrl.observe.held_out import SuccessShare, clearly_below
 from asyncrl.observe.metrics import Row, matching
@@ -29,7 +29,7 @@ JUDGED = {  # held-out results, the most telling first: key of the summary witho
 }
 
 
-def summarize(rows: Sequence[Row], flow: Mapping[str, int], conserved: bool) -> dict[str, Any]:
+def summarize(rows: Sequence[Row], account: Mapping[str, int], conserved: bool) -> dict[str, Any]:
     """Return the summary. `conserved` is the coordinator's audit, not a sum over `flow`."""
     steps = latest(row for row in rows if metric.STEP_SECONDS in row)
     validations = [row for row in rows if any(name.startswith("val-") for name in row)]
@@ -85,7 +85,7 @@ def summarize(rows: Sequence[Row], flow: Mapping[str, int], conserved: bool) -> 
         "probe_logprob_diff_max": _max(rows, "weights/probe_logprob_diff_max"),
         "probe_tokens_compared": int(_last(rows, "weights/probe_tokens") or 0),
         "probe_noise_floor": _last(rows, "weights/probe_noise_floor"),
-        "flow": dict(flow),
+        "flow": dict(account),
         "conserved": conserved,
     }
 
@@ -162,21 +162,23 @@ def text_of(key: str, value: float | None) -> str:
     return f"{value:.0%}" if 0.01 <= value <= 0.99 else f"{100 * value:.{1 if value < 0.5 else 3}g}%"
 
 
-def identity_line(flow: Mapping[str, int], conserved: bool) -> str:
+def identity_line(account: Mapping[str, int], conserved: bool) -> str:
     """Return the conservation identity with its numbers, and whether the audit agrees."""
     names = ("trained", "filtered", "dropped", "failed", "taken", "ready", "in_flight")
-    parts = " + ".join(f"{flow.get(name, 0)} {name.replace('_', ' ')}" for name in names)
-    return f"{flow.get('issued', 0)} issued = {parts} {'✓' if conserved else UNSOUND}"
+    parts = " + ".join(f"{account.get(name, 0)} {name.replace('_', ' ')}" for name in names)
+    return f"{account.get('issued', 0)} issued = {parts} {'✓' if conserved else UNSOUND}"
 
 
-def flow_of(metrics: Row) -> Flow:
+def account_of(metrics: Row) -> EpisodeAccount:
     """Read the counters of episodes from the metrics `flow/NAME`."""
-    return Flow(*(int(metrics.get(metric.FLOW + name, 0)) for name in Flow.__struct_fields__))
+    return EpisodeAccount(
+        *(int(metrics.get(metric.FLOW + name, 0)) for name in EpisodeAccount.__struct_fields__)
+    )
 
 
-def flow_line(metrics: Row) -> str:
+def account_line(metrics: Row) -> str:
     """Show the counters of a row as `identity_line` does; '' before there are counters."""
-    flow = flow_of(metrics)
+    flow = account_of(metrics)
     return identity_line(asdict(flow), flow.conserved) if metric.FLOW + "issued" in metrics else ""
 
 

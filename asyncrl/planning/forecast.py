@@ -252,7 +252,7 @@ def workload(config: RunConfig, rates: Rates) -> Workload:
 
 
 def engine_count(config: RunConfig) -> int:
-    return config.engine.keepers or config.rollout.workers
+    return config.engine.server_count or config.rollout.workers
 
 
 def predict(config: RunConfig, rates: Rates, steps: int = 0, seeds: Sequence[int] = (0,)) -> Forecast:

@@ -214,7 +214,7 @@ class EpisodeRun:
     def _min_version(self) -> int:
         """Return the oldest version that may sample a turn from now on: the buffer relies on the version of
         the episode's start, also when a server comes back with older weights."""
-        return max(self.assignment.oldest, self.context.min_version())
+        return max(self.assignment.min_version, self.context.min_version())
 
     @property
     def scorer(self) -> Sampler | None:

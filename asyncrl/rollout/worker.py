@@ -289,8 +289,8 @@ class RolloutWorker:
                     self._servers = message.update(self._servers)
                     for pool in self._server_pools.values():
                         pool.update_table(self._servers.values())
-                case worker.Clock():
-                    self._min_version = message.oldest
+                case worker.MinVersion():
+                    self._min_version = message.min_version
                     self._sampler_of("train").changed.notify()
                 case shared.Stop():
                     self.end_serving(message.reason)
@@ -367,13 +367,13 @@ class RolloutWorker:
         )
         await self._control_link.send(hello)
 
-    def _heartbeat(self) -> worker.Heartbeat:
+    def _heartbeat(self) -> worker.WorkerHeartbeat:
         """Return the heartbeat. `held` includes attempts with unacknowledged records: no other worker may
         start them."""
         busy_seconds, idle_seconds = self.busy_timer.seconds
         local_tokens = sum(sampler.tokens for sampler in self._local_samplers.values())
         server_tokens = sum(usage.tokens for usage in self._server_usage.values())
-        return worker.Heartbeat(
+        return worker.WorkerHeartbeat(
             assigned=self._last_assigned,
             held=tuple(self.outbox.attempts | self._episodes.keys()),
             busy_s=busy_seconds,

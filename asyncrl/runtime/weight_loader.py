@@ -29,7 +29,7 @@ PROCESS_PATIENCE = 20.0  # seconds at most, where the engine's process fails: an
 
 
 class Loadable(Protocol):
-    """An `Engine`, or a keeper's server; see `Engine` for the methods."""
+    """An `Engine`, or a supervisor's server; see `Engine` for the methods."""
 
     async def load(self, ref: WeightsRef) -> Manifest: ...
 

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from asyncrl.algorithms.aggregation import Aggregation
-from asyncrl.algorithms.credit import CreditInput, token_rewards
-from asyncrl.buffer.packing import Piece, partition_units, micro_batches, units
+from asyncrl.algorithms.credit import AdvantageInput, token_rewards
+from asyncrl.buffer.packing import Piece, micro_batches, partition_units, units
 from asyncrl.buffer.payloads import check_turn
 from asyncrl.buffer.staleness import stale_mask, token_lags
 from asyncrl.config import Packing
@@ -115,16 +115,16 @@ class TrainingSample:
         so that the log-probs of trainer and engines are compared even where no episode has an advantage."""
         return self.has_advantage or self.planned.place == 0
 
-    def advantage_input(self) -> CreditInput:
+    def advantage_input(self) -> AdvantageInput:
         """Return the inputs of the advantage."""
         planned = self.planned
-        return CreditInput(
+        return AdvantageInput(
             own=planned.own,
             siblings=planned.siblings,
             rewards=self.rewards,
             turn=self.turn,
             issued=planned.issued,
-            place=planned.place,
+            position=planned.place,
             values=self.value,
             greedy=planned.greedy,
         )

@@ -467,7 +467,7 @@ class Learner:
         if (
             self.ratio_recorder is not None and not self.recipe.loss.demonstrations
         ):  # demonstrations have no rollout log-probs
-            is_dropped = evaluated.token_state.correction.masked & evaluated.token_state.fresh
+            is_dropped = evaluated.token_state.correction.masked & evaluated.token_state.trainable
             self.ratio_recorder.record_micro_batch(
                 samples, evaluated_micro_batch.logp - micro_batch.rollout_logprobs, is_dropped
             )

@@ -47,7 +47,7 @@ def evaluate(
     """Compute loss and diagnostics. `value`: the critic's, with gradient; `progress`: fraction of the batch's
     steps."""
     inputs = loss_input(micro_batch, scores, recipe, progress)
-    trainable = inputs.fresh
+    trainable = inputs.trainable
     correction = inputs.correction
     logp = inputs.logp
     reference = inputs.reference
@@ -107,8 +107,8 @@ def evaluate(
         clipped=token_loss.clipped,
         correction=with_loss_ratio(correction, token_loss) if recipe.loss.ratio == "mu" else correction,
         counted=micro_batch.is_counted,
-        in_bound=micro_batch.within_staleness,
-        fresh=trainable,
+        within_staleness=micro_batch.within_staleness,
+        trainable=trainable,
         exact=micro_batch.is_exact & (progress == 0) if without_proximal else micro_batch.is_exact,
         row=micro_batch.episode,
         lag=micro_batch.lag,
@@ -150,7 +150,7 @@ def loss_input(micro_batch: MicroBatch, scores: Scores, recipe: Recipe, progress
         advantage=micro_batch.advantage,
         row=micro_batch.episode,
         turn=micro_batch.turn,
-        fresh=trainable,
+        trainable=trainable,
     )
 
     return LossInput(
@@ -161,7 +161,7 @@ def loss_input(micro_batch: MicroBatch, scores: Scores, recipe: Recipe, progress
         row=micro_batch.episode,
         turn=micro_batch.turn,
         lag=micro_batch.lag,
-        fresh=trainable,
+        trainable=trainable,
         correction=correct(recipe.rules, correction_input),
         reference=reference,
         prepared=micro_batch.prepared,
@@ -178,7 +178,7 @@ def correct_distributions(inputs: LossInput, recipe: Recipe) -> Correction:
         advantage=inputs.advantage,
         row=inputs.row,
         turn=inputs.turn,
-        fresh=inputs.fresh,
+        trainable=inputs.trainable,
     )
     return correct_states(recipe.rules, correction_input)
 

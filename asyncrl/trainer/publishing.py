@@ -150,7 +150,7 @@ class Publishing:
 
     def _make_sender(self, sender_count: int) -> Sender | None:
         """Return this rank's sender, if it is among the first `sender_count` ranks; each sender serves a part
-        of the servers, when their keepers ask. Rank 0 announces the addresses of all senders. A
+        of the servers, when their supervisors ask. Rank 0 announces the addresses of all senders. A
         collective."""
         weights_config = self.config.weights
         sender = None
@@ -188,4 +188,4 @@ class Publishing:
 
 def readers(config: RunConfig, ranks: int) -> int:
     """Count the ranks that may collect versions, one version per rank at a time."""
-    return 1 if config.weights.transport == "disk" else max(1, min(ranks, config.engine.keepers))
+    return 1 if config.weights.transport == "disk" else max(1, min(ranks, config.engine.server_count))

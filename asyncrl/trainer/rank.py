@@ -111,7 +111,7 @@ def meet_others(endpoints: Endpoints, rank: int, incarnation: str, wait_names: I
         for name in wait_names:
             if time.monotonic() > next_heartbeat:
                 next_heartbeat = time.monotonic() + HEARTBEAT_SECONDS
-                link.send(trainer.TrainerBeat(rank, 0.0, 0.0, name))
+                link.send(trainer.TrainerHeartbeat(rank, 0.0, 0.0, name))
             answer, _ = link.receive(world.MEET_POLL) or (None, [])
             if isinstance(answer, shared.Stop):
                 raise Stopped(answer.reason)
@@ -434,7 +434,7 @@ class TrainerRank:
             self.trainer_epoch, newest.step, newest.trained_total, self.device_offload.is_offloaded
         )
 
-    def _heartbeat_message(self) -> trainer.TrainerBeat:
+    def _heartbeat_message(self) -> trainer.TrainerHeartbeat:
         busy_and_idle = (self.stopwatch.busy_s, self.stopwatch.idle_s)
         checkpointing = self.checkpointing
         not_saved = checkpointing.checkpoint_problem and f"not saved: {checkpointing.checkpoint_problem}"
@@ -442,7 +442,7 @@ class TrainerRank:
             filter(None, (self.waiting_for, not_saved, self.publishing.unwritten_reason))
         )
 
-        return trainer.TrainerBeat(
+        return trainer.TrainerHeartbeat(
             self.rank,
             *busy_and_idle,
             waiting_text,

@@ -241,14 +241,14 @@ def tally_agents(
     """Count tokens and policy loss by agent, where several have adapters. `adapter_index`: of each token."""
     if adapter_index is None:
         return
-    enters_loss = state.fresh & ~state.correction.masked
+    enters_loss = state.trainable & ~state.correction.masked
     columns = torch.stack(
-        [state.fresh.double(), enters_loss.double(), torch.where(enters_loss, state.loss, 0.0).double()]
+        [state.trainable.double(), enters_loss.double(), torch.where(enters_loss, state.loss, 0.0).double()]
     )
 
     sums = columns.new_zeros(3, len(names)).index_add(1, adapter_index, columns).T.tolist()
-    for name, (fresh_tokens, entered_tokens, agent_loss) in zip(names, sums, strict=True):
-        tally.add_total(f"_fresh/{name}", fresh_tokens)
+    for name, (trainable_tokens, entered_tokens, agent_loss) in zip(names, sums, strict=True):
+        tally.add_total(f"_fresh/{name}", trainable_tokens)
         tally.add_total(f"{AGENT_PREFIX}{name or NO_AGENT}/tokens", entered_tokens)
         tally.add_ratio(f"{AGENT_PREFIX}{name or NO_AGENT}/pg_loss", agent_loss, denominator)
 

@@ -25,7 +25,7 @@ from asyncrl.trainer.publishing import Publishing
 from asyncrl.types import PolicyVersion
 from asyncrl.wire.messages.channels import ToTrainerControl
 from asyncrl.wire.messages.shared import Stop, Welcome
-from asyncrl.wire.messages.trainer import Committed, GrantDevices, Probed, TrainerBeat, TrainerHello
+from asyncrl.wire.messages.trainer import Committed, GrantDevices, Probed, TrainerHeartbeat, TrainerHello
 from asyncrl.wire.sockets import Endpoints, Link, identity
 
 log = logging.getLogger("asyncrl.trainer")
@@ -73,7 +73,7 @@ def _serve_weights(
             hello_at = now
             link.send(hello_message)
 
-        link.send(TrainerBeat(0, 0.0, 0.0, publishing.unwritten_reason, 0, 0))
+        link.send(TrainerHeartbeat(0, 0.0, 0.0, publishing.unwritten_reason, 0, 0))
 
         received = link.receive(HEARTBEAT_SECONDS)
         while received is not None:

@@ -19,7 +19,7 @@ from asyncrl.observe.files import read_status, read_summary, some_rows
 from asyncrl.observe.held_out import wilson
 from asyncrl.observe.machine import recorded_machine
 from asyncrl.observe.metrics import Row, label, matching
-from asyncrl.observe.summary import JUDGED, edges, flow_of, latest, mean, notes, outcome_line, summarize
+from asyncrl.observe.summary import JUDGED, account_of, edges, latest, mean, notes, outcome_line, summarize
 from asyncrl.observe.table import numbers
 from asyncrl.store.launches import described, differences, launches_of, tree
 from asyncrl.viewer.compare import ALL_PREFIX, evaluation_measures
@@ -56,9 +56,9 @@ def overview(run_dir: Path, ending: str) -> dict[str, Any]:
         (row for row in reversed(rows) if metric.FLOW + "issued" in row), {}
     )
 
-    episode_flow = flow_of(gauges)
+    episode_account = account_of(gauges)
     saved_summary = read_summary(run_dir)
-    summary = saved_summary or summarize(rows, asdict(episode_flow), episode_flow.conserved)
+    summary = saved_summary or summarize(rows, asdict(episode_account), episode_account.conserved)
     is_complete = saved_summary or summary["steps"] == len(steps)  # otherwise sums cover only some steps
 
     launches = launches_of(run_dir)

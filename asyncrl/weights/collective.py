@@ -1,11 +1,11 @@
-"""Weights through a process group: the trainer's end, and the protocol with the keepers.
+"""Weights through a process group: the trainer's end, and the protocol with the supervisors.
 
 As many ranks of the trainer as there are servers, or all, have one `Sender` each. Server i belongs to sender
-i modulo the number of senders, of senders on the server's machine if there are any. The server's keeper has
+i modulo the number of senders, of senders on the server's machine if there are any. The server's supervisor has
 one `Receiver` (engines/sglang/receiver.py), which asks for versions and controls the server over HTTP. The
 weights go from the sender, rank 0 of a group, to the server.
 
-    keeper                                trainer                        server
+    supervisor                                trainer                        server
     VersionRequest            ──►  its turn; rank 0 listens; a pause of training begins
     /init_weights_update_group ◄── Plan(buckets, group)  ───────────────► joins rank 0
     BucketRequest(i)          ──►  bucket i is ready
@@ -55,7 +55,7 @@ from asyncrl.weights.snapshot import BucketBuffers, Snapshot
 
 log = logging.getLogger("asyncrl.weights")
 
-IDLE_SECONDS = 3600.0  # without a request, until a keeper is disconnected; a keeper may dial again
+IDLE_SECONDS = 3600.0  # without a request, until a supervisor is disconnected; a supervisor may dial again
 REFUSAL_SECONDS = 5.0  # for a refusal to be sent
 PAUSE_FRACTION = 0.5  # of a request's time, for training to pause: so a refusal leaves time to ask again
 OFFER_SECONDS = 5.0  # at most between the first and the last rank's offer of a version
@@ -65,7 +65,7 @@ RETRY_SECONDS = 1.0  # until the sender listens again after failing to accept a 
 class Sender:
     """Offers the newest version to all engines, and pushes the version to one engine after another.
 
-    A sender listens at `host`, which servers and keepers must be able to reach. A push takes at most
+    A sender listens at `host`, which servers and supervisors must be able to reach. A push takes at most
     `seconds`. `error`: a failure to read a version, for the owner to raise. `pause`: stops training while a
     new group makes its communicator; None: a new communicator does not disturb training.
     """
@@ -93,7 +93,7 @@ class Sender:
         self.address = f"tcp://{host}:{self._listener.getsockname()[1]}"
 
         self.connections: set[EngineConnection] = set()
-        run_in_background(self._accept_keepers)
+        run_in_background(self._accept_receivers)
 
     def offer(self, snapshot: Snapshot) -> WeightsRef:
         """Offer this version to engines from now on. A push under way goes on with the older version."""
@@ -122,14 +122,14 @@ class Sender:
         for connection in list(self.connections):
             connection.disconnect()
 
-    def _accept_keepers(self) -> None:
+    def _accept_receivers(self) -> None:
         while not self._closing_event.is_set():
             try:
                 connection, _ = self._listener.accept()
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            except OSError as error:  # closed, or out of file descriptors, or a keeper has left already
+            except OSError as error:  # closed, or out of file descriptors, or a supervisor has left already
                 if not self._closing_event.is_set():
-                    log.warning("weights: cannot accept a keeper, next try soon: %s", one_line(error))
+                    log.warning("weights: cannot accept a supervisor, next try soon: %s", one_line(error))
 
                 self._closing_event.wait(RETRY_SECONDS)
                 continue
@@ -163,7 +163,7 @@ class EngineConnection:
                 self._push_in_turn(request, deadline)
         except EOFError:
             log.debug("%s needs no more weights from here", self._engine)
-        except Exception as error:  # an error of the keeper or the network: other pushes go on
+        except Exception as error:  # an error of the supervisor or the network: other pushes go on
             log.warning("push to %s ended: %s", self._engine, one_line(error))
             self._send_refusal(one_line(error), isinstance(error, Postponed))
         finally:

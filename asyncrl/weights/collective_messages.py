@@ -1,4 +1,4 @@
-"""The messages between the trainer's and the keepers' ends of the collective weight plane.
+"""The messages between the trainer's and the supervisors' ends of the collective weight plane.
 
 A message is its length and msgpack. Keepers write and read within their event loop, the trainer in threads.
 """
@@ -79,7 +79,7 @@ _answer_decoder: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answe
 async def ask_question(
     reader: asyncio.StreamReader, writer: asyncio.StreamWriter, question: Question
 ) -> Answer:
-    """Send a keeper's question and return the answer. Raises OSError, EOFError when the sender is gone,
+    """Send a supervisor's question and return the answer. Raises OSError, EOFError when the sender is gone,
     ProtocolError."""
     writer.write(_frame_message(question))
     await writer.drain()
@@ -88,14 +88,14 @@ async def ask_question(
 
 
 def send_answer(connection: socket.socket, answer: Answer, deadline: float) -> None:
-    """Send the sender's answer. Raises TimeoutError at `deadline` (monotonic), OSError when the keeper
+    """Send the sender's answer. Raises TimeoutError at `deadline` (monotonic), OSError when the supervisor
     left."""
     connection.settimeout(seconds_left(deadline))
     connection.sendall(_frame_message(answer))
 
 
 def receive_question(connection: socket.socket, kind: type[T], deadline: float) -> T:
-    """Return a keeper's next question, at the latest at `deadline`. Raises EOFError when the keeper left,
+    """Return a supervisor's next question, at the latest at `deadline`. Raises EOFError when the supervisor left,
     TimeoutError, and ProtocolError for a question of another kind."""
     size = _checked_size(_read_exactly(connection, _LENGTH.size, deadline), MAX_QUESTION_BYTES)
     question = _decode_message(_read_exactly(connection, size, deadline), _question_decoder)
@@ -115,7 +115,7 @@ def _read_exactly(connection: socket.socket, size: int, deadline: float) -> byte
         connection.settimeout(seconds_left(deadline))
         chunk = connection.recv(size - len(received))
         if not chunk:
-            raise EOFError("the keeper closed the connection")
+            raise EOFError("the supervisor closed the connection")
         received += chunk
 
     return received

@@ -248,7 +248,7 @@ def bytes_needed(version_bytes: int, deltas: bool, caches: int, served_adapters:
 def space_needed(config: RunConfig, version_bytes: int) -> int:
     """Return the bytes that a run's versions may take at once."""
     deltas = config.weights.full_every > 1
-    return bytes_needed(version_bytes, deltas, config.engine.keepers, config.versions_held)
+    return bytes_needed(version_bytes, deltas, config.engine.server_count, config.versions_held)
 
 
 def weights_directory(setting: str, run_dir: Path, run_name: str, needed_bytes: int) -> Path:

@@ -8,7 +8,7 @@ from typing import Annotated
 import torch
 from msgspec import Meta
 
-from asyncrl.algorithms.advantages import Credit, CreditInput, advantage
+from asyncrl.algorithms.advantages import AdvantageInput, AdvantageValues, advantage
 from asyncrl.algorithms.correction import CorrectionInput, CorrectionMask, correction
 from asyncrl.algorithms.losses import LossInput, TokenLoss, loss
 
@@ -16,7 +16,7 @@ Positive = Annotated[float, Meta(gt=0)]
 
 
 @advantage("median_baseline")
-def median_baseline(episode: CreditInput, *, scale: Positive = 1.0) -> Credit:
+def median_baseline(episode: AdvantageInput, *, scale: Positive = 1.0) -> AdvantageValues:
     """scale·(R − median): one lucky sibling does not move the baseline."""
     return scale * (episode.own.reward - statistics.median(member.reward for member in episode.siblings))
 
@@ -32,4 +32,4 @@ def cautious(tokens: LossInput, *, negative: Positive = 0.5) -> TokenLoss:
     """L = −sg(w)·A·log π, times `negative` where A < 0: failures push less than successes pull."""
     strength = torch.ones_like(tokens.logp).masked_fill(tokens.advantage < 0, negative)
     value = -tokens.correction.weight * strength * tokens.advantage * tokens.logp
-    return TokenLoss(value, clipped=torch.zeros_like(tokens.fresh))
+    return TokenLoss(value, clipped=torch.zeros_like(tokens.trainable))

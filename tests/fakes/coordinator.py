@@ -18,10 +18,10 @@ from asyncrl.wire.messages.worker import (
     Failed,
     Finished,
     Generated,
-    Heartbeat,
     Records,
     Replied,
     Sampled,
+    WorkerHeartbeat,
     WorkerHello,
 )
 from asyncrl.wire.sockets import Gate, Hub, Poller, choose_endpoints
@@ -39,7 +39,7 @@ class FakeCoordinator:
         self.welcoming = True
         self.withheld: tuple[type, ...] = ()
         self.peer = b""
-        self.beat: Heartbeat | None = None
+        self.beat: WorkerHeartbeat | None = None
         self.beats = 0
         self.hellos = 0
         self.hello: WorkerHello | None = None  # the newest
@@ -144,7 +144,7 @@ class FakeCoordinator:
                 self.hellos = self.hellos + 1
                 if self.welcoming:
                     self.control.send(peer, Welcome(self.epoch, 0, 0))
-            case Heartbeat():
+            case WorkerHeartbeat():
                 self.beat = message
                 self.beats = self.beats + 1
             case _:

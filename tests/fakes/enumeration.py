@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from asyncrl.algorithms.advantages import CreditInput, Trace, advantages
+from asyncrl.algorithms.advantages import AdvantageInput, Trace, advantages
 from asyncrl.algorithms.correction import Correction, CorrectionInput, correct, select_rules
 from asyncrl.algorithms.losses import Loss, LossInput
 from asyncrl.algorithms.recipe import losses
@@ -230,13 +230,13 @@ def _credits(
         traces = [trace(language, sequence, number) for number, sequence in enumerate(sequences)]
         for i, own in enumerate(traces):
             length = len(own.rewards)
-            given = CreditInput(
+            given = AdvantageInput(
                 own=own.own,
                 siblings=[one.own for one in traces if not (late and one is own)],
                 rewards=own.rewards,
                 turn=TURN[:length].numpy(),
                 issued=n,
-                place=-1 if late else i,
+                position=-1 if late else i,
                 values=values[language.prefix[sequences[i], :length]].numpy() if estimator.critic else None,
                 greedy=GREEDY if estimator.greedy else None,
                 traces=traces if estimator.whole_group else (),

@@ -40,7 +40,7 @@ def loss_input(
         row=torch.tensor([0] * count if row is None else list(row)),
         turn=torch.zeros(count, dtype=torch.long),
         lag=torch.zeros(count, dtype=torch.long),
-        fresh=torch.tensor([True] * count if fresh is None else fresh),
+        trainable=torch.tensor([True] * count if fresh is None else fresh),
         correction=Correction(known, torch.ones_like(known), nowhere, nowhere),
         **{name: real(values, dtype) for name, values in named.items()},
     )
@@ -105,6 +105,6 @@ def trace(
         advantage=np.asarray(advantage if advantage is not None else [1.0] * count, dtype=float),
         prox=np.asarray(prox, dtype=float),
         mu=np.asarray(mu if mu is not None else prox, dtype=float),
-        fresh=np.asarray([True] * count if fresh is None else fresh, dtype=bool),
+        trainable=np.asarray([True] * count if fresh is None else fresh, dtype=bool),
         reference=NONE if reference is None else np.asarray(reference, dtype=float),
     )

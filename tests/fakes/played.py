@@ -48,7 +48,7 @@ from asyncrl.wire.messages.trainer import (
     PlanRequest,
     Probed,
     Published,
-    TrainerBeat,
+    TrainerHeartbeat,
     TrainerHello,
     WorkPlan,
     is_answer,
@@ -57,14 +57,14 @@ from asyncrl.wire.messages.worker import (
     Ack,
     Assign,
     Cancel,
-    Clock,
     Failed,
     Fenced,
     Finished,
     Generated,
-    Heartbeat,
+    MinVersion,
     Records,
     Sampled,
+    WorkerHeartbeat,
     WorkerHello,
 )
 from tests.unit.buffer.machine import turn_payload
@@ -161,7 +161,7 @@ class PlayedWorker:
         match self.contact.tick(now):
             case ContactState.FINE:
                 held = tuple({record.attempt for record, _ in self.unacked.values()} | self.held.keys())
-                self.link.say(Heartbeat(self.assigned, held, now, 0.0, self.seq, acked=self._acked))
+                self.link.say(WorkerHeartbeat(self.assigned, held, now, 0.0, self.seq, acked=self._acked))
             case ContactState.QUIET:
                 self._hello()
             case _:
@@ -197,8 +197,8 @@ class PlayedWorker:
                     self.held[message.attempt] = running
             case Cancel() | Fenced():
                 self.held.pop(message.attempt, None)
-            case Clock():
-                self.oldest = message.oldest
+            case MinVersion():
+                self.oldest = message.min_version
             case LoadWeights():
                 self.asleep = False  # from the first byte on
                 seconds = self.world.dice.choice([0.0, 0.5, 3.0]) if self.world.config.shifts else 0.0
@@ -249,7 +249,7 @@ class PlayedWorker:
             )
         elif self.asleep:
             return
-        elif running.assign.lane == "eval" or version >= max(running.assign.oldest, self.oldest):
+        elif running.assign.lane == "eval" or version >= max(running.assign.min_version, self.oldest):
             seconds = self.world.now - running.began
             if running.sampled < PART * (zlib.crc32(f"{attempt.uid} {running.turns}".encode()) % 4 - 1):
                 self._post(Sampled(0, attempt, seconds), part_payload(running, version))
@@ -318,7 +318,7 @@ class PlayedRank:
             trainer.take(self, *received)
         if now >= self.beat_at:
             self.beat_at = now + 1.0
-            self.link.say(TrainerBeat(self.rank, now, 0.0, "", trainer.work))
+            self.link.say(TrainerHeartbeat(self.rank, now, 0.0, "", trainer.work))
         if self.asked is not None and now >= self.resend_at:
             self.resend_at = now + RESEND
             if self.world.dice.random() < 0.5 and trainer.granted:

@@ -13,7 +13,12 @@ IMPORTS = (
     *("pytest", "hydra", "pyarrow.parquet", "rich._emoji_codes"),
     *("transformers.models.auto.tokenization_auto", "transformers.models.llama.modeling_llama"),
     *("asyncrl.commands.train", "asyncrl.launch.start", "asyncrl.launch.role", "asyncrl.algorithms.recipe"),
-    *("asyncrl.coordinator.loop", "asyncrl.rollout.worker", "asyncrl.trainer.rank", "asyncrl.keeper.keeper"),
+    *(
+        "asyncrl.coordinator.loop",
+        "asyncrl.rollout.worker",
+        "asyncrl.trainer.rank",
+        "asyncrl.server_supervisor.supervisor",
+    ),
     *("asyncrl.engines.torch", "asyncrl.engines.sglang.server"),
     *("tests.fakes.training", "tests.fakes.group_sender"),
 )

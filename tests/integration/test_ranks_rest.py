@@ -82,7 +82,7 @@ class Coordinator:
                 assert index in self.asked
                 self.first = self.first if index else peer
                 self.control.send(peer, Welcome(1, EPOCH, 0))
-            case trainer.TrainerBeat():
+            case trainer.TrainerHeartbeat():
                 self.waits.add(message.waiting)
             case trainer.PayloadRequest():
                 frames = [msgspec.msgpack.encode(turn) for uid in message.uids for turn in self.turns[uid]]

@@ -27,11 +27,11 @@ from asyncrl.wire.messages.shared import Loaded, LoadWeights, Stop
 from asyncrl.wire.messages.worker import (
     Ack,
     Cancel,
-    Clock,
     Failed,
     Fenced,
     Finished,
     Generated,
+    MinVersion,
     Replied,
     Sampled,
 )
@@ -178,7 +178,7 @@ def test_a_fenced_episode_says_nothing_more(
 
 
 def test_turns_wait_for_fresh_weights_by_name(hub: FakeCoordinator, worker: WorkerThread) -> None:
-    hub.send(Clock(oldest=2))
+    hub.send(MinVersion(min_version=2))
     hub.assign("e", sample())
     wait = hub.until(lambda: hub.beat and hub.beat.waiting, "named wait")
     assert wait.startswith("weights v2: engine has v0")
@@ -287,7 +287,7 @@ def test_a_process_with_the_embedded_engine(hub: FakeCoordinator, model_path: st
         hub.send(LoadWeights(ref, "train"))
         loaded = hub.expect(Loaded)
         assert (loaded.error, loaded.ref) == ("", ref)
-        hub.send(Clock(4))
+        hub.send(MinVersion(4))
         hub.assign("b", sample())
         assert hub.turn(hub.expect(Generated)).spans[0].version == 4
         hub.expect(Finished)

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from asyncrl.algorithms.advantages import CreditInput, advantages
+from asyncrl.algorithms.advantages import AdvantageInput, advantages
 from asyncrl.algorithms.correction import CorrectionInput, corrections
 from asyncrl.algorithms.kl import ESTIMATORS
 from asyncrl.algorithms.recipe import aggregations, losses
@@ -245,7 +245,7 @@ def test_advantages(name: str) -> None:
     symbols = {"mean": np.mean(rewards), "std": np.std(rewards, ddof=1), "α": 1.0, "f_norm": 1.0}
     of = advantages.get(name).of
     for place, own in enumerate(group):
-        found = of(CreditInput(own, group, np.zeros(2), np.zeros(2, dtype=int), len(group), place))
+        found = of(AdvantageInput(own, group, np.zeros(2), np.zeros(2, dtype=int), len(group), place))
         wanted = evaluate(formula_of(inspect.getdoc(of) or ""), {**symbols, "R": own.reward})
         assert found == pytest.approx(wanted, rel=1e-12)
 

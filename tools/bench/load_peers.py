@@ -12,7 +12,7 @@ import zmq
 from asyncrl.types import EpisodeResult, EpisodeStats
 from asyncrl.weights.manifest import WeightsRef
 from asyncrl.wire.messages import channels
-from asyncrl.wire.messages.engine import KeeperBeat, KeeperHello
+from asyncrl.wire.messages.engine import SupervisorHeartbeat, SupervisorHello
 from asyncrl.wire.messages.shared import (
     Attempt,
     Loaded,
@@ -31,7 +31,7 @@ from asyncrl.wire.messages.trainer import (
     Payloads,
     PlanRequest,
     Published,
-    TrainerBeat,
+    TrainerHeartbeat,
     TrainerHello,
     WorkPlan,
 )
@@ -45,10 +45,10 @@ from asyncrl.wire.messages.worker import (
     Fenced,
     Finished,
     Generated,
-    Heartbeat,
     Record,
     Records,
     Replied,
+    WorkerHeartbeat,
     WorkerHello,
 )
 from asyncrl.wire.sockets import Codec, encode_message, identity, set_identity
@@ -102,7 +102,9 @@ class Worker(Peer):
             hello = WorkerHello(self.index, self.incarnation, self.bench.options.slots, os.getpid())
             self.send(self.control, hello)
             return
-        beat = Heartbeat(self.assigned, tuple(self.held), 1.0, 1.0, self.tokens, engines=tuple(self.uses))
+        beat = WorkerHeartbeat(
+            self.assigned, tuple(self.held), 1.0, 1.0, self.tokens, engines=tuple(self.uses)
+        )
         self.send(self.control, beat)
 
     def send(self, socket: zmq.Socket, message: WireMessage, *frames: bytes) -> None:
@@ -162,11 +164,13 @@ class Keeper(Peer):
     """A server's: it loads at once."""
 
     def __init__(self, bench: Bench, index: int) -> None:
-        super().__init__(bench, "engine", index, channels.ToKeeper)
+        super().__init__(bench, "engine", index, channels.ToSupervisor)
 
     def beat(self) -> None:
-        hello = KeeperHello(self.index, self.incarnation, f"http://server-{self.index}:30000", os.getpid())
-        beat = KeeperBeat(healthy=True, starting=False)
+        hello = SupervisorHello(
+            self.index, self.incarnation, f"http://server-{self.index}:30000", os.getpid()
+        )
+        beat = SupervisorHeartbeat(healthy=True, starting=False)
         self.control.send_multipart(encode_message(beat if self.welcomed else hello, []))
 
     def receive(self, message: Any, frames: list[bytes]) -> None:
@@ -186,7 +190,7 @@ class Trainer(Peer):
 
     def beat(self) -> None:
         hello = TrainerHello(0, 1, self.incarnation, 0)
-        beat = TrainerBeat(0, 1.0, 1.0, work=self.work)
+        beat = TrainerHeartbeat(0, 1.0, 1.0, work=self.work)
         self._tell(beat if self.welcomed else hello)
 
     def _tell(self, message: WireMessage) -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import statistics
 
-from asyncrl.algorithms.advantages import Credit, CreditInput, advantage
+from asyncrl.algorithms.advantages import AdvantageInput, AdvantageValues, advantage
 
 
 @advantage("of_a_sibling")
-def of_a_sibling(given: CreditInput) -> Credit:
+def of_a_sibling(given: AdvantageInput) -> AdvantageValues:
     """R of the next member − mean of all the others, the episode's own R left out.
 
     Members are numbered as they are issued, not as they end, and their rewards are exchangeable: the
@@ -18,4 +18,4 @@ def of_a_sibling(given: CreditInput) -> Credit:
     others = [member.reward for member in given.others]
     if not others:
         return 0.0
-    return others[given.place % len(others)] - statistics.fmean(others)
+    return others[given.position % len(others)] - statistics.fmean(others)

@@ -33,7 +33,7 @@ from asyncrl.weights import disk
 from asyncrl.weights.manifest import Manifest, WeightsError, WeightsRef, alone, version_of
 from asyncrl.weights.ranges import write_file
 
-log = logging.getLogger("asyncrl.keeper")
+log = logging.getLogger("asyncrl.server_supervisor")
 
 _ADAPTER_NAME = re.compile(r"(e\d+-v\d+)(?:/[\w-]+)?@(.+)")
 
@@ -52,7 +52,7 @@ def is_outdated(version: PolicyVersion, newest: PolicyVersion, config: RunConfig
 
 class AdapterLoader:
     """Loads adapters into the server at `api.url`; compare `ServerLoader`. `cache`: a directory of this
-    loader alone, on a disk that the server reads. `attachment`: names this keeper among all keepers that the
+    loader alone, on a disk that the server reads. `attachment`: names this supervisor among all supervisors that the
     server may have had. `has_base`: the server has the weights of model.path already."""
 
     broken = ""  # a load that fails leaves earlier versions as they are
@@ -170,7 +170,7 @@ class AdapterLoader:
         return manifest
 
     async def _unload_old(self) -> None:
-        """Unload outdated adapters, and adapters that earlier keepers have left. Their requests end soon."""
+        """Unload outdated adapters, and adapters that earlier supervisors have left. Their requests end soon."""
         try:
             for name in sorted(await self.api.adapters()):
                 name_match = _ADAPTER_NAME.fullmatch(name)

@@ -4,7 +4,7 @@
                                          ├──► pause ──► load, labelled ──► continue ──► label read back
     sent: server and sender ready ───────┘
 
-Only one process, the server's keeper, may do this. A load that failed after the pause may leave the server
+Only one process, the server's supervisor, may do this. A load that failed after the pause may leave the server
 with half of a version. Then the server's label is changed to a label that no run uses before the server goes
 on, so that clients discard the sampled tokens, and `broken` gives the reason until a load has succeeded.
 """
@@ -31,7 +31,7 @@ from asyncrl.weights.delta import materialise
 from asyncrl.weights.manifest import Layout, Manifest, WeightsError, WeightsRef
 from asyncrl.weights.model_files import weight_shapes
 
-log = logging.getLogger("asyncrl.keeper")
+log = logging.getLogger("asyncrl.server_supervisor")
 
 RESUME_SECONDS = 30.0  # deadline for a pause to end
 FLUSH_SECONDS = 2.0  # for aborted requests to leave
@@ -181,7 +181,7 @@ class ServerLoader:
     async def _requests_held(self) -> AsyncIterator[None]:
         """Hold requests during the body: else the server would wait for the end of every running request
         before the update. If the body fails, no request samples with the unfinished weights: requests are
-        ended, or, if this fails too, stay held until the next load, or until the keeper ends the server."""
+        ended, or, if this fails too, stay held until the next load, or until the supervisor ends the server."""
         end_pause = self._resume_invalidated
         try:
             await self.api.pause(self._pause_mode)

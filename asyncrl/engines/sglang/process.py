@@ -1,7 +1,7 @@
-"""A server as a child of its keeper: the command line, the start, the end.
+"""A server as a child of its supervisor: the command line, the start, the end.
 
-The server runs under the wrapper of `isolation.child`, so that no process of the server outlives the keeper.
-Server and keeper write to one log.
+The server runs under the wrapper of `isolation.child`, so that no process of the server outlives the supervisor.
+Server and supervisor write to one log.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from asyncrl.isolation.child import wrapped
 from asyncrl.observe.files import replace_file
 from asyncrl.weights.model_files import served_modules
 
-# Seconds from terminate to kill: a server has nothing to save, and the keeper has little more than a second.
+# Seconds from terminate to kill: a server has nothing to save, and the supervisor has little more than a second.
 STOP_SECONDS = 0.8
 MEMORY_FRACTION = 0.85  # of a GPU's memory, for weights and KV cache
 STREAM_INTERVAL = 4  # tokens per event of a stream: the most that a request loses when the server dies
@@ -80,7 +80,7 @@ def base_gpu(config: RunConfig, index: int, gpus: int, scorer: str = "") -> int:
 
     if scorer:
         gpus_needed = config.scorers[scorer].tp
-        gpus_before = 0 if engine.urls else engine.keepers * engine.tp
+        gpus_before = 0 if engine.urls else engine.server_count * engine.tp
         earlier_scorers = (config.scorers[name] for name, _ in config.scorer_places[:index])
         gpus_before += sum(scorer_config.tp for scorer_config in earlier_scorers if not scorer_config.urls)
 
@@ -97,7 +97,7 @@ def server_gpus(config: RunConfig, gpus: int) -> dict[str, list[int]]:
     if engine.server_args.get("device", "cuda") != "cuda":
         return gpus_by_server
 
-    for index in range(0 if engine.urls else engine.keepers):
+    for index in range(0 if engine.urls else engine.server_count):
         first_gpu = base_gpu(config, index, gpus)
         gpus_by_server[f"engine-{index}"] = [*range(first_gpu, min(first_gpu + engine.tp, gpus))]
 
@@ -232,7 +232,7 @@ class ServerProcess:
 
 def _write_keys(engine: EngineConfig, server: str, directory: Path) -> Path | None:
     """Write the keys to a file, as every user of the machine can read a command line. Replaces a file that a
-    killed keeper has left."""
+    killed supervisor has left."""
     path = directory / f"keys-{server}.yaml"
     path.unlink(missing_ok=True)
     api_key, admin_key = keys(engine)

@@ -1,4 +1,4 @@
-"""The keeper's end of a push: asks the trainer for a version, and has its server receive it.
+"""The supervisor's end of a push: asks the trainer for a version, and has its server receive it.
 
 The trainer's end, and the protocol between the two, are in weights/collective.py.
 """

@@ -21,7 +21,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.weights.disk import cache_directory
 from asyncrl.weights.model_files import published_bytes, read_json
 
-log = logging.getLogger("asyncrl.keeper")
+log = logging.getLogger("asyncrl.server_supervisor")
 
 POLL_SECONDS = 0.2  # between two looks at a server that starts
 COMPARED_SIZES = (
@@ -71,7 +71,7 @@ async def attach(
     scorer: str = "",
     fresh: bool = False,
 ) -> Attached:
-    """Return a server for the keeper of an engine, or of a scorer, once the server is ready: a supported
+    """Return a server for the supervisor of an engine, or of a scorer, once the server is ready: a supported
     version of SGLang that serves the run's model. `fresh`: the server was started for this run. Any other
     server that is not ready may have half of a version, whose loader died: then its weights are declared
     invalid until the next load. Waits without a deadline. Raises ConfigError if the server can never serve

@@ -5,12 +5,14 @@ A message is a header (a struct of this package, msgpack) and zero or more opaqu
 
 from asyncrl.wire.messages import engine, shared, trainer, worker
 
-FromWorker = worker.WorkerHello | worker.Heartbeat | worker.Leave | shared.Loaded | shared.Slept
-FromKeeper = engine.KeeperHello | engine.KeeperBeat | worker.Leave | shared.Loaded | shared.Slept
+FromWorker = worker.WorkerHello | worker.WorkerHeartbeat | worker.Leave | shared.Loaded | shared.Slept
+FromSupervisor = (
+    engine.SupervisorHello | engine.SupervisorHeartbeat | worker.Leave | shared.Loaded | shared.Slept
+)
 FromTrainer = (
     trainer.AskDevices
     | trainer.TrainerHello
-    | trainer.TrainerBeat
+    | trainer.TrainerHeartbeat
     | trainer.Commit
     | trainer.Probed
     | trainer.Published
@@ -20,13 +22,13 @@ FromTrainer = (
 FromObserver = shared.ObserverHello | shared.Invite | shared.Stop
 Record = worker.Record  # inside of Records
 FromTrainerBulk = trainer.PlanRequest | trainer.PayloadRequest
-AnyControl = FromWorker | FromKeeper | FromTrainer | FromObserver | shared.Enrol
+AnyControl = FromWorker | FromSupervisor | FromTrainer | FromObserver | shared.Enrol
 AnyBulk = worker.Records | FromTrainerBulk | shared.WrittenBytes
 # By the role of the sender, from which the coordinator accepts no further messages.
 ToCoordinatorControl = {
     "rollout": FromWorker,
-    "engine": FromKeeper,
-    "scorer": engine.KeeperHello | engine.KeeperBeat | worker.Leave,
+    "engine": FromSupervisor,
+    "scorer": engine.SupervisorHello | engine.SupervisorHeartbeat | worker.Leave,
     "trainer": FromTrainer,
     "observer": FromObserver,
     "token": shared.Enrol,
@@ -49,10 +51,10 @@ ToWorkerControl = (
     | shared.LoadWeights
     | shared.Sleep
     | worker.Engines
-    | worker.Clock
+    | worker.MinVersion
     | shared.Stop
 )
-ToKeeper = shared.Welcome | shared.Prefetch | shared.LoadWeights | shared.Sleep | shared.Stop
+ToSupervisor = shared.Welcome | shared.Prefetch | shared.LoadWeights | shared.Sleep | shared.Stop
 ToWorkerBulk = worker.Ack | worker.Fenced
 ToTrainerControl = shared.Welcome | trainer.GrantDevices | trainer.Committed | shared.Stop
 ToTrainerBulk = trainer.WorkPlan | trainer.Payloads

@@ -1,4 +1,4 @@
-"""Messages of servers' keepers, and of weight versions on the way to machines that do not see the trainer's
+"""Messages of server supervisors, and of weight versions on the way to machines that do not see the trainer's
 files.
 
 A machine opens a version at the coordinator, learns where to read the version, and reads the bytes there: the
@@ -61,11 +61,11 @@ class VersionGone(WireMessage, frozen=True):
     newer: bool
 
 
-# -- keepers of servers ------------------------------------------------------------------------------------
+# -- supervisors of servers ------------------------------------------------------------------------------------
 
 
-class KeeperHello(WireMessage, frozen=True):
-    """First message of a keeper, repeated until welcomed, after silence and when the server is up. `url` is
+class SupervisorHello(WireMessage, frozen=True):
+    """First message of a supervisor, repeated until welcomed, after silence and when the server is up. `url` is
     empty while the server starts; `engine` describes the server ("sglang 0.5.23")."""
 
     index: Count
@@ -75,8 +75,8 @@ class KeeperHello(WireMessage, frozen=True):
     engine: str = ""
 
 
-class KeeperBeat(WireMessage, frozen=True):
-    """Sign of life of a keeper. `healthy`: the server answers and holds the confirmed version. `kv_use`:
+class SupervisorHeartbeat(WireMessage, frozen=True):
+    """Sign of life of a supervisor. `healthy`: the server answers and holds the confirmed version. `kv_use`:
     fraction of the KV memory that requests hold, if known since the last heartbeat."""
 
     healthy: bool

@@ -24,7 +24,7 @@ class TrainerHello(WireMessage, frozen=True):
     vocabulary: Count = MAX_VOCABULARY
 
 
-class TrainerBeat(WireMessage, frozen=True):
+class TrainerHeartbeat(WireMessage, frozen=True):
     """Sign of life of a rank. Seconds, `work`, the micro-batches scored or trained, and `written`, bytes of
     checkpoints, are totals since the start: a rank whose `work` stays the same is alive, but makes no
     progress. `checkpoint_problem`: why the newest checkpoint could not be written."""
@@ -74,7 +74,7 @@ class Published(WireMessage, frozen=True):
 
     ref: WeightsRef
     snapshot_s: Finite  # wait of the trainer
-    write_s: Finite  # background time; a broadcast counts only the offer, as keepers report each load
+    write_s: Finite  # background time; a broadcast counts only the offer, as supervisors report each load
 
 
 class Probed(WireMessage, frozen=True):

@@ -47,7 +47,7 @@ class EngineUse(msgspec.Struct, array_like=True, gc=False):
     retracted: Count = 0
 
 
-class Heartbeat(WireMessage, frozen=True):
+class WorkerHeartbeat(WireMessage, frozen=True):
     """A worker's absolute state. `assigned` is the highest Assign.seq received; work sent by then and absent
     from `held` is lost. Seconds and counts are totals since the incarnation began; `tokens` are sampled
     tokens, including unfinished turns. `in_time`: a current wait has a separate deadline (a tool, a reward),
@@ -68,7 +68,7 @@ class Heartbeat(WireMessage, frozen=True):
 
 
 class Leave(WireMessage, frozen=True):
-    """The worker, or the keeper of a server, is about to end, and has given up all work: peers continue that
+    """The worker, or the supervisor of a server, is about to end, and has given up all work: peers continue that
     work, and the sender gets no more."""
 
 
@@ -83,7 +83,7 @@ class Assign(WireMessage, frozen=True):
     lane: str  # "train" or "eval": which weights sample it
     temperature: float  # 0 is greedy
     key: int
-    oldest: int = 0
+    min_version: int = 0
     seconds: float = 0.0
     transcript: bool = False
     parts: Count = 0
@@ -96,7 +96,7 @@ class Cancel(WireMessage, frozen=True):
 
 
 class EngineEntry(msgspec.Struct, frozen=True):
-    """A server that workers may use. `version` is the version that the keeper has confirmed last; only
+    """A server that workers may use. `version` is the version that the supervisor has confirmed last; only
     `healthy` servers take requests. `lane` "eval": reserved for validation, the weights do not change;
     otherwise a name: the scorer that the server runs. `asleep`: until the server wakes, unfinished requests
     stay there, new requests wait. Without a URL the server is not started yet."""
@@ -126,10 +126,10 @@ class Engines(WireMessage, frozen=True):
         return kept_entries | {entry.name: entry for entry in self.entries}
 
 
-class Clock(WireMessage, frozen=True):
+class MinVersion(WireMessage, frozen=True):
     """A batch was committed. A turn may start only on weights with version >= oldest."""
 
-    oldest: int
+    min_version: int
 
 
 # -- bulk channel ------------------------------------------------------------------------------------------

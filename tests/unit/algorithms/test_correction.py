@@ -217,7 +217,7 @@ def reference(name: str, options: dict[str, Any], given: CorrectionInput, i: int
     scope = [
         j
         for j in range(len(given.row))
-        if given.fresh[j]
+        if given.trainable[j]
         and (level != "token" or j == i)
         and given.row[j] == given.row[i]
         and (level != "turn" or given.turn[j] == given.turn[i])
@@ -253,7 +253,7 @@ def test_every_rule_at_every_level_against_plain_loops(
     for name, options, rules in BOUND:
         done = correct(rules, given)
         for i in range(len(batch)):
-            if given.fresh[i]:
+            if given.trainable[i]:
                 weight, kept = reference(name, options, given, i)
                 assert done.weight[i].item() == pytest.approx(weight if kept else 0.0), (name, options)
                 assert done.masked[i].item() == (not kept), (name, options)

@@ -69,8 +69,8 @@ def state(keep: list[int] | None = None) -> TokenState:
         correction=corrected,
         ruled_out=corrected.masked,
         counted=~no,
-        in_bound=fresh | torch.tensor([i == 7 for i in keep]),
-        fresh=fresh,
+        within_staleness=fresh | torch.tensor([i == 7 for i in keep]),
+        trainable=fresh,
         exact=torch.tensor([LAG[i] == 0 for i in keep]),
         row=row,
         lag=torch.tensor([LAG[i] for i in keep]),
@@ -227,7 +227,7 @@ def correction_input(values: list[float]) -> CorrectionInput:
 
 def test_where_prox_is_mu_nothing_is_off() -> None:
     given = state()
-    even = correct(RULES, replace(correction_input([0.0] * N), fresh=given.fresh))
+    even = correct(RULES, replace(correction_input([0.0] * N), fresh=given.trainable))
     metrics = metrics_of(token_sums(replace(given, mu=given.prox, correction=even)).sums)
     for name in ("rollout_corr", *(f"rollout_corr/by_lag/{lag}" for lag in LAG_NAMES)):
         whole = name == "rollout_corr"
@@ -260,7 +260,7 @@ def test_a_single_token() -> None:
 
 def test_tokens_that_do_not_count_leave_no_trace() -> None:
     given = state([1])
-    given.fresh[:] = given.counted[:] = given.in_bound[:] = False
+    given.trainable[:] = given.counted[:] = given.within_staleness[:] = False
     given.drift[:] = given.entropy[:] = math.nan
     seen = token_sums(given)
     assert not any(seen.sums.values())

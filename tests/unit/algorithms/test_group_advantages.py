@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.algorithms.advantages import CreditInput, advantages
+from asyncrl.algorithms.advantages import AdvantageInput, advantages
 from asyncrl.errors import ConfigError
 from asyncrl.types import EpisodeResult
 
@@ -35,7 +35,7 @@ def group(
 def of(name: str, own: EpisodeResult, siblings: Sequence[EpisodeResult], **options: object) -> float:
     place = next((at for at, sibling in enumerate(siblings) if sibling is own), -1)
     issued = len(siblings) + (place < 0)
-    given = CreditInput(own, siblings, NONE, NONE, issued, place)
+    given = AdvantageInput(own, siblings, NONE, NONE, issued, place)
     value = advantages.get(name).bound(options, "$").of(given)
     assert isinstance(value, float)
     return value
@@ -159,8 +159,8 @@ def test_dr_grpo_counts_the_members_that_were_issued() -> None:
     """Of 8, 3 have landed: those in time and those late get 7/8 of the difference from the others."""
     own = EpisodeResult(1.0)
     siblings = group([1.0, 0.0, 0.5])
-    late = CreditInput(own, siblings, NONE, NONE, issued=8)
-    in_time = CreditInput(siblings[0], siblings, NONE, NONE, issued=8, place=0)
+    late = AdvantageInput(own, siblings, NONE, NONE, issued=8)
+    in_time = AdvantageInput(siblings[0], siblings, NONE, NONE, issued=8, position=0)
     assert advantages.get("dr_grpo").of(late) == pytest.approx(7 / 8 * 0.5)
     assert advantages.get("dr_grpo").of(in_time) == pytest.approx(7 / 8 * 0.75)
 

@@ -54,7 +54,7 @@ def example(name: str, seed: int) -> LossInput:
 def test_what_a_stale_token_says_changes_nothing(name: str) -> None:
     """Its log-probs move together, as the contract has it; those of fresh tokens stay."""
     given = example(name, 5)
-    stale = ~given.fresh
+    stale = ~given.trainable
     assert stale.any()
     moved = {
         key: torch.where(stale, -7.0, getattr(given, key).detach())
@@ -70,7 +70,7 @@ def test_a_fully_masked_batch_is_zero(name: str) -> None:
     given = example(name, 7)
     weight = torch.zeros_like(given.correction.weight)
     masked = replace(given, correction=replace(given.correction, weight=weight))
-    stale = replace(given, fresh=torch.zeros_like(given.fresh))
+    stale = replace(given, fresh=torch.zeros_like(given.trainable))
     for nothing in (masked, stale):
         token, slope = evaluate(name, nothing)
         assert not token.value.any() and not slope.any()

@@ -115,7 +115,7 @@ def test_an_episode(case: Any) -> None:
     token, gradient = evaluate(name, given, **options)
     assert token.value.tolist() == pytest.approx([value if kept else 0.0 for kept in fresh])
     assert gradient.tolist() == pytest.approx(derivatives)
-    assert (token.clipped & given.fresh).tolist() == clipped
+    assert (token.clipped & given.trainable).tolist() == clipped
 
 
 # pi/mu of the tokens of an episode, A → weight

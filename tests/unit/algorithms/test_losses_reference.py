@@ -36,7 +36,7 @@ def tokens(given: LossInput, pi: Tensor) -> list[list[Token]]:
     """The fresh tokens, by episode."""
     episodes: dict[int, list[Token]] = {}
     for i in range(len(pi)):
-        if given.fresh[i]:
+        if given.trainable[i]:
             known = (given.prox, given.mu, given.reference, given.advantage, given.correction.weight)
             values = [float(x[i]) for x in known if x is not None]
             prepared = 0.0 if given.prepared is None else float(given.prepared[i])

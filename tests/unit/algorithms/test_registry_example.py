@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from asyncrl.algorithms.advantages import advantages, credit_of
+from asyncrl.algorithms.advantages import advantages, configured_advantage
 from asyncrl.algorithms.correction import corrections
 from asyncrl.algorithms.recipe import compose, imitates, losses
 from asyncrl.config import composition
@@ -119,7 +119,7 @@ def test_whichever_key_names_the_file_each_role_knows_all_names(first: str, key:
     config = tiny_config("m", algorithm=parts)
     match first:
         case "coordinator":
-            assert credit_of(config).of.func.__name__ == "median_baseline"
+            assert configured_advantage(config).of.func.__name__ == "median_baseline"
         case "worker":
             assert not imitates(config)
         case "trainer":

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.algorithms.advantages import CreditInput, Trace, advantages, returns
+from asyncrl.algorithms.advantages import AdvantageInput, Trace, advantages, returns
 from asyncrl.errors import ConfigError, ProtocolError
 from asyncrl.types import EpisodeResult
 
@@ -19,18 +19,18 @@ NUMBER = st.floats(-5, 5)
 SHARE = st.sampled_from([0.0, 0.5, 0.9, 1.0])
 
 
-def of(name: str, given: CreditInput, **options: object) -> list[float]:
+def of(name: str, given: AdvantageInput, **options: object) -> list[float]:
     value = advantages.get(name).bound(options, "$").of(given)
     assert isinstance(value, np.ndarray) and value.dtype == np.float64
     assert value.shape == given.rewards.shape
     return value.tolist()
 
 
-def episode(rewards: Sequence[float], turn: Sequence[int] | None = None, **given: object) -> CreditInput:
+def episode(rewards: Sequence[float], turn: Sequence[int] | None = None, **given: object) -> AdvantageInput:
     r = np.asarray(rewards, dtype=np.float64)
     t = np.zeros(len(r), dtype=np.int64) if turn is None else np.asarray(turn, dtype=np.int64)
     known = {name: np.asarray(v) if name == "values" else v for name, v in given.items()}
-    return CreditInput(ALONE, (ALONE,), r, t, 1, **known)  # type: ignore[arg-type]
+    return AdvantageInput(ALONE, (ALONE,), r, t, 1, **known)  # type: ignore[arg-type]
 
 
 # -- returns -----------------------------------------------------------------------------------------------
@@ -178,7 +178,9 @@ FOUR = tuple(
 def by_turn(own: EpisodeResult, siblings: Sequence[EpisodeResult], **options: object) -> list[float]:
     """Two tokens per turn; one number per turn."""
     turn = np.repeat(np.arange(len(own.turn_rewards)), 2)
-    found = of("grpo_turn", CreditInput(own, siblings, np.zeros(len(turn)), turn, len(siblings)), **options)
+    found = of(
+        "grpo_turn", AdvantageInput(own, siblings, np.zeros(len(turn)), turn, len(siblings)), **options
+    )
     assert found[::2] == found[1::2]
     return found[::2]
 
@@ -223,7 +225,7 @@ def test_equal_turn_rewards_get_zero() -> None:
 
 def test_without_turn_rewards_a_turn_gets_what_the_episode_gets() -> None:
     members = [EpisodeResult(reward) for i, reward in enumerate([1.0, 0.0, 0.5])]
-    given = CreditInput(members[0], members, np.array([0.0, 0, 1]), np.array([0, 1, 1]), len(members))
+    given = AdvantageInput(members[0], members, np.array([0.0, 0, 1]), np.array([0, 1, 1]), len(members))
     assert of("grpo_turn", given) == [0.5] * 3
 
 
@@ -246,7 +248,7 @@ def trace(number: int, rewards: Sequence[float], pi: Sequence[float], collision:
 
 def credit_of(t: Trace, traces: Sequence[Trace]) -> list[float]:
     turn = np.zeros(len(t.rewards), int)
-    given = CreditInput(t.own, [x.own for x in traces], t.rewards, turn, len(traces), traces=traces)
+    given = AdvantageInput(t.own, [x.own for x in traces], t.rewards, turn, len(traces), traces=traces)
     return of("optimal_token_baseline", given)
 
 

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from asyncrl.buffer.batches import Batches
-from asyncrl.buffer.records import Flow, State
+from asyncrl.buffer.records import EpisodeAccount, State
 from asyncrl.buffer.replay import ReplayBuffer
 from asyncrl.buffer.staleness import oldest_version_of
 from asyncrl.types import DropReason, FilterReason
@@ -171,7 +171,7 @@ def world(groups: int = 2, **keys: object) -> tuple[ReplayBuffer, Batches]:
     return buffer, batches
 
 
-def flow(buffer: ReplayBuffer) -> Flow:
+def flow(buffer: ReplayBuffer) -> EpisodeAccount:
     account = buffer.account()
     assert account.conserved
     return account

@@ -5,7 +5,7 @@ from itertools import chain, pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.buffer.packing import Piece, partition_units, micro_batches, units
+from asyncrl.buffer.packing import Piece, micro_batches, partition_units, units
 
 pieces = st.lists(
     st.builds(

@@ -14,7 +14,7 @@ from math import prod
 import numpy as np
 import pytest
 
-from asyncrl.algorithms.advantages import CreditInput, advantages
+from asyncrl.algorithms.advantages import AdvantageInput, advantages
 from asyncrl.types import EpisodeResult
 from tests.unit.buffer.machine import admit, land, make, run
 
@@ -29,12 +29,12 @@ SCORE = np.eye(3) - POLICY  # row a: gradient of log policy(a) by the logits
 TRUE = POLICY @ (REWARD[:, None] * SCORE)
 
 Arms = tuple[int, ...]
-Trained = list[tuple[int, CreditInput]]  # member, what its advantage is a function of
+Trained = list[tuple[int, AdvantageInput]]  # member, what its advantage is a function of
 
 
-def given(result: EpisodeResult, siblings: tuple[EpisodeResult, ...], position: int) -> CreditInput:
+def given(result: EpisodeResult, siblings: tuple[EpisodeResult, ...], position: int) -> AdvantageInput:
     turn = np.zeros(1, dtype=np.int64)
-    return CreditInput(result, siblings, np.array([result.reward]), turn, MEMBERS, position)
+    return AdvantageInput(result, siblings, np.array([result.reward]), turn, MEMBERS, position)
 
 
 def result(arm: int) -> EpisodeResult:
@@ -87,7 +87,7 @@ def cases(filtering: bool) -> list[tuple[float, Arms, Trained]]:
     return case_list
 
 
-Rule = Callable[[CreditInput], float]
+Rule = Callable[[AdvantageInput], float]
 
 
 def expected(rule: Rule, filtering: bool = False, keep: int = MEMBERS) -> np.ndarray:
@@ -141,7 +141,7 @@ def test_a_mean_with_oneself_is_biased() -> None:
 
 
 def test_the_number_that_landed_in_place_of_the_number_issued_is_biased() -> None:
-    def wrong(credit: CreditInput) -> float:
+    def wrong(credit: AdvantageInput) -> float:
         n = len(credit.siblings)
         return (n - 1) / n * of("rloo")(credit)
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.algorithms.advantages import CreditInput, advantages
+from asyncrl.algorithms.advantages import AdvantageInput, advantages
 from asyncrl.buffer.prompts import ComparedParts, all_equal
 from asyncrl.buffer.replay import ReplayBuffer
 from asyncrl.types import EpisodeResult
@@ -74,7 +74,7 @@ def advantages_of(name: str, group: list[EpisodeResult], greedy: float | None) -
     advantage_list: list[float] = []
     for position, result in enumerate(group):
         rewards = np.array(result.turn_rewards)
-        credit = CreditInput(
+        credit = AdvantageInput(
             result, group, rewards, np.arange(len(rewards)), len(group), position, greedy=greedy
         )
         advantage_list += np.atleast_1d(advantages.load(name).of(credit)).tolist()

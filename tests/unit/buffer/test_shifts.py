@@ -227,7 +227,7 @@ class World:
                 self.buffer.fail_attempt(episode, "engine_error", self.time)  # type: ignore[arg-type]
             else:
                 reward = self.random.choice([0.0, 1.0])
-                oldest = self.random.randint(max(0, episode.bound), self.version)
+                oldest = self.random.randint(max(0, episode.min_version), self.version)
                 land(self.buffer, episode.uid, reward, oldest, self.time)
             self.progress()
 

@@ -157,7 +157,7 @@ class HeldRun:
         """Whether the turn has a server, or is wanted no more."""
         if (episode := running_attempt(self.buffer.episodes, uid, attempt)) is None:
             return True
-        servers = self.usable(max(episode.bound, self.buffer.committed - self.bound))
+        servers = self.usable(max(episode.min_version, self.buffer.committed - self.bound))
         if servers:
             version = self.held[self.random.choice(servers)]
             self.after(self.random.lognormvariate(0, 1), lambda: self.end_turn(uid, attempt, left, version))

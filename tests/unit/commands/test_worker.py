@@ -21,7 +21,7 @@ def configured(**engine: object) -> RunConfig:
 
 def test_a_keeper_that_joins_has_one_server_which_no_other_has() -> None:
     started = with_server(configured(urls=[OWN], server_command=[sys.executable]), "")
-    assert started.engine.urls == [] and started.engine.keepers == 1
+    assert started.engine.urls == [] and started.engine.server_count == 1
     scored = replace(started, scorers={"reference": ScorerConfig(path="/not/here")})
     assert with_server(scored, "").scorers == scored.scorers
     with pytest.raises(ConfigError, match=f"--url: the server {OWN}/ is one of engine.urls"):

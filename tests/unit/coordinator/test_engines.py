@@ -16,7 +16,7 @@ from asyncrl.coordinator.workers import FreeSlots
 from asyncrl.store.runstore import RunStore
 from asyncrl.types import NO_VERSION, PolicyVersion
 from asyncrl.weights.manifest import Probe, WeightsRef
-from asyncrl.wire.messages.engine import KeeperBeat, KeeperHello
+from asyncrl.wire.messages.engine import SupervisorHeartbeat, SupervisorHello
 from asyncrl.wire.messages.shared import Loaded, LoadWeights, Stop
 from asyncrl.wire.messages.trainer import Probed
 from asyncrl.wire.messages.worker import EngineEntry, Engines, EngineUse
@@ -26,7 +26,7 @@ from tests.unit.buffer.machine import make
 A = b"engine/0/a"
 B = b"engine/1/b"
 WORKER = b"rollout/0/w"
-HEALTHY = KeeperBeat(healthy=True, starting=False)
+HEALTHY = SupervisorHeartbeat(healthy=True, starting=False)
 
 
 class EngineSetup:
@@ -64,13 +64,13 @@ class EngineSetup:
             self.join(peer, index)
 
     def join(self, peer: bytes, index: int, url: str = "http://host") -> None:
-        self.handler.welcome_keeper(
-            peer, KeeperHello(index, peer.decode()[-1], url, pid=1, engine="sglang 0"), 0.0
+        self.handler.welcome_supervisor(
+            peer, SupervisorHello(index, peer.decode()[-1], url, pid=1, engine="sglang 0"), 0.0
         )
         self.beat(peer, 0.0)
 
-    def beat(self, peer: bytes, now: float, beat: KeeperBeat = HEALTHY) -> None:
-        self.handler.keepers.note_contact(peer, now)
+    def beat(self, peer: bytes, now: float, beat: SupervisorHeartbeat = HEALTHY) -> None:
+        self.handler.supervisors.note_contact(peer, now)
         self.handler.note_heartbeat(peer, beat, now)
 
     def publish(self, version: int) -> WeightsRef:
@@ -156,7 +156,7 @@ class Script:
             case "beats":
                 setup.beat(self.peer(argument), float(more[0]))
             case "down":
-                setup.beat(self.peer(argument), 0.0, KeeperBeat(healthy=False, starting=False))
+                setup.beat(self.peer(argument), 0.0, SupervisorHeartbeat(healthy=False, starting=False))
             case "hello":
                 setup.join(self.peer(argument), "AB".index(argument))
             case "pins":
@@ -169,7 +169,7 @@ class Script:
                 (one,) = [peer for peer, engine in versions.engines.items() if engine.held_for_validation]
                 assert one == self.peer(argument, one)
             case "here":
-                assert [one.peer for one in handler.keepers] == [self.peer(argument)]
+                assert [one.peer for one in handler.supervisors] == [self.peer(argument)]
             case "starts":
                 assert setup.version(int(argument)) == (int(more[0]) if more else None)
                 assert handler.can_sample is bool(more)
@@ -306,7 +306,7 @@ def test_a_silent_keeper_is_lost_and_its_successor_starts_without_versions(setup
     setup.serve(3)
     setup.beat(B, 9.0)
     setup.handler.push_versions(10.1)
-    assert [keeper.peer for keeper in setup.handler.keepers] == [B]
+    assert [keeper.peer for keeper in setup.handler.supervisors] == [B]
     setup.join(b"engine/0/c", 0, url="")
     assert setup.table() == [(3, True, "train"), (0, False, "train")]
     assert setup.pushed(0.0) == {}  # its server is not up yet
@@ -345,7 +345,7 @@ def test_workers_get_what_changes_of_the_table_and_all_of_it_after_a_hello(setup
     assert tables.send(WORKER) == 0
     ref = setup.serve(0)
     assert tables.send(WORKER, second_worker) == 4 and tables.know(WORKER, second_worker)
-    setup.beat(A, 0.0, KeeperBeat(healthy=False, starting=False))
+    setup.beat(A, 0.0, SupervisorHeartbeat(healthy=False, starting=False))
     assert tables.send(WORKER, second_worker) == 2 and tables.know(WORKER, second_worker)
     setup.handler.resend_to_worker(WORKER, NO_VERSION, 0.0)
     assert tables.send(WORKER, second_worker) == 2 and tables.know(WORKER, second_worker)
@@ -353,7 +353,7 @@ def test_workers_get_what_changes_of_the_table_and_all_of_it_after_a_hello(setup
     assert tables.send(WORKER, second_worker, lost=second_worker) == 2 and not tables.know(second_worker)
     assert tables.send(WORKER, second_worker) == 2 and tables.know(WORKER, second_worker)
     assert setup.handler.pin_servers(ref.version, False)
-    setup.handler.keepers.remove_process(B, "gone", 0.0)
+    setup.handler.supervisors.remove_process(B, "gone", 0.0)
     tables.setup.handler._started_at = -100.0  # its keeper is not waited for
     tables.send(WORKER, second_worker)
     assert tables.know(WORKER, second_worker) and len(tables.known[WORKER]) == 1
@@ -366,7 +366,7 @@ def test_changes_of_the_table_that_come_fast_go_out_together(setup: EngineSetup)
     tables.send(*workers)
     setup.serve(0)
     assert tables.send(*workers) == 2 * 512
-    setup.beat(A, 0.0, KeeperBeat(healthy=False, starting=False))
+    setup.beat(A, 0.0, SupervisorHeartbeat(healthy=False, starting=False))
     assert tables.send(*workers, after=0.5 * pause) == 0
     setup.beat(A, 0.0)
     ref = setup.serve(1)
@@ -404,7 +404,7 @@ def test_the_memory_of_the_fullest_server_is_what_counts(setup: EngineSetup) -> 
 
 
 def test_a_restarted_coordinator_waits_for_the_keepers_before_it_tells_of_them(setup: EngineSetup) -> None:
-    setup.handler.keepers.remove_process(B, "gone", 0.0)
+    setup.handler.supervisors.remove_process(B, "gone", 0.0)
     setup.join(b"engine/2/c", 2)  # which has joined the run: B is still to come
     setup.handler.send_table([WORKER], 1.0)
     assert setup.sent.take(Engines) == []
@@ -415,9 +415,9 @@ def test_a_restarted_coordinator_waits_for_the_keepers_before_it_tells_of_them(s
 def test_servers_of_scorers_are_in_the_table_and_count_for_nothing_else(tmp_path: Path) -> None:
     setup = EngineSetup(tmp_path, {"reward": {"path": "m"}, "teacher": {"urls": ["http://a", "http://b"]}})
     scorer = b"scorer/2/s"
-    setup.handler.welcome_keeper(scorer, KeeperHello(2, "s", "", pid=1), 0.0)
-    setup.beat(scorer, 0.0, KeeperBeat(healthy=False, starting=True))
-    setup.handler.welcome_keeper(scorer, KeeperHello(2, "s", "http://b", pid=1), 0.0)
+    setup.handler.welcome_supervisor(scorer, SupervisorHello(2, "s", "", pid=1), 0.0)
+    setup.beat(scorer, 0.0, SupervisorHeartbeat(healthy=False, starting=True))
+    setup.handler.welcome_supervisor(scorer, SupervisorHello(2, "s", "http://b", pid=1), 0.0)
     setup.beat(scorer, 0.0)
     last = setup.handler.server_table()[-1]
     assert last == EngineEntry("scorer teacher 1", "http://b", "s", NO_VERSION, True, lane="teacher")
@@ -451,7 +451,7 @@ def test_engines_score_for_a_scorer_without_servers_of_its_own(tmp_path: Path) -
     assert setup.handler.gauges()["scorer/reference/turns"] == 4  # it did that before it was set aside
     assert "rollout/prefix_cache_hit" not in gauges
     setup.publish(2)
-    setup.beat(A, 0.0, KeeperBeat(healthy=False, starting=False))
+    setup.beat(A, 0.0, SupervisorHeartbeat(healthy=False, starting=False))
     *_, last = setup.handler.server_table()
     assert last == msgspec.structs.replace(lent, healthy=False)
 
@@ -464,15 +464,15 @@ def test_new_episodes_wait_for_a_server_of_each_scorer_that_reads_turns(tmp_path
     for index, lacks in ((1, "a server of scorers.teacher_b"), (3, "")):
         peer = f"scorer/{index}/s".encode()
         assert setup.handler.missing_server
-        setup.handler.welcome_keeper(peer, KeeperHello(index, "s", "http://a", pid=1), 0.0)
+        setup.handler.welcome_supervisor(peer, SupervisorHello(index, "s", "http://a", pid=1), 0.0)
         setup.beat(peer, 0.0)
         assert setup.handler.missing_server == lacks
-    setup.beat(peer, 0.0, KeeperBeat(healthy=False, starting=True))
+    setup.beat(peer, 0.0, SupervisorHeartbeat(healthy=False, starting=True))
     assert setup.handler.missing_server == "a server of scorers.teacher_b" and setup.handler.can_sample
 
 
 def test_a_scorer_that_no_key_names_is_told_to_end(tmp_path: Path) -> None:
     setup = EngineSetup(tmp_path, {"teacher": {"path": "m"}})
-    setup.handler.welcome_keeper(b"scorer/1/s", KeeperHello(1, "s", "http://a", pid=1), 0.0)
+    setup.handler.welcome_supervisor(b"scorer/1/s", SupervisorHello(1, "s", "http://a", pid=1), 0.0)
     setup.beat(b"scorer/1/s", 0.0)
     assert len(setup.sent.take(Stop)) == 1 and len(setup.handler.server_table()) == 2

@@ -18,8 +18,8 @@ from asyncrl.coordinator.state import RunState, load_state
 from asyncrl.errors import ConfigError
 from asyncrl.wire.addresses import is_older, launch_of
 from asyncrl.wire.enrolment import enrol, invitation
-from asyncrl.wire.messages.channels import ToKeeper, ToObserver, ToWorkerControl
-from asyncrl.wire.messages.engine import KeeperHello
+from asyncrl.wire.messages.channels import ToObserver, ToSupervisor, ToWorkerControl
+from asyncrl.wire.messages.engine import SupervisorHello
 from asyncrl.wire.messages.shared import Enrolled, ObserverHello, Stop, Welcome
 from asyncrl.wire.messages.worker import Leave, WorkerHello
 from asyncrl.wire.sockets import Endpoints, Link, Poller, choose_endpoints
@@ -225,12 +225,12 @@ def test_servers_are_counted_apart_and_one_that_leaves_is_gone_at_once(tmp_path:
         ("engine", 3),
     ]
     assert len({process.incarnation for process in (first, worker, second)}) == 3
-    link = Link(enrolment.control, ToKeeper, b"engine/3/x", enrolment.keys)
-    link.send(KeeperHello(3, second.incarnation, "http://host", pid=1))
-    assert isinstance(joining.received(link), Welcome) and engines.keepers and not workers.peers
+    link = Link(enrolment.control, ToSupervisor, b"engine/3/x", enrolment.keys)
+    link.send(SupervisorHello(3, second.incarnation, "http://host", pid=1))
+    assert isinstance(joining.received(link), Welcome) and engines.supervisors and not workers.peers
     link.send(Leave())
-    joining.during(lambda: [0 for _ in range(1000) if engines.keepers and link.receive(0.03)])
-    assert not engines.keepers
+    joining.during(lambda: [0 for _ in range(1000) if engines.supervisors and link.receive(0.03)])
+    assert not engines.supervisors
     link.close()
     joining.coordinator.close()
     joining.observer.close()

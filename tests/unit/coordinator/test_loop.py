@@ -40,7 +40,7 @@ from asyncrl.wire.messages.shared import (
     WrittenBytes,
 )
 from asyncrl.wire.messages.trainer import Commit, Committed, PlanRequest, Published, TrainerHello
-from asyncrl.wire.messages.worker import Heartbeat, WorkerHello
+from asyncrl.wire.messages.worker import WorkerHeartbeat, WorkerHello
 from asyncrl.wire.sockets import choose_endpoints, encode_message, set_identity
 from tests.fakes.data import give, rows
 from tests.unit.buffer.machine import count_again, land, land_group, turn_payload
@@ -173,7 +173,7 @@ def test_of_beats_in_a_pause_the_newest_of_each_peer_is_kept(setup: LoopSetup) -
     coordinator.state.store._db.execute("PRAGMA busy_timeout=0")
     with setup.locked():
         for tokens in range(20):
-            setup.say(WORKER, Heartbeat(0, (), 0.0, 0.0, tokens))
+            setup.say(WORKER, WorkerHeartbeat(0, (), 0.0, 0.0, tokens))
             setup.join(1, index=1)
         assert len(coordinator._unread_messages) == 2
     setup.turn()
@@ -256,7 +256,9 @@ def test_leases_are_extended_before_messages_that_waited_are_read(setup: LoopSet
     setup.turn()
     assigned = {uid: seq for uid, (seq, _) in worker.running.items()}
     assert assigned
-    setup.send(WORKER, *encode_message(Heartbeat(0, (), 0, 0, 0), []))  # from before the assignments arrived
+    setup.send(
+        WORKER, *encode_message(WorkerHeartbeat(0, (), 0, 0, 0), [])
+    )  # from before the assignments arrived
     setup.turn(60.0)
     assert {uid: seq for uid, (seq, _) in worker.running.items()} == assigned
 

@@ -20,8 +20,8 @@ from asyncrl.runtime.liveness import Liveness, silence_limit, start_limit
 from asyncrl.types import FailReason, PolicyVersion
 from asyncrl.weights.manifest import WeightsRef
 from asyncrl.wire.messages.shared import ObserverHello, Replace, Status, Stop
-from asyncrl.wire.messages.trainer import Checkpointed, PlanRequest, TrainerBeat, TrainerHello
-from asyncrl.wire.messages.worker import Engines, Heartbeat, WorkerHello
+from asyncrl.wire.messages.trainer import Checkpointed, PlanRequest, TrainerHeartbeat, TrainerHello
+from asyncrl.wire.messages.worker import Engines, WorkerHeartbeat, WorkerHello
 from asyncrl.wire.sockets import choose_endpoints
 from tests.fakes.data import rows, stored
 from tests.fakes.mail import Sent
@@ -108,7 +108,7 @@ def beats(coordinator: Coordinator, until: float, **beat: Any) -> None:
     rate = beat.pop("tokens", 0)
     fields = {"assigned": 0, "held": (), "busy_s": 0.0, "idle_s": 0.0}
     for now in range(int(until) + 1):
-        message = Heartbeat(**fields, tokens=rate * now, **beat)
+        message = WorkerHeartbeat(**fields, tokens=rate * now, **beat)
         coordinator._on_control(WORKER, message, [], float(now))
         if now % 10 == 0:
             tick(coordinator, float(now))
@@ -125,7 +125,7 @@ def test_signs_of_life_alone_are_no_progress(coordinator: Coordinator) -> None:
     trained(coordinator, 1)
     rank(coordinator, 0.0)
     for now in range(0, int(PROGRESS) + 20, 5):
-        coordinator._on_control(RANK, TrainerBeat(0, 0.0, 0.0, "trajectories of step 1"), [], float(now))
+        coordinator._on_control(RANK, TrainerHeartbeat(0, 0.0, 0.0, "trajectories of step 1"), [], float(now))
     beats(coordinator, PROGRESS + 20, in_time=True)
     assert coordinator.lifecycle.phase is Phase.STOPPING
     assert "no episode has landed" in coordinator.lifecycle.error
@@ -143,7 +143,7 @@ def test_a_stall_ends_the_run_with_a_checkpoint_and_says_who_waits(coordinator: 
     rank(coordinator, 0.0)
     now = SILENCE + 1
     coordinator._on_control(WORKER, WorkerHello(0, "launch.1", 4, 1), [], now)
-    coordinator._on_control(RANK, TrainerBeat(0, 0.0, 0.0, "trajectories of step 3"), [], now)
+    coordinator._on_control(RANK, TrainerHeartbeat(0, 0.0, 0.0, "trajectories of step 3"), [], now)
     tick(coordinator, now)
     assert coordinator.lifecycle.phase is Phase.STOPPING
     coordinator._on_control(RANK, Checkpointed(coordinator.state.trainer_epoch, 3, 0), [], now)
@@ -160,9 +160,9 @@ def test_a_disk_that_stays_full_ends_the_run(coordinator: Coordinator) -> None:
     coordinator._on_control(WORKER, WorkerHello(0, "launch.1", 4, 1), [], 0.0)
     for now in range(0, int(PROGRESS) + 20, 10):
         assert coordinator.lifecycle.phase is Phase.RUNNING
-        beat = TrainerBeat(0, 0.0, 0.0, "not saved: no space left", written=1000 * now)
+        beat = TrainerHeartbeat(0, 0.0, 0.0, "not saved: no space left", written=1000 * now)
         coordinator._on_control(RANK, beat, [], float(now))
-        coordinator._on_control(WORKER, Heartbeat(0, (), 0.0, 0.0, 0), [], float(now))
+        coordinator._on_control(WORKER, WorkerHeartbeat(0, (), 0.0, 0.0, 0), [], float(now))
         tick(coordinator, float(now))
     assert coordinator.lifecycle.phase is Phase.STOPPING
     assert "nothing was trained" in coordinator.lifecycle.error
@@ -210,7 +210,7 @@ def test_a_silent_worker_is_named_and_then_replaced(coordinator: Coordinator, si
     replaced = {}
     for now in range(300):
         for index in range(2 - silent):
-            beat = Heartbeat(0, (), 0.0, 0.0, 0, in_time=True)
+            beat = WorkerHeartbeat(0, (), 0.0, 0.0, 0, in_time=True)
             coordinator._on_control(f"rollout/{index}/launch.{index}".encode(), beat, [], float(now))
         tick(coordinator, float(now))
         named = {wait.partition(" ")[0] for wait in coordinator.state.waits if "is silent" in wait}

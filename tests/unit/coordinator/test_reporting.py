@@ -22,7 +22,7 @@ from asyncrl.observe.files import read_status, read_summary
 from asyncrl.observe.metrics import FILTERED, REWARD
 from asyncrl.observe.transcripts import is_kept
 from asyncrl.types import EpisodeResult, EpisodeStats, FailReason, Message, Sample
-from asyncrl.wire.messages.trainer import Checkpointed, PlanRequest, TrainerBeat, TrainerHello
+from asyncrl.wire.messages.trainer import Checkpointed, PlanRequest, TrainerHeartbeat, TrainerHello
 from asyncrl.wire.messages.worker import Assign, Failed, Finished
 from tests.unit.buffer.machine import admit
 from tests.unit.coordinator.test_workers import A, WorkerSetup
@@ -142,13 +142,13 @@ def test_who_waits_for_the_same_is_named_together_and_once(reporter: Reporter) -
     for rank in range(4):
         trainer.welcome_rank(f"trainer/{rank}/x".encode(), TrainerHello(rank, 4, "x", 0), 0.0)
         waiting = "trajectories of step 0" if rank < 3 else ""  # the last one computes
-        trainer.note_heartbeat(f"trainer/{rank}/x".encode(), TrainerBeat(rank, 0, 0, waiting), 0.0)
+        trainer.note_heartbeat(f"trainer/{rank}/x".encode(), TrainerHeartbeat(rank, 0, 0, waiting), 0.0)
     trainer.note_request(b"trainer/0/x", PlanRequest(1, 0, 0))
     state.waits = []
     trainer.serve_request()
     assert reporter.describe_waits() == ("trainer 0 and 2 more: trajectories of step 0",)
     for rank in range(3):
-        trainer.note_heartbeat(f"trainer/{rank}/x".encode(), TrainerBeat(rank, 0, 0), 0.0)
+        trainer.note_heartbeat(f"trainer/{rank}/x".encode(), TrainerHeartbeat(rank, 0, 0), 0.0)
     assert reporter.describe_waits() == ()
 
 
@@ -166,16 +166,16 @@ def test_checkpoints_that_cannot_be_written_are_an_alert_until_one_is(reporter: 
     for incarnation, beats in (("x", (problem, "")), ("y", ("", problem))):
         trainer.welcome_rank(b"trainer/0/" + incarnation.encode(), TrainerHello(0, 2, incarnation, 0), 0.0)
         for reported_problem in beats:
-            beat = TrainerBeat(0, 0, 0, checkpoint_problem=reported_problem)
+            beat = TrainerHeartbeat(0, 0, 0, checkpoint_problem=reported_problem)
             trainer.note_heartbeat(b"trainer/0/" + incarnation.encode(), beat, 0.0)
             reported += alerts()
     assert reported == [f"{problem}; there is no checkpoint yet"] * 4
     epoch = reporter.state.trainer_epoch
     trainer.welcome_rank(b"trainer/1/y", TrainerHello(1, 2, "y", 0), 0.0)
     trainer.record_checkpoint(b"trainer/0/y", Checkpointed(epoch, 0, 0), 0.0)
-    trainer.note_heartbeat(b"trainer/1/y", TrainerBeat(1, 0, 0, checkpoint_problem=problem), 0.0)
+    trainer.note_heartbeat(b"trainer/1/y", TrainerHeartbeat(1, 0, 0, checkpoint_problem=problem), 0.0)
     assert alerts() == []
-    trainer.note_heartbeat(b"trainer/0/y", TrainerBeat(0, 0, 0, checkpoint_problem=problem), 0.0)
+    trainer.note_heartbeat(b"trainer/0/y", TrainerHeartbeat(0, 0, 0, checkpoint_problem=problem), 0.0)
     assert alerts() == [f"{problem}; the newest checkpoint is of step 0"]
     assert read_status(reporter.state.run_dir)["checkpoint_problem"] == alerts()[0], "the page reads it there"
     reporter.state.persist()

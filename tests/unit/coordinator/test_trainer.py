@@ -32,7 +32,7 @@ from asyncrl.wire.messages.trainer import (
     PlanRequest,
     Probed,
     Published,
-    TrainerBeat,
+    TrainerHeartbeat,
     TrainerHello,
     WorkPlan,
 )
@@ -117,7 +117,7 @@ def test_rank_0_alone_is_given_a_plan_and_each_rank_its_payloads(
 def test_ranks_that_have_yet_to_meet_are_named_until_their_hello(setup: TrainerSetup) -> None:
     handler = setup.handler
     lease = setup.state.config.launch.lease
-    waits = TrainerBeat(1, 0.0, 0.0, "trainer ranks meet: of 2, not there yet: 0")
+    waits = TrainerHeartbeat(1, 0.0, 0.0, "trainer ranks meet: of 2, not there yet: 0")
     setup.hello("2")
     handler.note_heartbeat(b"trainer/1/1", waits, 0.0)
     assert handler.starting_waits(0.0) == [], "of ranks that were replaced"
@@ -355,20 +355,20 @@ def test_a_beat_is_progress_only_if_work_was_done_since_the_one_before(setup: Tr
     rows = [(1, 0, 0, 0), (2, 0, 3, 2), (3, 0, 3, 2), (4, 1, 3, 4), (5, 1, 3, 4), (6, 0, 4, 6), (7, 0, 4, 6)]
     setup.state.liveness.progress(0.0)
     for now, rank, work, moved in rows:
-        setup.handler.note_heartbeat(PEERS[rank], TrainerBeat(rank, 0.0, 0.0, work=work), float(now))
+        setup.handler.note_heartbeat(PEERS[rank], TrainerHeartbeat(rank, 0.0, 0.0, work=work), float(now))
         assert setup.state.liveness.progress_at == moved
 
 
 def test_a_restarted_trainer_counts_from_the_start(setup: TrainerSetup) -> None:
-    setup.handler.note_heartbeat(PEERS[0], TrainerBeat(0, 0.0, 0.0, work=9), 1.0)
+    setup.handler.note_heartbeat(PEERS[0], TrainerHeartbeat(0, 0.0, 0.0, work=9), 1.0)
     setup.hello("y")
-    setup.handler.note_heartbeat(PEERS[0], TrainerBeat(0, 0.0, 0.0, work=1), 2.0)
+    setup.handler.note_heartbeat(PEERS[0], TrainerHeartbeat(0, 0.0, 0.0, work=1), 2.0)
     assert setup.state.liveness.progress_at == 2.0
 
 
 def test_a_trainer_that_was_replaced_makes_no_progress(setup: TrainerSetup) -> None:
     """It would hide that its successor hangs."""
-    setup.handler.note_heartbeat(b"trainer/0/gone", TrainerBeat(0, 0.0, 0.0, work=9), 1.0)
+    setup.handler.note_heartbeat(b"trainer/0/gone", TrainerHeartbeat(0, 0.0, 0.0, work=9), 1.0)
     assert setup.state.liveness.alive_at == 0.0
 
 

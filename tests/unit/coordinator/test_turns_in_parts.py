@@ -16,7 +16,7 @@ from asyncrl.store.segments import SegmentReader
 from asyncrl.types import FailReason, Generation, PolicyVersion, Routes, StopReason, VersionSpan
 from asyncrl.weights.manifest import WeightsRef
 from asyncrl.wire.messages.shared import Attempt
-from asyncrl.wire.messages.worker import Assign, Failed, Fenced, Generated, Heartbeat, Sampled
+from asyncrl.wire.messages.worker import Assign, Failed, Fenced, Generated, Sampled, WorkerHeartbeat
 from tests.unit.buffer.machine import turn_payload
 from tests.unit.coordinator.test_workers import A, B, WorkerSetup
 
@@ -49,7 +49,7 @@ def post(setup: WorkerSetup, attempt: Attempt, *parts: bytes, peer: bytes = A, s
 def lost(setup: WorkerSetup, uid: str) -> tuple[Assign, list[bytes]]:
     """What another worker is given of an episode once the first is lost."""
     setup.join(B, index=1)
-    setup.beat(B, Heartbeat(0, (), 0, 0, 0), now=LATE)
+    setup.beat(B, WorkerHeartbeat(0, (), 0, 0, 0), now=LATE)
     setup.handler.assign_pending(LATE)
     assigned = {message.attempt.uid: message for peer, message in setup.sent.take(Assign) if peer == B}
     return assigned[uid], next(

@@ -20,7 +20,7 @@ from asyncrl.store.runstore import RunStore
 from asyncrl.types import EpisodeResult, EpisodeStats, FailReason, Sample
 from asyncrl.weights import disk
 from asyncrl.wire.messages.shared import Attempt, Loaded, LoadWeights
-from asyncrl.wire.messages.worker import Assign, Failed, Fenced, Finished, Generated, Heartbeat
+from asyncrl.wire.messages.worker import Assign, Failed, Fenced, Finished, Generated, WorkerHeartbeat
 from tests.unit.buffer.machine import turn_payload
 from tests.unit.coordinator.test_workers import SAMPLE, A, B, WorkerSetup
 from tests.unit.weights.test_delta import Training
@@ -222,7 +222,7 @@ def test_an_assignment_that_was_lost_is_issued_again_after_a_lease(tmp_path: Pat
     validation.assign_episodes(0.0, exclusive=True)
     lost = {message.attempt.uid for _, message in setup.sent.take(Assign)}
     for now, again in ((1.0, set[str]()), (31.0, set()), (32.0, lost)):
-        setup.beat(A, Heartbeat(0, (), 0, 0, 0), now)
+        setup.beat(A, WorkerHeartbeat(0, (), 0, 0, 0), now)
         for _ in range(2):
             validation.assign_episodes(now, exclusive=True)
         sent = [message.attempt for _, message in setup.sent.take(Assign)]

@@ -42,8 +42,8 @@ from asyncrl.wire.messages.worker import (
     Fenced,
     Finished,
     Generated,
-    Heartbeat,
     Replied,
+    WorkerHeartbeat,
     WorkerHello,
 )
 from tests.fakes.mail import Sent
@@ -84,7 +84,7 @@ class WorkerSetup:
         incarnation = peer.decode().rpartition("/")[2]
         self.handler.welcome_worker(peer, WorkerHello(index, incarnation, slots, pid=1), 0.0)
 
-    def beat(self, peer: bytes, beat: Heartbeat, now: float) -> None:
+    def beat(self, peer: bytes, beat: WorkerHeartbeat, now: float) -> None:
         self.handler.peers.note_contact(peer, now)
         self.handler.note_heartbeat(peer, beat, now)
 
@@ -211,7 +211,7 @@ def test_a_silent_worker_loses_its_episodes_and_is_fenced_when_it_returns(setup:
     (_, first), _ = setup.tick()
     setup.turn(A, 1, first)
     setup.join(B, index=1)
-    setup.beat(B, Heartbeat(0, (), 0, 0, 0), now=31.0)
+    setup.beat(B, WorkerHeartbeat(0, (), 0, 0, 0), now=31.0)
     again = dict(setup.tick(now=31.0))
     assert setup.state_of(first.uid) == (State.RUNNING, 1)
     assert again.keys() == {B}
@@ -231,7 +231,7 @@ def test_a_hello_that_its_acks_have_overtaken_stops_no_record(setup: WorkerSetup
     again = {attempt.uid: attempt for _, attempt in setup.tick()}[first.uid]
     setup.turn(A, 2, again, turn=1)
     assert setup.acks() == []
-    setup.beat(A, Heartbeat(0, (), 0, 0, 0, acked=1), 31.0)
+    setup.beat(A, WorkerHeartbeat(0, (), 0, 0, 0, acked=1), 31.0)
     setup.turn(A, 2, again, turn=1)
     assert setup.acks() == [2]
 
@@ -252,7 +252,7 @@ def test_a_continued_episode_has_what_is_left_of_its_time(setup: WorkerSetup) ->
     (_, first), _ = setup.tick()
     setup.records.process_record(A, Generated(1, first, 0, 7.5), [turn_payload()], 0.0)
     setup.join(B, index=1)
-    setup.beat(B, Heartbeat(0, (), 0, 0, 0), now=31.0)
+    setup.beat(B, WorkerHeartbeat(0, (), 0, 0, 0), now=31.0)
     setup.handler.assign_pending(31.0)
     seconds_by_uid = {
         message.attempt.uid: message.seconds for peer, message in setup.sent.take(Assign) if peer == B
@@ -267,19 +267,19 @@ def test_no_lease_expires_while_the_coordinator_did_not_run(setup: WorkerSetup) 
     """Nor is what was assigned just before lost by a heartbeat that was sent earlier and read now."""
     (_, first), _ = setup.tick()
     setup.handler.extend_leases(60.0, 60.0)
-    setup.beat(A, Heartbeat(0, (), 0, 0, 0), now=60.0)
+    setup.beat(A, WorkerHeartbeat(0, (), 0, 0, 0), now=60.0)
     setup.handler.assign_pending(60.0)
     assert setup.handler.peers.get(A) and setup.state_of(first.uid) == (State.RUNNING, 0)
 
 
 def test_an_assignment_that_never_arrived_is_found_by_the_heartbeat(setup: WorkerSetup) -> None:
     (_, first), (_, second) = setup.tick()
-    setup.beat(A, Heartbeat(setup.handler.assign_seq, (second,), 0, 0, 0), now=1.0)
+    setup.beat(A, WorkerHeartbeat(setup.handler.assign_seq, (second,), 0, 0, 0), now=1.0)
     assert setup.state_of(first.uid) == (State.PENDING, 1)
     assert setup.state_of(second.uid) == (State.RUNNING, 0)
 
 
-BEAT = Heartbeat(99 << 32, (), 0.0, 0.0, 0)  # it has received all, and holds nothing any more
+BEAT = WorkerHeartbeat(99 << 32, (), 0.0, 0.0, 0)  # it has received all, and holds nothing any more
 
 
 def beats(setup: WorkerSetup, leaving: bool = False) -> None:
@@ -334,14 +334,14 @@ def test_an_assignment_is_not_lost_while_its_worker_could_not_read_it(setup: Wor
     """Its loop was blocked, by a large forward say, and its first beat was sent before it read."""
     (_, first), _ = setup.tick()
     for beat, state in ((1, (State.RUNNING, 0)), (2, (State.PENDING, 1))):
-        setup.beat(A, Heartbeat(0, (), 0, 0, 0), now=31.0 + beat)
+        setup.beat(A, WorkerHeartbeat(0, (), 0, 0, 0), now=31.0 + beat)
         assert setup.state_of(first.uid) == state
 
 
 def test_a_held_attempt_that_is_not_current_is_cancelled(setup: WorkerSetup) -> None:
     (_, first), _ = setup.tick()
     stale = Attempt(first.uid, first.attempt + 7)
-    setup.beat(A, Heartbeat(setup.handler.assign_seq, (first, stale), 0, 0, 0), now=1.0)
+    setup.beat(A, WorkerHeartbeat(setup.handler.assign_seq, (first, stale), 0, 0, 0), now=1.0)
     assert [message.attempt for _, message in setup.sent.take(Cancel) if message.attempt != first] == [stale]
 
 
@@ -550,7 +550,7 @@ def test_an_assignment_says_how_old_the_weights_of_its_turns_may_be(setup: Worke
     setup.state.versions.engines[A].acked = PolicyVersion(1, 3)
     setup.handler.assign_pending(0.0)
     assert [message.oldest for _, message in setup.sent.take(Assign)] == [3, 3]
-    assert {episode.bound for episode in setup.state.buffer.episodes.values()} == {3}
+    assert {episode.min_version for episode in setup.state.buffer.episodes.values()} == {3}
 
 
 def test_without_its_greedy_episode_a_group_is_cancelled_wherever_it_runs(tmp_path: Path) -> None:

@@ -202,5 +202,5 @@ def test_a_token_with_a_bad_number_takes_no_part(source: str, bad: float) -> Non
         reference[1] = bad
     found, gradient = evaluated(prox=prox, reference=reference, algorithm=algorithm, kl={"where": "loss"})
     assert gradient[1] == 0 and all(map(math.isfinite, gradient)) and all(gradient[2:])
-    assert found.token_state.fresh.tolist() == [True, False, True, True, True]
+    assert found.token_state.trainable.tolist() == [True, False, True, True, True]
     assert all(map(math.isfinite, metrics_of(token_sums(found.token_state).sums).values()))

@@ -38,7 +38,7 @@ from asyncrl.wire.messages.trainer import (
     GaveUp,
     PlanRequest,
     Probed,
-    TrainerBeat,
+    TrainerHeartbeat,
     WorkPlan,
     is_answer,
 )
@@ -105,7 +105,7 @@ def rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: SimpleNamespace
 def beats(rank: TrainerRank) -> list[int]:
     """`work` of all that was sent; nothing but beats was."""
     sent = rank.control.sent  # type: ignore[attr-defined]
-    assert all(isinstance(message, TrainerBeat) for message in sent)
+    assert all(isinstance(message, TrainerHeartbeat) for message in sent)
     return [message.work for message in sent]
 
 
@@ -169,7 +169,7 @@ def test_a_wait_that_is_over_is_withdrawn_before_the_rank_computes(
     seen: list[str] = []
 
     def told() -> str:
-        return next(m.waiting for m in reversed(rank.control.sent) if isinstance(m, TrainerBeat))  # type: ignore[attr-defined]
+        return next(m.waiting for m in reversed(rank.control.sent) if isinstance(m, TrainerHeartbeat))  # type: ignore[attr-defined]
 
     def computes(what: str) -> None:
         clock.now += HEARTBEAT_SECONDS / 10  # a beat is not due by the time
@@ -246,7 +246,9 @@ def test_no_rank_trains_before_all_hold_their_payloads(rank: TrainerRank, clock:
     rank.control.receive = lambda timeout: None  # type: ignore[method-assign]
     plan, work = rank._take_plan(0)
     assert (plan.kind, work, [*looks]) == ("step", [], [])
-    assert "the other ranks' payloads" in [m.waiting for m in rank.control.sent if isinstance(m, TrainerBeat)]  # type: ignore[attr-defined]
+    assert "the other ranks' payloads" in [
+        m.waiting for m in rank.control.sent if isinstance(m, TrainerHeartbeat)
+    ]  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("stops", [True, False])
@@ -485,4 +487,4 @@ def test_only_the_answer_to_this_request_is_taken() -> None:
     assert is_answer(WorkPlan(7, 2, "step"), take)
     assert not is_answer(WorkPlan(7, 1, "work"), take) and not is_answer(WorkPlan(6, 2, "step"), take)
     assert not is_answer(Committed(7, True), take)
-    assert not is_answer(WorkPlan(7, 2, "step"), TrainerBeat(0, 0.0, 0.0))  # it asks for nothing
+    assert not is_answer(WorkPlan(7, 2, "step"), TrainerHeartbeat(0, 0.0, 0.0))  # it asks for nothing

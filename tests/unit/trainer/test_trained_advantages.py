@@ -60,7 +60,7 @@ def exchange(world: World, folder: Path) -> tuple[object, object]:
     mine = [one(number) for number in range(world.rank, 5, world.size)]
     traces = gather_traces(world, mine, [told(e) | {"rewards": e.rewards} for e in mine])
     plain = [
-        (t.uid, t.group, t.own.tokens - 2, t.rewards.tolist(), t.prox.tolist(), t.fresh.tolist())
+        (t.uid, t.group, t.own.tokens - 2, t.rewards.tolist(), t.prox.tolist(), t.trainable.tolist())
         for t in traces
     ]
     return [of(packed) for packed in gather_episodes(world, mine, [told(e) for e in mine])], plain

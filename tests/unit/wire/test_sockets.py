@@ -22,7 +22,7 @@ from asyncrl.wire.addresses import bound, own_address
 from asyncrl.wire.messages.channels import ToCoordinatorControl, ToObserver, ToWorkerBulk
 from asyncrl.wire.messages.shared import Attempt, ObserverHello, Stop, WireMessage
 from asyncrl.wire.messages.trainer import Checkpointed, Commit, PlanRequest, TrainerHello
-from asyncrl.wire.messages.worker import EngineUse, Heartbeat, Replied, WorkerHello
+from asyncrl.wire.messages.worker import EngineUse, Replied, WorkerHeartbeat, WorkerHello
 from asyncrl.wire.sockets import (
     AsyncLink,
     Codec,
@@ -129,11 +129,11 @@ def test_what_cannot_be_read_is_counted_and_the_next_message_comes(
 @pytest.mark.parametrize(
     ("role", "message"),
     [
-        ("rollout", Heartbeat(-1, (), 0.0, 0.0, 0)),
-        ("rollout", Heartbeat(0, (), math.nan, 0.0, 0)),
-        ("rollout", Heartbeat(0, (), 0.0, math.inf, 0)),
-        ("rollout", Heartbeat(0, (), 0.0, 0.0, 1 << 63)),
-        ("rollout", Heartbeat(0, (), 0.0, 0.0, 0, engines=(EngineUse("e", tokens=-1),))),
+        ("rollout", WorkerHeartbeat(-1, (), 0.0, 0.0, 0)),
+        ("rollout", WorkerHeartbeat(0, (), math.nan, 0.0, 0)),
+        ("rollout", WorkerHeartbeat(0, (), 0.0, math.inf, 0)),
+        ("rollout", WorkerHeartbeat(0, (), 0.0, 0.0, 1 << 63)),
+        ("rollout", WorkerHeartbeat(0, (), 0.0, 0.0, 0, engines=(EngineUse("e", tokens=-1),))),
         ("rollout", WorkerHello(0, "a", -4, 1)),
         ("trainer", TrainerHello(0, -2, "a", 0)),
         ("trainer", Checkpointed(1, 1 << 63, 0)),

@@ -37,7 +37,7 @@ from asyncrl.engines.sglang.process import ServerProcess
 from asyncrl.engines.sglang.server import Attached, attach, loader
 from asyncrl.engines.torch.engine import build
 from asyncrl.engines.torch.recorded import RECORD_AFTER
-from asyncrl.keeper.keeper import first_finished
+from asyncrl.server_supervisor.supervisor import first_finished
 from asyncrl.trainer.model import adapter_shards, load_policy, score_ids
 from asyncrl.trainer.publishing import Publishing
 from asyncrl.trainer.world import World, join_ranks, leave_ranks

@@ -1,4 +1,4 @@
-"""The keeper of a server: start a server or attach to it, watch the server, and load versions into an engine.
+"""The supervisor of a server: start a server or attach to it, watch the server, and load versions into an engine.
 
 consumes: versions to load (control), the end of the server
 waits for: the server to be ready, with a deadline; messages of the coordinator
@@ -6,8 +6,8 @@ unblocks: the coordinator (a server that can be used, versions confirmed)
 
     start / attach ──► ready ──► checked ──► hello with url ──► watched, loaded, heartbeats ──► end
 
-Only the keeper pauses the server or changes its weights; workers only sample or score. A server that dies, is
-restarted from outside or cannot load a version ends the keeper. The launcher starts both anew if the keeper
+Only the supervisor pauses the server or changes its weights; workers only sample or score. A server that dies, is
+restarted from outside or cannot load a version ends the supervisor. The launcher starts both anew if the supervisor
 was started by this launcher.
 """
 
@@ -25,21 +25,21 @@ from asyncrl.config import RunConfig
 from asyncrl.engines.sglang.process import ServerProcess, keep_tokens, keys
 from asyncrl.engines.sglang.server import Attached, attach
 from asyncrl.errors import AsyncrlError, ConfigError, DeadlineError, EngineError, one_line
-from asyncrl.keeper.versions import ServerVersions
 from asyncrl.observe.timeline import START, Timeline
 from asyncrl.runtime.activity import Activity, Waits
 from asyncrl.runtime.liveness import Contact, ContactState
 from asyncrl.runtime.process import at_ending
+from asyncrl.server_supervisor.versions import ServerVersions
 from asyncrl.wire.addresses import local_address
-from asyncrl.wire.messages.channels import ToKeeper
-from asyncrl.wire.messages.engine import KeeperBeat, KeeperHello
+from asyncrl.wire.messages.channels import ToSupervisor
+from asyncrl.wire.messages.engine import SupervisorHeartbeat, SupervisorHello
 from asyncrl.wire.messages.shared import Loaded, LoadWeights, Prefetch, Sleep, Stop, Welcome
 from asyncrl.wire.messages.worker import Leave
 from asyncrl.wire.sockets import AsyncLink, Endpoints, identity
 
 T = TypeVar("T")
 ScorerServer = tuple[str, int]  # name of a scorer, and number of the server among the scorer's servers
-log = logging.getLogger("asyncrl.keeper")
+log = logging.getLogger("asyncrl.server_supervisor")
 
 CHECK_SECONDS = 1.0  # seconds between two checks of a server
 MAX_UNANSWERED = 3  # unanswered checks in a row after which a server is given up
@@ -48,20 +48,20 @@ MAX_UNANSWERED = 3  # unanswered checks in a row after which a server is given u
 def run(
     config: RunConfig, endpoints: Endpoints, index: int, incarnation: str, scorer: ScorerServer | None = None
 ) -> int:
-    """Run a keeper until `Stop`, or a signal. Returns 0, or 1 when the server or the coordinator is lost.
+    """Run a supervisor until `Stop`, or a signal. Returns 0, or 1 when the server or the coordinator is lost.
     Raises ConfigError for a server that can never serve this run."""
-    keeper = Keeper(config, endpoints, index, incarnation, scorer)
+    supervisor = ServerSupervisor(config, endpoints, index, incarnation, scorer)
 
     try:
-        return asyncio.run(keeper.serve())
+        return asyncio.run(supervisor.serve())
     except ConfigError:
         raise
     except AsyncrlError as error:
-        log.error("%s leaves: %s", keeper.name, one_line(error, 2000))
+        log.error("%s leaves: %s", supervisor.name, one_line(error, 2000))
         return 1
 
 
-class Keeper:
+class ServerSupervisor:
     """Owns a server and the contact with the coordinator.
 
     Args:
@@ -101,7 +101,7 @@ class Keeper:
         """Serve until `Stop`, a signal or an error. Return the exit code."""
         loop = asyncio.get_running_loop()
         peer_identity = identity(self._role, self.index, self.incarnation)
-        self._control = AsyncLink(self._endpoints.control, ToKeeper, peer_identity, self._endpoints.keys)
+        self._control = AsyncLink(self._endpoints.control, ToSupervisor, peer_identity, self._endpoints.keys)
 
         launch = self.config.launch
         self._contact = Contact(launch.lease, launch.start_timeout, loop.time())
@@ -187,7 +187,7 @@ class Keeper:
         try:
             async with asyncio.timeout(start_timeout):
                 with self._waits.named("its server to become ready"):
-                    if urls:  # a keeper that joined later knows the URL of its own server alone
+                    if urls:  # a supervisor that joined later knows the URL of its own server alone
                         return await self._attach(urls[self._server_number % len(urls)])
 
                     host = local_address(self._endpoints.control)
@@ -248,7 +248,7 @@ class Keeper:
 
     async def _listen(self) -> int:
         while True:
-            message: ToKeeper = (await self._control.receive())[0]
+            message: ToSupervisor = (await self._control.receive())[0]
             self._contact.message_arrived(asyncio.get_running_loop().time())
             match message:
                 case Welcome():
@@ -282,12 +282,12 @@ class Keeper:
         kv_use = self._versions.pop_kv_use() if self._versions else None
         # A sleeping server has no devices to start on.
         starting = not (self._server or (self._versions and self._versions.asleep))
-        await self._control.send(KeeperBeat(self._healthy, starting, self._waits.longest(), kv_use))
+        await self._control.send(SupervisorHeartbeat(self._healthy, starting, self._waits.longest(), kv_use))
 
     async def _send_hello(self) -> None:
         url = self._server.api.url if self._server else ""
         description = self._server.description if self._server else ""
-        await self._control.send(KeeperHello(self.index, self.incarnation, url, os.getpid(), description))
+        await self._control.send(SupervisorHello(self.index, self.incarnation, url, os.getpid(), description))
 
 
 async def first_finished(*coroutines: Coroutine[Any, Any, T]) -> T:

@@ -20,13 +20,13 @@ from asyncrl.engines.sglang.http import INVALID_LABEL
 from asyncrl.engines.sglang.process import keep_tokens, kept_tokens
 from asyncrl.engines.sglang.server import Attached
 from asyncrl.errors import AsyncrlError, ConfigError, EngineError
-from asyncrl.keeper import keeper as engine_keeper
-from asyncrl.keeper.keeper import Keeper
-from asyncrl.keeper.versions import ServerVersions
 from asyncrl.runtime.weight_loader import LOAD_TRIES
+from asyncrl.server_supervisor import keeper as engine_keeper
+from asyncrl.server_supervisor.supervisor import ServerSupervisor
+from asyncrl.server_supervisor.versions import ServerVersions
 from asyncrl.types import PolicyVersion
 from asyncrl.weights.manifest import Manifest, WeightsError, WeightsRef
-from asyncrl.wire.messages.engine import KeeperBeat, KeeperHello
+from asyncrl.wire.messages.engine import SupervisorHeartbeat, SupervisorHello
 from asyncrl.wire.messages.shared import Loaded, LoadWeights, Sleep, Slept, WireMessage
 from asyncrl.wire.sockets import Endpoints
 from tests.fakes.loop import settle
@@ -88,7 +88,7 @@ class Answers:
 
 def keep(
     tmp_path: Path,
-    act: Callable[[Keeper, ServerVersions], Awaitable[Any]],
+    act: Callable[[ServerSupervisor, ServerVersions], Awaitable[Any]],
     server: Server | None = None,
     **weights: Any,
 ) -> list[WireMessage]:
@@ -99,7 +99,7 @@ def keep(
     control = Control()
 
     async def main() -> None:
-        keeper = Keeper(config, Endpoints("tcp://127.0.0.1:1", "tcp://127.0.0.1:2"), 0, "i", None)
+        keeper = ServerSupervisor(config, Endpoints("tcp://127.0.0.1:1", "tcp://127.0.0.1:2"), 0, "i", None)
         keeper._control = control  # type: ignore[assignment]
         assert keeper._versions is not None
         keeper._server = keeper._versions._server = server or Server()  # type: ignore[assignment]
@@ -111,7 +111,7 @@ def keep(
 
 
 @asynccontextmanager
-async def keeper_of(directory: Path, url: str, shifts: bool = False) -> AsyncIterator[Keeper]:
+async def keeper_of(directory: Path, url: str, shifts: bool = False) -> AsyncIterator[ServerSupervisor]:
     """A keeper that is given a server which is there already."""
     Qwen2Config(vocab_size=64, architectures=["Qwen2ForCausalLM"]).save_pretrained(directory)
     rollout = {"max_tokens": 64, "max_new_tokens": 64}
@@ -120,7 +120,7 @@ async def keeper_of(directory: Path, url: str, shifts: bool = False) -> AsyncIte
     if shifts:
         engine = msgspec.structs.replace(config.engine, colocated=1)
         config = msgspec.structs.replace(config, engine=engine, total_steps=1)
-    keeper = Keeper(config, Endpoints("tcp://127.0.0.1:1", "tcp://127.0.0.1:2"), 0, "i", None)
+    keeper = ServerSupervisor(config, Endpoints("tcp://127.0.0.1:1", "tcp://127.0.0.1:2"), 0, "i", None)
     keeper._control = Control()  # type: ignore[assignment]
     try:
         yield keeper
@@ -172,7 +172,7 @@ async def test_a_server_whose_loader_cannot_be_made_is_disconnected(tmp_path: Pa
     async with scripted() as script:
         answering(script, paused=False, label="e1-v1")
         async with keeper_of(tmp_path, script.url) as keeper:
-            unmade = patch("asyncrl.keeper.versions.loader", side_effect=ConfigError("no files"))
+            unmade = patch("asyncrl.server_supervisor.versions.loader", side_effect=ConfigError("no files"))
             with unmade as called, pytest.raises(ConfigError, match="no files"):
                 await keeper._keep_server()
             assert keeper._server is None  # no beat has told of it
@@ -180,8 +180,8 @@ async def test_a_server_whose_loader_cannot_be_made_is_disconnected(tmp_path: Pa
         assert server.api._transport._http_session is None
 
 
-def report(*answers: Loaded) -> Callable[[Keeper, ServerVersions], Awaitable[Any]]:
-    async def act(keeper: Keeper, versions: ServerVersions) -> None:
+def report(*answers: Loaded) -> Callable[[ServerSupervisor, ServerVersions], Awaitable[Any]]:
+    async def act(keeper: ServerSupervisor, versions: ServerVersions) -> None:
         with patch.object(versions, "_weight_loader", Answers(answers)), suppress(asyncio.CancelledError):
             await keeper._load_versions(versions)
 
@@ -223,7 +223,7 @@ def test_a_broken_server_is_out_of_service_at_once(tmp_path: Path) -> None:
     server = Server()
     server.broken = "half"
     sent = keep(tmp_path, report(FAILED), server)
-    assert isinstance(sent[0], KeeperBeat) and not sent[0].healthy and sent[1] == FAILED
+    assert isinstance(sent[0], SupervisorHeartbeat) and not sent[0].healthy and sent[1] == FAILED
 
 
 def test_each_look_at_the_servers_memory_is_told_once(
@@ -231,14 +231,14 @@ def test_each_look_at_the_servers_memory_is_told_once(
 ) -> None:
     monkeypatch.setattr(engine_keeper, "CHECK_SECONDS", 0.0)
 
-    async def act(keeper: Keeper, versions: ServerVersions) -> None:
+    async def act(keeper: ServerSupervisor, versions: ServerVersions) -> None:
         with pytest.raises(WeightsError):
             await keeper._watch_server(keeper._server)  # type: ignore[arg-type]
         await keeper._send_heartbeat()
         await keeper._send_heartbeat()
 
     sent = keep(tmp_path, act, Server(*[REF.label] * 2, "other"))
-    assert [beat.kv_use for beat in sent if isinstance(beat, KeeperBeat)] == [0.0, None]
+    assert [beat.kv_use for beat in sent if isinstance(beat, SupervisorHeartbeat)] == [0.0, None]
 
 
 def test_another_model_shows_at_the_first_probe(tmp_path: Path) -> None:
@@ -266,7 +266,7 @@ def test_a_server_that_is_gone_or_somebody_elses_is_given_up(
 ) -> None:
     monkeypatch.setattr(engine_keeper, "CHECK_SECONDS", 0.0)
 
-    async def act(keeper: Keeper, versions: ServerVersions) -> None:
+    async def act(keeper: ServerSupervisor, versions: ServerVersions) -> None:
         await report(FINE)(keeper, versions)
         await keeper._watch_server(keeper._server)  # type: ignore[arg-type]
 
@@ -281,7 +281,7 @@ def test_a_load_under_way_says_nothing_about_health(tmp_path: Path, monkeypatch:
     server.broken = "the load was not finished"
     healthy: list[bool] = []
 
-    async def act(keeper: Keeper, versions: ServerVersions) -> None:
+    async def act(keeper: ServerSupervisor, versions: ServerVersions) -> None:
         versions.take_message(LoadWeights(REF, "train"))
         real = server.label
 
@@ -336,7 +336,7 @@ def test_orders_are_carried_out_as_they_came_and_a_version_is_loaded_again_after
 ) -> None:
     server = Sleeper()
 
-    async def act(keeper: Keeper, versions: ServerVersions) -> None:
+    async def act(keeper: ServerSupervisor, versions: ServerVersions) -> None:
         for orders, wanted in (
             ((LoadWeights(REF, "train"),), [Loaded]),
             ((LoadWeights(REF, "train"), Sleep(1), Sleep(1)), [Slept]),  # too late to be loaded
@@ -356,13 +356,13 @@ def test_a_server_of_which_nobody_knows_what_it_holds_is_given_up(tmp_path: Path
     server = Sleeper()
     server.fails = "falling asleep was not finished"
 
-    async def act(keeper: Keeper, versions: ServerVersions) -> None:
+    async def act(keeper: ServerSupervisor, versions: ServerVersions) -> None:
         versions.take_message(Sleep(3))
         with pytest.raises(EngineError, match="engine 0: falling asleep was not finished"):
             await keeper._load_versions(versions)
 
     beat, slept = keep(tmp_path, act, server)
-    assert isinstance(beat, KeeperBeat) and not beat.healthy
+    assert isinstance(beat, SupervisorHeartbeat) and not beat.healthy
     assert isinstance(slept, Slept) and slept.number == 3 and slept.error
 
 
@@ -370,14 +370,14 @@ def test_the_memory_of_a_server_that_sleeps_is_not_asked_for(tmp_path: Path) -> 
     server = Sleeper(REF.label)
     server.sleeping.asleep = True
 
-    async def act(keeper: Keeper, versions: ServerVersions) -> None:
+    async def act(keeper: ServerSupervisor, versions: ServerVersions) -> None:
         assert await versions.check_server()
         await keeper._send_heartbeat()
         await keeper._send_hello()
 
     beat, hello = keep(tmp_path, act, server)
-    assert isinstance(beat, KeeperBeat) and beat.healthy and beat.kv_use is None
-    assert isinstance(hello, KeeperHello)
+    assert isinstance(beat, SupervisorHeartbeat) and beat.healthy and beat.kv_use is None
+    assert isinstance(hello, SupervisorHello)
 
 
 async def test_the_first_server_of_a_run_starts_at_once_and_later_ones_when_there_is_a_version(
@@ -405,8 +405,8 @@ async def test_the_first_server_of_a_run_starts_at_once_and_later_ones_when_ther
             await settle()
             await keeper._send_heartbeat()
             hello, slept, beat = control.sent  # type: ignore[attr-defined]
-            assert isinstance(hello, KeeperHello) and not hello.url
-            assert isinstance(beat, KeeperBeat) and not beat.starting, (
+            assert isinstance(hello, SupervisorHello) and not hello.url
+            assert isinstance(beat, SupervisorHeartbeat) and not beat.starting, (
                 "a trainer that hangs would be waited for"
             )
             assert isinstance(slept, Slept) and slept.number == 7 and not slept.error
