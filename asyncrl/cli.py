@@ -69,7 +69,7 @@ def main(argv: list[str] | None = None) -> int:
     if argv is None and sys.argv[1:2] and sys.argv[1] in ENCLOSED_COMMANDS:
         from asyncrl.isolation.child import run_enclosed
 
-        return run_enclosed("asyncrl.cli:main", sys.argv[1:], grace=ENCLOSED_COMMANDS[sys.argv[1]])
+        return run_enclosed("asyncrl.cli:main", sys.argv[1:], grace_seconds=ENCLOSED_COMMANDS[sys.argv[1]])
 
     try:
         check_interpreter()

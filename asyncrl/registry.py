@@ -100,14 +100,14 @@ class Registry(Generic[T]):
         `path/to/file.py:attribute`, possibly with options, which are not bound here. ConfigError begins with
         `where`, the plugin's key."""
         try:
-            return self._load(single(plugin)[0])
+            return self._load(name_and_options(plugin)[0])
         except ConfigError as error:
             raise ConfigError(f"{where}: {error}") if where else error from None
 
     def make(self, plugin: str | Mapping[str, Any], where: str, call: Call) -> T:
         """Return the plugin with the options bound, as the function `make` does."""
-        spec, options = single(plugin, where)
-        plugin_object: T = make(self.load(spec, where), options, f"{where}.{spec}", call)
+        spec, options = name_and_options(plugin, where)
+        plugin_object: T = make_plugin(self.load(spec, where), options, f"{where}.{spec}", call)
         return plugin_object
 
     def _load(self, spec: str) -> T:
@@ -125,7 +125,7 @@ class Registry(Generic[T]):
     def names(self) -> list[str]:
         return sorted({*self._entries, *self._modules})
 
-    def known(self) -> list[str]:
+    def all_names(self) -> list[str]:
         """Return all names, including names of installed packages."""
         return sorted({*self.names(), *self._entry_points().names})
 
@@ -153,14 +153,16 @@ class Registry(Generic[T]):
         if name.endswith(".py"):
             return f"name what is in the file, too: {name}:NAME"
 
-        known_names = self.known()
+        known_names = self.all_names()
         nearest = difflib.get_close_matches(name, known_names, n=3, cutoff=0.4)
         return (
             f"did you mean {', '.join(nearest)}?" if nearest else f"known: {', '.join(known_names) or 'none'}"
         )
 
 
-def single(plugin: str | Mapping[str, Mapping[str, Any]], where: str = "") -> tuple[str, Mapping[str, Any]]:
+def name_and_options(
+    plugin: str | Mapping[str, Mapping[str, Any]], where: str = ""
+) -> tuple[str, Mapping[str, Any]]:
     """Return name and options of a key that takes a name or `{name: {options}}`. ConfigError for no name or
     several names, beginning with `where`."""
     if isinstance(plugin, str):
@@ -175,7 +177,7 @@ def single(plugin: str | Mapping[str, Mapping[str, Any]], where: str = "") -> tu
     return name, options
 
 
-def bind(function: F, options: Mapping[str, Any], where: str) -> F:
+def bind_options(function: F, options: Mapping[str, Any], where: str) -> F:
     """Return the function with keyword-only parameters set from `options`, converted to the annotated types.
 
     Raises ConfigError that begins with `where`, the key of the options: an unknown option (the error lists
@@ -237,29 +239,29 @@ def _keyword_only(function: Callable[..., Any], where: str) -> list[inspect.Para
     return keyword_parameters
 
 
-def make(loaded: Any, options: Mapping[str, Any], where: str, call: Call) -> Any:
+def make_plugin(loaded: Any, options: Mapping[str, Any], where: str, call: Call) -> Any:
     """Bind the plugin and check that `call` fits. ConfigError that begins with `where` if it does not."""
-    plugin_object = bound(loaded, options, where, call)
+    plugin_object = bind_plugin(loaded, options, where, call)
     check_call(plugin_object, where, call)
     return plugin_object
 
 
-def bound(loaded: Any, options: Mapping[str, Any], where: str, call: Call) -> Any:
+def bind_plugin(loaded: Any, options: Mapping[str, Any], where: str, call: Call) -> Any:
     """Return a function with the options bound, or an instance of a class made with the options. Raises
     ConfigError that begins with `where`. The arguments of a call are not checked."""
     if not callable(loaded):
         raise ConfigError(f"{where} is no function; write {call.usage}")
 
-    plugin_object = bind(loaded, options, where)
+    plugin_object = bind_options(loaded, options, where)
     if isinstance(loaded, type) and not call.makes:
-        plugin_object = built(plugin_object, where)
+        plugin_object = make_by_factory(plugin_object, where)
         if not callable(plugin_object):
             raise ConfigError(f"{where}: its instances cannot be called; write {call.usage}")
 
     return plugin_object
 
 
-def built(factory: Callable[[], Any], where: str) -> Any:
+def make_by_factory(factory: Callable[[], Any], where: str) -> Any:
     """Return the object that a factory makes. Any error of the factory becomes a ConfigError that begins with
     `where`."""
     try:

@@ -29,11 +29,13 @@ from asyncrl.errors import lacks_memory, one_line
 from asyncrl.user_cache import keep_result, read_result
 
 logger = logging.getLogger(__name__)
-AGREE = 1e-3  # upper bound of the difference between log-probs of a float32 model, computed in two ways
+LOGPROB_TOLERANCE = (
+    1e-3  # upper bound of the difference between log-probs of a float32 model, computed in two ways
+)
 # Arguments that an attention function may ignore.
 IGNORABLE_ARGUMENTS = {"position_ids", "use_cache", "cache_position", "is_causal"}
 VOCABULARY_SIZE = 128  # token ids
-RESERVED = 8  # ids of special tokens are below this number, and are not sampled
+RESERVED_IDS = 8  # ids of special tokens are below this number, and are not sampled
 WINDOW_TOKENS = 8  # length of windows and chunks
 MIN_HEAD_SIZE = 8
 # Patterns of configuration keys, by the role of the value.
@@ -43,12 +45,12 @@ HEAD_SIZE_KEYS = re.compile(
 )
 REACH_KEYS = re.compile(r"window|chunk|top_?k|block|scale|attention$|distance|extent")
 WIDTH_KEYS = re.compile(r"hidden|intermediate|ffn|dff|emb|width|inner|size|dim|model|rank|state|ssm|proj")
-UNIMPORTANT = ("_name_or_path", "transformers_version", "dtype")  # settings without influence on results
+IGNORED_SETTINGS = ("_name_or_path", "transformers_version", "dtype")  # settings without influence on results
 # Numbers of layers to try for the copy.
 LAYER_COUNTS = (2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48)
 
 
-def unknown(arguments: Mapping[str, Any]) -> list[str]:
+def unknown_arguments(arguments: Mapping[str, Any]) -> list[str]:
     """Return the names of arguments that an attention function must not ignore: ignoring them may change
     little."""
     checked_arguments = {name: value for name, value in arguments.items() if name not in IGNORABLE_ARGUMENTS}
@@ -59,12 +61,12 @@ def unknown(arguments: Mapping[str, Any]) -> list[str]:
     )
 
 
-def passes(error: Exception) -> bool:
+def is_passing_error(error: Exception) -> bool:
     """Return True if the error concerns the machine now, not the model: no result is kept."""
     return lacks_memory(error) or isinstance(error, OSError) or "new thread" in str(error)
 
 
-def remembered(
+def cached_findings(
     config: PreTrainedConfig, purpose: str, run_check: Callable[[PreTrainedModel], dict[str, str]]
 ) -> dict[str, str] | None:
     """Run `run_check` on the copy and return findings by name; None where no copy can be made. Findings are
@@ -72,9 +74,9 @@ def remembered(
     """
     try:
         narrow_config = narrowed_config(config)
-        settings = narrow_config.to_dict() | dict.fromkeys(UNIMPORTANT)
+        settings = narrow_config.to_dict() | dict.fromkeys(IGNORED_SETTINGS)
         cache_key = json.dumps(
-            [purpose, type(config).__name__, settings, *versions()], sort_keys=True, default=str
+            [purpose, type(config).__name__, settings, *code_versions()], sort_keys=True, default=str
         )
         if (cached := read_result(cache_key, dict[str, str])) is not None:
             return cached
@@ -93,7 +95,7 @@ def remembered(
 
 
 @cache
-def versions() -> tuple[str, ...]:
+def code_versions() -> tuple[str, ...]:
     """Return the versions of torch, transformers, and the code here that computes with models."""
     package_root = Path(__file__).parent
     files = [
@@ -126,7 +128,7 @@ def shrunken_model(narrow_config: PreTrainedConfig) -> PreTrainedModel:
     return _random_model(narrow_config)
 
 
-def narrowed_config(config: PreTrainedConfig, head: int = MIN_HEAD_SIZE) -> PreTrainedConfig:
+def narrowed_config(config: PreTrainedConfig, min_head_size: int = MIN_HEAD_SIZE) -> PreTrainedConfig:
     """Return a configuration of the same layers, each with few and small heads, small experts, and a short
     reach."""
     narrow_config = copy.deepcopy(config)
@@ -144,7 +146,7 @@ def narrowed_config(config: PreTrainedConfig, head: int = MIN_HEAD_SIZE) -> PreT
         n for n in range(1, max(head_size, *head_counts, 1) + 1) if not gcd(head_size, *head_sizes) % n
     ]
     size_divisor = max(
-        n for n in size_divisors if n == 1 or (head_size // n >= head and head_size // n % 2 == 0)
+        n for n in size_divisors if n == 1 or (head_size // n >= min_head_size and head_size // n % 2 == 0)
     )
 
     # At least eight of many heads are left, because an index over few heads has equal scores.
@@ -202,7 +204,7 @@ def _small_value(name: str, value: Any, count_divisor: int, size_divisor: int, p
 
     aligned_width = -(-value // (count_divisor * size_divisor * 4)) * 4  # experts need multiples of 4
     rules: tuple[tuple[str | re.Pattern[str], int], ...] = (
-        ("token_id$", value % RESERVED),
+        ("token_id$", value % RESERVED_IDS),
         ("vocab", min(value, VOCABULARY_SIZE)),
         (HEAD_SIZE_KEYS, max(value // size_divisor, 1)),
         (HEAD_COUNT_KEYS, max(value // count_divisor, 1)),
@@ -249,14 +251,14 @@ def _layer_settings(layer: nn.Module) -> Iterator[Any]:
 
 
 def _model_of(config: PreTrainedConfig) -> PreTrainedModel:
-    attention = own_attention(config)
+    attention = attention_arguments(config)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(
         copy.deepcopy(config), dtype=torch.float32, **attention
     )
     return model.eval()
 
 
-def own_attention(config: PreTrainedConfig) -> dict[str, str]:
+def attention_arguments(config: PreTrainedConfig) -> dict[str, str]:
     """Return the attention argument for a model whose scores are capped, because SDPA ignores the cap."""
     capped = getattr(config.get_text_config(), "attn_logit_softcapping", None)
     return {"attn_implementation": "eager"} if capped else {}

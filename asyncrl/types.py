@@ -330,7 +330,7 @@ class EpisodeResult(msgspec.Struct, frozen=True, gc=False, array_like=True):
     turn_tokens: tuple[int, ...] = ()
 
     @property
-    def parts(self) -> dict[str, EpisodeResult]:
+    def agent_results(self) -> dict[str, EpisodeResult]:
         """Return `of` each agent that earns a separate reward, in the order of the agents' first turns."""
         return {agent: self.of(agent) for agent in dict.fromkeys(self.agents)}
 
@@ -374,7 +374,7 @@ class EpisodeResult(msgspec.Struct, frozen=True, gc=False, array_like=True):
 
         return f"{bad_numbers[0]}; it must be within ±{MAX_REWARD:g}" if bad_numbers else ""
 
-    def misfit(self, turns: int, tokens: int) -> str:
+    def misfit_text(self, turns: int, tokens: int) -> str:
         """Return why this cannot be the result of an episode of `turns` turns and at most `tokens` tokens; ''
         if it can."""
         list_lengths = [len(self.turn_rewards), len(self.agents), len(self.turn_tokens)]
@@ -410,7 +410,7 @@ class EpisodeStats(msgspec.Struct, frozen=True, gc=False, array_like=True):
     untrained_turns: int = 0
     declined: int = 0
 
-    def misfit(self, tokens: int) -> str:
+    def misfit_text(self, tokens: int) -> str:
         """Return why these cannot be figures of an episode of no more than `tokens` tokens; '' if they
         can."""
         figures = msgspec.structs.asdict(self)

@@ -11,10 +11,10 @@ from typing import Any
 import msgspec
 
 MAX_LISTED_LENGTH = 200  # characters of a text in a list of episodes
-MAX_RESULT = 1 << 20  # bytes, as JSON, of the result of an agent or a tool for the reward
+MAX_RESULT_BYTES = 1 << 20  # bytes, as JSON, of the result of an agent or a tool for the reward
 
 
-def finite(subject: str, value: Any) -> float:
+def finite_number(subject: str, value: Any) -> float:
     """Return a number of any type as a float. TypeError or ValueError, beginning with `subject`, if the value
     is no number, or no finite number."""
     try:
@@ -30,17 +30,17 @@ def finite(subject: str, value: Any) -> float:
     return number
 
 
-def result_of(value: Any, subject: str = "the agent") -> Any:
+def checked_result(value: Any, subject: str = "the agent") -> Any:
     """Return the value that an agent or a tool returned for the reward, as a JSON value. TypeError or
     ValueError where the value is no JSON value, or no result."""
     if isinstance(value, Real):
-        value = finite(f"the result of {subject}", value)
+        value = finite_number(f"the result of {subject}", value)
     elif value is not None and not isinstance(value, Mapping):
         raise TypeError(f"{subject} returned a {type(value).__name__}; None, a number or a dict is expected")
 
     encoded = msgspec.json.encode(value)
-    if len(encoded) > MAX_RESULT:
-        raise ValueError(f"{subject} returned {len(encoded)} bytes, {MAX_RESULT} are allowed")
+    if len(encoded) > MAX_RESULT_BYTES:
+        raise ValueError(f"{subject} returned {len(encoded)} bytes, {MAX_RESULT_BYTES} are allowed")
     return msgspec.json.decode(encoded)
 
 
@@ -57,7 +57,7 @@ def is_deeper(value: Any, levels: int) -> bool:
     return isinstance(value, list) and (not levels or any(is_deeper(item, levels - 1) for item in value))
 
 
-def in_short(text: str, max_length: int = MAX_LISTED_LENGTH) -> str:
+def shorten_to_line(text: str, max_length: int = MAX_LISTED_LENGTH) -> str:
     """Return the text on a single line of at most `max_length` characters."""
     line = " ".join(encodable(text[: 4 * max_length]).replace("\0", " ").split())
     return line if len(line) <= max_length and len(text) <= 4 * max_length else f"{line[: max_length - 1]}…"

@@ -52,7 +52,7 @@ from swe_tasks.packages import (
 from asyncrl.errors import AsyncrlError, reason
 from asyncrl.isolation.images import Image, find_image
 from asyncrl.isolation.importing import import_image, remove_image
-from asyncrl.values import in_short, printable
+from asyncrl.values import printable, shorten_to_line
 
 T = TypeVar("T")
 
@@ -342,7 +342,7 @@ def main() -> None:
         sys.exit(f"make_swe_tasks.py: {error}")
     if problems:
         for requirement, why in problems.items():
-            line = printable(in_short(f"{requirement}: {why}", REASON))
+            line = printable(shorten_to_line(f"{requirement}: {why}", REASON))
             print(f"make_swe_tasks.py: {line}", file=sys.stderr)
         sys.exit(1)
 

@@ -162,7 +162,7 @@ class RestBench(AgentBench):
             await asyncio.sleep(0.001)
         await self.sampler.sleep()
         await asyncio.sleep(self.rest)
-        self.sampler.loads.offer(self._ref, False)
+        self.sampler.loads.offer_version(self._ref, False)
 
 
 # -- the gateway -------------------------------------------------------------------------------------------

@@ -33,7 +33,7 @@ from asyncrl.algorithms.credit import (
 )
 from asyncrl.config import RunConfig
 from asyncrl.errors import ConfigError, ProtocolError
-from asyncrl.registry import load_object, single
+from asyncrl.registry import load_object, name_and_options
 from asyncrl.types import EpisodeResult
 
 KEY = "algorithm.advantage"
@@ -62,7 +62,7 @@ def load_named_files(config: RunConfig) -> None:
 
 def configured_advantage(config: RunConfig) -> Advantage:
     """The advantage, options bound. Only an unknown name imports files: the coordinator needs no torch."""
-    name, options = single(config.algorithm.advantage, KEY)
+    name, options = name_and_options(config.algorithm.advantage, KEY)
     if name not in advantages:
         load_named_files(config)
     return advantages.load(name, KEY).bound(options, f"{KEY}.{name}")

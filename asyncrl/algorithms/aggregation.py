@@ -14,7 +14,7 @@ from typing import Annotated, Any, NamedTuple
 
 from msgspec import Meta
 
-from asyncrl.registry import Registry, bind
+from asyncrl.registry import Registry, bind_options
 
 
 class Share(NamedTuple):
@@ -47,7 +47,7 @@ class Aggregation:
         named_facts = {
             name: run_facts[name] for name in inspect.signature(self.of).parameters if name in run_facts
         }
-        return replace(self, of=bind(self.of, named_facts, where))
+        return replace(self, of=bind_options(self.of, named_facts, where))
 
     def divisor(self, denominators: float) -> float:
         """D, from the sum of the episodes' denominators. 0: there is no token to divide for."""

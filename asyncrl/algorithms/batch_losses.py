@@ -22,8 +22,8 @@ ROUNDING = 1e-6  # log-ratios of one policy, computed twice
 
 
 def highest_covariance(traces: Sequence[Trace], *, share: float) -> list[np.ndarray]:
-    """1 on the `share` of the batch's fresh tokens (at least one) with the largest (A−Ā)·(log prox − mean),
-    else 0.
+    """1 on the `share` of the batch's trainable tokens (at least one) with the largest (A−Ā)·(log prox −
+    mean), else 0.
 
     Tokens equal to the first that is too many are left out as well: with equal advantages nothing is
     chosen.
@@ -74,8 +74,8 @@ def kl_cov(tokens: LossInput, *, share: Share = 2e-4, coef: Positive = 0.1) -> T
 
 
 def within_second_moment(traces: Sequence[Trace], *, tau: float) -> list[np.ndarray]:
-    """1 on the fresh tokens that stay when those with the largest (log prox − log μ)² go until the mean of
-    the rest is below `tau`, else 0. Tokens equal to the last that goes, go as well."""
+    """1 on the trainable tokens that stay when those with the largest (log prox − log μ)² go until the mean
+    of the rest is below `tau`, else 0. Tokens equal to the last that goes, go as well."""
     squares = [(trace.prox - trace.mu) ** 2 for trace in traces]
     ordered_squares = np.sort(_trainable(traces, squares))
     means = np.cumsum(ordered_squares) / np.arange(1, len(ordered_squares) + 1)  # does not decrease
@@ -105,8 +105,8 @@ def m2po(tokens: LossInput, *, tau: Positive = 0.04) -> TokenLoss:
 def partition_gap(traces: Sequence[Trace], *, beta: float) -> list[np.ndarray]:
     """log Ẑ − R/β of each episode, on all its tokens.
 
-    log Ẑ is the mean over the group's episodes of log ref − log prox + R/β, sequence sums over fresh tokens;
-    episodes without a fresh token are left out.
+    log Ẑ is the mean over the group's episodes of log ref − log prox + R/β, sequence sums over trainable
+    tokens; episodes without a trainable token are left out.
     """
     groups: defaultdict[str, list[float]] = defaultdict(list)
     for trace in traces:
@@ -141,13 +141,13 @@ def _prepared(tokens: LossInput) -> torch.Tensor:
 
 
 def _trainable(traces: Sequence[Trace], values: Sequence[np.ndarray]) -> np.ndarray:
-    """Return the values of all fresh tokens of the batch."""
+    """Return the values of all trainable tokens of the batch."""
     return np.concatenate(
         [array[trace.trainable] for trace, array in zip(traces, values, strict=True)] or [np.zeros(0)]
     )
 
 
 def _mean(traces: Sequence[Trace], name: str) -> float:
-    """Sums over all fresh tokens, rounded once: no order of the traces changes a bit."""
+    """Sums over all trainable tokens, rounded once: no order of the traces changes a bit."""
     values = _trainable(traces, [getattr(trace, name) for trace in traces]).tolist()
     return math.fsum(values) / max(len(values), 1)

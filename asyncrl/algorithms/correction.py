@@ -17,7 +17,7 @@ import torch
 from msgspec import Meta
 
 from asyncrl.errors import ConfigError
-from asyncrl.registry import Registry, bind
+from asyncrl.registry import Registry, bind_options
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,8 +29,8 @@ Level = Literal["token", "turn", "sequence", "geometric"]
 @dataclass(frozen=True)
 class CorrectionInput:
     """Tokens [N]. `log_ratio` is log prox - log mu, `current` is log pi - log mu, both without gradient and
-    finite, 0 where not `fresh`; `row`: episode of each token, `turn`: its turn. Ratios over several tokens
-    are over fresh ones only."""
+    finite, 0 where not `trainable`; `row`: episode of each token, `turn`: its turn. Ratios over several
+    tokens are over trainable ones only."""
 
     log_ratio: Tensor
     current: Tensor
@@ -102,7 +102,7 @@ def _bound(
     of: Callable[..., CorrectionMask], options: Mapping[str, Any], where: str
 ) -> Callable[..., CorrectionMask]:
     """`of` with its options; ConfigError for a band that holds nothing."""
-    bound = bind(of, options, where)
+    bound = bind_options(of, options, where)
     low, high = (bound.keywords.get(name) for name in ("low", "high"))  # type: ignore[attr-defined]
     if low is not None and high is not None and low > high:
         raise ConfigError(f"{where}: low {low} is above high {high}, nothing would be kept; swap them")
@@ -171,16 +171,16 @@ def places(tokens: CorrectionInput, level: Level) -> Tensor:
 
 
 def pooled(values: Tensor, tokens: CorrectionInput, level: Level) -> tuple[Tensor, Tensor]:
-    """Σ of `values` over the fresh tokens of each token's turn or episode, and their number (at least 1), [N]
-    both. At level `token` the values themselves."""
+    """Σ of `values` over the trainable tokens of each token's turn or episode, and their number (at least 1),
+    [N] both. At level `token` the values themselves."""
     if level == "token" or not len(values):
         return values, torch.ones_like(values)
     return summed(values, places(tokens, level), tokens.trainable)
 
 
 def summed(values: Tensor, spans: Tensor, trainable: Tensor) -> tuple[Tensor, Tensor]:
-    """At each token, the sum of `values` over the fresh tokens of its place, and their number (at least 1);
-    [N] all."""
+    """At each token, the sum of `values` over the trainable tokens of its place, and their number (at least
+    1); [N] all."""
     # float64: the log-ratios of a long episode cancel.
     summed_terms = torch.stack([torch.where(trainable, values, 0.0).double(), trainable.double()])
     span_count = int(spans.max()) + 1
@@ -191,7 +191,7 @@ def summed(values: Tensor, spans: Tensor, trainable: Tensor) -> tuple[Tensor, Te
 
 
 def mean_over(values: Tensor, tokens: CorrectionInput, level: Level) -> Tensor:
-    """Mean of `values` over the fresh tokens of the turn or episode, [N]."""
+    """Mean of `values` over the trainable tokens of the turn or episode, [N]."""
     total, count = pooled(values, tokens, level)
     return total / count
 
@@ -210,7 +210,7 @@ def truncate(
     tokens: CorrectionInput, *, level: Level = "token", positive: Positive = 5.0, negative: Positive = 2.0
 ) -> CorrectionMask:
     """w = min(ρ, C), C = `positive` or, where A < 0, `negative` (truncated importance sampling: IMPALA, arXiv
-    1802.01561). Over turns and episodes the sign is that of the mean A of their fresh tokens.
+    1802.01561). Over turns and episodes the sign is that of the mean A of their trainable tokens.
 
     Use: the default weight. `positive` 2 for a lag of 1, 5 for 4 to 8, 8 beyond. `turn` and `sequence` weigh
     the context of a token as well, at a variance that grows with length; `geometric` where single ratios are
@@ -252,8 +252,8 @@ def mask(
 def reject_sequence(
     tokens: CorrectionInput, *, low: Annotated[float, Meta(ge=0)] = 0.9, high: Positive = 1.1
 ) -> CorrectionMask:
-    """Keep the episode iff low ≤ exp(mean log ρ) ≤ high, the mean over its fresh tokens (geometric rejection;
-    plain). Its reward stays in the group's baseline.
+    """Keep the episode iff low ≤ exp(mean log ρ) ≤ high, the mean over its trainable tokens (geometric
+    rejection; plain). Its reward stays in the group's baseline.
 
     Use: to drop episodes that drifted as a whole, staleness 1 to 8. [0.99, 1.001] is for the mismatch of
     engine and trainer at one version and would drop nearly all stale episodes.
@@ -269,7 +269,7 @@ def reject(
     limit: Positive = 0.1,
     level: Literal["token", "turn", "sequence"] = "sequence",
 ) -> CorrectionMask:
-    """Keep iff |mean k| ≤ limit over the level's fresh tokens: k1 = -log ρ, k2 = (log ρ)²/2,
+    """Keep iff |mean k| ≤ limit over the level's trainable tokens: k1 = -log ρ, k2 = (log ρ)²/2,
     k3 = ρ - 1 - log ρ (Schulman, joschu.net/blog/kl-approx.html). k1 has a sign, so both sides are bounded:
     e^-limit ≤ geometric ρ ≤ e^limit.
 
@@ -283,7 +283,7 @@ def reject(
 
 @correction("veto", kind="mask")
 def veto(tokens: CorrectionInput, *, least: Annotated[float, Meta(gt=0, lt=1)] = 1e-5) -> CorrectionMask:
-    """Drop the episode if any fresh token has ρ < least (plain).
+    """Drop the episode if any trainable token has ρ < least (plain).
 
     Use: against broken log-probs: a token that the policy would hardly write. Any staleness; with a long lag
     it also drops correct tokens.
@@ -294,9 +294,9 @@ def veto(tokens: CorrectionInput, *, least: Annotated[float, Meta(gt=0, lt=1)] =
 
 @correction("negative", kind="mask")
 def negative_episodes(tokens: CorrectionInput, *, delta: Positive = 0.1) -> CorrectionMask:
-    """Drop the episode if A < 0 and mean(log μ − log π) > delta over its fresh tokens (off-policy sequence
-    masking: DeepSeek-V3.2, arXiv 2512.02556). The sign is that of its mean A; π is the current policy, so
-    that each of several optimizer steps decides anew.
+    """Drop the episode if A < 0 and mean(log μ − log π) > delta over its trainable tokens (off-policy
+    sequence masking: DeepSeek-V3.2, arXiv 2512.02556). The sign is that of its mean A; π is the current
+    policy, so that each of several optimizer steps decides anew.
 
     Use: several steps per batch or staleness above 4: wrong answers that the policy no longer gives teach
     little and make training unstable.

@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from asyncrl.registry import Registry, bind
+from asyncrl.registry import Registry, bind_options
 from asyncrl.types import EpisodeResult
 
 EPSILON = 1e-6  # added to every std that divides
@@ -22,7 +22,7 @@ class Trace(NamedTuple):
     """Describes one episode of a whole batch at its start, arrays per model token [T]. `prox`: log pi there.
 
     An advantage with `whole_group` sees `rewards` and `collision`, Σ π² over the vocabulary; the `prepare` of
-    a loss sees `advantage`, `mu`, which tokens are `fresh` (may contribute) and, if it asks, `reference`.
+    a loss sees `advantage`, `mu`, which tokens are `trainable` (may contribute) and, if it asks, `reference`.
     """
 
     uid: str
@@ -92,7 +92,7 @@ class Advantage:
         return float(getattr(self.of, "keywords", {}).get("turn_gamma", 1.0))
 
     def bound(self, options: Mapping[str, Any], where: str) -> Advantage:
-        return replace(self, of=bind(self.of, options, where))
+        return replace(self, of=bind_options(self.of, options, where))
 
 
 advantages: Registry[Advantage] = Registry("advantage", Advantage)
@@ -111,7 +111,7 @@ def by_token(episode: AdvantageInput, advantage: Advantage) -> np.ndarray:
         return np.broadcast_to(np.asarray(advantage.of(episode), dtype=np.float64), episode.turn.shape)
 
     token_advantages = np.zeros(len(episode.turn))
-    for agent, own_result in episode.own.parts.items():
+    for agent, own_result in episode.own.agent_results.items():
         turns = [turn for turn, turn_agent in enumerate(episode.own.agents) if turn_agent == agent]
         is_own_token = np.isin(episode.turn, turns)
         sibling_positions = [

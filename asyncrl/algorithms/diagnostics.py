@@ -41,7 +41,7 @@ BIN_EDGES = [-edge for edge in reversed(_ABOVE)] + _ABOVE
 class TokenState:
     """Tokens [N]: log-probs without gradient, and which count. `drift`: from the policy that clips are
     around to the current one, log prox - log pi. `counted`: real model tokens; `in_bound`:
-    of these, with a lag within the bound; `fresh`: of these, with finite log-probs (the others' mu was
+    of these, with a lag within the bound; `trainable`: of these, with finite log-probs (the others' mu was
     replaced by prox); `exact`: sampled by the policy in training, whole context included. `row`: episode
     of each token; `weight`: by aggregation; `loss`: weighted loss; `clipped_lower`: by a dual clip."""
 
@@ -79,13 +79,13 @@ class TokenSums:
 RATIOS = {
     "actor/pg_clipfrac": ("clipped", "eligible"),
     "actor/pg_clipfrac_lower": ("clipped_lower", "eligible"),
-    "actor/ppo_kl": ("drift", "fresh"),
+    "actor/ppo_kl": ("drift", "trainable"),
     "actor/entropy": ("entropy", "tokens"),
-    "rollout_corr/rollout_is_mean": ("weight", "fresh"),
-    "rollout_corr/rho_mean": ("rho", "fresh"),
+    "rollout_corr/rollout_is_mean": ("weight", "trainable"),
+    "rollout_corr/rho_mean": ("rho", "trainable"),
     "rollout_corr/logprob_diff_mean": ("exact_diff", "exact"),
     "rollout_corr/k3_kl_same_version": ("exact_k3", "exact"),
-    "rollout_corr/zero_advantage_frac": ("zero_advantage", "fresh"),
+    "rollout_corr/zero_advantage_frac": ("zero_advantage", "trainable"),
     # How much of Σ|A| the correction leaves, by sign of A, and whether what is left pushes one way.
     "rollout_corr/kept_advantage/positive": ("kept_positive", "positive"),
     "rollout_corr/kept_advantage/negative": ("kept_negative", "negative"),
@@ -112,7 +112,7 @@ def metrics_of(sums: Mapping[str, float]) -> dict[str, float]:
 
     if sums.get("weight2"):
         metrics["rollout_corr/rollout_is_eff_sample_size"] = sums["weight"] ** 2 / (
-            sums["fresh"] * sums["weight2"]
+            sums["trainable"] * sums["weight2"]
         )
 
     metrics |= {OVERALL[name]: value for name, value in _spread(sums).items() if name in OVERALL}
@@ -128,8 +128,8 @@ def metrics_of(sums: Mapping[str, float]) -> dict[str, float]:
 
 
 def _spread(sums: Mapping[str, float]) -> dict[str, float]:
-    """How far rho is from 1, by the sums of a lag bucket or of all tokens. Empty without fresh tokens."""
-    trainable_count = sums.get("fresh", 0.0)
+    """How far rho is from 1, by the sums of a lag bucket or of all tokens. Empty without trainable tokens."""
+    trainable_count = sums.get("trainable", 0.0)
     if not trainable_count:
         return {}
     log_rho = sums.get("log_rho", 0.0) / trainable_count
@@ -219,7 +219,7 @@ def _columns(state: TokenState, log_ratio: Tensor) -> dict[str, Tensor]:
     return {
         "loss": torch.where(enters_loss, state.loss, 0.0),
         "tokens": state.counted,
-        "fresh": trainable,
+        "trainable": trainable,
         "kept": enters_loss,
         "nonfinite": state.within_staleness & ~trainable,
         "eligible": is_eligible,
@@ -249,7 +249,7 @@ def _columns(state: TokenState, log_ratio: Tensor) -> dict[str, Tensor]:
 
 
 def _episodes(state: TokenState, log_ratio: Tensor, bucket: Tensor) -> Tensor:
-    """[3, lag buckets + 1]: episodes with fresh tokens there, Σ w and Σ w² of their weights Π rho."""
+    """[3, lag buckets + 1]: episodes with trainable tokens there, Σ w and Σ w² of their weights Π rho."""
     bucket_count = len(LAG_NAMES)
     episode_count = int(state.row.max()) + 1
     values = torch.stack([log_ratio, state.trainable.double()])
@@ -289,7 +289,7 @@ def _scatter(indices: Tensor, values: Tensor, size: int) -> Tensor:
     return values.new_zeros(len(values), size).index_add(1, indices, values)
 
 
-LAG_SUMS = ("fresh", "masked", "truncated", "log_rho", "rho", "rho2", "k3", "bin/", "episode")
+LAG_SUMS = ("trainable", "masked", "truncated", "log_rho", "rho", "rho2", "k3", "bin/", "episode")
 
 
 def _named(names: list[str], flat: list[float]) -> dict[str, float]:

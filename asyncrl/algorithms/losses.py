@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from asyncrl.algorithms.correction import Correction, Level, summed
-from asyncrl.registry import Registry, bind
+from asyncrl.registry import Registry, bind_options
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,7 +31,7 @@ class LossInput:
     """Model tokens [N] of one micro-batch. Only `logp` (log pi) carries a gradient.
 
     `prox` is log prox; with one optimizer step per batch it is `logp` without gradient. `row` is the episode
-    each token belongs to, for losses over sequences; these count `fresh` tokens only (all log-probs are
+    each token belongs to, for losses over sequences; these count `trainable` tokens only (all log-probs are
     finite, and `logp`, `prox` and `mu` equal elsewhere). `turn`: which turn of its episode wrote it, from 0;
     `lag`: step being trained minus version that sampled it. `reference`: log-probs of the reference policy;
     `prepared`: what the loss's own `prepare` gave each token; None where the loss declares neither.
@@ -50,11 +50,11 @@ class LossInput:
     prepared: Tensor | None = None
 
     def weighed(self, value: Tensor) -> Tensor:
-        """[N] times the correction's weight; 0 or 1 for a loss that contains pi/mu; 0 where not fresh."""
+        """[N] times the correction's weight; 0 or 1 for a loss that contains pi/mu; 0 where not trainable."""
         return torch.where(self.trainable, self.correction.weight * value, 0.0)
 
     def episode_sum(self, value: Tensor) -> Tensor:
-        """[N] at each token, the sum of `value` over the fresh tokens of its episode."""
+        """[N] at each token, the sum of `value` over the trainable tokens of its episode."""
         return summed(value, self.row, self.trainable)[0]
 
     def episode_mean(self, value: Tensor) -> Tensor:
@@ -112,7 +112,7 @@ class Loss:
 
     def bound(self, options: Mapping[str, Any], where: str) -> Loss:
         """With its options set. ConfigError as in `bind`."""
-        of: Any = bind(self.of, options, where)
+        of: Any = bind_options(self.of, options, where)
         return replace(self, of=of, prepare=self.prepare and _with_known(self.prepare, of.keywords))
 
 

@@ -16,9 +16,17 @@ from asyncrl.algorithms.aggregation import Aggregation, aggregations
 from asyncrl.algorithms.correction import Rule, select_rules
 from asyncrl.algorithms.credit import Advantage, Scale
 from asyncrl.algorithms.losses import Loss, losses
-from asyncrl.config import DIVERGENCE_NAMES, CriticConfig, KLConfig, Options, RunConfig, leaves, taught
+from asyncrl.config import (
+    DIVERGENCE_NAMES,
+    CriticConfig,
+    KLConfig,
+    Options,
+    RunConfig,
+    leaves,
+    loss_has_teacher,
+)
 from asyncrl.errors import ConfigError
-from asyncrl.registry import single
+from asyncrl.registry import name_and_options
 
 END_SCALARS = ("batch_std", "nonzero")
 
@@ -95,10 +103,10 @@ def compose(config: RunConfig) -> Recipe:
         kl_config.in_loss or algorithm.entropy_coef > 0 or shares_backbone
     )
     recipe = Recipe(
-        advantage_name=single(algorithm.advantage)[0],
+        advantage_name=name_and_options(algorithm.advantage)[0],
         advantage=advantage,
         scale=scale,
-        loss_name=single(algorithm.loss)[0],
+        loss_name=name_and_options(algorithm.loss)[0],
         loss=loss,
         rules=rules,
         aggregate=aggregate.bound({"length": config.rollout.max_tokens}, "algorithm.aggregation"),
@@ -134,7 +142,7 @@ def compose(config: RunConfig) -> Recipe:
 def loss_of(config: RunConfig) -> Loss:
     """The loss, options bound, once all named files are imported."""
     load_named_files(config)
-    name, options = single(config.algorithm.loss, "algorithm.loss")
+    name, options = name_and_options(config.algorithm.loss, "algorithm.loss")
     return losses.load(name, "algorithm.loss").bound(options, f"algorithm.loss.{name}")
 
 
@@ -307,7 +315,7 @@ def _filter_refusals(config: RunConfig, recipe: Recipe) -> dict[str, bool]:
         "kl.where=loss": filters_groups and kl_config.where == "reward",
         f"{key} discards groups of equal rewards, and the teacher (kl.reference, kl.prompt, scorers) "
         "teaches there, too; set it false": filters_groups
-        and taught(dict(leaves(msgspec.to_builtins(config)))),
+        and loss_has_teacher(dict(leaves(msgspec.to_builtins(config)))),
     }
 
 

@@ -1,4 +1,4 @@
-"""Policy losses of a token by itself, and those with the ratio of an episode, over its fresh tokens only.
+"""Policy losses of a token by itself, and those with the ratio of an episode, over its trainable tokens only.
 
 With one optimizer step per batch pi = prox, and every loss here that `clips` has the gradient of `reinforce`.
 

@@ -189,7 +189,7 @@ class Batches:
         for episode in ready_episodes:
             self.buffer.take_episode(episode, batch.step)
             self.planned_episodes[episode.uid] = episode
-            group = self.buffer.live[episode.group]
+            group = self.buffer.live_groups[episode.group]
             if group.id not in self.baselines:
                 self.baselines[group.id] = Baseline.of_group(group, self.buffer.episodes)
             if group.step == batch.step and not group.filtered:  # a late member does not count its group
@@ -234,7 +234,7 @@ class Batches:
 
     def _may_wait(self, episode: EpisodeRecord, step: int) -> bool:
         """Return True for a late member of a taken or filtered group that is not stale in the next batch."""
-        group = self.buffer.live[episode.group]
+        group = self.buffer.live_groups[episode.group]
         is_late = (group.step >= 0 or group.filtered) and episode.member not in group.baseline
         return is_late and episode.oldest > step - self.buffer.config.max_staleness
 
@@ -308,7 +308,7 @@ class Batches:
     @property
     def over(self) -> bool:
         """True if the data has run out and no trajectory is left to train."""
-        return self.buffer.prompts.over and not self.buffer.live
+        return self.buffer.prompts.over and not self.buffer.live_groups
 
     # -- selection -----------------------------------------------------------------------------------
 
@@ -323,7 +323,8 @@ class Batches:
         new_groups: set[int] = set()
 
         for group in [
-            self.buffer.live[number] for number in sorted(self.buffer.tally.groups_by_state[State.READY])
+            self.buffer.live_groups[number]
+            for number in sorted(self.buffer.tally.groups_by_state[State.READY])
         ]:
             usable_members = self._usable_members(group, batch.step)
             if not usable_members:
@@ -402,7 +403,7 @@ class Batches:
             self.buffer.drop_episode(self.planned_episodes[uid], reason)
 
         # Groups are still live if late members are left.
-        taken_groups = [self.buffer.live[number] for number in self.buffer.tally.groups_by_step[step]]
+        taken_groups = [self.buffer.live_groups[number] for number in self.buffer.tally.groups_by_step[step]]
         running_episodes = [
             episode for group in taken_groups for episode in self.buffer.drop_group(group, reason)
         ]

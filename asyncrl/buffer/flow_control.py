@@ -260,7 +260,7 @@ class LiveLimit:
                     may_grow,
                     self._idle_fraction * waiting_fraction,
                 )
-                self.buffer.spare = self.flow_control.spare_groups(waiting_fraction)
+                self.buffer.spare_groups = self.flow_control.spare_groups(waiting_fraction)
                 self._crossed_fraction = 0.0
 
             self.buffer.live_limit = min(self.flow_control.limit, self.kv_cap.limit)

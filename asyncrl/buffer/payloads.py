@@ -189,10 +189,12 @@ def cut_back(buffer: ReplayBuffer, episode: EpisodeRecord, readable_turns: Seque
     episode.result = EpisodeResult(0.0)
     episode.stats = EpisodeStats(0)
 
-    group = buffer.live[episode.group]  # the episode may have landed after the deadline of an unsettled group
+    group = buffer.live_groups[
+        episode.group
+    ]  # the episode may have landed after the deadline of an unsettled group
     group.baseline = tuple(member for member in group.baseline if member != episode.member)
 
     episode.attempt += 1
     episode.worker = ""
-    buffer.touch(episode)
+    buffer.mark_changed(episode)
     buffer.move_episode(episode, State.PENDING)

@@ -133,7 +133,7 @@ def _compared_values(
     result: EpisodeResult, compared: ComparedParts
 ) -> Iterator[tuple[tuple[object, ...], float]]:
     if result.agents:  # the sum over agents is not compared: 0 in a zero-sum game
-        for agent, agent_result in result.parts.items():
+        for agent, agent_result in result.agent_results.items():
             yield from (((agent, *name), value) for name, value in _compared_values(agent_result, compared))
         return
 

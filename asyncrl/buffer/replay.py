@@ -83,7 +83,7 @@ class ReplayBuffer:
         self.group_size = config.episodes_per_group + greedy
         self._max_groups_in_memory = max(1, config.max_bytes // max(1, group_bytes))
         self.live_limit = int((1 + config.target) * config.groups_per_batch)  # moved by flow control
-        self.spare = 0  # set by flow control, so that no run ends with a wait for its slowest groups
+        self.spare_groups = 0  # set by flow control, so that no run ends with a wait for its slowest groups
 
         self._reset()
 
@@ -93,7 +93,9 @@ class ReplayBuffer:
         self.deadlines = Deadlines(self.config.group_deadline if has_deadlines else math.inf)
         self.waiting_tokens = Lifetimes(4096)  # from the end of a turn until a batch may take the episode
 
-        self.live: dict[int, GroupRecord] = {}  # groups with a member that is not over; has_room counts fewer
+        self.live_groups: dict[
+            int, GroupRecord
+        ] = {}  # groups with a member that is not over; has_room counts fewer
         self.episodes: dict[str, EpisodeRecord] = {}
         self.tally = Tally()
         # Cached values of staleness.oldest_version_of by group, until a member changes.
@@ -138,7 +140,7 @@ class ReplayBuffer:
         """Return an episode that is in memory, or has left memory since the last call of `changes`."""
         return self.episodes.get(uid) or self._changed_episodes.get(uid) or self._moved_episodes.get(uid)
 
-    def touch(self, episode: EpisodeRecord) -> None:
+    def mark_changed(self, episode: EpisodeRecord) -> None:
         """Mark an episode of which more than state, reason and step has changed."""
         self._changed_episodes[episode.uid] = episode
         self.oldest_versions.pop(episode.group, None)
@@ -156,11 +158,11 @@ class ReplayBuffer:
         """
         self._reset()
 
-        self.live = {group.id: group for group in sorted(groups, key=lambda group: group.id)}
+        self.live_groups = {group.id: group for group in sorted(groups, key=lambda group: group.id)}
         self.episodes = {episode.uid: episode for episode in episodes}
         self.departed_counts = Counter(departed_counts)
 
-        for group in self.live.values():
+        for group in self.live_groups.values():
             self.cohorts.exclude_step(group.issued_step)
             self.deadlines.restore_group(group, now)
             self.tally.add_group(group, [self.episodes[uid] for uid in group.members])
@@ -176,7 +178,7 @@ class ReplayBuffer:
         """True if a further group may be live. A group of which only late members are left does not count."""
         return (
             self.tally.count_live(self.committed) + 1 <= self.max_live_groups
-            and self.missing_groups + self.spare > 0
+            and self.missing_groups + self.spare_groups > 0
             and (self.closed_step + 1) * self.config.groups_per_batch < self.total_groups
             and not self.prompts.over
             and self.prompts.draw_sample(self.prompts.position) >= 0
@@ -202,11 +204,11 @@ class ReplayBuffer:
         patience = self.deadlines.patience(now)
         group = GroupRecord(group_id, sample, step, member_uids, patience, position=position)
 
-        self.live[group_id] = self._changed_groups[group_id] = group
+        self.live_groups[group_id] = self._changed_groups[group_id] = group
         for member, uid in enumerate(member_uids):
             greedy = member == self.config.episodes_per_group
             self.episodes[uid] = EpisodeRecord(uid, group_id, member, greedy=greedy)
-            self.touch(self.episodes[uid])
+            self.mark_changed(self.episodes[uid])
 
         self.tally.add_group(group, [self.episodes[uid] for uid in member_uids])
         self.next_group = group_id + 1
@@ -218,7 +220,7 @@ class ReplayBuffer:
     # -- running -------------------------------------------------------------------------------------
 
     @property
-    def waiting(self) -> int:
+    def waiting_count(self) -> int:
         """Number of episodes that are to be assigned."""
         return self.tally.state_counts[State.PENDING]
 
@@ -228,10 +230,10 @@ class ReplayBuffer:
         episode.worker = worker
         episode.assign_seq = sequence_number
         episode.min_version = min_version
-        self.touch(episode)
+        self.mark_changed(episode)
         self.move_episode(episode, State.RUNNING)
 
-        group = self.live[episode.group]
+        group = self.live_groups[episode.group]
         if math.isnan(group.started):
             self.deadlines.start_group(group, now)
             self._changed_groups[group.id] = group
@@ -240,12 +242,12 @@ class ReplayBuffer:
         self, episode: EpisodeRecord, result: EpisodeResult, stats: EpisodeStats, now: float
     ) -> None:
         """Record an episode that landed. The episode's group may settle."""
-        group = self.live[episode.group]
+        group = self.live_groups[episode.group]
         self._settle_if_due(group, now)  # a deadline that passed since the last pass counts first
 
         episode.result = result
         episode.stats = stats
-        self.touch(episode)
+        self.mark_changed(episode)
         self.move_episode(episode, State.LANDED)
 
         if not episode.greedy:
@@ -269,10 +271,10 @@ class ReplayBuffer:
         sampled_before = episode.sampled
         will_retry = episode.prepare_retry(reason, self.retries)
         self.abandoned_tokens += sampled_before - episode.sampled
-        self.touch(episode)
+        self.mark_changed(episode)
 
         if not will_retry:
-            group = self.live[episode.group]
+            group = self.live_groups[episode.group]
             self._set_state(episode, State.FAILED, reason)
             running_members = [
                 member for member in self.trainable_members(group) if member.state is State.RUNNING
@@ -289,11 +291,11 @@ class ReplayBuffer:
 
     # -- groups --------------------------------------------------------------------------------------
 
-    def tick(self, now: float) -> None:
+    def settle_overdue(self, now: float) -> None:
         """Settle the groups whose deadline has passed, if enough of their members have landed."""
         for group_id in self.deadlines.pop_passed(now):
-            if group_id in self.live:
-                self._settle_if_due(self.live[group_id], now)
+            if group_id in self.live_groups:
+                self._settle_if_due(self.live_groups[group_id], now)
 
     def trainable_members(self, group: GroupRecord) -> list[EpisodeRecord]:
         """Return the members that may be trained: all but the greedy episode."""
@@ -391,7 +393,7 @@ class ReplayBuffer:
     def drop_episode(self, episode: EpisodeRecord, reason: DropReason) -> None:
         """Give up a ready, landed or not yet running episode."""
         self._set_state(episode, State.DROPPED, reason)
-        self._forget_if_over(self.live[episode.group])
+        self._forget_if_over(self.live_groups[episode.group])
 
     def drop_corrupt(self, episode: EpisodeRecord) -> None:
         """Drop a planned episode that was not trained, as its payload could not be read.
@@ -418,7 +420,9 @@ class ReplayBuffer:
 
     def drop_all(self, reason: DropReason) -> list[EpisodeRecord]:
         """Drop all untaken episodes, at the end of the run. Return the episodes that were running."""
-        return [episode for group in list(self.live.values()) for episode in self.drop_group(group, reason)]
+        return [
+            episode for group in list(self.live_groups.values()) for episode in self.drop_group(group, reason)
+        ]
 
     def drop_group(self, group: GroupRecord, reason: DropReason) -> list[EpisodeRecord]:
         """Drop the members of a group that are not taken. Return the members that were running."""
@@ -434,7 +438,7 @@ class ReplayBuffer:
     # -- taking (used by batches.py) -----------------------------------------------------------------
 
     def take_episode(self, episode: EpisodeRecord, step: int) -> None:
-        group = self.live[episode.group]
+        group = self.live_groups[episode.group]
         self.untrained_groups = 0
         if group.step < 0:
             group.settled = True  # only a group from a checkpoint's manifest is not settled yet
@@ -446,11 +450,11 @@ class ReplayBuffer:
 
     def mark_trained(self, episodes: Sequence[EpisodeRecord]) -> None:
         for episode in episodes:
-            self.cohorts.add_trained(self.live[episode.group].issued_step, episode)
+            self.cohorts.add_trained(self.live_groups[episode.group].issued_step, episode)
             self._set_state(episode, State.TRAINED)
 
         for group_id in {episode.group for episode in episodes}:
-            self._forget_if_over(self.live[group_id])
+            self._forget_if_over(self.live_groups[group_id])
 
     def note_commit(self, step: int) -> None:
         """Note that the first `step` batches are committed."""
@@ -477,14 +481,14 @@ class ReplayBuffer:
 
     def _forget_if_over(self, group: GroupRecord) -> None:
         """Forget a group when all its episodes are over. Its payloads stay in the store."""
-        if group.id not in self.live or not self.tally.is_over(group):
+        if group.id not in self.live_groups or not self.tally.is_over(group):
             return
 
         if group.step < 0:
             self.untrained_groups += 1
             self.untrained_reason = self.trainable_members(group)[-1].ending
 
-        del self.live[group.id]
+        del self.live_groups[group.id]
         self.deadlines.forget_group(group)
         self._changed_groups[group.id] = group  # written as over
         self.cohorts.close_group(group.issued_step)

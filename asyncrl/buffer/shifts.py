@@ -38,7 +38,7 @@ class Outlook:
     batch_complete: bool
 
 
-NOTHING_ASKED = Outlook(False, 0.0, False)
+NO_REQUEST = Outlook(False, 0.0, False)
 
 
 @dataclass(frozen=True)
@@ -55,14 +55,14 @@ class Situation:
     idle: seconds since an engine last sampled.
     """
 
-    outlook: Outlook = NOTHING_ASKED
+    outlook: Outlook = NO_REQUEST
     ranks_starting: bool = False
-    asked: bool = False
+    trainer_waits: bool = False
     validation_waits: bool = False
-    asleep: bool = False
-    awake: bool = False
-    resting: bool = False
-    idle: float = 0.0
+    engines_asleep: bool = False
+    engine_awake: bool = False
+    ranks_offloaded: bool = False
+    idle_seconds: float = 0.0
 
 
 class Shifts:
@@ -78,18 +78,18 @@ class Shifts:
         self.shift = shift
         self.entered_at = now
         self.clock = EngineClock(now, stopped=shift is not Shift.ROLLOUT)
-        self.seconds = {Shift.SLEEPING: 0.0, Shift.WAKING: 0.0}  # duration of the newest change
+        self.change_seconds = {Shift.SLEEPING: 0.0, Shift.WAKING: 0.0}  # duration of the newest change
         self.train_shifts = 0  # number of the trainer's shifts
         self._min_fraction = min_fraction
 
-    def move(self, now: float, situation: Situation) -> bool:
+    def enter_next(self, now: float, situation: Situation) -> bool:
         """Enter the next state if it is time. Return True if a state was entered."""
         next_shift = self._next_shift(situation)
         if next_shift is self.shift:
             return False
 
-        if self.shift in self.seconds:
-            self.seconds[self.shift] = now - self.entered_at
+        if self.shift in self.change_seconds:
+            self.change_seconds[self.shift] = now - self.entered_at
         self.train_shifts += next_shift is Shift.TRAIN
 
         if next_shift is Shift.ROLLOUT:
@@ -105,8 +105,8 @@ class Shifts:
         return {
             "shift/train": float(self.shift is Shift.TRAIN),
             "shift/count": float(self.train_shifts),
-            "shift/sleep_s": self.seconds[Shift.SLEEPING],
-            "shift/wake_s": self.seconds[Shift.WAKING],
+            "shift/sleep_s": self.change_seconds[Shift.SLEEPING],
+            "shift/wake_s": self.change_seconds[Shift.WAKING],
         }
 
     def _next_shift(self, situation: Situation) -> Shift:
@@ -115,17 +115,17 @@ class Shifts:
                 situation.ranks_starting or self._enough_ready(situation)
             ):
                 return Shift.SLEEPING
-            case Shift.SLEEPING if situation.asleep:
+            case Shift.SLEEPING if situation.engines_asleep:
                 return Shift.TRAIN
             case Shift.TRAIN if (
-                situation.asked
+                situation.trainer_waits
                 and not situation.ranks_starting
                 and (situation.validation_waits or not situation.outlook.ready)
             ):
                 return Shift.WAKING
             case Shift.WAKING if situation.ranks_starting:
                 return Shift.SLEEPING
-            case Shift.WAKING if situation.resting and situation.awake:
+            case Shift.WAKING if situation.ranks_offloaded and situation.engine_awake:
                 return Shift.ROLLOUT
         return self.shift
 
@@ -134,7 +134,7 @@ class Shifts:
         outlook = situation.outlook
 
         if self._min_fraction == "auto":
-            filled = outlook.group_fraction >= 1 or situation.idle > sum(self.seconds.values())
+            filled = outlook.group_fraction >= 1 or situation.idle_seconds > sum(self.change_seconds.values())
         else:
             filled = outlook.group_fraction >= self._min_fraction
 

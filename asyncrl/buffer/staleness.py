@@ -150,7 +150,7 @@ class GroupSlots:
         return max(0, oldest_version - self._min_version)
 
 
-def pending(buffer: ReplayBuffer) -> Iterator[tuple[int, EpisodeRecord]]:
+def assignable_episodes(buffer: ReplayBuffer) -> Iterator[tuple[int, EpisodeRecord]]:
     """Yield the pending episodes with the oldest version that each may start on, oldest groups first.
 
     The caller may assign each episode before the next is requested.
@@ -165,7 +165,7 @@ def pending(buffer: ReplayBuffer) -> Iterator[tuple[int, EpisodeRecord]]:
     counts_of_older = buffer.tally.count_older(waiting_groups, buffer.committed)
 
     for group_id, older_groups in zip(waiting_groups, counts_of_older, strict=True):
-        group = buffer.live[group_id]
+        group = buffer.live_groups[group_id]
         oldest_version = oldest_version_of(buffer, group)
 
         for uid in group.members:
@@ -233,4 +233,6 @@ def drop_overdue(buffer: ReplayBuffer) -> list[EpisodeRecord]:
 def _untaken_groups(buffer: ReplayBuffer) -> list[GroupRecord]:
     """Return the groups that a batch may still take. Empty unless on_stale=hold."""
     holds_stale = buffer.config.on_stale == "hold"
-    return [buffer.live[number] for number in sorted(buffer.tally.untaken_groups)] if holds_stale else []
+    return (
+        [buffer.live_groups[number] for number in sorted(buffer.tally.untaken_groups)] if holds_stale else []
+    )

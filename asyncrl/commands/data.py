@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from asyncrl.commands import command_parser
-from asyncrl.data.benchmarks import BENCHMARKS, Benchmark, passages_of, rows_of
+from asyncrl.data.benchmarks import BENCHMARKS, Benchmark, benchmark_rows, question_passages
 from asyncrl.data.rows import Row, verl_row, write_splits
 from asyncrl.errors import ConfigError, one_line
 
@@ -71,7 +71,7 @@ def _benchmark_splits(args: argparse.Namespace, benchmark: Benchmark) -> dict[st
 
     rows_by_split = dict[str, list[Row]]()
     for name, split in splits.items():
-        rows_by_split[name], left_out = rows_of(benchmark, source, split, args.instruction)
+        rows_by_split[name], left_out = benchmark_rows(benchmark, source, split, args.instruction)
         if left_out:
             print(f"{split}: {left_out} rows without an answer that can be scored are left out")
 
@@ -94,7 +94,9 @@ def _benchmark_splits(args: argparse.Namespace, benchmark: Benchmark) -> dict[st
 
     if args.name == "hotpotqa":
         sample_ids = {row["extra_info"].get("id") for rows in drawn_rows.values() for row in rows}
-        passages = (passages_of(source, benchmark.config, split, sample_ids) for split in splits.values())
+        passages = (
+            question_passages(source, benchmark.config, split, sample_ids) for split in splits.values()
+        )
         _write_corpus(args.out / "corpus.jsonl", itertools.chain.from_iterable(passages))
 
     return dict(drawn_rows)
@@ -162,9 +164,12 @@ def _make_entries(task: str, count: int, seed: int, options: dict[str, Any]) -> 
 
 
 def _gym_row(task: str, entry: Mapping[str, Any], system: str) -> Row:
-    from asyncrl.rewards.reasoning_gym import KEY, packed  # `--help` should not wait for this import
+    from asyncrl.rewards.reasoning_gym import (  # `--help` should not wait for this import
+        EXTRA_KEY,
+        pack_entry,
+    )
 
     system_messages = [{"role": "system", "content": system}] if system and system != "none" else []
     prompt = [*system_messages, {"role": "user", "content": entry["question"]}]
-    extra_columns = {KEY: {"task": task, "entry": json.dumps(packed(dict(entry)))}}
+    extra_columns = {EXTRA_KEY: {"task": task, "entry": json.dumps(pack_entry(dict(entry)))}}
     return verl_row(f"reasoning_gym/{task}", prompt, str(entry["answer"]), "reasoning", **extra_columns)

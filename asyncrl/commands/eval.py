@@ -26,13 +26,13 @@ from asyncrl.config.composition import compose, override, recompose, refused_key
 from asyncrl.errors import ConfigError
 from asyncrl.observe.files import read_summary
 from asyncrl.observe.held_out import (
-    Judged,
-    PerSample,
-    interval,
-    losses,
-    means,
-    per_sample,
-    sizes,
+    JudgedEpisode,
+    NumbersPerSample,
+    bootstrap_interval,
+    mean_losses,
+    mean_sizes,
+    numbers_per_sample,
+    sample_means,
     threshold_of,
 )
 from asyncrl.registry import search_working_directory
@@ -140,7 +140,7 @@ def resolve_target(name: str, runs_directory: Path) -> Target:
         return Target(name, None)
 
     checkpoints, step, run_dir = find_checkpoint(name, runs_directory)
-    export = Path(checkpoints.path(step)) / "hf"
+    export = Path(checkpoints.file_path(step)) / "hf"
     if not (export / "config.json").is_file():
         raise ConfigError(f"{export}: is no directory with a model; write one with asyncrl merge {name} OUT")
     return Target(str(export), run_dir)
@@ -239,12 +239,12 @@ def _untrained(config: RunConfig) -> RunConfig:
 
 def fingerprint(config: RunConfig) -> str:
     """Hash the settings of episodes, and name, size and time of their files: weights, data, plug-ins."""
-    from asyncrl.data.sources import named_files, paths
+    from asyncrl.data.sources import named_files, source_paths
     from asyncrl.weights.model_files import weight_files
 
     plugins = texts(msgspec.to_builtins(config.rollout))
     plugin_files = [plugin.rpartition(":")[0] or plugin for plugin in plugins]  # FILE.py:function
-    data = [name for path in paths(config.data, "test") for name in named_files(path)]
+    data = [name for path in source_paths(config.data, "test") for name in named_files(path)]
     used_files = {*map(str, weight_files(config.model.path)), *data, *plugin_files}
 
     file_stats = [
@@ -259,8 +259,8 @@ class Result(NamedTuple):
 
     run_dir: Path
     data: str  # fingerprint of the samples
-    episodes: list[Judged]
-    numbers: PerSample
+    episodes: list[JudgedEpisode]
+    numbers: NumbersPerSample
     tasks: dict[str, dict[str, float]]  # `success` and `pass@k` of each task, by name
 
     @classmethod
@@ -270,9 +270,9 @@ class Result(NamedTuple):
         from asyncrl.episodes.recorded import evaluated
 
         samples, episodes = evaluated(run_dir)
-        numbers = per_sample(episodes, threshold_of(read_config(run_dir), episodes))
+        numbers = numbers_per_sample(episodes, threshold_of(read_config(run_dir), episodes))
 
-        rows = sorted({episode.which.row for episode in episodes})
+        rows = sorted({episode.identity.row for episode in episodes})
         samples_by_row = {row: samples[row] for row in rows}
         tasks = {
             row: (sample.data_source, task.name)
@@ -282,7 +282,7 @@ class Result(NamedTuple):
         return cls(run_dir, samples.fingerprint, episodes, numbers, by_task(tasks, numbers))
 
 
-def by_task(tasks: dict[int, tuple[str, str]], numbers: PerSample) -> dict[str, dict[str, float]]:
+def by_task(tasks: dict[int, tuple[str, str]], numbers: NumbersPerSample) -> dict[str, dict[str, float]]:
     """Return `success` and `pass@k` of samples, by the names of their tasks; tasks with the same name are
     distinguished by source and row. `tasks`: source and name by row."""
     name_counts = Counter(name for _, name in tasks.values())
@@ -310,7 +310,7 @@ def write_result(result: Result, baseline: Result | None = None) -> dict[str, di
         )
 
     metrics = summarize_metrics(result.numbers, baseline.numbers if baseline else {})
-    extra_values = sizes(result.episodes) | losses(result.episodes)
+    extra_values = mean_sizes(result.episodes) | mean_losses(result.episodes)
     for task, values in result.tasks.items():
         extra_values |= {f"val-task/{task}/{name}": value for name, value in values.items()}
     written_metrics = {**metrics, **{name: {"mean": value} for name, value in extra_values.items()}}
@@ -333,7 +333,8 @@ def _print_table(result: Result, baseline: Result | None, metrics: dict[str, dic
             lines.append((name.removeprefix("val-core/"), *_metric_cells(metrics[name])))
 
     lines += [
-        (name.removeprefix("val-core/"), f"{value:.4f}") for name, value in losses(result.episodes).items()
+        (name.removeprefix("val-core/"), f"{value:.4f}")
+        for name, value in mean_losses(result.episodes).items()
     ]
 
     if result.tasks:
@@ -351,19 +352,19 @@ def _print_table(result: Result, baseline: Result | None, metrics: dict[str, dic
     print(f"run: {result.run_dir.absolute()}")
 
 
-def summarize_metrics(numbers: PerSample, baseline: PerSample) -> dict[str, dict[str, Any]]:
+def summarize_metrics(numbers: NumbersPerSample, baseline: NumbersPerSample) -> dict[str, dict[str, Any]]:
     """Return by metric: `mean`, `low`, `high`, `samples`; if the baseline has the metric, too, also
     `difference`, `difference_low`, `difference_high` over the samples that both runs have."""
     metrics: dict[str, dict[str, Any]] = {}
-    for (name, mean), values in zip(means(numbers).items(), numbers.values(), strict=True):
-        low, high = interval([*values.values()])
+    for (name, mean), values in zip(sample_means(numbers).items(), numbers.values(), strict=True):
+        low, high = bootstrap_interval([*values.values()])
         metrics[name] = {"mean": mean, "low": low, "high": high, "samples": len(values)}
 
         baseline_values = baseline.get(name, {})
         if pairs := [
             values[row] - baseline_values[row] for row in sorted(values.keys() & baseline_values.keys())
         ]:
-            low, high = interval(pairs)
+            low, high = bootstrap_interval(pairs)
             difference = {"difference": sum(pairs) / len(pairs)}
             metrics[name] |= difference | {"difference_low": low, "difference_high": high}
     return dict(sorted(metrics.items()))

@@ -18,7 +18,7 @@ from asyncrl.commands.eval import argument_parser, check_order, evaluate, resolv
 from asyncrl.config import read_config
 from asyncrl.data.rows import write_rows
 from asyncrl.errors import ConfigError
-from asyncrl.observe.held_out import SAMPLED, Judged
+from asyncrl.observe.held_out import SAMPLED, JudgedEpisode
 from asyncrl.types import Sample
 
 HELP = """\
@@ -86,7 +86,7 @@ def _answer_rows(run_dir: Path) -> Iterator[dict[str, Any]]:
     parts = EpisodeParts(read_config(run_dir))
     samples, episodes = evaluated(run_dir)
 
-    def episode_entry(judged: Judged, sample: Sample) -> Sequence[Any]:
+    def episode_entry(judged: JudgedEpisode, sample: Sample) -> Sequence[Any]:
         if judged.result is None or judged.stats is None:
             return None, None, None, "failed", 0
         ending = judged.result.end
@@ -105,7 +105,7 @@ def _answer_rows(run_dir: Path) -> Iterator[dict[str, Any]]:
 
     with closing(RunReader.open(run_dir)) as reader:
         sampled_episodes = sorted(
-            (judged for judged in episodes if judged.which.mode == SAMPLED), key=attrgetter("which")
+            (judged for judged in episodes if judged.identity.mode == SAMPLED), key=attrgetter("which")
         )
         for row, members in groupby(sampled_episodes, key=attrgetter("which.row")):
             sample = samples[row]

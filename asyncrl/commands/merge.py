@@ -41,8 +41,8 @@ def main(argv: list[str]) -> int:
         raise ConfigError(f"{options.out}: exists; choose another directory, or delete it")
 
     checkpoints, step, run_dir = find_checkpoint(options.checkpoint, options.run_dir)
-    if damage := checkpoints.damage(step):
-        raise ConfigError(f"{checkpoints.path(step)}: cannot be used: {damage}")
+    if damage := checkpoints.find_damage(step):
+        raise ConfigError(f"{checkpoints.file_path(step)}: cannot be used: {damage}")
 
     work_directory = options.out.with_name(f"{options.out.name}.writing")
     shutil.rmtree(work_directory, ignore_errors=True)  # left by a command that was killed
@@ -52,13 +52,13 @@ def main(argv: list[str]) -> int:
             raise ConfigError(f"{options.checkpoint}: agents have an adapter each; add --adapters apart")
         if options.adapters == "apart":
             if run_dir is None:
-                raise ConfigError(f"{checkpoints.path(step)}: the run is not beside it; give its name")
+                raise ConfigError(f"{checkpoints.file_path(step)}: the run is not beside it; give its name")
             from asyncrl.trainer.checkpoint import write_adapters
 
             write_adapters(checkpoints, step, read_config(run_dir), work_directory)
         else:
             _copy_export(checkpoints, step, work_directory)
-            _compare_export(work_directory, checkpoints.path(step))
+            _compare_export(work_directory, checkpoints.file_path(step))
         work_directory.rename(options.out)
     finally:
         shutil.rmtree(work_directory, ignore_errors=True)
@@ -93,10 +93,10 @@ def _copy_export(checkpoints: Checkpoints, step: int, out: Path) -> None:
     export_prefix = "hf/"
     names = [name for name in checkpoints.manifest(step).files if name.startswith(export_prefix)]
     if not names:
-        raise ConfigError(f"{checkpoints.path(step)}: has no model in its folder {export_prefix}")
+        raise ConfigError(f"{checkpoints.file_path(step)}: has no model in its folder {export_prefix}")
     for name in names:
         with (
-            checkpoints.open(step, name) as source,
+            checkpoints.open_file(step, name) as source,
             (out / name.removeprefix(export_prefix)).open("wb") as target,
         ):
             shutil.copyfileobj(source, target)

@@ -20,8 +20,8 @@ from asyncrl.config import RunConfig, parse
 from asyncrl.config.composition import compose, recompose
 from asyncrl.errors import AsyncrlError, ConfigError
 from asyncrl.observe.files import read_rows
-from asyncrl.observe.summary import latest
-from asyncrl.observe.timeline import Line, files, union
+from asyncrl.observe.summary import latest_steps
+from asyncrl.observe.timeline import TimelineLine, merge_spans, timeline_files
 from asyncrl.registry import search_working_directory
 
 if TYPE_CHECKING:
@@ -85,12 +85,17 @@ class Measurements(msgspec.Struct, frozen=True):
         from asyncrl.planning.forecast import EngineLoad
 
         recorded, seconds, tokens = _recorded_episodes(run_dir)
-        spans = [span for file in files(run_dir) if file.role in TIMELINE_ROLES for span in file.added()]
+        spans = [
+            span
+            for file in timeline_files(run_dir)
+            if file.role in TIMELINE_ROLES
+            for span in file.read_added()
+        ]
         sampling = _concurrent_episodes(spans, config)
         if not tokens or not sampling:
             raise ConfigError(f"{run_dir}: recorded no sampled turns; let the run go on, or name another")
 
-        rows = latest(row for row in read_rows(run_dir) if "timing_s/step" in row)
+        rows = latest_steps(row for row in read_rows(run_dir) if "timing_s/step" in row)
         publish_s = sum(
             fmean([span.end - span.start for span in spans if span.name == name] or [0.0])
             for name in ("write_weights", "push")
@@ -210,7 +215,7 @@ def probe(config: RunConfig) -> list[Measurements]:
 
 def _recorded_episodes(run_dir: Path) -> tuple[Recorded, float, int]:
     """Return the turns of finished groups, and the seconds and tokens of their sampling."""
-    from asyncrl.episodes.recorded import kept_turns
+    from asyncrl.episodes.recorded import stored_turns
     from asyncrl.planning.forecast import recorded_turns
     from asyncrl.store.reader import RunReader
 
@@ -224,9 +229,11 @@ def _recorded_episodes(run_dir: Path) -> tuple[Recorded, float, int]:
         for group in groups:
             episodes = []
             for episode in (
-                member for member in reader.members(group.id) if member.stats.turns and not member.greedy
+                member
+                for member in reader.group_members(group.id)
+                if member.stats.turns and not member.greedy
             ):
-                turns, missing = kept_turns(reader, episode)
+                turns, missing = stored_turns(reader, episode)
                 if turns and not missing:
                     episodes.append(recorded_turns(turns, episode.stats))
                     sampling_seconds += sum(turn.seconds for turn in turns)
@@ -236,16 +243,16 @@ def _recorded_episodes(run_dir: Path) -> tuple[Recorded, float, int]:
     return tuple(recorded_groups), sampling_seconds, token_count
 
 
-def _concurrent_episodes(spans: Sequence[Line], config: RunConfig) -> float:
+def _concurrent_episodes(spans: Sequence[TimelineLine], config: RunConfig) -> float:
     """Return how many episodes sampled on an engine at once, averaged over sampling time, without
     validations."""
     from asyncrl.planning.forecast import engine_count
     from asyncrl.runtime.activity import DECODE
 
-    validations = union((span.start, span.end) for span in spans if span.name == "validation")
+    validations = merge_spans((span.start, span.end) for span in spans if span.name == "validation")
     validation_ends = [end for _, end in validations]
 
-    def during_validation(span: Line) -> bool:
+    def during_validation(span: TimelineLine) -> bool:
         next_index = bisect_right(validation_ends, span.start)
         return next_index < len(validations) and validations[next_index][0] < span.end
 

@@ -105,13 +105,13 @@ async def _regrade_episodes(
     from asyncrl.algorithms.recipe import compose
     from asyncrl.data import Samples, samples_path
     from asyncrl.episodes.parts import EpisodeParts
-    from asyncrl.episodes.recorded import kept_result, kept_turns, regrade
+    from asyncrl.episodes.recorded import regrade, stored_result, stored_turns
     from asyncrl.store.reader import RunReader
 
     recipe = compose(config)
 
     # Environment and agent are not loaded, as their files may be gone.
-    parts = EpisodeParts(config).load("rules", "toolbox", "reward")
+    parts = EpisodeParts(config).load_parts("rules", "toolbox", "reward")
     samples = Samples.open(samples_path(run_dir, "train"))
     reader = RunReader.open(run_dir)
     scoring_slots = asyncio.Semaphore(MAX_CONCURRENT)
@@ -123,7 +123,7 @@ async def _regrade_episodes(
             try:
                 end = episode.result.end
                 sample = samples[group.sample]
-                result = kept_result(reader, episode.uid, episode.turns)
+                result = stored_result(reader, episode.uid, episode.turns)
                 with users_code():
                     new_result = await regrade(parts, sample, turns, end, episode.stats.tool_calls, result)
             except Exception as error:
@@ -133,9 +133,9 @@ async def _regrade_episodes(
 
     try:
         for group in (group for group in reader.groups() if steps[0] <= _batch_step(group) <= steps[1]):
-            members = {episode.uid: episode for episode in reader.members(group.id)}
+            members = {episode.uid: episode for episode in reader.group_members(group.id)}
             landed = (
-                (uid, kept_turns(reader, member)) for uid, member in members.items() if member.stats.turns
+                (uid, stored_turns(reader, member)) for uid, member in members.items() if member.stats.turns
             )
             turns = {
                 uid: episode_turns
@@ -168,7 +168,7 @@ def _regraded_rows(
     """Yield a row for each member that was scored. A group is compared if its whole baseline was scored."""
     from asyncrl.buffer.batches import Baseline
     from asyncrl.buffer.prompts import ComparedParts, all_equal
-    from asyncrl.episodes.recorded import credited
+    from asyncrl.episodes.recorded import rewards_and_advantages
 
     scored = {uid for uid in turns if after[uid] is not before[uid]}
     baseline_uids = {group.members[number] for number in group.baseline}
@@ -186,7 +186,8 @@ def _regraded_rows(
             [members[uid].result for uid in compared_uids], baseline.greedy, compared_parts
         )
         advantages_by_uid = {
-            uid: credited(config, members[uid], baseline, turns[uid])[1] for uid in compared_uids
+            uid: rewards_and_advantages(config, members[uid], baseline, turns[uid])[1]
+            for uid in compared_uids
         }
         return not is_uniform, {
             uid: None if values is None or not len(values) else float(values.mean())

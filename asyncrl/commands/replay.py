@@ -16,7 +16,7 @@ from asyncrl.commands import command_parser, find_run
 from asyncrl.config import RunConfig
 from asyncrl.config.composition import recompose
 from asyncrl.observe.files import read_rows
-from asyncrl.store.launches import at, described, launches_of, tree
+from asyncrl.store.launches import config_tree, describe_differences, launch_at, launches_of
 
 LOSS = "actor/pg_loss"
 GRADIENT_NORM = "actor/grad_norm"
@@ -53,7 +53,7 @@ def main(argv: list[str]) -> int:
     # The step is trained with the configuration of its launch, not of the newest launch.
     with TemporaryDirectory() as config_directory:
         Path(config_directory, "config.yaml").write_bytes(
-            msgspec.yaml.encode(at(launches, options.step).config)
+            msgspec.yaml.encode(launch_at(launches, options.step).config)
         )
         config = recompose(Path(config_directory), options.overrides)
 
@@ -61,7 +61,7 @@ def main(argv: list[str]) -> int:
     recorded_row = dict[str, float]()
     replayed_row = dict[str, float]()
     steps = list[int]()
-    recorded_budget = at(launches, options.step).config["trainer"]["micro_batch_tokens"]
+    recorded_budget = launch_at(launches, options.step).config["trainer"]["micro_batch_tokens"]
     budget = config.trainer.micro_batch_tokens
 
     for step, replayed_row in _replay_steps(
@@ -89,9 +89,9 @@ def main(argv: list[str]) -> int:
     for name in differing_names:
         print(f"  {name}: {recorded_row[name]:.6g} recorded, {replayed_row[name]:.6g} replayed")
     for first_step, launch_config in {
-        at(launches, step).step: at(launches, step).config for step in steps
+        launch_at(launches, step).step: launch_at(launches, step).config for step in steps
     }.items():
-        if changed_keys := described(launch_config, tree(config)):
+        if changed_keys := describe_differences(launch_config, config_tree(config)):
             print(f"steps after {first_step} were trained with other keys: {changed_keys}")
     return 0
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from asyncrl.commands import command_parser, find_run, list_run_directories
 from asyncrl.commands.status import describe_ending
 from asyncrl.errors import ConfigError
-from asyncrl.observe.alerts import WINDOW
-from asyncrl.observe.files import read_lines, read_status, read_summary, some_rows
+from asyncrl.observe.alerts import WINDOW_STEPS
+from asyncrl.observe.files import read_lines, read_some_rows, read_status, read_summary
 from asyncrl.observe.summary import newest_number, summarize
 from asyncrl.values import printable
 
@@ -44,7 +44,7 @@ def restore_database(directory: Path, name: str) -> int:
     if not name:
         raise ConfigError("runs restore: name the run")
     with lock_directory(run_dir := find_run(directory, name), "run_dir"):
-        print(*copies.restore(run_dir), "resume=auto goes on from here", sep="\n")
+        print(*copies.restore_newest(run_dir), "resume=auto goes on from here", sep="\n")
     return 0
 
 
@@ -62,7 +62,9 @@ def list_runs(directory: Path) -> int:
             ending_text = "unreadable"
 
         if not summary and ending_text != "unreadable":  # Under way, or killed: summarize the metrics so far
-            summary = summarize(some_rows(path, edge=WINDOW, most=WINDOW), account={}, conserved=True)
+            summary = summarize(
+                read_some_rows(path, edge=WINDOW_STEPS, max_rows=WINDOW_STEPS), account={}, conserved=True
+            )
 
         total = status.get("total_steps")
         total_text = f" of {total}" if total and ending_text != "completed" else ""

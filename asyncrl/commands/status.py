@@ -12,8 +12,8 @@ import msgspec
 from asyncrl.commands import command_parser, find_run
 from asyncrl.observe.alerts import Alert, unless_quoted
 from asyncrl.observe.files import read_status, read_summary
-from asyncrl.observe.metrics import OF_STEP, clock, duration, figures
-from asyncrl.observe.summary import UNSOUND, account_line
+from asyncrl.observe.metrics import OF_STEP, clock_text, duration_text, figures
+from asyncrl.observe.summary import NOT_CONSERVED, account_line
 from asyncrl.values import printable
 
 NO_STEPS = "an evaluation, without steps,"
@@ -35,7 +35,7 @@ def main(argv: list[str]) -> int:
         lines = describe_run(run_dir, ending_text, now)
         print(*map(printable, lines), sep="\n", flush=True)
         if ending_text or not options.watch:
-            return 1 if any(UNSOUND in line for line in lines) else 0
+            return 1 if any(NOT_CONSERVED in line for line in lines) else 0
         time.sleep(WATCH_INTERVAL)
 
 
@@ -82,10 +82,10 @@ def describe_run(run_dir: Path, ending_text: str, now: float) -> list[str]:
 
     status_age = now - status["time"]
     silent_text = (
-        f", silent for {duration(status_age)}" if status_age > SILENT_SECONDS and not ending_text else ""
+        f", silent for {duration_text(status_age)}" if status_age > SILENT_SECONDS and not ending_text else ""
     )
     progress_text = f"step {status['step']} of {status['total_steps']}" if status["total_steps"] else NO_STEPS
-    steps_line = f"{progress_text} after {clock(status['seconds'])}"
+    steps_line = f"{progress_text} after {clock_text(status['seconds'])}"
 
     gauges = status["gauges"]
     figures_label = "last step" if status["metrics"] else "so far"

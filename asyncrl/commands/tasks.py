@@ -12,17 +12,17 @@ from typing import Any
 import msgspec
 
 from asyncrl.data.harbor import TaskFolder, read_tasks
-from asyncrl.data.samples import RowLayout, question
-from asyncrl.data.sources import Place
-from asyncrl.data.task_sandboxes import LIMITS, TaskSandbox
-from asyncrl.data.tasks import UNNAMED
+from asyncrl.data.samples import RowLayout, read_question
+from asyncrl.data.sources import RowOrigin
+from asyncrl.data.task_sandboxes import DEFAULT_LIMITS, TaskSandbox
+from asyncrl.data.tasks import UNNAMED_TESTS
 from asyncrl.errors import AsyncrlError, ConfigError, reason
 from asyncrl.isolation.sandbox.base import ISOLATION, RunEnding
-from asyncrl.isolation.sandbox.changes import packed
+from asyncrl.isolation.sandbox.changes import pack_entries
 from asyncrl.rewards.base import RewardInput, evaluate
-from asyncrl.rewards.task_tests import JudgedByTests, pack
+from asyncrl.rewards.task_tests import JudgedByTests, pack_directory
 from asyncrl.types import RewardResult
-from asyncrl.values import encodable, in_short, printable
+from asyncrl.values import encodable, printable, shorten_to_line
 
 EXPECTED_SCORES = {
     "untouched": {"score": 0, "turn_green": 0, "stay_green": 1},
@@ -110,16 +110,19 @@ async def check_tasks(folders: list[TaskFolder], jobs: int, repeats: int, as_jso
             names = ", ".join(unnamed_tasks[:LISTED_TASKS])
             if len(unnamed_tasks) > LISTED_TASKS:
                 names += ", …"
-            print(f"warning: {len(unnamed_tasks)} of {len(folders)} tasks name no tests ({names}): {UNNAMED}")
+            print(
+                f"warning: {len(unnamed_tasks)} of {len(folders)} tasks name no tests ({names}): "
+                f"{UNNAMED_TESTS}"
+            )
     return 1 if faulty_count else 0
 
 
 async def try_task(folder: TaskFolder, judge: JudgedByTests, repeats: int) -> Trial:
     """Judge a task without changes, and with the changes of its solution, `repeats` times each."""
-    trial = Trial(printable(in_short(folder.task.name)))
+    trial = Trial(printable(shorten_to_line(folder.task.name)))
     if not folder.tests.named:
-        trial.warnings.append(f"no tests are named: {UNNAMED}")
-    sample = question(Place(str(folder.path), 0), folder.row, RowLayout())
+        trial.warnings.append(f"no tests are named: {UNNAMED_TESTS}")
+    sample = read_question(RowOrigin(str(folder.path), 0), folder.row, RowLayout())
     for variant, scores in (("untouched", trial.untouched), ("solved", trial.solved)):
         try:
             result = await sandbox_result(folder, trial, variant == "solved")
@@ -153,7 +156,7 @@ def find_faults(variant: str, verdicts: Sequence[RewardResult]) -> Iterator[str]
 
 async def sandbox_result(folder: TaskFolder, trial: Trial, solved: bool) -> Any:
     """Return the reward's input from an episode that did nothing, or that ran the solution."""
-    sandbox = TaskSandbox(folder.task, LIMITS, ISOLATION)
+    sandbox = TaskSandbox(folder.task, DEFAULT_LIMITS, ISOLATION)
     try:
         await sandbox.start()
         if solved:
@@ -163,7 +166,7 @@ async def sandbox_result(folder: TaskFolder, trial: Trial, solved: bool) -> Any:
             look_command = f'for one in {hidden_paths}; do test ! -e "$one" || echo "$one"; done'
             if visible_paths := (await sandbox.jail.run("shell", look_command, LOOK_SECONDS)).output.split():
                 trial.add_fault(f"agents can see {' '.join(visible_paths)}")
-        return await sandbox.result()
+        return await sandbox.collect_changes()
     finally:
         await sandbox.jail.close()
 
@@ -173,7 +176,7 @@ async def run_solution(folder: TaskFolder, trial: Trial, sandbox: TaskSandbox) -
     solution_folder = folder.path / "solution"
     if not (solution_folder / "solve.sh").is_file():
         raise ConfigError("there is no solution/solve.sh, so nobody knows whether the task can be solved")
-    await sandbox.jail.apply(packed(pack(solution_folder, "solution/solve.sh")))
+    await sandbox.jail.apply_changes(pack_entries(pack_directory(solution_folder, "solution/solve.sh")))
 
     variables = " ".join(f"{name}={shlex.quote(value)}" for name, value in folder.solution.items())
     seconds = folder.task.seconds or SOLUTION_SECONDS
@@ -183,5 +186,5 @@ async def run_solution(folder: TaskFolder, trial: Trial, sandbox: TaskSandbox) -
     if result.ending is not RunEnding.DONE:
         output_end = " ".join(result.output.split())[-SHOWN_OUTPUT:]
         trial.add_fault(f"solution/solve.sh {result.ending} with {result.status}: {output_end}")
-    if await sandbox.unreached():
+    if await sandbox.count_unreached():
         trial.network.append("solution")

@@ -12,13 +12,13 @@ from typing import Any
 
 import msgspec
 
-from asyncrl.data.samples import RowLayout, question
-from asyncrl.data.sources import Place
+from asyncrl.data.samples import RowLayout, read_question
+from asyncrl.data.sources import RowOrigin
 from asyncrl.errors import UNDECODABLE, ConfigError
 from asyncrl.registry import search_working_directory
-from asyncrl.tools.base import Tool, names, tools
-from asyncrl.tools.loading import load_all
-from asyncrl.tools.schema import docstring, outline
+from asyncrl.tools.base import Tool, join_names, tools
+from asyncrl.tools.loading import load_spec
+from asyncrl.tools.schema import outline_parameters, read_docstring
 from asyncrl.tools.toolbox import call_tool
 from asyncrl.types import Sample, ToolCall
 
@@ -60,15 +60,15 @@ def main(argv: list[str]) -> int:
 def list_tools(specs: Sequence[str], arguments: Mapping[str, Any]) -> int:
     """Print name, parameters, description and options of the tools of `specs`, or of all tools that have a
     name."""
-    for spec in specs or tools.known():
+    for spec in specs or tools.all_names():
         try:
-            loaded_tools = load_all(spec, arguments)
+            loaded_tools = load_spec(spec, arguments)
         except ConfigError:
             if specs:
                 raise
             factory: Any = tools.load(spec)  # Without options, or without a package, its tools cannot be made
             option_texts = ", ".join(map(_format_option, inspect.signature(factory).parameters.values()))
-            print(f"{spec}  [makes tools; options: {option_texts}]\n    {docstring(factory)[0]}")
+            print(f"{spec}  [makes tools; options: {option_texts}]\n    {read_docstring(factory)[0]}")
             continue
         for tool in loaded_tools:
             _print_tool(spec, tool)
@@ -80,12 +80,12 @@ def call_once(
 ) -> int:
     """Open the tool of `spec` (`name` chooses one of several) for a sample, call the tool once and print the
     reply. Return 1 if the reply is an error."""
-    tools_by_name = {tool.name: tool for tool in load_all(spec, options)}
+    tools_by_name = {tool.name: tool for tool in load_spec(spec, options)}
     if len(tools_by_name) == 1 and not name:
         name = next(iter(tools_by_name))
     if name not in tools_by_name:
         problem = f"has no tool {name!r}" if name else f"gives {len(tools_by_name)} tools"
-        raise ConfigError(f"{spec!r} {problem}; choose one with --name: {names(tools_by_name)}")
+        raise ConfigError(f"{spec!r} {problem}; choose one with --name: {join_names(tools_by_name)}")
 
     sample_row = _read_sample(sample) if sample else None
     reply = asyncio.run(call_tool(tools_by_name[name], ToolCall(name, text), sample=sample_row))
@@ -114,12 +114,12 @@ def _read_sample(path: Path) -> Sample:
     missing."""
     with ConfigError.instead_of(OSError, *UNDECODABLE, text=f"--sample {path}: no sample as a JSON object"):
         row = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
-    return question(Place(str(path), 0), {"prompt": "?"} | row, RowLayout())
+    return read_question(RowOrigin(str(path), 0), {"prompt": "?"} | row, RowLayout())
 
 
 def _print_tool(spec: str, tool: Tool) -> None:
     body = tool.schema["function"]
-    print(f"{tool.name}({outline(tool.schema)})" + (f"  [{spec}]" if spec != tool.name else ""))
+    print(f"{tool.name}({outline_parameters(tool.schema)})" + (f"  [{spec}]" if spec != tool.name else ""))
     print(f"    {body.get('description') or 'no description'}")
 
     kind = "an object per episode" if tool.state else "a function"

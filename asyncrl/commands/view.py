@@ -39,7 +39,7 @@ def main(argv: list[str]) -> int:
     if not 0 <= options.port < 1 << 16:
         raise ConfigError(f"--port {options.port}: a port is a number from 1 to 65535, or 0 for a free one")
     paths = [find_run(options.run_dir, name) for name in options.runs or [""]]
-    from asyncrl.viewer.page import write
+    from asyncrl.viewer.page import write_page
     from asyncrl.viewer.views import Views
 
     if (file := options.html) is None:
@@ -48,7 +48,7 @@ def main(argv: list[str]) -> int:
 
     if file.suffix != ".html" or file.is_dir():
         raise ConfigError(f"{file}: give a name that ends with .html")
-    exact = write(file, Views(paths, describe_ending))
+    exact = write_page(file, Views(paths, describe_ending))
     print(file)
     return 0 if exact else 1
 

@@ -24,7 +24,7 @@ from asyncrl.config import RunConfig
 from asyncrl.errors import UNDECODABLE, ConfigError
 from asyncrl.launch.placement import ENGINE, ROLE_TARGETS, PlannedProcess
 from asyncrl.launch.servers import check_servers
-from asyncrl.runtime.process import ENDING
+from asyncrl.runtime.process import END_SIGNALS
 from asyncrl.wire.messages.shared import Enrolled
 
 
@@ -66,7 +66,7 @@ def main(argv: list[str]) -> int:
     )
 
     joined_process = JoinedProcess(ticket)
-    for number in ENDING:
+    for number in END_SIGNALS:
         signal.signal(number, lambda number, _: joined_process.role_process.send_signal(number))
 
     exit_code, kept_at = joined_process.wait_for_exit(show_log=True)

@@ -17,7 +17,7 @@ from asyncrl.config.run import (
     WeightsConfig,
     read_config,
 )
-from asyncrl.config.scorers import ScorerConfig, taught
+from asyncrl.config.scorers import ScorerConfig, loss_has_teacher
 from asyncrl.config.training import (
     DIVERGENCE_NAMES,
     BufferConfig,

@@ -39,7 +39,7 @@ class ScorerConfig(Section, frozen=True):
         return 0 if ENGINES_URL in self.urls else len(self.urls) or self.servers
 
 
-def taught(keys: Mapping[str, Any]) -> bool:
+def loss_has_teacher(keys: Mapping[str, Any]) -> bool:
     """Tell whether the loss leads to a teacher, by all keys of a configuration: a scorer named `teacher`, a
     prompt for the reference, or a reference with a coefficient too large for a penalty."""
     coef = keys.get("kl.coef", 0.0) if str(keys.get("kl.where")).startswith("loss") else 0.0

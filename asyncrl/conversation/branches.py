@@ -27,12 +27,12 @@ from asyncrl.conversation.commands import Rules
 from asyncrl.conversation.requests import (
     CHARACTERS_PER_TOKEN,
     AgentRequest,
+    IsUntrained,
     Placement,
     Refusal,
     TextPrompt,
     TextRows,
     TokenRow,
-    Untrained,
     characters_of,
     count_common,
     is_short,
@@ -59,11 +59,11 @@ class Branches:
         self,
         rules: Rules,
         recorded_turns: Sequence[Turn] = (),
-        is_untrained: Untrained = lambda request: False,
+        is_untrained: IsUntrained = lambda request: False,
     ) -> None:
         self.rows: list[TokenRow] = []
         self.turns: list[Turn] = []
-        self.refused: Refusal | None = None  # the newest refusal since the last turn
+        self.last_refusal: Refusal | None = None  # the newest refusal since the last turn
         self.folded = 0  # system messages that the template got under another role
         self._rules = rules
         self._recorded_turns = recorded_turns
@@ -88,8 +88,8 @@ class Branches:
     @property
     def end(self) -> EpisodeEnd:
         """Return the end of the episode if the agent ends now. There must be a turn."""
-        if self.refused is not None:
-            return self.refused.end
+        if self.last_refusal is not None:
+            return self.last_refusal.end
         return EpisodeEnd.LENGTH if self._last_trained_turn.stop is StopReason.LENGTH else EpisodeEnd.DONE
 
     @property
@@ -98,7 +98,7 @@ class Branches:
         return self.rows[self._last_trained_turn.row].messages
 
     @property
-    def main(self) -> tuple[Message, ...]:
+    def task_messages(self) -> tuple[Message, ...]:
         """Return the conversation about the task, up to the last turn: the agent and the tools are those of
         the first request with tools. Without tools, return the conversation with the most turns."""
         trained_rows = [(turn.row, self.rows[turn.row]) for turn in self.turns if not turn.untrained]
@@ -124,7 +124,7 @@ class Branches:
     @property
     def calls(self) -> int:
         """Count the well-formed tool calls of the model."""
-        return sum(len(self.said(turn).tool_calls) for turn in self.turns if not turn.untrained)
+        return sum(len(self.model_message(turn).tool_calls) for turn in self.turns if not turn.untrained)
 
     @property
     def _last_trained_turn(self) -> Turn:
@@ -137,10 +137,10 @@ class Branches:
         last_turn = self._last_trained_turn
         request = self.rows[last_turn.row].request
         if request.prompt is not None:
-            return self.said(last_turn).content
+            return self.model_message(last_turn).content
         return read_turn(self._rules, last_turn, request.tools, request.stops).content
 
-    def said(self, turn: Turn) -> Message:
+    def model_message(self, turn: Turn) -> Message:
         """Return the model's message in a turn as the agent gets the message. An agent that sends no tools
         gets everything as text, calls included."""
         return self._read_message(self.rows[turn.row].request, turn)
@@ -160,7 +160,7 @@ class Branches:
             return len(answer.ids)
         return len(self.rows[answer.row].ids) - len(answer.ids)
 
-    def count(self, request: AgentRequest) -> int:
+    def count_prompt_tokens(self, request: AgentRequest) -> int:
         """Count the tokens of a request's prompt, if the answer came now. ConfigError when the template
         cannot write the messages. A text that is far too long is not tokenised: the count is an estimate."""
         placement = self._find_placement(request, self._is_untrained(request))
@@ -170,7 +170,9 @@ class Branches:
 
     # -- a request -----------------------------------------------------------------------------------
 
-    def find(self, request: AgentRequest, count: int, attempt: int = 0) -> list[Turn | Placement] | Refusal:
+    def find_answers(
+        self, request: AgentRequest, count: int, attempt: int = 0
+    ) -> list[Turn | Placement] | Refusal:
         """Find `count` answers: each a new Placement, or an undelivered Turn to hand out again. `attempt`:
         the number of the try. A client that counts tries did not read the turns of earlier tries.
         ConfigError when the template cannot write the messages."""
@@ -186,23 +188,23 @@ class Branches:
                     or self.place_request(request, attempt)
                 )
             except BaseException:
-                self.give_back(answers)
+                self.give_back_answers(answers)
                 raise
 
             if isinstance(answer, Refusal):
-                self.give_back(answers)
+                self.give_back_answers(answers)
                 return answer
             answers.append(answer)
 
         return answers
 
-    def give_back(self, answers: Sequence[Turn | Placement]) -> None:
+    def give_back_answers(self, answers: Sequence[Turn | Placement]) -> None:
         """Give back placements and turns that will not answer the request."""
         for answer in answers:
             if isinstance(answer, Turn):
                 self.mark_undelivered(answer)
             else:
-                self.cancel(answer)
+                self.cancel_placement(answer)
 
     def place_request(self, request: AgentRequest, attempt: int = 0) -> Placement | Refusal:
         """Find the row and the context of the answer to a request. ConfigError when the template cannot write
@@ -211,7 +213,7 @@ class Branches:
         placement = self._find_placement(request, is_side)
         if isinstance(placement, Refusal):
             if not is_side:
-                self.refused = placement
+                self.last_refusal = placement
             return placement
 
         placement = replace(placement, attempt=attempt)
@@ -250,7 +252,7 @@ class Branches:
 
         raise ProtocolError(f"the agent does not repeat its recorded turn {len(self.turns)}")
 
-    def turn(self, placement: Placement, generation: Generation) -> Turn:
+    def next_turn(self, placement: Placement, generation: Generation) -> Turn:
         """Make the next turn of the episode, to be added before anything else happens."""
         row_number = self._row_number(placement)
         agent = placement.request.agent
@@ -258,7 +260,7 @@ class Branches:
             len(self.turns), row_number, placement.context, generation, agent, placement.untrained
         )
 
-    def add(self, placement: Placement, turn: Turn) -> Message:
+    def add_turn(self, placement: Placement, turn: Turn) -> Message:
         """Add a turn to its row, and return the model's message. ProtocolError, with nothing changed, if the
         placement has another next turn."""
         row_number = self._row_number(placement)
@@ -285,12 +287,12 @@ class Branches:
 
         self.turns.append(turn)
         if not turn.untrained:
-            self.refused = None
+            self.last_refusal = None
 
         del self._pending_placements[placement.session]
         return message
 
-    def cancel(self, placement: Placement) -> None:
+    def cancel_placement(self, placement: Placement) -> None:
         """Drop a placement that will not be answered. No effect after the answer, or if another request took
         over."""
         if self._pending_placements.get(placement.session) is placement:
@@ -389,7 +391,7 @@ class Branches:
         prompt_ids = self._cached_ids(chat.prompt_ids, chat.fold(messages, True), request.tools)
         return self._make_placement(request, None, prompt_ids, messages, is_side)
 
-    def rendering(self, request: AgentRequest) -> Callable[[], object] | None:
+    def pending_rendering(self, request: AgentRequest) -> Callable[[], object] | None:
         """Return the tokenising that `find` would do, if tokenising may take long: a function to be called,
         in any thread, before `find`. The function changes nothing."""
         is_side = self._is_untrained(request)

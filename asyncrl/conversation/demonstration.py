@@ -20,7 +20,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.types import FailReason, Message, Sample, StopReason, ToolCall, Turn, VersionSpan
 
 
-def demonstrated(
+def demonstration_turns(
     rules: Rules, sample: Sample, tools: tuple[str, ...], version: int = 0
 ) -> tuple[Turn, ...] | Fail:
     """Return the turns, recorded as sampled by `version` with log-probs of 0, or the reason why there are no
@@ -109,7 +109,7 @@ def _call_values(calls: Sequence[ToolCall]) -> list[tuple[str, object]]:
     return [(call.name, json.loads(call.arguments)) for call in calls]
 
 
-def too_long(limits: RolloutConfig, turns: Sequence[Turn]) -> Fail | None:
+def length_failure(limits: RolloutConfig, turns: Sequence[Turn]) -> Fail | None:
     """Return why a conversation that could be learned is not, if its rows are too long or too many."""
     row_lengths = list(map(len, rows_of(turns)))
     if max(row_lengths) > limits.max_tokens:

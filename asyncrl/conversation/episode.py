@@ -48,7 +48,14 @@ from asyncrl.conversation.commands import (
 )
 from asyncrl.conversation.parsers import Parsed
 from asyncrl.conversation.parsers.base import think_tags
-from asyncrl.conversation.turns import make_turn, problem, read_turn, scored, split_thought, turn_message
+from asyncrl.conversation.turns import (
+    generation_problem,
+    make_turn,
+    read_turn,
+    score_turns,
+    split_thought,
+    turn_message,
+)
 from asyncrl.errors import ProtocolError
 from asyncrl.types import (
     EpisodeEnd,
@@ -97,12 +104,12 @@ class Episode(msgspec.Struct, frozen=True):
         )
 
 
-def begin(sample: Sample) -> Episode:
+def begin_episode(sample: Sample) -> Episode:
     """Begin an episode."""
     return Episode(sample, Open())
 
 
-def advance(rules: Rules, episode: Episode, event: Event) -> Episode:
+def advance_episode(rules: Rules, episode: Episode, event: Event) -> Episode:
     """Return the next state. ProtocolError, with nothing changed, when the event does not answer the
     command."""
     match episode.command, event:
@@ -117,15 +124,15 @@ def advance(rules: Rules, episode: Episode, event: Event) -> Episode:
         case Step(), Observed():
             return _observed(rules, episode, event.observation)
         case Score() as command, EpisodeScored():
-            return replace(episode, command=scored(episode.turns, command.end, event.result))
+            return replace(episode, command=score_turns(episode.turns, command.end, event.result))
         case command, _:
             raise ProtocolError(f"{type(event).__name__} does not answer {type(command).__name__}")
 
 
-def resume(rules: Rules, sample: Sample, opened: Opened, turns: Sequence[Turn]) -> Episode:
+def resume_episode(rules: Rules, sample: Sample, opened: Opened, turns: Sequence[Turn]) -> Episode:
     """Return the state after recorded turns, by the same events. The answer to the last turn may be missing:
     then tools or the environment come next. ProtocolError when these rules would not make the same turns."""
-    episode = advance(rules, begin(sample), opened)
+    episode = advance_episode(rules, begin_episode(sample), opened)
     for turn in turns:
         command = episode.command
         if (
@@ -138,13 +145,15 @@ def resume(rules: Rules, sample: Sample, opened: Opened, turns: Sequence[Turn]) 
         generation = Generation(
             turn.ids, turn.logprobs, turn.spans, turn.stop, turn.seconds, turn.routes, turn.scores
         )
-        episode = advance(rules, episode, TurnGenerated(generation))
+        episode = advance_episode(rules, episode, TurnGenerated(generation))
         if isinstance(episode.command, Fail) and len(episode.turns) == turn.index:
             raise ProtocolError(f"recorded turn {turn.index}: {episode.command.detail}")
         if turn.replies and isinstance(episode.command, CallTools):
-            episode = advance(rules, episode, ToolsReplied(turn.replies[: len(episode.command.calls)]))
+            episode = advance_episode(
+                rules, episode, ToolsReplied(turn.replies[: len(episode.command.calls)])
+            )
         if turn.observation is not None and isinstance(episode.command, Step):
-            episode = advance(rules, episode, Observed(turn.observation))
+            episode = advance_episode(rules, episode, Observed(turn.observation))
 
         repeated_turn = episode.turns[-1]
         replies_differ = turn.replies and repeated_turn.replies != turn.replies
@@ -154,7 +163,7 @@ def resume(rules: Rules, sample: Sample, opened: Opened, turns: Sequence[Turn]) 
     return episode
 
 
-def expire(episode: Episode) -> Episode:
+def expire_episode(episode: Episode) -> Episode:
     """End an episode whose time is up. Finished turns are scored; an unfinished turn does not count. Without
     a finished turn the episode fails."""
     if not episode.turns:
@@ -207,12 +216,12 @@ def _generated(rules: Rules, episode: Episode, command: Generate, generation: Ge
         detail = f"the prompt of turn {len(episode.turns)} does not extend the tokens of its row"
         return _fail_episode(episode, FailReason.MISALIGNED, detail)
 
-    if engine_problem := problem(rules.chat.stop_ids, command.max_new_tokens, generation):
+    if engine_problem := generation_problem(rules.chat.stop_ids, command.max_new_tokens, generation):
         return _fail_episode(episode, FailReason.ENGINE_ERROR, engine_problem)
 
     turn = make_turn(len(episode.turns), command.row, command.ids[len(row_ids) :], generation)
     if not row_ids:
-        turn = replace(turn, taught=taught(rules, episode, command))
+        turn = replace(turn, taught=teacher_prompt(rules, episode, command))
 
     rows = (*episode.rows[: command.row], command.ids + generation.ids)
     prefill = "" if episode.turns else prefill_of((*episode.sample.prompt, *episode.opened.messages))
@@ -398,7 +407,7 @@ def _written_conversation(rules: Rules, episode: Episode) -> tuple[Message, ...]
     return (*messages[: prompt_length - 1], turn, *messages[prompt_length + 1 :])
 
 
-def taught(rules: Rules, episode: Episode, command: Generate) -> tuple[int, ...]:
+def teacher_prompt(rules: Rules, episode: Episode, command: Generate) -> tuple[int, ...]:
     """Return the turn's prefix for the teacher, for whom the first message of the row says more. Empty: the
     teacher reads the same prefix."""
     if not rules.privilege:

@@ -32,7 +32,7 @@ class AgentRequest(msgspec.Struct, frozen=True):
     prompt: TextPrompt | None = None
 
 
-Untrained = Callable[[AgentRequest], bool]
+IsUntrained = Callable[[AgentRequest], bool]
 """Returns True for a side request, whose turn is not trained."""
 
 

@@ -28,7 +28,7 @@ MARKED_TEXT = re.compile(r"<(think|tool_call)>.*?(</\1>|\Z)", re.DOTALL)
 OPENING_TOKENS = 16  # tokens at the end of a prompt that can open a thought, at most
 
 
-def problem(stop_ids: Sequence[int], max_tokens: int, generation: Generation) -> str:
+def generation_problem(stop_ids: Sequence[int], max_tokens: int, generation: Generation) -> str:
     """Return why an engine's answer is unusable, or ''. Tokens that do not line up must never be trained."""
     token_count = len(generation.ids)
     if generation.stop is StopReason.ABORT:
@@ -76,7 +76,7 @@ def make_turn(
     )
 
 
-def opening(rules: Rules, context: tuple[int, ...]) -> str:
+def prompt_ending(rules: Rules, context: tuple[int, ...]) -> str:
     """Return the end of a turn's prompt, which may open a thought."""
     return rules.chat.decode(context[-OPENING_TOKENS:])
 
@@ -98,7 +98,7 @@ def read_turn(
     (schemas) nothing is a call. `prefill`: the model's words at the end of the prompt that the turn
     continues."""
     text = text_before(rules.chat.decode(turn.ids), stops)
-    prompt_end = opening(rules, turn.context)
+    prompt_end = prompt_ending(rules, turn.context)
     if split_thought(rules, prefill)[1]:
         prompt_end = think_tags(rules.parse).open
 
@@ -129,7 +129,7 @@ def last_words(messages: Sequence[Message], prompt: Sequence[Message] = ()) -> s
     return next(filter(None, model_texts), "")
 
 
-def trained(turns: Sequence[Turn]) -> tuple[Turn, ...]:
+def without_untrained(turns: Sequence[Turn]) -> tuple[Turn, ...]:
     """Return the episode's turns without untrained turns: rows of untrained turns alone are gone; in other
     rows untrained tokens are context of the next turn. Turns and rows are numbered anew."""
     if not any(turn.untrained for turn in turns):
@@ -157,7 +157,7 @@ def rows_of(turns: Sequence[Turn]) -> list[tuple[int, ...]]:
     return [rows[row] for row in sorted(rows)]
 
 
-def scored(turns: Sequence[Turn], end: EpisodeEnd, result: RewardResult) -> Done | Fail:
+def score_turns(turns: Sequence[Turn], end: EpisodeEnd, result: RewardResult) -> Done | Fail:
     """Add up the rewards of an episode. Each turn earns the rewards of the reward function, the turn's tools
     and the environment; the last turn also earns the score and the shaping. If the reward function rewards
     agents separately, each agent's last turn earns the agent's reward."""

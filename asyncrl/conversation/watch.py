@@ -43,7 +43,7 @@ class GrowingText:
         self._decode_start = 0
         self._read_count = 0
 
-    def grow(self, ids: Sequence[int]) -> None:
+    def read_new_ids(self, ids: Sequence[int]) -> None:
         """Read the ids after the first `_read_count` ids."""
         known_text = self._decode(ids[self._decode_start : self._read_count])
         decoded_text = self._decode(ids[self._decode_start :])
@@ -94,7 +94,7 @@ class TurnWatch:
 
         self._id_count = len(ids)
         known_length = len(self._growing_text.text)
-        self._growing_text.grow(ids)
+        self._growing_text.read_new_ids(ids)
         text = self._growing_text.text
         search_start = max(0, known_length - self._longest_stop + 1)
         turn_ended = any(text.find(stop, search_start) >= 0 for stop in self._stops)

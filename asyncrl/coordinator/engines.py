@@ -145,10 +145,10 @@ class EngineHandler:
         self.refusals.clear()
         if loaded_version > engine.acked:
             engine.acked = loaded_version
-            self.state.timeline.past(
+            self.state.timeline.record_past(
                 "push", now - engine.pushed_at, version=loaded_version, engine=engine.name
             )
-            self.state.liveness.alive(now)
+            self.state.liveness.note_alive(now)
 
     def pop_unloadable_version(self) -> str:
         """Return why no engine can load the newest version, once an engine has refused it MAX_REFUSALS times.
@@ -259,7 +259,8 @@ class EngineHandler:
     # -- supervisors -------------------------------------------------------------------------------------
 
     def welcome_supervisor(self, peer: bytes, message: SupervisorHello, now: float) -> None:
-        """Handle the hello of a supervisor, first or repeated. Both are alike, as a hello has the whole state."""
+        """Handle the hello of a supervisor, first or repeated. Both are alike, as a hello has the whole
+        state."""
         if role_of(peer) == SCORER:
             self.scorers.welcome_supervisor(peer, message, now)
             return
@@ -273,7 +274,7 @@ class EngineHandler:
         engine = self.state.versions.engines[peer]
         if message.url and not engine.is_up:
             log.info("%s: %s at %s", supervisor.name, message.engine, message.url)
-            self.state.liveness.alive(now)
+            self.state.liveness.note_alive(now)
 
         supervisor.hello = message
         engine.is_up = bool(message.url)
@@ -282,7 +283,7 @@ class EngineHandler:
     def _join_supervisor(self, peer: bytes, message: SupervisorHello, now: float) -> SupervisorRecord:
         supervisor = SupervisorRecord(peer, f"engine {message.index}", message, now)
         self.add_engine(peer, supervisor.name, bool(message.url))
-        self.state.liveness.alive(now)
+        self.state.liveness.note_alive(now)
         return supervisor
 
     def note_heartbeat(self, peer: bytes, message: SupervisorHeartbeat, now: float) -> None:
@@ -300,7 +301,7 @@ class EngineHandler:
             self.state.live_limit.kv_cap.note_use(supervisor.name, message.kv_use)
 
         if message.starting:  # a supervisor whose server does not start in time ends by itself
-            self.state.liveness.alive(now)
+            self.state.liveness.note_alive(now)
 
     # -- the table -----------------------------------------------------------------------------------
 
@@ -318,7 +319,8 @@ class EngineHandler:
         """Send workers the table of servers, or the changes since it was last sent.
 
         Changes are collected, so that at most TABLES_PER_SECOND messages are sent. A restarted coordinator
-        first waits a lease for supervisors to report, as workers take back turns from servers missing in a table.
+        first waits a lease for supervisors to report, as workers take back turns from servers missing in a
+        table.
         """
         config = self.state.config
         planned_servers = self.state.config.engine.server_count

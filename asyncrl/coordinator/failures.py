@@ -42,7 +42,7 @@ class FailedAttempts(msgspec.Struct):
 
     @classmethod
     def load_from(cls, store: RunStore) -> FailedAttempts:
-        return msgspec.json.decode(store.read.meta(cls.META, "{}"), type=cls)
+        return msgspec.json.decode(store.reader.meta(cls.META, "{}"), type=cls)
 
     def add_failure(self, reason: FailReason, detail: str, store: RunStore) -> None:
         self.counts[reason] = self.counts.get(reason, 0) + 1

@@ -59,11 +59,11 @@ class HeldOutEpisodes:
 
     def restore_episodes(self) -> None:
         """Take over the session of the store."""
-        reader = self._store.read
+        reader = self._store.reader
         decode = msgspec.msgpack.Decoder(EpisodeRecord).decode
         records = (decode(record) for _, record in reader.held_out(RECORD_PREFIX))
         self.episodes = {episode.uid: episode for episode in records}
-        self._prefix = uid_prefix(HeldOut.of(next(iter(self.episodes))).step) if self.episodes else ""
+        self._prefix = uid_prefix(HeldOut.from_uid(next(iter(self.episodes))).step) if self.episodes else ""
 
         stored_results = reader.held_out(self._prefix) if self._prefix else ()
         result_type = Finished | Failed
@@ -149,7 +149,7 @@ class HeldOutEpisodes:
         episode.min_version = min_version
         self._set_state(episode, State.RUNNING)
 
-    def touch(self, episode: EpisodeRecord) -> None:
+    def mark_changed(self, episode: EpisodeRecord) -> None:
         self._changed_episodes[episode.uid] = episode
 
     def finish_episode(self, episode: EpisodeRecord, message: Finished) -> None:
@@ -181,7 +181,7 @@ class HeldOutEpisodes:
         else:
             ended_episode = replace(episode, reason=result.reason)
 
-        identity = HeldOut.of(episode.uid)
+        identity = HeldOut.from_uid(episode.uid)
         self._store.list_held_out(ended_episode, identity.step, identity.mode)
 
         if not self._keeps_turns:
@@ -197,7 +197,7 @@ class HeldOutEpisodes:
         else:
             self._pending_episodes.pop(episode.uid, None)
 
-        self.touch(episode)
+        self.mark_changed(episode)
 
     def put_changes(self) -> None:
         """Put changed records into the store's transaction."""
@@ -221,7 +221,7 @@ class HeldOutEpisodes:
 
     def audit(self) -> bool:
         """Return True if the account is exact and the store has as many results of the session."""
-        stored_count = self._store.read.count_held_out(self._prefix) if self._prefix else 0
+        stored_count = self._store.reader.count_held_out(self._prefix) if self._prefix else 0
         if self.episodes:
             ended_count = self._state_counts[State.LANDED] + self._state_counts[State.FAILED]
         else:
@@ -241,6 +241,6 @@ def _issue_episode(uid: str, known_episode: EpisodeRecord | None, continues: boo
     if known_episode is not None and continues:
         return known_episode
 
-    identity = HeldOut.of(uid)
+    identity = HeldOut.from_uid(uid)
     attempt = known_episode.attempt + 1 if known_episode is not None else 0
     return EpisodeRecord(uid, identity.row, identity.draw, attempt, greedy=identity.mode != SAMPLED)

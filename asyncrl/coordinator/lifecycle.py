@@ -16,7 +16,7 @@ from asyncrl.coordinator.trainer import TrainerHandler
 from asyncrl.coordinator.validation import Validation
 from asyncrl.coordinator.workers import WorkerHandler
 from asyncrl.errors import ProtocolError
-from asyncrl.observe.summary import UNSOUND
+from asyncrl.observe.summary import NOT_CONSERVED
 from asyncrl.types import DropReason
 
 EXIT_SECONDS = 4.0  # seconds of the stop timeout reserved for the other processes to end
@@ -57,7 +57,7 @@ class Lifecycle:
         self.error = ""
         self.outcome = ""
 
-        self._deadline = now + state.liveness.start
+        self._deadline = now + state.liveness.start_seconds
         self._can_checkpoint = True  # there are trainer ranks to write a checkpoint
 
     @property
@@ -113,7 +113,7 @@ class Lifecycle:
 
             # A trainer that repeats steps after a crash is alive.
             case Phase.STARTING if now > max(
-                self._deadline, self.state.liveness.alive_at + self.state.liveness.start
+                self._deadline, self.state.liveness.alive_at + self.state.liveness.start_seconds
             ):
                 reasons = [] if self.workers.peers else ["no rollout worker has reported in"]
                 if not self.state.versions.ref:
@@ -122,7 +122,9 @@ class Lifecycle:
                 if self.engines.missing_server:
                     reasons.append(f"there is not yet {self.engines.missing_server}")
 
-                time_limit = f"{self.state.liveness.start:.0f} s (launch.start_timeout, and reading models)"
+                time_limit = (
+                    f"{self.state.liveness.start_seconds:.0f} s (launch.start_timeout, and reading models)"
+                )
                 raise ProtocolError(f"not started within {time_limit}: {'; '.join(reasons) or 'unknown'}")
 
     def stop_run(self, reason: str, now: float, save: bool = True) -> None:
@@ -154,14 +156,16 @@ class Lifecycle:
     def conclude_run(self) -> None:
         """Write the summary. A run without an exact account has failed. Raises StoreError and OSError."""
         if not self.reporter.audit()[1]:
-            self.fail_run("; ".join(filter(None, [self.error, f"the account of the episodes: {UNSOUND}"])))
+            self.fail_run(
+                "; ".join(filter(None, [self.error, f"the account of the episodes: {NOT_CONSERVED}"]))
+            )
         self.reporter.write_summary(self.outcome, self.error)
 
     def _enter_phase(self, phase: Phase, now: float, seconds: float = 0.0) -> None:
         log.info("phase %s", phase)
         self.phase = phase
         self._deadline = now + seconds
-        self.state.liveness.progress(now)
+        self.state.liveness.note_progress(now)
 
     def _close_run(self, outcome: str) -> None:
         self.outcome = outcome

@@ -35,10 +35,10 @@ from asyncrl.coordinator.validation import Validation
 from asyncrl.coordinator.workers import MAX_ASSIGNED, WorkerHandler
 from asyncrl.data import Samples, samples_path
 from asyncrl.errors import AsyncrlError, one_line
-from asyncrl.runtime.version_server import root
+from asyncrl.runtime.version_server import root_server
 from asyncrl.store.runstore import RunStore
 from asyncrl.store.schema import StoreError, SupersededError
-from asyncrl.wire.addresses import bound
+from asyncrl.wire.addresses import bind_address
 from asyncrl.wire.messages import engine, shared, trainer, worker
 from asyncrl.wire.messages.channels import AnyBulk, AnyControl, ToCoordinatorBulk, ToCoordinatorControl
 from asyncrl.wire.sockets import Endpoints, Gate, Hub, Poller
@@ -76,12 +76,12 @@ class Coordinator:
         store = RunStore(self.run_dir, config.store.keep_bytes)
 
         host = config.launch.host
-        self._gate = Gate(endpoints, enrolled_keys(store.read, incarnation))
-        self.control = Hub(bound(endpoints.control, host), ToCoordinatorControl, self._gate)
-        self.bulk = Hub(bound(endpoints.bulk, host), ToCoordinatorBulk, self._gate)
+        self._gate = Gate(endpoints, enrolled_keys(store.reader, incarnation))
+        self.control = Hub(bind_address(endpoints.control, host), ToCoordinatorControl, self._gate)
+        self.bulk = Hub(bind_address(endpoints.bulk, host), ToCoordinatorBulk, self._gate)
 
         self.state = load_state(config, self.run_dir, store, TransactionalOutbox(self.control, self.bulk))
-        self._version_server = root(config, endpoints, self._gate, lambda: self.state.versions.ref)
+        self._version_server = root_server(config, endpoints, self._gate, lambda: self.state.versions.ref)
 
         now = time.monotonic()
         self.engines = EngineHandler(self.state, now)
@@ -120,7 +120,7 @@ class Coordinator:
         state = self.state
         state.launch = incarnation
 
-        if state.store.read.meta("launch") != incarnation:
+        if state.store.reader.meta("launch") != incarnation:
             self.workers.reissue_orphans(time.monotonic())
             state.versions.ref = None  # a power cut may have damaged the files
             state.store.put_meta("shift", "")
@@ -128,7 +128,7 @@ class Coordinator:
 
         self.shifts.restore_shift(time.monotonic())
         self.enrolment = EnrolmentHandler(state, self._gate)
-        state.first_attempts.landed = state.store.read.meta("landed") == incarnation
+        state.first_attempts.landed = state.store.reader.meta("landed") == incarnation
         self._orphans_deadline: float | None = time.monotonic() + self.config.launch.lease
 
     # -- the loop --------------------------------------------------------------------------------------
@@ -303,7 +303,7 @@ class Coordinator:
 
         match message:
             case worker.Records():
-                for record, record_frames in message.unpacked(frames):
+                for record, record_frames in message.with_frames(frames):
                     self.records.process_record(peer, record, record_frames, now)
             case trainer.PlanRequest():
                 self.trainer.note_request(peer, message)
@@ -335,7 +335,7 @@ class Coordinator:
 
         if self.lifecycle.training:
             self.workers.admit_groups(now)
-            state.buffer.tick(state.engine_time(now))
+            state.buffer.settle_overdue(state.engine_time(now))
             self.workers.cancel_episodes(drop_overdue(state.buffer))
             if futile := state.futile_reason():
                 self.lifecycle.abort_run(futile, now)
@@ -345,9 +345,11 @@ class Coordinator:
             self.engines.push_versions(now)
             self.validation.assign_episodes(now, exclusive=self.lifecycle.phase is Phase.EVALUATING)
 
-            waiting_before = state.buffer.waiting
+            waiting_before = state.buffer.waiting_count
             self.workers.assign_pending(now)
-            self._work_left = self.workers.work_left or waiting_before >= MAX_ASSIGNED > state.buffer.waiting
+            self._work_left = (
+                self.workers.work_left or waiting_before >= MAX_ASSIGNED > state.buffer.waiting_count
+            )
 
             self._missing_waits = (
                 self._missing_processes(now) if now >= self._next_status_at else self._missing_waits
@@ -411,7 +413,7 @@ class Coordinator:
             self.reporter.write_row(row)
             self.trainer.record_score(step, metrics)
             self._to_observers(shared.StepReport(step, row))
-            self.state.liveness.progress(time.monotonic())
+            self.state.liveness.note_progress(time.monotonic())
         self.validation.results = []
 
     # -- observers -------------------------------------------------------------------------------------
@@ -452,7 +454,7 @@ class Coordinator:
             ranks.open_request = None
             ranks.last_plan_kind = ""
 
-        stalled = self.state.liveness.stalled(now)
+        stalled = self.state.liveness.stall_reason(now)
         if not stalled or self.lifecycle.ending:  # a stop has its own deadline
             return
 
@@ -460,7 +462,7 @@ class Coordinator:
         is_training = self.lifecycle.phase in (Phase.RUNNING, Phase.DRAINING)
         if is_training and self.trainer.is_hanging(now):
             self._request_replacement(shared.Replace("trainer", f"the trainer hangs, {stall_report}"))
-            self.state.liveness.progress(now)  # the new ranks have the same time
+            self.state.liveness.note_progress(now)  # the new ranks have the same time
         else:
             self.lifecycle.abort_run(stall_report, now)
 

@@ -52,7 +52,7 @@ def recover_commits(state: RunState, step: int, now: float) -> None:
     state.store.forget_plans(range(known_steps, step), recovered_count)
     state.store.put_commit(step, manifests[-1].trainer_epoch, "")
     state.store.put_checkpoint(step)
-    state.store.sync()
+    state.store.request_sync()
 
     log.warning(
         "the run store had lost steps %d to %d: %d trajectories are trained, by the checkpoints' manifests",
@@ -76,13 +76,13 @@ def _mark_trained(state: RunState, uids: Iterable[str], step: int, now: float) -
         while group_id >= buffer.next_group:  # issued in the lost part of the store
             buffer.admit_group(buffer.committed, now)
 
-        episode = buffer.find_unwritten(uid) or state.store.read.find_episode(uid)
+        episode = buffer.find_unwritten(uid) or state.store.reader.find_episode(uid)
         if episode is None or episode.state is State.TRAINED:
             continue  # trained by a step in the store
 
         # This process may have counted the other state.
         buffer.reasons -= Counter([f"{episode.state}/{episode.reason}"])
-        if group_id in buffer.live:
+        if group_id in buffer.live_groups:
             live_groups.add(group_id)
             buffer.take_episode(episode, step - 1)
         else:
@@ -90,7 +90,7 @@ def _mark_trained(state: RunState, uids: Iterable[str], step: int, now: float) -
             buffer.correct_state(episode, State.TRAINED)
 
     trained_uids = set(uids)
-    for group in [buffer.live[group_id] for group_id in live_groups]:
+    for group in [buffer.live_groups[group_id] for group_id in live_groups]:
         group_members = [buffer.episodes[uid] for uid in group.members]
         for episode in group_members:
             if not episode.state.over and episode.uid not in trained_uids:

@@ -160,7 +160,7 @@ class Peers(Generic[P]):
         A process that was lost more than `liveness.start` seconds ago hangs and is to be replaced. The new
         process has as much time.
         """
-        time_limit = self._state.liveness.start
+        time_limit = self._state.liveness.start_seconds
         vacant_indices = self.vacant_indices
         replacements = list[shared.Replace]()
 
@@ -200,13 +200,13 @@ class EnrolmentHandler:
         self.state = state
         self._gate = gate
         self._open_tokens: dict[str, tuple[str, float]] = {}  # by token: role, and time of expiry
-        self._enrolled_roles = enrolled_keys(state.store.read, state.launch)
+        self._enrolled_roles = enrolled_keys(state.store.reader, state.launch)
         planned = {"rollout": state.config.rollout.workers, "engine": state.config.engine.server_count}
         # Further processes of these roles may join.
         self._planned_processes = {role: count for role, count in planned.items() if count}
 
     def add_token(self, message: shared.Invite, now: float) -> None:
-        if message.role not in self._planned_processes or message.token in self._gate.members:
+        if message.role not in self._planned_processes or message.token in self._gate.role_by_key:
             log.warning(
                 "no token for a process of role %r: only %s may join",
                 message.role,
@@ -215,20 +215,20 @@ class EnrolmentHandler:
             return
 
         self._open_tokens[message.token] = (message.role, now + message.seconds)
-        self._gate.members[message.token] = TOKEN
+        self._gate.role_by_key[message.token] = TOKEN
 
     def enrol_process(self, peer: bytes, message: shared.Enrol) -> None:
         """Enrol the process whose peer name ends with a token. The token cannot be used a second time."""
         token = peer.decode().split("/", 2)[2]
-        if token not in self._open_tokens or message.key in self._gate.members:
+        if token not in self._open_tokens or message.key in self._gate.role_by_key:
             return
 
         role, _ = self._open_tokens.pop(token)
-        del self._gate.members[token]
+        del self._gate.role_by_key[token]
 
         start_number = FIRST_START + len(self._enrolled_roles)
         index = self._planned_processes[role] + [*self._enrolled_roles.values()].count(role)
-        self._gate.members[message.key] = self._enrolled_roles[message.key] = role
+        self._gate.role_by_key[message.key] = self._enrolled_roles[message.key] = role
         stored_keys = msgspec.json.encode((self.state.launch, self._enrolled_roles)).decode()
         self.state.store.put_meta("enrolled", stored_keys)
         log.info("a process was enrolled as %s-%d", role, index)
@@ -243,7 +243,7 @@ class EnrolmentHandler:
     def expire_tokens(self, now: float) -> None:
         """Take back expired tokens."""
         for token in [token for token, (_, expires_at) in self._open_tokens.items() if now > expires_at]:
-            del self._open_tokens[token], self._gate.members[token]
+            del self._open_tokens[token], self._gate.role_by_key[token]
 
 
 SENDER_TIMEOUT = 10.0  # seconds of silence after which no more files are expected from a process
@@ -273,7 +273,7 @@ class WrittenFiles:
             received_bytes = message.offset
 
         path = self._state.run_dir / message.name
-        data = b"".join(frames)[: shared.PIECE]
+        data = b"".join(frames)[: shared.MAX_PIECE_BYTES]
 
         try:
             if new_bytes := data[received_bytes - message.offset :]:

@@ -63,9 +63,9 @@ class RecordHandler:
 
         worker.last_record = message.seq
         if isinstance(message, Finished):
-            self.state.liveness.progress(now)
+            self.state.liveness.note_progress(now)
         else:
-            self.state.liveness.alive(now)
+            self.state.liveness.note_alive(now)
 
         message = _validated(message, self._max_episode_tokens)
         uid = message.attempt.uid
@@ -105,7 +105,7 @@ class RecordHandler:
                 failed_tool = next((reply.call.name for reply in replies if reply.failed), "")
                 if failed_tool and not episode.failed_tool:
                     episode.failed_tool = failed_tool[:MAX_NAME_CHARACTERS]
-                    state.ledger_of(episode.uid).touch(episode)
+                    state.ledger_of(episode.uid).mark_changed(episode)
 
             case Finished():
                 turns = message.stats.turns + message.stats.untrained_turns
@@ -158,7 +158,7 @@ class RecordHandler:
             "text": message.text,
         }
 
-        sample = state.samples[state.buffer.live[episode.group].sample]
+        sample = state.samples[state.buffer.live_groups[episode.group].sample]
         transcript = transcript_entry(episode.uid, sample, **outcome)
         save_transcripts(state.run_dir, "training", state.batches.committed + 1, [transcript])
 
@@ -195,7 +195,7 @@ class RecordHandler:
 
         self.state.store.put_frame(episode.uid, message.turn, "generated", frame)
         add_turn(episode, turn, message.seconds)
-        self.state.ledger_of(episode.uid).touch(episode)
+        self.state.ledger_of(episode.uid).mark_changed(episode)
 
         if episode.uid in self.state.buffer.episodes:
             self.reporter.count_turn(len(turn.ids))
@@ -254,7 +254,7 @@ class RecordHandler:
         oldest = min([turn.oldest, *(span.version for span in part.sampled.spans)])
         episode.open[part.session] = OpenTurn(part.prompt, turn.parts + 1, turn_tokens, oldest)
         episode.seconds = max(episode.seconds, message.seconds)
-        state.ledger_of(episode.uid).touch(episode)
+        state.ledger_of(episode.uid).mark_changed(episode)
 
         if episode.uid in state.buffer.episodes:
             state.buffer.waiting_tokens.begin_life(episode.uid, state.engine_time(now), len(part.sampled.ids))
@@ -279,7 +279,7 @@ def _validated(message: Record, most_tokens: int) -> Record:
 
     if problem := result.problem:
         return Failed(message.seq, message.attempt, FailReason.REWARD_ERROR, problem)
-    if problem := stats.misfit(most_tokens) or result.misfit(stats.turns, most_tokens):
+    if problem := stats.misfit_text(most_tokens) or result.misfit_text(stats.turns, most_tokens):
         return Failed(message.seq, message.attempt, FailReason.EPISODE_ERROR, f"impossible: {problem}")
     return message
 

@@ -26,9 +26,9 @@ from asyncrl.coordinator.engines import EngineHandler
 from asyncrl.coordinator.state import RunState, log
 from asyncrl.coordinator.trainer import TrainerHandler
 from asyncrl.coordinator.workers import WorkerHandler
-from asyncrl.observe.alerts import alerts, ends
+from asyncrl.observe.alerts import find_alerts, rows_for_rules
 from asyncrl.observe.files import LineFile, read_rows, write_status, write_summary
-from asyncrl.observe.metrics import BATCH, FILTERED, OF_STEP, STEP_SECONDS, duration
+from asyncrl.observe.metrics import BATCH, FILTERED, OF_STEP, STEP_SECONDS, duration_text
 from asyncrl.observe.summary import failures_line, summarize
 from asyncrl.store.checkpoints import checkpoints_of
 from asyncrl.store.schema import StoreError
@@ -84,7 +84,7 @@ class Reporter:
 
         earlier_rows = read_rows(state.run_dir)
         self.seconds_before = earlier_rows[-1].get("time_s", 0.0) if earlier_rows else 0.0
-        self._recent_rows = ends(earlier_rows)  # rows, for alerts
+        self._recent_rows = rows_for_rules(earlier_rows)  # rows, for alerts
         self._config_leaves = dict(leaves(msgspec.to_builtins(state.config)))
 
         self._metrics_file = LineFile(state.run_dir / "metrics.jsonl")
@@ -138,7 +138,7 @@ class Reporter:
             "timing_s/tools": stats.tool_s,
             "timing_s/reward": stats.reward_s,
         } | {f"rollout/component/{name}": value for name, value in result.components.items()}
-        numbers |= {f"rollout/agent/{name}": part.score for name, part in result.parts.items()}
+        numbers |= {f"rollout/agent/{name}": part.score for name, part in result.agent_results.items()}
 
         for name, value in numbers.items():
             columns[name].append(value)
@@ -172,7 +172,7 @@ class Reporter:
 
     def write_row(self, row: dict[str, float]) -> None:
         """Append a row to metrics.jsonl. On a full disk the row is written together with the next row."""
-        self._recent_rows = ends([*self._recent_rows, row])
+        self._recent_rows = rows_for_rules([*self._recent_rows, row])
         self._unwritten_rows += json.dumps(row).encode() + b"\n"
 
         try:
@@ -205,7 +205,7 @@ class Reporter:
         snapshot |= {"checkpoint_problem": self.trainer.checkpoint_problem}
 
         status = msgspec.structs.replace(
-            status, alerts=tuple(alerts(self._recent_rows, snapshot, self._config_leaves))
+            status, alerts=tuple(find_alerts(self._recent_rows, snapshot, self._config_leaves))
         )
         write_status(state.run_dir, snapshot | {"alerts": status.alerts, "metrics": self._last_metrics})
         return status
@@ -290,12 +290,12 @@ class Reporter:
         # The coordinator's own waits go to the timeline when they are over; numbers in them change.
         wait_keys = {re.sub(r"\d+", "#", wait) for wait in self.state.waits}
         for name in self._coordinator_waits.keys() - wait_keys:
-            self.state.timeline.past(name, now - self._coordinator_waits.pop(name))
+            self.state.timeline.record_past(name, now - self._coordinator_waits.pop(name))
         self._coordinator_waits = dict.fromkeys(wait_keys, now) | self._coordinator_waits
 
         wait_seconds = {wait: now - since for wait, since in self._wait_since.items()}
         return tuple(
-            f"{wait} ({duration(wait_seconds[wait])})" if wait_seconds[wait] >= 1 else wait
+            f"{wait} ({duration_text(wait_seconds[wait])})" if wait_seconds[wait] >= 1 else wait
             for wait in all_waits
         )
 
@@ -428,12 +428,12 @@ class Reporter:
 
         account = state.buffer.account()
         counts = state.buffer.state_counts()
-        stored_counts = state.store.read.counts()
+        stored_counts = state.store.reader.counts()
 
         states_agree = all(
             counts[episode_state] == stored_counts.get(episode_state, 0) for episode_state in State
         )
-        plans_agree = state.store.read.trained_in_plans() == account.trained
+        plans_agree = state.store.reader.trained_in_plans() == account.trained
         checkpoint_agrees = self.trainer.checkpoint_trained in (None, account.trained)
         held_out_agrees = state.held_out.audit()
         return (
@@ -467,7 +467,9 @@ class Reporter:
         }
         status |= {"checkpoint_problem": self.trainer.checkpoint_problem}
 
-        details["alerts"] = [alert.line for alert in alerts(self._recent_rows, status, self._config_leaves)]
+        details["alerts"] = [
+            alert.line for alert in find_alerts(self._recent_rows, status, self._config_leaves)
+        ]
         details["agents"] = [*state.config.agents]
         success_threshold = {"success_threshold": state.config.validation.success}
 
@@ -496,7 +498,7 @@ def transcript_entry(uid: str, sample: Sample, **outcome: Any) -> dict[str, Any]
 def result_entry(result: EpisodeResult) -> dict[str, Any]:
     """Return the numbers of a transcript. `reward` is present only with shaping, which it includes."""
     numbers = {"score": result.score, "components": result.components, "end": result.end}
-    scores_by_agent = {name: part.score for name, part in result.parts.items()}
+    scores_by_agent = {name: part.score for name, part in result.agent_results.items()}
     agent_scores = {"agents": scores_by_agent} if scores_by_agent else {}
     return numbers | agent_scores | ({"reward": result.reward} if result.shaping else {})
 

@@ -67,14 +67,14 @@ class ScorerHandler:
 
         if supervisor is not None:
             supervisor.hello = message
-            self.state.liveness.alive(now)
+            self.state.liveness.note_alive(now)
             self.state.send_welcome(peer)
 
     def note_heartbeat(self, peer: bytes, message: SupervisorHeartbeat, now: float) -> None:
         if (supervisor := self.supervisors.get(peer)) is not None:
             supervisor.heartbeat = message
             if message.starting:
-                self.state.liveness.alive(now)
+                self.state.liveness.note_alive(now)
 
     @property
     def missing_server(self) -> str:

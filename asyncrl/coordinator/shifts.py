@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from asyncrl.buffer.shifts import NOTHING_ASKED, Outlook, Shift, Shifts, Situation
+from asyncrl.buffer.shifts import NO_REQUEST, Outlook, Shift, Shifts, Situation
 from asyncrl.coordinator.engines import EngineHandler
 from asyncrl.coordinator.peers import Peers
 from asyncrl.coordinator.state import RunState, log
@@ -64,10 +64,10 @@ class ShiftHandler:
     def restore_shift(self, now: float) -> None:
         """Begin a new launch with sleeping engines, or continue the shift of a restarted coordinator."""
         if self.state.config.shifts:
-            stored = self.state.store.read.meta(SHIFT_KEY) or Shift.SLEEPING
+            stored = self.state.store.reader.meta(SHIFT_KEY) or Shift.SLEEPING
             self.state.shifts = Shifts(self.state.config.buffer.shift_fill, now, Shift(stored))
             self._deadline_start = now
-            self._start_deadline = now + self.state.liveness.start
+            self._start_deadline = now + self.state.liveness.start_seconds
 
     def confirm_sleep(self, peer: bytes, message: Slept, now: float) -> None:
         """Handle an engine's answer to Sleep."""
@@ -82,8 +82,8 @@ class ShiftHandler:
 
         engine.asleep = True
         engine.woken = False
-        self.state.liveness.alive(now)
-        self.state.timeline.past("sleep", message.seconds, engine=engine.name)
+        self.state.liveness.note_alive(now)
+        self.state.timeline.record_past("sleep", message.seconds, engine=engine.name)
 
         if (worker := self.workers.peers.get(peer)) is not None:
             worker.eval_version = None
@@ -101,15 +101,15 @@ class ShiftHandler:
         situation = Situation(
             outlook=self._request_outlook(),
             ranks_starting=bool(trainer.waiting_for_devices),
-            asked=trainer.ranks.last_plan_kind == "end" or request is not None,
+            trainer_waits=trainer.ranks.last_plan_kind == "end" or request is not None,
             validation_waits=self.validation.needs_engines and (request is None or not request.micro),
-            asleep=not vacant_names and all(engine.asleep for engine in engines),
-            awake=any(engine.woken for engine in engines),
-            resting=trainer.ranks.offloaded,
-            idle=self._engine_idle_seconds(),
+            engines_asleep=not vacant_names and all(engine.asleep for engine in engines),
+            engine_awake=any(engine.woken for engine in engines),
+            ranks_offloaded=trainer.ranks.offloaded,
+            idle_seconds=self._engine_idle_seconds(),
         )
 
-        if shifts.move(now, situation):
+        if shifts.enter_next(now, situation):
             self._on_enter(shifts.shift, now)
         self.engines.may_wake = (
             shifts.shift is Shift.WAKING and trainer.ranks.offloaded and self._version_ready(now)
@@ -127,7 +127,7 @@ class ShiftHandler:
         state = self.state
         request = self.trainer.ranks.open_request
         if request is None or request.step > state.batches.committed:
-            return NOTHING_ASKED
+            return NO_REQUEST
 
         if request.step in (state.config.total_steps, *range(state.batches.committed)):
             return Outlook(ready=True, group_fraction=1.0, batch_complete=True)
@@ -138,14 +138,14 @@ class ShiftHandler:
     def _on_enter(self, shift: Shift, now: float) -> None:
         log.info("shift: %s", shift)
         self.state.store.put_meta(SHIFT_KEY, shift)
-        self.state.liveness.alive(now)
+        self.state.liveness.note_alive(now)
         self._deadline_start = now
         self._sampled_at = now
 
         if shift is Shift.SLEEPING:
             self._sleep_number += 1
             self._sleep_sent_at = 0.0
-            self._start_deadline = now + self.state.liveness.start
+            self._start_deadline = now + self.state.liveness.start_seconds
             self.engines.refusals.clear()  # an engine may have refused a version that others held
             for engine in self.state.versions.engines.values():
                 engine.resend(now)  # after waking, engines get a version even if they held it before
@@ -174,7 +174,7 @@ class ShiftHandler:
 
             # A process has not reported in since the coordinator's start.
             if "" in incarnations and now > self._start_deadline:
-                self._start_deadline = now + self.state.liveness.start
+                self._start_deadline = now + self.state.liveness.start_seconds
                 self._replace(
                     Replace(self.role, f"not all of {self.role} have reported in: they cannot sleep")
                 )
@@ -185,7 +185,7 @@ class ShiftHandler:
         The time begins when the ranks are told to rest.
         """
         ranks = self.trainer.ranks
-        time_limit = self.state.liveness.start
+        time_limit = self.state.liveness.start_seconds
 
         if ranks.last_plan_kind not in ("rest", ""):  # "": an earlier coordinator has sent the plan
             self._deadline_start = now

@@ -25,8 +25,8 @@ from asyncrl.coordinator.held_out import HeldOutEpisodes
 from asyncrl.coordinator.versions import VersionLedger
 from asyncrl.data import EpochOrder, Samples, check_same_data, samples_path
 from asyncrl.errors import ProtocolError
-from asyncrl.observe.held_out import EVAL
-from asyncrl.observe.timeline import START, Timeline
+from asyncrl.observe.held_out import UID_START
+from asyncrl.observe.timeline import START_EVENT, Timeline
 from asyncrl.runtime.liveness import Liveness
 from asyncrl.store import launches
 from asyncrl.store.reader import part_kind
@@ -34,7 +34,7 @@ from asyncrl.store.runstore import RunStore
 from asyncrl.store.schema import StoreError, StorePaused
 from asyncrl.types import MAX_VOCABULARY, NO_VERSION, Sample, Turn
 from asyncrl.weights.manifest import WeightsRef
-from asyncrl.weights.model_files import MODEL, identity
+from asyncrl.weights.model_files import MODEL_KEY, model_identity
 from asyncrl.wire.messages.shared import Welcome, WireMessage
 from asyncrl.wire.sockets import Hub
 
@@ -62,7 +62,7 @@ class TransactionalOutbox:
     @property
     def refused(self) -> int:
         """Number of received messages that could not be read."""
-        return self.control.refused + self.bulk.refused
+        return self.control.refused_count + self.bulk.refused_count
 
     def to_control(self, peer: bytes, message: WireMessage, frames: Sequence[bytes] = ()) -> None:
         self._queue.append((self.control, peer, message, frames))
@@ -112,14 +112,14 @@ class RunState:
 
         self.liveness = Liveness(self.config, time.monotonic())
         self.timeline = Timeline(self.run_dir / "timeline" / "coordinator-0.jsonl")
-        self.timeline.past(START, 0.0)
+        self.timeline.record_past(START_EVENT, 0.0)
 
         self.failed_attempts = FailedAttempts.load_from(self.store)
-        self.memory_limits = MemoryLimits.load_from(self.store.read, self.config.trainer.micro_batch_tokens)
+        self.memory_limits = MemoryLimits.load_from(self.store.reader, self.config.trainer.micro_batch_tokens)
         self.first_attempts = FirstAttempts(len(self.samples))
 
         self.live_limit = LiveLimit(self.config, self.buffer)
-        self.launches = launches.decode(self.store.read.meta(launches.KEY, "[]"))
+        self.launches = launches.decode_launches(self.store.reader.meta(launches.LAUNCHES_KEY, "[]"))
         self.record_launch(self.batches.committed)
 
     def futile_reason(self) -> str:
@@ -160,7 +160,7 @@ class RunState:
 
     def ledger_of(self, uid: str) -> ReplayBuffer | HeldOutEpisodes:
         """Return the ledger (training buffer or validation) that owns this episode."""
-        return self.held_out if uid.startswith(EVAL) else self.buffer
+        return self.held_out if uid.startswith(UID_START) else self.buffer
 
     @property
     def all_episodes(self) -> list[EpisodeRecord]:
@@ -192,8 +192,8 @@ class RunState:
 
     def record_launch(self, step: int) -> None:
         """Record that this launch trains all steps after `step`, perhaps again."""
-        self.launches = launches.since(self.launches, step, self.config)
-        self.store.put_meta(launches.KEY, msgspec.json.encode(self.launches).decode())
+        self.launches = launches.with_launch(self.launches, step, self.config)
+        self.store.put_meta(launches.LAUNCHES_KEY, msgspec.json.encode(self.launches).decode())
 
     def persist(self) -> None:
         """Write all changes in a transaction, then send the messages of this pass.
@@ -201,7 +201,7 @@ class RunState:
         After StorePaused neither has happened, and `persist` must be called again before any further change.
         """
         groups, episodes, moved_episodes = self.buffer.pop_changes()
-        self.store.put_groups(groups, self.buffer.live)
+        self.store.put_groups(groups, self.buffer.live_groups)
         self.store.put_episodes(episodes, moved_episodes)
 
         if episodes or moved_episodes:  # without changed episodes no attempt was given up
@@ -217,7 +217,7 @@ class RunState:
 
         self.store.commit()
         self.outbox.flush()
-        self.store.copies.take(self.buffer.state_counts())
+        self.store.copies.start_copy(self.buffer.state_counts())
 
     def read_turns(self, episode: EpisodeRecord) -> list[bytes]:
         """Read the payloads of an episode's turns, without replies; [] if a payload cannot be read.
@@ -225,7 +225,7 @@ class RunState:
         Payloads were checked on arrival. Decoding them again would take most of the time of a plan.
         """
         try:
-            turn_payloads = list(self.store.read.frames(episode.uid, episode.turns, ("generated",)))
+            turn_payloads = list(self.store.reader.turn_frames(episode.uid, episode.turns, ("generated",)))
         except StoreError as error:
             log.error("episode %s: %s", episode.uid, error)
             return []
@@ -242,7 +242,7 @@ class RunState:
             return frames
 
         uid = episode.uid
-        stored = self.store.read.frames(episode.uid, episode.turns)
+        stored = self.store.reader.turn_frames(episode.uid, episode.turns)
         try:
             for payload, replied in zip(stored, stored, strict=True):
                 turns.append(decode_turn(payload))
@@ -251,7 +251,7 @@ class RunState:
             log.error("episode %s: %d of %d turns can be read: %s", uid, len(turns), episode.turns, error)
             if uid in self.held_out.episodes:
                 episode.forget_turns()
-                self.held_out.touch(episode)
+                self.held_out.mark_changed(episode)
                 self.store.forget_frames(uid)
                 return []
             if episode.state in UNTAKEN_STATES:
@@ -267,7 +267,7 @@ class RunState:
         for session, turn in list(episode.open.items()):
             kinds = [part_kind(number) for number in range(turn.parts)]
             try:
-                frames += list(self.store.read.frames(episode.uid, session + 1, kinds, session))
+                frames += list(self.store.reader.turn_frames(episode.uid, session + 1, kinds, session))
             except StoreError as error:
                 log.error("episode %s: a turn that was under way begins anew: %s", episode.uid, error)
                 del episode.open[session]
@@ -289,7 +289,7 @@ class RunState:
         try:
             self.failed_attempts = FailedAttempts.load_from(self.store)
             self.memory_limits = MemoryLimits.load_from(
-                self.store.read, self.config.trainer.micro_batch_tokens
+                self.store.reader, self.config.trainer.micro_batch_tokens
             )
             restore_from_store(self.config, self.store, self.buffer, self.batches)
             self.held_out.restore_episodes()
@@ -301,7 +301,7 @@ class RunState:
 def load_state(config: RunConfig, run_dir: Path, store: RunStore, outbox: TransactionalOutbox) -> RunState:
     """Return the state of a run, restored from the store, or a new state if the store is empty."""
     samples = Samples.open(samples_path(run_dir, "train"))
-    check_same_data(samples, store.read.meta("data"))
+    check_same_data(samples, store.reader.meta("data"))
     store.put_meta("data", samples.fingerprint)
 
     sample_order = EpochOrder(samples, config.data, config.seed, samples_path(run_dir, "train").parent)
@@ -311,10 +311,10 @@ def load_state(config: RunConfig, run_dir: Path, store: RunStore, outbox: Transa
     batches = Batches(buffer, trainer.micro_batch_tokens, flush, trainer.packing)
     restore_from_store(config, store, buffer, batches)
 
-    if not store.read.meta(MODEL):
-        store.put_meta(MODEL, json.dumps(identity(config.model.path)))
+    if not store.reader.meta(MODEL_KEY):
+        store.put_meta(MODEL_KEY, json.dumps(model_identity(config.model.path)))
 
-    ref = msgspec.json.decode(store.read.meta("version", "null"), type=WeightsRef | None)
+    ref = msgspec.json.decode(store.reader.meta("version", "null"), type=WeightsRef | None)
     version = ref.version if ref else NO_VERSION
 
     return RunState(
@@ -327,24 +327,24 @@ def load_state(config: RunConfig, run_dir: Path, store: RunStore, outbox: Transa
         store=store,
         outbox=outbox,
         coordinator_epoch=store.epoch,
-        trainer_epoch=int(store.read.meta("trainer_epoch", "0")),
+        trainer_epoch=int(store.reader.meta("trainer_epoch", "0")),
     )
 
 
 def restore_from_store(config: RunConfig, store: RunStore, buffer: ReplayBuffer, batches: Batches) -> None:
     """Restore buffer and batches from the store."""
-    stored_run = store.read.load()
-    buffer.restore_groups(stored_run.groups, stored_run.episodes, stored_run.left, time.monotonic())
+    stored_run = store.reader.load_run()
+    buffer.restore_groups(stored_run.groups, stored_run.episodes, stored_run.pruned_counts, time.monotonic())
 
     buffer.next_group = stored_run.next_group
     buffer.prompts.cursor = stored_run.cursor
     buffer.prompts.retired_samples = stored_run.retired if config.buffer.retire_pass_rate < 1 else set()
-    buffer.committed = stored_run.committed
+    buffer.committed = stored_run.committed_steps
 
-    buffer.abandoned_tokens = int(store.read.meta(ABANDONED_KEY, "0"))
-    buffer.reasons.update(msgspec.json.decode(store.read.meta(REASONS_KEY, "{}"), type=dict[str, int]))
+    buffer.abandoned_tokens = int(store.reader.meta(ABANDONED_KEY, "0"))
+    buffer.reasons.update(msgspec.json.decode(store.reader.meta(REASONS_KEY, "{}"), type=dict[str, int]))
 
-    batches.restore_plans(stored_run.batches, stored_run.taken, stored_run.baselines)
+    batches.restore_plans(stored_run.batches, stored_run.planned_episodes, stored_run.baselines)
 
 
 def _new_buffer(config: RunConfig, prompts: Prompts) -> ReplayBuffer:
@@ -402,7 +402,7 @@ class Journal:
         if self._paused_at is not None:
             log.info("the run store can be written again, after %.1f s", now - self._paused_at)
             self._paused_at = None
-            self._state.liveness.progress(now)
+            self._state.liveness.note_progress(now)
 
         return True
 

@@ -60,24 +60,24 @@ class TrainerHandler:
     def __init__(self, state: RunState, on_commit: Callable[[trainer.Commit], None]) -> None:
         self.state = state
         self.on_commit = on_commit
-        self.ranks = Ranks(Peers(state, "trainer"), state.store.read.meta("trainer_incarnation"))
+        self.ranks = Ranks(Peers(state, "trainer"), state.store.reader.meta("trainer_incarnation"))
 
         self.stopping = False  # the last checkpoint was requested
         self.checkpoint_written = False  # the last checkpoint was written
         # Plans before this step are not needed.
-        self._covered_step = int(state.store.read.meta("to_forget", "0"))
+        self._covered_step = int(state.store.reader.meta("to_forget", "0"))
         self._stop_step: int | None = None  # step at which the ranks were told to stop
 
         # Step of the newest checkpoint.
-        self.checkpoint_step = max(state.store.read.checkpoints(), default=-1)
+        self.checkpoint_step = max(state.store.reader.checkpoints(), default=-1)
         self._checkpoint_problem = ""  # why the newest checkpoint was not written; "" after a success
         # Trajectories trained by the count of a checkpoint of the last step.
         self.checkpoint_trained: int | None = None
 
-        stored_scores = state.store.read.meta("validated", "{}")
+        stored_scores = state.store.reader.meta("validated", "{}")
         # Score of each validated step.
         self._scores = msgspec.json.decode(stored_scores, type=dict[int, float])
-        self.best_step = int(state.store.read.meta("best", "-1"))  # step of the best checkpoint
+        self.best_step = int(state.store.reader.meta("best", "-1"))  # step of the best checkpoint
 
         # Seconds of the newest publish.
         self.snapshot_s = 0.0
@@ -93,7 +93,7 @@ class TrainerHandler:
         self.starting_ranks: dict[bytes, tuple[trainer.TrainerHeartbeat, float]] = {}
 
         # Newest trainer epoch that gave up a batch.
-        self._given_up_epoch = int(state.store.read.meta("given_up", "-1"))
+        self._given_up_epoch = int(state.store.reader.meta("given_up", "-1"))
 
     # -- control -------------------------------------------------------------------------------------
 
@@ -118,7 +118,7 @@ class TrainerHandler:
                 state.trainer_epoch += 1
                 state.store.put_meta("trainer_epoch", str(state.trainer_epoch))
                 state.store.put_meta("trainer_incarnation", message.incarnation)
-                state.store.sync()  # a power cut must not lead to the same number again
+                state.store.request_sync()  # a power cut must not lead to the same number again
 
             first_hello = not self.ranks.rank_count
             peers = self.ranks.peers
@@ -137,7 +137,7 @@ class TrainerHandler:
 
             self._check_position(message.step)
             state.record_launch(message.step)
-            state.liveness.alive(now)  # a repeated hello is no sign of life
+            state.liveness.note_alive(now)  # a repeated hello is no sign of life
 
         state.vocabulary = message.vocabulary
         state.send_welcome(peer)
@@ -191,9 +191,11 @@ class TrainerHandler:
             self._checkpoint_problem = message.checkpoint_problem or self._checkpoint_problem
 
         if message.work > (previous.work if previous else 0):
-            self.state.liveness.progress(now)
+            self.state.liveness.note_progress(now)
         elif message.written > (previous.written if previous else 0):
-            self.state.liveness.alive(now)  # no progress, as on a full disk the same bytes are written again
+            self.state.liveness.note_alive(
+                now
+            )  # no progress, as on a full disk the same bytes are written again
 
     def starting_waits(self, now: float) -> list[tuple[str, str]]:
         """Return name and wait of each rank without a hello that was heard of within a lease."""
@@ -226,7 +228,7 @@ class TrainerHandler:
         if self._superseded(peer, message):
             return
 
-        stored_hash = state.store.read.plan_hash(message.step)
+        stored_hash = state.store.reader.plan_hash(message.step)
         batch = state.batches.by_step.get(message.step - 1)
         expected_hash = batch.plan_hash if batch is not None else stored_hash
         if message.plan_hash != expected_hash:
@@ -239,13 +241,13 @@ class TrainerHandler:
         if first_commit:
             state.store.put_commit(message.step, state.trainer_epoch, message.plan_hash)
             self.checkpoint_trained = None
-            state.timeline.past("commit", 0.0, step=message.step)
+            state.timeline.record_past("commit", 0.0, step=message.step)
             took_step = "actor/grad_norm" in message.metrics or not message.metrics.get("actor/skipped_steps")
             state.skipped_batches = 0 if took_step else state.skipped_batches + 1
             self.on_commit(message)
 
         self.ranks.committed_step = max(self.ranks.committed_step, message.step)
-        state.liveness.progress(now)
+        state.liveness.note_progress(now)
         # While a restarted trainer repeats steps, the engines keep their newer weights.
         state.outbox.to_control(
             peer,
@@ -264,7 +266,7 @@ class TrainerHandler:
         if not self.state.config.checkpoint.best:
             return -1
 
-        retained_steps = self.state.store.read.checkpoints()[-self.state.config.checkpoint.keep :]
+        retained_steps = self.state.store.reader.checkpoints()[-self.state.config.checkpoint.keep :]
         scored_steps = sorted(self._scores.keys() & {*retained_steps, self.best_step})
         self.best_step = max(scored_steps, key=lambda step: self._scores[step], default=-1)
         self.state.store.put_meta("best", str(self.best_step))
@@ -329,8 +331,8 @@ class TrainerHandler:
             self.snapshot_s = message.snapshot_s
             self.write_s = message.write_s
             state.store.put_meta("version", msgspec.json.encode(ref).decode())
-            state.timeline.past("write_weights", message.write_s, version=ref.version)
-            state.liveness.alive(now)
+            state.timeline.record_past("write_weights", message.write_s, version=ref.version)
+            state.liveness.note_alive(now)
 
     def record_probe(self, message: trainer.Probed, now: float) -> None:
         if message.version.epoch == self.state.trainer_epoch:
@@ -355,21 +357,21 @@ class TrainerHandler:
             return  # a repetition, for a restarted coordinator that may have missed the message
 
         state.store.put_checkpoint(message.step)
-        state.timeline.past("checkpoint", 0.0, step=message.step)
+        state.timeline.record_past("checkpoint", 0.0, step=message.step)
         self.checkpoint_step = message.step
         covers_all = message.step == state.batches.committed
         self.checkpoint_trained = message.trained_total if covers_all else None
 
         retained_count = state.config.checkpoint.keep
-        retained_steps = sorted({*state.store.read.checkpoints(), message.step})[-retained_count:]
+        retained_steps = sorted({*state.store.reader.checkpoints(), message.step})[-retained_count:]
         self._covered_step = max(
             self._covered_step, retained_steps[0] if len(retained_steps) == retained_count else 0
         )
         state.store.put_meta("to_forget", str(self._covered_step))
 
-        state.store.copies.due = True
-        state.store.sync()
-        state.liveness.progress(now)
+        state.store.copies.copy_due = True
+        state.store.request_sync()
+        state.liveness.note_progress(now)
 
     def forget_covered(self) -> None:
         """Forget plan and payloads of a batch that the oldest retained checkpoint covers.
@@ -384,10 +386,10 @@ class TrainerHandler:
         forgotten_uids = state.batches.forget_covered_plans(first_step + 1)
         for uid in forgotten_uids:
             state.store.release_frames(uid)
-        state.store.cover(first_step + 1, len(forgotten_uids))
+        state.store.cover_steps(first_step + 1, len(forgotten_uids))
 
         if not self._covers_more:
-            state.store.sync()  # the store then removes payloads beyond store.keep_bytes
+            state.store.request_sync()  # the store then removes payloads beyond store.keep_bytes
 
     @property
     def is_forgetting(self) -> bool:

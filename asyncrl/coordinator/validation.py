@@ -30,17 +30,17 @@ from asyncrl.coordinator.reporting import (
 from asyncrl.coordinator.state import RunState, log
 from asyncrl.coordinator.workers import WorkerHandler, WorkerRecord
 from asyncrl.observe.held_out import (
-    EVAL,
     GREEDY,
     SAMPLED,
     SCORED,
+    UID_START,
     HeldOut,
-    Judged,
+    JudgedEpisode,
     answer_of,
-    losses,
-    means,
-    per_sample,
-    sizes,
+    mean_losses,
+    mean_sizes,
+    numbers_per_sample,
+    sample_means,
     succeeds,
     threshold_of,
     uid_prefix,
@@ -120,7 +120,7 @@ class Validation:
         `training_over`: training has ended, and the last validation is still to come.
         """
         self._resumed = True
-        stored = self.state.store.read.meta("validation")
+        stored = self.state.store.reader.meta("validation")
         start = self._stored_session()
         committed = self.state.batches.committed
 
@@ -134,7 +134,7 @@ class Validation:
 
     def _stored_session(self) -> SessionStart | None:
         """Read the session that was under way when the coordinator ended."""
-        stored = self.state.store.read.meta("validation", NO_SESSION)
+        stored = self.state.store.reader.meta("validation", NO_SESSION)
         return msgspec.json.decode(stored, type=SessionStart | None)
 
     @property
@@ -222,10 +222,10 @@ class Validation:
 
             slot_limit = math.ceil((1.0 if exclusive else MID_RUN_FRACTION) * worker.hello.slots)
             free_slots = min(
-                worker.free_slots, slot_limit - sum(uid.startswith(EVAL) for uid in worker.running)
+                worker.free_slots, slot_limit - sum(uid.startswith(UID_START) for uid in worker.running)
             )
             for episode in islice(waiting, max(0, free_slots)):
-                row = HeldOut.of(episode.uid).row
+                row = HeldOut.from_uid(episode.uid).row
                 self.workers.give_episode(
                     worker, episode, self.samples[row], 0, row in self._transcribed_rows, now
                 )
@@ -311,23 +311,23 @@ class Validation:
         played_results = [
             judged.result
             for judged in judged_episodes
-            if judged.result is not None and not judged.which.scored
+            if judged.result is not None and not judged.identity.scored
         ]
 
         metrics: dict[str, float] = {}
         if not unfinished:  # without the missing episodes, which are long, means would be biased
             threshold = threshold_of(self.state.config, judged_episodes)
             metrics = (
-                means(per_sample(judged_episodes, threshold))
-                | sizes(judged_episodes)
-                | losses(judged_episodes)
+                sample_means(numbers_per_sample(judged_episodes, threshold))
+                | mean_sizes(judged_episodes)
+                | mean_losses(judged_episodes)
             )
             metrics |= {HIGHEST: max(result.judged for result in played_results)} if played_results else {}
 
         step = session.ref.version.step
         sampled_episodes = [judged for judged in episodes if judged.oldest >= 0]
         return metrics | {
-            ASKED: float(len({judged.which.row for judged in judged_episodes})),
+            ASKED: float(len({judged.identity.row for judged in judged_episodes})),
             "val-aux/episodes": float(len(scored_results)),
             "val-aux/failed": float(len(judged_episodes) - len(scored_results)),
             "val-aux/policy_version": float(
@@ -338,18 +338,20 @@ class Validation:
             ),
         }
 
-    def _judged_episode(self, uid: str) -> Judged:
-        identity = HeldOut.of(uid)
+    def _judged_episode(self, uid: str) -> JudgedEpisode:
+        identity = HeldOut.from_uid(uid)
         ending = self.episodes.results[uid]
         source = self.samples[identity.row].data_source
 
         if isinstance(ending, Failed):
-            return Judged(identity, source, None)
-        return Judged(identity, source, ending.result, ending.stats, answer_of(ending.result, ending.notes))
+            return JudgedEpisode(identity, source, None)
+        return JudgedEpisode(
+            identity, source, ending.result, ending.stats, answer_of(ending.result, ending.notes)
+        )
 
     def _outcome_entry(self, uid: str) -> dict[str, Any]:
         ending = self.episodes.results[uid]
-        mode = HeldOut.of(uid).mode
+        mode = HeldOut.from_uid(uid).mode
 
         if isinstance(ending, Failed):
             return {"mode": mode, "failed": f"{ending.reason}: {ending.detail}"}
@@ -361,6 +363,6 @@ class Validation:
 
         text = self.episodes.texts.get(uid)
         if text is None:
-            text = msgspec.msgpack.decode(self.state.store.read.became(uid), type=Finished).text
+            text = msgspec.msgpack.decode(self.state.store.reader.held_out_record(uid), type=Finished).text
 
         return {"mode": mode} | outcome | {"turns": ending.stats.turns, "notes": ending.notes, "text": text}

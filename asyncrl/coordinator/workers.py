@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from asyncrl.buffer.records import LOSSES, NEVER_STALE, EpisodeRecord, State
-from asyncrl.buffer.staleness import pending
+from asyncrl.buffer.staleness import assignable_episodes
 from asyncrl.coordinator.engines import EngineHandler
 from asyncrl.coordinator.peers import Peers
 from asyncrl.coordinator.state import RunState
@@ -95,7 +95,7 @@ class WorkerHandler:
 
         worker.leaving = worker.leaving or message.leaving
         if message.in_time or message.tokens > (worker.heartbeat.tokens if worker.heartbeat else 0):
-            self.state.liveness.alive(now)
+            self.state.liveness.note_alive(now)
 
         held_uids = {attempt.uid for attempt in message.held}
         for uid, (assign_seq, sent_at) in [
@@ -201,7 +201,7 @@ class WorkerHandler:
             self.state.held_out.causes[episode.uid] = detail
         else:
             self.state.failed_attempts.add_failure(reason, detail, self.state.store)
-            sample = self.state.buffer.live[episode.group].sample
+            sample = self.state.buffer.live_groups[episode.group].sample
             self.state.first_attempts.note_failure(episode.assign_seq, sample, reason)
 
         self._reissue_episode(episode, reason, now)
@@ -238,7 +238,7 @@ class WorkerHandler:
         """
         state = self.state
         self.work_left = False
-        if not state.buffer.waiting:
+        if not state.buffer.waiting_count:
             return
 
         if missing_server := self.engines.missing_server:
@@ -253,7 +253,7 @@ class WorkerHandler:
         slots = FreeSlots((worker, worker.free_slots, versions_of(worker.peer)) for worker in usable_workers)
         in_order = state.config.buffer.on_stale != "hold"  # later episodes need newer weights
 
-        for min_version, episode in pending(state.buffer):
+        for min_version, episode in assignable_episodes(state.buffer):
             self.work_left = assignments_left == 0
             if self.work_left or not slots:
                 return
@@ -274,7 +274,7 @@ class WorkerHandler:
                 continue
 
             worker, oldest_usable = assignment
-            group = state.buffer.live[episode.group]
+            group = state.buffer.live_groups[episode.group]
             is_transcribed = is_kept(group.id, episode.member, state.config.buffer.groups_per_batch)
             self.give_episode(
                 worker, episode, state.samples[group.sample], oldest_usable, is_transcribed, now
@@ -286,9 +286,9 @@ class WorkerHandler:
         buffer = self.state.buffer
         batches = self.state.batches
         if buffer.has_room:
-            free_slots = self.free_slots - buffer.waiting
+            free_slots = self.free_slots - buffer.waiting_count
             total_slots = self.total_slots
-            while buffer.waiting < MAX_ASSIGNED and buffer.can_admit(free_slots, total_slots):
+            while buffer.waiting_count < MAX_ASSIGNED and buffer.can_admit(free_slots, total_slots):
                 free_slots -= len(buffer.admit_group(batches.committed, self.state.engine_time(now)).members)
 
         if buffer.prompts.over and self.state.config.data.at_end == "drop":

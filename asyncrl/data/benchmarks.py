@@ -101,7 +101,9 @@ BENCHMARKS = {
 }
 
 
-def rows_of(benchmark: Benchmark, source: str, split: str, instruction: str | None) -> tuple[list[Row], int]:
+def benchmark_rows(
+    benchmark: Benchmark, source: str, split: str, instruction: str | None
+) -> tuple[list[Row], int]:
     """Return a split's distinct rows, and the number of unscorable rows. ConfigError for wrong columns."""
     instruction_text = benchmark.instruction if instruction is None else instruction
     rows_by_prompt = dict[str, Row]()
@@ -131,7 +133,9 @@ def read_split(source: str, config: str, split: str) -> Iterator[Row]:
     return load_split(source, config, split, "give a copy of it, a directory or a file, with --source")
 
 
-def passages_of(source: str, config: str, split: str, question_ids: Container[str | None]) -> Iterator[Row]:
+def question_passages(
+    source: str, config: str, split: str, question_ids: Container[str | None]
+) -> Iterator[Row]:
     """Yield the paragraphs beside these HotpotQA questions, as a corpus for the tool `search`; a paragraph
     beside several questions is repeated."""
     for row in read_split(source, config, split):

@@ -137,7 +137,7 @@ class IgnoredSettings:
         self._request_counts: dict[tuple[str, str], int] = {}
         self._unread_columns: dict[str, None] = {}
 
-    def see(self, row: Row, demonstration: bool) -> Row:
+    def count_row(self, row: Row, demonstration: bool) -> Row:
         """Count the requests and the unread columns of a row, and return the row."""
         unread = (
             encodable(name) for name, value in row.items() if value is not None and name not in READ_COLUMNS
@@ -163,7 +163,7 @@ class IgnoredSettings:
 
         return row
 
-    def unmet(self, config: RunConfig) -> list[str]:
+    def unmet_requests(self, config: RunConfig) -> list[str]:
         """Return a line for each request that the run does not meet, and a line for unread columns."""
         lines = [
             f"{count} samples ask for {text}"

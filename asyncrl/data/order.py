@@ -16,7 +16,7 @@ from asyncrl.buffer.prompts import shuffled
 from asyncrl.config import DataConfig, WeightedSource
 from asyncrl.data.storage import Samples
 from asyncrl.errors import ConfigError, describe, users_code
-from asyncrl.registry import Call, load_object, make, single
+from asyncrl.registry import Call, load_object, make_plugin, name_and_options
 from asyncrl.types import Sample
 
 OrderHook = Callable[[Sequence[Sample], list[int], int], Sequence[int]]
@@ -37,11 +37,11 @@ class EpochOrder:
         self.directory = directory
         weights = [source.weight for source in config.train if isinstance(source, WeightedSource)]
         self.draws_per_source = draw_counts(weights, samples.sizes) if weights else None
-        self._hook_name, options = single(config.order, "data.order")
+        self._hook_name, options = name_and_options(config.order, "data.order")
         self._hook: OrderHook | None = None
         if self._hook_name:
             loaded_hook = load_object(self._hook_name, "order")
-            self._hook = make(loaded_hook, options, f"data.order.{self._hook_name}", ORDER_CALL)
+            self._hook = make_plugin(loaded_hook, options, f"data.order.{self._hook_name}", ORDER_CALL)
 
     def __call__(self, epoch: int) -> Sequence[int]:
         if self.directory is None or self._hook is None:

@@ -14,7 +14,7 @@ from asyncrl.config import DataConfig
 from asyncrl.data.columns import as_json, as_object, as_text, rename_columns
 from asyncrl.data.messages import read_messages
 from asyncrl.data.rows import Row
-from asyncrl.data.sources import Place, row_reader
+from asyncrl.data.sources import RowOrigin, row_reader
 from asyncrl.errors import ConfigError
 from asyncrl.types import Message, Sample
 
@@ -63,7 +63,7 @@ def read_samples(
         if is_demonstration:
             yield _read_demonstration(origin, row, layout)
         else:
-            yield question(origin, row, layout)
+            yield read_question(origin, row, layout)
 
     if is_empty:
         raise ConfigError(f"{path}: the data set is empty; it needs at least one sample")
@@ -87,7 +87,7 @@ def _optional_parts(layout: RowLayout, row: Row, demonstration: bool) -> tuple[s
     return ("ground_truth", "reward_model")
 
 
-def question(origin: Place, row: Row, layout: RowLayout) -> Sample:
+def read_question(origin: RowOrigin, row: Row, layout: RowLayout) -> Sample:
     """Read a prompt to sample from. ConfigError for a bad row."""
     if row.get("prompt") is None:
         raise ConfigError(f"{origin}: no column prompt; {_columns_hint(row, 'prompt', 'ground_truth')}")
@@ -118,7 +118,7 @@ def question(origin: Place, row: Row, layout: RowLayout) -> Sample:
     return _make_sample(origin, row, _with_system_prompt(prompt, layout), truth, _extra_info(origin, row))
 
 
-def _read_demonstration(origin: Place, row: Row, layout: RowLayout) -> Sample:
+def _read_demonstration(origin: RowOrigin, row: Row, layout: RowLayout) -> Sample:
     if row.get("messages") is not None:
         prompt: tuple[Message, ...] = ()
         learned_messages = read_messages(f"{origin}: column messages", row["messages"])
@@ -152,18 +152,18 @@ def _with_system_prompt(messages: tuple[Message, ...], layout: RowLayout) -> tup
     return Message("system", layout.system_prompt), *messages
 
 
-def _ground_truth(origin: Place, row: Row) -> Any:
+def _ground_truth(origin: RowOrigin, row: Row) -> Any:
     if row.get("ground_truth") is not None:
         return row["ground_truth"]
     return as_object(str(origin), "reward_model", row.get("reward_model") or {}).get("ground_truth")
 
 
-def _extra_info(origin: Place, row: Row) -> dict[str, Any]:
+def _extra_info(origin: RowOrigin, row: Row) -> dict[str, Any]:
     return as_object(str(origin), "extra_info", row.get("extra_info") or {})
 
 
 def _make_sample(
-    origin: Place, row: Row, prompt: tuple[Message, ...], truth: Any, extra: dict[str, Any]
+    origin: RowOrigin, row: Row, prompt: tuple[Message, ...], truth: Any, extra: dict[str, Any]
 ) -> Sample:
     if media := next((name for name in MEDIA_COLUMNS if row.get(name)), ""):
         raise ConfigError(
@@ -183,7 +183,7 @@ def _make_sample(
     return sample
 
 
-def _check_encoded(origin: Place, sample: Sample) -> None:
+def _check_encoded(origin: RowOrigin, sample: Sample) -> None:
     """Check that a sample can be sent to the processes of a run. ConfigError if not."""
     try:
         size = len(msgspec.msgpack.encode(sample))

@@ -13,14 +13,14 @@ from asyncrl.config.base import Plugin
 from asyncrl.data.harbor import read_tasks
 from asyncrl.data.rows import READERS, TOO_DEEP, Row, json_value, read_rows
 from asyncrl.errors import ConfigError, describe, users_code
-from asyncrl.registry import Call, load_object, make, single
+from asyncrl.registry import Call, load_object, make_plugin, name_and_options
 
 HUB_PREFIX = "hf:"
 NO_MORE_ROWS = object()  # stands for the row after the last one
 DATASET_CALL = Call("a class or function that takes the path", ("path",), makes=True)
 
 
-class Place(NamedTuple):
+class RowOrigin(NamedTuple):
     """Names the origin of a row: a file or a data set, and the row's number there."""
 
     name: str
@@ -35,7 +35,7 @@ class Place(NamedTuple):
         return f"{self.name}, sample {self.number}"
 
 
-def paths(config: DataConfig, split: str) -> list[str]:
+def source_paths(config: DataConfig, split: str) -> list[str]:
     """Return the paths of the sources. ConfigError if only some of the sources have weights."""
     configured = config.train if split == "train" else config.test
     sources = [configured] if isinstance(configured, str) else configured
@@ -46,7 +46,7 @@ def paths(config: DataConfig, split: str) -> list[str]:
     return weighted or unweighted
 
 
-Reader = Callable[[str], Iterator[tuple[Place, Row]]]
+Reader = Callable[[str], Iterator[tuple[RowOrigin, Row]]]
 
 
 def row_reader(config: DataConfig, split: str) -> Reader:
@@ -61,7 +61,7 @@ def named_files(path: str) -> list[str]:
     return [path] if Path(path).exists() else sorted(glob.glob(path, recursive=True))
 
 
-def _read_files(path: str) -> Iterator[tuple[Place, Row]]:
+def _read_files(path: str) -> Iterator[tuple[RowOrigin, Row]]:
     """Read one file, or all files that match a pattern, sorted by name. A directory holds tasks."""
     file_names = named_files(path)
     if not file_names and glob.has_magic(path):
@@ -72,10 +72,10 @@ def _read_files(path: str) -> Iterator[tuple[Place, Row]]:
     for name in file_names or [path]:
         tasks = (task.row for task in read_tasks(name)) if Path(name).is_dir() else None
         for number, row in enumerate(tasks or read_rows(Path(name))):
-            yield Place(name, number), row
+            yield RowOrigin(name, number), row
 
 
-def _read_hub(path: str, split: str) -> Iterator[tuple[Place, Row]]:
+def _read_hub(path: str, split: str) -> Iterator[tuple[RowOrigin, Row]]:
     """Read a split of a hub data set, named `hf:OWNER/NAME[@REVISION][:CONFIG[:SPLIT]]`."""
     repository, _, selection = path.removeprefix(HUB_PREFIX).partition(":")
     name, _, revision = repository.partition("@")
@@ -86,7 +86,7 @@ def _read_hub(path: str, split: str) -> Iterator[tuple[Place, Row]]:
         "is one, and bring its cache (HF_HOME) here"
     )
     for number, row in enumerate(load_split(name, chosen_config, chosen_split or split, hint, revision)):
-        yield Place(name, number), json_value(row)
+        yield RowOrigin(name, number), json_value(row)
 
 
 def load_split(name: str, config: str, split: str, hint: str, revision: str = "") -> Iterator[Row]:
@@ -111,10 +111,10 @@ def load_split(name: str, config: str, split: str, hint: str, revision: str = ""
 def _users_reader(plugin: Plugin) -> Reader:
     """Return a reader of rows by a user's class or function, which is called with a source's path."""
     where = "data.dataset"
-    name, options = single(plugin, where)
-    make_rows = make(load_object(name, "data set"), options, f"{where}.{name}", DATASET_CALL)
+    name, options = name_and_options(plugin, where)
+    make_rows = make_plugin(load_object(name, "data set"), options, f"{where}.{name}", DATASET_CALL)
 
-    def read(path: str) -> Iterator[tuple[Place, Row]]:
+    def read(path: str) -> Iterator[tuple[RowOrigin, Row]]:
         call_text = f"{where}: {name}({path!r})"
         for number, row in enumerate(_iterate_dataset(call_text, make_rows, path)):
             if not isinstance(row, Mapping):
@@ -122,13 +122,13 @@ def _users_reader(plugin: Plugin) -> Reader:
                     f"{call_text} gives {type(row).__name__}; rows are dicts of column and value"
                 )
 
-            origin = Place(path, number)
+            origin = RowOrigin(path, number)
             yield origin, _call_dataset(f"{call_text}, sample {number}", partial(_plain_row, row, origin))
 
     return read
 
 
-def _plain_row(row: Mapping[str, Any], origin: Place) -> Row:
+def _plain_row(row: Mapping[str, Any], origin: RowOrigin) -> Row:
     """Read all columns of a row, whose class may be users' code."""
     try:
         return json_value(dict(row))

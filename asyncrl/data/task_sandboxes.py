@@ -18,7 +18,7 @@ from asyncrl.isolation.sandbox.jail import Jail
 MAX_CHANGES_BYTES = 700_000  # as base64 text with an agent's result, these fit into 1 MiB
 RESULT_SECONDS = 20.0  # limit for collecting the changes, on a busy machine
 UNREACHED_COUNTERS = ("OutNoRoutes", "NoPorts")  # packets without a route, or without a receiver
-LIMITS = SandboxLimits(memory=0, processes=256, open_files=4096, file=1024, disk=1024, resident=2048)
+DEFAULT_LIMITS = SandboxLimits(memory=0, processes=256, open_files=4096, file=1024, disk=1024, resident=2048)
 """The sizes of an agent's sandbox where neither the user nor the task sets others."""
 IGNORED_NAMES = (".git", "__pycache__", "*.pyc", ".pytest_cache", "/sandbox", "/tmp")
 
@@ -62,18 +62,18 @@ class TaskSandbox:
         with SetupError.instead_of(SandboxError, text=f"task {self.task.name}"):
             await self.jail.start()
 
-    async def find(self, program: str) -> str:
+    async def find_program(self, program: str) -> str:
         """Find the path of a program as a shell in the image does; '' if the program is missing."""
         search_result = await self.jail.run("shell", f"command -v -- {shlex.quote(program)}", RESULT_SECONDS)
         return search_result.output.strip() if search_result.ending is RunEnding.DONE else ""
 
-    async def result(self) -> dict[str, str]:
+    async def collect_changes(self) -> dict[str, str]:
         """Collect the changes in the task's workspace, while nothing runs: `changes`, an archive as base64
         text, or `failed`, the reason why the agent's changes cannot be read. SetupError if the agent is not
         at fault."""
         try:
             async with asyncio.timeout(RESULT_SECONDS):
-                archive = await self.jail.changes(self.workspace, IGNORED_NAMES, MAX_CHANGES_BYTES)
+                archive = await self.jail.collect_changes(self.workspace, IGNORED_NAMES, MAX_CHANGES_BYTES)
         except SandboxError as error:
             return {"failed": one_line(error)}
         except TimeoutError:  # the machine is too busy, as the archive is small
@@ -82,7 +82,7 @@ class TaskSandbox:
 
         return {"changes": base64.b64encode(archive).decode()}
 
-    async def unreached(self) -> int:
+    async def count_unreached(self) -> int:
         """Count the attempts in the sandbox to reach another machine or a name server. IPv6 is not counted,
         nor are programs that first check whether there is a network."""
         lines = (await self.jail.read_file("/proc/net/snmp")).decode().splitlines()

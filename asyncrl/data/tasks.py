@@ -48,7 +48,7 @@ class TaskTests(msgspec.Struct, frozen=True, omit_defaults=True):
         return self.turn_green + self.stay_green
 
 
-UNNAMED = (
+UNNAMED_TESTS = (
     "their score is whatever test.sh says, usually an exit code, and code under test can fake that by ending "
     "the process with 0; name the tests in tests/config.json and write a JUnit report (docs/tasks.md, What "
     "is judged)"

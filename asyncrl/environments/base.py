@@ -14,7 +14,7 @@ import msgspec
 
 from asyncrl.config import Options
 from asyncrl.errors import ConfigError
-from asyncrl.registry import Call, Registry, built, check_call, single
+from asyncrl.registry import Call, Registry, check_call, make_by_factory, name_and_options
 from asyncrl.types import Message, Observation, Sample
 
 
@@ -69,8 +69,8 @@ def load_environment(
     """Return the factory of the episodes' environments. The factory is called once here, so that wrong
     options raise at once: ConfigError that begins with `key_path`."""
     make_environment = environments.make(plugin, key_path, ENVIRONMENT_CALL)
-    key_path = f"{key_path}.{single(plugin)[0]}"
-    environment = built(make_environment, key_path)
+    key_path = f"{key_path}.{name_and_options(plugin)[0]}"
+    environment = make_by_factory(make_environment, key_path)
 
     if missing_members := [name for name in _REQUIRED_MEMBERS if not hasattr(environment, name)]:
         raise ConfigError(

@@ -71,7 +71,7 @@ class Gymnasium(Environment):
 
     async def close(self) -> None:
         if self._thread:
-            await self._thread.end(self._close_environment)
+            await self._thread.end_thread(self._close_environment)
         else:
             self._close_environment()
 

@@ -18,9 +18,9 @@ from typing import Any
 from asyncrl.config import RunConfig
 from asyncrl.conversation.chat import Chat
 from asyncrl.conversation.commands import Fail, Rules
-from asyncrl.conversation.demonstration import demonstrated
+from asyncrl.conversation.demonstration import demonstration_turns
 from asyncrl.conversation.parsers import Parser, load_parser, parse_turn
-from asyncrl.conversation.requests import Untrained
+from asyncrl.conversation.requests import IsUntrained
 from asyncrl.conversation.tokenizer import load_tokenizer
 from asyncrl.conversation.turns import rows_of
 from asyncrl.environments import Environment, load_environment
@@ -82,7 +82,7 @@ class EpisodeParts:
         return agent
 
     @cached_property
-    def untrained(self) -> Untrained:
+    def untrained(self) -> IsUntrained:
         """Return the function that recognises side requests: requests of `rollout.untrained_agents`, and
         requests that no adapter answers."""
         untrained = load_untrained(self.config.rollout.untrained_agents)
@@ -126,7 +126,7 @@ class EpisodeParts:
         rows_apart = bool(self.config.agents)
         return Rules(self.chat, self.parser, self.config.rollout, rows_apart, self.config.kl.prompt)
 
-    def load(self, *names: str) -> EpisodeParts:
+    def load_parts(self, *names: str) -> EpisodeParts:
         """Make the named parts, or all parts, to find faults of names and files."""
         for name in names or ("rules", "toolbox", "reward", "environment", "agent", "untrained"):
             getattr(self, name)
@@ -245,7 +245,7 @@ def _rendered_ids(parts: EpisodeParts, sample: Sample) -> Iterable[int]:
     schemas = parts.toolbox.schemas(sample)
 
     if sample.demonstration:
-        turns = demonstrated(parts.rules, sample, schemas)
+        turns = demonstration_turns(parts.rules, sample, schemas)
         if isinstance(turns, Fail):
             return ()  # the sample is refused later
         return chain.from_iterable(rows_of(turns))
@@ -270,6 +270,6 @@ def check_demonstrations(parts: EpisodeParts, key: str, samples: Sequence[Sample
     ConfigError for a conversation that cannot be learned. Prompts are passed over."""
     stride = -(-len(samples) // MAX_CHECKED_DEMONSTRATIONS)
     for sample in filter(lambda sample: sample.demonstration, samples[::stride]):
-        turns = demonstrated(parts.rules, sample, parts.toolbox.schemas(sample))
+        turns = demonstration_turns(parts.rules, sample, parts.toolbox.schemas(sample))
         if isinstance(turns, Fail):
             raise ConfigError(f"{key}, sample {sample.row}: {turns.detail}")

@@ -24,12 +24,12 @@ from asyncrl.buffer.records import EpisodeRecord
 from asyncrl.config import RunConfig
 from asyncrl.conversation.chat import prefill_of
 from asyncrl.conversation.commands import Done, Opened
-from asyncrl.conversation.episode import Episode, begin, conversation
-from asyncrl.conversation.turns import read_turn, scored, trained
+from asyncrl.conversation.episode import Episode, begin_episode, conversation
+from asyncrl.conversation.turns import read_turn, score_turns, without_untrained
 from asyncrl.data import Samples, samples_path
-from asyncrl.episodes.reward import shaped, transcript
+from asyncrl.episodes.reward import shaped_reward, transcript
 from asyncrl.errors import AsyncrlError
-from asyncrl.observe.held_out import HeldOut, Judged, answer_of, uid_prefix
+from asyncrl.observe.held_out import HeldOut, JudgedEpisode, answer_of, uid_prefix
 from asyncrl.rewards import RewardError, RewardInput
 from asyncrl.store.reader import RunReader
 from asyncrl.types import EpisodeEnd, EpisodeResult, Sample, Turn, TurnReply
@@ -56,11 +56,11 @@ def turns_of(frames: Sequence[bytes]) -> list[Turn]:
     ]
 
 
-def kept_turns(reader: RunReader, episode: EpisodeRecord) -> tuple[list[Turn], str]:
+def stored_turns(reader: RunReader, episode: EpisodeRecord) -> tuple[list[Turn], str]:
     """Return the first turns of an episode that are still stored, and why later turns are missing ('': none
     is)."""
     try:
-        frames = list(reader.frames(episode.uid, episode.turns))
+        frames = list(reader.turn_frames(episode.uid, episode.turns))
         kept_count = next((index for index, frame in enumerate(frames[::2]) if not frame), episode.turns)
         reason = "its turns are not kept any more: set a larger store.keep_bytes"
         if kept_count == episode.turns:
@@ -70,40 +70,40 @@ def kept_turns(reader: RunReader, episode: EpisodeRecord) -> tuple[list[Turn], s
         return [], str(error)
 
 
-def kept_result(reader: RunReader, uid: str, turns: int) -> Any:
+def stored_result(reader: RunReader, uid: str, turns: int) -> Any:
     """Return the `result` that the reward saw of an episode of so many turns, side requests included."""
-    *_, result_frame = reader.frames(uid, turns, ("result",))
+    *_, result_frame = reader.turn_frames(uid, turns, ("result",))
     return msgspec.json.decode(result_frame) if result_frame else None
 
 
-def evaluated(run_dir: Path) -> tuple[Samples, list[Judged]]:
+def evaluated(run_dir: Path) -> tuple[Samples, list[JudgedEpisode]]:
     """Return the samples of an evaluation, and the finished episodes. Raises StoreError and ConfigError."""
     samples = Samples.open(samples_path(run_dir, "test"))
-    judged_episodes = list[Judged]()
+    judged_episodes = list[JudgedEpisode]()
     decode = msgspec.msgpack.Decoder(Finished | Failed).decode
 
     with closing(RunReader.open(run_dir)) as reader:
         for uid, record in reader.held_out(uid_prefix(0)):
             message = decode(record)
-            held_out = HeldOut.of(uid)
+            held_out = HeldOut.from_uid(uid)
             source = samples[held_out.row].data_source
             if isinstance(message, Finished):
                 answer = answer_of(message.result, message.notes)
-                judged_episodes.append(Judged(held_out, source, message.result, message.stats, answer))
+                judged_episodes.append(JudgedEpisode(held_out, source, message.result, message.stats, answer))
             else:
-                judged_episodes.append(Judged(held_out, source, result=None))
+                judged_episodes.append(JudgedEpisode(held_out, source, result=None))
 
     return samples, judged_episodes
 
 
-def judged_turns(reader: RunReader, judged: Judged) -> tuple[Turn, ...]:
+def judged_turns(reader: RunReader, judged: JudgedEpisode) -> tuple[Turn, ...]:
     """Return the trained turns of an episode of an evaluation that did not fail."""
     assert judged.stats is not None
     turn_count = judged.stats.turns + judged.stats.untrained_turns
-    return trained(turns_of(list(reader.frames(judged.which.uid, turn_count))))
+    return without_untrained(turns_of(list(reader.turn_frames(judged.identity.uid, turn_count))))
 
 
-def credited(
+def rewards_and_advantages(
     config: RunConfig, episode: EpisodeRecord, baseline: Baseline, turns: Sequence[Turn]
 ) -> tuple[np.ndarray, np.ndarray | None]:
     """Return the rewards and advantages of an episode's trained tokens, before the batch scales the
@@ -132,9 +132,9 @@ async def regrade(
     parts: EpisodeParts, sample: Sample, turns: Sequence[Turn], end: EpisodeEnd, calls: int, result: Any
 ) -> EpisodeResult:
     """Score the trained turns of an episode again. Raises RewardError."""
-    turns = trained(turns)
-    reward_result = await parts.reward.score(reward_input(parts, sample, turns, end, calls, result))
-    outcome = scored(turns, end, shaped(parts.rules, parts.reward, reward_result, turns, end))
+    turns = without_untrained(turns)
+    reward_result = await parts.reward.score_episode(reward_input(parts, sample, turns, end, calls, result))
+    outcome = score_turns(turns, end, shaped_reward(parts.rules, parts.reward, reward_result, turns, end))
     if not isinstance(outcome, Done):
         raise RewardError(outcome.detail)
 
@@ -166,7 +166,9 @@ def reward_input(
     parsed_turns = tuple(
         read_turn(rules, turn, schemas, prefill="" if turn.index else prefill) for turn in shown_turns
     )
-    episode = Episode(sample, begin(sample).command, Opened(schemas), turns=shown_turns, read=parsed_turns)
+    episode = Episode(
+        sample, begin_episode(sample).command, Opened(schemas), turns=shown_turns, read=parsed_turns
+    )
 
     return RewardInput(
         sample=sample,

@@ -19,8 +19,8 @@ from asyncrl.conversation.turns import rows_of
 from asyncrl.errors import describe, one_line, users_code
 from asyncrl.isolation.calls import CallTimeout, call_user
 from asyncrl.remote import close_sessions
-from asyncrl.rewards import Reward, RewardError, RewardInput, ShapingInput, combine, evaluate, shape
-from asyncrl.rewards.process import PATIENCE, SIZE, RewardPool
+from asyncrl.rewards import Reward, RewardError, RewardInput, ShapingInput, combine, evaluate, sum_of_shapings
+from asyncrl.rewards.process import MAX_PROCESSES, MAX_WAIT_DEADLINES, RewardPool
 from asyncrl.rewards.shaping import Shaping
 from asyncrl.types import EpisodeEnd, RewardResult, Turn
 
@@ -34,7 +34,7 @@ class EpisodeReward:
         self._shapings = shapings
         self._pools = [_pool(reward) for reward in rewards]
 
-    async def score(self, reward_input: RewardInput) -> RewardResult:
+    async def score_episode(self, reward_input: RewardInput) -> RewardResult:
         """Return the weighted sum of all rewards of an episode. RewardError if rewards fail, with the reason
         of the first failure, and with the names of the failed rewards if there are several rewards."""
         reward_pools = zip(self.rewards, self._pools, strict=True)
@@ -63,13 +63,15 @@ class EpisodeReward:
     @property
     def deadline(self) -> float:
         """Seconds after which `score` has returned or raised."""
-        return self._timeout * (1 + PATIENCE * max(1.0, *(reward.own_deadline for reward in self.rewards)))
+        return self._timeout * (
+            1 + MAX_WAIT_DEADLINES * max(1.0, *(reward.own_deadline for reward in self.rewards))
+        )
 
     def shape(self, shaping_input: ShapingInput) -> float:
         """Return the shaping that is added to the reward of an episode. Raises RewardError."""
         try:
             with users_code():
-                return shape(self._shapings, shaping_input)
+                return sum_of_shapings(self._shapings, shaping_input)
         except Exception as error:
             raise RewardError(f"algorithm.shaping: {describe(error)}") from error
 
@@ -82,7 +84,7 @@ class EpisodeReward:
         self, reward: Reward, pool: RewardPool | None, reward_input: RewardInput
     ) -> RewardResult | RewardError:
         """Return the result of one reward, or the error."""
-        time_limit = self._timeout * (1 + PATIENCE * reward.own_deadline)
+        time_limit = self._timeout * (1 + MAX_WAIT_DEADLINES * reward.own_deadline)
         try:
             if pool is not None:
                 return await pool.call(reward_input, time_limit)
@@ -107,9 +109,9 @@ async def _evaluate_in_loop(reward: Reward, reward_input: RewardInput) -> Reward
 
 
 def _pool(reward: Reward) -> RewardPool | None:
-    if reward.place == "loop":
+    if reward.location == "loop":
         return None
-    return RewardPool(reward.source, 1 if reward.place == "one_process" else SIZE)
+    return RewardPool(reward.source, 1 if reward.location == "one_process" else MAX_PROCESSES)
 
 
 def transcript(rules: Rules, turns: Sequence[Turn]) -> str:
@@ -120,7 +122,7 @@ def transcript(rules: Rules, turns: Sequence[Turn]) -> str:
     return "\n".join(f"=== row {row_number} ===\n{text}" for row_number, text in enumerate(row_texts))
 
 
-def shaped(
+def shaped_reward(
     rules: Rules, reward: EpisodeReward, reward_result: RewardResult, turns: Sequence[Turn], end: EpisodeEnd
 ) -> RewardResult:
     """Add the shaping to the reward of an episode that trains. Raises RewardError."""

@@ -8,11 +8,19 @@ from functools import partial
 from typing import Any
 
 from asyncrl.config import Plugin
-from asyncrl.conversation.requests import AgentRequest, Untrained
+from asyncrl.conversation.requests import AgentRequest, IsUntrained
 from asyncrl.errors import AsyncrlError, describe, users_code
 from asyncrl.gateway import harnesses
 from asyncrl.gateway.programs import COMMAND, Command, Harness
-from asyncrl.registry import Call, Registry, bind, built, load_object, make, single
+from asyncrl.registry import (
+    Call,
+    Registry,
+    bind_options,
+    load_object,
+    make_by_factory,
+    make_plugin,
+    name_and_options,
+)
 
 Agent = Callable[..., Any]
 """A function `(sample: Sample, endpoint: Endpoint) -> None | number | dict`, or a coroutine function. Reward
@@ -38,19 +46,21 @@ def load_agent(plugin: Plugin, where: str = "rollout.agent") -> Agent:
     """Make the agent of a registered name, `module:function` or `file.py:function`, with options. A
     ConfigError begins with `where`."""
     agent = agents.load(plugin, where)
-    name, options = single(plugin, where)
+    name, options = name_and_options(plugin, where)
     if not isinstance(agent, Harness):
-        return make(agent, options, f"{where}.{name}", AGENT_SIGNATURE)
-    program: Agent = built(bind(partial(Command, agent), options, f"{where}.{name}"), f"{where}.{name}")
+        return make_plugin(agent, options, f"{where}.{name}", AGENT_SIGNATURE)
+    program: Agent = make_by_factory(
+        bind_options(partial(Command, agent), options, f"{where}.{name}"), f"{where}.{name}"
+    )
     return program
 
 
-def load_untrained(names: Sequence[str], where: str = "rollout.untrained_agents") -> Untrained:
+def load_untrained(names: Sequence[str], where: str = "rollout.untrained_agents") -> IsUntrained:
     """Return a function that recognises side requests: by the names of agents, which may be globs, and by
     functions of the user (`module:function`, `file.py:function`) of a request. A ConfigError begins with
     `where`, as does the AgentError when a function raises."""
     functions = {
-        name: make(load_object(name, where), {}, f"{where} {name!r}", UNTRAINED_SIGNATURE)
+        name: make_plugin(load_object(name, where), {}, f"{where} {name!r}", UNTRAINED_SIGNATURE)
         for name in names
         if ":" in name
     }

@@ -81,7 +81,7 @@ def openai_error(error: ApiError) -> dict[str, Any]:
 class Listener(Protocol):
     """Hears of a request's answers while they are sampled."""
 
-    def begun(self, prompt_tokens: int) -> None:
+    def start(self, prompt_tokens: int) -> None:
         """The request was placed; the answers will be sampled, or exist already."""
 
     def delta(self, index: int, reasoning: str, content: str) -> None:

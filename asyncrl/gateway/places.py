@@ -31,13 +31,13 @@ from asyncrl.gateway.executables import HEAD_BYTES
 from asyncrl.gateway.lines import CommandError
 from asyncrl.gateway.server import Endpoint
 from asyncrl.isolation.calls import in_thread
-from asyncrl.isolation.child import wrapped
+from asyncrl.isolation.child import wrapped_command
 from asyncrl.isolation.sandbox import emptying
 from asyncrl.isolation.sandbox.base import Program, RunEnding, SandboxError, SandboxLimits
 from asyncrl.isolation.sandbox.detection import check_isolation
 from asyncrl.isolation.sandbox.jail import Jail
 from asyncrl.isolation.wrapper import KILL_SECONDS, kill
-from asyncrl.values import MAX_RESULT
+from asyncrl.values import MAX_RESULT_BYTES
 
 WORKSPACES_DIRECTORY = f"/var/tmp/asyncrl-{os.getuid()}"
 WORKSPACE_PREFIX = "place-"  # begins the names of workspace directories
@@ -105,7 +105,7 @@ class LocalWorkspace:
         stdin, stdout, stderr = streams
         try:
             process = await asyncio.create_subprocess_exec(
-                *wrapped(words),
+                *wrapped_command(words),
                 stdin=stdin,
                 stdout=stdout,
                 stderr=stderr,
@@ -208,7 +208,7 @@ async def open_local_workspace(endpoint: Endpoint) -> AsyncIterator[LocalWorkspa
     """Make a workspace, which is removed at the end. CommandError if it cannot be made."""
     with ExitStack() as stack:
         with CommandError.instead_of(OSError, text="no place for the episode could be made"):
-            root = stack.enter_context(emptying.own_directory(_workspaces_directory(), WORKSPACE_PREFIX))
+            root = stack.enter_context(emptying.locked_directory(_workspaces_directory(), WORKSPACE_PREFIX))
             for directory in ("work", *OWN_DIRECTORIES):
                 os.mkdir(f"{root}/{directory}", 0o700)
 
@@ -265,7 +265,7 @@ async def run_program(
     """Run a program in a workspace, and return the last lines of the output. CommandError, with the last line
     of stderr, if the program fails."""
     (stdin, stdin_feed), (stdout_pipe, stdout), (stderr_pipe, stderr) = (os.pipe() for _ in range(3))
-    stdout_tail = asyncio.ensure_future(_read_tail(stdout_pipe, MAX_RESULT))
+    stdout_tail = asyncio.ensure_future(_read_tail(stdout_pipe, MAX_RESULT_BYTES))
     stderr_tail = asyncio.ensure_future(_read_tail(stderr_pipe, MAX_ERROR_BYTES))
     input_fed = asyncio.ensure_future(_write_input(stdin_feed, stdin_bytes))
     try:
@@ -347,8 +347,8 @@ def check_sandbox() -> None:
 @cache
 def _workspaces_directory() -> str:
     """Make the directory of all workspaces of this user, and remove workspaces of killed workers."""
-    emptying.make_private(WORKSPACES_DIRECTORY)
-    emptying.sweep(WORKSPACES_DIRECTORY, WORKSPACE_PREFIX)
+    emptying.make_private_directory(WORKSPACES_DIRECTORY)
+    emptying.delete_abandoned(WORKSPACES_DIRECTORY, WORKSPACE_PREFIX)
     return WORKSPACES_DIRECTORY
 
 

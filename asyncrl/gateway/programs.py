@@ -27,7 +27,7 @@ import msgspec
 
 import asyncrl
 from asyncrl.config.base import Count, Seconds
-from asyncrl.data.task_sandboxes import LIMITS, RESULT_SECONDS
+from asyncrl.data.task_sandboxes import DEFAULT_LIMITS, RESULT_SECONDS
 from asyncrl.data.tasks import Task, task_of
 from asyncrl.errors import ConfigError, SetupError
 from asyncrl.gateway.executables import why_not_executable
@@ -42,8 +42,8 @@ from asyncrl.gateway.places import (
     run_program,
 )
 from asyncrl.gateway.server import Endpoint
-from asyncrl.isolation.child import inherited
-from asyncrl.isolation.sandbox.needs import needed_by
+from asyncrl.isolation.child import inherited_environment
+from asyncrl.isolation.sandbox.needs import find_needed_paths
 from asyncrl.types import Sample
 
 INSTALL_ADVICE = "install it, or set program to its path"
@@ -169,7 +169,7 @@ class Command:
 
         if self.sandbox == "jail":
             check_sandbox()
-            self._sandbox_limits = LIMITS._replace(**chosen_limits)
+            self._sandbox_limits = DEFAULT_LIMITS._replace(**chosen_limits)
             self._shown_paths = _paths_to_show(self._command_words, self._file_tree, _split_names(show))
         elif chosen_limits or show:
             raise ConfigError("memory_mb, processes, disk_mb and show need a sandbox; set sandbox: jail")
@@ -265,7 +265,7 @@ class Command:
             return local_program
 
         for name in filter(None, (self._name_on_path, shutil.which(local_program) or local_program)):
-            if image_program := await workspace.task.find(name):
+            if image_program := await workspace.task.find_program(name):
                 return image_program
 
         local_state = (
@@ -345,7 +345,7 @@ class Command:
 
                 reserved_names = ("changes", "failed", "ended")  # known to the sandbox, not to the program
                 result = {name: value for name, value in result_fields.items() if name not in reserved_names}
-                result |= await sandbox.result()
+                result |= await sandbox.collect_changes()
 
         error = stop.result() if stop.done() else error
         if error is None:
@@ -377,7 +377,7 @@ class Command:
         )
         variables |= {
             name: value
-            for name, value in inherited(inherited_names).items()
+            for name, value in inherited_environment(inherited_names).items()
             if name in inherited_names
             or (image_environment is None and not WITHHELD_VARIABLES[self.sandbox].fullmatch(name))
         }
@@ -400,7 +400,10 @@ def _paths_to_show(words: list[str], files: str, show: Sequence[str]) -> list[st
     """List the paths that a sandbox shows: the program and the script, the tree `files`, the paths in
     `show`."""
     script_index = script_of(words)
-    shown_paths = [*needed_by(words[0]), *(needed_by(words[script_index]) if script_index else ())]
+    shown_paths = [
+        *find_needed_paths(words[0]),
+        *(find_needed_paths(words[script_index]) if script_index else ()),
+    ]
     if words[0] == sys.executable:
         shown_paths.append(str(Path(asyncrl.__file__).parent))  # this package may lie in a checkout
 

@@ -44,7 +44,7 @@ from asyncrl.gateway.exchange import (
     Listener,
     encode_events,
 )
-from asyncrl.values import in_short
+from asyncrl.values import shorten_to_line
 
 log = logging.getLogger("asyncrl.gateway")
 
@@ -204,7 +204,7 @@ class _Events:
         self._unsent_events: list[Event] = []
         self.changed = asyncio.Event()  # there are unsent events, or the request is answered
 
-    def begun(self, prompt_tokens: int) -> None:
+    def start(self, prompt_tokens: int) -> None:
         self._add_events(self._exchange.begin(prompt_tokens))
 
     def delta(self, index: int, reasoning: str, content: str) -> None:
@@ -331,7 +331,9 @@ class Gateway:
         self._unread_requests.log_counts()
 
     @asynccontextmanager
-    async def admit(self, host: Host, clock: Callable[[], float] = time.monotonic) -> AsyncIterator[Endpoint]:
+    async def admit_episode(
+        self, host: Host, clock: Callable[[], float] = time.monotonic
+    ) -> AsyncIterator[Endpoint]:
         """Serve an agent while the body runs. Requests under way at the end are cancelled."""
         key = secrets.token_urlsafe(32)
         running_episode = _RunningEpisode(host, clock)
@@ -438,7 +440,9 @@ class Gateway:
         meanwhile. Slow bodies delay only requests of the same episode."""
         codings = ", ".join(request.headers.getall("Content-Encoding", ())).strip()
         if codings.lower() not in ("", "identity"):
-            raise ApiError(415, f"Content-Encoding {in_short(codings)}: requests must not be compressed")
+            raise ApiError(
+                415, f"Content-Encoding {shorten_to_line(codings)}: requests must not be compressed"
+            )
         if (request.content_length or 0) > MAX_BODY_BYTES:
             raise ApiError(413, TOO_LARGE_ERROR)
 

@@ -218,7 +218,7 @@ class OwnThread:
             self._abandoned_threads.add(thread)
             raise
 
-    async def end(self, final_call: Callable[[], Any]) -> None:
+    async def end_thread(self, final_call: Callable[[], Any]) -> None:
         """Run `final_call` after all earlier calls, if there were any; then the thread ends."""
         if self._thread is None:
             return

@@ -37,8 +37,8 @@ LENGTH_BYTES = 4  # bytes of the length before each frame
 MAX_REQUEST_BYTES = 64 << 20  # bytes of a frame to a child
 MAX_ERROR_CHARACTERS = 1 << 16  # characters of an error
 # limits of descriptors at this process's start
-FILES, HARD_FILES = resource.getrlimit(resource.RLIMIT_NOFILE)
-ROLE_FILES = max(FILES, min(HARD_FILES, 65_536))
+FILE_LIMIT, HARD_FILE_LIMIT = resource.getrlimit(resource.RLIMIT_NOFILE)
+ROLE_FILE_LIMIT = max(FILE_LIMIT, min(HARD_FILE_LIMIT, 65_536))
 KILLED_BY_SIGNAL = 128  # plus the number of the signal: the exit code of a program that a signal has ended
 CLOSE_SECONDS = 1.0  # a child that has closed its pipe has so long to end
 
@@ -58,10 +58,10 @@ AnswerT = TypeVar("AnswerT")
 def raise_file_limit() -> None:
     """Raise the limit of descriptors of a role. Programs that the role starts keep the earlier limit: they
     may call select()."""
-    resource.setrlimit(resource.RLIMIT_NOFILE, (ROLE_FILES, HARD_FILES))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (ROLE_FILE_LIMIT, HARD_FILE_LIMIT))
 
 
-def inherited(names: Iterable[str] = ()) -> dict[str, str]:
+def inherited_environment(names: Iterable[str] = ()) -> dict[str, str]:
     """Return the environment of a program that the model leads, without keys and tokens: variables that
     locate programs, libraries and temporary files, and the variables `names` if set."""
     allowed_names = INHERITED_VARIABLES.union(names)
@@ -99,18 +99,26 @@ class ChildReply(msgspec.Struct, Generic[AnswerT], frozen=True, array_like=True)
 _encode = msgspec.msgpack.Encoder().encode
 
 
-def wrapped(command: Sequence[str], grace: float = GRACE_SECONDS) -> list[str]:
+def wrapped_command(command: Sequence[str], grace_seconds: float = GRACE_SECONDS) -> list[str]:
     """Return the command line that runs a program so that no process is left when the program ends or we do.
 
     The command ends as the program ends; if the program cannot be run, with code 127 and a line on stderr.
     SIGTERM is passed on, and after `grace` seconds everything is killed (math.inf: never);
     `wrapper.KILL_SIGNAL` kills at once.
     """
-    wrapper_command = [sys.executable, "-I", "-S", wrapper.__file__, str(os.getpid()), str(grace), str(FILES)]
+    wrapper_command = [
+        sys.executable,
+        "-I",
+        "-S",
+        wrapper.__file__,
+        str(os.getpid()),
+        str(grace_seconds),
+        str(FILE_LIMIT),
+    ]
     return [*wrapper_command, *command]
 
 
-def run_enclosed(function: str, arguments: Sequence[str], grace: float) -> int:
+def run_enclosed(function: str, arguments: Sequence[str], grace_seconds: float) -> int:
     """Call `module:function` with these arguments in a process with our standard streams; return the exit
     code. Every process started there ends with the new process, or with us. Signals that end programs are
     passed on to the process, and `grace` seconds later the process is killed (math.inf: never)."""
@@ -122,7 +130,7 @@ def run_enclosed(function: str, arguments: Sequence[str], grace: float) -> int:
     )
 
     process = subprocess.Popen(
-        wrapped([sys.executable, "-c", start_code, path_count, *sys.path, *arguments], grace),
+        wrapped_command([sys.executable, "-c", start_code, path_count, *sys.path, *arguments], grace_seconds),
         start_new_session=True,
     )
 
@@ -277,7 +285,9 @@ def _spawn(
 
     with child_socket:
         return subprocess.Popen(
-            wrapped([sys.executable, "-c", start_code, service_name, str(max_answer_bytes), *sys.path]),
+            wrapped_command(
+                [sys.executable, "-c", start_code, service_name, str(max_answer_bytes), *sys.path]
+            ),
             stdin=child_socket.fileno(),
             stdout=child_socket.fileno(),
             env=env,

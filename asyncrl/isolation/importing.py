@@ -63,8 +63,8 @@ def _import_archive(
     source: str, name: str, image: Image, layer_roots: list[str], bounds: Bounds, images: Path
 ) -> Image:
     images.mkdir(parents=True, exist_ok=True)
-    emptying.sweep(str(images), INCOMING_PREFIX)
-    with emptying.own_directory(str(images), INCOMING_PREFIX) as directory_path:
+    emptying.delete_abandoned(str(images), INCOMING_PREFIX)
+    with emptying.locked_directory(str(images), INCOMING_PREFIX) as directory_path:
         new_directory = Path(directory_path)
         archive_path = os.path.abspath(source)
         spool_path = new_directory / "archive"
@@ -128,7 +128,7 @@ def remove_image(name: str) -> bool:
         if removes_image:
             (images / digest).rename(images / f"{INCOMING_PREFIX}{digest}")
 
-    emptying.sweep(str(images), INCOMING_PREFIX)
+    emptying.delete_abandoned(str(images), INCOMING_PREFIX)
     return removes_image
 
 

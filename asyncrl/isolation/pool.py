@@ -38,14 +38,14 @@ class ProcessPool(Generic[SetupT, RequestT, AnswerT]):
         *,
         name: str,
         size: int,
-        largest: int,
+        max_answer_bytes: int,
         start_seconds: float,
         env: Mapping[str, str] | None = None,
     ) -> None:
         self._service = service
         self._first_message = first_message
         self._name = name
-        self._max_answer_bytes = largest
+        self._max_answer_bytes = max_answer_bytes
         self._env = env
         self._start_seconds = start_seconds
 

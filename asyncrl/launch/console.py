@@ -21,10 +21,10 @@ from rich.markup import escape
 
 from asyncrl.launch.console_view import ConsoleState, plain_line, render
 from asyncrl.observe.alerts import Alert, newest_cause, unless_quoted
-from asyncrl.observe.background import Background
+from asyncrl.observe.background import BackgroundCalls
 from asyncrl.observe.metrics import BATCH, HELD_OUT, HIGHEST, VALIDATED, figures
 from asyncrl.observe.table import PipeSafeTerminal
-from asyncrl.observe.transcripts import Transcript, newest
+from asyncrl.observe.transcripts import Transcript, newest_transcript
 from asyncrl.values import printable
 from asyncrl.wire.messages.shared import Status
 
@@ -158,7 +158,7 @@ def _transcript_for_key(key: str, run_dir: Path, success_threshold: float) -> Tr
     """Return the transcript that a key asks for; None to show the figures again."""
     if key not in "gb":
         return None
-    transcript = newest(run_dir, key == "g", success_threshold)
+    transcript = newest_transcript(run_dir, key == "g", success_threshold)
     return transcript or Transcript(f"no {'good' if key == 'g' else 'bad'} transcript yet", "")
 
 
@@ -212,7 +212,7 @@ class BackgroundFile:
         file.flush()
 
         self._unflushed_texts: list[str] = []
-        self.writer = Background("terminal", MAX_PENDING_TEXTS)
+        self.writer = BackgroundCalls("terminal", MAX_PENDING_TEXTS)
 
     def write(self, text: str) -> int:
         self._unflushed_texts.append(text)

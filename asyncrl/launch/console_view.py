@@ -28,7 +28,7 @@ from asyncrl.observe.metrics import (
     REWARD,
     TRACED,
     ZERO_ADVANTAGE,
-    clock,
+    clock_text,
     figures,
     label,
     value_of,
@@ -79,9 +79,11 @@ class Progress:
     def format_times(self, total_steps: int, now: float) -> str:
         seconds_left = self.remaining_seconds(total_steps, now)
         eta_text = (
-            "" if seconds_left is None or self.steps_done >= total_steps else f", ETA {clock(seconds_left)}"
+            ""
+            if seconds_left is None or self.steps_done >= total_steps
+            else f", ETA {clock_text(seconds_left)}"
         )
-        return f"elapsed {clock(now - self.began_at)}{eta_text}"
+        return f"elapsed {clock_text(now - self.began_at)}{eta_text}"
 
 
 @dataclass

@@ -13,13 +13,13 @@ import msgspec
 
 from asyncrl.config import RunConfig
 from asyncrl.conversation.commands import Fail
-from asyncrl.conversation.demonstration import demonstrated
+from asyncrl.conversation.demonstration import demonstration_turns
 from asyncrl.conversation.turns import rows_of
 from asyncrl.data import EpochOrder, RowLayout, Samples, check_same_data, samples_path
 from asyncrl.data.columns import IgnoredSettings, check_columns
 from asyncrl.data.samples import read_samples
-from asyncrl.data.sources import paths
-from asyncrl.data.tasks import UNNAMED, check_task, task_of
+from asyncrl.data.sources import source_paths
+from asyncrl.data.tasks import UNNAMED_TESTS, check_task, task_of
 from asyncrl.errors import ConfigError
 from asyncrl.launch.run_directory import describe_changes, stored_meta
 from asyncrl.launch.truths import TESTS_REWARD, describe_truths
@@ -125,8 +125,8 @@ def prepare_samples(
         return budget is None or budget.keeps_sample(sample, filter_overlong)
 
     sample_iterators = (
-        read_samples(config.data, path, split, layout, ignored_settings.see)
-        for path in paths(config.data, split)
+        read_samples(config.data, path, split, layout, ignored_settings.count_row)
+        for path in source_paths(config.data, split)
     )
     fitting_samples = (filter(sample_fits, samples) for samples in sample_iterators)
 
@@ -143,7 +143,9 @@ def prepare_samples(
             f"{data_key}: no room for the samples in {temporary_directory} ({error}); set TMPDIR"
         ) from error
 
-    return samples, [f"{data_key}: {line}" for line in (*budget_lines, *ignored_settings.unmet(config))]
+    return samples, [
+        f"{data_key}: {line}" for line in (*budget_lines, *ignored_settings.unmet_requests(config))
+    ]
 
 
 def _check_tasks(parts: EpisodeParts, samples: Samples) -> list[str]:
@@ -160,7 +162,9 @@ def _check_tasks(parts: EpisodeParts, samples: Samples) -> list[str]:
     for sample in samples:
         tests = check_task(sample, uses_tests)
         unnamed_count += tests is not None and not tests.named
-    warnings = [f"{unnamed_count} of {len(samples)} tasks name no tests: {UNNAMED}"] if unnamed_count else []
+    warnings = (
+        [f"{unnamed_count} of {len(samples)} tasks name no tests: {UNNAMED_TESTS}"] if unnamed_count else []
+    )
 
     if other_rewards := [
         reward.name for reward in rewards if reward.needs_truth and reward.source.spec != TESTS_REWARD
@@ -306,7 +310,7 @@ def prompt_budgets(parts: EpisodeParts) -> PromptBudgets:
             raise
 
     def conversation_tokens(sample: Sample) -> int:
-        turns = demonstrated(rules, sample, toolbox.schemas(sample))
+        turns = demonstration_turns(rules, sample, toolbox.schemas(sample))
         # A Fail is reported by a later check.
         return 0 if isinstance(turns, Fail) else max(map(len, rows_of(turns)))
 

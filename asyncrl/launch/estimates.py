@@ -13,7 +13,7 @@ from pathlib import Path
 
 from asyncrl.config import RunConfig
 from asyncrl.launch.run_directory import check_creatable
-from asyncrl.observe.metrics import duration
+from asyncrl.observe.metrics import duration_text
 from asyncrl.runtime.process import is_imported
 from asyncrl.trainer.footprint import own_critic
 from asyncrl.weights.model_files import DTYPE_BYTES, parameter_count
@@ -240,9 +240,9 @@ def describe_time(config: RunConfig, test_count: int, prompt_tokens: int) -> Ite
     )
 
     yield (
-        f"time          about {duration(total_seconds)}, a step {duration(training_seconds)} of training and "
-        f"{duration(sampling_seconds)} of sampling side by side, if episodes fill rollout.max_tokens; by "
-        "this CPU's speed in products"
+        f"time          about {duration_text(total_seconds)}, a step {duration_text(training_seconds)} of "
+        f"training and {duration_text(sampling_seconds)} of sampling side by side, if episodes fill "
+        "rollout.max_tokens; by this CPU's speed in products"
     )
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from asyncrl.config import RunConfig
 from asyncrl.conversation.commands import Fail
-from asyncrl.conversation.demonstration import demonstrated
+from asyncrl.conversation.demonstration import demonstration_turns
 from asyncrl.data.tasks import Task, task_of
 from asyncrl.errors import AsyncrlError, ConfigError, SetupError
 from asyncrl.gateway import Command
@@ -117,5 +117,5 @@ class Inputs:
         schemas = self.parts.toolbox.schemas(sample)
         if not sample.demonstration:
             return tuple(self.parts.rules.chat.prompt_ids(sample.prompt, schemas))
-        turns = demonstrated(self.parts.rules, sample, schemas)
+        turns = demonstration_turns(self.parts.rules, sample, schemas)
         return () if isinstance(turns, Fail) else tuple(turns[0].context)

@@ -37,7 +37,7 @@ from asyncrl.observe.files import replace_file
 from asyncrl.weights.disk import weights_directory
 from asyncrl.wire.addresses import launch_of
 from asyncrl.wire.messages.channels import ToFileSender
-from asyncrl.wire.messages.shared import PIECE, WrittenBytes
+from asyncrl.wire.messages.shared import MAX_PIECE_BYTES, WrittenBytes
 from asyncrl.wire.sockets import Endpoints, Link, identity
 
 POLL_SECONDS = 0.1  # Seconds between two polls of the role.
@@ -186,7 +186,7 @@ class SentFiles:
                 # A long log is cut, and may be shorter than the bytes that were sent.
                 self._sent_bytes[name] = min(self._sent_bytes.get(name, 0), size)
                 while file.seek(self._sent_bytes[name]) < size:
-                    yield name, file.read(PIECE)
+                    yield name, file.read(MAX_PIECE_BYTES)
 
     def _send_piece(self, name: str, piece: bytes, deadline: float, is_last: bool = False) -> bool:
         """Send bytes of a file, and wait until the coordinator has confirmed them."""

@@ -19,7 +19,7 @@ import psutil
 import asyncrl
 from asyncrl.errors import ConfigError, one_line, recorded
 from asyncrl.gateway import Command
-from asyncrl.isolation.child import FILES, HARD_FILES, ROLE_FILES, describe_exit
+from asyncrl.isolation.child import FILE_LIMIT, HARD_FILE_LIMIT, ROLE_FILE_LIMIT, describe_exit
 from asyncrl.launch.estimates import format_bytes
 from asyncrl.launch.gpus import starts_local_servers, uses_nccl
 from asyncrl.launch.inputs import Inputs
@@ -28,7 +28,7 @@ from asyncrl.launch.run_directory import check_creatable, run_directory
 from asyncrl.observe.machine import list_gpus
 from asyncrl.runtime.process import quick_imports
 from asyncrl.weights.model_files import published_bytes
-from asyncrl.wire.addresses import EVERY_ADDRESS, SPARE, free_ports, own_address
+from asyncrl.wire.addresses import EVERY_ADDRESS, SPARE_DESCRIPTORS, free_ports, own_address
 from asyncrl.wire.sockets import choose_endpoints
 
 # Freeing a BytesIO crashes in Python versions from the first, up to but without the second.
@@ -181,9 +181,9 @@ def check_open_files(inputs: Inputs) -> Iterator[Note]:
     config = inputs.config
     supervisor_count = config.engine.server_count + len(config.scorer_places)
     wanted_connections = 3 * (config.rollout.workers + supervisor_count + config.trainer.ranks)
-    free_files = ROLE_FILES - 2 * SPARE
+    free_files = ROLE_FILE_LIMIT - 2 * SPARE_DESCRIPTORS
 
-    text = f"{ROLE_FILES} per process of a run (ulimit -n: {FILES}, at most {HARD_FILES})"
+    text = f"{ROLE_FILE_LIMIT} per process of a run (ulimit -n: {FILE_LIMIT}, at most {HARD_FILE_LIMIT})"
     shortage_text = (
         f"{text}: {wanted_connections} connections to the coordinator have no room; raise the hard limit"
     )
@@ -311,7 +311,7 @@ def check_sandbox(inputs: Inputs) -> Iterator[Note]:
             f"cannot isolate {missing_text} ({isolation.notes}); allow namespaces (docs/sandbox.md)"
         )
     else:
-        yield ok("isolates " + ", ".join(sorted(isolation.holds)))
+        yield ok("isolates " + ", ".join(sorted(isolation.enforced)))
 
 
 @preflight_check("images")

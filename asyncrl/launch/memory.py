@@ -17,7 +17,7 @@ from asyncrl.runtime.process import main_memory
 from asyncrl.trainer.footprint import (
     RECOMPUTED_EVERY,
     footprint,
-    held_on_gpu,
+    gpu_tensor_bytes,
     least_recomputation,
     static_bytes,
     usable_memory,
@@ -165,7 +165,7 @@ def _with_chosen_recomputation(config: RunConfig, has_gpu: bool | None) -> tuple
 
     usable_bytes = usable_memory(config, memory_by_gpu[tightest_gpu], tightest_gpu, gpu_count)
     text = f"recomputation {described_recomputation(least_by_gpu[tightest_gpu])} in the backward"
-    if (held_bytes := held_on_gpu(config)) > usable_bytes:
+    if (held_bytes := gpu_tensor_bytes(config)) > usable_bytes:
         cure = f"a smaller trainer.micro_batch_tokens, {memory_advice(least_by_gpu[tightest_gpu])}"
         return config, [
             warning(

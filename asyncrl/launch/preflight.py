@@ -29,7 +29,7 @@ from asyncrl.launch.notes import Note, ok, preflight_check, warning
 from asyncrl.launch.run_directory import check_creatable, check_resumed, check_run_directory, run_directory
 from asyncrl.launch.servers import check_servers
 from asyncrl.observe.trackers import check_trackers
-from asyncrl.remote import SCORER
+from asyncrl.remote import SCORER_PREFIX
 from asyncrl.store.schema import DATABASE, check_schema
 from asyncrl.trainer.footprint import own_critic
 from asyncrl.types import Message, Sample, ToolCall
@@ -195,13 +195,13 @@ def check_template(inputs: Inputs) -> Iterator[Note]:
     """Check that the tokenizer is the one that its file describes, and that the chat template writes the
     tools, the first prompt and the replies to a turn; or the conversations to be learned."""
     from asyncrl.algorithms.recipe import imitates
-    from asyncrl.engines.sglang.server import vocabulary_of
+    from asyncrl.engines.sglang.server import vocabulary_size_of
     from asyncrl.episodes.parts import check_chat, check_demonstrations, check_token_ids
 
     parts = inputs.parts
     run_data = inputs.run_data
     with _silenced_libraries():
-        vocabulary_rows = vocabulary_of(inputs.config.model.path)
+        vocabulary_rows = vocabulary_size_of(inputs.config.model.path)
         check_token_ids(parts, "data.train", run_data.train, vocabulary_rows)
         if run_data.test is not None:
             check_token_ids(parts, "data.test", run_data.test, vocabulary_rows)
@@ -265,7 +265,7 @@ async def try_sample(parts: EpisodeParts, sample: Sample) -> list[Note]:
     if task_of(sample):  # Rewards of tasks judge changed files, not answers
         answers = []
         notes.append(ok("the tests of tasks are tried by asyncrl tasks check"))
-    elif any(text.startswith(SCORER) for text in texts(parts.config.rollout.reward)):
+    elif any(text.startswith(SCORER_PREFIX) for text in texts(parts.config.rollout.reward)):
         answers = []
         notes.append(ok("rewards are not tried: their scorer is not up"))
 
@@ -273,7 +273,7 @@ async def try_sample(parts: EpisodeParts, sample: Sample) -> list[Note]:
         for answer_name, answer in answers:
             messages = (*sample.prompt, Message("assistant", answer))
             with recorded() as failure:
-                result = await reward.score(RewardInput(sample, answer, messages, transcript=answer))
+                result = await reward.score_episode(RewardInput(sample, answer, messages, transcript=answer))
                 score_text = f"{result.score:g}"
                 if score_text == "0" and answer:
                     score_text += " (it may look for a format around it)"
@@ -365,7 +365,7 @@ def check_checkpoint_directory(inputs: Inputs) -> Iterator[Note]:
     checkpoints = checkpoints_of(config, run_dir)
     database = run_dir / DATABASE
 
-    if checkpoints.local and config.checkpoint.directory:
+    if checkpoints.is_local and config.checkpoint.directory:
         check_creatable(Path(checkpoints.root), "checkpoint.directory")
 
     if database.exists() and database.stat().st_size:
@@ -400,7 +400,7 @@ def outside_weights(config: RunConfig) -> list[Path]:
     """Return directories outside the run directory in which the run's versions, and caches of versions, may
     lie: of this launch, and of launches that `record_launch_name` has recorded. If a recorded run directory
     still exists elsewhere, this run directory is a copy, and versions of the original are left alone."""
-    from asyncrl.weights.disk import SHARED_MEMORY, own_name
+    from asyncrl.weights.disk import SHARED_MEMORY, unique_run_name
 
     run_dir = run_directory(config)
     configured_directories = {config.weights.directory} - {"auto", "shm", "run"}
@@ -417,18 +417,18 @@ def outside_weights(config: RunConfig) -> list[Path]:
     )
 
     name_prefixes = (f"{SHARED_MEMORY}/asyncrl-", *(f"{path}/" for path in configured_directories))
-    names = (own_name(run_dir, config.name), *earlier_names)
+    names = (unique_run_name(run_dir, config.name), *earlier_names)
     return [Path(prefix + name) for name in names for prefix in name_prefixes]
 
 
 def record_launch_name(config: RunConfig) -> None:
     """Record for `outside_weights` the name of this launch's directories, and the place of its run directory:
     the next launch may run under another host name, or after the run directory was moved."""
-    from asyncrl.weights.disk import own_name
+    from asyncrl.weights.disk import unique_run_name
 
     run_dir = run_directory(config)
     with (run_dir / PLACES_FILE).open("a") as file:
-        file.write(f"{own_name(run_dir, config.name)}\t{run_dir.resolve()}\n")
+        file.write(f"{unique_run_name(run_dir, config.name)}\t{run_dir.resolve()}\n")
 
 
 @preflight_check("settings", requires=("model",))

@@ -16,7 +16,7 @@ from typing import Protocol
 import msgspec
 
 from asyncrl.isolation import wrapper
-from asyncrl.isolation.child import wrapped
+from asyncrl.isolation.child import wrapped_command
 from asyncrl.launch.placement import PlannedProcess, Unit, process_environment
 from asyncrl.observe.files import bound_log
 from asyncrl.wire.sockets import Endpoints
@@ -109,11 +109,11 @@ class LocalSpawner:
         (`role.main`)."""
         log_file = log_path(self._run_dir, process_spec.process.name)
         log_file.parent.mkdir(parents=True, exist_ok=True)
-        role_endpoints = self._endpoints.given_to(process_spec.process.role)
+        role_endpoints = self._endpoints.for_role(process_spec.process.role)
 
         with log_file.open("ab") as log, full_pipe(msgspec.msgpack.encode(role_endpoints)) as endpoints_pipe:
             process = subprocess.Popen(
-                wrapped(self._role_command(process_spec), grace=math.inf),
+                wrapped_command(self._role_command(process_spec), grace_seconds=math.inf),
                 stdin=endpoints_pipe,
                 stdout=log,
                 stderr=subprocess.STDOUT,

@@ -175,7 +175,7 @@ class RaySpawner:
 
     def __call__(self, process_spec: ProcessSpec) -> RayProcess:
         planned = process_spec.process
-        role_endpoints = self._endpoints.given_to(planned.role)
+        role_endpoints = self._endpoints.for_role(planned.role)
         ticket = Ticket(
             process_spec=process_spec,
             config=self._config,

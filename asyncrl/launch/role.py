@@ -29,7 +29,7 @@ from asyncrl.launch.models import resolve_models
 from asyncrl.launch.placement import COORDINATOR, ROLE_TARGETS, SCORER, TRAINER
 from asyncrl.launch.process import BAD_INPUT, CRASHED, TRY_AGAIN
 from asyncrl.registry import search_working_directory
-from asyncrl.runtime.process import ignore_endings, quick_imports
+from asyncrl.runtime.process import ignore_end_signals, quick_imports
 from asyncrl.values import printable
 from asyncrl.wire.sockets import Endpoints, flush_sockets
 
@@ -44,7 +44,7 @@ RECORD_END = 6000
 def main(argv: list[str] | None = None) -> int:
     arguments = _arguments(argv)
     os.environ.pop("PYTHONSAFEPATH", None)  # for this process alone
-    ignore_endings()
+    ignore_end_signals()
     set_up_logging()
 
     try:

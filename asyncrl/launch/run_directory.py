@@ -18,10 +18,10 @@ import psutil
 from asyncrl.config import RunConfig
 from asyncrl.errors import ConfigError
 from asyncrl.observe.files import mark_start
-from asyncrl.store.launches import described, launches_of, tree
-from asyncrl.store.reader import meta_of
+from asyncrl.store.launches import config_tree, describe_differences, launches_of
+from asyncrl.store.reader import read_meta
 from asyncrl.store.segments import fsync
-from asyncrl.weights.model_files import MODEL, identity
+from asyncrl.weights.model_files import MODEL_KEY, model_identity
 
 # SQLite's write-ahead log needs memory shared between processes, which these file systems lack.
 NETWORK_FILE_SYSTEMS = frozenset(
@@ -150,20 +150,20 @@ def previous_config(config: RunConfig) -> dict[str, Any]:
 
 def stored_meta(config: RunConfig, key: str) -> str:
     """Return the value of a key of `meta` in the store of the run to be continued; '' for a new run."""
-    return meta_of(run_directory(config), key) if config.resume != "never" else ""
+    return read_meta(run_directory(config), key) if config.resume != "never" else ""
 
 
 def describe_resumed_changes(config: RunConfig) -> str:
     """Describe on one line which keys a resumed run changes; '' for none."""
     previous_tree = previous_config(config)
-    return described(previous_tree, tree(config)) if previous_tree else ""
+    return describe_differences(previous_tree, config_tree(config)) if previous_tree else ""
 
 
 def _changed_values(config: RunConfig, keys: Iterable[str]) -> Iterator[tuple[str, Any, Any]]:
     """Yield each changed key with its previous and its current value. Keys that an older configuration lacks
     are skipped."""
     previous_tree = previous_config(config)
-    current_tree = tree(config)
+    current_tree = config_tree(config)
     for key in keys:
         old_value, new_value = (_value_at(config_tree, key) for config_tree in (previous_tree, current_tree))
         if old_value not in (None, new_value):
@@ -198,9 +198,9 @@ def _check_group_size(config: RunConfig, previous_advantage: Any) -> None:
 
 def _check_model(config: RunConfig) -> None:
     """Check that the files of the model, apart from its weights, are the files of the first launch."""
-    stored_identity = stored_meta(config, MODEL)
+    stored_identity = stored_meta(config, MODEL_KEY)
     if (
-        changes_text := described(json.loads(stored_identity), identity(config.model.path))
+        changes_text := describe_differences(json.loads(stored_identity), model_identity(config.model.path))
         if stored_identity
         else ""
     ):

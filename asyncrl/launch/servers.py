@@ -71,17 +71,17 @@ def check_group_address(config: RunConfig) -> None:
 
 def check_urls(config: RunConfig, scorer: str = "") -> None:
     """Check attached servers as server supervisors do: keys, version and model. The servers may be in use."""
-    from asyncrl.engines.sglang.process import keys
-    from asyncrl.engines.sglang.server import look
+    from asyncrl.engines.sglang.process import server_keys
+    from asyncrl.engines.sglang.server import look_at_server
 
-    async def look_at_server(url: str) -> None:
+    async def look_in_time(url: str) -> None:
         async with asyncio.timeout(ANSWER_TIMEOUT):
-            await look(config, url, *keys(config.engine), scorer)
+            await look_at_server(config, url, *server_keys(config.engine), scorer)
 
     urls_key = f"scorers.{scorer}.urls" if scorer else "engine.urls"
     for url in config.serving(scorer).engine.urls:
         try:
-            asyncio.run(look_at_server(url))
+            asyncio.run(look_in_time(url))
         except TimeoutError:
             raise ConfigError(f"{urls_key}: {url} does not answer within {ANSWER_TIMEOUT:g} s") from None
         except EngineError as error:

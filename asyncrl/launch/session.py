@@ -30,8 +30,8 @@ from asyncrl.launch.placement import COORDINATOR, TRAINER
 from asyncrl.launch.process import COMPLETED, FAILED, INTERRUPTED, log_path
 from asyncrl.launch.supervisor import RunOutcome, Supervisor
 from asyncrl.observe.files import log_tail
-from asyncrl.observe.metrics import duration
-from asyncrl.runtime.process import ENDING
+from asyncrl.observe.metrics import duration_text
+from asyncrl.runtime.process import END_SIGNALS
 from asyncrl.wire.enrolment import invitation
 from asyncrl.wire.messages.channels import ToObserver
 from asyncrl.wire.messages.shared import ObserverHello, Replace, RunEnd, Status, StepReport, Stop, Welcome
@@ -246,7 +246,8 @@ class Session:
             return process_outcome
         if self._coordinator_stops and process_outcome.code == COMPLETED:
             self._console.print_note(
-                f"the stop took {duration(time.monotonic() - self._stop_began_at)}; {self._resume_advice}"
+                f"the stop took {duration_text(time.monotonic() - self._stop_began_at)}; "
+                f"{self._resume_advice}"
             )
         return self._decided_outcome
 
@@ -262,7 +263,7 @@ class Session:
 
         if (silent_seconds := now - self._last_message_at) > self._config.stall_timeout:
             self._console.print_note(
-                f"the coordinator has been silent for {duration(silent_seconds)}: replacing it"
+                f"the coordinator has been silent for {duration_text(silent_seconds)}: replacing it"
             )
             self._last_message_at = now
             self._supervisor.kill_role(COORDINATOR)
@@ -297,7 +298,7 @@ class Session:
         def count_signal(number: int, frame: FrameType | None) -> None:
             self._signal_count += 1
 
-        previous_handlers = {number: signal.getsignal(number) for number in ENDING}
+        previous_handlers = {number: signal.getsignal(number) for number in END_SIGNALS}
         if previous_handlers[signal.SIGHUP] is signal.SIG_IGN:  # ignored, as under nohup
             del previous_handlers[signal.SIGHUP]
         for number in previous_handlers:

@@ -29,9 +29,9 @@ from asyncrl.launch.supervisor import Supervisor
 from asyncrl.observe.files import read_status, read_summary, write_status, write_summary
 from asyncrl.observe.machine import record_machine
 from asyncrl.observe.table import print_summary
-from asyncrl.observe.timeline import overlap
+from asyncrl.observe.timeline import busy_overlap
 from asyncrl.observe.trackers import Trackers
-from asyncrl.runtime.process import defer
+from asyncrl.runtime.process import defer_import
 from asyncrl.values import printable
 from asyncrl.wire.messages.shared import StepReport
 from asyncrl.wire.sockets import Endpoints, choose_endpoints
@@ -45,7 +45,7 @@ def train(config: RunConfig, dry_run: bool = False, show_summary: bool = True) -
     check_paths_are_text(config)
     if dry_run:
         return _dry_run(config)
-    defer("torch")  # Without a GPU no check uses torch, whose import takes 1.5 s.
+    defer_import("torch")  # Without a GPU no check uses torch, whose import takes 1.5 s.
 
     inputs, warnings = checks.run_checks(config)
     config = inputs.config
@@ -167,7 +167,7 @@ def conclude(
     summary = read_summary(run_dir)
     if summary and code != INTERRUPTED:
         with recorded() as failure:
-            summary["busy_at_once"] = overlap(run_dir)
+            summary["busy_at_once"] = busy_overlap(run_dir)
             write_summary(run_dir, summary)
         if failure:
             console.print_error(f"summary.json is not complete: {failure.line}")

@@ -18,17 +18,17 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from asyncrl.buffer.records import LOSSES
-from asyncrl.config import ValidationConfig, taught
+from asyncrl.config import ValidationConfig, loss_has_teacher
 from asyncrl.observe import metrics as metric
 from asyncrl.observe.held_out import SuccessShare, clearly_below, mean_clearly_below
-from asyncrl.observe.metrics import Row, clock, matching
+from asyncrl.observe.metrics import Row, clock_text, names_matching
 from asyncrl.observe.summary import account_of, mean
 from asyncrl.types import FailReason
 
-WINDOW = 10  # steps that a rule looks back on; before so many steps no advice is given
-SETTLED_STEPS = 2 * WINDOW  # steps before which no advice is about learning
+WINDOW_STEPS = 10  # steps that a rule looks back on; before so many steps no advice is given
+SETTLED_STEPS = 2 * WINDOW_STEPS  # steps before which no advice is about learning
 YOUNG_STEPS = (
-    4 * WINDOW
+    4 * WINDOW_STEPS
 )  # steps up to which the reward in training shows that a run learns, without a validation
 SHORT_SECONDS = 300.0  # seconds: a run that takes less needs no advice on its speed
 NEARLY_ALL = 0.9  # fraction that counts as nearly all
@@ -130,7 +130,7 @@ class Evidence(NamedTuple):
             return self.held_out_successes[-1].success
 
         threshold = self.keys.get("validation.success", 1.0)
-        score_counts = len(self.last_steps) == WINDOW and self.highest_score >= threshold
+        score_counts = len(self.last_steps) == WINDOW_STEPS and self.highest_score >= threshold
         return self.mean_of(metric.REWARD) / self.highest_score if score_counts else 0.0
 
     @property
@@ -155,7 +155,7 @@ class Evidence(NamedTuple):
 
     def growth_of(self, name: str) -> float:
         """Return the growth of a counter in the last steps; in a young run, since the start."""
-        is_young = len(self.last_steps) < WINDOW
+        is_young = len(self.last_steps) < WINDOW_STEPS
         count_before = 0.0 if is_young else self.last_steps[0].get(name, 0.0)
         return self.newest_gauges.get(name, 0.0) - count_before
 
@@ -196,21 +196,21 @@ def rule_texts() -> dict[str, RuleText]:
     return msgspec.yaml.decode(Path(__file__).with_suffix(".yaml").read_bytes(), type=dict[str, RuleText])
 
 
-def ends(rows: Sequence[Row]) -> list[Row]:
+def rows_for_rules(rows: Sequence[Row]) -> list[Row]:
     """Return the rows that rules read: the first and the last steps, and all validations."""
     steps = [index for index, row in enumerate(rows) if metric.STEP_SECONDS in row]
-    edge_steps = {*steps[:WINDOW], *steps[-WINDOW:]}
+    edge_steps = {*steps[:WINDOW_STEPS], *steps[-WINDOW_STEPS:]}
     return [row for index, row in enumerate(rows) if index in edge_steps or metric.SAMPLED in row]
 
 
-def alerts(rows: Sequence[Row], status: Mapping[str, Any], keys: Mapping[str, Any]) -> list[Alert]:
+def find_alerts(rows: Sequence[Row], status: Mapping[str, Any], keys: Mapping[str, Any]) -> list[Alert]:
     """Find the alerts of the last WINDOW steps, or of the episodes landed so far, the worst first. `rows`: in
     order; `status`: the newest; `keys`: all keys of the configuration, with their values."""
     steps = [row for row in rows if metric.STEP_SECONDS in row]
     gauges = status.get("gauges", {})
-    last_steps = steps[-WINDOW:] or ([gauges] if HIGHEST_SCORE in gauges else [])
+    last_steps = steps[-WINDOW_STEPS:] or ([gauges] if HIGHEST_SCORE in gauges else [])
     evidence = Evidence(
-        first_steps=steps[:WINDOW],
+        first_steps=steps[:WINDOW_STEPS],
         last_steps=last_steps,
         validations=[row for row in rows if metric.SAMPLED in row],
         status=status,
@@ -221,7 +221,7 @@ def alerts(rows: Sequence[Row], status: Mapping[str, Any], keys: Mapping[str, An
     batch_episodes = keys.get("buffer.groups_per_batch", 1) * keys.get("buffer.episodes_per_group", 1)
     is_supervised = any(metric.NLL in row for row in last_steps)
     trains = keys.get("total_steps", 1) > 0
-    has_enough = len(steps) >= WINDOW or evidence.landed_episodes >= 2 * batch_episodes
+    has_enough = len(steps) >= WINDOW_STEPS or evidence.landed_episodes >= 2 * batch_episodes
     judges_learning = trains and not is_supervised and has_enough and not evidence.is_rising
 
     step = int(steps[-1]["training/step"]) if steps else 0
@@ -230,7 +230,7 @@ def alerts(rows: Sequence[Row], status: Mapping[str, Any], keys: Mapping[str, An
     for name, find_problem in ALERT_RULES.items():
         rule = rule_texts()[name]
         is_solved = any(alert.level == "good" for alert in found_alerts)
-        if rule.level == "advice" and len(steps) < (SETTLED_STEPS if rule.scores else WINDOW):
+        if rule.level == "advice" and len(steps) < (SETTLED_STEPS if rule.scores else WINDOW_STEPS):
             continue
         if rule.scores and (is_solved or not judges_learning):
             continue
@@ -347,7 +347,9 @@ def _find_stall(evidence: Evidence) -> Finding | None:
     ):
         return None
 
-    return Finding(f"no {'step' if steps else 'episode has ended'} for {clock(silent_seconds)}{waits_text}")
+    return Finding(
+        f"no {'step' if steps else 'episode has ended'} for {clock_text(silent_seconds)}{waits_text}"
+    )
 
 
 def _find_loss(evidence: Evidence) -> Finding | None:
@@ -405,7 +407,7 @@ def _find_often(
 
 def _unless_taught(find: Callable[[Evidence], Finding | None]) -> Callable[[Evidence], Finding | None]:
     """Make a rule that finds nothing in a run with a teacher, which teaches whatever the rewards are."""
-    return lambda evidence: None if taught(evidence.keys) else find(evidence)
+    return lambda evidence: None if loss_has_teacher(evidence.keys) else find(evidence)
 
 
 def _find_nothing_taught(evidence: Evidence) -> Finding | None:
@@ -452,7 +454,7 @@ def _find_masked(evidence: Evidence) -> Finding | None:
     if masked_share >= MASKED_SHARE:
         return Finding(f"{masked_share:.0%} of the tokens were too old to be trained")
 
-    lengths = matching(MASKED_BY_LENGTH, set[str]().union(*evidence.last_steps))
+    lengths = names_matching(MASKED_BY_LENGTH, set[str]().union(*evidence.last_steps))
     share, length = max(
         ((evidence.mean_of(name), length) for length, name in lengths.items()), default=(0.0, "")
     )

@@ -17,13 +17,13 @@ T = TypeVar("T")
 log = logging.getLogger("asyncrl.observe")
 
 
-class Background:
+class BackgroundCalls:
     """Runs one call after another in a daemon thread. `call` never waits: while `max_waiting` calls wait, the
     next call is dropped. Dropped calls and calls that raise are counted as `lost`; the first exception is
     logged. A hanging call delays only one waiter: later waits count from the beginning of that call."""
 
     def __init__(self, name: str, max_waiting: int) -> None:
-        self.lost = 0
+        self.lost_calls = 0
         self._lost_lock = threading.Lock()  # guards `lost`, which callers and the thread increase
         self._call_started: float | None = None  # monotonic time of the start of the call under way
         self._calls: queue.Queue[Callable[[], None] | None] = queue.Queue(max_waiting)
@@ -78,7 +78,7 @@ class Background:
 
     def _count_lost(self) -> None:
         with self._lost_lock:
-            self.lost += 1
+            self.lost_calls += 1
 
     def _serve(self) -> None:
         failure_logged = False

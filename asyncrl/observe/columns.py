@@ -16,32 +16,32 @@ import numpy as np
 from asyncrl.observe.metrics import STEP_SECONDS, Row
 
 CHUNK_BYTES = 1 << 18  # bytes of the file that are decoded at a time
-STEP = "training/step"
+STEP_NAME = "training/step"
 
 
-class Measured:
+class MetricColumns:
     """Holds the metrics of a run, read from the growing file: for each name a number of each row, NaN for
     missing numbers. In single precision: 50,000 steps of 200 metrics are 40 MB."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self.read = 0
-        self._columns = {STEP: array("f")}
+        self.bytes_read = 0
+        self._columns = {STEP_NAME: array("f")}
 
     def update(self) -> None:
         """Read the rows written since the last update."""
         with suppress(FileNotFoundError), self._path.open("rb") as file:
-            file.seek(self.read)
+            file.seek(self.bytes_read)
             while lines := [line for line in file.readlines(CHUNK_BYTES) if line.endswith(b"\n")]:
-                self.read += sum(map(len, lines))
-                file.seek(self.read)  # the last line may be incomplete
+                self.bytes_read += sum(map(len, lines))
+                file.seek(self.bytes_read)  # the last line may be incomplete
                 rows = [row for line in lines if (row := self._decode_row(line))]
                 columns = zip_longest(*rows, fillvalue=math.nan)  # earlier rows may lack the newest names
                 for values, new_values in zip(self._columns.values(), columns, strict=False):
                     values.extend(new_values)
 
         # Of the rows of a step the last is the one that trained, if there is one; others are earlier rows.
-        steps = self._column(STEP)
+        steps = self._column(STEP_NAME)
         trained = ~np.isnan(self._column(STEP_SECONDS))
         order = np.lexsort((trained, steps))
         self.steps, step_indexes, counts = np.unique(steps[order], return_inverse=True, return_counts=True)
@@ -62,14 +62,14 @@ class Measured:
             with suppress(ValueError):
                 row = json.loads(line)
 
-        if STEP in row and row.keys() - self._columns.keys():
+        if STEP_NAME in row and row.keys() - self._columns.keys():
             missing_values = self._column("").tobytes()
             self._columns |= {name: array("f", missing_values) for name in row if name not in self._columns}
 
-        return [row.get(name, math.nan) for name in self._columns] if STEP in row else ()
+        return [row.get(name, math.nan) for name in self._columns] if STEP_NAME in row else ()
 
     def _column(self, name: str) -> np.ndarray:
-        return np.array(self._columns.get(name) or np.full(len(self._columns[STEP]), math.nan, "f"))
+        return np.array(self._columns.get(name) or np.full(len(self._columns[STEP_NAME]), math.nan, "f"))
 
     def values(self, name: str) -> np.ndarray:
         """Return a value for each of `steps`. Of a step that was repeated after a crash the last row counts;
@@ -81,7 +81,7 @@ class Measured:
         values[self._earlier_steps[is_missing]] = earlier_values[is_missing]  # of several rows the last
         return values
 
-    def having(self, *names: str) -> np.ndarray:
+    def steps_having(self, *names: str) -> np.ndarray:
         """Return the indexes of the steps at which one of these metrics is known."""
         return np.flatnonzero(np.any([~np.isnan(self.values(name)) for name in names], axis=0))
 
@@ -90,6 +90,6 @@ class Measured:
         rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
         return [{name: value for name, value in row.items() if not math.isnan(value)} for row in rows]
 
-    def known(self) -> tuple[set[str], set[str]]:
+    def metric_names(self) -> tuple[set[str], set[str]]:
         """Return all names, and the names whose values are not always 0."""
         return {*self._columns}, {name for name in self._columns if np.any(np.nan_to_num(self._column(name)))}

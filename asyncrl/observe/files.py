@@ -54,7 +54,7 @@ def read_rows(run_dir: Path) -> list[dict[str, float]]:
     return list(read_lines(run_dir / "metrics.jsonl"))
 
 
-def some_rows(run_dir: Path, edge: int, most: int) -> list[dict[str, float]]:
+def read_some_rows(run_dir: Path, edge: int, max_rows: int) -> list[dict[str, float]]:
     """Read the first and the last `edge` steps, all validations, and evenly chosen further steps: in a long
     run about `most`, since 50,000 steps are 150 MB or more."""
     rows = list[dict[str, float]]()
@@ -67,7 +67,7 @@ def some_rows(run_dir: Path, edge: int, most: int) -> list[dict[str, float]]:
         for line in file:
             is_validation = VALIDATION_KEY in line
             step += not is_validation
-            if is_validation or step <= edge or step > steps - edge or step % (steps // most or 1) == 0:
+            if is_validation or step <= edge or step > steps - edge or step % (steps // max_rows or 1) == 0:
                 with suppress(ValueError):
                     rows.append(json.loads(line))
 
@@ -121,7 +121,7 @@ def _is_object(line: bytes) -> bool:
     return False
 
 
-def size_of_rows(run_dir: Path) -> int:
+def metrics_size(run_dir: Path) -> int:
     """Return the size of the metrics so far in bytes, which grows with each row."""
     path = run_dir / "metrics.jsonl"
     return path.stat().st_size if path.exists() else 0

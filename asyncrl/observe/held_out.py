@@ -15,16 +15,16 @@ from typing import NamedTuple
 from asyncrl.config import RunConfig
 from asyncrl.types import EpisodeResult, EpisodeStats
 
-EVAL = "val"  # beginning of the uids of held-out episodes
+UID_START = "val"  # beginning of the uids of held-out episodes
 SAMPLED = "sampled"  # mode of prompts that are sampled as in training
 GREEDY = "greedy"  # mode of prompts that are sampled greedily
 SCORED = "scored"  # mode of demonstrations: nothing is sampled
-ROUNDING = 1e-6  # error of a score that is a sum: ten times 0.1 is a success at 1
+SCORE_ROUNDING = 1e-6  # error of a score that is a sum: ten times 0.1 is a success at 1
 RESAMPLES = 1000  # resampled sets of a bootstrap
 CONFIDENCE_LEVEL = 0.95
 Z_SCORE = 1.96  # normal quantile of CONFIDENCE_LEVEL
 
-PerSample = dict[str, dict[int, float]]  # metric → row of the sample → value
+NumbersPerSample = dict[str, dict[int, float]]  # metric → row of the sample → value
 
 
 class HeldOut(NamedTuple):
@@ -36,8 +36,8 @@ class HeldOut(NamedTuple):
     draw: int = 0
 
     @classmethod
-    def of(cls, uid: str) -> HeldOut:
-        step, mode, *numbers = uid.removeprefix(EVAL).split("/")
+    def from_uid(cls, uid: str) -> HeldOut:
+        step, mode, *numbers = uid.removeprefix(UID_START).split("/")
         return cls(int(step), mode, *map(int, numbers))
 
     @property
@@ -51,13 +51,13 @@ class HeldOut(NamedTuple):
 
 def uid_prefix(step: int) -> str:
     """Return the beginning of the uids of all episodes of a validation."""
-    return f"{EVAL}{step}/"
+    return f"{UID_START}{step}/"
 
 
-class Judged(NamedTuple):
+class JudgedEpisode(NamedTuple):
     """Holds a held-out episode that is over. `result` None: the episode failed at every attempt."""
 
-    which: HeldOut
+    identity: HeldOut
     source: str
     result: EpisodeResult | None
     stats: EpisodeStats | None = None
@@ -74,7 +74,7 @@ def answer_of(result: EpisodeResult, notes: Mapping[str, str]) -> str:
     return ""
 
 
-def threshold_of(config: RunConfig, episodes: Iterable[Judged]) -> float | None:
+def threshold_of(config: RunConfig, episodes: Iterable[JudgedEpisode]) -> float | None:
     """Return the score that makes an episode a success; None for a run without rewards."""
     earned_reward = any(episode.result.reward for episode in episodes if episode.result)
     rollout = config.rollout
@@ -82,23 +82,23 @@ def threshold_of(config: RunConfig, episodes: Iterable[Judged]) -> float | None:
     return config.validation.success if has_rewards else None
 
 
-def per_sample(episodes: Iterable[Judged], threshold: float | None) -> PerSample:
+def numbers_per_sample(episodes: Iterable[JudgedEpisode], threshold: float | None) -> NumbersPerSample:
     """Compute `val-core/<source>/<mode>/…` of each sample, for the sample's source and for `all`: `success`,
     `mean@1`, with more than one episode `mean@k`, `pass@k` and, if rewards of that source report answers,
     `maj@k`; and `val-aux/<source>/<mode>/<component>/mean@1`. An episode that failed at every attempt is no
     success and gets the lowest score of all, at most 0, so that a policy cannot gain by failing episodes.
     Without a threshold there is no `val-core`."""
-    played = [episode for episode in episodes if not episode.which.scored]
+    played = [episode for episode in episodes if not episode.identity.scored]
     lowest = min([0.0, *(episode.result.score for episode in played if episode.result)])
     sources_with_answers = {episode.source for episode in played if episode.answer}
-    groups = defaultdict[tuple[str, int], list[Judged]](list)
+    groups = defaultdict[tuple[str, int], list[JudgedEpisode]](list)
 
     for episode in played:
-        groups[episode.which.mode, episode.which.row].append(episode)
+        groups[episode.identity.mode, episode.identity.row].append(episode)
 
     numbers = defaultdict[str, dict[int, float]](dict)
     for (mode, row), members in groups.items():
-        members.sort(key=lambda episode: episode.which.draw)
+        members.sort(key=lambda episode: episode.identity.draw)
         votes = members[0].source in sources_with_answers
         core_numbers = {} if threshold is None else _core_numbers(members, lowest, threshold, votes)
 
@@ -113,7 +113,7 @@ def per_sample(episodes: Iterable[Judged], threshold: float | None) -> PerSample
 
 
 def _core_numbers(
-    members: Sequence[Judged], lowest: float, threshold: float, votes: bool
+    members: Sequence[JudgedEpisode], lowest: float, threshold: float, votes: bool
 ) -> dict[str, float]:
     """Compute the numbers of one sample in one mode from the episodes in order. `votes`: with `maj@k`."""
     scores = [episode.result.score if episode.result else lowest for episode in members]
@@ -143,39 +143,41 @@ def pass_at(k: int, count: int, solved: int) -> float:
 
 
 def succeeds(result: EpisodeResult | None, threshold: float) -> bool:
-    return result is not None and result.judged >= threshold - ROUNDING
+    return result is not None and result.judged >= threshold - SCORE_ROUNDING
 
 
-def _component_values(members: Iterable[Judged]) -> dict[str, list[float]]:
+def _component_values(members: Iterable[JudgedEpisode]) -> dict[str, list[float]]:
     """Return the components of rewards, and what each agent of an episode earned."""
     values_by_name = defaultdict[str, list[float]](list)
     for result in filter(None, (episode.result for episode in members)):
         for name, value in result.components.items():
             values_by_name[name].append(value)
-        for name, part in result.parts.items():
+        for name, part in result.agent_results.items():
             values_by_name[f"agent/{name}"].append(part.score)
     return values_by_name
 
 
-def means(numbers: PerSample) -> dict[str, float]:
+def sample_means(numbers: NumbersPerSample) -> dict[str, float]:
     """Average each number over samples."""
     return {name: fmean(list(values.values())) for name, values in numbers.items()}
 
 
-def sizes(episodes: Iterable[Judged]) -> dict[str, float]:
+def mean_sizes(episodes: Iterable[JudgedEpisode]) -> dict[str, float]:
     """Compute `val-aux/<mode>/{num_turns,tool_calls}/mean` over episodes that have ended."""
     values_by_name = defaultdict[str, list[float]](list)
     for episode in episodes:
-        if episode.stats is not None and not episode.which.scored:
-            values_by_name[f"val-aux/{episode.which.mode}/num_turns/mean"].append(episode.stats.turns)
-            values_by_name[f"val-aux/{episode.which.mode}/tool_calls/mean"].append(episode.stats.tool_calls)
+        if episode.stats is not None and not episode.identity.scored:
+            values_by_name[f"val-aux/{episode.identity.mode}/num_turns/mean"].append(episode.stats.turns)
+            values_by_name[f"val-aux/{episode.identity.mode}/tool_calls/mean"].append(
+                episode.stats.tool_calls
+            )
     return {name: fmean(values) for name, values in values_by_name.items()}
 
 
-def losses(episodes: Iterable[Judged]) -> dict[str, float]:
+def mean_losses(episodes: Iterable[JudgedEpisode]) -> dict[str, float]:
     """Compute `val-core/<source>/nll`: the mean of -log pi over all learned tokens of demonstrations. Sources
     with a failed demonstration have no number, as the remaining demonstrations are not comparable."""
-    scored_episodes = [episode for episode in episodes if episode.which.scored]
+    scored_episodes = [episode for episode in episodes if episode.identity.scored]
     failed_sources = {episode.source for episode in scored_episodes if episode.result is None}
     failed_sources |= {"all"} if failed_sources else set()
     sums: dict[str, tuple[float, int]] = {}
@@ -190,7 +192,7 @@ def losses(episodes: Iterable[Judged]) -> dict[str, float]:
     return {f"val-core/{name}/nll": total / tokens for name, (total, tokens) in sums.items()}
 
 
-def interval(values: Sequence[float]) -> tuple[float, float]:
+def bootstrap_interval(values: Sequence[float]) -> tuple[float, float]:
     """Return the percentile bootstrap interval of the mean at CONFIDENCE_LEVEL, over samples drawn with
     replacement; the same for the same values. For a paired comparison `values` are the differences."""
     import numpy as np  # not at the top, as the command line imports this module while parsing
@@ -207,7 +209,7 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
     return float(low), float(high)
 
 
-def wilson(share: float | None, count: float) -> tuple[float | None, float | None]:
+def wilson_interval(share: float | None, count: float) -> tuple[float | None, float | None]:
     """Return Wilson's 95% interval of a share of `count` episodes: for 5 of 10, 0.24 to 0.76."""
     if share is None or count <= 0:
         return None, None
@@ -225,7 +227,7 @@ class SuccessShare(NamedTuple):
 
     @property
     def interval(self) -> tuple[float | None, float | None]:
-        return wilson(self.value, self.questions)
+        return wilson_interval(self.value, self.questions)
 
 
 def clearly_below(low: SuccessShare, high: SuccessShare) -> bool:

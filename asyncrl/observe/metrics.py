@@ -164,7 +164,7 @@ class Chart(msgspec.Struct):
     percent: bool
 
 
-def charts(names: Collection[str], happened: Collection[str]) -> Iterator[Chart]:
+def known_charts(names: Collection[str], happened: Collection[str]) -> Iterator[Chart]:
     """Yield the charts with known metrics. `happened`: names whose values are not always 0; except in the
     group `learning`, other names are left out."""
     for group, patterns_by_title in CHARTS.items():
@@ -173,7 +173,7 @@ def charts(names: Collection[str], happened: Collection[str]) -> Iterator[Chart]
             lines = dict[str, str]()
             for pattern in patterns:
                 if "*" in pattern:
-                    lines |= {name: text for text, name in matching(pattern, names).items()}
+                    lines |= {name: text for text, name in names_matching(pattern, names).items()}
                 elif pattern in names:
                     name_in_words = pattern.removesuffix("/mean").rpartition("/")[2].replace("_", " ")
                     lines[pattern] = label(pattern) or name_in_words
@@ -185,14 +185,14 @@ def charts(names: Collection[str], happened: Collection[str]) -> Iterator[Chart]
                 large_charts_left -= 1
 
 
-def matching(pattern: str, names: Iterable[str]) -> dict[str, str]:
+def names_matching(pattern: str, names: Iterable[str]) -> dict[str, str]:
     """Find the names that match a pattern: the text in place of the `*` → name."""
     head, _, tail = pattern.partition("*")
     fitting = (name for name in sorted(names) if name.startswith(head) and name.endswith(tail))
     return {name[len(head) : len(name) - len(tail)]: name for name in fitting}
 
 
-def duration(seconds: float) -> str:
+def duration_text(seconds: float) -> str:
     """Write a duration in words, in a suitable unit: 40 s, 5.5 minutes, 3.2 hours, 20 days."""
     for limit, size, unit in ((120, 1, "s"), (7200, 60, "minutes"), (172_800, 3600, "hours")):
         if seconds < limit:
@@ -200,7 +200,7 @@ def duration(seconds: float) -> str:
     return f"{seconds / 86400:,.{0 if seconds >= 864_000 else 1}f} days"
 
 
-def clock(seconds: float) -> str:
+def clock_text(seconds: float) -> str:
     """Write a duration as hours, minutes and seconds: 1:02:03."""
     minutes, seconds_left = divmod(int(seconds), 60)
     return f"{minutes // 60}:{minutes % 60:02}:{seconds_left:02}"

@@ -15,12 +15,13 @@ from msgspec.structs import asdict
 from asyncrl.buffer.records import EpisodeAccount
 from asyncrl.observe import metrics as metric
 from asyncrl.observe.held_out import SuccessShare, clearly_below
-from asyncrl.observe.metrics import Row, matching
+from asyncrl.observe.metrics import Row, names_matching
 
 QUESTION_KEYS = "questions_before", "questions_after"  # keys of the summary
-UNSOUND = "✗ NOT CONSERVED"  # the audit does not agree: exit code 1
+NOT_CONSERVED = "✗ NOT CONSERVED"  # the audit does not agree: exit code 1
 EDGE_SHARE = 0.1  # fraction of the steps that `edges` averages over
-JUDGED = {  # held-out results, the most telling first: key of the summary without `_before` and `_after`
+# held-out results, the most telling first: key of the summary without `_before` and `_after`
+HELD_OUT_RESULTS = {
     "success": ("success", metric.SAMPLED),
     "greedy": ("success (greedy)", metric.GREEDY),
     "score": ("score", metric.SAMPLED_SCORE),
@@ -31,18 +32,18 @@ JUDGED = {  # held-out results, the most telling first: key of the summary witho
 
 def summarize(rows: Sequence[Row], account: Mapping[str, int], conserved: bool) -> dict[str, Any]:
     """Return the summary. `conserved` is the coordinator's audit, not a sum over `flow`."""
-    steps = latest(row for row in rows if metric.STEP_SECONDS in row)
+    steps = latest_steps(row for row in rows if metric.STEP_SECONDS in row)
     validations = [row for row in rows if any(name.startswith("val-") for name in row)]
-    reward = edges(steps, metric.REWARD)
-    nll = edges(steps, metric.NLL)
-    kl = edges(steps, "actor/kl_loss")
+    reward = edge_means(steps, metric.REWARD)
+    nll = edge_means(steps, metric.NLL)
+    kl = edge_means(steps, "actor/kl_loss")
 
     components = {
         label: (
-            *edges(steps, name),
+            *edge_means(steps, name),
             *_before_and_after(validations, metric.COMPONENT_HELD_OUT.replace("*", label)),
         )
-        for label, name in matching(metric.COMPONENT, set[str]().union(*steps)).items()
+        for label, name in names_matching(metric.COMPONENT, set[str]().union(*steps)).items()
     }
 
     tokens = _sum(steps, "trainer/model_tokens")
@@ -60,7 +61,7 @@ def summarize(rows: Sequence[Row], account: Mapping[str, int], conserved: bool) 
         "kl_loss_last": kl[1],
         **{
             f"{key}_{when}": value
-            for key, (_, name) in JUDGED.items()
+            for key, (_, name) in HELD_OUT_RESULTS.items()
             for when, value in zip(("before", "after"), _before_and_after(validations, name), strict=True)
         },
         **dict(zip(QUESTION_KEYS, _before_and_after(validations, metric.ASKED), strict=True)),
@@ -100,7 +101,7 @@ def outcome_line(summary: Mapping[str, Any], ended: str = "completed", total: in
 
     held_out = [
         (f"held-out {name}", [text_of(key, summary.get(f"{key}_{when}")) for when in ("before", "after")])
-        for key, (name, _) in JUDGED.items()
+        for key, (name, _) in HELD_OUT_RESULTS.items()
     ]
 
     changed_results = [(name, values) for name, values in held_out if values[1] and values[0] != values[1]]
@@ -128,9 +129,9 @@ def outcome_line(summary: Mapping[str, Any], ended: str = "completed", total: in
 def newest_number(summary: Mapping[str, Any]) -> str:
     """Return the newest held-out number of a run, as "success 31.2%"; before the first validation in training
     the reward or the loss; '' while nothing is known."""
-    after = [(name, summary.get(f"{key}_after")) for key, (name, _) in JUDGED.items()]
+    after = [(name, summary.get(f"{key}_after")) for key, (name, _) in HELD_OUT_RESULTS.items()]
     training = [("loss per token", summary.get("nll_last")), ("reward", summary.get("reward_last"))]
-    before = [(name, summary.get(f"{key}_before")) for key, (name, _) in JUDGED.items()]
+    before = [(name, summary.get(f"{key}_before")) for key, (name, _) in HELD_OUT_RESULTS.items()]
     for name, value in (*after, *training, *before):
         if value is not None:
             return f"{name} {value:{'.1%' if name.startswith('success') else '.3g'}}"
@@ -143,7 +144,7 @@ def _unclear_note(summary: Mapping[str, Any], name: str) -> str:
     for key in ("success", "greedy"):
         reported_values = [summary.get(f"{key}_{when}") for when in ("before", "after")]
         values = [value for value in reported_values if value is not None]
-        if name != f"held-out {JUDGED[key][0]}" or len(values) < 2 or not all(counts):
+        if name != f"held-out {HELD_OUT_RESULTS[key][0]}" or len(values) < 2 or not all(counts):
             continue
 
         before, after = (SuccessShare(value, count) for value, count in zip(values, counts, strict=True))
@@ -166,7 +167,7 @@ def identity_line(account: Mapping[str, int], conserved: bool) -> str:
     """Return the conservation identity with its numbers, and whether the audit agrees."""
     names = ("trained", "filtered", "dropped", "failed", "taken", "ready", "in_flight")
     parts = " + ".join(f"{account.get(name, 0)} {name.replace('_', ' ')}" for name in names)
-    return f"{account.get('issued', 0)} issued = {parts} {'✓' if conserved else UNSOUND}"
+    return f"{account.get('issued', 0)} issued = {parts} {'✓' if conserved else NOT_CONSERVED}"
 
 
 def account_of(metrics: Row) -> EpisodeAccount:
@@ -201,7 +202,7 @@ def failures_line(counts: Mapping[str, int], newest: str) -> str:
     return f"attempts failed: {kinds}" + (f"; the newest: {newest}" if newest else "")
 
 
-def notes(summary: Mapping[str, Any]) -> list[str]:
+def summary_notes(summary: Mapping[str, Any]) -> list[str]:
     """Return the summary's lines on failed attempts and on the account of held-out episodes."""
     lines = [failures_line(summary.get("attempts_failed", {}), summary.get("newest_failure", ""))]
     if (account := summary.get("held_out", {})).get("issued"):
@@ -213,13 +214,13 @@ def notes(summary: Mapping[str, Any]) -> list[str]:
     return [line for line in lines if line]
 
 
-def latest(rows: Iterable[Row]) -> list[Row]:
+def latest_steps(rows: Iterable[Row]) -> list[Row]:
     """Return a row per step, in order; of a step repeated after a crash the last row counts."""
     by_step = {row["training/step"]: row for row in rows}
     return [by_step[step] for step in sorted(by_step)]
 
 
-def edges(steps: Sequence[Row], name: str) -> tuple[float | None, float | None]:
+def edge_means(steps: Sequence[Row], name: str) -> tuple[float | None, float | None]:
     """Return the means over the first and the last tenth of the steps that have the number; a step of few
     episodes may have none."""
     known_rows = [row for row in steps if name in row]

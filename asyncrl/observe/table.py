@@ -11,8 +11,8 @@ from rich.console import Console as Terminal
 from rich.markup import escape
 from rich.table import Table
 
-from asyncrl.observe.metrics import duration, formatted
-from asyncrl.observe.summary import JUDGED, identity_line, notes, outcome_line
+from asyncrl.observe.metrics import duration_text, formatted
+from asyncrl.observe.summary import HELD_OUT_RESULTS, identity_line, outcome_line, summary_notes
 from asyncrl.values import printable
 
 SUMMARY_NUMBERS = (  # label, key of the summary, format; in the order of the page's overview
@@ -79,9 +79,9 @@ def print_summary(
         table.add_row(*(escape(printable(cell)) for cell in row))  # names of rewards, which agents may choose
 
     terminal.print(table)
-    lines = [f"{label}: {number}" for label, number in numbers(summary, everything)]
+    lines = [f"{label}: {number}" for label, number in summary_numbers(summary, everything)]
 
-    for line in (*lines, *notes(summary)):
+    for line in (*lines, *summary_notes(summary)):
         terminal.print(f"  {escape(line)}", highlight=False, soft_wrap=True)
 
     terminal.print(identity_line(summary["flow"], summary["conserved"]), highlight=False, soft_wrap=True)
@@ -99,12 +99,12 @@ def print_summary(
         terminal.print(more_commands, highlight=False, soft_wrap=True)
 
 
-def numbers(summary: Mapping[str, Any], everything: bool = False) -> Iterator[tuple[str, str]]:
+def summary_numbers(summary: Mapping[str, Any], everything: bool = False) -> Iterator[tuple[str, str]]:
     """Yield label and value of the known numbers; `everything`: diagnostics, too."""
     entries = (*SUMMARY_NUMBERS, *DIAGNOSTICS) if everything else SUMMARY_NUMBERS
     for label, key, form in entries:
         if (value := summary.get(key)) is not None:
-            text = duration(value) if key == "seconds" else formatted(value, form)
+            text = duration_text(value) if key == "seconds" else formatted(value, form)
             if key == "probe_logprob_diff_max" and value > 1e-3:
                 text += ROUNDING_NOTE
             yield label, text
@@ -117,7 +117,7 @@ def before_and_after(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     value_of = summary.get
     rows = list[tuple[str, float | None, float | None]]()
 
-    for key, (label, _) in JUDGED.items():
+    for key, (label, _) in HELD_OUT_RESULTS.items():
         held_out = f"held out{threshold}" if label.startswith("success") else "held out"
         rows.append((f"{label} ({held_out})", value_of(f"{key}_before"), value_of(f"{key}_after")))
 

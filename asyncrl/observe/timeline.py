@@ -23,7 +23,7 @@ CHUNK_BYTES = 1 << 20  # bytes read at a time
 NO_VERSION = (-1, -1)
 NO_NUMBER = -1
 MAX_NUMBER = 1 << 31
-START = "start"  # event: a process began; every further start in a file is a restart
+START_EVENT = "start"  # event: a process began; every further start in a file is a restart
 FLUSH_SECONDS = 1.0  # seconds between flushes; a crash may lose so much
 BUSY_SPANS = {"trainer": frozenset({"train", "step"}), "rollout": frozenset({"decode"})}
 
@@ -56,7 +56,7 @@ class Timeline:
                 self._file.flush()
                 self._flushed_at = self._clock()
 
-    def past(self, name: str, seconds: float, **details: object) -> None:
+    def record_past(self, name: str, seconds: float, **details: object) -> None:
         """Record a span that ends now and took `seconds`; with 0 an event."""
         now = self._clock()
         self.record(name, now - seconds, now, **details)
@@ -76,7 +76,7 @@ class Timeline:
             self._file.close()
 
 
-class Line(msgspec.Struct, frozen=True, gc=False):
+class TimelineLine(msgspec.Struct, frozen=True, gc=False):
     """Holds a line of a timeline, see `Timeline`."""
 
     name: str
@@ -106,7 +106,7 @@ class TimelineFile:
         self.role = path.stem.rpartition("-")[0]
         self._offset = 0
 
-    def added(self) -> Iterator[Line]:
+    def read_added(self) -> Iterator[TimelineLine]:
         """Read the whole lines added since the last call. Unreadable lines are left out."""
         with self.path.open("rb") as file:
             file.seek(self._offset)
@@ -120,10 +120,10 @@ class TimelineFile:
                 yield from (span for span in _decode_lines(complete_lines) if span.is_sound)
 
 
-_decoder = msgspec.json.Decoder(Line)
+_decoder = msgspec.json.Decoder(TimelineLine)
 
 
-def _decode_lines(lines: bytes) -> Iterator[Line]:
+def _decode_lines(lines: bytes) -> Iterator[TimelineLine]:
     """Decode all lines at once, which is fast, or one by one if a line cannot be read."""
     try:
         yield from _decoder.decode_lines(lines)
@@ -133,14 +133,14 @@ def _decode_lines(lines: bytes) -> Iterator[Line]:
                 yield _decoder.decode(line)
 
 
-def overlap(run_dir: Path) -> float | None:
+def busy_overlap(run_dir: Path) -> float | None:
     """Return the fraction of the training time, from the trainer's first span to the last, in which all ranks
     and all workers were busy; None if nothing was trained."""
     busy: dict[str, list[list[Span]]] = {role: [] for role in BUSY_SPANS}
-    for file in files(run_dir):
+    for file in timeline_files(run_dir):
         if names := BUSY_SPANS.get(file.role):
             busy[file.role].append(
-                union((span.start, span.end) for span in file.added() if span.name in names)
+                merge_spans((span.start, span.end) for span in file.read_added() if span.name in names)
             )
 
     training = [span for rank in busy["trainer"] for span in rank]
@@ -170,12 +170,12 @@ def overlap(run_dir: Path) -> float | None:
     return seconds_together / training_seconds if training_seconds else 0.0
 
 
-def files(run_dir: Path) -> list[TimelineFile]:
+def timeline_files(run_dir: Path) -> list[TimelineFile]:
     """List the unread timeline files of all processes of a run, by name."""
     return [TimelineFile(path) for path in sorted((run_dir / "timeline").glob("*-*.jsonl"))]
 
 
-def union(spans: Iterable[Span]) -> list[Span]:
+def merge_spans(spans: Iterable[Span]) -> list[Span]:
     """Merge spans into ordered spans that do not touch."""
     merged: list[Span] = []
     for start, end in sorted(spans):

@@ -15,7 +15,7 @@ import msgspec
 from asyncrl.config import RunConfig
 from asyncrl.config.base import leaves
 from asyncrl.errors import ConfigError, one_line, recorded, users_code
-from asyncrl.observe.background import Background
+from asyncrl.observe.background import BackgroundCalls
 from asyncrl.observe.files import read_lines, run_id
 from asyncrl.observe.metrics import VALIDATED
 from asyncrl.observe.summary import tokens_per_lag
@@ -61,7 +61,7 @@ class Trackers:
         self._trackers = trackers
         self._run_dir = run_dir
         self._failed_trackers: set[str] = set()
-        self._calls = Background("trackers", MAX_WAITING_ROWS)
+        self._calls = BackgroundCalls("trackers", MAX_WAITING_ROWS)
 
     @classmethod
     @contextmanager
@@ -96,8 +96,8 @@ class Trackers:
         if not self._calls.close(PATIENCE_SECONDS):
             log.warning("trackers: not done after %g s; all rows are in metrics.jsonl", PATIENCE_SECONDS)
             return
-        if self._calls.lost:
-            log.warning("trackers: %d rows are in metrics.jsonl only", self._calls.lost)
+        if self._calls.lost_calls:
+            log.warning("trackers: %d rows are in metrics.jsonl only", self._calls.lost_calls)
         self._failed_trackers.clear()  # closing keeps the rows that failed trackers have
         # The calls are made in this, the main thread, as swanlab resets signal handlers.
         self._call_each(lambda tracker: tracker.close())
@@ -240,7 +240,7 @@ class _AccelerateTracker(Tracker):
 
     def __init__(self, tracker: Any, config: RunConfig) -> None:
         self._tracker = tracker
-        self._calls = Background(tracker.name, 1)
+        self._calls = BackgroundCalls(tracker.name, 1)
         self._calls.ask(lambda: self._start(config), PATIENCE_SECONDS)
 
     def _start(self, config: RunConfig) -> None:

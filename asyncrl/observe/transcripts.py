@@ -37,7 +37,7 @@ def is_kept(group: int, member: int, groups_per_batch: int) -> bool:
     return group % groups_per_batch == 0 and member < KEPT_MEMBERS
 
 
-def newest(run_dir: Path, good: bool, threshold: float) -> Transcript | None:
+def newest_transcript(run_dir: Path, good: bool, threshold: float) -> Transcript | None:
     """Return the newest transcript whose score reaches the threshold (`good`), or does not, of training or of
     a validation, by the files' times. None if the newest files have no such transcript."""
     for path in _newest_files(run_dir)[:MAX_FILES]:
@@ -79,7 +79,7 @@ def _transcript_title(path: Path, entry: Mapping[str, Any], good: bool) -> str:
 
 log = logging.getLogger("asyncrl.observe")
 
-MOST_TOKENS = 8192  # tokens of an episode, as a run with long episodes would fill the disk
+MAX_RATIO_TOKENS = 8192  # tokens of an episode, as a run with long episodes would fill the disk
 KEPT_STEPS = 1000  # newest steps whose files are kept: four episodes a step are at most about 500 MB
 
 

@@ -22,8 +22,8 @@ from asyncrl.buffer.flow_control import MIN_TRAINER_IDLE, Crossings, FlowControl
 from asyncrl.buffer.prompts import Prompts
 from asyncrl.buffer.records import EpisodeRecord, State
 from asyncrl.buffer.replay import ReplayBuffer
-from asyncrl.buffer.shifts import NOTHING_ASKED, Shift, Shifts, Situation
-from asyncrl.buffer.staleness import pending
+from asyncrl.buffer.shifts import NO_REQUEST, Shift, Shifts, Situation
+from asyncrl.buffer.staleness import assignable_episodes
 from asyncrl.config import BufferConfig
 from asyncrl.types import EpisodeResult, EpisodeStats
 
@@ -217,24 +217,24 @@ class Simulation:
         outlook = (
             self.batches.outlook(step, self._micro_batches, self.workload.ranks)
             if trainer_waits
-            else NOTHING_ASKED
+            else NO_REQUEST
         )
         idle_seconds = self.now - self._sampled_at
         situation = Situation(
             outlook,
-            asked=trainer_waits,
-            asleep=is_settled,
-            awake=is_settled,
-            resting=is_settled,
-            idle=idle_seconds,
+            trainer_waits=trainer_waits,
+            engines_asleep=is_settled,
+            engine_awake=is_settled,
+            ranks_offloaded=is_settled,
+            idle_seconds=idle_seconds,
         )
 
-        if not shifts.move(self.now, situation):
+        if not shifts.enter_next(self.now, situation):
             return
 
         self._state_changed = True
         self._refused_state = (-1, 0)
-        if shifts.shift in shifts.seconds:
+        if shifts.shift in shifts.change_seconds:
             self._devices_changing = True
             self._schedule(self.workload.shift / 2, self._exchanged)
         elif shifts.shift is Shift.ROLLOUT:
@@ -251,7 +251,7 @@ class Simulation:
             if playing.turn_began_at == self._engine_clock:  # The turn has waited for the engines
                 playing.version = len(self._published_at)
 
-        for group in self.buffer.live.values():
+        for group in self.buffer.live_groups.values():
             if self._engine_clock < group.deadline < math.inf:
                 self._schedule_deadline(group.deadline)
 
@@ -261,7 +261,7 @@ class Simulation:
     def _look_again(self) -> None:
         """Ask again whose shift it is once engines have idled for as long as two changes take."""
         if self.shifts is not None and not self._sampling:
-            self._schedule(sum(self.shifts.seconds.values()) + TIME_EPSILON, self._mark_changed)
+            self._schedule(sum(self.shifts.change_seconds.values()) + TIME_EPSILON, self._mark_changed)
 
     def _mark_changed(self) -> None:
         self._state_changed = True
@@ -276,12 +276,12 @@ class Simulation:
         slots = self.workload.slots
         version = len(self._published_at)
 
-        while self.buffer.can_admit(slots - self._used_slots - self.buffer.waiting, slots):
+        while self.buffer.can_admit(slots - self._used_slots - self.buffer.waiting_count, slots):
             self.buffer.admit_group(self.buffer.committed, self._engine_clock)
-        if not self.buffer.waiting:
+        if not self.buffer.waiting_count:
             return
 
-        for min_version, episode in pending(self.buffer):
+        for min_version, episode in assignable_episodes(self.buffer):
             if self._used_slots >= slots:
                 return
             if min_version <= version:
@@ -293,7 +293,7 @@ class Simulation:
         self._used_slots += 1
         self.buffer.assign(episode, "", 0, version, self._engine_clock)
 
-        group = self.buffer.live[episode.group]
+        group = self.buffer.live_groups[episode.group]
         random = self.random
         if group.id not in self._drawn_groups:
             self._drawn_groups[group.id] = (
@@ -317,7 +317,7 @@ class Simulation:
 
     def _pass_deadline(self, deadline: float) -> None:
         if self._engine_clock >= deadline - TIME_EPSILON:
-            self.buffer.tick(max(deadline, self._engine_clock))
+            self.buffer.settle_overdue(max(deadline, self._engine_clock))
             self._state_changed = True
 
     def _begin_turn(self, play: _SimulatedEpisode) -> None:
@@ -336,7 +336,7 @@ class Simulation:
 
         computed_tokens = max(token_count, round(token_count * self.workload.computed))
         episode.add_turn(computed_tokens, token_count, play.version, len(self._published_at))
-        self.buffer.touch(episode)
+        self.buffer.mark_changed(episode)
 
         wait_seconds = min(
             play.recorded[-play.turns_left].wait, self.workload.limit - (self._engine_clock - play.began_at)
@@ -450,7 +450,7 @@ class Simulation:
                 stale_fractions, is_at_limit and idle >= MIN_TRAINER_IDLE, idle * waiting_fraction
             )
             self.buffer.live_limit = self.flow_control.limit
-            self.buffer.spare = self.flow_control.spare_groups(waiting_fraction)
+            self.buffer.spare_groups = self.flow_control.spare_groups(waiting_fraction)
 
         self._batch_lags = []
         self._step_began = self.now

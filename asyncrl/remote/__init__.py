@@ -1,14 +1,14 @@
 """Models behind an OpenAI-compatible URL, which judge or play the user."""
 
 from asyncrl.remote.http import (
-    SCORER,
+    SCORER_PREFIX,
     RemoteError,
     RemoteLost,
     RemoteModel,
-    bearer,
+    bearer_header,
     check_url,
     close_sessions,
-    post,
+    post_json,
     proxy_of,
     scorer_url,
 )

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 MAX_BYTES = 4 << 20  # maximum size of an answer
 FIRST_PAUSE = 0.5  # seconds before the first repetition
-SCORER = "scorer:"  # beginning of a URL that names a scorer of the run
+SCORER_PREFIX = "scorer:"  # beginning of a URL that names a scorer of the run
 RETRIED_STATUSES = frozenset({408, 409, 429})
 
 _Sessions = weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, "aiohttp.ClientSession"]
@@ -57,11 +57,11 @@ class _Busy(Exception):
 def check_url(url: str, *, direct: bool = False) -> None:
     """Raise ConfigError for a URL that is neither of HTTP nor of a scorer and, unless `direct`, for a URL
     whose proxy cannot be used."""
-    if not url.startswith(("http://", "https://", SCORER)):
-        raise ConfigError(f"the URL {url!r} must begin with http:// or https://, or be {SCORER}NAME")
+    if not url.startswith(("http://", "https://", SCORER_PREFIX)):
+        raise ConfigError(f"the URL {url!r} must begin with http:// or https://, or be {SCORER_PREFIX}NAME")
     with ConfigError.instead_of(ValueError, text=f"the URL {url!r}", advice="correct its host or its port"):
         _ = urlsplit(url).port
-    if not direct and not url.startswith(SCORER):
+    if not direct and not url.startswith(SCORER_PREFIX):
         proxy_of(url)
 
 
@@ -69,7 +69,7 @@ scorer_url: ContextVar[Callable[[str], Awaitable[str]]] = ContextVar("scorer_url
 """Set in workers: gives the address of a server of a scorer, by the scorer's name, once there is one."""
 
 
-async def post(
+async def post_json(
     url: str,
     body: Any,
     *,
@@ -267,7 +267,7 @@ class RemoteModel:
 
     def __post_init__(self) -> None:
         check_url(self.url, direct=self.direct)
-        bearer(self.api_key_env)
+        bearer_header(self.api_key_env)
 
     async def chat(self, messages: Sequence[Message]) -> str:
         """Return the model's next message, which may be ''. Raises RemoteError."""
@@ -278,12 +278,12 @@ class RemoteModel:
             **({"temperature": self.temperature} if self.temperature >= 0 else {}),
             **({"max_tokens": self.max_tokens} if self.max_tokens > 0 else {}),
         }
-        answer = await post(
+        answer = await post_json(
             url,
             body,
             seconds=self.timeout,
             retries=self.retries,
-            headers=bearer(self.api_key_env),
+            headers=bearer_header(self.api_key_env),
             direct=self.direct,
         )
         try:
@@ -292,7 +292,7 @@ class RemoteModel:
             raise RemoteError(f"{url}: the answer is no chat completion ({one_line(error)})") from error
 
 
-def bearer(api_key_env: str) -> dict[str, str]:
+def bearer_header(api_key_env: str) -> dict[str, str]:
     """Return the header with the key of an environment variable; none without a name. ConfigError: the
     variable is empty."""
     if not api_key_env:

@@ -22,7 +22,7 @@ import msgspec
 from asyncrl.errors import AsyncrlError
 from asyncrl.registry import Registry
 from asyncrl.types import MAX_REWARD, EpisodeEnd, FailReason, Message, RewardResult, Sample
-from asyncrl.values import encodable, finite
+from asyncrl.values import encodable, finite_number
 
 F = TypeVar("F", bound=Callable[..., Any])
 RESULT_KEYS = ("score", "turns", "components")  # keys of a result that are read; others are verl's extras
@@ -155,7 +155,7 @@ def as_result(result: Any) -> RewardResult:
         )
 
     if not isinstance(result, Mapping):
-        return RewardResult(finite("the reward", result))
+        return RewardResult(finite_number("the reward", result))
 
     if "score" not in result:
         present_keys = ", ".join(map(str, result)) or "nothing"
@@ -183,9 +183,12 @@ def as_result(result: Any) -> RewardResult:
         raise TypeError(f"'components' of the reward is a {type(components).__name__}; a dict is expected")
 
     finite_components = {
-        str(name): finite(f"component {name!r} of the reward", value) for name, value in components.items()
+        str(name): finite_number(f"component {name!r} of the reward", value)
+        for name, value in components.items()
     }
-    turn_rewards = tuple(finite(f"the reward of turn {turn}", value) for turn, value in enumerate(turns))
+    turn_rewards = tuple(
+        finite_number(f"the reward of turn {turn}", value) for turn, value in enumerate(turns)
+    )
 
     notes = {
         name: _note_text(value)
@@ -194,7 +197,7 @@ def as_result(result: Any) -> RewardResult:
     }
 
     return RewardResult(
-        finite("the reward", result["score"]),
+        finite_number("the reward", result["score"]),
         turn_rewards,
         finite_components,
         notes=dict(islice(notes.items(), MAX_NOTES)),
@@ -204,7 +207,7 @@ def as_result(result: Any) -> RewardResult:
 def _agent_scores(scores: Mapping[str, Any]) -> dict[str, float]:
     if not scores:
         raise ValueError("'score' of the reward is an empty dict; it needs a number for each agent")
-    return {str(agent): finite(f"the reward of {agent!r}", value) for agent, value in scores.items()}
+    return {str(agent): finite_number(f"the reward of {agent!r}", value) for agent, value in scores.items()}
 
 
 def _averageable_numbers(values: Mapping[str, Any]) -> dict[str, float]:
@@ -212,7 +215,7 @@ def _averageable_numbers(values: Mapping[str, Any]) -> dict[str, float]:
     numbers: dict[str, float] = {}
     for name, value in values.items():
         with suppress(TypeError, ValueError):
-            if not isinstance(value, str | bytes) and abs(number := finite(name, value)) <= MAX_REWARD:
+            if not isinstance(value, str | bytes) and abs(number := finite_number(name, value)) <= MAX_REWARD:
                 numbers[name] = number
     return numbers
 
@@ -257,6 +260,8 @@ def combine(parts: Sequence[tuple[str, float, RewardResult]]) -> RewardResult:
             name: agent_scores.get(name, 0.0) + weight * value for name, value in result.agents.items()
         }
 
-    turns = tuple(finite("a sum of turns", math.fsum(column)) for column in zip(*turn_rewards, strict=True))
-    total = finite("the sum of the rewards", score)
+    turns = tuple(
+        finite_number("a sum of turns", math.fsum(column)) for column in zip(*turn_rewards, strict=True)
+    )
+    total = finite_number("the sum of the rewards", score)
     return RewardResult(total, turns, components, notes=notes, agents=agent_scores)

@@ -13,7 +13,7 @@ import msgspec
 
 from asyncrl.config import Options
 from asyncrl.errors import ConfigError, one_line, users_code
-from asyncrl.registry import Call, bound, check_call
+from asyncrl.registry import Call, bind_plugin, check_call
 from asyncrl.rewards.base import RewardFunction, RewardInput, RewardLocation, rewards, verl_arguments
 
 REWARD_KEY = "rollout.reward"
@@ -38,7 +38,7 @@ class Reward:
 
     name: str
     function: Callable[[RewardInput], Any]
-    place: RewardLocation
+    location: RewardLocation
     source: RewardSource
     weight: float = 1.0
     load: Callable[[], object] = lambda: None
@@ -66,7 +66,7 @@ def load_reward(source: RewardSource, where: str = REWARD_KEY) -> Reward:
     """Load one reward as a function of episodes, with options bound."""
     loaded_object = rewards.load(source.spec, where)
     where = f"{where}.{source.spec}"
-    function = bound(_with_verls_options(loaded_object, where), source.options, where, REWARD_CALL)
+    function = bind_plugin(_with_verls_options(loaded_object, where), source.options, where, REWARD_CALL)
     if not _is_typed(function):
         check_call(function, where, REWARD_CALL)
 
@@ -80,7 +80,7 @@ def load_reward(source: RewardSource, where: str = REWARD_KEY) -> Reward:
     return Reward(
         name=source.spec,
         function=_takes_episode(function),
-        place=location,
+        location=location,
         source=source,
         load=load,
         own_deadline=own_deadline,

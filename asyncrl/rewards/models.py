@@ -25,13 +25,13 @@ from msgspec import Meta
 from asyncrl.conversation.tokenizer import load_tokenizer
 from asyncrl.errors import UNDECODABLE, ConfigError, NoEngineError
 from asyncrl.remote import (
-    SCORER,
+    SCORER_PREFIX,
     RemoteError,
     RemoteLost,
     RemoteModel,
-    bearer,
+    bearer_header,
     check_url,
-    post,
+    post_json,
     scorer_url,
 )
 from asyncrl.rewards.base import RewardError, RewardInput, rewards, runs
@@ -64,7 +64,7 @@ SCORE_PATTERN = r"[Ss]core:\s*\**\s*(-?\d+(?:\.\d+)?)"
 async def scoring_url(url: str, seconds: float) -> AsyncIterator[str]:
     """Yield the URL to ask: this URL, or for `scorer:NAME` a server of that scorer. A server lost in the body
     is no fault of the episode: RewardError with ENGINE_LOST keeps the turns, and scoring is repeated."""
-    if not url.startswith(SCORER):
+    if not url.startswith(SCORER_PREFIX):
         yield url
         return
     if (find_server := scorer_url.get(None)) is None:
@@ -72,7 +72,7 @@ async def scoring_url(url: str, seconds: float) -> AsyncIterator[str]:
 
     try:
         async with asyncio.timeout(seconds / 2):
-            server_url = await find_server(url.removeprefix(SCORER))
+            server_url = await find_server(url.removeprefix(SCORER_PREFIX))
     except (TimeoutError, NoEngineError) as error:
         reason = str(error) or f"no server within {seconds / 2:g} s"
         raise RewardError(f"{url}: {reason}", FailReason.ENGINE_LOST) from None
@@ -112,7 +112,7 @@ class RewardModel:
     ) -> None:
         check_url(url)
         self._url = url
-        self._headers = bearer(api_key_env)
+        self._headers = bearer_header(api_key_env)
         self._tokenizer_path = _existing_directory("tokenizer", tokenizer)
         self._scored_text = of
         self._label = label
@@ -128,13 +128,13 @@ class RewardModel:
 
         async with scoring_url(self._url, self._timeout) as server_url:
             url = f"{server_url.rstrip('/')}/classify"
-            answer = await post(
+            answer = await post_json(
                 url,
                 {"input_ids": token_ids},
                 seconds=self._timeout,
                 retries=self._retries,
                 headers=self._headers,
-                direct=self._url.startswith(SCORER),
+                direct=self._url.startswith(SCORER_PREFIX),
             )
 
         with RemoteError.instead_of(*UNDECODABLE, text=f"{url}: no answer of a reward model"):
@@ -280,7 +280,7 @@ class LLMJudge:
     async def __call__(self, episode: RewardInput) -> float:
         question = self._prompt_template.render(prompt_variables(episode), scale=f"{self._scale:g}")
         async with scoring_url(self._model.url, self._model.timeout) as server_url:
-            is_scorer = self._model.url.startswith(SCORER)
+            is_scorer = self._model.url.startswith(SCORER_PREFIX)
             model = replace(
                 self._model, url=f"{server_url}/v1" if is_scorer else server_url, direct=is_scorer
             )

@@ -18,22 +18,24 @@ from asyncrl.rewards.base import RewardError, RewardInput, as_result
 from asyncrl.rewards.loading import RewardSource, load_reward
 from asyncrl.types import RewardResult
 
-SIZE = min(4, os.cpu_count() or 1)  # processes per reward function
+MAX_PROCESSES = min(4, os.cpu_count() or 1)  # processes per reward function
 LOAD_SECONDS = 300.0  # to import the function and call its `load`, which may read a model
-PATIENCE = 10  # deadlines that a call waits for a free process; a running call ends within one deadline
+MAX_WAIT_DEADLINES = (
+    10  # deadlines that a call waits for a free process; a running call ends within one deadline
+)
 MAX_ANSWER_BYTES = 1 << 20  # bytes
 
 
 class RewardPool:
     """Calls one function in up to `size` processes, which start on demand and stay."""
 
-    def __init__(self, source: RewardSource, size: int = SIZE) -> None:
+    def __init__(self, source: RewardSource, size: int = MAX_PROCESSES) -> None:
         self._pool = ProcessPool(
             SCORING_SERVICE,
             source,
             name="the reward process",
             size=size,
-            largest=MAX_ANSWER_BYTES,
+            max_answer_bytes=MAX_ANSWER_BYTES,
             start_seconds=LOAD_SECONDS,
         )
 
@@ -45,7 +47,7 @@ class RewardPool:
         late one."""
         try:
             await self._pool.warm()
-            return await self._pool.call(episode, seconds, PATIENCE * seconds)
+            return await self._pool.call(episode, seconds, MAX_WAIT_DEADLINES * seconds)
         except ChildError as error:
             raise RewardError(str(error)) from None
 

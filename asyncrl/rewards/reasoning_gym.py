@@ -12,7 +12,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.rewards.answers import text_in_tag
 from asyncrl.rewards.base import RewardInput, rewards
 
-KEY = "reasoning_gym"  # key of extra_info: {"task": name, "entry": entry in JSON's types, as text}
+EXTRA_KEY = "reasoning_gym"  # key of extra_info: {"task": name, "entry": entry in JSON's types, as text}
 
 
 @rewards.register("reasoning_gym")
@@ -30,9 +30,11 @@ class ReasoningGym:
         import reasoning_gym  # noqa: F401
 
     def __call__(self, episode: RewardInput) -> float:
-        row = json.loads(episode.sample.extra_info).get(KEY)
+        row = json.loads(episode.sample.extra_info).get(EXTRA_KEY)
         if not isinstance(row, dict) or not {"task", "entry"} <= row.keys():
-            raise ValueError(f"extra_info.{KEY} is missing; asyncrl data reasoning_gym:TASK writes such rows")
+            raise ValueError(
+                f"extra_info.{EXTRA_KEY} is missing; asyncrl data reasoning_gym:TASK writes such rows"
+            )
         entry = unpack_entry(json.loads(row["entry"]))
         tagged_answer = text_in_tag(episode.answer, self._tag)
         answer = episode.answer if tagged_answer is None else tagged_answer
@@ -47,16 +49,16 @@ def _scorer_of_task(task: str) -> Callable[[str, dict[str, Any]], float]:
     return gym.get_score_answer_fn(task)
 
 
-def packed(value: Any) -> Any:
+def pack_entry(value: Any) -> Any:
     """Convert an entry to JSON's types. `unpack_entry` restores the entry exactly, including tuples and keys
     that are numbers, which some tasks compare with."""
     match value:
         case dict():
-            return {"of": [[packed(key), packed(item)] for key, item in value.items()]}
+            return {"of": [[pack_entry(key), pack_entry(item)] for key, item in value.items()]}
         case tuple():
-            return {"tuple": [packed(item) for item in value]}
+            return {"tuple": [pack_entry(item) for item in value]}
         case list():
-            return [packed(item) for item in value]
+            return [pack_entry(item) for item in value]
         case str():
             return str(value)  # numpy's, too
         case bool() | int() | float() | None:

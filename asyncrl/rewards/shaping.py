@@ -14,7 +14,7 @@ from msgspec import Meta
 
 from asyncrl.registry import Call, Registry
 from asyncrl.types import EpisodeEnd
-from asyncrl.values import finite
+from asyncrl.values import finite_number
 
 
 @dataclass(frozen=True)
@@ -61,8 +61,8 @@ def select_shapings(options_by_name: Mapping[str, Mapping[str, Any]], where: str
     return [shapings.make({name: options}, where, SHAPING_CALL) for name, options in options_by_name.items()]
 
 
-def shape(functions: Sequence[Shaping], episode: ShapingInput) -> float:
+def sum_of_shapings(functions: Sequence[Shaping], episode: ShapingInput) -> float:
     """Return the sum of all shapings. ValueError if the sum is not finite."""
-    return finite(
+    return finite_number(
         "the sum of algorithm.shaping", math.fsum(float(function(episode)) for function in functions)
     )

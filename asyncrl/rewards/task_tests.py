@@ -29,13 +29,13 @@ from asyncrl.data.task_sandboxes import TaskSandbox
 from asyncrl.data.tasks import Task, TaskTests, task_of
 from asyncrl.errors import SetupError, one_line
 from asyncrl.isolation.calls import in_thread
-from asyncrl.isolation.sandbox.base import ISOLATION, MOST_CHANGES, Program, RunEnding, SandboxError
+from asyncrl.isolation.sandbox.base import ISOLATION, MAX_CHANGE_BYTES, Program, RunEnding, SandboxError
 from asyncrl.isolation.sandbox.base import SandboxLimits as Limits
-from asyncrl.isolation.sandbox.changes import DIRECTORY, FILE, LINK, OPAQUE, Entry, packed, read_entries
+from asyncrl.isolation.sandbox.changes import DIRECTORY, FILE, LINK, OPAQUE, Entry, pack_entries, read_entries
 from asyncrl.isolation.sandbox.detection import check_isolation
 from asyncrl.rewards.base import RewardError, RewardInput, rewards
 from asyncrl.types import FailReason
-from asyncrl.values import finite
+from asyncrl.values import finite_number
 
 PROTECTED = (
     *("conftest.py", "pytest.ini", ".pytest.ini", "pytest.toml", ".pytest.toml", "pyproject.toml"),
@@ -140,7 +140,7 @@ class JudgedByTests:
         try:
             async with asyncio.timeout(self._setup_seconds):
                 sandbox = TaskSandbox(task, self._limits, self._require)
-                files = await in_thread(partial(pack, Path(tests.tests), "tests/test.sh"), "tests")
+                files = await in_thread(partial(pack_directory, Path(tests.tests), "tests/test.sh"), "tests")
                 await sandbox.start()
                 if changes is not None:
                     protected_globs = (
@@ -148,9 +148,9 @@ class JudgedByTests:
                         *protected_names(sandbox, tests),
                     )
                     entries = entries_within(sandbox.workspace, changes, protected_globs)
-                    await sandbox.jail.apply(packed(entries), protected_globs)
+                    await sandbox.jail.apply_changes(pack_entries(entries), protected_globs)
 
-                await sandbox.jail.apply(packed((*files, *EMPTY_LOGS)))
+                await sandbox.jail.apply_changes(pack_entries((*files, *EMPTY_LOGS)))
 
             return await self._run_tests(sandbox, tests)
         except (SetupError, SandboxError, TimeoutError, OSError) as error:
@@ -207,7 +207,7 @@ class JudgedByTests:
         components = {
             **verdict.components,
             "seconds": run_result.seconds,
-            "network": await sandbox.unreached(),
+            "network": await sandbox.count_unreached(),
         }
 
         return Verdict(verdict.score, components, verdict.notes)
@@ -235,13 +235,13 @@ def entries_within(
             yield entry
 
 
-def pack(directory: Path, script: str) -> list[Entry]:
+def pack_directory(directory: Path, script: str) -> list[Entry]:
     """Pack a directory of a task, for example as /tests with the executable `script` tests/test.sh. OSError
     if the files cannot be read, or are too large."""
     root_name, _, name = script.partition("/")
     os.stat(directory / name)
     entries = [Entry(OPAQUE, root_name, 0o755)]
-    bytes_left = MOST_CHANGES
+    bytes_left = MAX_CHANGE_BYTES
 
     for path in sorted(directory.rglob("*")):
         archive_name = f"{root_name}/{path.relative_to(directory)}"
@@ -254,7 +254,7 @@ def pack(directory: Path, script: str) -> list[Entry]:
         elif path.is_dir():
             kind = DIRECTORY
         elif (bytes_left := bytes_left - file_status.st_size) < 0:
-            raise OSError(f"{directory} has more than {MOST_CHANGES} bytes")
+            raise OSError(f"{directory} has more than {MAX_CHANGE_BYTES} bytes")
         else:
             content = path.read_bytes()
 
@@ -381,10 +381,10 @@ async def script_verdict(read_file: Any) -> Verdict:
     try:
         reported = _decode_numbers(await read_file(f"{LOG_DIRECTORY}/reward.json"))
     except SandboxError:
-        return Verdict(finite("reward.txt", float(await read_file(f"{LOG_DIRECTORY}/reward.txt"))), {})
+        return Verdict(finite_number("reward.txt", float(await read_file(f"{LOG_DIRECTORY}/reward.txt"))), {})
 
     numbers = {
-        name: finite(f"reward.json: {name}", value)
+        name: finite_number(f"reward.json: {name}", value)
         for name, value in (reported if isinstance(reported, dict) else {"reward": reported}).items()
     }
     if "reward" not in numbers and len(numbers) != 1:

@@ -20,8 +20,8 @@ from msgspec.structs import replace
 
 from asyncrl.conversation.branches import Branches
 from asyncrl.conversation.commands import Fail
-from asyncrl.conversation.requests import AgentRequest, Placement, Refusal, Untrained
-from asyncrl.conversation.turns import opening, problem, scored, trained
+from asyncrl.conversation.requests import AgentRequest, IsUntrained, Placement, Refusal
+from asyncrl.conversation.turns import generation_problem, prompt_ending, score_turns, without_untrained
 from asyncrl.conversation.watch import OnText, TurnWatch
 from asyncrl.data.tasks import task_of
 from asyncrl.errors import ConfigError, EngineError, ProtocolError, SetupError, describe, users_code
@@ -31,7 +31,7 @@ from asyncrl.isolation.calls import LoopThread, to_its_end
 from asyncrl.rollout.context import EpisodeRun, Outcome
 from asyncrl.runtime.activity import Notifier, Waits
 from asyncrl.types import EpisodeEnd, EpisodeStats, FailReason, Turn
-from asyncrl.values import result_of
+from asyncrl.values import checked_result
 
 
 class IdleTimer:
@@ -47,7 +47,7 @@ class IdleTimer:
 
     def start_idle(self) -> None:
         self._idle_since = asyncio.get_running_loop().time()
-        self._named_wait.enter_context(self._waits.named("the agent program", self._episode_timeout))
+        self._named_wait.enter_context(self._waits.wait_named("the agent program", self._episode_timeout))
 
     def stop_idle(self) -> None:
         self.idle_seconds += asyncio.get_running_loop().time() - self._idle_since
@@ -85,7 +85,7 @@ class AgentHost:
     ) -> Sequence[AgentReply] | Refusal:
         with self._end_episode_on_error(ConfigError):
             await self._render(request)
-            sources = self._branches.find(request, count, attempt)
+            sources = self._branches.find_answers(request, count, attempt)
         if isinstance(sources, Refusal):
             return sources
         with self._end_episode_on_error(), self._idle_timer.answering():
@@ -94,7 +94,7 @@ class AgentHost:
     async def count(self, request: AgentRequest) -> int:
         with self._end_episode_on_error(ConfigError):
             await self._render(request)
-            return self._branches.count(request)
+            return self._branches.count_prompt_tokens(request)
 
     @contextmanager
     def _end_episode_on_error(self, *reported_errors: type[Exception]) -> Iterator[None]:
@@ -113,7 +113,7 @@ class AgentHost:
         """Render a request in a thread while the event loop serves further episodes. An episode uses a single
         thread at a time, and keeps that thread busy to the end even if the client leaves."""
         async with self._render_lock:
-            if (render_call := self._branches.rendering(request)) is not None:
+            if (render_call := self._branches.pending_rendering(request)) is not None:
                 await to_its_end(render_call)
 
     def lose(self, reply: AgentReply) -> None:
@@ -125,7 +125,7 @@ class AgentHost:
         """Return all answers to a request, once they are durable. When an answer fails, or the client leaves,
         the remaining tasks are cancelled and no answer counts as delivered."""
         if listener is not None:
-            listener.begun(self._branches.prompt_tokens(sources[0]))
+            listener.start(self._branches.prompt_tokens(sources[0]))
         pending_replies = [
             self._reply_from(source, None if listener is None else partial(listener.delta, index))
             for index, source in enumerate(sources)
@@ -138,7 +138,7 @@ class AgentHost:
             for reply_task in reply_tasks:
                 reply_task.cancel()
             task_results = await asyncio.gather(*reply_tasks, return_exceptions=True)
-            self._branches.give_back(
+            self._branches.give_back_answers(
                 [*sources, *(reply.turn for reply in task_results if isinstance(reply, AgentReply))]
             )
             raise
@@ -151,13 +151,13 @@ class AgentHost:
         branches = self._branches
         decode = self._episode_run.context.rules.chat.decode
         stop_text = branches.stopped_at(turn)
-        return AgentReply(branches.said(turn), turn, branches.prompt_tokens(turn), decode, stop_text)
+        return AgentReply(branches.model_message(turn), turn, branches.prompt_tokens(turn), decode, stop_text)
 
     async def _obtain_turn(self, placement: Placement, on_text: OnText | None) -> Turn:
         try:
             return await self._recorded_turn(placement) or await self._sample_turn(placement, on_text)
         finally:
-            self._branches.cancel(placement)
+            self._branches.cancel_placement(placement)
 
     async def _recorded_turn(self, placement: Placement) -> Turn | None:
         """Return the turn that answered this request in an earlier attempt, once all turns before have been
@@ -180,7 +180,9 @@ class AgentHost:
 
         watch = None
         if request.stops or on_text:
-            watch = TurnWatch(rules, request.tools, request.stops, opening(rules, placement.context), on_text)
+            watch = TurnWatch(
+                rules, request.tools, request.stops, prompt_ending(rules, placement.context), on_text
+            )
         generation = await self._episode_run.generate(
             placement.ids,
             placement.max_new_tokens,
@@ -189,17 +191,17 @@ class AgentHost:
             is_trained=not placement.untrained,
             agent=request.agent,
         )
-        if turn_problem := problem(rules.chat.stop_ids, placement.max_new_tokens, generation):
+        if turn_problem := generation_problem(rules.chat.stop_ids, placement.max_new_tokens, generation):
             raise EngineError(turn_problem)
 
         async with self._post_lock:
-            turn = self._branches.turn(placement, generation)
+            turn = self._branches.next_turn(placement, generation)
             await self._episode_run.post_turn(turn, placement.session)
             # A posted turn counts at once, even if the client has left.
             return self._add_turn(placement, turn)
 
     def _add_turn(self, placement: Placement, turn: Turn) -> Turn:
-        self._branches.add(placement, turn)
+        self._branches.add_turn(placement, turn)
         self._turn_added.notify()
         return turn
 
@@ -222,11 +224,11 @@ class AgentPlayer:
         self._branches = Branches(self.run.context.rules, recorded, self.agents.untrained)
         timed_out, result = await self._serve_agent()
         self._check_replayed()
-        if trained(self._branches.turns):
+        if without_untrained(self._branches.turns):
             self._agent_outcome = EpisodeEnd.TIMEOUT if timed_out else self._branches.end, result
             return await self._score_turns(*self._agent_outcome)
-        if self._branches.refused is not None:
-            return Outcome(Fail(FailReason.PROMPT_TOO_LONG, self._branches.refused.detail), ())
+        if self._branches.last_refusal is not None:
+            return Outcome(Fail(FailReason.PROMPT_TOO_LONG, self._branches.last_refusal.detail), ())
 
         side_requests = ""
         if self._branches.turns:
@@ -235,7 +237,7 @@ class AgentPlayer:
 
     async def expire(self) -> Outcome:
         self._check_replayed()
-        if not trained(self._branches.turns):
+        if not without_untrained(self._branches.turns):
             detail = "not one turn was done within rollout.episode_timeout"
             return Outcome(Fail(FailReason.DEADLINE, detail), ())
 
@@ -256,7 +258,7 @@ class AgentPlayer:
         host = AgentHost(self.run, self._branches, self._idle_timer)
         self._idle_timer.start_idle()
         try:
-            async with self.agents.gateway.admit(host, lambda: self.run.seconds) as endpoint:
+            async with self.agents.gateway.admit_episode(host, lambda: self.run.seconds) as endpoint:
                 agent_task = await self._run_agent(endpoint, host.fatal_error)
         finally:
             self._idle_timer.stop_idle()
@@ -265,9 +267,9 @@ class AgentPlayer:
             raise host.fatal_error.result()
 
         try:
-            return False, result_of(agent_task.result())
+            return False, checked_result(agent_task.result())
         except TimeUp as error:
-            return True, result_of(error.result)
+            return True, checked_result(error.result)
         except SetupError:
             raise
         except Exception as error:
@@ -275,12 +277,12 @@ class AgentPlayer:
             program_failed = isinstance(error, CommandError)
             # In a task the model can end the agent's program.
             model_failed_program = program_failed and task_of(self.run.assignment.sample)
-            model_is_cause = bool(trained(branches.turns)) and (
+            model_is_cause = bool(without_untrained(branches.turns)) and (
                 model_failed_program or branches.end is EpisodeEnd.LENGTH
             )
-            if branches.refused is None and not model_is_cause:
+            if branches.last_refusal is None and not model_is_cause:
                 raise AgentError(describe(error)) from error
-            return False, result_of(error.result) if isinstance(error, CommandError) else None
+            return False, checked_result(error.result) if isinstance(error, CommandError) else None
 
     async def _run_agent(
         self, endpoint: Endpoint, fatal_error: asyncio.Future[Exception]
@@ -304,7 +306,7 @@ class AgentPlayer:
     async def _score_turns(self, end: EpisodeEnd, result: Any) -> Outcome:
         """Score the turns, limited by `rollout.reward_timeout`, not by the remaining time of the episode."""
         branches = self._branches
-        trained_turns = trained(branches.turns)
+        trained_turns = without_untrained(branches.turns)
         call_count = branches.calls
         reward_result = await self.run.compute_reward(
             trained_turns,
@@ -313,7 +315,7 @@ class AgentPlayer:
             messages=branches.messages,
             tool_calls=call_count,
             result=result,
-            main_conversation=branches.main,
+            main_conversation=branches.task_messages,
         )
         stats = EpisodeStats(
             turns=len(trained_turns),
@@ -323,7 +325,7 @@ class AgentPlayer:
             untrained_turns=len(branches.turns) - len(trained_turns),
         )
 
-        return Outcome(scored(trained_turns, end, reward_result), trained_turns, stats)
+        return Outcome(score_turns(trained_turns, end, reward_result), trained_turns, stats)
 
     def _check_replayed(self) -> None:
         if self._branches.replaying:
@@ -333,7 +335,9 @@ class AgentPlayer:
 class Agents:
     """Holds the agent, gateway and threads that all episodes of a worker share. Start the gateway first."""
 
-    def __init__(self, agent: Agent, gateway: Gateway, untrained: Untrained = lambda request: False) -> None:
+    def __init__(
+        self, agent: Agent, gateway: Gateway, untrained: IsUntrained = lambda request: False
+    ) -> None:
         self.agent = agent
         self.gateway = gateway
         self.threads = LoopThread("agents")

@@ -33,7 +33,7 @@ from asyncrl.engines.base import (
     suffix_after,
     with_part,
 )
-from asyncrl.episodes.reward import EpisodeReward, shaped, transcript
+from asyncrl.episodes.reward import EpisodeReward, shaped_reward, transcript
 from asyncrl.observe.held_out import answer_of
 from asyncrl.rewards import RewardInput
 from asyncrl.rollout.samplers import LocalSampler
@@ -50,7 +50,7 @@ from asyncrl.types import (
     Turn,
     TurnReply,
 )
-from asyncrl.values import in_short
+from asyncrl.values import shorten_to_line
 from asyncrl.wire.messages.shared import Attempt
 from asyncrl.wire.messages.worker import Assign, Failed, Finished, Generated, Record, Replied, Sampled
 from asyncrl.wire.outbox import Outbox
@@ -273,8 +273,8 @@ class EpisodeRun:
         """Delete the snapshots once the end of the episode is durable: no attempt will continue from them."""
         snapshots = self.context.snapshots
         episode = self.attempt.uid
-        if snapshots is not None and not end_durable.cancelled() and snapshots.kept(episode):
-            forget_call = partial(snapshots.forget, episode)
+        if snapshots is not None and not end_durable.cancelled() and snapshots.may_have_snapshots(episode):
+            forget_call = partial(snapshots.forget_episode, episode)
             asyncio.get_running_loop().run_in_executor(None, forget_call)
 
     async def post_turn(self, turn: Turn, session: int | None = None) -> None:
@@ -291,7 +291,7 @@ class EpisodeRun:
         """Wait until the newest turn would survive a crash, because the receiver may cause side effects. The
         wait ends with the ack, the episode's deadline or the worker's lease."""
         if self._newest_turn_durable is not None and not self._newest_turn_durable.done():
-            with self.context.waits.named("acks: turns that are not yet durable"):
+            with self.context.waits.wait_named("acks: turns that are not yet durable"):
                 await asyncio.shield(self._newest_turn_durable)
 
     async def post_reply(self, turn: Turn) -> None:
@@ -304,7 +304,7 @@ class EpisodeRun:
         durable."""
         outbox = self.context.outbox
         wait_name = "acks: the window of unacknowledged records is full"
-        with self.context.waits.named(wait_name) if outbox.is_full else nullcontext():
+        with self.context.waits.wait_named(wait_name) if outbox.is_full else nullcontext():
             return await outbox.post_record(record, *frames)
 
     async def compute_reward(
@@ -335,14 +335,14 @@ class EpisodeRun:
             result=result,
         )
         started_at = time.monotonic()
-        with self.context.waits.named("the reward function", self.context.reward.deadline):
-            reward_result = await self.context.reward.score(reward_input)
+        with self.context.waits.wait_named("the reward function", self.context.reward.deadline):
+            reward_result = await self.context.reward.score_episode(reward_input)
         self._reward_seconds = time.monotonic() - started_at
         self._reward_notes = reward_result.notes
         if self.assignment.lane == "eval":  # validation reports unshaped scores
             return reward_result
 
-        return shaped(self.context.rules, self.context.reward, reward_result, turns, end)
+        return shaped_reward(self.context.rules, self.context.reward, reward_result, turns, end)
 
     def final_record(self, outcome: Outcome) -> Finished | Failed:
         """Return the last record of the episode."""
@@ -375,7 +375,7 @@ class EpisodeRun:
             ),
             text=text,
             notes=self._reward_notes if self.assignment.transcript else {},
-            answer=in_short(answer_of(command.result, self._reward_notes) or self._last_words),
+            answer=shorten_to_line(answer_of(command.result, self._reward_notes) or self._last_words),
         )
 
     def result_frame(self, record: Record) -> tuple[bytes, ...]:

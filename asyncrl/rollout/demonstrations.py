@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from asyncrl.conversation.commands import Done, Fail
-from asyncrl.conversation.demonstration import demonstrated, too_long
+from asyncrl.conversation.demonstration import demonstration_turns, length_failure
 from asyncrl.conversation.turns import rows_of
 from asyncrl.engines.base import Request, Sampling
 from asyncrl.errors import EngineError, ProtocolError
@@ -37,11 +37,11 @@ class DemonstrationPlayer:
         sample = self.run.assignment.sample
         version = max(0, self.run.sampler.version)
         rules = self.run.context.rules
-        turns = demonstrated(rules, sample, self.toolbox.schemas(sample), version)
+        turns = demonstration_turns(rules, sample, self.toolbox.schemas(sample), version)
         if isinstance(turns, Fail):
             return Outcome(turns, ())
-        if (length_failure := too_long(rules.config, turns)) is not None:
-            return Outcome(length_failure, ())
+        if (failure := length_failure(rules.config, turns)) is not None:
+            return Outcome(failure, ())
 
         recorded_tokens = [(turn.context, turn.ids) for turn in recorded]
         if recorded_tokens != [(turn.context, turn.ids) for turn in turns[: len(recorded)]]:

@@ -19,7 +19,7 @@ from asyncrl.isolation.calls import CallTimeout, call_user
 from asyncrl.rollout.episode_runner import EnvironmentFailed
 from asyncrl.runtime.activity import Waits
 from asyncrl.types import Message, Observation, Sample
-from asyncrl.values import encodable, finite
+from asyncrl.values import encodable, finite_number
 
 T = TypeVar("T")
 
@@ -62,7 +62,7 @@ class EpisodeEnvironment:
         return await self._call_environment(
             "cut_short",
             lambda: self.environment.cut_short(unanswered),
-            lambda reward: finite("the reward", reward),
+            lambda reward: finite_number("the reward", reward),
         )
 
     async def close(self) -> str:
@@ -77,7 +77,7 @@ class EpisodeEnvironment:
         self, method_name: str, function: Callable[[], Awaitable[Any]], read_answer: Callable[[Any], T]
     ) -> T:
         limit = self.environment.timeout or self._default_limit
-        with self._waits.named("the environment", limit):
+        with self._waits.wait_named("the environment", limit):
             try:
                 with users_code():
                     return read_answer(await call_user(lambda: self._locked_call(function), limit))
@@ -107,7 +107,7 @@ def _checked_observation(answer: Any) -> Observation:
         raise ValueError(f"an Observation has at most {MAX_MESSAGES} messages")
 
     return Observation(
-        tuple(map(_checked_message, messages)), finite("the reward", answer.reward), bool(answer.done)
+        tuple(map(_checked_message, messages)), finite_number("the reward", answer.reward), bool(answer.done)
     )
 
 

@@ -69,24 +69,24 @@ class LocalSampler:
         refuses every version: the process must then be restarted."""
         load_failures = LoadFailures()
         while True:
-            while not self.loads.waiting or (self.keeps_version and self.running_episodes):
+            while not self.loads.has_waiting or (self.keeps_version and self.running_episodes):
                 if self.failures_in_row >= MAX_FAILURES:
                     raise EngineError(f"the {self.name} engine failed {self.failures_in_row} turns in a row")
                 await self.changed.wait()
 
-            loaded = await self.loads.next()
-            self.sleeps.change(self._engine_asleep)
+            loaded = await self.loads.load_next()
+            self.sleeps.set_asleep(self._engine_asleep)
             await report(loaded)
-            load_failures.add(loaded)
-            if not self.keeps_version and (failure_text := load_failures.too_many(self.load_deadline)):
+            load_failures.add_answer(loaded)
+            if not self.keeps_version and (failure_text := load_failures.give_up_reason(self.load_deadline)):
                 raise EngineError(f"the {self.name} engine: {failure_text}")
 
     @asynccontextmanager
     async def episode(self) -> AsyncIterator[None]:
         """Run one episode in the body. With `keeps_version`, the episode starts on the version that was
         offered last."""
-        while self.keeps_version and (self.loads.pending or self.sleeps.asleep):
-            with self.waits.named(f"{self.name} engine: its weights are being loaded"):
+        while self.keeps_version and (self.loads.is_pending or self.sleeps.asleep):
+            with self.waits.wait_named(f"{self.name} engine: its weights are being loaded"):
                 await self.changed.wait()
 
         self.running_episodes += 1
@@ -106,7 +106,7 @@ class LocalSampler:
             if self.sleeps.asleep:
                 wait_name = ASLEEP
                 span_name = ASLEEP
-            with self.waits.named(wait_name, span=span_name):
+            with self.waits.wait_named(wait_name, span=span_name):
                 await self.changed.wait()
 
     async def generate(self, request: Request, min_version: Callable[[], int] = lambda: 0) -> Generation:
@@ -142,7 +142,7 @@ class LocalSampler:
 
     def _engine_busy(self) -> AbstractContextManager[None]:
         """Ask the engine in the body. An engine that falls asleep meanwhile does not count as busy."""
-        return self.sleeps.during(self.busy_timer.turn, partial(self.waits.named, ASLEEP))
+        return self.sleeps.during(self.busy_timer.busy_span, partial(self.waits.wait_named, ASLEEP))
 
     @property
     def _engine_asleep(self) -> bool:
@@ -156,7 +156,7 @@ class LocalSampler:
     async def _sleep_engine(self) -> None:
         if self.engine is not None:
             await self.engine.sleep()
-        self.sleeps.change(self._engine_asleep)
+        self.sleeps.set_asleep(self._engine_asleep)
 
     def release(self, session: str) -> None:
         if self.engine is None:

@@ -124,13 +124,13 @@ class ServerPool:
         self._served_lanes = ENGINE_LANES
         self._config_section = "engines"
         self._wait_span = FRESHER
-        self._request_span: Callable[[str], AbstractContextManager[None]] = busy_timer.turn
+        self._request_span: Callable[[str], AbstractContextManager[None]] = busy_timer.busy_span
 
         if name not in ENGINE_LANES:
             self._served_lanes = {name}
             self._config_section = f"scorers.{name}"
             self._wait_span = f"scorers.{name}: reads turns"
-            self._request_span = lambda _: waits.named(self._wait_span)
+            self._request_span = lambda _: waits.wait_named(self._wait_span)
 
         self._url_calls = itertools.count()
         self.usage_by_name = {} if usage_by_name is None else usage_by_name
@@ -198,7 +198,7 @@ class ServerPool:
             if self.sleeps.asleep:
                 wait_name = ASLEEP
                 span_name = ASLEEP
-            with self._waits.named(wait_name, span=span_name):
+            with self._waits.wait_named(wait_name, span=span_name):
                 await self.changed.wait()
 
     def release(self, session: str) -> None:
@@ -231,7 +231,7 @@ class ServerPool:
         server = await self._acquire_server(turn)
         try:
             request_span = partial(self._request_span, server.entry.name)
-            with self.sleeps.during(request_span, partial(self._waits.named, ASLEEP)):
+            with self.sleeps.during(request_span, partial(self._waits.wait_named, ASLEEP)):
                 yield server
         except EngineBusy:
             server.usage.busy += 1
@@ -276,7 +276,7 @@ class ServerPool:
     async def _wait_until_awake(self) -> float:
         """Wait until the servers wake; return the seconds of that wait, which extend the turn's deadline."""
         started_at = asyncio.get_running_loop().time()
-        with self._waits.named(ASLEEP):
+        with self._waits.wait_named(ASLEEP):
             while self.sleeps.asleep:
                 await self.changed.wait()
         return asyncio.get_running_loop().time() - started_at
@@ -292,7 +292,7 @@ class ServerPool:
             while_waiting = nullcontext
 
         wait_name = self._wait_name(turn.min_version(), len(turn.full_servers))
-        with while_waiting(), self._waits.named(wait_name, self._turn_patience, span_name):
+        with while_waiting(), self._waits.wait_named(wait_name, self._turn_patience, span_name):
             try:
                 async with asyncio.timeout(pause):
                     await self.changed.wait()
@@ -362,15 +362,15 @@ class ServerPool:
             self._servers[server_id] = server
             server.entry = entry
             server.suspect = False
-            server.client.sleeps(entry.asleep)
+            server.client.set_asleep(entry.asleep)
             if entry.healthy:  # the coordinator may not know an unhealthy server's version
-                server.client.mark(entry.version)
+                server.client.mark_version(entry.version)
 
         for server in previous_servers.values():
             self._close_server(server)
 
         any_awake = any(entry.healthy and not entry.asleep for entry in lane_entries)
-        self.sleeps.change(not any_awake and any(entry.asleep for entry in lane_entries))
+        self.sleeps.set_asleep(not any_awake and any(entry.asleep for entry in lane_entries))
         self.changed.notify()
 
     def _suspend_server(self, server: PooledServer, lost_error: Exception) -> None:
@@ -409,13 +409,13 @@ def connector(config: RunConfig, scorer: str = "") -> Connect:
     turns, the policy's vocabulary is used."""
     from asyncrl.engines.sglang.client import SGLangClient
     from asyncrl.engines.sglang.http import ServerApi
-    from asyncrl.engines.sglang.process import keys
-    from asyncrl.engines.sglang.server import vocabulary_of
+    from asyncrl.engines.sglang.process import server_keys
+    from asyncrl.engines.sglang.server import vocabulary_size_of
 
     model_path = config.scorers[scorer].path if scorer not in ("", "reward") else config.model.path
     vocabulary_path = model_path if (Path(model_path) / "config.json").is_file() else config.model.path
-    vocabulary = vocabulary_of(vocabulary_path)
-    api_keys = keys(config.engine)
+    vocabulary = vocabulary_size_of(vocabulary_path)
+    api_keys = server_keys(config.engine)
 
     def connect(entry: EngineEntry, usage: EngineUse) -> SGLangClient:
         return SGLangClient(

@@ -26,7 +26,7 @@ from asyncrl.rollout.context import EpisodeRun, Outcome
 from asyncrl.rollout.environment import EpisodeEnvironment
 from asyncrl.rollout.episode_runner import EnvironmentFailed
 from asyncrl.tools import Toolbox, ToolSession
-from asyncrl.tools.snapshots import history
+from asyncrl.tools.snapshots import hash_history
 from asyncrl.types import EpisodeStats, Message, Observation, ToolReply, Turn
 
 log = logging.getLogger("asyncrl.worker")
@@ -56,7 +56,7 @@ class TurnPlayer:
 
     async def play(self, recorded: Sequence[Turn]) -> Outcome:
         opened_tools = await self._open_tools()
-        episode = machine.resume(self._rules, self.run.assignment.sample, opened_tools, recorded)
+        episode = machine.resume_episode(self._rules, self.run.assignment.sample, opened_tools, recorded)
         await self._rebuild_state(episode, recorded)
         self.episode = episode
         if recorded:
@@ -64,18 +64,18 @@ class TurnPlayer:
         while not episode.over:
             event = await self._carry_out(episode)
             previous_episode = episode
-            episode = machine.advance(self._rules, episode, event)
+            episode = machine.advance_episode(self._rules, episode, event)
             await self._post_changes(previous_episode, episode)
             self.episode = episode
 
         return _outcome(episode)
 
     async def expire(self) -> Outcome:
-        episode = self.episode or machine.begin(self.run.assignment.sample)
+        episode = self.episode or machine.begin_episode(self.run.assignment.sample)
         if not episode.over and not isinstance(episode.command, commands.Score):  # Score: the end is known
-            episode = machine.expire(episode)
+            episode = machine.expire_episode(episode)
         if not episode.over:
-            episode = machine.advance(self._rules, episode, await self._carry_out(episode))
+            episode = machine.advance_episode(self._rules, episode, await self._carry_out(episode))
         return _outcome(episode)
 
     async def close(self) -> None:
@@ -91,14 +91,14 @@ class TurnPlayer:
             case commands.Generate(ids=ids, max_new_tokens=max_new_tokens, row=row) as generate_command:
                 teacher_prefix: tuple[int, ...] = ()
                 if self.run.scorer:
-                    teacher_prefix = machine.taught(self._rules, episode, generate_command)
+                    teacher_prefix = machine.teacher_prompt(self._rules, episode, generate_command)
                 generation = await self.run.generate(ids, max_new_tokens, row, teacher_prefix=teacher_prefix)
                 return commands.TurnGenerated(generation)
 
             case commands.CallTools(calls=calls):
                 await self.run.until_durable()
                 names = ", ".join(sorted({call.name for call in calls}))
-                with self.run.context.waits.named(f"tool {names}", self._tools.limit(calls)):
+                with self.run.context.waits.wait_named(f"tool {names}", self._tools.max_call_seconds(calls)):
                     replies = await asyncio.gather(*map(self._tools.call, calls))
                 return commands.ToolsReplied(tuple(replies))
 
@@ -108,7 +108,7 @@ class TurnPlayer:
 
             case commands.Score(answer=answer, end=end):
                 messages = machine.conversation(self._rules, replace(episode, folded=0))
-                with self.run.context.waits.named("the results of the tools"):
+                with self.run.context.waits.wait_named("the results of the tools"):
                     result = await self._tools.result()
                 reward_result = await self.run.compute_reward(
                     episode.turns,
@@ -180,7 +180,7 @@ class TurnPlayer:
             await self._tools.restore(self._turn_histories)
             await self._repeat_turns(episode)
         except AsyncrlError:
-            if not self._tools.restored or self._environment is not None:
+            if not self._tools.restored_objects or self._environment is not None:
                 raise
             await self._tools.close()
             await self._tools.open()
@@ -201,7 +201,7 @@ class TurnPlayer:
         del self._turn_histories[len(turns) - 1 :]
         for turn in turns[len(self._turn_histories) :]:
             earlier_history = self._turn_histories[-1] if self._turn_histories else ""
-            self._turn_histories.append(history(earlier_history, turn))
+            self._turn_histories.append(hash_history(earlier_history, turn))
 
     async def _repeat_step(self, episode: Episode, turn: Turn, recorded_observation: Observation) -> None:
         assert self._environment is not None

@@ -32,7 +32,7 @@ from asyncrl.episodes.parts import EpisodeParts
 from asyncrl.errors import AsyncrlError, ConfigError, DeadlineError, one_line
 from asyncrl.gateway import Gateway
 from asyncrl.isolation.calls import exits_raise
-from asyncrl.observe.timeline import START, Timeline
+from asyncrl.observe.timeline import START_EVENT, Timeline
 from asyncrl.remote import scorer_url
 from asyncrl.rollout.agent_player import AgentPlayer, Agents
 from asyncrl.rollout.context import EpisodeContext, EpisodeRun
@@ -44,8 +44,8 @@ from asyncrl.rollout.turn_player import TurnPlayer
 from asyncrl.runtime.activity import Activity, BusyTimer, Waits
 from asyncrl.runtime.liveness import Contact, ContactState
 from asyncrl.runtime.mirror import Mirror
-from asyncrl.runtime.process import at_ending
-from asyncrl.runtime.weight_loader import slept
+from asyncrl.runtime.process import on_end_signal
+from asyncrl.runtime.weight_loader import sleep_answer
 from asyncrl.tools.snapshots import Snapshots
 from asyncrl.types import NO_VERSION
 from asyncrl.wire.messages import shared, worker
@@ -64,7 +64,7 @@ def run(config: RunConfig, endpoints: Endpoints, index: int, incarnation: str) -
     """Run a rollout worker until `Stop`. Returns 0, or 1 without a coordinator or engine."""
     torch.set_num_threads(config.launch.threads)
     samples_turns = config.total_steps and not imitates(config)  # first: user files may register a shaping
-    episode_parts = EpisodeParts(config).load()
+    episode_parts = EpisodeParts(config).load_parts()
     uses_servers = config.engine.remote
     build_engine = None if uses_servers else engine_factory(config, index)
     connectors = {name: connector(config, name) for name in dict(config.scorer_places)}
@@ -86,7 +86,7 @@ def run(config: RunConfig, endpoints: Endpoints, index: int, incarnation: str) -
         endpoints, index, incarnation, episode_parts, build_engine, connectors, engine
     )
     # Programs of tools, rewards and agents end by the same signal, which must not count as a result.
-    at_ending(loop, rollout_worker.leave_run)
+    on_end_signal(loop, rollout_worker.leave_run)
 
     try:
         return loop.run_until_complete(rollout_worker.serve())
@@ -126,7 +126,7 @@ class RolloutWorker:
         self._identity = identity("rollout", index, incarnation)
         run_directory = Path(config.run_dir) / config.name
         self.timeline = Timeline(run_directory / "timeline" / f"rollout-{index}.jsonl")
-        self.timeline.past(START, 0.0)
+        self.timeline.record_past(START_EVENT, 0.0)
         self.activity = Activity(self.timeline)
         self.waits = Waits(activity=self.activity)
         self.busy_timer = BusyTimer(self.timeline)
@@ -279,14 +279,14 @@ class RolloutWorker:
                 case worker.Cancel():
                     self._drop_episode(message.attempt)
                     asyncio.get_running_loop().run_in_executor(
-                        None, self._snapshots.forget, message.attempt.uid
+                        None, self._snapshots.forget_episode, message.attempt.uid
                     )
                 case shared.LoadWeights():
-                    self._local_samplers[message.lane].loads.offer(message.ref, message.probe)
+                    self._local_samplers[message.lane].loads.offer_version(message.ref, message.probe)
                 case shared.Sleep():
                     self._on_sleep(message)
                 case worker.Engines():
-                    self._servers = message.update(self._servers)
+                    self._servers = message.updated_table(self._servers)
                     for pool in self._server_pools.values():
                         pool.update_table(self._servers.values())
                 case worker.MinVersion():
@@ -304,7 +304,7 @@ class RolloutWorker:
             self._sleep_task = asyncio.create_task(self._fall_asleep(sleep_message, sleeping_lanes))
 
     async def _fall_asleep(self, sleep_message: shared.Sleep, sleeping_lanes: Awaitable[Any]) -> None:
-        await self._control_link.send(await slept(sleep_message, sleeping_lanes))
+        await self._control_link.send(await sleep_answer(sleep_message, sleeping_lanes))
 
     async def _listen_bulk(self) -> None:
         while True:
@@ -335,23 +335,23 @@ class RolloutWorker:
     async def _keep_contact(self) -> None:
         """Send heartbeats, or hellos while the coordinator is silent. DeadlineError after `start_timeout`."""
         while True:
-            match self.contact.tick(asyncio.get_running_loop().time()):
+            match self.contact.contact_state(asyncio.get_running_loop().time()):
                 case ContactState.FINE:
                     await self._control_link.send(self._heartbeat())
                 case ContactState.QUIET:
                     await self._send_hello()
                 case ContactState.EXPIRED:
                     self._drop_all_episodes(
-                        f"nothing heard from the coordinator for {self.contact.seconds:g} s"
+                        f"nothing heard from the coordinator for {self.contact.lost_after:g} s"
                     )
                     await self._send_hello()
                 case ContactState.GONE:
-                    raise DeadlineError(f"no coordinator for {self.contact.give_up:g} s")
+                    raise DeadlineError(f"no coordinator for {self.contact.leave_after:g} s")
 
             self.outbox.resend_overdue()
-            self.busy_timer.tick()
-            self.activity.tick()
-            await asyncio.sleep(self.contact.interval)
+            self.busy_timer.flush_if_due()
+            self.activity.flush_if_due()
+            await asyncio.sleep(self.contact.tick_interval)
 
     async def _send_hello(self) -> None:
         self.outbox.pause_sending()
@@ -379,8 +379,8 @@ class RolloutWorker:
             busy_s=busy_seconds,
             idle_s=idle_seconds,
             tokens=local_tokens + server_tokens,
-            waiting=self.waits.longest(),
-            in_time=self.waits.in_time,
+            waiting=self.waits.longest_wait(),
+            in_time=self.waits.within_deadline,
             engines=tuple(self._server_usage.values()),
             acked=self.outbox.acked_seq,
             leaving=self._is_leaving,

@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 
 import msgspec
 
-from asyncrl.observe.metrics import duration
+from asyncrl.observe.metrics import duration_text
 from asyncrl.observe.timeline import Timeline
 
 FLUSH_SECONDS = 2.0  # after which a span that goes on is cut; a crash may lose so many seconds
@@ -100,7 +100,7 @@ class Activity:
         if not span.running and not self._gap:
             self._write_span(name, self._span_by_name.pop(name), now)
 
-    def tick(self) -> None:
+    def flush_if_due(self) -> None:
         """Write the spans so far if FLUSH_SECONDS have passed. Call now and then."""
         if self._clock() - self._flushed_at >= FLUSH_SECONDS:
             self.flush()
@@ -149,7 +149,7 @@ class BusyTimer:
         self._busy_seconds = 0.0
 
     @contextmanager
-    def turn(self, server: str = "") -> Iterator[None]:
+    def busy_span(self, server: str = "") -> Iterator[None]:
         """Measure the body, which samples a turn, on a server of this name or on the process's own engine."""
         if not self._running_turns:
             self._busy_since = self._clock()
@@ -168,10 +168,10 @@ class BusyTimer:
             if not self._running_turns:
                 self._busy_seconds += self._clock() - self._busy_since
 
-    def tick(self) -> None:
+    def flush_if_due(self) -> None:
         """Write the spans so far if FLUSH_SECONDS have passed. A crash loses spans that are not written."""
-        self._all_turns.tick()
-        self._server_turns.tick()
+        self._all_turns.flush_if_due()
+        self._server_turns.flush_if_due()
 
     def flush(self) -> None:
         """Write the spans so far."""
@@ -232,7 +232,7 @@ class Sleeps:
             finally:
                 del self._open_states[state_stack]
 
-    def change(self, asleep: bool) -> None:
+    def set_asleep(self, asleep: bool) -> None:
         """Note that the engines have fallen asleep, or are awake."""
         if asleep != self.asleep:
             self.asleep = asleep
@@ -251,7 +251,7 @@ class Waits:
         self._numbers = itertools.count()
 
     @contextmanager
-    def named(self, name: str, seconds: float = 0.0, span: str = "") -> Iterator[None]:
+    def wait_named(self, name: str, seconds: float = 0.0, span: str = "") -> Iterator[None]:
         """Record the body as a wait with this name. `seconds`: the wait's own deadline; `span`: the name in
         the timeline, where `name` contains changing numbers."""
         number = next(self._numbers)
@@ -266,7 +266,7 @@ class Waits:
             if self._activity and started_call:
                 self._activity.end_call(started_call)
 
-    def longest(self) -> str:
+    def longest_wait(self) -> str:
         """Describe the oldest wait, with the number of waits of this name; '' if shorter than
         MIN_REPORTED."""
         if not self._open_waits:
@@ -278,10 +278,10 @@ class Waits:
             return ""
 
         same_waits = sum(wait_name == name for _, wait_name, _ in self._open_waits.values())
-        return f"{name} ({duration(seconds)}{f', {same_waits} episodes' if same_waits > 1 else ''})"
+        return f"{name} ({duration_text(seconds)}{f', {same_waits} episodes' if same_waits > 1 else ''})"
 
     @property
-    def in_time(self) -> bool:
+    def within_deadline(self) -> bool:
         """True if a wait is within its own deadline: such a wait, however long, is no stall."""
         now = self._clock()
         return any(now < until for _, _, until in self._open_waits.values())

@@ -53,23 +53,23 @@ class Liveness:
     one monotonic clock. `start`: seconds for a role to report in."""
 
     def __init__(self, config: RunConfig, now: float) -> None:
-        self.start = start_limit(config)
+        self.start_seconds = start_limit(config)
         self._silence_limit = silence_limit(config)
         self._progress_limit = progress_limit(config)
         self.progress_at = now
         self.alive_at = now
 
-    def progress(self, now: float) -> None:
+    def note_progress(self, now: float) -> None:
         """Note progress: an episode has landed, or a micro-batch, a batch, a checkpoint or a phase is
         done."""
         self.progress_at = now
         self.alive_at = now
 
-    def alive(self, now: float) -> None:
+    def note_alive(self, now: float) -> None:
         """Note a sign of life: a process moved, or waits within its own deadline."""
         self.alive_at = now
 
-    def stalled(self, now: float) -> str:
+    def stall_reason(self, now: float) -> str:
         """Say why the run counts as stalled; '' for a run that has not."""
         if now - self.alive_at > self._silence_limit:
             limit = f"{self._silence_limit:g} s (launch.stall_timeout, and the longest silent wait)"
@@ -102,9 +102,9 @@ class Contact:
     """
 
     def __init__(self, seconds: float, give_up: float, now: float) -> None:
-        self.seconds = seconds
-        self.give_up = max(give_up, seconds)
-        self.interval = min(seconds / 5, 0.5)
+        self.lost_after = seconds
+        self.leave_after = max(give_up, seconds)
+        self.tick_interval = min(seconds / 5, 0.5)
         self.welcomed = False
         self._last_message_at = now
         self._last_tick_at = now
@@ -113,21 +113,21 @@ class Contact:
         """Note that a message of the coordinator arrived."""
         self._last_message_at = now
 
-    def tick(self, now: float) -> ContactState:
+    def contact_state(self, now: float) -> ContactState:
         """Return the state of the contact; call this every `interval`. A gap in the calls means that this
         process did not run (stopped, swapped out), perhaps with unread messages, and does not count as
         silence of the coordinator."""
-        missed_seconds = now - self._last_tick_at - self.interval
-        if missed_seconds > self.seconds / 4:
+        missed_seconds = now - self._last_tick_at - self.tick_interval
+        if missed_seconds > self.lost_after / 4:
             self._last_message_at += missed_seconds
 
         self._last_tick_at = now
         silent_seconds = now - self._last_message_at
-        if silent_seconds > self.give_up:
+        if silent_seconds > self.leave_after:
             return ContactState.GONE
-        if silent_seconds > self.seconds:
+        if silent_seconds > self.lost_after:
             return ContactState.EXPIRED
-        if silent_seconds > min(self.seconds / 2, QUIET_SECONDS) or not self.welcomed:
+        if silent_seconds > min(self.lost_after / 2, QUIET_SECONDS) or not self.welcomed:
             return ContactState.QUIET
 
         return ContactState.FINE

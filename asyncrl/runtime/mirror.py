@@ -40,11 +40,11 @@ from asyncrl.runtime.version_server import ArrivingVersion, VersionServer, versi
 from asyncrl.types import PolicyVersion
 from asyncrl.weights import disk
 from asyncrl.weights.manifest import Manifest, Superseded, Unreachable, WeightsError, WeightsRef
-from asyncrl.wire.addresses import is_here, local_address
+from asyncrl.wire.addresses import is_local_endpoint, local_address
 from asyncrl.wire.messages.channels import ToVersionReader
 from asyncrl.wire.messages.engine import OpenedVersion, OpenVersion, ReadBytes, VersionBytes, VersionGone
-from asyncrl.wire.messages.shared import PIECE
-from asyncrl.wire.sockets import COORDINATOR, ROLES, Endpoints, Gate, KeyPair, Link, identity
+from asyncrl.wire.messages.shared import MAX_PIECE_BYTES
+from asyncrl.wire.sockets import COORDINATOR, PEER_ROLES, Endpoints, Gate, KeyPair, Link, identity
 
 log = logging.getLogger("asyncrl.weights")
 
@@ -77,9 +77,11 @@ class Mirror:
         self._index = index
         self._timeline = timeline
         self._versions_travel = versions_travel(config) and bool(endpoints.versions)
-        self._sees_files = not self._versions_travel or is_here(endpoints.control)
+        self._sees_files = not self._versions_travel or is_local_endpoint(endpoints.control)
 
-        self._joined_later = not set(ROLES) <= endpoints.keys.keys()  # no keys of other processes are known
+        self._joined_later = (
+            not set(PEER_ROLES) <= endpoints.keys.keys()
+        )  # no keys of other processes are known
         self._directory: Path | None = None
         self._fetch_lock = threading.Lock()
         self._arriving_versions: dict[PolicyVersion, ArrivingVersion] = {}
@@ -275,7 +277,7 @@ class Mirror:
         self, opened: OpenedVersion, arriving: ArrivingVersion, lock: Path, give_up_at: float
     ) -> None:
         """Read the bytes that have not arrived so far, in order."""
-        wanted_offsets = iter(range(arriving.received_bytes, opened.size, PIECE))
+        wanted_offsets = iter(range(arriving.received_bytes, opened.size, MAX_PIECE_BYTES))
         pending_sizes: dict[int, int] = {}  # sizes of pieces by where they begin
 
         asked_end = arriving.received_bytes  # end of the requested bytes
@@ -286,7 +288,7 @@ class Mirror:
                     len(pending_sizes) < MAX_PENDING_PIECES
                     and (offset := next(wanted_offsets, None)) is not None
                 ):
-                    pending_sizes[offset] = min(PIECE, opened.size - offset)
+                    pending_sizes[offset] = min(MAX_PIECE_BYTES, opened.size - offset)
                     link.send(ReadBytes(opened.version, offset, pending_sizes[offset]))
                     asked_end = offset + pending_sizes[offset]
 

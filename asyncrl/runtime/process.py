@@ -40,7 +40,7 @@ def is_imported(name: str) -> bool:
     return name in sys.modules and not isinstance(sys.modules[name], DeferredModule)
 
 
-def defer(name: str) -> None:
+def defer_import(name: str) -> None:
     """Let this process import a large module only when a name of the module is used."""
     if name not in sys.modules and (spec := find_spec(name)):
         module = sys.modules[name] = DeferredModule(name)
@@ -61,21 +61,21 @@ def quick_imports() -> Iterator[None]:
         gc.enable()
 
 
-ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # SIGHUP: the terminal was closed
+END_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # SIGHUP: the terminal was closed
 
 
-def ignore_endings() -> None:
+def ignore_end_signals() -> None:
     """Ignore the signals that end a run, in a process of a role: the launcher stops roles in order, and a
     signal would end the process without the last checkpoint. By a handler, as started programs would inherit
     SIG_IGN."""
-    for number in ENDING:
+    for number in END_SIGNALS:
         signal.signal(number, lambda *_: None)
 
 
-def at_ending(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
+def on_end_signal(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
     """Have the loop call `call` at a signal that ends the run, if the loop belongs to the main thread."""
     if threading.current_thread() is threading.main_thread():
-        for number in ENDING:
+        for number in END_SIGNALS:
             loop.add_signal_handler(number, call)
 
 

@@ -28,7 +28,7 @@ from asyncrl.errors import lacks_resources, vital_thread
 from asyncrl.types import PolicyVersion
 from asyncrl.weights import disk
 from asyncrl.weights.manifest import WeightsError, WeightsRef
-from asyncrl.wire.addresses import bound
+from asyncrl.wire.addresses import bind_address
 from asyncrl.wire.messages.channels import ToVersionServer
 from asyncrl.wire.messages.engine import OpenedVersion, OpenVersion, ReadBytes, VersionBytes, VersionGone
 from asyncrl.wire.sockets import Endpoints, Gate, Hub, Poller
@@ -87,7 +87,7 @@ class VersionServer:
     ) -> None:
         self._hub = Hub(endpoint, ToVersionServer, gate, large=True)
         self.address = address or self._hub.endpoint
-        self.key = gate.own.public
+        self.key = gate.key_pair.public
         self._directory = directory
         self._arriving = arriving
         self._chains: dict[PolicyVersion, Chain] = {}
@@ -217,7 +217,7 @@ class VersionServer:
                 del self._held_locks[version]
 
 
-def root(
+def root_server(
     config: RunConfig, endpoints: Endpoints, gate: Gate, newest: Callable[[], WeightsRef | None]
 ) -> VersionServer | None:
     """Return the coordinator's server, unless versions are on a path that all machines share. `newest`:
@@ -230,7 +230,7 @@ def root(
         return None if ref is None else Path(ref.path).parent
 
     address = endpoints.versions
-    return VersionServer(gate, bound(address, config.launch.host), directory, address=address)
+    return VersionServer(gate, bind_address(address, config.launch.host), directory, address=address)
 
 
 def versions_travel(config: RunConfig) -> bool:

@@ -45,7 +45,7 @@ class LoadFailures:
         self._last_error = ""
         self._process_failed = True  # each time
 
-    def add(self, answer: Loaded) -> None:
+    def add_answer(self, answer: Loaded) -> None:
         if not answer.error or answer.postponed:
             self._failure_count = 0
             self._failing_since = math.inf
@@ -57,7 +57,7 @@ class LoadFailures:
         self._process_failed &= answer.process_failed
         self._failing_since = min(self._failing_since, time.monotonic())
 
-    def too_many(self, patience: float) -> str:
+    def give_up_reason(self, patience: float) -> str:
         """Say why the engine is to be given up: LOAD_TRIES failures or more, over `patience` seconds; else
         "". If the process failed each time, the patience is PROCESS_PATIENCE at most."""
         if self._process_failed:
@@ -92,19 +92,19 @@ class WeightLoader:
         self._last_loaded: tuple[WeightsRef, Manifest] | None = None
         self._sleeps_asked = 0  # asked for, and not over
 
-    def offer(self, ref: WeightsRef, probe: Probe | None = None) -> None:
+    def offer_version(self, ref: WeightsRef, probe: Probe | None = None) -> None:
         """Load this version next; a waiting version is skipped. A version under way is not loaded again."""
         if self._loading_version != (ref, probe) or self._sleeps_asked:
             self._offered_version = ref, probe
         self.changed.notify()
 
     @property
-    def waiting(self) -> bool:
+    def has_waiting(self) -> bool:
         """True if a version has been offered and can be loaded now."""
         return self._offered_version is not None and not self._sleeps_asked
 
     @property
-    def pending(self) -> bool:
+    def is_pending(self) -> bool:
         """True if a version is being loaded, or is about to be."""
         return self._loading_version is not None or self._offered_version is not None
 
@@ -113,7 +113,7 @@ class WeightLoader:
         """The version that was loaded last; NO_VERSION if a load has failed since."""
         return self._last_loaded[0].version if self._last_loaded is not None else NO_VERSION
 
-    async def next(self) -> Loaded:
+    async def load_next(self) -> Loaded:
         """Load and check the version offered last; there must be an offer. Failures are in the answer."""
         assert self._offered_version is not None
         offered = self._offered_version
@@ -203,7 +203,7 @@ class WeightLoader:
         return self._last_loaded[1]
 
 
-async def slept(order: Sleep, falling: Awaitable[Any]) -> Slept:
+async def sleep_answer(order: Sleep, falling: Awaitable[Any]) -> Slept:
     """Return the answer to an order to sleep, once the engine sleeps. Failures are in the answer."""
     started_at = time.monotonic()
     with recorded() as failure:

@@ -1,4 +1,5 @@
-"""The supervisor of a server: start a server or attach to it, watch the server, and load versions into an engine.
+"""The supervisor of a server: start a server or attach to it, watch the server, and load versions into an
+engine.
 
 consumes: versions to load (control), the end of the server
 waits for: the server to be ready, with a deadline; messages of the coordinator
@@ -6,9 +7,9 @@ unblocks: the coordinator (a server that can be used, versions confirmed)
 
     start / attach ──► ready ──► checked ──► hello with url ──► watched, loaded, heartbeats ──► end
 
-Only the supervisor pauses the server or changes its weights; workers only sample or score. A server that dies, is
-restarted from outside or cannot load a version ends the supervisor. The launcher starts both anew if the supervisor
-was started by this launcher.
+Only the supervisor pauses the server or changes its weights; workers only sample or score. A server that
+dies, is restarted from outside or cannot load a version ends the supervisor. The launcher starts both anew if
+the supervisor was started by this launcher.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar, assert_never
 
 from asyncrl.config import RunConfig
-from asyncrl.engines.sglang.process import ServerProcess, keep_tokens, keys
+from asyncrl.engines.sglang.process import ServerProcess, server_keys, store_kv_tokens
 from asyncrl.engines.sglang.server import Attached, attach
 from asyncrl.errors import AsyncrlError, ConfigError, DeadlineError, EngineError, one_line
-from asyncrl.observe.timeline import START, Timeline
+from asyncrl.observe.timeline import START_EVENT, Timeline
 from asyncrl.runtime.activity import Activity, Waits
 from asyncrl.runtime.liveness import Contact, ContactState
-from asyncrl.runtime.process import at_ending
+from asyncrl.runtime.process import on_end_signal
 from asyncrl.server_supervisor.versions import ServerVersions
 from asyncrl.wire.addresses import local_address
 from asyncrl.wire.messages.channels import ToSupervisor
@@ -88,7 +89,7 @@ class ServerSupervisor:
 
         self._run_dir = Path(config.run_dir) / config.name
         self._timeline = Timeline(self._run_dir / "timeline" / f"{self._role}-{index}.jsonl")
-        self._timeline.past(START, 0.0)
+        self._timeline.record_past(START_EVENT, 0.0)
         self._activity = Activity(self._timeline)
         self._waits = Waits(activity=self._activity)
         self._versions = None if scorer else ServerVersions(config, endpoints, index, self._timeline)
@@ -107,7 +108,7 @@ class ServerSupervisor:
         self._contact = Contact(launch.lease, launch.start_timeout, loop.time())
 
         self._exit_code: asyncio.Future[int] = loop.create_future()
-        at_ending(loop, lambda: self._end_run("by a signal"))
+        on_end_signal(loop, lambda: self._end_run("by a signal"))
         services = [
             asyncio.create_task(self._listen()),
             asyncio.create_task(self._keep_contact()),
@@ -151,7 +152,7 @@ class ServerSupervisor:
     async def _keep_server(self) -> int:
         """Start the server and watch it for ever. Raises EngineError when the server is lost."""
         if self._versions is not None and self._versions.asleep:
-            with self._waits.named("the devices, which the trainer has, to start its server"):
+            with self._waits.wait_named("the devices, which the trainer has, to start its server"):
                 await self._versions.wait_until_wanted(self._control.send)
 
         server = await self._start_server()
@@ -186,7 +187,7 @@ class ServerSupervisor:
 
         try:
             async with asyncio.timeout(start_timeout):
-                with self._waits.named("its server to become ready"):
+                with self._waits.wait_named("its server to become ready"):
                     if urls:  # a supervisor that joined later knows the URL of its own server alone
                         return await self._attach(urls[self._server_number % len(urls)])
 
@@ -196,21 +197,23 @@ class ServerSupervisor:
                     server = await first_finished(
                         self._attach(process.url, fresh=True), self._raise_at_exit(process)
                     )
-                    process.ready()
+                    process.note_ready()
 
                     if config.shifts and not scorer and server.info.max_total_num_tokens:
-                        keep_tokens(self._run_dir, self.index, server.info.max_total_num_tokens)
+                        store_kv_tokens(self._run_dir, self.index, server.info.max_total_num_tokens)
                     return server
         except TimeoutError:
             timeout = f"not ready within engine.start_timeout ({start_timeout:g} s); its output is above"
             raise EngineError(f"{self.name}: {timeout}") from None
 
     async def _attach(self, url: str, fresh: bool = False) -> Attached:
-        return await attach(self.config, url, *keys(self.config.engine), scorer=self._scorer, fresh=fresh)
+        return await attach(
+            self.config, url, *server_keys(self.config.engine), scorer=self._scorer, started_here=fresh
+        )
 
     async def _raise_at_exit(self, process: ServerProcess) -> NoReturn:
         """Wait for the process to end, then raise EngineError."""
-        exit_code = await process.ended()
+        exit_code = await process.wait_ended()
         raise EngineError(f"{self.name}: its server ended with code {exit_code}; its output is above")
 
     async def _watch_server(self, server: Attached) -> NoReturn:
@@ -267,22 +270,24 @@ class ServerSupervisor:
         Workers go on sampling meanwhile. Raises DeadlineError when the coordinator stays away.
         """
         while True:
-            match self._contact.tick(asyncio.get_running_loop().time()):
+            match self._contact.contact_state(asyncio.get_running_loop().time()):
                 case ContactState.FINE:
                     await self._send_heartbeat()
                 case ContactState.QUIET | ContactState.EXPIRED:
                     await self._send_hello()
                 case ContactState.GONE:
-                    raise DeadlineError(f"no coordinator for {self._contact.give_up:g} s")
+                    raise DeadlineError(f"no coordinator for {self._contact.leave_after:g} s")
 
-            self._activity.tick()
-            await asyncio.sleep(self._contact.interval)
+            self._activity.flush_if_due()
+            await asyncio.sleep(self._contact.tick_interval)
 
     async def _send_heartbeat(self) -> None:
         kv_use = self._versions.pop_kv_use() if self._versions else None
         # A sleeping server has no devices to start on.
         starting = not (self._server or (self._versions and self._versions.asleep))
-        await self._control.send(SupervisorHeartbeat(self._healthy, starting, self._waits.longest(), kv_use))
+        await self._control.send(
+            SupervisorHeartbeat(self._healthy, starting, self._waits.longest_wait(), kv_use)
+        )
 
     async def _send_hello(self) -> None:
         url = self._server.api.url if self._server else ""

@@ -7,12 +7,12 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from asyncrl.config import RunConfig
-from asyncrl.engines.sglang.process import kept_tokens
-from asyncrl.engines.sglang.server import Attached, Loader, loader
+from asyncrl.engines.sglang.process import stored_kv_tokens
+from asyncrl.engines.sglang.server import Attached, Loader, build_loader
 from asyncrl.errors import ConfigError, EngineError
 from asyncrl.observe.timeline import Timeline
 from asyncrl.runtime.mirror import Mirror
-from asyncrl.runtime.weight_loader import LoadFailures, WeightLoader, slept
+from asyncrl.runtime.weight_loader import LoadFailures, WeightLoader, sleep_answer
 from asyncrl.weights.manifest import WeightsError
 from asyncrl.wire.messages.shared import Loaded, LoadWeights, Prefetch, Sleep, Slept
 from asyncrl.wire.sockets import Endpoints
@@ -42,12 +42,12 @@ class ServerVersions:
         self._probe_checked = False  # the server has been compared with the trainer
         # The first server of a run starts before the trainer, later servers once the trainer has left the
         # devices.
-        self._starts_later = config.shifts and kept_tokens(Path(config.run_dir) / config.name, index) > 0
+        self._starts_later = config.shifts and stored_kv_tokens(Path(config.run_dir) / config.name, index) > 0
         self._sleep_answer: Awaitable[Slept] | None = None  # the answer to a sleep request under way
 
     async def wait_until_wanted(self, report: Callable[[Slept], Awaitable[None]]) -> None:
         """Wait until the server is to be started. Until then the server holds nothing on the devices."""
-        while self._starts_later and not self._weight_loader.waiting:
+        while self._starts_later and not self._weight_loader.has_waiting:
             if self._sleep_answer is not None:
                 await report(await self._fall_asleep(self._sleep_answer))
             else:
@@ -57,8 +57,8 @@ class ServerVersions:
 
     async def attach_server(self, server: Attached, attachment: str) -> None:
         """Take over a started server. In a run with shifts an unneeded server is put to sleep at once."""
-        self._server = await asyncio.to_thread(loader, self._config, self._index, server, attachment)
-        if self._config.shifts and not self._weight_loader.waiting:
+        self._server = await asyncio.to_thread(build_loader, self._config, self._index, server, attachment)
+        if self._config.shifts and not self._weight_loader.has_waiting:
             await self._server.sleep()
 
     async def close(self) -> None:
@@ -75,9 +75,9 @@ class ServerVersions:
         if isinstance(message, Prefetch):
             self._mirror.prefetch(message.ref)
         elif isinstance(message, LoadWeights):
-            self._weight_loader.offer(message.ref, message.probe)
+            self._weight_loader.offer_version(message.ref, message.probe)
         elif self._sleep_answer is None:  # during a sleep request, the coordinator repeats a newer request
-            self._sleep_answer = slept(message, self._weight_loader.sleep(self._sleep_server))
+            self._sleep_answer = sleep_answer(message, self._weight_loader.sleep(self._sleep_server))
             self._weight_loader.changed.notify()
 
     def pop_kv_use(self) -> float | None:
@@ -99,17 +99,17 @@ class ServerVersions:
     @property
     def unknown_reason(self) -> str:
         """The reason why the server's memory is in an unknown state, which demands a new server; else ""."""
-        return "" if self._server is None else self._server.sleeping.unknown
+        return "" if self._server is None else self._server.sleeping.unknown_reason
 
     async def next_answer(self) -> Loaded | Slept:
         """Load the next offered version, or fall asleep. ConfigError if the server computes another model."""
-        while not (self._weight_loader.waiting or self._sleep_answer):
+        while not (self._weight_loader.has_waiting or self._sleep_answer):
             await self._weight_loader.changed.wait()
 
         if self._sleep_answer is not None:
             return await self._fall_asleep(self._sleep_answer)
 
-        message = await self._weight_loader.next()
+        message = await self._weight_loader.load_next()
         if not message.error:
             self._check_probe(message)
             self._loaded_count += 1
@@ -131,12 +131,12 @@ class ServerVersions:
         So failures may last for `weights.deadline`, unless files are refused from the start. A new process
         may then succeed.
         """
-        self._failures.add(message)
+        self._failures.add_answer(message)
 
         undecided = self._loaded_count or message.lost or message.process_failed
         hopeless = not undecided and self._config.weights.transport == "disk"
 
-        if failure := self._failures.too_many(0.0 if hopeless else self._config.weights.deadline):
+        if failure := self._failures.give_up_reason(0.0 if hopeless else self._config.weights.deadline):
             error_type = EngineError if self._loaded_count or message.process_failed else ConfigError
             raise error_type(f"engine {self._index}: {failure}")
 
@@ -153,7 +153,7 @@ class ServerVersions:
         loaded_before = self._loaded_count
         server_label = await server.label()
 
-        if self._weight_loader.pending:
+        if self._weight_loader.is_pending:
             return None
 
         if not server.sleeping.asleep:

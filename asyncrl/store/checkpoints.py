@@ -108,25 +108,25 @@ class Checkpoints:
             ):
                 self._fs, self.root = url_to_fs(location)
 
-        self.local = isinstance(self._fs, LocalFileSystem)
-        self.written = 0
-        self.problem = ""
+        self.is_local = isinstance(self._fs, LocalFileSystem)
+        self.written_bytes = 0
+        self.write_problem = ""
 
-    def path(self, step: int, name: str = "") -> str:
+    def file_path(self, step: int, name: str = "") -> str:
         return "/".join(filter(None, (self.root, f"step-{step}", name)))
 
     # -- reading ---------------------------------------------------------------------------------------
 
     def steps(self) -> list[int]:
         """Return steps of all complete checkpoints, newest first."""
-        return [step for step in self._started_steps() if self._fs.exists(self.path(step, MANIFEST))]
+        return [step for step in self._started_steps() if self._fs.exists(self.file_path(step, MANIFEST))]
 
     def manifest(self, step: int) -> CheckpointManifest:
         """Return the manifest of a checkpoint. CheckpointError without a manifest, or for the manifest of a
         different step, whose trajectories would count as trained at the wrong step."""
-        path = self.path(step)
+        path = self.file_path(step)
         with CheckpointError.instead_of(OSError, *UNDECODABLE, text=f"{path}: no readable manifest"):
-            content = self._fs.cat_file(self.path(step, MANIFEST))
+            content = self._fs.cat_file(self.file_path(step, MANIFEST))
             manifest = msgspec.json.decode(content, type=CheckpointManifest)
 
         if manifest.step != step:
@@ -143,11 +143,11 @@ class Checkpoints:
         while step > trained_steps:
             manifests.append(self.manifest(step))
             if manifests[-1].parent >= step:
-                raise CheckpointError(f"{self.path(step)}: is its own parent")
+                raise CheckpointError(f"{self.file_path(step)}: is its own parent")
             step = manifests[-1].parent
         return manifests[::-1]
 
-    def damage(self, step: int) -> str:
+    def find_damage(self, step: int) -> str:
         """Read all files of a checkpoint and describe the damage on one line; '' for none."""
         try:
             manifest = self.manifest(step)
@@ -159,20 +159,20 @@ class Checkpoints:
 
         return "" if manifest.files else "the manifest names no file"
 
-    def open(self, step: int, name: str) -> Any:
+    def open_file(self, step: int, name: str) -> Any:
         """Open a file of a checkpoint to read."""
-        return self._fs.open(self.path(step, name), "rb")
+        return self._fs.open(self.file_path(step, name), "rb")
 
     # -- writing ---------------------------------------------------------------------------------------
 
-    def clear(self, step: int) -> None:
+    def prepare_step(self, step: int) -> None:
         """Make room for a checkpoint of this step, where a damaged checkpoint may be."""
-        self.remove(step)
-        self._fs.makedirs(self.path(step), exist_ok=True)
+        self.remove_step(step)
+        self._fs.makedirs(self.file_path(step), exist_ok=True)
 
-    def create(self, step: int, name: str, files: Files) -> HashedFile:
+    def create_file(self, step: int, name: str, files: Files) -> HashedFile:
         """Create a file of a checkpoint; `files` gets the new entry when the file is closed."""
-        path = self.path(step, name)
+        path = self.file_path(step, name)
         self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
 
         def record_file(size: int, digest: str) -> None:
@@ -180,13 +180,13 @@ class Checkpoints:
 
         return HashedFile(self._fs.open(path, "wb"), self._count_written, record_file)
 
-    def seal(self, manifest: CheckpointManifest) -> None:
+    def write_manifest(self, manifest: CheckpointManifest) -> None:
         """Write the manifest when all files are written. CheckpointError when a file is missing here: the
         ranks do not write to the same location."""
         step = manifest.step
         self._fs.invalidate_cache()
         for name, (size, _) in manifest.files.items():
-            path = self.path(step, name)
+            path = self.file_path(step, name)
             if not self._fs.exists(path) or self._fs.size(path) != size:
                 raise CheckpointError(
                     f"{path}: another rank wrote it, and it is not here; set checkpoint.directory to a "
@@ -194,19 +194,19 @@ class Checkpoints:
                 )
 
         self._sync_names(step, manifest.files)
-        with self.create(step, MANIFEST, {}) as file:
+        with self.create_file(step, MANIFEST, {}) as file:
             file.write(msgspec.json.format(msgspec.json.encode(manifest), indent=1))
         self._sync_names(step, {MANIFEST: (0, "")})
 
-    def remove(self, step: int) -> None:
+    def remove_step(self, step: int) -> None:
         """Remove as much of a checkpoint as possible: without the manifest, the remaining files are no
         checkpoint."""
         with suppress(OSError):
-            for path in (self.path(step, MANIFEST), self.path(step)):
+            for path in (self.file_path(step, MANIFEST), self.file_path(step)):
                 if self._fs.exists(path):
                     self._fs.rm(path, recursive=True)
 
-    def prune(self, newest_step: int, keep: int, best: int = -1) -> None:
+    def prune_steps(self, newest_step: int, keep: int, best: int = -1) -> None:
         """Delete all checkpoints but the `keep` newest up to step `newest_step` and that of step `best`.
 
         Half-written checkpoints of crashed processes are deleted, too. Later checkpoints belong to steps that
@@ -216,7 +216,7 @@ class Checkpoints:
         kept_steps = {*islice(filter(self._is_complete, earlier_steps), keep), best}
         for step in self._started_steps():
             if step > newest_step or step not in kept_steps:
-                self.remove(step)
+                self.remove_step(step)
 
     # -- the same location for all ranks ---------------------------------------------------------------
 
@@ -241,7 +241,7 @@ class Checkpoints:
         return False
 
     def _count_written(self, count: int) -> None:
-        self.written += count
+        self.written_bytes += count
 
     def _started_steps(self) -> list[int]:
         """Return steps of all directories, complete or not, newest first."""
@@ -257,17 +257,17 @@ class Checkpoints:
         return sorted((int(number) for number in step_texts if number.isdigit()), reverse=True)
 
     def _file_fingerprint(self, step: int, name: str) -> tuple[int, str]:
-        with self.open(step, name) as file:
+        with self.open_file(step, name) as file:
             digest = hashlib.file_digest(file, xxhash.xxh3_64)
             return file.seek(0, os.SEEK_END), digest.hexdigest()
 
     def _sync_names(self, step: int, files: Files) -> None:
         """Make the names of these files durable, if the disk is local."""
-        if not self.local:
+        if not self.is_local:
             return
 
-        folders = {self.path(step, name).rpartition("/")[0] for name in files}
-        for folder in sorted({*folders, self.path(step), self.root}, reverse=True):
+        folders = {self.file_path(step, name).rpartition("/")[0] for name in files}
+        for folder in sorted({*folders, self.file_path(step), self.root}, reverse=True):
             descriptor = os.open(folder, os.O_RDONLY)
             try:
                 os.fsync(descriptor)

@@ -48,7 +48,7 @@ class Copies:
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
         self._thread = Thread()
-        self.due = False
+        self.copy_due = False
         self._copy_began = 0.0
 
     @property
@@ -65,13 +65,13 @@ class Copies:
         if self.is_copying:
             self._thread.join(CLOSE_PATIENCE)
 
-    def take(self, episode_counts: Mapping[State, int]) -> None:
+    def start_copy(self, episode_counts: Mapping[State, int]) -> None:
         """Start a copy of the committed state, if a copy is due. `episode_counts`: the episodes by state.
         Nothing is raised: without room for a copy the run goes on, and the next checkpoint tries again."""
-        if not self.due or self.is_copying:
+        if not self.copy_due or self.is_copying:
             return
 
-        self.due = False
+        self.copy_due = False
         folder = self._run_dir / FOLDER
         with recorded() as failure:
             copy_directory = _unfinished_directory(folder)
@@ -150,7 +150,7 @@ def _finish_copy(unfinished: Path) -> Path:
     return finished_copy
 
 
-def restore(run_dir: Path) -> list[str]:
+def restore_newest(run_dir: Path) -> list[str]:
     """Replace run.db by the newest good copy; return lines that say what is lost. The caller holds the run's
     lock. ConfigError when there is no good copy."""
     database_path = run_dir / DATABASE
@@ -200,7 +200,7 @@ def _is_good(copy_directory: Path) -> bool:
     try:
         check_schema(copy_directory)
         with closing(RunReader.open(copy_directory)) as reader:
-            issued_episodes = reader.load().next_group * len(reader.groups()[-1].members)
+            issued_episodes = reader.load_run().next_group * len(reader.groups()[-1].members)
             return issued_episodes == sum(reader.counts().values())
     except (AsyncrlError, LookupError, *UNDECODABLE) as error:
         log.error("%s: %s", copy_directory, one_line(error))
@@ -222,11 +222,13 @@ def _read_number(run_dir: Path, query: str) -> int:
 def _unreadable_episodes(run_dir: Path) -> Iterator[str]:
     """Yield the episodes that a resume needs and of which some turns cannot be read."""
     with closing(RunReader.open(run_dir)) as reader:
-        stored_run = reader.load()
+        stored_run = reader.load_run()
         live_episodes = (episode for episode in stored_run.episodes if not episode.state.over)
-        turn_counts = {episode.uid: episode.turns for episode in (*live_episodes, *stored_run.taken)}
+        turn_counts = {
+            episode.uid: episode.turns for episode in (*live_episodes, *stored_run.planned_episodes)
+        }
         for uid, turns in turn_counts.items():
             with suppress(StoreError):
-                if all(list(reader.frames(uid, turns))[::2]):
+                if all(list(reader.turn_frames(uid, turns))[::2]):
                     continue
             yield uid

@@ -16,10 +16,10 @@ import msgspec
 
 from asyncrl.config import RunConfig, leaves
 from asyncrl.errors import UNDECODABLE, ConfigError, one_line
-from asyncrl.store.reader import meta_of
+from asyncrl.store.reader import read_meta
 from asyncrl.store.schema import StoreError
 
-KEY = "launches"  # key in meta
+LAUNCHES_KEY = "launches"  # key in meta
 Tree = Mapping[str, Any]  # a configuration, section by section
 
 
@@ -30,7 +30,7 @@ class LaunchRecord(msgspec.Struct, frozen=True):
     config: dict[str, Any]
 
 
-decode = msgspec.json.Decoder(list[LaunchRecord]).decode
+decode_launches = msgspec.json.Decoder(list[LaunchRecord]).decode
 
 
 def launches_of(run_dir: Path) -> list[LaunchRecord]:
@@ -39,7 +39,7 @@ def launches_of(run_dir: Path) -> list[LaunchRecord]:
     config_path = run_dir / "config.yaml"
     recorded_launches = list[LaunchRecord]()
     try:
-        recorded_launches = decode(meta_of(run_dir, KEY) or "[]")
+        recorded_launches = decode_launches(read_meta(run_dir, LAUNCHES_KEY) or "[]")
     except (StoreError, ConfigError):
         if not config_path.exists():
             raise
@@ -56,7 +56,7 @@ def launches_of(run_dir: Path) -> list[LaunchRecord]:
         ) from None
 
 
-def at(launches: Sequence[LaunchRecord], step: int) -> LaunchRecord:
+def launch_at(launches: Sequence[LaunchRecord], step: int) -> LaunchRecord:
     """Return the launch that trained a step, counted from 1; the newest launch for 0, not trained yet.
     ConfigError without launches."""
     if not launches:
@@ -64,15 +64,15 @@ def at(launches: Sequence[LaunchRecord], step: int) -> LaunchRecord:
     return next((launch for launch in reversed(launches) if launch.step < step or not step), launches[0])
 
 
-def since(launches: Sequence[LaunchRecord], step: int, config: RunConfig) -> list[LaunchRecord]:
+def with_launch(launches: Sequence[LaunchRecord], step: int, config: RunConfig) -> list[LaunchRecord]:
     """Return the launches with a record that all steps after `step` are trained with `config`."""
-    new_launch = LaunchRecord(step, tree(config))
+    new_launch = LaunchRecord(step, config_tree(config))
     if launches and launches[-1].step <= step and not differences([launches[-1].config, new_launch.config]):
         return [*launches]
     return [*(launch for launch in launches if launch.step < step), new_launch]
 
 
-def tree(config: RunConfig) -> dict[str, Any]:
+def config_tree(config: RunConfig) -> dict[str, Any]:
     return msgspec.json.decode(msgspec.json.encode(config), type=dict[str, Any])
 
 
@@ -89,7 +89,7 @@ def differences(trees: Sequence[Tree]) -> dict[str, list[Any]]:
     }
 
 
-def described(old_config: Tree, new_config: Tree) -> str:
+def describe_differences(old_config: Tree, new_config: Tree) -> str:
     """Return the differences on one line: `seed: 0 → 1, trainer.lr: 1e-05 → 2e-05`."""
     return ", ".join(
         f"{key}: {old_value!s:.60} → {new_value!s:.60}"

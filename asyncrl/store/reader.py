@@ -33,14 +33,14 @@ class StoredRun(msgspec.Struct):
 
     groups: list[GroupRecord]
     episodes: list[EpisodeRecord]
-    left: dict[State, int]
+    pruned_counts: dict[State, int]
     next_group: int
     cursor: int
     retired: set[int]
     batches: list[Batch]
-    taken: list[EpisodeRecord]  # episodes of the plans, including trained and lost episodes
+    planned_episodes: list[EpisodeRecord]  # episodes of the plans, including trained and lost episodes
     baselines: dict[int, Baseline]  # keys: groups of the taken episodes
-    committed: int
+    committed_steps: int
 
 
 class RunReader:
@@ -67,7 +67,7 @@ class RunReader:
         rows = self.rows("SELECT value FROM meta WHERE key=?", key)
         return rows[0][0] if rows else default
 
-    def frames(
+    def turn_frames(
         self, uid: str, turns: int, kinds: Sequence[str] = ("generated", "replied"), first_turn: int = 0
     ) -> Iterator[bytes]:
         """Yield payloads of these kinds of the turns `first_turn` to `turns` - 1; b'' for a missing payload.
@@ -146,34 +146,36 @@ class RunReader:
 
     def baseline(self, group: int) -> Baseline:
         """Return the baseline of a settled group, from the records of the members."""
-        return Baseline.of_group(self.group(group), {episode.uid: episode for episode in self.members(group)})
+        return Baseline.of_group(
+            self.group(group), {episode.uid: episode for episode in self.group_members(group)}
+        )
 
     def held_out(self, prefix: str) -> Iterator[tuple[str, bytes]]:
         """Yield the validation episodes whose uid begins with `prefix`, with the results: one at a time, as
         results hold texts."""
         for (uid,) in self.rows("SELECT uid FROM held_out WHERE substr(uid, 1, ?)=?", len(prefix), prefix):
-            yield uid, self.became(uid)
+            yield uid, self.held_out_record(uid)
 
     def count_held_out(self, prefix: str) -> int:
         """Return the number of validation episodes whose uid begins with `prefix`."""
         query = "SELECT count(*) FROM held_out WHERE substr(uid, 1, ?)=?"
         return int(self.rows(query, len(prefix), prefix)[0][0])
 
-    def became(self, uid: str) -> bytes:
+    def held_out_record(self, uid: str) -> bytes:
         return self.rows("SELECT record FROM held_out WHERE uid=?", uid)[0][0]
 
     def groups(self) -> list[GroupRecord]:
         """Return all groups that the index still has, oldest first."""
         return self._records(GroupRecord, "SELECT record FROM groups ORDER BY id")
 
-    def members(self, group: int) -> list[EpisodeRecord]:
+    def group_members(self, group: int) -> list[EpisodeRecord]:
         return self._episodes("group_id=?", group)
 
     def group(self, number: int) -> GroupRecord:
         matching_groups = self._records(GroupRecord, "SELECT record FROM groups WHERE id=?", number)
         return _first_record(matching_groups, "group", number)
 
-    def load(self) -> StoredRun:
+    def load_run(self) -> StoredRun:
         """Return everything that a coordinator needs to continue the run."""
         groups = self._records(GroupRecord, "SELECT record FROM groups WHERE over=0")
         newest_groups = self._records(GroupRecord, "SELECT record FROM groups ORDER BY id DESC LIMIT 1")
@@ -190,16 +192,16 @@ class RunReader:
         return StoredRun(
             groups=groups,
             episodes=episodes,
-            left=counts,
+            pruned_counts=counts,
             next_group=newest_groups[0].id + 1 if newest_groups else 0,
             cursor=newest_groups[0].position + 1 if newest_groups else 0,
             retired={sample for (sample,) in self.rows("SELECT sample FROM retired")},
             batches=batches,
-            taken=planned_episodes,
+            planned_episodes=planned_episodes,
             baselines={
                 group: self.baseline(group) for group in {episode.group for episode in planned_episodes}
             },
-            committed=committed_steps,
+            committed_steps=committed_steps,
         )
 
     def _episodes(self, where: str, *values: object) -> list[EpisodeRecord]:
@@ -233,7 +235,7 @@ def _first_record(records: Sequence[T], record_kind: str, name: object) -> T:
     raise StoreError(f"{DATABASE}: has no {record_kind} {name} any more: set a larger store.keep_bytes")
 
 
-def meta_of(run_dir: Path, key: str) -> str:
+def read_meta(run_dir: Path, key: str) -> str:
     """Return the value of a key of `meta` in the store of a run; '' without a store, or without the key."""
     database = run_dir / DATABASE
     if not database.exists() or not database.stat().st_size:

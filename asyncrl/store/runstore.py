@@ -23,7 +23,7 @@ from asyncrl.store.reader import COVERED_TO, FrameKey, RunReader
 from asyncrl.store.schema import DATABASE, SupersededError, store_error, take_over
 from asyncrl.store.segments import FrameLocation, SegmentReader, SegmentWriter, fsync
 from asyncrl.types import Sample, ToolReply
-from asyncrl.values import in_short
+from asyncrl.values import shorten_to_line
 
 EPISODE_TABLES = ("episodes", "answers", "calls", "frames")  # tables with rows by uid
 MEMBER_QUERY = "SELECT uid FROM episodes WHERE group_id=?"
@@ -65,7 +65,7 @@ class RunStore:
         self._frame_places: dict[FrameKey, FrameLocation] = {}  # locations of payloads already in a segment
         self._sync_due = False
         self.pruning = False  # each commit forgets some data, as there may be more to forget
-        self.read = RunReader(self._db, self._segment_reader, self._frames)
+        self.reader = RunReader(self._db, self._segment_reader, self._frames)
         self.copies = Copies(run_dir)
 
     def put_frame(self, uid: str, turn: int, kind: str, payload: bytes) -> None:
@@ -91,7 +91,11 @@ class RunStore:
         question = next(
             (message.content for message in reversed(sample.prompt) if message.role == "user"), ""
         )
-        list_texts = sample.data_source, in_short(question), in_short(_plain_truth(sample.ground_truth))
+        list_texts = (
+            sample.data_source,
+            shorten_to_line(question),
+            shorten_to_line(_plain_truth(sample.ground_truth)),
+        )
         self._put_rows("questions", (group, sample.row, *list_texts))
 
     def put_answer(self, uid: str, answer: str) -> None:
@@ -101,8 +105,9 @@ class RunStore:
     def put_calls(self, uid: str, turn: int, replies: Sequence[ToolReply]) -> None:
         """Store the tool calls of a turn."""
         call_rows = (
-            (uid, turn, call_number, reply.call.name[:MAX_NAME_CHARACTERS], reply.seconds, reply.failed, reply.refused,
-             in_short(reply.error or "", MAX_NAME_CHARACTERS))
+            (uid, turn, call_number, reply.call.name[:MAX_NAME_CHARACTERS], reply.seconds, reply.failed,
+            reply.refused,
+             shorten_to_line(reply.error or "", MAX_NAME_CHARACTERS))
             for call_number, reply in enumerate(replies)
         )  # fmt: skip
         self._put_rows("calls", *call_rows)
@@ -166,7 +171,7 @@ class RunStore:
         self._add_statement("DELETE FROM plans WHERE step>=? AND step<?", (steps.start, steps.stop))
         self._count_covered(rows)
 
-    def cover(self, step: int, rows: int) -> None:
+    def cover_steps(self, step: int, rows: int) -> None:
         """Record that the oldest retained checkpoint covers the batches before `step`, `rows` trajectories
         more than the previous checkpoint. Covered batches stay covered, also when more checkpoints are
         retained."""
@@ -177,7 +182,7 @@ class RunStore:
         self._add_statement("INSERT OR IGNORE INTO meta VALUES('covered', '0')", ())
         self._add_statement("UPDATE meta SET value=value+? WHERE key='covered'", (rows,))
 
-    def sync(self) -> None:
+    def request_sync(self) -> None:
         """Make the next commit power-loss safe, with all earlier commits. Afterwards, while `pruning`, each
         commit forgets some unneeded data."""
         self._sync_due = True
@@ -201,7 +206,7 @@ class RunStore:
         oldest_segment: int | None = None
         if self._frames or self._statements or self._sync_due or self.pruning:
             with self._transaction():
-                if (current_epoch := int(self.read.meta("coordinator_epoch", "0"))) != self.epoch:
+                if (current_epoch := int(self.reader.meta("coordinator_epoch", "0"))) != self.epoch:
                     raise SupersededError(
                         f"{self._run_dir / DATABASE}: another coordinator (epoch {current_epoch}) has taken "
                         f"over from this one (epoch {self.epoch})"
@@ -216,7 +221,7 @@ class RunStore:
                 self._db.executemany("INSERT OR REPLACE INTO frames VALUES(?,?,?,?,?,?)", rows)
                 if self.pruning:
                     newest_segment = self._segments.newest_segment
-                    covered_steps = self.read.covered
+                    covered_steps = self.reader.covered
                     oldest_segment = prune_store(
                         self._db, self._segment_reader, newest_segment, self._keep_bytes, covered_steps
                     )
@@ -283,7 +288,7 @@ class RunStore:
     def close(self) -> None:
         """Close the files. Uncommitted data is lost."""
         self.copies.wait_for_copy()
-        self.read.close()
+        self.reader.close()
         self._segments.close()
 
 

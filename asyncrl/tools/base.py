@@ -26,7 +26,7 @@ import msgspec
 from asyncrl.errors import AsyncrlError, ConfigError
 from asyncrl.registry import Registry
 from asyncrl.tools.schema import Decode, read_signature
-from asyncrl.values import finite
+from asyncrl.values import finite_number
 
 Replay = Literal["pure", "reapply", "no"]
 MAX_REPLY_BYTES = 1 << 18
@@ -167,7 +167,7 @@ def _tool_of_class(
     return Tool(tool_name, schema, tool_class.call, decode, make_object, **{"replay": "reapply", **options})
 
 
-def names(tool_names: Iterable[str]) -> str:
+def join_names(tool_names: Iterable[str]) -> str:
     """Return `a, b`, or `none`, for messages."""
     return ", ".join(sorted(tool_names)) or "none"
 
@@ -188,7 +188,7 @@ def read_reply(value: Any) -> tuple[str, float]:
     """Return (text, reward) of a tool's result: text unchanged, other values as JSON. ValueError: the reward
     is not a finite number."""
     rewarded = value if isinstance(value, Rewarded) else Rewarded(value, 0.0)
-    reward = finite("the tool's reward", rewarded.reward)
+    reward = finite_number("the tool's reward", rewarded.reward)
     text = rewarded.content if isinstance(rewarded.content, str) else _write_json(rewarded.content)
     return bound_reply(text), reward
 

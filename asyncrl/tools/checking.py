@@ -15,7 +15,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.isolation.calls import CallTimeout
 from asyncrl.isolation.child import Service
 from asyncrl.isolation.pool import ProcessPool
-from asyncrl.values import in_short
+from asyncrl.values import shorten_to_line
 
 CHECK_SECONDS = 5.0  # for a process to check one call
 START_SECONDS = 60.0
@@ -72,7 +72,7 @@ class Checker:
                 self._schemas,
                 name="the process that checks arguments",
                 size=PROCESS_COUNT,
-                largest=MAX_ANSWER_BYTES,
+                max_answer_bytes=MAX_ANSWER_BYTES,
                 start_seconds=START_SECONDS,
             )
         return self._process_pool
@@ -143,8 +143,8 @@ def _find_complaint(validator: Any, arguments: Any) -> str:
     if error is None:
         return ""
 
-    message = in_short(error.message, MAX_COMPLAINT_CHARACTERS)
-    json_path = in_short(error.json_path, MAX_COMPLAINT_CHARACTERS)
+    message = shorten_to_line(error.message, MAX_COMPLAINT_CHARACTERS)
+    json_path = shorten_to_line(error.json_path, MAX_COMPLAINT_CHARACTERS)
     return f"{message} - at `{json_path}`"
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.errors import ConfigError
-from asyncrl.registry import bind, built, load_object
+from asyncrl.registry import bind_options, load_object, make_by_factory
 from asyncrl.tools.base import Tool, tools
 from asyncrl.tools.process import find_tool_source
 
@@ -30,7 +30,7 @@ def load_tools(specs: Sequence[str], tool_args: Mapping[str, Arguments] | None =
     origins: dict[str, str] = {}
 
     for spec in specs:
-        for tool in load_all(spec, arguments_by_spec.get(spec, {})):
+        for tool in load_spec(spec, arguments_by_spec.get(spec, {})):
             if tool.name in loaded_tools:
                 raise ConfigError(
                     f"rollout.tools: {origins[tool.name]!r} and {spec!r} both give a tool {tool.name!r}; "
@@ -46,13 +46,13 @@ def load_tools(specs: Sequence[str], tool_args: Mapping[str, Arguments] | None =
 
 
 def load_tool(spec: str, **arguments: Any) -> Tool:
-    spec_tools = load_all(spec, arguments)
+    spec_tools = load_spec(spec, arguments)
     if len(spec_tools) != 1:
         raise ConfigError(f"tool {spec!r} gives {len(spec_tools)} tools, not one; use load_tools")
     return spec_tools[0]
 
 
-def load_all(spec: str, arguments: Arguments) -> tuple[Tool, ...]:
+def load_spec(spec: str, arguments: Arguments) -> tuple[Tool, ...]:
     """Load the tools of one spec: a registered name, the name of an entry point, `module:attribute`,
     `file.py:attribute`, a file or a folder. A suffix after `@` only distinguishes two uses of one factory.
     `arguments` go to a factory (a function annotated `-> Tool` or `-> Sequence[Tool]`)."""
@@ -83,7 +83,7 @@ def _call_factory(spec: str, factory: Callable[..., Any], arguments: Arguments) 
             f"{tool_label}: parameter {positional_names[0]!r} of the factory must come after a `*`"
         )
 
-    factory_result = built(bind(factory, arguments, tool_label), tool_label)
+    factory_result = make_by_factory(bind_options(factory, arguments, tool_label), tool_label)
 
     if isinstance(factory_result, Tool):
         return (dataclasses.replace(factory_result, remake=partial(factory, **arguments)),)

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from asyncrl.errors import AsyncrlError, ConfigError, UserCodeError, one_line, users_code
-from asyncrl.isolation.child import inherited
-from asyncrl.remote import bearer, proxy_of
+from asyncrl.isolation.child import inherited_environment
+from asyncrl.remote import bearer_header, proxy_of
 from asyncrl.tools.mcp_pipes import MAX_MESSAGE_BYTES, start_server
 from asyncrl.types import Sample
 
@@ -76,7 +76,7 @@ class McpServer:
 
     def request_headers(self) -> dict[str, str]:
         """Return the headers with the values of variables. ConfigError: a variable is empty."""
-        return bearer(self.api_key_env) | {
+        return bearer_header(self.api_key_env) | {
             name: VARIABLE_REFERENCE.sub(_variable_value, text) for name, text in self.headers
         }
 
@@ -203,7 +203,9 @@ class McpConnection:
         async with AsyncExitStack() as stack:
             async with asyncio.timeout(server.start_timeout):
                 if server.command:
-                    transport = start_server(server.command, inherited(server.env), self._server_output)
+                    transport = start_server(
+                        server.command, inherited_environment(server.env), self._server_output
+                    )
                 else:
                     transport = self._http_transport()
                 streams = await stack.enter_async_context(transport)

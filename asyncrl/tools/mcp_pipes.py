@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
-from asyncrl.isolation.child import wrapped
+from asyncrl.isolation.child import wrapped_command
 
 MAX_MESSAGE_BYTES = 8 << 20  # bytes of one message
 MAX_NOISE_BYTES = 1 << 18  # bytes of standard output beside messages
@@ -40,7 +40,7 @@ async def start_server(
     from anyio import create_memory_object_stream
 
     program, *arguments = shlex.split(command_line)
-    wrapped_line = wrapped([sys.executable if program == "python" else program, *arguments])
+    wrapped_line = wrapped_command([sys.executable if program == "python" else program, *arguments])
 
     process = await asyncio.create_subprocess_exec(
         *wrapped_line, env=environment, stdin=PIPE, stdout=PIPE, stderr=PIPE, limit=MAX_MESSAGE_BYTES

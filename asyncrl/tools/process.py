@@ -18,7 +18,7 @@ import msgspec
 
 from asyncrl.errors import ConfigError
 from asyncrl.isolation.calls import CallTimeout
-from asyncrl.isolation.child import Service, inherited
+from asyncrl.isolation.child import Service, inherited_environment
 from asyncrl.isolation.pool import ProcessPool
 from asyncrl.registry import load_object
 from asyncrl.tools.base import MAX_REPLY_BYTES, Tool, ToolError, bound_reply, read_reply
@@ -97,9 +97,9 @@ class CallLimits:
                 find_tool_source(tool),
                 name="the process of the tool",
                 size=max_calls or 1,
-                largest=MAX_ANSWER_BYTES,
+                max_answer_bytes=MAX_ANSWER_BYTES,
                 start_seconds=START_SECONDS,
-                env=inherited(tool.env),
+                env=inherited_environment(tool.env),
             )
         self._call_slots = asyncio.Semaphore(max_calls) if max_calls else None
         self._call_interval = 1 / tool.rate if tool.rate else 0.0

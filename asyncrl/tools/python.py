@@ -92,7 +92,7 @@ class Workspace:
 
     async def snapshot(self) -> bytes:
         """Collect the files, while nothing runs."""
-        return await self._sandbox.changes()
+        return await self._sandbox.collect_changes()
 
     async def restore(self, snapshot: bytes) -> None:
         """Apply the files in a sandbox that has run nothing yet. The setup runs again in the next call."""
@@ -100,11 +100,11 @@ class Workspace:
             await self._sandbox.close()
             await self._sandbox.start()
             self._losses_at_setup = -1
-        await self._sandbox.apply(snapshot)
+        await self._sandbox.apply_changes(snapshot)
 
     async def result(self) -> dict[str, str] | None:
         """Return the changes in the workspace of a task."""
-        return await self._task.result() if self._task else None
+        return await self._task.collect_changes() if self._task else None
 
     async def close(self) -> None:
         await self._sandbox.close()

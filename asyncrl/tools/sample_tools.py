@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from asyncrl.tools.base import Tool, ToolError, names
+from asyncrl.tools.base import Tool, ToolError, join_names
 from asyncrl.types import Sample
 
 # verl's keys with arguments for other methods than `open`
@@ -110,7 +110,7 @@ def merged_arguments(tools: Sequence[Tool], sample_tools: SampleTools) -> dict[s
     for tool in tools:
         for key, value in sample_tools.tool_arguments(tool.name).items():
             if merged.setdefault(key, value) != value:
-                shared_names = names(tool.name for tool in tools)
+                shared_names = join_names(tool.name for tool in tools)
                 raise ToolError(
                     f"tools_kwargs give {key!r} of {shared_names}, which share it, different values"
                 )
@@ -130,7 +130,7 @@ def accepted_arguments(function: Callable[..., Any] | None, keywords: dict[str, 
 def _check_names(tools: Mapping[str, Tool], sample_tools: SampleTools) -> None:
     if unknown_names := [name for name in sample_tools.tools or () if name not in tools]:
         raise ToolError(
-            f"extra_info.tools has unknown names: {names(unknown_names)}; there are: {names(tools)}"
+            f"extra_info.tools has unknown names: {join_names(unknown_names)}; there are: {join_names(tools)}"
         )
 
 

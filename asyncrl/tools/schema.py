@@ -19,14 +19,14 @@ Decode = Callable[[str], dict[str, Any]]
 def read_signature(function: Callable[..., Any], name: str, documented: Any) -> tuple[dict[str, Any], Decode]:
     """Read the signature of a function, or of a method without `self`: return OpenAI's schema, and a
     function that checks arguments. `documented` has the docstring."""
-    description, argument_notes = docstring(documented)
+    description, argument_notes = read_docstring(documented)
     struct = _parameter_struct(function, name, argument_notes)
     decoder = msgspec.json.Decoder(struct, strict=False)
     schema = _write_schema(name, description, struct)
     return schema, lambda text: msgspec.structs.asdict(decoder.decode(text or "{}"))
 
 
-def docstring(documented: Any) -> tuple[str, dict[str, str]]:
+def read_docstring(documented: Any) -> tuple[str, dict[str, str]]:
     """Return the first paragraph, and the notes of a Google-style `Args:` section (one line per argument)."""
     text = inspect.cleandoc(documented.__doc__ or "")
     description, _, argument_section = text.partition("Args:\n")
@@ -39,7 +39,7 @@ def docstring(documented: Any) -> tuple[str, dict[str, str]]:
     return " ".join(description.split("\n\n")[0].split()), argument_notes
 
 
-def outline(schema: dict[str, Any]) -> str:
+def outline_parameters(schema: dict[str, Any]) -> str:
     """Describe the parameters in one line, for a reply to a wrong call: `word: string, limit?: integer`."""
     parameters = schema["function"].get("parameters", {})
     required_names = parameters.get("required", ())

@@ -28,7 +28,7 @@ import xxhash
 
 from asyncrl.data.rows import read_rows
 from asyncrl.errors import UNDECODABLE, AsyncrlError, ConfigError, one_line, users_code
-from asyncrl.remote import check_url, post
+from asyncrl.remote import check_url, post_json
 from asyncrl.tools.base import Tool, tool, tools
 
 NO_PASSAGE = "no passage was found"
@@ -105,7 +105,7 @@ def search_remote(
     async def look_up(query: str) -> str:
         body = {"queries": [query], "topk": k, "return_scores": True}
         return write_reply(
-            _decode_passages(await post(url, body, seconds=timeout, retries=retries))[:k], max_chars
+            _decode_passages(await post_json(url, body, seconds=timeout, retries=retries))[:k], max_chars
         )
 
     return _search_tool(look_up, name, description, timeout=timeout + 1)

@@ -22,7 +22,7 @@ from xxhash import xxh3_64_hexdigest, xxh3_128_digest, xxh3_128_hexdigest
 
 from asyncrl.errors import UNDECODABLE, AsyncrlError
 from asyncrl.isolation.sandbox import emptying
-from asyncrl.isolation.sandbox.changes import Entry, packed, read_entries
+from asyncrl.isolation.sandbox.changes import Entry, pack_entries, read_entries
 from asyncrl.types import Turn
 
 PARENT = Path(f"/var/tmp/asyncrl-{os.getuid()}")
@@ -42,7 +42,7 @@ _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(list[_ListedEntry]).decode
 
 
-def history(earlier_history: str, turn: Turn) -> str:
+def hash_history(earlier_history: str, turn: Turn) -> str:
     """Return the hash of all turns up to this turn, with the replies. `before`: the hash of all earlier
     turns."""
     replies = [(reply.call.name, reply.call.arguments, reply.content) for reply in turn.replies]
@@ -64,11 +64,11 @@ class Snapshots:
             self._episode_directory(episode) / quote(tool, ""), self._directory_sizes, self._max_bytes
         )
 
-    def kept(self, episode: str) -> bool:
+    def may_have_snapshots(self, episode: str) -> bool:
         """Return whether the episode may have snapshots."""
         return os.path.exists(f"{self._run_directory}/{quote(episode, '')}")
 
-    def forget(self, episode: str) -> None:
+    def forget_episode(self, episode: str) -> None:
         """Remove the snapshots of an episode that is over. Blocks."""
         episode_directory = self._episode_directory(episode)
 
@@ -123,7 +123,7 @@ class ToolSnapshots:
                 f"snapshots would take more than {self._max_bytes} bytes; raise store.keep_bytes"
             )
 
-        emptying.make_private(str(PARENT))
+        emptying.make_private_directory(str(PARENT))
         self._directory.mkdir(0o700, parents=True, exist_ok=True)
 
         stored_names = {name for files in self._kept_snapshots for name in files}
@@ -160,7 +160,7 @@ class ToolSnapshots:
             entries.append(Entry(kind, os.fsdecode(path), mode, mtime_ns, content))
 
         self._keep_only([files])
-        return packed(entries)
+        return pack_entries(entries)
 
     def _keep_only(self, kept_snapshots: list[dict[str, int]]) -> None:
         """Remove all files except the files of the kept snapshots."""

@@ -22,7 +22,7 @@ import msgspec
 
 from asyncrl.errors import ProtocolError, SetupError, describe, one_line, reason, recorded, users_code
 from asyncrl.isolation.calls import call_user, in_thread
-from asyncrl.tools.base import Tool, ToolError, bound_reply, names, read_reply
+from asyncrl.tools.base import Tool, ToolError, bound_reply, join_names, read_reply
 from asyncrl.tools.process import CallLimits
 from asyncrl.tools.sample_tools import (
     SampleTools,
@@ -31,10 +31,10 @@ from asyncrl.tools.sample_tools import (
     read_sample_tools,
     select_tools,
 )
-from asyncrl.tools.schema import outline
+from asyncrl.tools.schema import outline_parameters
 from asyncrl.tools.snapshots import Snapshots, ToolSnapshots
 from asyncrl.types import Sample, ToolCall, ToolReply
-from asyncrl.values import result_of
+from asyncrl.values import checked_result
 
 log = logging.getLogger("asyncrl.tools")
 
@@ -132,7 +132,7 @@ class EpisodeObject:
 
         async def call_result(result: Callable[[], Any]) -> Any:
             async with self.call_lock:
-                return result_of(await call_user(result, blocking=self._blocking), "it")
+                return checked_result(await call_user(result, blocking=self._blocking), "it")
 
         try:
             object_result = await call_user(partial(call_result, self.state.result), self._call_seconds)
@@ -238,7 +238,7 @@ class ToolSession:
         except Exception as problem:
             raise ToolError(f"tool {tools[0].name!r} could not be opened: {describe(problem)}") from problem
 
-    def limit(self, calls: Iterable[ToolCall]) -> float:
+    def max_call_seconds(self, calls: Iterable[ToolCall]) -> float:
         """Return the seconds after which all these concurrent calls have a reply: each call may be checked,
         waits for a slot, and then runs as long as the tool may take."""
         called_tools = [self._tools[call.name] for call in calls if call.name in self._tools]
@@ -291,7 +291,7 @@ class ToolSession:
         )
 
     @property
-    def restored(self) -> list[EpisodeObject]:
+    def restored_objects(self) -> list[EpisodeObject]:
         """Return the objects that have taken a snapshot."""
         return [
             episode_object for episode_object in self._objects.values() if episode_object.restored_turn >= 0
@@ -299,7 +299,7 @@ class ToolSession:
 
     def caught_up(self) -> None:
         """Note that all recorded turns are replayed: replies now report the losses that snapshots have."""
-        for episode_object in self.restored:
+        for episode_object in self.restored_objects:
             episode_object.reply_note = RESTORED_NOTE
 
     async def redo(
@@ -392,13 +392,13 @@ async def _try_repeatedly(
 
 
 def _refuse_arguments(tool: Tool, call: ToolCall, complaint: str) -> ToolReply:
-    error = f"bad arguments for {tool.name}: {complaint}; it takes {outline(tool.schema)}"
+    error = f"bad arguments for {tool.name}: {complaint}; it takes {outline_parameters(tool.schema)}"
     return ToolReply(call, f"error: {error}", error, refused=True)
 
 
 def unknown_tool(call: ToolCall, known_names: Iterable[str]) -> ToolReply:
     """Return the reply to a call of a tool that does not exist."""
-    error = f"unknown tool {call.name!r}; there are: {names(known_names)}"
+    error = f"unknown tool {call.name!r}; there are: {join_names(known_names)}"
     return ToolReply(call, f"error: {error}", error, refused=True)
 
 

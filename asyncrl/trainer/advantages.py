@@ -117,7 +117,7 @@ class PackedEpisode(msgspec.Struct, frozen=True):
 
 
 def _array_dtype(name: str) -> type:
-    return np.bool_ if name == "fresh" else np.float64
+    return np.bool_ if name == "trainable" else np.float64
 
 
 def gather_episodes(

@@ -23,7 +23,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
-from asyncrl.shrunk import unknown
+from asyncrl.shrunk import unknown_arguments
 from asyncrl.trainer.prefix_tree import Forest
 from asyncrl.trainer.recompute import VISIBLE_OPTION
 from asyncrl.trainer.staging import to_device
@@ -181,7 +181,7 @@ def _forest_attention(
 ) -> tuple[Tensor, None]:
     """Called by transformers; with `ranks`, for this rank's part of the sequence. Unknown arguments are
     recorded: to ignore them silently would change gradients by too little to be noticed."""
-    forest.ignored_arguments.update(unknown(other_arguments))
+    forest.ignored_arguments.update(unknown_arguments(other_arguments))
     if dropout:
         forest.ignored_arguments.add("dropout")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling

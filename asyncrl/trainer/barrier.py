@@ -114,7 +114,11 @@ def _loss_arrays(sample: TrainingSample) -> dict[str, np.ndarray]:
     is_finite = np.logical_and.reduce([np.isfinite(array) for array in known_logprobs.values()])
     finite_logprobs = {name: np.where(is_finite, array, 0.0) for name, array in known_logprobs.items()}
 
-    return {**finite_logprobs, "advantage": sample.advantage, "fresh": sample.within_staleness & is_finite}
+    return {
+        **finite_logprobs,
+        "advantage": sample.advantage,
+        "trainable": sample.within_staleness & is_finite,
+    }
 
 
 def partition_groups(groups: Iterable[str], mini_batches: int, shuffle_key: str) -> dict[str, int]:

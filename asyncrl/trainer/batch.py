@@ -24,7 +24,7 @@ from asyncrl.buffer.packing import Piece, micro_batches, partition_units, units
 from asyncrl.buffer.payloads import check_turn
 from asyncrl.buffer.staleness import stale_mask, token_lags
 from asyncrl.config import Packing
-from asyncrl.conversation.turns import trained
+from asyncrl.conversation.turns import without_untrained
 from asyncrl.errors import ProtocolError
 from asyncrl.trainer.forced_routes import UNKNOWN_EXPERT
 from asyncrl.trainer.scores import Selected
@@ -244,7 +244,10 @@ def with_turns(
         raise ProtocolError(f"plan names {frame_count} turns, {len(frames)} came")
 
     turns = map(_turn_decoder.decode, frames)
-    return [(trajectory, list(trained(tuple(islice(turns, trajectory.frames))))) for trajectory in planned]
+    return [
+        (trajectory, list(without_untrained(tuple(islice(turns, trajectory.frames)))))
+        for trajectory in planned
+    ]
 
 
 def training_sample(

@@ -38,8 +38,8 @@ from asyncrl.trainer.device_offload import DeviceOffload
 from asyncrl.trainer.export import export_hf
 from asyncrl.trainer.learner import Learner
 from asyncrl.trainer.world import World
-from asyncrl.weights.adapters import A, B, named, owner, peft_name
-from asyncrl.weights.manifest import AdapterSpec, alone
+from asyncrl.weights.adapters import ROLE_A, ROLE_B, owning_agent, peft_name, role_name
+from asyncrl.weights.manifest import AdapterSpec, agent_tensor_name
 
 logger = logging.getLogger(__name__)
 State = dict[str, Any]
@@ -99,14 +99,14 @@ def write_checkpoint(
 
     def seal_manifest() -> None:
         if is_first_rank:
-            checkpoints.seal(
+            checkpoints.write_manifest(
                 msgspec.structs.replace(
                     manifest, files={name: file for part in files_by_rank for name, file in part.items()}
                 )
             )
 
     try:
-        _run_on_all_ranks(world, lambda: checkpoints.clear(step) if is_first_rank else None)
+        _run_on_all_ranks(world, lambda: checkpoints.prepare_step(step) if is_first_rank else None)
         _run_on_all_ranks(world, save_state)
         if with_export:
             _run_on_all_ranks(world, export_model)
@@ -114,8 +114,8 @@ def write_checkpoint(
         _run_on_all_ranks(world, seal_manifest)
     except CheckpointError as error:
         if is_first_rank:
-            checkpoints.remove(step)
-        raise CheckpointError(f"{error}; checkpoint {checkpoints.path(step)}") from error
+            checkpoints.remove_step(step)
+        raise CheckpointError(f"{error}; checkpoint {checkpoints.file_path(step)}") from error
 
 
 def manifest_of(learner: Learner, **lineage: Any) -> CheckpointManifest:
@@ -141,7 +141,7 @@ def load_checkpoint(checkpoints: Checkpoints, step: int, learner: Learner) -> Ch
     initial policy. `step` must come from `newest_step`. Raises CheckpointError when the checkpoint is of
     other models."""
     manifest = checkpoints.manifest(step)
-    path = checkpoints.path(step)
+    path = checkpoints.file_path(step)
     stored_reader = shard_reader(StepFiles(checkpoints, step))
     state = _learner_state(learner)
     stored_tensors = stored_reader.read_metadata().state_dict_metadata
@@ -171,11 +171,13 @@ def load_checkpoint(checkpoints: Checkpoints, step: int, learner: Learner) -> Ch
 def newest_step(checkpoints: Checkpoints, before_step: float = math.inf) -> int:
     """Return the newest undamaged step before `before_step`; -1: none. Damaged checkpoints are logged."""
     for step in (step for step in checkpoints.steps() if step < before_step):
-        problem = checkpoints.damage(step)
+        problem = checkpoints.find_damage(step)
         if not problem:
             return step
         logger.warning(
-            "checkpoint %s is damaged (%s): falling back to the one before", checkpoints.path(step), problem
+            "checkpoint %s is damaged (%s): falling back to the one before",
+            checkpoints.file_path(step),
+            problem,
         )
 
     return -1
@@ -225,12 +227,14 @@ class StepFiles(FileSystemBase):
         self.written: Files = {}
 
     def create_file(self, name: str) -> Any:
-        return self._checkpoints.create(self._step, name, self.written)
+        return self._checkpoints.create_file(self._step, name, self.written)
 
     @contextmanager
     def create_stream(self, path: PathName, mode: str) -> Iterator[Any]:
         name = os.fspath(path).removesuffix(".tmp")  # there is no need to rename: the manifest comes last
-        with self._checkpoints.open(self._step, name) if "r" in mode else self.create_file(name) as stream:
+        with (
+            self._checkpoints.open_file(self._step, name) if "r" in mode else self.create_file(name) as stream
+        ):
             yield stream
 
     def rename(self, path: PathName, new_path: PathName) -> None:
@@ -286,10 +290,12 @@ def write_adapters(checkpoints: Checkpoints, step: int, config: RunConfig, out_d
     adapter_tensors = {
         name: torch.empty(metadata.size, dtype=metadata.properties.dtype)
         for name, metadata in stored_tensors.items()
-        if owner(name) is not None
+        if owning_agent(name) is not None
     }
     if not adapter_tensors:
-        raise ConfigError(f"{checkpoints.path(step)}: has no adapters, all weights were trained; merge it")
+        raise ConfigError(
+            f"{checkpoints.file_path(step)}: has no adapters, all weights were trained; merge it"
+        )
 
     with warnings.catch_warnings():  # loading without other processes is intended
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -298,7 +304,7 @@ def write_adapters(checkpoints: Checkpoints, step: int, config: RunConfig, out_d
     layer_names = tuple(sorted({name.rpartition(".")[0] for name in adapter_tensors}))
     for agent, rank_and_alpha in config.adapters.items():
         agent_names_to_tensors = {
-            alone(peft_name(name), agent): tensor for name, tensor in adapter_tensors.items()
+            agent_tensor_name(peft_name(name), agent): tensor for name, tensor in adapter_tensors.items()
         }
         agent_tensors = {name: tensor for name, tensor in agent_names_to_tensors.items() if name}
         (out_directory / agent).mkdir(exist_ok=True)
@@ -315,6 +321,6 @@ def write_adapters(checkpoints: Checkpoints, step: int, config: RunConfig, out_d
 def _is_transposed(layer: str, agent: str, stored_tensors: Mapping[str, TensorStorageMetadata]) -> bool:
     """True for weights of transformers' Conv1D, kept as [in, out]; visible only where the two sizes
     differ."""
-    names = ("weight", named(A, agent), named(B, agent))
+    names = ("weight", role_name(ROLE_A, agent), role_name(ROLE_B, agent))
     weight, (_, input_width), (output_width, _) = (stored_tensors[f"{layer}.{name}"].size for name in names)
     return tuple(weight) == (input_width, output_width) != (output_width, input_width)

@@ -53,8 +53,8 @@ def shared_checkpoints(config: RunConfig, run_dir: Path, world: World) -> Checkp
         if world.rank == 0:
             checkpoints.put_token(token)
     except OSError as error:
-        checkpoints.problem = f"{one_line(error)}; {checkpoints.root} cannot be written to"
-        log.error("%s", checkpoints.problem)
+        checkpoints.write_problem = f"{one_line(error)}; {checkpoints.root} cannot be written to"
+        log.error("%s", checkpoints.write_problem)
         token = ""
 
     if not (token := world.gather(token, str)[0]):
@@ -87,7 +87,7 @@ class Checkpointing:
         self._world = learner.world
         self.checkpoints = checkpoints
         self.newest_manifest: CheckpointManifest | None = None
-        self.problem = checkpoints.problem
+        self.problem = checkpoints.write_problem
         self.best_step = -1
         self.trained_total = 0
         self._trained_uids: list[str] = []  # uids since the newest checkpoint, or the checkpoint under way
@@ -110,7 +110,7 @@ class Checkpointing:
     @property
     def write_progress(self) -> str:
         """Describes the checkpoint that is being written; '' for none."""
-        written = f"{self.checkpoints.written / 1e6:,.0f} MB since the start"
+        written = f"{self.checkpoints.written_bytes / 1e6:,.0f} MB since the start"
         return f"a checkpoint is being written, {written}" if self.is_writing else ""
 
     @property
@@ -146,7 +146,7 @@ class Checkpointing:
         if resumed_step >= 0:
             self.newest_manifest = checkpoint.load_checkpoint(self.checkpoints, resumed_step, self._learner)
             self.trained_total = self.newest_manifest.trained_total
-            log.info("resumed from %s", self.checkpoints.path(resumed_step))
+            log.info("resumed from %s", self.checkpoints.file_path(resumed_step))
 
     def begin_checkpoint(self, trainer_epoch: int, device_offload: DeviceOffload | None = None) -> bool:
         """Begin a checkpoint of the last committed step. False: there is no memory for a copy, so training
@@ -216,7 +216,7 @@ class Checkpointing:
 
         if self._world.rank == 0:
             try:
-                self.checkpoints.prune(manifest.step, self._config.keep, self.best_step)
+                self.checkpoints.prune_steps(manifest.step, self._config.keep, self.best_step)
             except OSError as error:
                 log.warning("older checkpoints are not deleted: %s", error)
 

@@ -31,7 +31,7 @@ from asyncrl.observe.timeline import Timeline
 from asyncrl.runtime.process import main_memory
 from asyncrl.trainer.learner import Learner
 from asyncrl.trainer.world import World
-from asyncrl.weights.memory import page_locked, trim_heap
+from asyncrl.weights.memory import allocate_page_locked, trim_heap
 from asyncrl.wire.messages.channels import ToTrainerControl
 from asyncrl.wire.messages.shared import Stop
 from asyncrl.wire.messages.trainer import AskDevices, GrantDevices
@@ -164,7 +164,7 @@ class PageLockedMemory:
 
         if missing_bytes:
             self._memory = torch.empty(0, dtype=torch.uint8)  # freed first: there may be no room for both
-            self._memory = page_locked(size)
+            self._memory = allocate_page_locked(size)
 
         return self._memory[:size]
 

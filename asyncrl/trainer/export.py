@@ -14,11 +14,11 @@ from torch import Tensor
 
 from asyncrl.trainer.model import Policy, copied_buffers
 from asyncrl.trainer.world import World
-from asyncrl.weights.manifest import split
-from asyncrl.weights.model_files import INDEX
+from asyncrl.weights.manifest import split_buckets
+from asyncrl.weights.model_files import INDEX_FILE
 from asyncrl.weights.ranges import write_file
-from asyncrl.weights.shards import layout_of
-from asyncrl.weights.snapshot import as_bytes
+from asyncrl.weights.shards import export_layout
+from asyncrl.weights.snapshot import tensor_as_bytes
 
 WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".index.json")
 FILE_BYTES = 5_000_000_000
@@ -55,11 +55,11 @@ def _published_tensors(policy: Policy, weights: Mapping[str, Any], world: World)
     """Yield the published weights piece by piece, whole on rank 0."""
     for name, parameter_pieces in groupby(policy.published, key=attrgetter("parameter")):
         tensor = world.collect_on_rank_zero(weights[name])
-        adapter_names = policy.adapters.names(name) if policy.adapters is not None else None
+        adapter_names = policy.adapters.adapter_names(name) if policy.adapters is not None else None
         if policy.adapters is not None and adapter_names is not None:
             lora_a, lora_b = (world.collect_on_rank_zero(weights[adapter]) for adapter in adapter_names)
             if world.rank == 0:
-                tensor = tensor + policy.adapters.change(name, lora_a, lora_b)
+                tensor = tensor + policy.adapters.weight_change(name, lora_a, lora_b)
 
         flat = tensor.to(policy.export_dtype).flatten()
         yield from (flat[piece.offset : piece.offset + piece.numel] for piece in parameter_pieces)
@@ -68,9 +68,9 @@ def _published_tensors(policy: Policy, weights: Mapping[str, Any], world: World)
 def _write_weights(
     create_file: CreateFile, policy: Policy, tensors: Iterator[Tensor], buffers: Mapping[str, Tensor]
 ) -> None:
-    layout = layout_of(policy.published, policy.export_dtype, buffers)
+    layout = export_layout(policy.published, policy.export_dtype, buffers)
 
-    file_specs = [layout[specs] for specs in split(layout, FILE_BYTES)]
+    file_specs = [layout[specs] for specs in split_buckets(layout, FILE_BYTES)]
     weight_map: dict[str, str] = {}
     for number, specs in enumerate(file_specs, 1):
         file_name = (
@@ -81,13 +81,13 @@ def _write_weights(
 
         with create_file(f"{EXPORT_FOLDER}/{file_name}") as file:
             file_tensors = (buffers[spec.name] if spec.name in buffers else next(tensors) for spec in specs)
-            write_file(file, specs, map(as_bytes, file_tensors))
+            write_file(file, specs, map(tensor_as_bytes, file_tensors))
 
         weight_map |= {spec.name: file_name for spec in specs}
 
     if len(file_specs) > 1:
         metadata = {"total_size": sum(spec.nbytes for spec in layout)}
-        with create_file(f"{EXPORT_FOLDER}/{INDEX}") as file:
+        with create_file(f"{EXPORT_FOLDER}/{INDEX_FILE}") as file:
             file.write(json.dumps({"metadata": metadata, "weight_map": weight_map}, indent=1).encode())
 
 

@@ -321,12 +321,12 @@ def least_recomputation(config: RunConfig, memory: int, gpu: int, gpus: int) -> 
 
 def usable_memory(config: RunConfig, memory: int, gpu: int, gpus: int) -> int:
     """Return the bytes of its GPU that a rank's tensors may take, see `least_recomputation`."""
-    from asyncrl.engines.sglang.process import server_memory_share  # imports torch
+    from asyncrl.engines.sglang.process import server_memory_fraction  # imports torch
 
-    return int(memory * (1.0 - server_memory_share(config, gpu, gpus)) * USABLE_FRACTION)
+    return int(memory * (1.0 - server_memory_fraction(config, gpu, gpus)) * USABLE_FRACTION)
 
 
-def held_on_gpu(config: RunConfig) -> int:
+def gpu_tensor_bytes(config: RunConfig) -> int:
     """Return the bytes of a rank's tensors on its GPU, by the estimate."""
     estimate = footprint(config)
     return estimate.work if config.trainer.offload_optimizer else estimate.total

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from asyncrl.config import Packing
 from asyncrl.errors import one_line
-from asyncrl.shrunk import AGREE, RESERVED, UNIMPORTANT, passes, versions
+from asyncrl.shrunk import IGNORED_SETTINGS, LOGPROB_TOLERANCE, RESERVED_IDS, code_versions, is_passing_error
 from asyncrl.trainer.attention import FOREST_ATTENTION
 from asyncrl.trainer.scores import Scores, Selected
 from asyncrl.trainer.world import World
@@ -25,7 +25,7 @@ from asyncrl.user_cache import keep_result, read_result
 # Distance / norm of log-probs, and of gradients: of a small copy, whose recurrent layers round more, and of a
 # loaded model by the type of its forward.
 ERROR_LIMITS = {
-    "copy": {"log-probs": AGREE, "gradients": 1e-2},
+    "copy": {"log-probs": LOGPROB_TOLERANCE, "gradients": 1e-2},
     **{
         dtype: dict.fromkeys(("log-probs", "gradients"), limit)
         for dtype, limit in (("float64", 1e-5), ("float32", 1e-3), ("bfloat16", 0.1))
@@ -55,7 +55,7 @@ def check_gradients(
     own_attention = model.config._attn_implementation
     vocabulary_size = model.config.get_text_config().vocab_size
     common_start, *ends = (
-        rng.integers(min(RESERVED, vocabulary_size - 1), vocabulary_size, n) for n in (24, 9, 14, 30)
+        rng.integers(min(RESERVED_IDS, vocabulary_size - 1), vocabulary_size, n) for n in (24, 9, 14, 30)
     )
     sequences = [np.concatenate([common_start, ends[0]]), np.concatenate([common_start, ends[1]]), ends[2]]
     one_by_one = [_all_tokens([sequence], "padded") for sequence in sequences]
@@ -90,7 +90,7 @@ def check_gradients(
             if forest is not None and forest.ignored_arguments:
                 problems[method] = f"has attention with {', '.join(sorted(forest.ignored_arguments))}"
         except Exception as error:
-            if passes(error):
+            if is_passing_error(error):
                 raise
             problems[method] = f"fails with {one_line(error)}"
 
@@ -131,7 +131,7 @@ def cached_gradient_check(
 def _cache_key(root: nn.Module, layouts: Sequence[Packing], dtype: str, world: World, compiled: bool) -> str:
     model = transformer_of(root)
     device = world.device
-    settings = sorted((model.config.to_dict() | dict.fromkeys(UNIMPORTANT)).items())
+    settings = sorted((model.config.to_dict() | dict.fromkeys(IGNORED_SETTINGS)).items())
     trained_names = sorted(name for name, parameter in root.named_parameters() if parameter.requires_grad)
     device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     sharing_ranks = world.sequence.count if world.sequence else 1
@@ -146,7 +146,7 @@ def _cache_key(root: nn.Module, layouts: Sequence[Packing], dtype: str, world: W
         device_name,
         sharing_ranks,
         compiled,
-        *versions(),
+        *code_versions(),
     )
 
     return repr(key_parts)

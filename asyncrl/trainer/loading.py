@@ -33,15 +33,15 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 from transformers.utils import logging as transformers_logging
 
 from asyncrl.errors import ConfigError
-from asyncrl.shrunk import own_attention
+from asyncrl.shrunk import attention_arguments
 from asyncrl.trainer.footprint import LAYER_MIN_PARAMETERS
 from asyncrl.trainer.layers import layers_of
 from asyncrl.trainer.scores import widened
 from asyncrl.trainer.world import World
-from asyncrl.weights.adapters import initial
+from asyncrl.weights.adapters import initial_values
 from asyncrl.weights.checkpoint_match import AutoClass, check_finite, load_pretrained
 from asyncrl.weights.model_files import stored_tensors, weight_files
-from asyncrl.weights.names import FilePiece, pieces
+from asyncrl.weights.names import FilePiece, file_pieces
 
 logger = logging.getLogger(__name__)
 
@@ -102,7 +102,7 @@ def _check_tied_weights(model: PreTrainedModel, filled_model: PreTrainedModel) -
 def model_without_weights(auto_class: AutoClass, path: str, dtype: str) -> PreTrainedModel:
     """Return the model of a directory without weights. `cast_parameters` sets the final dtypes."""
     config = AutoConfig.from_pretrained(path)
-    attention_options = own_attention(config)
+    attention_options = attention_arguments(config)
     if dtype == "float64":  # no grouped products of experts exist for float64
         attention_options["experts_implementation"] = "eager"
 
@@ -213,7 +213,7 @@ def _initialise_added(source: WeightsSource) -> None:
     read_tensors = {id(state[piece.parameter]) for piece in source.file_tensors}
     for name, tensor in state.items():
         if id(tensor) not in read_tensors:
-            copy_shard(initial(name, tensor), tensor)
+            copy_shard(initial_values(name, tensor), tensor)
 
 
 def _all_weights(source: WeightsSource) -> dict[str, Any]:
@@ -222,7 +222,7 @@ def _all_weights(source: WeightsSource) -> dict[str, Any]:
         return {}
     weights = source.filled_model.state_dict()
     added_weights = {
-        name: initial(name, parameter)
+        name: initial_values(name, parameter)
         for name, parameter in source.model.named_parameters()
         if name not in weights
     }
@@ -265,7 +265,7 @@ def locate_tensors(model: PreTrainedModel, path: str) -> dict[FilePiece, FileTen
     located = dict[FilePiece, FileTensor]()
 
     whole_tensors = (FilePiece(name, name, tuple(tensor.shape)) for name, tensor in tensors.items())
-    wanted_pieces = {piece.name: piece for piece in (*pieces(model, tensors), *whole_tensors)}
+    wanted_pieces = {piece.name: piece for piece in (*file_pieces(model, tensors), *whole_tensors)}
     for file in map(str, weight_files(path)):
         with open_slices(file) as opened:
             for key, name in _wanted_keys(model, list(opened.keys()), wanted_pieces):
@@ -330,9 +330,9 @@ def fill_shards(model: PreTrainedModel, file_tensors: dict[FilePiece, FileTensor
     for piece, file_tensor in file_tensors.items():
         by_file[file_tensor.file].append(piece)
 
-    for file, file_pieces in by_file.items():
+    for file, pieces in by_file.items():
         with open_slices(file) as opened:
-            for piece in file_pieces:
+            for piece in pieces:
                 copy_piece(opened.get_slice(file_tensors[piece].key), tensors[piece.parameter], piece)
 
     for name in dict.fromkeys(piece.parameter for piece in file_tensors):
@@ -354,7 +354,7 @@ def copy_piece(stored_slice: Any, target_tensor: Tensor, piece: FilePiece) -> No
         target_tensor = target_tensor.to_local()
 
     if first_number <= piece.offset < first_number + target_tensor.numel():
-        piece.within(target_tensor, first_number).copy_(stored_slice[...])
+        piece.view_in(target_tensor, first_number).copy_(stored_slice[...])
 
 
 @torch.no_grad()

@@ -25,7 +25,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from asyncrl.config import ModelConfig, Packing, RunConfig, TrainerConfig
 from asyncrl.errors import ConfigError
-from asyncrl.shrunk import remembered
+from asyncrl.shrunk import cached_findings
 from asyncrl.trainer.forced_routes import ForcedRoutes
 from asyncrl.trainer.gradient_check import cached_gradient_check, check_gradients
 from asyncrl.trainer.layers import prepare_layers
@@ -43,8 +43,8 @@ from asyncrl.trainer.scores import (
 )
 from asyncrl.trainer.teacher import Teacher
 from asyncrl.trainer.world import SequenceRanks, World
-from asyncrl.weights.adapters import Adapters, owner
-from asyncrl.weights.names import kept_buffers, pieces
+from asyncrl.weights.adapters import Adapters, owning_agent
+from asyncrl.weights.names import file_pieces, saved_buffers
 
 logger = logging.getLogger(__name__)
 
@@ -71,8 +71,8 @@ class Policy(nn.Module):
         self.sequence_ranks = sequence_ranks
         self.export_dtype = getattr(torch, config.dtype)
         self.vocabulary: int = lm.config.get_text_config().vocab_size  # token ids are below it
-        buffers = kept_buffers(lm)
-        all_pieces = pieces(lm, dict(lm.named_parameters()) | buffers)
+        buffers = saved_buffers(lm)
+        all_pieces = file_pieces(lm, dict(lm.named_parameters()) | buffers)
         self.published = tuple(piece for piece in all_pieces if piece.parameter not in buffers)
         self.buffer_pieces = tuple(piece for piece in all_pieces if piece.parameter in buffers)
         self.packing: Packing = "padded"  # how sequences must be laid out
@@ -128,7 +128,7 @@ class Policy(nn.Module):
         if self.forced_routes is not None:
             self.forced_routes.use_routes(part.routes)
         if self.adapters is not None:
-            self.adapters.use(part.adapter_indices)
+            self.adapters.select_adapters(part.adapter_indices)
         return (self.split_model.run_whole if self.uncut else self.split_model.split)(part)
 
     def without_adapters(self) -> AbstractContextManager[None]:
@@ -141,7 +141,7 @@ class Policy(nn.Module):
         ''."""
         if self.adapters is None or len(self.adapters.agents) == 1:
             return {"": trainable(self)}
-        owned_parameters = [(owner(name), parameter) for name, parameter in self.lm.named_parameters()]
+        owned_parameters = [(owning_agent(name), parameter) for name, parameter in self.lm.named_parameters()]
         return {
             agent: [parameter for parameter_owner, parameter in owned_parameters if parameter_owner == agent]
             for agent in self.adapters.agents
@@ -202,7 +202,7 @@ def architecture_problems(config: PreTrainedConfig) -> dict[str, str] | None:
     """Return the problem of each way to compute gradients of this architecture, see `check_gradients`; None
     where no small copy of the model can be made."""
     model_config = ModelConfig(path=config.model_type, dtype="float32")
-    return remembered(config, "trainer", lambda copy: check_gradients(Policy(copy, model_config, None)))
+    return cached_findings(config, "trainer", lambda copy: check_gradients(Policy(copy, model_config, None)))
 
 
 def shared_architecture_problems(config: PreTrainedConfig, world: World) -> dict[str, str] | None:
@@ -264,7 +264,7 @@ class PublishedShards(Mapping[str, DTensor]):
     @torch.no_grad()
     def __getitem__(self, name: str) -> DTensor:
         weight = cast(DTensor, self._weights[name])
-        return weight if self._adapters is None else self._adapters.merged(name, weight)
+        return weight if self._adapters is None else self._adapters.merged_weight(name, weight)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)
@@ -280,7 +280,7 @@ def copied_buffers(policy: Policy, named_tensors: Mapping[str, Tensor] | None = 
         dict(policy.lm.named_buffers(remove_duplicate=False)) if named_tensors is None else named_tensors
     )
     return {
-        piece.name: piece.within(named_tensors[piece.parameter].detach().to("cpu", copy=True))
+        piece.name: piece.view_in(named_tensors[piece.parameter].detach().to("cpu", copy=True))
         for piece in policy.buffer_pieces
     }
 

@@ -21,7 +21,7 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from asyncrl.config import TrainerConfig
 from asyncrl.errors import AsyncrlError, ConfigError, lacks_memory, one_line
-from asyncrl.registry import Registry, single
+from asyncrl.registry import Registry, name_and_options
 
 optimizers: Registry[Callable[..., Optimizer]] = Registry("optimizer")
 optimizers.register("sgd")(SGD)
@@ -84,7 +84,7 @@ def build_optimizer(parameters: list[nn.Parameter], trainer: TrainerConfig, lr: 
     """Make the optimizer that `trainer.optimizer` names, without state. Raises ConfigError."""
     key = "trainer.optimizer"
 
-    name, options = single(trainer.optimizer, key)
+    name, options = name_and_options(trainer.optimizer, key)
     make_named = optimizers.load(name, key)
     with ConfigError.instead_of(TypeError, ValueError, RuntimeError, text=f"{key}: {name} cannot be built"):
         accepted = inspect.signature(make_named).parameters

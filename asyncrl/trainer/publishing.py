@@ -89,15 +89,15 @@ class Publishing:
         Raises the error of an earlier publish."""
         started_at = time.monotonic()
         buffers = self._buffers()  # small, and not to wait for the copies behind them
-        buffer_index = self._host.claim(lambda busy: self.world.gather(busy, list[int]))
-        self._host.copy(buffer_index, self._published_shards(), buffers)
+        buffer_index = self._host.claim_buffer(lambda busy: self.world.gather(busy, list[int]))
+        self._host.copy_shards(buffer_index, self._published_shards(), buffers)
         self.raise_failure()
 
-        snapshot = self._host.snapshot(buffer_index, version, time.monotonic() - started_at)
+        snapshot = self._host.take_snapshot(buffer_index, version, time.monotonic() - started_at)
         if self._publisher is not None:
-            self._publisher.submit(snapshot)
+            self._publisher.submit_snapshot(snapshot)
         elif self._sender is not None:
-            self._sender.offer(snapshot)
+            self._sender.offer_snapshot(snapshot)
 
     def _published_shards(self) -> Mapping[str, DTensor]:
         return adapter_shards(self.policy) if self._adapters else published_shards(self.policy)
@@ -131,12 +131,12 @@ class Publishing:
     def allow_pause(self) -> None:
         """Stand still while a server joins this rank's group. Called where this rank is in no collective."""
         if self._pause is not None:
-            self._pause.allow()
+            self._pause.allow_pause()
 
     @property
     def unwritten_reason(self) -> str:
         """Says why the newest version is not written yet, on a full disk; else ''."""
-        full_disk = self._publisher.full if self._publisher is not None else ""
+        full_disk = self._publisher.full_error if self._publisher is not None else ""
         return full_disk and f"weights are not written, free space there: {full_disk}"
 
     def drain(self) -> None:
@@ -172,8 +172,8 @@ class Publishing:
         """Write a version where engines find it, or offer it to them."""
         if self._files is None:
             assert self._sender is not None, "rank 0 is the first sender"
-            return self._sender.offer(snapshot)
-        ref = self._files.write(snapshot)
+            return self._sender.offer_snapshot(snapshot)
+        ref = self._files.write_version(snapshot)
         disk.prune(self._files.directory)
         return ref
 

@@ -25,7 +25,7 @@ from torch.distributed import DistNetworkError
 
 from asyncrl.config import RunConfig
 from asyncrl.errors import DeadlineError, GaveUpError, users_code
-from asyncrl.observe.timeline import START, Timeline
+from asyncrl.observe.timeline import START_EVENT, Timeline
 from asyncrl.runtime.liveness import progress_limit, silence_limit
 from asyncrl.trainer import world
 from asyncrl.trainer.batch import with_turns
@@ -142,7 +142,7 @@ class TrainerRank:
         self.bulk = Link(endpoints.bulk, ToTrainerBulk, name, endpoints.keys)
         self._poller = Poller(self.control, self.bulk)
         self.timeline = Timeline(self.run_dir / "timeline" / f"trainer-{self.rank}.jsonl")
-        self.timeline.past(START, 0.0)
+        self.timeline.record_past(START_EVENT, 0.0)
         self.device_offload = DeviceOffload(self.learner, self.timeline, self.run_dir)
         self.stopwatch = self.learner.stopwatch
         self.peak_flops = peak_flops(trainer_world.device, config.model.dtype)
@@ -447,7 +447,7 @@ class TrainerRank:
             *busy_and_idle,
             waiting_text,
             self.trained_micro_batches,
-            checkpointing.checkpoints.written,
+            checkpointing.checkpoints.written_bytes,
             checkpoint_problem=checkpointing.checkpoint_problem,
         )
 

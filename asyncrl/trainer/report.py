@@ -18,7 +18,7 @@ from asyncrl.algorithms.normalise import Moments, end_factor, explained_variance
 from asyncrl.buffer.prompts import REWARD_TOLERANCE
 from asyncrl.buffer.staleness import LagHistogram, length_bucket, masked_by_quarter
 from asyncrl.observe.metrics import LAG_TOKENS, NLL, ZERO_ADVANTAGE
-from asyncrl.observe.transcripts import MOST_TOKENS, TokenRatios, is_kept, save_ratios
+from asyncrl.observe.transcripts import MAX_RATIO_TOKENS, TokenRatios, is_kept, save_ratios
 from asyncrl.trainer.batch import TrainingSample
 from asyncrl.trainer.objective import Terms
 
@@ -371,7 +371,7 @@ class RatioRecorder:
             uid = sample.planned.uid
             member = int(sample.planned.uid[len(sample.group) + 1 :])
             if uid not in self._recorded and is_kept(int(sample.group), member, self._groups_per_batch):
-                token_range = slice(start, min(end, start + MOST_TOKENS))
+                token_range = slice(start, min(end, start + MAX_RATIO_TOKENS))
                 values = [round(value, 5) for value in log_ratio[token_range].tolist()]
                 self._recorded[uid] = TokenRatios(uid, values, is_dropped[token_range].tolist())
 

@@ -90,7 +90,7 @@ def recorded_work(
             frames = [
                 frame
                 for trajectory in ordered
-                for frame in list(reader.frames(trajectory.uid, trajectory.frames))[::2]
+                for frame in list(reader.turn_frames(trajectory.uid, trajectory.frames))[::2]
             ]
             if not all(frames):
                 raise StoreError("turns of the batch were deleted meanwhile: set a larger store.keep_bytes")

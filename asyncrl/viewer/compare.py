@@ -15,8 +15,8 @@ import msgspec
 
 from asyncrl.config import parse
 from asyncrl.errors import UNDECODABLE
-from asyncrl.observe.held_out import ROUNDING, interval
-from asyncrl.store.launches import Tree, at, differences, launches_of
+from asyncrl.observe.held_out import SCORE_ROUNDING, bootstrap_interval
+from asyncrl.store.launches import Tree, differences, launch_at, launches_of
 from asyncrl.store.reader import RunReader
 
 SHOWN_QUESTIONS = 50  # lost questions of a mode, and as many won questions
@@ -120,8 +120,8 @@ def _read_side(run: Path, step: int | None, default_position: int) -> Side:
         if step is None:
             step = (validation_steps or [0])[default_position]
 
-        config = at(launches_of(run), step + 1).config
-        rows = reader.rows(QUESTIONS_QUERY, step, parse(config).validation.success - ROUNDING)
+        config = launch_at(launches_of(run), step + 1).config
+        rows = reader.rows(QUESTIONS_QUERY, step, parse(config).validation.success - SCORE_ROUNDING)
         answered_by_row = {(mode, sample_row): Answered(*fields) for mode, sample_row, *fields in rows}
         for mode, sample_row, name, value in reader.rows(COMPONENTS_QUERY, step):
             if answered := answered_by_row.get((mode, sample_row)):  # may have ended since the first query
@@ -163,9 +163,9 @@ def paired_statistics(pairs: Sequence[tuple[float, float]]) -> dict[str, Any]:
         "questions": len(pairs),
         "means": [fmean(scores) for scores in zip(*pairs, strict=True)],
         "difference": fmean(changes),
-        "interval": interval(changes),
-        "wins": sum(change > ROUNDING for change in changes),
-        "losses": sum(change < -ROUNDING for change in changes),
+        "interval": bootstrap_interval(changes),
+        "wins": sum(change > SCORE_ROUNDING for change in changes),
+        "losses": sum(change < -SCORE_ROUNDING for change in changes),
     }
 
 

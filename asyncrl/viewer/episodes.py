@@ -20,12 +20,12 @@ from asyncrl.buffer.records import EpisodeRecord
 from asyncrl.buffer.staleness import stale_mask, token_lags
 from asyncrl.config import RunConfig
 from asyncrl.conversation.watch import GrowingText
-from asyncrl.episodes.recorded import credited, kept_turns, turns_of
+from asyncrl.episodes.recorded import rewards_and_advantages, stored_turns, turns_of
 from asyncrl.errors import AsyncrlError, ConfigError, one_line, users_code
 from asyncrl.observe.files import read_lines
-from asyncrl.observe.held_out import EVAL
+from asyncrl.observe.held_out import UID_START
 from asyncrl.observe.transcripts import read_ratios
-from asyncrl.registry import single
+from asyncrl.registry import name_and_options
 from asyncrl.store.reader import RunReader
 from asyncrl.types import Observation, Turn
 
@@ -57,7 +57,7 @@ def token_texts(decode: Decode, ids: Sequence[int]) -> list[str]:
     for token in ids:
         read_ids.append(token)
         text_length = len(growing.text)
-        growing.grow(read_ids)
+        growing.read_new_ids(read_ids)
         texts.append(growing.text[text_length:])
 
     return texts
@@ -75,7 +75,7 @@ def search(
         if time.monotonic() > deadline or len(matching_uids) == MAX_MATCHES:
             return matching_uids, read_count
         with suppress(AsyncrlError):  # deleted since the index was read, or damaged
-            text = "\n".join(_written_texts(turns_of(list(reader.frames(uid, turns))), decode)).lower()
+            text = "\n".join(_written_texts(turns_of(list(reader.turn_frames(uid, turns))), decode)).lower()
             if all(word in text for word in lowered_words):
                 matching_uids.append(uid)
 
@@ -95,7 +95,7 @@ def _written_texts(turns: Sequence[Turn], decode: Decode | None) -> Iterator[str
 def masked_fraction(reader: RunReader, episode_row: Mapping[str, Any], max_staleness: int) -> float | None:
     """Return the fraction of an episode's trained tokens that are too old; None where the tokens are gone."""
     with suppress(AsyncrlError):
-        turns = turns_of(list(reader.frames(episode_row["uid"], episode_row["turns"])))
+        turns = turns_of(list(reader.turn_frames(episode_row["uid"], episode_row["turns"])))
         spans = [span for turn in turns if not turn.untrained for span in turn.spans]
         return fmean(stale_mask(token_lags(spans, episode_row["step"] - 1), max_staleness))
     return None
@@ -109,7 +109,7 @@ def transcript(
     StoreError, ConfigError."""
     uid = episode_row["uid"]
     episode = reader.episode(uid)
-    turns, missing = kept_turns(reader, episode)
+    turns, missing = stored_turns(reader, episode)
     token_values = dict[str, list[Any]]()  # lists of all trained tokens, or shorter
     if episode.step >= 0 and (ratio_record := read_ratios(run_dir, episode.step + 1, uid)):
         ratios = [
@@ -120,7 +120,7 @@ def transcript(
 
     if not (no_advantage := missing or _missing_advantage_reason(config, reader, episode)):
         try:
-            parts = credited(config, episode, reader.baseline(episode.group), turns)
+            parts = rewards_and_advantages(config, episode, reader.baseline(episode.group), turns)
             named_parts = zip(("rewards", "advantages"), parts, strict=True)
             token_values |= {
                 name: token_tensor.tolist() for name, token_tensor in named_parts if token_tensor is not None
@@ -145,8 +145,8 @@ def transcript(
 
 def _missing_advantage_reason(config: RunConfig, reader: RunReader, episode: EpisodeRecord) -> str:
     """Return why an episode has no advantages; '' if there are some. A viewer runs no code of users."""
-    advantage_name, _ = single(config.algorithm.advantage)
-    if episode.uid.startswith(EVAL):
+    advantage_name, _ = name_and_options(config.algorithm.advantage)
+    if episode.uid.startswith(UID_START):
         return "it is held out: it is not trained"
     if not episode.stats.turns:
         return "it is not over"

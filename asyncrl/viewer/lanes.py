@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from asyncrl.errors import ConfigError
-from asyncrl.observe.timeline import START, Line, TimelineFile, files
+from asyncrl.observe.timeline import START_EVENT, TimelineFile, TimelineLine, timeline_files
 from asyncrl.runtime.activity import DECODE
 from asyncrl.runtime.weight_loader import LOAD
 from asyncrl.viewer.meanings import MEANINGS, meaning_of
@@ -68,7 +68,7 @@ class LaneReader:
         if not all(time is None or abs(time) <= MAX_SECONDS for time in (since, until)):  # nan neither
             raise ConfigError(f"lanes: from and to must be seconds since the start, within ±{MAX_SECONDS:g}")
 
-        for found_file in files(self._run_dir):
+        for found_file in timeline_files(self._run_dir):
             file = self._files.setdefault(found_file.path, found_file)
             if len(added_spans := np.fromiter(self._read_added(file), SPAN)):
                 self._spans = np.concatenate([self._spans, added_spans])
@@ -134,8 +134,8 @@ class LaneReader:
         process = process_kind if process_kind == COORDINATOR else f"{process_kind} {index}"
         numbers_by_key: dict[tuple[str, str, str], tuple[int, int, int]] = {}
 
-        for line in file.added():
-            if line.name == START:
+        for line in file.read_added():
+            if line.name == START_EVENT:
                 self._process_starts.setdefault(process, []).append(line.start)
                 continue
 
@@ -158,7 +158,7 @@ class LaneReader:
                 epoch,
             )
 
-    def _numbers(self, role: str, process: str, line: Line) -> tuple[int, int, int]:
+    def _numbers(self, role: str, process: str, line: TimelineLine) -> tuple[int, int, int]:
         """Return the numbers of the line's row, name and text."""
         name = line.name
         row = name

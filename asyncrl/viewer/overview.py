@@ -14,14 +14,23 @@ from msgspec.structs import asdict
 
 from asyncrl.config import leaves, parse
 from asyncrl.observe import metrics as metric
-from asyncrl.observe.alerts import WINDOW, Alert, alerts, unless_quoted
-from asyncrl.observe.files import read_status, read_summary, some_rows
-from asyncrl.observe.held_out import wilson
+from asyncrl.observe.alerts import WINDOW_STEPS, Alert, find_alerts, unless_quoted
+from asyncrl.observe.files import read_some_rows, read_status, read_summary
+from asyncrl.observe.held_out import wilson_interval
 from asyncrl.observe.machine import recorded_machine
-from asyncrl.observe.metrics import Row, label, matching
-from asyncrl.observe.summary import JUDGED, account_of, edges, latest, mean, notes, outcome_line, summarize
-from asyncrl.observe.table import numbers
-from asyncrl.store.launches import described, differences, launches_of, tree
+from asyncrl.observe.metrics import Row, label, names_matching
+from asyncrl.observe.summary import (
+    HELD_OUT_RESULTS,
+    account_of,
+    edge_means,
+    latest_steps,
+    mean,
+    outcome_line,
+    summarize,
+    summary_notes,
+)
+from asyncrl.observe.table import summary_numbers
+from asyncrl.store.launches import config_tree, describe_differences, differences, launches_of
 from asyncrl.viewer.compare import ALL_PREFIX, evaluation_measures
 
 NO_MACHINE = "machine.json is missing or cannot be read: on which machine the run was made is not known"
@@ -49,9 +58,9 @@ ROLE_OF_PROCESS = {"trainer": "trainer", **ENGINE_PROCESSES, "worker": "workers"
 def overview(run_dir: Path, ending: str) -> dict[str, Any]:
     """Summarize a run that is over (`ending` says how) or goes on. ConfigError for an unreadable file."""
     # Twice the window, because repeated steps after a crash and the row of the end are read, too.
-    rows = some_rows(run_dir, 2 * WINDOW, MAX_ROWS)
+    rows = read_some_rows(run_dir, 2 * WINDOW_STEPS, MAX_ROWS)
     status = read_status(run_dir)
-    steps = latest(row for row in rows if metric.STEP_SECONDS in row)
+    steps = latest_steps(row for row in rows if metric.STEP_SECONDS in row)
     gauges = status.get("gauges") or next(
         (row for row in reversed(rows) if metric.FLOW + "issued" in row), {}
     )
@@ -64,7 +73,7 @@ def overview(run_dir: Path, ending: str) -> dict[str, Any]:
     launches = launches_of(run_dir)
     config = launches[-1].config if launches else {}
     key_changes = [
-        (new_launch.step + 1, described(old_launch.config, new_launch.config))
+        (new_launch.step + 1, describe_differences(old_launch.config, new_launch.config))
         for old_launch, new_launch in pairwise(launches)
     ]
     resume_alerts = [
@@ -75,12 +84,14 @@ def overview(run_dir: Path, ending: str) -> dict[str, Any]:
 
     required_keys = {"name": "-", "model": {"path": "-"}, "data": {"train": "-"}}
     config_values = dict(leaves(config))
-    differing_keys = differences([config, tree(parse(required_keys))]).items() if config else ()
+    differing_keys = differences([config, config_tree(parse(required_keys))]).items() if config else ()
 
     machine = recorded_machine(run_dir)
     is_training = bool(config_values.get("total_steps", 1))
-    shown_alerts = alerts(rows, status, config_values)
-    run_notes = notes(summary) if saved_summary else [unless_quoted(status.get("failed", ""), shown_alerts)]
+    shown_alerts = find_alerts(rows, status, config_values)
+    run_notes = (
+        summary_notes(summary) if saved_summary else [unless_quoted(status.get("failed", ""), shown_alerts)]
+    )
     if machine is None:
         run_notes = [*run_notes, NO_MACHINE]
 
@@ -102,7 +113,7 @@ def overview(run_dir: Path, ending: str) -> dict[str, Any]:
             (key, value, default) for key, (value, default) in differing_keys if value is not None
         ],
         "tables": {
-            "All numbers": dict(numbers(summary, everything=True)) if is_complete else {},
+            "All numbers": dict(summary_numbers(summary, everything=True)) if is_complete else {},
             "Machine of the newest launch": machine or {},
         },
         "notes": [note for note in run_notes if note],
@@ -113,7 +124,7 @@ def _outcome(ending: str, status: Mapping[str, Any], summary: Mapping[str, Any],
     if not status and not ending and not summary["steps"]:
         return "It starts: its coordinator has not reported yet"
 
-    evaluated = any(summary.get(f"{key}_before") is not None for key in JUDGED)
+    evaluated = any(summary.get(f"{key}_before") is not None for key in HELD_OUT_RESULTS)
     if not (is_training or evaluated):
         if ending in ("", "completed"):
             return "Evaluated without a reward" if ending else "It evaluates: no result is there yet"
@@ -130,8 +141,8 @@ def _outcome(ending: str, status: Mapping[str, Any], summary: Mapping[str, Any],
 def _validation_results(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
     """Yield the results of validations before training, last, and by step, including score components. A
     score that equals the success is left out."""
-    component_metrics = matching(metric.COMPONENT_HELD_OUT, set[str]().union(*rows))
-    for display_name, name in [*JUDGED.values(), *component_metrics.items()]:
+    component_metrics = names_matching(metric.COMPONENT_HELD_OUT, set[str]().union(*rows))
+    for display_name, name in [*HELD_OUT_RESULTS.values(), *component_metrics.items()]:
         curve = _curve(rows, name)
         measured_rows = [row for row in rows if name in row]
         if not measured_rows or (name in SUCCESS_OF_SCORE and curve == _curve(rows, SUCCESS_OF_SCORE[name])):
@@ -169,7 +180,9 @@ def _validation_result(row: Row, name: str) -> dict[str, Any]:
     """Return a validation's number, for a fraction with Wilson's interval: over questions, as the episodes of
     a question are alike."""
     question_count = row.get(metric.ASKED, 0.0)
-    interval = wilson(row[name], question_count) if name in FRACTION_METRICS and question_count else None
+    interval = (
+        wilson_interval(row[name], question_count) if name in FRACTION_METRICS and question_count else None
+    )
     return {
         "value": row[name],
         "interval": interval,
@@ -182,12 +195,13 @@ def _figures(steps: Sequence[Row]) -> Iterator[dict[str, Any]]:
     """Yield each figure's mean over the first and the last tenth of the steps, and a small curve."""
     metric_names = set[str]().union(*steps)
     component_figures = {
-        name: (display_name, "") for display_name, name in matching(metric.COMPONENT, metric_names).items()
+        name: (display_name, "")
+        for display_name, name in names_matching(metric.COMPONENT, metric_names).items()
     }
     figures = {metric.REWARD: FIGURES[metric.REWARD]} | component_figures | FIGURES  # components come second
     for name, (display_name, unit) in figures.items():
         if name in metric_names:
-            first_mean, last_mean = edges(steps, name)
+            first_mean, last_mean = edge_means(steps, name)
             yield {
                 "label": display_name,
                 "part": name in component_figures,

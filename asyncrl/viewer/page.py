@@ -52,7 +52,7 @@ def build_page(recorded: Mapping[str, Any] | None = None) -> str:
     return re.sub("{{([A-Z]+)}}", lambda match: template_values[match[1]], _static_text("page.html"))
 
 
-def write(path: Path, views: Views) -> bool:
+def write_page(path: Path, views: Views) -> bool:
     """Write a page that opens without a server: the curves of all runs, and the newest episodes of each run.
     The page says which parts cannot be read. Returns whether the accounts of all runs are exact."""
     listed_runs = views.answer("runs", {})

@@ -14,10 +14,10 @@ import numpy as np
 from asyncrl.config import leaves
 from asyncrl.errors import AsyncrlError
 from asyncrl.observe import metrics as metric
-from asyncrl.observe.alerts import WINDOW, alerts
-from asyncrl.observe.columns import STEP, Measured
-from asyncrl.observe.held_out import wilson
-from asyncrl.store.launches import described, launches_of
+from asyncrl.observe.alerts import WINDOW_STEPS, find_alerts
+from asyncrl.observe.columns import STEP_NAME, MetricColumns
+from asyncrl.observe.held_out import wilson_interval
+from asyncrl.store.launches import describe_differences, launches_of
 from asyncrl.store.reader import RunReader
 
 MAX_POINTS = 1000  # points of a curve on a page; a longer curve is thinned
@@ -26,7 +26,7 @@ LOST_METRICS = ("rollout/attempts_failed/worker_lost", "rollout/attempts_failed/
 
 
 def curve_series(
-    columns: Measured, x_axis: str = "step", since: float | None = None, until: float | None = None
+    columns: MetricColumns, x_axis: str = "step", since: float | None = None, until: float | None = None
 ) -> dict[str, Any]:
     """Return curves. `columns`: for each metric a value or None for each row. `step`, `seconds` and `tokens`
     (trained so far) are the possible x axes, and `x_axis` names the axis of `since` and `until`. A stretch of
@@ -51,7 +51,7 @@ def curve_series(
     if is_thinned:
         bucket_rows = np.stack([bucket_edges[:-1], bucket_edges[1:] - 1], 1).ravel()
 
-    validated_rows = columns.having(*metric.HELD_OUT)
+    validated_rows = columns.steps_having(*metric.HELD_OUT)
     validated_rows = validated_rows[(validated_rows >= first_row) & (validated_rows < last_row)]
     shown_rows = np.union1d(bucket_rows, _thinned(validated_rows))
 
@@ -68,13 +68,17 @@ def curve_series(
 
         return _rounded_list(thinned[shown_rows])
 
-    names = [name for name in sorted(columns.known()[0] - {STEP}) if not name.startswith(metric.LAG_TOKENS)]
+    names = [
+        name
+        for name in sorted(columns.metric_names()[0] - {STEP_NAME})
+        if not name.startswith(metric.LAG_TOKENS)
+    ]
     curves = {name: shown_values(name) for name in names}
     success_modes = [name for name in (metric.SAMPLED, metric.GREEDY) if name in curves]
     question_counts = curves.get(metric.ASKED, [None] * len(shown_rows))
     for name in success_modes:
         intervals = [
-            wilson(fraction, count or 0.0)
+            wilson_interval(fraction, count or 0.0)
             for fraction, count in zip(curves[name], question_counts, strict=True)
         ]
         curves[f"{name}/low"] = [interval[0] for interval in intervals]
@@ -118,13 +122,15 @@ def _bands(curves: Mapping[str, Sequence[float | None]]) -> Iterator[tuple[str, 
             yield name, changing_bands
 
 
-def run_marks(run_dir: Path, columns: Measured) -> list[dict[str, Any]]:
+def run_marks(run_dir: Path, columns: MetricColumns) -> list[dict[str, Any]]:
     """Return the events of a run by step: kind and text."""
     steps = columns.steps.tolist()
-    trained = columns.having(metric.STEP_SECONDS)
-    check_positions = np.linspace(WINDOW, len(trained), ALERT_CHECKS if len(trained) >= WINDOW else 0)
-    windows = [trained[end - WINDOW : end] for end in np.unique(check_positions.astype(int))]
-    validated = _thinned(columns.having(*metric.HELD_OUT))
+    trained = columns.steps_having(metric.STEP_SECONDS)
+    check_positions = np.linspace(
+        WINDOW_STEPS, len(trained), ALERT_CHECKS if len(trained) >= WINDOW_STEPS else 0
+    )
+    windows = [trained[end - WINDOW_STEPS : end] for end in np.unique(check_positions.astype(int))]
+    validated = _thinned(columns.steps_having(*metric.HELD_OUT))
     read_rows = np.unique(np.concatenate([validated, *windows]))
     row_by_index = dict(zip(read_rows.tolist(), columns.rows(read_rows), strict=True))
 
@@ -134,7 +140,7 @@ def run_marks(run_dir: Path, columns: Measured) -> list[dict[str, Any]]:
     )
     marks = [(step, "validation", ", ".join(texts)) for step, texts in validation_marks]
 
-    counted = columns.having(LOST_METRICS[0])
+    counted = columns.steps_having(LOST_METRICS[0])
     counts = np.sum([np.nan_to_num(columns.values(name)[counted]) for name in LOST_METRICS], axis=0)
     new_losses = zip(counted.tolist(), np.diff(counts, prepend=0.0).tolist(), strict=True)
     loss_text = "{:.0f} attempts lost with a worker".format
@@ -148,14 +154,14 @@ def run_marks(run_dir: Path, columns: Measured) -> list[dict[str, Any]]:
         for old_launch, new_launch in pairwise(launches):
             launch_marks[new_launch.step + 1] = (
                 "resume",
-                f"resumed with {described(old_launch.config, new_launch.config)}",
+                f"resumed with {describe_differences(old_launch.config, new_launch.config)}",
             )
 
         marks += [(step, *mark) for step, mark in launch_marks.items()]
 
     alerts_before = set[str]()
     for last_row in (int(window[-1]) for window in windows):
-        current_alerts = alerts(
+        current_alerts = find_alerts(
             [row for row_index, row in row_by_index.items() if row_index <= last_row], {}, keys
         )
         active_alerts = {alert.name: alert.what for alert in current_alerts if alert.level in ("bad", "warn")}

@@ -57,7 +57,7 @@ class ViewServer:
         await self._runner.cleanup()
         with suppress(TimeoutError):  # a thread that still reads ends with the process
             async with asyncio.timeout(STOP_SECONDS):
-                await asyncio.gather(*(thread.end(bool) for thread in self._view_threads.values()))
+                await asyncio.gather(*(thread.end_thread(bool) for thread in self._view_threads.values()))
 
     async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
         """Answer only GET; only under the server's own name, or a page of another site could ask by a name

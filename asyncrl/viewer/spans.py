@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from asyncrl.observe.metrics import clock
+from asyncrl.observe.metrics import clock_text
 
 SPAN = np.dtype(
     [(name, "f8") for name in ("start", "end")]
@@ -37,7 +37,7 @@ def since_start(spans: np.ndarray, process_starts: Mapping[str, Sequence[float]]
         return times - run_start - paused_seconds
 
     marks = [
-        (on_run_clock(relaunch), f"launched again, {clock(pause_lengths.get(relaunch, 0))} later")
+        (on_run_clock(relaunch), f"launched again, {clock_text(pause_lengths.get(relaunch, 0))} later")
         for relaunch in relaunches
     ]
     for process, times in process_starts.items():

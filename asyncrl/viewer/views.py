@@ -14,11 +14,11 @@ import msgspec
 
 from asyncrl.config import RunConfig, parse
 from asyncrl.errors import AsyncrlError, ConfigError
-from asyncrl.observe.columns import Measured
-from asyncrl.observe.files import read_status, size_of_rows
-from asyncrl.observe.metrics import charts
+from asyncrl.observe.columns import MetricColumns
+from asyncrl.observe.files import metrics_size, read_status
+from asyncrl.observe.metrics import known_charts
 from asyncrl.store import listing
-from asyncrl.store.launches import Tree, at, differences, launches_of
+from asyncrl.store.launches import Tree, differences, launch_at, launches_of
 from asyncrl.store.listing import Listing
 from asyncrl.store.reader import RunReader
 from asyncrl.viewer.compare import compare
@@ -46,7 +46,7 @@ class Views:
         self._run_names = names if len({*names}) == len(names) else [*map(str, self._runs)]
         self._load_decoder = lru_cache(load_decoder)
         self._lane_readers = dict[RunIdentity, LaneReader]()
-        self._metric_columns = dict[RunIdentity, Measured]()
+        self._metric_columns = dict[RunIdentity, MetricColumns]()
         self._views: dict[str, Callable[[Query], Any]] = {
             "runs": self._list_runs,
             "rows": self._rows,
@@ -90,7 +90,7 @@ class Views:
             "total_steps": total_steps,
             "seconds": seconds,
             "eta": (total_steps - steps_done) * seconds / steps_done if steps_done and not outcome else None,
-            "rows": size_of_rows(path),
+            "rows": metrics_size(path),
         }
 
     def _rows(self, query: Query) -> dict[str, Any]:
@@ -99,12 +99,12 @@ class Views:
         since = _query_number(query, "from")
         until = _query_number(query, "to")
         run_identity = _run_identity(path)
-        columns = self._metric_columns.pop(run_identity, None) or Measured(path / "metrics.jsonl")
-        while sum(measured.read for measured in self._metric_columns.values()) > KEPT_METRIC_BYTES:
+        columns = self._metric_columns.pop(run_identity, None) or MetricColumns(path / "metrics.jsonl")
+        while sum(measured.bytes_read for measured in self._metric_columns.values()) > KEPT_METRIC_BYTES:
             del self._metric_columns[next(iter(self._metric_columns))]
         columns.update()
         self._metric_columns[run_identity] = columns  # last in order: the first is dropped first
-        chart_groups = list(charts(*columns.known()))
+        chart_groups = list(known_charts(*columns.metric_names()))
         curves = curve_series(columns, query.get("by", ""), since, until)
 
         return curves | {"charts": chart_groups, "marks": run_marks(path, columns)}
@@ -175,13 +175,13 @@ class Views:
 def _newest_config(run_dir: Path) -> Tree:
     """Return the newest configuration; {} for a run that was deleted, or is of another version."""
     with suppress(AsyncrlError):
-        return at(launches_of(run_dir), 0).config
+        return launch_at(launches_of(run_dir), 0).config
     return {}
 
 
 def _run_config(run_dir: Path, step: int = 0) -> RunConfig:
     """Return the configuration of the launch that trained a step; the newest configuration without a step."""
-    return parse(at(launches_of(run_dir), step).config)
+    return parse(launch_at(launches_of(run_dir), step).config)
 
 
 def _query_number(query: Query, key: str, kind: Any = float) -> Any:

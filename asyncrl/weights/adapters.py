@@ -26,9 +26,9 @@ from asyncrl.errors import ConfigError
 from asyncrl.weights.manifest import AdapterSpec
 from asyncrl.weights.names import FilePiece
 
-A = "lora_a"
-B = "lora_b"
-ROLES = {A: "lora_A.weight", B: "lora_B.weight"}
+ROLE_A = "lora_a"
+ROLE_B = "lora_b"
+ROLES = {ROLE_A: "lora_A.weight", ROLE_B: "lora_B.weight"}
 
 
 class Adapters:
@@ -45,7 +45,7 @@ class Adapters:
         self._is_enabled = True
         self._scale_by_agent = {agent: alpha / rank for agent, (rank, alpha) in sizes.items()}
         self._token_masks: dict[str, Tensor | float] = {}
-        self.use(None)
+        self.select_adapters(None)
         self._adapted_layers = {  # by the name of the weight
             f"{name}.weight": layer
             for name, layer in model.named_modules()
@@ -62,8 +62,8 @@ class Adapters:
             for agent, (rank, _) in sizes.items():
                 lora_a = layer.weight.new_empty(rank, in_size)
                 lora_b = layer.weight.new_empty(out_size, rank)
-                layer.register_parameter(named(A, agent), nn.Parameter(lora_a))
-                layer.register_parameter(named(B, agent), nn.Parameter(lora_b))
+                layer.register_parameter(role_name(ROLE_A, agent), nn.Parameter(lora_a))
+                layer.register_parameter(role_name(ROLE_B, agent), nn.Parameter(lora_b))
 
             layer.register_forward_hook(self._add_adapters)
 
@@ -74,7 +74,7 @@ class Adapters:
             FilePiece(peft_name(parameter), parameter, tuple(model.get_parameter(parameter).shape))
             for agent in sizes
             for layer in layers
-            for parameter in (f"{layer}.{named(A, agent)}", f"{layer}.{named(B, agent)}")
+            for parameter in (f"{layer}.{role_name(ROLE_A, agent)}", f"{layer}.{role_name(ROLE_B, agent)}")
         )
 
     @property
@@ -90,7 +90,7 @@ class Adapters:
             len(adapter_agents),
         )
 
-    def use(self, agents: Tensor | None) -> None:
+    def select_adapters(self, agents: Tensor | None) -> None:
         """Set the adapters' indices for the next forwards, [tokens] in any shape; None: the first adapter.
         Every adapter is computed for every token, so that ranks agree on the parameters with gradients."""
         for adapter_index, agent in enumerate(self._scale_by_agent):
@@ -103,14 +103,16 @@ class Adapters:
             return output
 
         for agent, scale in self._scale_by_agent.items():
-            low_rank = scale * linear(args[0], getattr(layer, named(A, agent)))  # scaled where it is small
+            low_rank = scale * linear(
+                args[0], getattr(layer, role_name(ROLE_A, agent))
+            )  # scaled where it is small
             if len(self._scale_by_agent) > 1 or agent:  # tokens of others
                 token_mask = self._token_masks[agent]
                 low_rank = low_rank * (
                     token_mask.view(*low_rank.shape[:-1], 1) if isinstance(token_mask, Tensor) else token_mask
                 )
 
-            output = output + linear(low_rank, getattr(layer, named(B, agent)))
+            output = output + linear(low_rank, getattr(layer, role_name(ROLE_B, agent)))
 
         return output
 
@@ -123,51 +125,55 @@ class Adapters:
         finally:
             self._is_enabled = True
 
-    def merged(self, name: str, weight: DTensor) -> DTensor:
+    def merged_weight(self, name: str, weight: DTensor) -> DTensor:
         """Return W + (alpha/rank)·B·A for the parameter called `name`, sharded as W is; W itself if there is
         no adapter '' for this parameter. A collective: A is gathered."""
-        if self.names(name) is None:
+        if self.adapter_names(name) is None:
             return weight
         layer = self._adapted_layers[name]
-        update = cast(DTensor, self.change(name, getattr(layer, A), getattr(layer, B)))
+        update = cast(DTensor, self.weight_change(name, getattr(layer, ROLE_A), getattr(layer, ROLE_B)))
         return cast(DTensor, weight + update.redistribute(weight.device_mesh, weight.placements))
 
-    def change(self, name: str, lora_a: Tensor, lora_b: Tensor) -> Tensor:
+    def weight_change(self, name: str, lora_a: Tensor, lora_b: Tensor) -> Tensor:
         """Return the update that the adapter '' of all agents, A and B, adds to the weight called `name`."""
         product = self._scale_by_agent[""] * (lora_b @ lora_a)
         if isinstance(self._adapted_layers[name], Conv1D):  # keeps its weight transposed
             return product.t()
         return product
 
-    def names(self, name: str) -> tuple[str, str] | None:
+    def adapter_names(self, name: str) -> tuple[str, str] | None:
         """Return the names of A and B for a weight, of the adapter ''; None without an adapter."""
         stem = name.removesuffix("weight")
-        return (stem + A, stem + B) if name in self._adapted_layers and "" in self._scale_by_agent else None
+        return (
+            (stem + ROLE_A, stem + ROLE_B)
+            if name in self._adapted_layers and "" in self._scale_by_agent
+            else None
+        )
 
 
-def named(role: str, agent: str) -> str:
+def role_name(role: str, agent: str) -> str:
     """Name a layer's A or B for an agent."""
     return f"{role}_{agent}" if agent else role
 
 
-def owner(parameter: str) -> str | None:
+def owning_agent(parameter: str) -> str | None:
     """Return the agent whose adapter a parameter, by its name, belongs to; None: of no adapter."""
     parameter_name = parameter.rpartition(".")[2]
-    return parameter_name[len(A) + 1 :] if parameter_name[: len(A)] in ROLES else None
+    return parameter_name[len(ROLE_A) + 1 :] if parameter_name[: len(ROLE_A)] in ROLES else None
 
 
 def peft_name(parameter: str) -> str:
     """Name an adapter's parameter as PEFT's files do, an agent's parameter as PEFT does in memory."""
     layer, _, parameter_name = parameter.rpartition(".")
-    role, _, weight = ROLES[parameter_name[: len(A)]].partition(".")
-    agent = owner(parameter)
+    role, _, weight = ROLES[parameter_name[: len(ROLE_A)]].partition(".")
+    agent = owning_agent(parameter)
     return ".".join(filter(None, ("base_model.model", layer, role, agent, weight)))
 
 
-def initial(name: str, parameter: Tensor) -> Tensor:
+def initial_values(name: str, parameter: Tensor) -> Tensor:
     """Return the first values of a parameter that a model directory does not hold: A uniform in ±1/√in, all
     other parameters zero. So an adapted model starts as its base does, and a value head at 0."""
     values = torch.zeros(parameter.shape, dtype=parameter.dtype)
-    if owner(name) is not None and f".{A}" in name:
+    if owning_agent(name) is not None and f".{ROLE_A}" in name:
         values.uniform_(-1, 1).div_(math.sqrt(parameter.shape[1]))
     return values

@@ -216,7 +216,7 @@ def _compare(path: str, label: str, auto_class: str, tensors: dict[str, StoredTe
     import transformers
     from transformers import AutoConfig
 
-    from asyncrl.weights.names import pieces
+    from asyncrl.weights.names import file_pieces
 
     try:
         config = AutoConfig.from_pretrained(path, local_files_only=True)
@@ -241,7 +241,7 @@ def _compare(path: str, label: str, auto_class: str, tensors: dict[str, StoredTe
                 output_loading_info=True,
             )
     except Exception as error:  # a quantized model, or a conversion without some of its tensors
-        lacking = sorted({piece.name for piece in pieces(model)} - tensors.keys())
+        lacking = sorted({piece.name for piece in file_pieces(model)} - tensors.keys())
         if isinstance(error, RuntimeError) and lacking:
             return CheckpointMatch(model_class=model_class, missing=lacking)
         return CheckpointMatch(model_class=model_class, not_compared=one_line(error))

@@ -1,9 +1,9 @@
 """Weights through a process group: the trainer's end, and the protocol with the supervisors.
 
 As many ranks of the trainer as there are servers, or all, have one `Sender` each. Server i belongs to sender
-i modulo the number of senders, of senders on the server's machine if there are any. The server's supervisor has
-one `Receiver` (engines/sglang/receiver.py), which asks for versions and controls the server over HTTP. The
-weights go from the sender, rank 0 of a group, to the server.
+i modulo the number of senders, of senders on the server's machine if there are any. The server's supervisor
+has one `Receiver` (engines/sglang/receiver.py), which asks for versions and controls the server over HTTP.
+The weights go from the sender, rank 0 of a group, to the server.
 
     supervisor                                trainer                        server
     VersionRequest            ──►  its turn; rank 0 listens; a pause of training begins
@@ -48,7 +48,14 @@ from asyncrl.errors import DeadlineError, ProtocolError, one_line
 from asyncrl.types import PolicyVersion
 from asyncrl.weights import collective_messages as messages
 from asyncrl.weights.group import ServerGroup, run_in_background
-from asyncrl.weights.manifest import Postponed, Superseded, TensorEntry, WeightsRef, build_manifest, split
+from asyncrl.weights.manifest import (
+    Postponed,
+    Superseded,
+    TensorEntry,
+    WeightsRef,
+    build_manifest,
+    split_buckets,
+)
 from asyncrl.weights.pause import TrainingPause
 from asyncrl.weights.ranges import join_parts
 from asyncrl.weights.snapshot import BucketBuffers, Snapshot
@@ -95,7 +102,7 @@ class Sender:
         self.connections: set[EngineConnection] = set()
         run_in_background(self._accept_receivers)
 
-    def offer(self, snapshot: Snapshot) -> WeightsRef:
+    def offer_snapshot(self, snapshot: Snapshot) -> WeightsRef:
         """Offer this version to engines from now on. A push under way goes on with the older version."""
         with self._offer_condition:
             self._latest_snapshot = snapshot
@@ -204,7 +211,7 @@ class EngineConnection:
         )
 
     def _push_snapshot(self, snapshot: Snapshot, request: messages.VersionRequest, deadline: float) -> None:
-        bucket_slices = list(split(snapshot.layout, self._sender.bucket_bytes))
+        bucket_slices = list(split_buckets(snapshot.layout, self._sender.bucket_bytes))
         entries: list[TensorEntry] = []
         last_broadcast: Future[None] | None = None
         with (

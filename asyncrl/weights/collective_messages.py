@@ -95,8 +95,8 @@ def send_answer(connection: socket.socket, answer: Answer, deadline: float) -> N
 
 
 def receive_question(connection: socket.socket, kind: type[T], deadline: float) -> T:
-    """Return a supervisor's next question, at the latest at `deadline`. Raises EOFError when the supervisor left,
-    TimeoutError, and ProtocolError for a question of another kind."""
+    """Return a supervisor's next question, at the latest at `deadline`. Raises EOFError when the supervisor
+    left, TimeoutError, and ProtocolError for a question of another kind."""
     size = _checked_size(_read_exactly(connection, _LENGTH.size, deadline), MAX_QUESTION_BYTES)
     question = _decode_message(_read_exactly(connection, size, deadline), _question_decoder)
     if not isinstance(question, kind):

@@ -25,7 +25,7 @@ from asyncrl.weights.manifest import (
     WeightsError,
     WeightsRef,
     build_manifest,
-    split,
+    split_buckets,
 )
 from asyncrl.weights.ranges import file_header, join_parts
 
@@ -58,7 +58,7 @@ class VersionWriter:
         self._delta_count = 0  # since the last whole version
         self._delta_bytes = 0  # since the last whole version
 
-    def write(self, snapshot: Snapshot) -> WeightsRef:
+    def write_version(self, snapshot: Snapshot) -> WeightsRef:
         """Publish a version, completely or not at all. Raises Superseded, WeightsError, and OSError; after an
         error the next version may still be a delta."""
         base_copy = self._base_copy
@@ -100,7 +100,7 @@ class VersionWriter:
         payload_path = work_directory / (disk.DELTA if base_copy else disk.PAYLOAD)
         with payload_path.open("wb") as file:
             offset = file.write(b"" if base_copy else file_header(snapshot.layout))
-            for bucket_slice in split(snapshot.layout, self.bucket_bytes):
+            for bucket_slice in split_buckets(snapshot.layout, self.bucket_bytes):
                 parts_by_tensor = (
                     held_copy.collect_parts(bucket_slice, base=base_copy[1])
                     if base_copy

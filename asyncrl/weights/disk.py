@@ -260,7 +260,7 @@ def weights_directory(setting: str, run_dir: Path, run_name: str, needed_bytes: 
     if setting == "run":
         return on_disk
 
-    unique_name = own_name(run_dir, run_name)
+    unique_name = unique_run_name(run_dir, run_name)
     if setting not in ("auto", "shm"):
         if not Path(setting).is_absolute():
             raise ConfigError(f"weights.directory: {setting!r} is none of auto, shm, run, an absolute path")
@@ -283,7 +283,7 @@ def weights_directory(setting: str, run_dir: Path, run_name: str, needed_bytes: 
     return on_disk
 
 
-def own_name(run_dir: Path, run_name: str) -> str:
+def unique_run_name(run_dir: Path, run_name: str) -> str:
     """Return a name that no other run has: runs may share a name, and on a path that machines share even the
     path of their directory."""
     origin = f"{socket.gethostname()}:{run_dir.resolve()}"

@@ -71,7 +71,7 @@ class TensorSpec(NamedTuple):
 Layout = tuple[TensorSpec, ...]
 
 
-def split(layout: Sequence[TensorSpec], bucket_bytes: int) -> Iterator[slice]:
+def split_buckets(layout: Sequence[TensorSpec], bucket_bytes: int) -> Iterator[slice]:
     """Yield slices of consecutive tensors of at most `bucket_bytes` together; a larger tensor alone."""
     start = 0
     bucket_size = 0
@@ -151,7 +151,7 @@ class AdapterSpec(msgspec.Struct, frozen=True):
 _AGENT_TENSOR = re.compile(r"(.*?\.lora_[AB])(?:\.([\w-]+))?\.weight")
 
 
-def alone(name: str, agent: str) -> str:
+def agent_tensor_name(name: str, agent: str) -> str:
     """Name a tensor of an agent's adapter as in a file for this agent alone; '': a tensor of another
     agent."""
     match = _AGENT_TENSOR.fullmatch(name)

@@ -48,7 +48,7 @@ def trim_heap() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def page_locked(size: int) -> torch.Tensor:
+def allocate_page_locked(size: int) -> torch.Tensor:
     """Return `size` bytes of main memory, [size] of uint8, that a GPU copies to and from directly; a warning,
     and ordinary memory, where the system does not allow it. torch's own page-locked memory comes in powers of
     two. Raises MemoryError.

@@ -16,8 +16,8 @@ import xxhash
 from asyncrl.config import RunConfig
 from asyncrl.errors import ConfigError
 
-INDEX = "model.safetensors.index.json"
-MODEL = "model"  # key in the store's meta: `identity` of the run's first model
+INDEX_FILE = "model.safetensors.index.json"
+MODEL_KEY = "model"  # key in the store's meta: `identity` of the run's first model
 IDENTITY_FILES = (
     "config.json",
     "generation_config.json",
@@ -38,8 +38,10 @@ def weight_files(path: str) -> list[Path]:
     """Return the files that transformers reads, without a second copy in a publisher's own layout, or
     adapters. Empty without safetensors; a file that an index names may be missing."""
     directory = Path(path)
-    if (directory / INDEX).is_file():
-        return [directory / name for name in set(read_json(directory / INDEX).get("weight_map", {}).values())]
+    if (directory / INDEX_FILE).is_file():
+        return [
+            directory / name for name in set(read_json(directory / INDEX_FILE).get("weight_map", {}).values())
+        ]
     single_file = directory / "model.safetensors"
     return [single_file] if single_file.is_file() else []
 
@@ -135,7 +137,7 @@ def _read_header(file: Path) -> dict[str, Any]:
         raise ConfigError(f"{file}: not readable as safetensors ({error}); fetch or save it anew") from None
 
 
-def identity(path: str) -> dict[str, Any]:
+def model_identity(path: str) -> dict[str, Any]:
     """Return the values in a model's files, or hashes of long values, that decide beside the weights how the
     model reads, computes and writes. Example: `config.json: rope_theta` → 10000.0."""
     values_by_key: dict[str, Any] = {}

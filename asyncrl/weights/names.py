@@ -38,7 +38,7 @@ class FilePiece(NamedTuple):
     def numel(self) -> int:
         return math.prod(self.shape)
 
-    def within(self, tensor: Tensor, start: int = 0) -> Tensor:
+    def view_in(self, tensor: Tensor, start: int = 0) -> Tensor:
         """Return a view of the piece in `tensor`, which holds the parameter without the first `start`
         numbers."""
         if tuple(tensor.shape) == self.shape:
@@ -47,7 +47,7 @@ class FilePiece(NamedTuple):
         return tensor.view(-1)[position : position + self.numel].view(self.shape)
 
 
-def pieces(model: PreTrainedModel, tensors: Mapping[str, Tensor] | None = None) -> tuple[FilePiece, ...]:
+def file_pieces(model: PreTrainedModel, tensors: Mapping[str, Tensor] | None = None) -> tuple[FilePiece, ...]:
     """List the tensors that `save_pretrained` would write for the parameters, or for other `tensors` of the
     model by name: in the order of the tensors, and pieces of a tensor as in memory. A tensor with another
     conversion than stacking experts keeps the model's name."""
@@ -70,7 +70,7 @@ def pieces(model: PreTrainedModel, tensors: Mapping[str, Tensor] | None = None) 
     return tuple(piece for parameter in tensors for piece in pieces_by_parameter[parameter])
 
 
-def kept_buffers(model: PreTrainedModel) -> dict[str, Tensor]:
+def saved_buffers(model: PreTrainedModel) -> dict[str, Tensor]:
     """Return the buffers that `save_pretrained` writes beside the parameters, by the model's names:
     persistent buffers, a shared buffer under its last name that is not tied to another tensor."""
     buffers = dict(model.named_buffers(remove_duplicate=False))

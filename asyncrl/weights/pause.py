@@ -42,7 +42,7 @@ class TrainingPause:
                 self._waiting_threads -= 1
                 self._state_changed.notify_all()
 
-    def allow(self) -> None:
+    def allow_pause(self) -> None:
         """Pause training while pushing threads want it: called by the training thread outside of collectives.
         Returns at once if no thread wants a pause. Threads in a pause have their own deadlines."""
         if not self._waiting_threads:

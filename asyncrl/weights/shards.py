@@ -82,7 +82,7 @@ class HostShards:
         buffers: Mapping[str, Tensor] = {},
         deltas: bool = False,
     ) -> None:
-        self.layout = layout_of(pieces, dtype, buffers)
+        self.layout = export_layout(pieces, dtype, buffers)
         self._dtype = dtype
         self._deadline = deadline
         self.file_offsets = dict(tensor_offsets(self.layout))
@@ -121,14 +121,14 @@ class HostShards:
 
     # -- foreground ------------------------------------------------------------------------------------
 
-    def claim(self, gather: Callable[[list[int]], list[list[int]]]) -> int:
+    def claim_buffer(self, gather: Callable[[list[int]], list[list[int]]]) -> int:
         """Return the buffer that all ranks copy into next. A collective: `gather` returns the lists of all
         ranks."""
         return self._buffers.claim_buffer(
             {index for busy in gather(self._buffers.begin_claim()) for index in busy}
         )
 
-    def copy(self, index: int, shards: Shards, buffers: Mapping[str, Tensor] = {}) -> None:
+    def copy_shards(self, index: int, shards: Shards, buffers: Mapping[str, Tensor] = {}) -> None:
         """Copy this rank's shards, cast to the exported type, and on rank 0 the buffers. A collective with
         adapters, which are merged when a shard is read."""
         own_buffers = [buffers[spec.name] for spec in self.layout if spec.name in buffers and not self.rank]
@@ -139,7 +139,7 @@ class HostShards:
             index, chain(larger_buffers, own_shards, typed_buffers[len(larger_buffers) :])
         )
 
-    def snapshot(self, index: int, version: PolicyVersion, seconds: float) -> Snapshot:
+    def take_snapshot(self, index: int, version: PolicyVersion, seconds: float) -> Snapshot:
         """Return the copy just made as a version, at a collector."""
         return Snapshot(
             version, self.layout, seconds, partial(self._hold_copy, (index, self._buffers.copy_count))
@@ -307,7 +307,9 @@ def _write_range(file: Path, start: int, data: memoryview) -> bool:
     return False
 
 
-def layout_of(pieces: Sequence[FilePiece], dtype: torch.dtype, buffers: Mapping[str, Tensor] = {}) -> Layout:
+def export_layout(
+    pieces: Sequence[FilePiece], dtype: torch.dtype, buffers: Mapping[str, Tensor] = {}
+) -> Layout:
     """Return the layout of the whole tensors in files and buckets. A tensor must start at a multiple of its
     item size, so large items come first."""
     described = [(piece.name, piece.shape, dtype) for piece in pieces]

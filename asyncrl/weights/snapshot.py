@@ -26,7 +26,7 @@ from torch import Tensor
 from asyncrl.errors import disk_full, one_line
 from asyncrl.types import PolicyVersion
 from asyncrl.weights.manifest import Layout, Superseded, WeightsRef
-from asyncrl.weights.memory import page_locked
+from asyncrl.weights.memory import allocate_page_locked
 from asyncrl.weights.ranges import RangePart
 
 CLAIM_SECONDS = 60.0  # for all ranks to agree on the next buffer
@@ -90,13 +90,13 @@ class BucketBuffers:
     def fill_next(self, range_parts: Iterable[RangePart], largest_bucket: int) -> Tensor:
         """Return the bytes of some parts, at most `largest_bucket`; overwrites the bucket before the last."""
         if not self._buffers or len(self._buffers[0]) < largest_bucket:
-            allocate = page_locked if self._page_locked else partial(torch.empty, dtype=torch.uint8)
+            allocate = allocate_page_locked if self._page_locked else partial(torch.empty, dtype=torch.uint8)
             self._buffers = [allocate(largest_bucket), allocate(largest_bucket)]
         self._fill_count += 1
         return concat_parts(range_parts, self._buffers[self._fill_count % 2])
 
 
-def as_bytes(tensor: Tensor) -> np.ndarray:
+def tensor_as_bytes(tensor: Tensor) -> np.ndarray:
     """Return the bytes of a CPU tensor, without a copy if the tensor is contiguous."""
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
 
@@ -197,7 +197,7 @@ class Buffers:
 
     def _new_buffer(self) -> Buffer:
         if self._page_locked:
-            return Buffer(page_locked(self._size))
+            return Buffer(allocate_page_locked(self._size))
         return Buffer(torch.empty(self._size, dtype=torch.uint8))
 
 
@@ -220,7 +220,7 @@ class Publisher:
         self._write_version = write
         self._announce = announce
         self.error: Exception | None = None
-        self.full = ""
+        self.full_error = ""
         self._pending_snapshot: Snapshot | None = None
         self._closing = False
 
@@ -228,7 +228,7 @@ class Publisher:
         self._thread = threading.Thread(target=self._run, name="publisher", daemon=True)
         self._thread.start()
 
-    def submit(self, snapshot: Snapshot) -> None:
+    def submit_snapshot(self, snapshot: Snapshot) -> None:
         """Submit a snapshot, without blocking. Raises the error that ended an earlier write."""
         if self.error is not None:
             raise self.error
@@ -257,7 +257,7 @@ class Publisher:
             try:
                 started_at = time.monotonic()
                 ref = self._write_version(snapshot)
-                self.full = ""
+                self.full_error = ""
                 self._announce(ref, snapshot.seconds, time.monotonic() - started_at)
             except Superseded:
                 log.info("v%d was replaced by a newer version before it was written", snapshot.version.step)
@@ -265,7 +265,7 @@ class Publisher:
                 if disk_full(error):
                     log.warning("v%d is not written: %s", snapshot.version.step, error)
                     with self._wake:
-                        self.full = one_line(error)
+                        self.full_error = one_line(error)
                         if not self._wake.wait_for(lambda: self._closing, FULL_RETRY_SECONDS):
                             self._pending_snapshot = self._pending_snapshot or snapshot
                     continue

@@ -32,7 +32,7 @@ def own_address() -> str:
         return "127.0.0.1"
 
 
-def bound(endpoint: str, host: str) -> str:
+def bind_address(endpoint: str, host: str) -> str:
     """Return the address to which the coordinator binds for an endpoint."""
     return f"tcp://{EVERY_ADDRESS}:{endpoint.rpartition(':')[2]}" if host == EVERY_ADDRESS else endpoint
 
@@ -45,7 +45,7 @@ def local_address(endpoint: str) -> str:
         return str(probe_socket.getsockname()[0])
 
 
-def is_here(endpoint: str) -> bool:
+def is_local_endpoint(endpoint: str) -> bool:
     """Return True when `endpoint` is on this machine."""
     host = endpoint.removeprefix("tcp://").rpartition(":")[0]
     return local_address(endpoint) == socket.gethostbyname(host)
@@ -74,7 +74,7 @@ def is_older(incarnation: str, other_incarnation: str) -> bool:
 # -- listening ---------------------------------------------------------------------------------------------
 
 
-SPARE = 256  # descriptors for files of the process, but at most a quarter of all descriptors
+SPARE_DESCRIPTORS = 256  # descriptors for files of the process, but at most a quarter of all descriptors
 WATCH_INTERVAL = 10, 100  # shortest and longest milliseconds between two checks of the descriptors
 MAX_ACCEPT_RATE = 100  # descriptors in a millisecond; ZeroMQ accepts fewer connections
 BACKLOG = 64  # waiting connections, which a deaf socket may still accept
@@ -109,7 +109,7 @@ class Listeners:
         """Accept connections, or none while descriptors are short. Returns milliseconds until the next
         call."""
         open_limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        spare_descriptors = min(SPARE, open_limit // 4)
+        spare_descriptors = min(SPARE_DESCRIPTORS, open_limit // 4)
         free_descriptors = 0
         try:
             lowest_free = os.open(os.devnull, os.O_RDONLY)  # the kernel assigns the lowest free number

@@ -45,7 +45,7 @@ ENVELOPE_BYTES = 1024  # upper bound of the bytes that encryption adds to a fram
 COORDINATOR = "coordinator"
 OBSERVER = "observer"
 TOKEN = "token"
-ROLES = ("engine", "rollout", "scorer", "trainer", OBSERVER)  # peers of the coordinator
+PEER_ROLES = ("engine", "rollout", "scorer", "trainer", OBSERVER)  # peers of the coordinator
 # An option of the context, with which an unread message of 100 bytes keeps a receive buffer of 8 KB alive.
 ZERO_COPY_RECV = 10
 REDIAL_MILLISECONDS = 100  # time in which ZeroMQ reports that a lost connection is dialled again
@@ -82,7 +82,7 @@ class Endpoints(msgspec.Struct, frozen=True):
     keys: dict[str, KeyPair] = {}
     versions: str = ""
 
-    def given_to(self, role: str) -> Endpoints:
+    def for_role(self, role: str) -> Endpoints:
         """Return the part that a process of this role may know: no secret key of another role."""
         keys = {name: key if name == role else KeyPair(key.public) for name, key in self.keys.items()}
         return msgspec.structs.replace(self, keys=keys)
@@ -93,7 +93,7 @@ def choose_endpoints(host: str, port: int) -> Endpoints:
     is taken. As nobody can dial 0.0.0.0 from elsewhere, the endpoints then have this machine's address."""
     dialled_host = own_address() if host == EVERY_ADDRESS else host
     control, bulk, versions = (f"tcp://{dialled_host}:{number}" for number in free_ports(host, port, 3))
-    keys = {role: new_key_pair() for role in (COORDINATOR, *ROLES)}
+    keys = {role: new_key_pair() for role in (COORDINATOR, *PEER_ROLES)}
     return Endpoints(control, bulk, keys, versions)
 
 
@@ -141,10 +141,10 @@ class Gate:
     def __init__(
         self, endpoints: Endpoints, enrolled_keys: Mapping[str, str] = {}, owner: str = COORDINATOR
     ) -> None:
-        self.own = endpoints.keys[owner]
+        self.key_pair = endpoints.keys[owner]
         key_pairs = endpoints.keys
-        launch_members = {key_pairs[role].public: role for role in ROLES if role in key_pairs}
-        self.members = launch_members | dict(enrolled_keys)
+        launch_members = {key_pairs[role].public: role for role in PEER_ROLES if role in key_pairs}
+        self.role_by_key = launch_members | dict(enrolled_keys)
 
         self.context = zmq.Context(2)  # threads: encrypting large messages does not delay small messages
         self.context.set(ZERO_COPY_RECV, 0)
@@ -163,7 +163,7 @@ class Gate:
 
                 version, request, _, address, _, _, *credentials = zap_socket.recv_multipart()
                 key = zmq.utils.z85.encode(b"".join(credentials)).decode()
-                is_member = key in self.members
+                is_member = key in self.role_by_key
                 refused_count += not is_member
                 if not is_member and _is_power_of_two(refused_count):
                     log.warning(
@@ -176,17 +176,17 @@ class Gate:
                 zap_answer = (b"200", b"OK", key.encode()) if is_member else (b"400", b"unknown key", b"")
                 zap_socket.send_multipart([version, request, *zap_answer, b""])
 
-    def secure(self, sock: zmq.Socket) -> None:
+    def secure_socket(self, sock: zmq.Socket) -> None:
         """Secure a socket before binding: from then on, nobody connects without a key of the run."""
         sock.setsockopt(zmq.CURVE_SERVER, 1)
-        sock.setsockopt_string(zmq.CURVE_SECRETKEY, self.own.secret)
+        sock.setsockopt_string(zmq.CURVE_SECRETKEY, self.key_pair.secret)
         sock.setsockopt(zmq.ZAP_DOMAIN, b"run")
         sock.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without an answer of the handler no peer is admitted
 
-    def role(self, peer: bytes, key: str) -> str:
+    def role_of_key(self, peer: bytes, key: str) -> str:
         """Return the role of the key's owner. ProtocolError unless `peer` names this role, and for a token
         this key."""
-        role = self.members.get(key)
+        role = self.role_by_key.get(key)
         if role is None or role_of(peer) != role or (role == TOKEN and peer != identity(TOKEN, 0, key)):
             raise ProtocolError(f"its key is that of {'no' if role is None else role!r} role")
         return role
@@ -210,7 +210,7 @@ class Hub:
             self.socket.setsockopt(zmq.SNDHWM, LARGE_HIGH_WATER_MARK)
 
         self.socket.setsockopt(zmq.AFFINITY, 2 if large else 1)
-        gate.secure(self.socket)
+        gate.secure_socket(self.socket)
         self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         # A peer may dial again before the old connection is gone.
         self.socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
@@ -219,7 +219,7 @@ class Hub:
         self.endpoint = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)  # includes the chosen port
         self._gate = gate
         self._codecs = {role: Codec(union) for role, union in unions.items()}
-        self.refused = 0  # unreadable messages
+        self.refused_count = 0  # unreadable messages
 
     def send(self, peer: bytes, message: WireMessage, frames: Sequence[bytes] = ()) -> bool:
         """Send a message; False when the peer is unknown or the queue is full; the caller's protocol
@@ -246,12 +246,12 @@ class Hub:
             parts = self.socket.recv_multipart(zmq.DONTWAIT)
             try:
                 peer.decode()  # identities are text, which handlers use as a name
-                role = self._gate.role(peer, str(identity_frame.get("User-Id")))
+                role = self._gate.role_of_key(peer, str(identity_frame.get("User-Id")))
                 return peer, *self._codec_of(role).decode(parts)
             except (ProtocolError, UnicodeDecodeError) as error:
-                self.refused += 1
-                if _is_power_of_two(self.refused):
-                    log.warning("message %d dropped, from %r: %s", self.refused, peer, error)
+                self.refused_count += 1
+                if _is_power_of_two(self.refused_count):
+                    log.warning("message %d dropped, from %r: %s", self.refused_count, peer, error)
 
         return None
 

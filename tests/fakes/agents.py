@@ -8,7 +8,7 @@ from typing import Any
 
 import aiohttp
 
-from asyncrl.conversation.requests import Untrained
+from asyncrl.conversation.requests import IsUntrained
 from asyncrl.engines.base import Request
 from asyncrl.gateway import Agent, Endpoint, Gateway
 from asyncrl.rewards import RewardInput
@@ -36,7 +36,7 @@ class AgentBench(Bench):
         *,
         limits: dict[str, Any] | None = None,
         chat: FakeChat | None = None,
-        untrained: Untrained = lambda request: False,
+        untrained: IsUntrained = lambda request: False,
         **options: Any,
     ) -> None:
         super().__init__(self.script, reward, chat, **{"agent": "a:b", **(limits or {}), **options})

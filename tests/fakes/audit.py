@@ -15,7 +15,7 @@ import msgspec
 from asyncrl.buffer.records import EpisodeRecord, State
 from asyncrl.config import read_config
 from asyncrl.observe.files import read_rows, read_summary
-from asyncrl.observe.timeline import files, union
+from asyncrl.observe.timeline import merge_spans, timeline_files
 from asyncrl.runtime.activity import DECODE
 from asyncrl.runtime.weight_loader import LOAD
 from asyncrl.store.checkpoints import CheckpointError, CheckpointManifest, Checkpoints
@@ -54,8 +54,8 @@ def running(run: Path) -> dict[str, int]:
 
 
 def spans(run: Path, role: str, *names: str) -> list[tuple[float, float]]:
-    lines = (line for file in files(run) if file.role == role for line in file.added())
-    return union((line.start, line.end) for line in lines if line.name in names)
+    lines = (line for file in timeline_files(run) if file.role == role for line in file.read_added())
+    return merge_spans((line.start, line.end) for line in lines if line.name in names)
 
 
 def at_once(run: Path) -> Iterator[tuple[float, float]]:

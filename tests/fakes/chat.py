@@ -7,7 +7,7 @@ from typing import Any
 
 from asyncrl.config import RolloutConfig
 from asyncrl.conversation.commands import Opened, Rules
-from asyncrl.conversation.episode import Episode, advance, begin
+from asyncrl.conversation.episode import Episode, advance_episode, begin_episode
 from asyncrl.conversation.parsers import hermes
 from asyncrl.conversation.tokenizer import Cut
 from asyncrl.types import Message, Sample
@@ -95,4 +95,4 @@ OPENED = Opened(tools=("",))
 
 def start(made: Rules, given: Sample | None = None, opened: Opened = OPENED) -> Episode:
     """An episode that asks for its first turn, or has failed for want of room."""
-    return advance(made, begin(given or sample()), opened)
+    return advance_episode(made, begin_episode(given or sample()), opened)

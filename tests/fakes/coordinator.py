@@ -132,7 +132,7 @@ class FakeCoordinator:
         for hub in (self.control, self.bulk):
             while (received := hub.receive()) is not None:
                 peer, message, frames = received
-                both = message.unpacked(frames) if isinstance(message, Records) else [(message, frames)]
+                both = message.with_frames(frames) if isinstance(message, Records) else [(message, frames)]
                 for one, own in both:
                     self._handle(peer, one, own)
 

@@ -187,7 +187,7 @@ def _prepared(given: LossInput, loss: Loss, live: Tensor, language: Language) ->
     assert loss.prepare is not None and given.reference is not None
     sizes = live.sum(2)
     rewards = token_rewards(language).sum(1)
-    columns = {name: getattr(given, name) for name in ("advantage", "mu", "fresh", "reference")}
+    columns = {name: getattr(given, name) for name in ("advantage", "mu", "trainable", "reference")}
     columns["prox"] = given.prox.detach()
     cut = (column.split(sizes.flatten().tolist()) for column in columns.values())
     pieces = (dict(zip(columns, map(np.asarray, piece), strict=True)) for piece in zip(*cut, strict=True))

@@ -90,7 +90,7 @@ class Bench:
         return Assign(1, Attempt("u", 1), self.sample, lane, **given)
 
     async def _send(self, records: Records, frames: Sequence[bytes]) -> None:
-        for record, own in records.unpacked(frames):
+        for record, own in records.with_frames(frames):
             self.sent.append(record)
             self.frames.append(own)
         if self.auto_ack:

@@ -47,7 +47,9 @@ def _run(connection: Connection, silent_from: int, path: str, bucket_bytes: int)
 
     ServerGroup.broadcast = until_then  # type: ignore[method-assign]
     sender = Sender("127.0.0.1", bucket_bytes, 60.0, torch.device("cpu"))
-    connection.send(sender.offer(snapshot_of(load_file(path) if path else weights(0), PolicyVersion(0, 1))))
+    connection.send(
+        sender.offer_snapshot(snapshot_of(load_file(path) if path else weights(0), PolicyVersion(0, 1)))
+    )
     threading.Event().wait()
 
 

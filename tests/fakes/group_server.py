@@ -19,13 +19,13 @@ from torch.distributed.distributed_c10d import _new_process_group_helper, _world
 from asyncrl.errors import EngineError
 from asyncrl.weights.manifest import TensorEntry, TensorSpec, WeightsError
 from asyncrl.weights.ranges import tensor_entry
-from asyncrl.weights.snapshot import as_bytes
+from asyncrl.weights.snapshot import tensor_as_bytes
 from tests.fakes.forked import FORKED
 
 
 def described(name: str, tensor: Tensor) -> TensorEntry:
     spec = TensorSpec(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
-    return tensor_entry(spec, as_bytes(tensor))
+    return tensor_entry(spec, tensor_as_bytes(tensor))
 
 
 class GroupRank:

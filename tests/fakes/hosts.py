@@ -43,7 +43,7 @@ class FakeHost:
         self.asked.append(ask)
         self.entered.set()
         if listener is not None and self.streamed is not None:
-            listener.begun(1)
+            listener.start(1)
             listener.delta(0, "", self.streamed)
         try:
             await self.gate.wait()

@@ -24,9 +24,9 @@ from asyncrl.data import samples_path
 from asyncrl.errors import ConfigError
 from asyncrl.observe.files import write_status
 from asyncrl.observe.held_out import HeldOut
-from asyncrl.observe.timeline import START, Timeline
+from asyncrl.observe.timeline import START_EVENT, Timeline
 from asyncrl.observe.transcripts import TokenRatios, save_ratios
-from asyncrl.store.launches import KEY, LaunchRecord, tree
+from asyncrl.store.launches import LAUNCHES_KEY, LaunchRecord, config_tree
 from asyncrl.store.runstore import RunStore
 from asyncrl.types import (
     DropReason,
@@ -135,7 +135,7 @@ class PlantedRun:
         groups, *episodes = self.buffer.pop_changes()
         for group in groups:
             self.store.put_question(group.id, self.samples[group.sample])
-        self.store.put_groups(groups, self.buffer.live)
+        self.store.put_groups(groups, self.buffer.live_groups)
         self.store.put_episodes(*episodes)
         self.store.commit()
 
@@ -182,7 +182,7 @@ class PlantedRun:
     def close(self, launches: Sequence[LaunchRecord] = ()) -> Path:
         """All but what its processes report."""
         if launches:
-            self.store.put_meta(KEY, msgspec.json.encode(launches).decode())
+            self.store.put_meta(LAUNCHES_KEY, msgspec.json.encode(launches).decode())
         self._index()
         self.store.close()
         (self.dir / "config.yaml").write_bytes(msgspec.yaml.encode(self.config))
@@ -194,7 +194,7 @@ class PlantedRun:
         self, metrics: Metrics | None = None, launches: Sequence[LaunchRecord] = (), lost: str = ""
     ) -> Path:
         """`metrics`: of its steps, which took 20 s each; a number holds for all of them."""
-        self.close(launches or [LaunchRecord(0, tree(self.config))])
+        self.close(launches or [LaunchRecord(0, config_tree(self.config))])
         flow = {f"flow/{name}": float(count) for name, count in asdict(self.buffer.account()).items()}
         scores = {"rollout/score/mean": 0.5, "rollout/score/min": 0.0, "rollout/score/max": 1.0}
         known = {"timing_s/step": 20.0, "rollout/landed": 2.0 * GROUPS, **scores, **flow, **(metrics or {})}
@@ -239,7 +239,7 @@ def save_run(run_dir: Path, **training: float) -> Path:
     one.commit(0)
     run(one.buffer, "2.0")
     land(one.buffer, "3.0")
-    one.buffer.drop_group(one.buffer.live[3], DropReason.GROUP_SHORT)
+    one.buffer.drop_group(one.buffer.live_groups[3], DropReason.GROUP_SHORT)
     one.close()
     steps = [
         {"training/step": float(at), "timing_s/step": 1.0, "time_s": 2.0 * at, "actor/entropy": 1.0 / at}
@@ -320,8 +320,8 @@ def resumed(run_dir: Path) -> Path:
     """From step 7 on the learning rate is ten times as high."""
     one = PlantedRun(run_dir, trainer={"lr": 1e-5})
     one.train()
-    old = tree(parse(tree(one.config) | {"trainer": {"lr": 1e-6}}))
-    return one.save(launches=[LaunchRecord(0, old), LaunchRecord(6, tree(one.config))])
+    old = config_tree(parse(config_tree(one.config) | {"trainer": {"lr": 1e-6}}))
+    return one.save(launches=[LaunchRecord(0, old), LaunchRecord(6, config_tree(one.config))])
 
 
 def flipped(run_dir: Path) -> Path:
@@ -355,7 +355,7 @@ def crashed(run_dir: Path) -> Path:
         file = Timeline(run_dir / "timeline" / f"rollout-{worker}.jsonl")
         for began, ended in ((0, 95), (100, 240)):
             if worker or not began:
-                file.record(START, BEGAN + began, BEGAN + began)
+                file.record(START_EVENT, BEGAN + began, BEGAN + began)
             file.record("decode", BEGAN + began, BEGAN + ended, calls=9, seconds=80.0)
         file.close()
     one = PlantedRun(run_dir)

@@ -158,7 +158,7 @@ class PlayedWorker:
             self._take(*received)
         while self.orders and self.orders[0][0] <= now:
             self._obey(self.orders.popleft()[1])
-        match self.contact.tick(now):
+        match self.contact.contact_state(now):
             case ContactState.FINE:
                 held = tuple({record.attempt for record, _ in self.unacked.values()} | self.held.keys())
                 self.link.say(WorkerHeartbeat(self.assigned, held, now, 0.0, self.seq, acked=self._acked))
@@ -365,9 +365,9 @@ class PlayedTrainer:
         if self.resumed:
             return
         self.resumed = True
-        sound = (step for step in self.place.steps() if not self.place.damage(step))
+        sound = (step for step in self.place.steps() if not self.place.find_damage(step))
         if (step := next(sound, -1)) >= 0:
-            with self.place.open(step, "state") as file:
+            with self.place.open_file(step, "state") as file:
                 self.trained = json.loads(file.read())
             self.step = self.parent = step
 
@@ -505,8 +505,8 @@ class PlayedTrainer:
 
     def _save(self) -> None:
         files: Files = {}
-        self.place.clear(self.step)
-        with self.place.create(self.step, "state", files) as file:
+        self.place.prepare_step(self.step)
+        with self.place.create_file(self.step, "state", files) as file:
             file.write(json.dumps(self.trained).encode())
         manifest = CheckpointManifest(
             step=self.step,
@@ -516,8 +516,8 @@ class PlayedTrainer:
             trained_total=len(self.trained),
             files=files,
         )
-        self.place.seal(manifest)
-        self.place.prune(self.step, self.world.config.checkpoint.keep)
+        self.place.write_manifest(manifest)
+        self.place.prune_steps(self.step, self.world.config.checkpoint.keep)
         self.parent = self.step
         self.unsaved = []
 

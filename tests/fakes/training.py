@@ -165,7 +165,7 @@ def full_state(policy: Policy) -> dict[str, Tensor]:
 def stored(policy: Policy) -> dict[str, Tensor]:
     """The same as they are published: under the names of files. A collective."""
     whole = full_state(policy)
-    return {piece.name: piece.within(whole[piece.parameter]) for piece in policy.published}
+    return {piece.name: piece.view_in(whole[piece.parameter]) for piece in policy.published}
 
 
 def save_checkpoint(directory: Path, learner: Learner, manifest: CheckpointManifest, hf: bool = True) -> Path:

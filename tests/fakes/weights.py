@@ -13,9 +13,9 @@ from torch import Tensor
 from asyncrl.types import PolicyVersion
 from asyncrl.weights import codec
 from asyncrl.weights.delta import VersionWriter
-from asyncrl.weights.manifest import ITEM_BYTES, AdapterSpec, Layout, TensorSpec, WeightsRef, split
+from asyncrl.weights.manifest import ITEM_BYTES, AdapterSpec, Layout, TensorSpec, WeightsRef, split_buckets
 from asyncrl.weights.ranges import RangePart, make_range_part
-from asyncrl.weights.snapshot import Snapshot, Tensors, as_bytes, concat_parts
+from asyncrl.weights.snapshot import Snapshot, Tensors, concat_parts, tensor_as_bytes
 
 BUCKET_BYTES = 256 << 20
 
@@ -32,10 +32,10 @@ class PinnedTensors:
     ) -> list[Sequence[RangePart]]:
         found: list[Sequence[RangePart]] = []
         for spec in self.layout[part]:
-            own = as_bytes(self.kept[spec.name])
+            own = tensor_as_bytes(self.kept[spec.name])
             data = own.data
             if base is not None and own.size:
-                old = as_bytes(base.kept[spec.name])
+                old = tensor_as_bytes(base.kept[spec.name])
                 data = memoryview(codec.encode_changes(old, own, ITEM_BYTES[spec.dtype]))
             found.append([make_range_part(spec, own, 0, data)])
         return found
@@ -63,7 +63,7 @@ def snapshot_of(tensors: Mapping[str, Tensor], version: PolicyVersion) -> Snapsh
 def buckets(snapshot: Snapshot, bucket_bytes: int) -> Iterator[Tensors]:
     """Its tensors, in groups of at most so many bytes (a larger tensor alone)."""
     with snapshot.hold_copy() as pinned:
-        for part in split(snapshot.layout, bucket_bytes):
+        for part in split_buckets(snapshot.layout, bucket_bytes):
             shares = zip(snapshot.layout[part], pinned.collect_parts(part), strict=True)
             yield {
                 spec.name: concat_parts(own).view(getattr(torch, spec.dtype)).view(spec.shape)
@@ -85,4 +85,6 @@ def publish(
     adapters: Mapping[str, AdapterSpec] | None = None,
 ) -> WeightsRef:
     """Write a version to files."""
-    return VersionWriter(directory, BUCKET_BYTES, adapters=adapters).write(snapshot_of(tensors, version))
+    return VersionWriter(directory, BUCKET_BYTES, adapters=adapters).write_version(
+        snapshot_of(tensors, version)
+    )

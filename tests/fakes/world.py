@@ -28,7 +28,7 @@ from asyncrl.coordinator.loop import Coordinator
 from asyncrl.observe.files import read_rows
 from asyncrl.observe.held_out import GREEDY, SAMPLED, HeldOut, uid_prefix
 from asyncrl.store import checkpoints, runstore, schema, segments
-from asyncrl.store.copies import restore
+from asyncrl.store.copies import restore_newest
 from asyncrl.store.reader import RunReader
 from asyncrl.store.schema import StorePaused, SupersededError
 from asyncrl.types import Turn
@@ -326,7 +326,7 @@ class World:
         damage(self.run_dir / "run.db")
         if len(copies) > 1 and self.dice.random() < 0.3:
             damage(copies[-1] / "run.db")
-        self.log += restore(self.run_dir)
+        self.log += restore_newest(self.run_dir)
         self.restored += 1
         self.now += 10.0
         self.launch()
@@ -425,27 +425,27 @@ class World:
         assert summary["conserved"], (summary["flow"], self.log)
         flow = summary["flow"]
         place = self.trainer.place
-        with place.open(place.steps()[0], "state") as file:
+        with place.open_file(place.steps()[0], "state") as file:
             trained = json.loads(file.read())
         assert flow["taken"] == flow["ready"] == flow["in_flight"] == 0, (flow, self.log)
         assert len(set(trained)) == len(trained) == flow["trained"], (flow, trained, self.log)
         again = runstore.RunStore(self.run_dir)
-        counts = {one.value: count for one, count in again.read.counts().items()}
-        assert again.read.trained_in_plans() == flow["trained"] == counts.get("trained", 0), self.log
+        counts = {one.value: count for one, count in again.reader.counts().items()}
+        assert again.reader.trained_in_plans() == flow["trained"] == counts.get("trained", 0), self.log
         assert sum(counts.values()) == flow["issued"]
         if self.counted and not self.restored:
             sampled, delivered, abandoned = (
-                int(again.read.meta(key, "0")) for key in ("sampled", "delivered", state.ABANDONED_KEY)
+                int(again.reader.meta(key, "0")) for key in ("sampled", "delivered", state.ABANDONED_KEY)
             )
             assert sampled == delivered + abandoned, (sampled, delivered, abandoned, self.log)
             self.abandoned = abandoned
         if self.config.data.test:
-            self._check_validations(summary["held_out"], again.read)
+            self._check_validations(summary["held_out"], again.reader)
         again.close()
 
     def _check_validations(self, flow: dict[str, int], read: RunReader) -> None:
         """Each episode of the last validation is over, once; each that was begun has an account."""
-        last = [HeldOut.of(uid) for uid, _ in read.held_out(uid_prefix(4))]
+        last = [HeldOut.from_uid(uid) for uid, _ in read.held_out(uid_prefix(4))]
         assert Counter((one.row, one.mode) for one in last) == Counter(product(range(2), (SAMPLED, GREEDY)))
         assert not [*read.held_out(RECORD_PREFIX)] and not flow["in_flight"], flow
         assert flow["issued"] == flow["scored"] + flow["failed"], flow

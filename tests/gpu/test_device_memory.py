@@ -8,7 +8,7 @@ import threading
 import pytest
 import torch
 
-from asyncrl.weights.memory import page_locked
+from asyncrl.weights.memory import allocate_page_locked
 from asyncrl.weights.pause import TrainingPause
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
@@ -17,11 +17,11 @@ LONG = 60.0
 
 
 def test_page_locked_memory_is_copied_from_and_to_without_the_host() -> None:
-    memory = page_locked(5_000_000)
+    memory = allocate_page_locked(5_000_000)
     assert memory.is_pinned() and memory[1_000_000:].is_pinned()
     memory.copy_(torch.arange(len(memory)).to(torch.uint8))
     there = memory.to("cuda", non_blocking=True)
-    memory_of_result = page_locked(len(memory))
+    memory_of_result = allocate_page_locked(len(memory))
     memory_of_result.copy_(there + 1, non_blocking=True)
     torch.cuda.synchronize()
     assert torch.equal(memory_of_result, memory + 1)
@@ -34,7 +34,7 @@ def test_addresses_are_locked_anew_after_their_memory_was_freed(
     """A lock that outlived its memory would be an error at the next one, or copy from pages of the past."""
     addresses = list[int]()
     for value in range(50):
-        memory = page_locked(size)
+        memory = allocate_page_locked(size)
         addresses.append(memory.data_ptr())
         memory.fill_(value)
         assert memory.is_pinned() and bool((memory.to("cuda", non_blocking=True) == value).all())
@@ -58,7 +58,7 @@ def test_the_device_is_idle_while_training_stands_still() -> None:
         torch.cuda._sleep(500_000_000)  # cycles
         kernels_done.record()
         assert not kernels_done.query()
-        pause.allow()
+        pause.allow_pause()
 
     pushing = threading.Thread(target=push)
     pushing.start()

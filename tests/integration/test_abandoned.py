@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from asyncrl.buffer.payloads import decode_turn
-from asyncrl.episodes.recorded import kept_turns
+from asyncrl.episodes.recorded import stored_turns
 from asyncrl.errors import ProtocolError
 from asyncrl.gateway.places import WORKSPACE_PREFIX, WORKSPACES_DIRECTORY
 from asyncrl.isolation.sandbox.emptying import lock_directory
@@ -149,9 +149,9 @@ def test_every_token_that_was_sampled_is_delivered_or_abandoned(
     left = set(sampled)
     delivered = 0
     with closing(RunReader.open(run.path)) as reader:
-        episodes = [one for group in reader.groups() for one in reader.members(group.id)]
+        episodes = [one for group in reader.groups() for one in reader.group_members(group.id)]
         for episode in (one for one in episodes if one.stats.turns):
-            turns, missing = kept_turns(reader, episode)
+            turns, missing = stored_turns(reader, episode)
             assert not missing
             shown: dict[int, tuple[int, ...]] = {}
             for turn in turns:

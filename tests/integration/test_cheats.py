@@ -33,10 +33,10 @@ from asyncrl.data.tasks import TASK_KEY, Task, TaskTests
 from asyncrl.isolation.images import Image, find_image
 from asyncrl.isolation.importing import import_image
 from asyncrl.isolation.sandbox.base import ISOLATION, RunResult, SandboxLimits
-from asyncrl.isolation.sandbox.changes import DIRECTORY, OPAQUE, packed
+from asyncrl.isolation.sandbox.changes import DIRECTORY, OPAQUE, pack_entries
 from asyncrl.isolation.sandbox.jail import Jail
 from asyncrl.rewards import RewardError, RewardInput
-from asyncrl.rewards.task_tests import EMPTY_LOGS, JudgedByTests, NoVerdict, pack
+from asyncrl.rewards.task_tests import EMPTY_LOGS, JudgedByTests, NoVerdict, pack_directory
 from asyncrl.types import FailReason, Sample
 from tests.fakes.images import small_image
 from tests.fakes.scripts import script
@@ -237,7 +237,7 @@ class Bench:
         sandbox = TaskSandbox(self.task, LIMITS, ISOLATION)
         async with sandbox.jail as jail:
             await jail.run("shell", self.placed(script), 20)
-            return await sandbox.result()
+            return await sandbox.collect_changes()
 
     def placed(self, script: str) -> str:
         return script.replace("/app", self.task.directory)
@@ -267,9 +267,9 @@ class Bench:
         sandbox = TaskSandbox(self.task, LIMITS, ISOLATION)
         async with sandbox.jail as jail:
             await jail.run("shell", self.placed(script), 20)
-            files = (*pack(Path(self.tests.tests), "tests/test.sh"), *EMPTY_LOGS)
-            await jail.apply(
-                packed(one._replace(kind=DIRECTORY) if one.kind == OPAQUE else one for one in files)
+            files = (*pack_directory(Path(self.tests.tests), "tests/test.sh"), *EMPTY_LOGS)
+            await jail.apply_changes(
+                pack_entries(one._replace(kind=DIRECTORY) if one.kind == OPAQUE else one for one in files)
             )
             try:
                 found = await JudgedByTests()._run_tests(sandbox, TaskTests(self.tests.tests, 60.0))

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from asyncrl.config import RolloutConfig
 from asyncrl.config.composition import config_root
-from asyncrl.conversation.turns import rows_of, trained
+from asyncrl.conversation.turns import rows_of, without_untrained
 from asyncrl.gateway import Command, load_agent, load_untrained, server
 from asyncrl.types import EpisodeEnd, Message
 from tests.fakes import episodes
@@ -92,11 +92,11 @@ def bench_of(
 
 def rows(bench: AgentBench) -> list[str]:
     """The rows that are trained, in any order."""
-    return [read(ids) for ids in rows_of(trained(bench.turns))]
+    return [read(ids) for ids in rows_of(without_untrained(bench.turns))]
 
 
 def texts(bench: AgentBench) -> Sequence[str]:
-    return ["".join(map(chr, turn.ids[:-1])) for turn in trained(bench.turns)]
+    return ["".join(map(chr, turn.ids[:-1])) for turn in without_untrained(bench.turns)]
 
 
 def solves(client: Client) -> Callable[[str], str]:

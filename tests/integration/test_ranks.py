@@ -98,12 +98,12 @@ def published_by(learner: Learner, world: World) -> Tensors:
     """What engines would be given; nothing on ranks other than the first."""
     policy = learner.policy
     host = HostShards(published_shards(policy), policy.published, torch.float32, 60.0)
-    index = host.claim(lambda busy: world.gather(busy, list[int]))
-    host.copy(index, published_shards(policy))
+    index = host.claim_buffer(lambda busy: world.gather(busy, list[int]))
+    host.copy_shards(index, published_shards(policy))
     wanted = full_state(policy)
     found: Tensors = {}
     if world.rank == 0:
-        for bucket in buckets(host.snapshot(index, PolicyVersion(0, SAVED_AT), 0.0), 1000):
+        for bucket in buckets(host.take_snapshot(index, PolicyVersion(0, SAVED_AT), 0.0), 1000):
             found |= {name: tensor.clone() for name, tensor in bucket.items()}
         assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
     world.gather(0, int)

@@ -15,7 +15,7 @@ import torch
 from msgspec.structs import replace
 
 from asyncrl.config import RunConfig
-from asyncrl.observe.timeline import Line
+from asyncrl.observe.timeline import TimelineLine
 from asyncrl.trainer import rank as module
 from asyncrl.trainer.world import World
 from asyncrl.weights import disk
@@ -115,9 +115,9 @@ class Run:
     def planned(self) -> tuple[trainer.PlannedTrajectory, ...]:
         return tuple(planned for planned, _ in self.episodes)
 
-    def lines(self, rank: int) -> list[Line]:
+    def lines(self, rank: int) -> list[TimelineLine]:
         file = self.folder / "t" / "timeline" / f"trainer-{rank}.jsonl"
-        return [msgspec.json.decode(line, type=Line) for line in file.read_text().splitlines()]
+        return [msgspec.json.decode(line, type=TimelineLine) for line in file.read_text().splitlines()]
 
     @contextmanager
     def ranks(self, size: int) -> Iterator[None]:

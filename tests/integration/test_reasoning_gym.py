@@ -11,7 +11,7 @@ from asyncrl import cli
 from asyncrl.data.samples import load_samples
 from asyncrl.errors import ConfigError
 from asyncrl.rewards import RewardInput, load_rewards
-from asyncrl.rewards.reasoning_gym import packed, unpack_entry
+from asyncrl.rewards.reasoning_gym import pack_entry, unpack_entry
 from asyncrl.types import Sample
 
 TASKS = ["chain_sum", "arc_agi", "graph_color"]  # an answer, tuples that are compared, keys that are numbers
@@ -69,7 +69,7 @@ def test_the_tasks_options_are_used(samples: list[Sample]) -> None:
 
 def test_it_runs_in_child_processes() -> None:
     (reward,) = load_rewards({"reasoning_gym": {"tag": ""}})
-    assert reward.place == "processes"
+    assert reward.location == "processes"
 
 
 def test_a_row_of_another_data_set_is_an_error() -> None:
@@ -82,13 +82,13 @@ def test_a_row_of_another_data_set_is_an_error() -> None:
     [{"a": (1, [2.5, None]), 3: {"of": "x", "tuple": ()}}, {(1, 2): True}, [], {}, ((),), "text"],
 )
 def test_an_entry_survives_json(value: object) -> None:
-    again = unpack_entry(json.loads(json.dumps(packed(value))))
+    again = unpack_entry(json.loads(json.dumps(pack_entry(value))))
     assert (again, repr(again)) == (value, repr(value))
 
 
 def test_what_has_no_json_is_refused() -> None:
     with pytest.raises(ValueError, match="set has no JSON"):
-        packed({"a": {1}})
+        pack_entry({"a": {1}})
 
 
 def test_without_the_package_the_run_does_not_begin(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from asyncrl.buffer.payloads import decode_part
 from asyncrl.config import RunConfig
 from asyncrl.data.samples import load_samples
 from asyncrl.rollout.worker import run
-from asyncrl.runtime.process import ignore_endings
+from asyncrl.runtime.process import ignore_end_signals
 from asyncrl.tools.snapshots import Snapshots
 from asyncrl.types import NO_VERSION, EpisodeEnd, PolicyVersion, StopReason
 from asyncrl.weights.manifest import WeightsRef
@@ -240,7 +240,7 @@ def test_a_worker_left_alone_leaves(hub: FakeCoordinator, model_path: str, tmp_p
 
 
 def work(config: bytes, endpoints: Endpoints) -> NoReturn:
-    ignore_endings()
+    ignore_end_signals()
     sys.exit(run(msgspec.json.decode(config, type=RunConfig), endpoints, 0, "process"))
 
 

@@ -14,7 +14,7 @@ import pytest
 from asyncrl.isolation.images import Image
 from asyncrl.isolation.sandbox import changes
 from asyncrl.isolation.sandbox.base import RunEnding, SandboxError, SandboxLimits
-from asyncrl.isolation.sandbox.changes import Entry, packed, read_entries
+from asyncrl.isolation.sandbox.changes import Entry, pack_entries, read_entries
 from asyncrl.isolation.sandbox.jail import Jail
 from tests.fakes.images import small_image
 
@@ -126,11 +126,11 @@ async def check_copy(seed: int, image: Image | None, user: Literal["", "root"] =
         top = "/testbed" if image else first.home
         await cell(first, Operations(seed, top).code(60))
         before = await listing(first, top)
-        archive = await first.changes((top,))
+        archive = await first.collect_changes((top,))
         assert await listing(first, top) == before
-        await second.apply(archive)
+        await second.apply_changes(archive)
         assert await listing(second, top) == before
-        assert image or await second.changes((top,)) == archive
+        assert image or await second.collect_changes((top,)) == archive
 
 
 async def test_what_changed_is_the_same_in_another_sandbox(image: Image) -> None:
@@ -155,7 +155,7 @@ async def test_only_what_is_asked_for_is_collected() -> None:
         home = jail.home
 
         async def paths(*roots: str) -> list[str]:
-            archive = await jail.changes(roots, (".git", "*.pyc"))
+            archive = await jail.collect_changes(roots, (".git", "*.pyc"))
             return [entry.path for entry in read_entries(archive)]
 
         assert await paths(f"{home}/a") == ["a", "a/x", "a/b", "a/b/z"]
@@ -171,7 +171,7 @@ async def test_only_what_is_asked_for_is_collected() -> None:
 
 async def test_of_an_image_only_what_changed_is_collected(image: Image) -> None:
     async with box(image) as first, box(image) as second:
-        assert {entry.path for entry in read_entries(await first.changes())} <= {
+        assert {entry.path for entry in read_entries(await first.collect_changes())} <= {
             *("etc", "etc/hosts", "etc/nsswitch.conf", "sandbox", "tmp")  # made at the start
         }
         command = (
@@ -180,7 +180,7 @@ async def test_of_an_image_only_what_changed_is_collected(image: Image) -> None:
         assert (await first.run("shell", command, 5)).status == 0
 
         async def found(*roots: str) -> list[tuple[bytes, str]]:
-            return [entry[:2] for entry in read_entries(await first.changes(roots))]
+            return [entry[:2] for entry in read_entries(await first.collect_changes(roots))]
 
         hidden = changes.OPAQUE
         there = changes.FILE
@@ -196,11 +196,11 @@ async def test_of_an_image_only_what_changed_is_collected(image: Image) -> None:
         assert await found("/var/tmp") == [(changes.DELETED, "var/tmp")]
         with pytest.raises(SandboxError, match="bin is a link"):
             await found("/bin")
-        await second.apply(await first.changes(("/testbed/b", "/testbed/b/deep")))
+        await second.apply_changes(await first.collect_changes(("/testbed/b", "/testbed/b/deep")))
         assert (await second.run("shell", "ls /testbed", 5)).output.split() == ["a", "c", "d"]
-        everything = await first.changes()
+        everything = await first.collect_changes()
         assert not any(entry.path in ("etc/passwd", "proc", "dev") for entry in read_entries(everything))
-        await second.apply(everything)
+        await second.apply_changes(everything)
         for command in ("find / -xdev | sort", "cat /etc/motd /testbed/a/a/x", "id"):
             shown = [await jail.run("shell", command, 5) for jail in (first, second)]
             assert shown[0].output == shown[1].output or command == "id"
@@ -211,10 +211,10 @@ async def test_what_changed_is_bounded() -> None:
     async with box() as jail:
         await jail.run("shell", "head -c 1000000 /dev/urandom > large; kept=1", 5)
         with pytest.raises(SandboxError, match="more than 900000 bytes"):
-            await jail.changes(max_bytes=900_000)
+            await jail.collect_changes(max_bytes=900_000)
         await cell(jail, "import os\nfor _ in range(30):\n    os.mkdir('x' * 200)\n    os.chdir('x' * 200)")
         with pytest.raises(SandboxError, match="more than 4095 bytes in the path"):
-            await jail.changes()
+            await jail.collect_changes()
 
 
 DEEP = """
@@ -230,31 +230,31 @@ async def test_a_deep_tree_is_moved_in_steps_that_do_not_grow_with_its_depth() -
     async with box() as first, box() as second:
         await first.run("shell", "mkdir sub", 5)
         await first.run("program", DEEP.format(levels=1363, name="é"), 20)
-        archive = await first.changes()
+        archive = await first.collect_changes()
         deepest = max((entry.path for entry in read_entries(archive)), key=len)
         assert len(deepest.encode()) == 1363 * 3 + 1
-        await second.apply(archive)
-        assert await second.changes() == archive
+        await second.apply_changes(archive)
+        assert await second.collect_changes() == archive
         await second.run("program", DEEP.format(levels=3000, name="a"), 20)
-        await second.apply(Entry(changes.DELETED, "a").frame() + END)  # deeper than any path
-        assert await second.changes() == packed([])
-        await second.apply(archive)
+        await second.apply_changes(Entry(changes.DELETED, "a").frame() + END)  # deeper than any path
+        assert await second.collect_changes() == pack_entries([])
+        await second.apply_changes(archive)
         linked = "d=$(pwd); for n in 1 2 3 4; do cd é; done; mv é moved; ln -s moved é"
         assert (await second.run("shell", linked, 5)).status == 0
         below = Entry(changes.FILE, "é/" * 9 + "x").frame() + END
         with pytest.raises(SandboxError, match="Not a directory"):
-            await second.apply(below)
+            await second.apply_changes(below)
 
 
 async def test_nothing_runs_meanwhile_and_all_goes_on_afterwards() -> None:
     async with box() as jail:
         await cell(jail, "kept = 42")
         await jail.run("shell", "while :; do echo x >> log; done & sleep 0.05", 5)
-        first = await jail.changes()
-        assert await jail.changes() == first
+        first = await jail.collect_changes()
+        assert await jail.collect_changes() == first
         assert await cell(jail, "kept") == "42\n"
         await jail.run("shell", "sleep 0.05; chmod 0 .", 5)
-        assert len(await jail.changes()) > len(first)
+        assert len(await jail.collect_changes()) > len(first)
         assert await cell(jail, f"import os\nos.stat({jail.home!r}).st_mode & 0o777") == "0\n"
 
 
@@ -279,18 +279,18 @@ async def test_names_that_are_kept_stay_as_they_are() -> None:
     async with box() as first, box() as second:
         await first.run("shell", "mkdir -p a/b; touch a/x.pyc a/b/conftest.py a/y; chmod 700 a", 5)
         await second.run("shell", "mkdir -p a/b; echo own > a/b/conftest.py; touch a/b/old", 5)
-        archive = await first.changes()
-        await second.apply(archive, ("conftest.py", "*.pyc"))
+        archive = await first.collect_changes()
+        await second.apply_changes(archive, ("conftest.py", "*.pyc"))
         shown = await second.run("shell", "find a | sort; cat a/b/conftest.py", 5)
         assert shown.output.split() == ["a", "a/b", "a/b/conftest.py", "a/b/old", "a/y", "own"]
         deleted = Entry(changes.DELETED, "a").frame() + END
-        await second.apply(deleted, ("conftest.py",))
+        await second.apply_changes(deleted, ("conftest.py",))
         shown = await second.run("shell", "find a | sort", 5)
         assert shown.output.split() == ["a", "a/b", "a/b/conftest.py"]
         hidden = Entry(changes.OPAQUE, "a", 0o755).frame() + END
-        await second.apply(hidden, ("/a/b/c*",))
+        await second.apply_changes(hidden, ("/a/b/c*",))
         assert (await second.run("shell", "find a | sort", 5)).output.split() == shown.output.split()
-        await second.apply(hidden)
+        await second.apply_changes(hidden)
         assert (await second.run("shell", "find a | sort", 5)).output.split() == ["a"]
 
 
@@ -316,9 +316,9 @@ async def test_a_forged_archive_is_refused() -> None:
             with pytest.raises(changes.ChangesError, match=why):
                 list(read_entries(archive))
             with pytest.raises(SandboxError, match=why):
-                await jail.apply(archive)
+                await jail.apply_changes(archive)
         with pytest.raises(SandboxError, match="Not a directory: 'l'"):
-            await jail.apply(THROUGH_A_LINK)
+            await jail.apply_changes(THROUGH_A_LINK)
         assert (await jail.run("shell", "ls", 5)).output.split() == ["l", "x"]
 
 
@@ -327,4 +327,4 @@ async def test_files_of_a_sandbox_that_ended_are_gone() -> None:
         assert jail.pid is not None
         await jail._end_process()
         with pytest.raises(SandboxError, match="the sandbox ended, and with it the files"):
-            await jail.changes()
+            await jail.collect_changes()

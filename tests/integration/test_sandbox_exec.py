@@ -22,7 +22,7 @@ from asyncrl.isolation.sandbox.base import Program, RunEnding, RunResult, Sandbo
 from asyncrl.isolation.sandbox.guard import GUARD_PROGRAM
 from asyncrl.isolation.sandbox.jail import Jail
 from asyncrl.isolation.sandbox.memory import SOCKET_BYTES
-from asyncrl.isolation.sandbox.needs import needed_by
+from asyncrl.isolation.sandbox.needs import find_needed_paths
 from tests.integration.test_sandbox import IMAGE, KINDS, USER
 from tests.integration.test_sandbox import jail as any_jail
 
@@ -636,7 +636,7 @@ async def test_what_a_program_needs_is_shown_and_nothing_else(
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     for kind, program in plant(tmp_path).items():
-        async with Jail(LIMITS, require=(), show=needed_by(str(program))) as box:
+        async with Jail(LIMITS, require=(), show=find_needed_paths(str(program))) as box:
             result, output, errors = await run(box, str(program))
             assert (result.ending, output) == (RunEnding.DONE, b"works\n"), (kind, errors)
             look = f"ls {tmp_path}; cat $(find {tmp_path} -name secret -o -name .env)"
@@ -644,7 +644,7 @@ async def test_what_a_program_needs_is_shown_and_nothing_else(
 
 
 def test_a_program_that_cannot_be_read_is_shown() -> None:
-    assert f"/proc/{os.getpid()}/clear_refs" in needed_by("/proc/self/clear_refs")
+    assert f"/proc/{os.getpid()}/clear_refs" in find_needed_paths("/proc/self/clear_refs")
 
 
 # Machines that allow less

@@ -102,7 +102,7 @@ async def test_what_is_shown_lies_over_the_image_and_changes_are_those_of_the_up
         assert (await box.run("shell", f"cat {file} {there}/file {link}/file", 5)).output == "shown" * 3
         assert "Read-only" in (await box.run("shell", f"touch {there}/x", 5)).output
         await box.run("shell", "cd /etc && rm hostname && echo > new", 5)
-        found = {entry.path: entry.kind for entry in read_entries(await box.changes(["/etc"]))}
+        found = {entry.path: entry.kind for entry in read_entries(await box.collect_changes(["/etc"]))}
         assert {path: kind for path, kind in found.items() if path != "etc"} == {
             "etc/hostname": b"x",
             "etc/new": b"f",

@@ -283,7 +283,7 @@ def test_a_ground_truth_without_tests_is_an_error(truth: Any, problem: str) -> N
 
 def test_it_is_a_reward_of_the_config() -> None:
     (found,) = load_rewards({"code": {"partial": True, "require": "", "weight": 2.0}})
-    assert (found.place, found.weight) == ("loop", 2.0)
+    assert (found.location, found.weight) == ("loop", 2.0)
     with pytest.raises(ConfigError, match="seconds"):
         load_rewards({"code": {"seconds": -1, "require": ""}})
 

@@ -71,14 +71,14 @@ async def test_a_turn_that_a_killed_scorer_was_reading_is_read_by_the_next() -> 
         reading = asyncio.create_task(pool.read("s", (1, 2, 3, 4, 5, 6), 3, while_waiting=waiting))
         await settle()
         now = 2.0
-        assert waits.longest().startswith("scorers.reference: reads turns")
+        assert waits.longest_wait().startswith("scorers.reference: reads turns")
         first.kill()
         first.send_signal(signal.SIGCONT)
         async with asyncio.timeout(30):
             await lost.wait()
         await settle()
         now = 4.0
-        assert waits.longest().startswith("scorers.reference: no server (1 known, 0 healthy)")
+        assert waits.longest_wait().startswith("scorers.reference: no server (1 known, 0 healthy)")
         pool.update_table([entry("scorer reference 0", url=other, incarnation="2", lane="reference")])
         assert await reading == TokenScores(HALF)
         assert pool.usage_by_name["scorer reference 0"].lost == 1
@@ -138,7 +138,9 @@ def test_a_run_waits_for_a_killed_scorer_and_loses_nothing(tmp_path: Path, victi
         assert any("scorer-0" in line and "is restarted" in line for line in run.text().splitlines())
         assert all(row.get("timing_s/ref", 0.0) == 0 for row in run.rows())
         reader = RunReader.open(run.path)
-        frames = (frame for uid in trained_uids(run.path) for frame in reader.frames(uid, 9, ("generated",)))
+        frames = (
+            frame for uid in trained_uids(run.path) for frame in reader.turn_frames(uid, 9, ("generated",))
+        )
         turns = [*map(decode_turn, filter(None, frames))]
         assert turns and all(turn.scores is not None for turn in turns)
         reader.close()

@@ -109,7 +109,7 @@ async def test_a_program_whose_time_is_up_leaves_what_it_changed(tmp_path: Path,
     gateway = Gateway()
     await gateway.start()
     try:
-        async with gateway.admit(FakeHost()) as endpoint:
+        async with gateway.admit_episode(FakeHost()) as endpoint:
             if of == "episode":
                 endpoint = msgspec.structs.replace(endpoint, seconds=4.0)
             with pytest.raises(TimeUp, match=r"python was ended after .* as its time was up") as caught:

@@ -12,7 +12,7 @@ import pytest
 from asyncrl import cli
 from asyncrl.commands.plan import Measurements
 from asyncrl.config.composition import recompose
-from asyncrl.observe.timeline import overlap
+from asyncrl.observe.timeline import busy_overlap
 from asyncrl.weights.disk import weights_directory
 from tests.fakes.forked import asyncrl
 from tests.integration.runs import ROOT, TELLING, Run, leaks
@@ -55,7 +55,7 @@ def test_a_short_run_leaves_everything_it_promises(
     assert "<|im_start|>" in kept[6][0]["text"]
     trained = [row for step in range(1, 7) for row in transcripts(run, f"training/step-{step}.jsonl")]
     assert trained and all("<|im_start|>" in row["text"] for row in trained)
-    assert overlap(run.path)
+    assert busy_overlap(run.path)
     replayed_to_the_last_bit(run)
     regraded(run, tmp_path, capsys, flow["trained"])
     measured = Measurements.read_run(run.path, recompose(run.path, []))  # what `asyncrl plan` reads

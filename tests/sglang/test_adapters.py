@@ -18,7 +18,7 @@ from asyncrl.config import AgentConfig, ModelConfig, ScorerConfig
 from asyncrl.engines.base import EngineLost
 from asyncrl.engines.sglang.client import SGLangClient
 from asyncrl.engines.sglang.http import ServerApi
-from asyncrl.engines.sglang.server import attach, loader
+from asyncrl.engines.sglang.server import attach, build_loader
 from asyncrl.trainer.model import adapter_shards, load_policy, score_ids
 from asyncrl.trainer.world import World
 from asyncrl.types import Generation, PolicyVersion, StopReason, VersionSpan
@@ -95,11 +95,11 @@ async def test_the_base_reads_turns_while_versions_load_and_finds_their_prefixes
         asyncio.timeout(240),
         in_use(sampler),
         in_use(reader),
-        in_use(loader(config, 0, await attach(config, server.url), "r")) as keeper,
+        in_use(build_loader(config, 0, await attach(config, server.url), "r")) as keeper,
     ):
         for step in range(1, 7):
             await keeper.load(ref := trained.publish(step))
-            sampler.mark(ref.version)
+            sampler.mark_version(ref.version)
             running += await under_way(sampler, ask(prompt(9, step), LONG, f"long {step}"))
             row += prompt(20, step)
             row += (sampled := await sampler.generate(ask(row, 40))).ids
@@ -138,10 +138,10 @@ async def test_requests_of_one_batch_are_computed_with_the_adapter_of_their_agen
     async with (
         asyncio.timeout(240),
         in_use(client),
-        in_use(loader(config, 0, await attach(config, server.url), "agents")) as keeper,
+        in_use(build_loader(config, 0, await attach(config, server.url), "agents")) as keeper,
     ):
         await keeper.load(trained.publish(1))
-        client.mark(version)
+        client.mark_version(version)
         probe = await keeper.score(text)
         assert trained.gap(text, probe[:39], "planner") < CLOSE > trained.gap(text, probe[39:], "coder")
         asked = [(ask(prompt(30, seed), 64, f"{seed}"), agent) for agent in agents for seed in range(2)]
@@ -167,29 +167,29 @@ async def test_a_server_that_sleeps_wakes_with_its_base_and_turns_keep_their_ada
     used = SGLangClient(ServerApi(server.url), config, VOCABULARY, salt="s")
     async with (
         asyncio.timeout(240),
-        in_use(loader(config, 0, await attach(config, server.url), "s")) as keeper,
+        in_use(build_loader(config, 0, await attach(config, server.url), "s")) as keeper,
         in_use(used),
     ):
         first = trained.publish(1)
         await keeper.load(first)
-        used.mark(first.version)
+        used.mark_version(first.version)
         running = ask(prompt(30), LONG)
         (task,) = await under_way(used, running)
         await keeper.sleep()
-        used.sleeps(True)
+        used.set_asleep(True)
         assert not task.done(), "the turn was to last"
         with pytest.raises(WeightsError):  # before anything wakes
             await keeper.load(replace(first, path="/nowhere"))
         assert keeper.sleeping.asleep
         await keeper.load(first)
-        used.sleeps(False)
+        used.set_asleep(False)
         generation = await task
         assert generation.spans == (VersionSpan(0, LONG, 1, 1),) and used.use.retracted == 0
         assert trained.gap(running.ids + generation.ids, generation.logprobs) < CLOSE
         await keeper.sleep()
         ref = trained.publish(2)
         await keeper.load(ref)
-        used.mark(ref.version)
+        used.mark_version(ref.version)
         new = ask(prompt(20), 16, "new")
         generation = await used.generate(new)
         assert generation.spans == (VersionSpan(0, 16, 2, 2),)
@@ -207,15 +207,15 @@ async def test_versions_load_beside_running_turns_and_outlive_neither_keeper_nor
     used = SGLangClient(ServerApi(server.url), config, VOCABULARY, salt="a")
     async with (
         asyncio.timeout(240),
-        in_use(loader(config, 0, await attach(config, server.url), "a")) as keeper,
+        in_use(build_loader(config, 0, await attach(config, server.url), "a")) as keeper,
     ):
         # A merged version was here before: the model's own weights come back.
         await keeper.api.update_from_disk(versions_of("qwen2").refs[1].path, "e1-v9")
-        first = loader(config, 0, await attach(config, server.url), "a")
+        first = build_loader(config, 0, await attach(config, server.url), "a")
         await first.load(trained.publish(1))
         text = prompt(40)
         assert trained.gap(text, await first.score(text)) < CLOSE
-        used.mark(PolicyVersion(1, 1))
+        used.mark_version(PolicyVersion(1, 1))
 
         # A turn goes on while version after version loads, and is of its own alone.
         running = ask(prompt(30), LONG)
@@ -223,7 +223,7 @@ async def test_versions_load_beside_running_turns_and_outlive_neither_keeper_nor
         refs = [trained.publish(step) for step in range(2, 2 + oldest)]
         for ref in refs:
             await first.load(ref)
-            used.mark(ref.version)
+            used.mark_version(ref.version)
         new = ask(prompt(20), 16, "new")
         generation = await used.generate(new)
         assert generation.spans == (VersionSpan(0, 16, 1 + oldest, 1 + oldest),)
@@ -232,14 +232,14 @@ async def test_versions_load_beside_running_turns_and_outlive_neither_keeper_nor
         assert used.use.cached_tokens > 0 and len(again.ids) == 16
         assert not task.done(), "the turn was to last"
         await first.load(ref := trained.publish(2 + oldest))
-        used.mark(ref.version)
+        used.mark_version(ref.version)
         part = await task
         assert part.stop is StopReason.ABORT and len(part.ids) > 0
         assert part.spans == (VersionSpan(0, len(part.ids), 1, 1),)
 
         # Its keeper dies between a load and its report: the next one knows no name of it.
         await first.load(trained.publish(3 + oldest))
-        async with in_use(loader(config, 0, await attach(config, server.url), "b")) as second:
+        async with in_use(build_loader(config, 0, await attach(config, server.url), "b")) as second:
             ref = trained.publish(4 + oldest)
             await second.load(ref)
             assert second._unload_task is not None  # type: ignore[union-attr]

@@ -120,7 +120,7 @@ async def keeping(running: SGLangServer, mode: PauseMode = "in_place") -> AsyncI
 
 
 def offer(sender: Sender, versions: Versions, version: int) -> WeightsRef:
-    return sender.offer(snapshot_of(versions.tensors(version), PolicyVersion(EPOCH, version)))
+    return sender.offer_snapshot(snapshot_of(versions.tensors(version), PolicyVersion(EPOCH, version)))
 
 
 async def test_it_samples_with_what_was_pushed(server, versions, sender):
@@ -176,7 +176,7 @@ async def test_nothing_sampled_behind_a_push_that_was_cut_is_taken(server, versi
     worker = SGLangClient(ServerApi(server.url), sglang_config(MAX_LEN), VOCABULARY)
     async with keeping(server) as keeper, in_use(worker):
         await keeper.load(offer(sender, versions, 1))
-        worker.mark(PolicyVersion(EPOCH, 1))
+        worker.mark_version(PolicyVersion(EPOCH, 1))
         keeper.watched.expect(3)
         trainer = SenderProcess(2, str(versions.paths[3] / "model.safetensors"), BUCKET_BYTES)
         tasks = [asyncio.create_task(worker.generate(request)) for request in requests]
@@ -196,7 +196,7 @@ async def test_nothing_sampled_behind_a_push_that_was_cut_is_taken(server, versi
         assert (await lost(held)).ids == ()
         assert (await lost(worker.generate(ask(prompt(9), 20)))).ids == ()
         await keeper.load(offer(sender, versions, 2))
-        worker.mark(PolicyVersion(EPOCH, 2))
+        worker.mark_version(PolicyVersion(EPOCH, 2))
         await keeper.check(versions, 2)
         request = ask(prompt(9), 20)
         assert versions.check(request, await worker.generate(request)) == 20

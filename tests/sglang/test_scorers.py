@@ -89,7 +89,9 @@ def test_a_run_whose_reference_is_killed_trains_on_the_numbers_of_a_rank(tmp_pat
         uids = trained_uids(run.path)
         assert summary["flow"]["failed"] == 0 and set(uids.values()) == {1}
         reader = RunReader.open(run.path)
-        episodes = [[*map(decode_turn, filter(None, reader.frames(uid, 16, ("generated",))))] for uid in uids]
+        episodes = [
+            [*map(decode_turn, filter(None, reader.turn_frames(uid, 16, ("generated",))))] for uid in uids
+        ]
         reader.close()
         found = [gap for turns in filter(None, episodes) for gap in differences(turns)]
         print(f"{len(found)} turns, largest difference {max(found):.2g} nats")

@@ -197,7 +197,7 @@ async def test_a_server_sleeps_on_where_a_version_cannot_be_read(
         await s.sleep()
         with pytest.raises(WeightsError):  # nothing is touched
             await s.loader.load(replace(versions.refs[2], path="/nowhere"))
-        assert s.loader.sleeping.asleep and not s.loader.sleeping.unknown
+        assert s.loader.sleeping.asleep and not s.loader.sleeping.unknown_reason
         assert not any(task.done() for _, task in turns)
         await s.load(versions.refs[1])
         assert await checked(versions, turns) == [[0, 1]] * 2
@@ -213,7 +213,7 @@ async def test_the_turns_of_a_server_that_is_killed_asleep_go_on_at_another(
         await asyncio.to_thread(server.kill)
         with pytest.raises(WeightsError, match="resume_memory_occupation failed"):
             await s.loader.load(versions.refs[1])
-        assert "waking was not finished" in s.loader.sleeping.unknown  # its keeper gives it up
+        assert "waking was not finished" in s.loader.sleeping.unknown_reason  # its keeper gives it up
         with pytest.raises(ServerGone):
             await s.loader.api.server_info()
         other = await asyncio.to_thread(shared_server, FAMILY)

@@ -14,7 +14,7 @@ import pytest
 from asyncrl.config import RunConfig, parse
 from asyncrl.engines.base import EngineLost
 from asyncrl.engines.sglang.http import INVALID_LABEL, protocol_of
-from asyncrl.engines.sglang.server import attach, loader
+from asyncrl.engines.sglang.server import attach, build_loader
 from asyncrl.engines.sglang.stream import decode_event
 from asyncrl.errors import EngineError
 from asyncrl.launch.servers import check_urls
@@ -123,14 +123,14 @@ async def test_a_look_leaves_a_server_as_it_is_and_an_owner_ends_what_the_last_o
         await asyncio.to_thread(check_urls, config)
         assert not await engine.api.ready() and await engine.api.weight_label() == refs[1].label
         assert cache.exists()
-        async with in_use(loader(config, 0, await attach(config, server.url))) as owner:
+        async with in_use(build_loader(config, 0, await attach(config, server.url))) as owner:
             assert await owner.api.ready() and await owner.api.weight_label() == INVALID_LABEL
             with pytest.raises(EngineLost) as lost:
                 await task
             assert all(span.version == 1 for span in lost.value.partial.spans)
             await owner.load(refs[0])
             found = await attach(config, server.url)  # it was not paused
-            async with in_use(loader(config, 0, found)) as again:
+            async with in_use(build_loader(config, 0, found)) as again:
                 assert await again.api.weight_label() == refs[0].label
 
 

@@ -42,7 +42,7 @@ class Kept:
 
     async def load(self, ref: WeightsRef) -> None:
         await self.loader.load(ref)
-        self.client.mark(ref.version)
+        self.client.mark_version(ref.version)
 
     async def close(self) -> None:
         await self.client.close()

@@ -15,7 +15,7 @@ from asyncrl.algorithms.correction import corrections
 from asyncrl.algorithms.kl import DIVERGENCES, ESTIMATORS
 from asyncrl.algorithms.recipe import aggregations, losses
 from asyncrl.conversation.commands import CallTools, Done, EpisodeScored, ToolsReplied, TurnGenerated
-from asyncrl.conversation.episode import advance
+from asyncrl.conversation.episode import advance_episode
 from asyncrl.episodes.reward import EpisodeReward
 from asyncrl.registry import Registry
 from asyncrl.rewards import RewardInput, in_loop
@@ -78,13 +78,15 @@ def test_the_example_of_rewards_earns_what_is_written_below_it(docs: ModuleType)
     exec(text.partition("```")[0], namespace)
     made = rules(max_turns=2)
     query = call("search", '{"query": "capital of Norway"}')
-    asked = advance(made, start(made), TurnGenerated(generation(query)))
+    asked = advance_episode(made, start(made), TurnGenerated(generation(query)))
     assert isinstance(asked.command, CallTools)
     reply = asyncio.run(call_tool(namespace["search"], asked.command.calls[0], 60.0))
-    answered = advance(made, advance(made, asked, ToolsReplied((reply,))), TurnGenerated(generation("Oslo")))
+    answered = advance_episode(
+        made, advance_episode(made, asked, ToolsReplied((reply,))), TurnGenerated(generation("Oslo"))
+    )
     given = RewardInput(CAPITAL, "Oslo", turns=2)
-    verdict = asyncio.run(EpisodeReward([in_loop(namespace["compute_score"])], 60.0).score(given))
-    done = advance(made, answered, EpisodeScored(verdict)).command
+    verdict = asyncio.run(EpisodeReward([in_loop(namespace["compute_score"])], 60.0).score_episode(given))
+    done = advance_episode(made, answered, EpisodeScored(verdict)).command
     assert isinstance(done, Done) and done.result.components == {"correct": 1.0, "brief": 1.0}
     assert done.result.turn_rewards == pytest.approx((0.05, 1.15)) and done.result.reward == pytest.approx(
         1.2

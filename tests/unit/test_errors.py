@@ -28,7 +28,7 @@ from asyncrl.errors import (
     users_code,
 )
 from asyncrl.isolation.calls import LoopThread, OwnThread, call_user
-from asyncrl.registry import built
+from asyncrl.registry import make_by_factory
 from asyncrl.weights.manifest import WeightsError
 from tests.fakes.raised import BASE_EXCEPTIONS
 
@@ -105,7 +105,7 @@ def test_all_that_users_code_raises_is_an_exception(kind: type[BaseException], b
                 assert failure.error is not None
                 raise failure.error
             case "object":
-                built(use, "rollout.reward")
+                make_by_factory(use, "rollout.reward")
             case "async":
                 await call_user(wait, 60)
             case "inline":
@@ -119,7 +119,7 @@ def test_all_that_users_code_raises_is_an_exception(kind: type[BaseException], b
                 try:
                     await thread.run(use)
                 finally:
-                    await thread.end(lambda: None)
+                    await thread.end_thread(lambda: None)
             case "own loop":
                 loop_thread = LoopThread("test")
                 try:

@@ -62,7 +62,7 @@ def test_what_is_no_zmq_at_all_on_a_socket_harms_nobody() -> None:
     link = Link(endpoints.control, ToObserver, b"observer/0/x", endpoints.keys)
     link.send(ObserverHello())
     assert hub.socket.poll(10_000) and hub.receive() == (b"observer/0/x", ObserverHello(), [])
-    assert hub.receive() is None and hub.refused == 0
+    assert hub.receive() is None and hub.refused_count == 0
     for one in (*opened, link, hub, gate):
         one.close()
 

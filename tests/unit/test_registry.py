@@ -17,7 +17,7 @@ import asyncrl
 from asyncrl.errors import ConfigError
 from asyncrl.launch.placement import PlannedProcess
 from asyncrl.launch.process import LocalSpawner, ProcessSpec
-from asyncrl.registry import IMPORTED_PACKAGES, Registry, bind, load_object, search_working_directory
+from asyncrl.registry import IMPORTED_PACKAGES, Registry, bind_options, load_object, search_working_directory
 from asyncrl.wire.sockets import Endpoints
 
 LAZY: Registry[object] = Registry("lazy gadget", modules={"saw": "slow_saw"})
@@ -184,14 +184,14 @@ def scaled(
 
 def test_options_are_set_and_converted() -> None:
     """A string from a command line becomes a number; what is not given keeps its default."""
-    assert bind(scaled, {"factor": "2"}, "x")(3.0) == (6.0, "a")
-    assert bind(scaled, {"factor": 2, "shift": 1, "name": "b"}, "x")(3.0) == (7.0, "b")
+    assert bind_options(scaled, {"factor": "2"}, "x")(3.0) == (6.0, "a")
+    assert bind_options(scaled, {"factor": 2, "shift": 1, "name": "b"}, "x")(3.0) == (7.0, "b")
 
 
 def test_a_bound_function_takes_no_second_value_by_accident() -> None:
-    assert bind(lambda value: value, {}, "x")(1) == 1
+    assert bind_options(lambda value: value, {}, "x")(1) == 1
     with pytest.raises(TypeError):
-        bind(scaled, {"factor": 1}, "x")(1.0, 2.0)
+        bind_options(scaled, {"factor": 1}, "x")(1.0, 2.0)
 
 
 @pytest.mark.parametrize(
@@ -207,12 +207,12 @@ def test_a_bound_function_takes_no_second_value_by_accident() -> None:
 )
 def test_wrong_options_name_the_key(options: dict[str, Any], complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
-        bind(scaled, options, "x")
+        bind_options(scaled, options, "x")
 
 
 def test_what_takes_no_options_says_so() -> None:
     with pytest.raises(ConfigError, match="unknown option 'a'; options: none"):
-        bind(lambda value: value, {"a": 1}, "x")
+        bind_options(lambda value: value, {"a": 1}, "x")
 
 
 # -- entry points ------------------------------------------------------------------------------------

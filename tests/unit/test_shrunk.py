@@ -15,7 +15,7 @@ from asyncrl import shrunk, user_cache
 from asyncrl.engines.torch.check import decoding_problem
 from asyncrl.engines.torch.engine import build
 from asyncrl.errors import ConfigError
-from asyncrl.shrunk import narrowed_config, remembered, unknown
+from asyncrl.shrunk import cached_findings, narrowed_config, unknown_arguments
 from asyncrl.trainer.model import architecture_problems
 
 pytestmark = pytest.mark.slow
@@ -103,27 +103,27 @@ def test_what_was_found_is_kept(cached: Path) -> None:
         default("llama", vocab_size=999, hidden_size=8192, num_hidden_layers=80),
     ):
         config.name_or_path = f"somewhere else {len(calls)}"
-        assert remembered(config, "test", check) == {"packed": "no"}
+        assert cached_findings(config, "test", check) == {"packed": "no"}
     assert len(calls) == 2 and len(list(cached.iterdir())) == 2  # 64 wide heads are narrowed to others
-    assert remembered(default("llama"), "test", check) == {"packed": "no"} and len(calls) == 2
+    assert cached_findings(default("llama"), "test", check) == {"packed": "no"} and len(calls) == 2
     for file in cached.iterdir():
         file.write_bytes(b"{")
-    assert remembered(default("llama"), "test", check) == {"packed": "no"} and len(calls) == 3
+    assert cached_findings(default("llama"), "test", check) == {"packed": "no"} and len(calls) == 3
     for index in range(user_cache.MAX_RESULTS + 5):
         (cached / f"{index}.json").touch()
         os.utime(cached / f"{index}.json", (1, 1))
-    remembered(default("llama"), "another purpose", check)
+    cached_findings(default("llama"), "another purpose", check)
     assert len(list(cached.iterdir())) == user_cache.MAX_RESULTS
-    assert remembered(default("llama"), "test", check) == {"packed": "no"} and len(calls) == 4
+    assert cached_findings(default("llama"), "test", check) == {"packed": "no"} and len(calls) == 4
 
 
 def test_without_a_copy_or_a_cache_a_start_goes_on(
     cached: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     cached.parent.parent.touch()  # no directory can be there
-    assert remembered(default("llama"), "test", lambda model: {"packed": ""}) == {"packed": ""}
+    assert cached_findings(default("llama"), "test", lambda model: {"packed": ""}) == {"packed": ""}
     with caplog.at_level(logging.WARNING):
-        assert remembered(default("blt"), "test", lambda model: {}) is None
+        assert cached_findings(default("blt"), "test", lambda model: {}) is None
     assert "BltConfig is not checked on a small copy" in caplog.text
 
 
@@ -135,7 +135,7 @@ def test_arguments_that_are_off_may_be_ignored() -> None:
         "window": 4,
         "sinks": torch.zeros(1),
     }
-    assert unknown(given) == ["sinks", "window"]
+    assert unknown_arguments(given) == ["sinks", "window"]
 
 
 def test_the_embedded_engine_refuses_by_name_what_it_would_compute_otherwise(tmp_path: Path) -> None:

@@ -85,11 +85,11 @@ class Versions:
             adapted = {piece.parameter for piece in self.adapters.published}
             tensors = {name: own[name] for name in own.keys() - adapted}
             for name in tensors:
-                if names := self.adapters.names(name):
-                    change = self.adapters.change(name, *(own[one] for one in names))
+                if names := self.adapters.adapter_names(name):
+                    change = self.adapters.weight_change(name, *(own[one] for one in names))
                     tensors[name] = tensors[name] + change
         writer = self._apart if apart else self._merged
-        ref = writer.write(snapshot_of(tensors, PolicyVersion(1, step)))
+        ref = writer.write_version(snapshot_of(tensors, PolicyVersion(1, step)))
         prune(writer.directory, keep)
         return ref
 
@@ -157,7 +157,7 @@ class Bench:
     async def load(self, ref: WeightsRef) -> None:
         await self.loader.load(ref)
         self.newest = ref.version
-        self.client.mark(ref.version)
+        self.client.mark_version(ref.version)
 
     async def sample(self, client: SGLangClient, ids: tuple[int, ...], tokens: int, name: str) -> list[int]:
         """A turn, as a pool has it sampled: what a server ends is asked for again."""
@@ -291,12 +291,12 @@ async def turns(bench: Bench, way: str, episodes: int, count: int, every: float,
     async def episode(index: int) -> None:
         client = bench.connect()
         acked = bench.newest
-        client.mark(acked)
+        client.mark_version(acked)
         ids = prompt(versions, PROMPT, 1000 * at + index)
         for turn in range(count):
             if way != "keep" or is_outdated(acked, bench.newest, bench.config):
                 acked = bench.newest
-                client.mark(acked)
+                client.mark_version(acked)
             sampled = await bench.sample(client, ids, ANSWER, f"{index}")
             lags.extend([bench.newest.step - acked.step] * len(sampled))
             ids += tuple(sampled) + prompt(versions, REPLY, turn)

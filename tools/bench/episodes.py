@@ -205,7 +205,7 @@ async def run(load: Load) -> Figures:
     figures = Figures()
 
     async def send(records: Records, frames: Sequence[bytes]) -> None:
-        for record, _ in records.unpacked(frames):
+        for record, _ in records.with_frames(frames):
             if isinstance(record, Failed):
                 figures.failed.append(record.detail)
             outbox.acknowledge(record.seq)

@@ -118,7 +118,7 @@ class Worker:
         self._episodes = 0
 
     async def _send(self, records: Records, frames: Sequence[bytes]) -> None:
-        for record, _ in records.unpacked(frames):
+        for record, _ in records.with_frames(frames):
             if isinstance(record, Failed):
                 raise RuntimeError(record.detail)
             self._outbox.acknowledge(record.seq)

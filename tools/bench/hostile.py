@@ -159,7 +159,7 @@ async def measured(kind: str, seconds: float, log: int) -> list[str]:
     gateway = Gateway()
     await gateway.start()
     size_before = os.fstat(log).st_size
-    async with gateway.admit(Host()) as hostile, gateway.admit(Host()) as other:
+    async with gateway.admit_episode(Host()) as hostile, gateway.admit_episode(Host()) as other:
         inner = await hostile.serve_on(socket.create_server(("127.0.0.1", 0)))
         flooding = await _child("flood", inner, hostile.api_key, kind, seconds)
         assert flooding.stdout is not None

@@ -117,9 +117,11 @@ class Player:
         rules = self.parts.rules
         tools = self.parts.toolbox.session(ask.sample)
         await tools.open()
-        episode = machine.advance(rules, machine.begin(ask.sample), commands.Opened(tools.schemas))
+        episode = machine.advance_episode(
+            rules, machine.begin_episode(ask.sample), commands.Opened(tools.schemas)
+        )
         while not episode.over:
-            episode = machine.advance(rules, episode, await self._answer(engine, ask, tools, episode))
+            episode = machine.advance_episode(rules, episode, await self._answer(engine, ask, tools, episode))
         await tools.close()
         engine.release(ask.uid)
         if isinstance(episode.command, commands.Fail):
@@ -135,7 +137,7 @@ class Player:
                 return commands.ToolsReplied(tuple([await tools.call(call) for call in calls]))
             case commands.Score(answer=answer, end=end):
                 return commands.EpisodeScored(
-                    await self.parts.reward.score(RewardInput(ask.sample, answer, end=end))
+                    await self.parts.reward.score_episode(RewardInput(ask.sample, answer, end=end))
                 )
             case command:
                 raise AssertionError(f"nothing answers {type(command).__name__}")

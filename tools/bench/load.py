@@ -225,7 +225,7 @@ def start(run_dir: Path, endpoints: Endpoints, profile: str) -> subprocess.Popen
     paths = os.pathsep.join([str(ROOT), str(Path(__file__).parent)])
     env = os.environ | SINGLE_THREAD | {"PYTHONPATH": paths}
     env |= {"LOAD_PROFILE": profile} if profile else {}
-    told = msgspec.msgpack.encode(endpoints.given_to("coordinator"))
+    told = msgspec.msgpack.encode(endpoints.for_role("coordinator"))
     with (run_dir / "coordinator.log").open("wb") as out, full_pipe(told) as given:
         return subprocess.Popen(command, cwd=ROOT, stdin=given, stdout=out, stderr=out, env=env)
 

@@ -121,7 +121,7 @@ class Worker(Peer):
                     self.held.discard(self.ends.popleft()[1])
                     self.bench.landed()
             case Engines():
-                self.servers = message.update(self.servers)
+                self.servers = message.updated_table(self.servers)
                 steps = [entry.version.step for entry in self.servers.values() if entry.healthy]
                 self.version = max([self.version, *steps])
             case LoadWeights():

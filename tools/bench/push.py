@@ -115,7 +115,7 @@ class Bench:
             files = VersionWriter(Path(directory), bucket_bytes)
 
             async def push(snapshot: Snapshot) -> None:
-                ref = await asyncio.to_thread(files.write, snapshot)
+                ref = await asyncio.to_thread(files.write_version, snapshot)
                 await asyncio.to_thread(disk.verify_version, ref)
                 async with self.paused():
                     await self.server.update_from_disk(ref.path, ref.label)
@@ -130,7 +130,7 @@ class Bench:
         with closing(Sender("127.0.0.1", bucket_bytes, DEADLINE, self.device)) as sender:
 
             async def push(snapshot: Snapshot) -> None:
-                pushing = receiver.push(sender.offer(snapshot), DEADLINE)
+                pushing = receiver.push(sender.offer_snapshot(snapshot), DEADLINE)
                 async with pushing as ready, self.paused():
                     await ready.load_buckets()
 

@@ -22,8 +22,8 @@ from pathlib import Path
 from common import ROOT, table, wilson
 
 from asyncrl.data.harbor import TaskFolder, read_tasks
-from asyncrl.data.samples import RowLayout, question
-from asyncrl.data.sources import Place
+from asyncrl.data.samples import RowLayout, read_question
+from asyncrl.data.sources import RowOrigin
 from asyncrl.rewards.base import RewardInput, evaluate
 from asyncrl.rewards.task_tests import JudgedByTests
 from asyncrl.tools import load_tool
@@ -74,7 +74,7 @@ async def play(
     folder: TaskFolder, policy: Callable[..., Commands], judge: JudgedByTests
 ) -> tuple[float, ...]:
     """One episode: its score, and the CPU seconds of its sandbox and of the tests'."""
-    sample = question(Place(str(folder.path), 0), folder.row, RowLayout())
+    sample = read_question(RowOrigin(str(folder.path), 0), folder.row, RowLayout())
     function, package = re.findall(r"test of (\w+) in (\w+)\.sh", folder.instruction)[0]
     began = _cpu()
     shell = load_tool("shell")

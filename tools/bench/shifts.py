@@ -126,8 +126,8 @@ def spread(values: list[float], form: str) -> str:
 def recorded(run_dir: Path) -> Iterator[list[Turn]]:
     """Turns of each episode that the index still has."""
     with closing(RunReader.open(run_dir)) as reader:
-        for member in [member for group in reader.groups() for member in reader.members(group.id)]:
-            frames = reader.frames(member.uid, member.turns, ["generated"])
+        for member in [member for group in reader.groups() for member in reader.group_members(group.id)]:
+            frames = reader.turn_frames(member.uid, member.turns, ["generated"])
             yield [decode_turn(frame) for frame in frames if frame]
 
 

@@ -123,15 +123,15 @@ class Bench:
 
     def snapshot(self, version: int) -> Snapshot:
         begin = time.process_time()
-        index = self.host.claim(lambda busy: [busy])
-        self.host.copy(index, published_shards(self.policy))
+        index = self.host.claim_buffer(lambda busy: [busy])
+        self.host.copy_shards(index, published_shards(self.policy))
         self.times.measured("copy", begin)
-        return self.host.snapshot(index, PolicyVersion(0, version), 0.0)
+        return self.host.take_snapshot(index, PolicyVersion(0, version), 0.0)
 
     def publish(self, snapshot: Snapshot) -> None:
-        whole = self.timed("write whole", lambda: self.whole.write(snapshot))
+        whole = self.timed("write whole", lambda: self.whole.write_version(snapshot))
         self.timed("read whole", lambda: materialise(whole, self.place / "copies"))
-        delta = self.timed("write delta", lambda: self.deltas.write(snapshot))
+        delta = self.timed("write delta", lambda: self.deltas.write_version(snapshot))
         self.timed("apply delta", lambda: materialise(delta, self.place / "cache"))
         if (payload := Path(delta.path) / disk.DELTA).exists():
             self.times.bytes.append(payload.stat().st_size)

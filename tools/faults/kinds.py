@@ -198,7 +198,7 @@ def checkpoint_damaged(target: Target, victim: str) -> Iterator[None]:
     """Bits of the newest checkpoint are flipped; then the trainer is killed: it resumes from another."""
     place = Checkpoints(target.run / "checkpoints")
     target.until(lambda: len(place.steps()) > 1, "two checkpoints")
-    newest = Path(place.path(place.steps()[0]))
+    newest = Path(place.file_path(place.steps()[0]))
     files = [path for path in newest.rglob("*") if path.is_file() and path.name != MANIFEST]
     _flip(max(files, key=lambda path: path.stat().st_size))
     target.process(victim).kill()

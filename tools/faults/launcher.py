@@ -16,7 +16,7 @@ from asyncrl.wire.sockets import COORDINATOR, Endpoints
 
 def dial_through(ports: dict[str, str]) -> None:
     """Let roles other than the coordinator be started with these ports in their endpoints."""
-    given_to = Endpoints.given_to
+    given_to = Endpoints.for_role
 
     def through(self: Endpoints, role: str) -> Endpoints:
         given = given_to(self, role)
@@ -24,7 +24,7 @@ def dial_through(ports: dict[str, str]) -> None:
             return given
         return replace(given, control=_changed(given.control, ports), bulk=_changed(given.bulk, ports))
 
-    Endpoints.given_to = through
+    Endpoints.for_role = through
 
 
 def _changed(endpoint: str, ports: dict[str, str]) -> str:

@@ -23,7 +23,7 @@ from asyncrl.errors import AsyncrlError, one_line
 from asyncrl.isolation.images import Image
 from asyncrl.isolation.sandbox.base import RunEnding, SandboxLimits
 from asyncrl.isolation.sandbox.jail import Jail
-from asyncrl.values import in_short
+from asyncrl.values import shorten_to_line
 
 from . import watch
 from .mutations import Mutation, mutations
@@ -253,7 +253,9 @@ async def installed_copies(image: Image, modules: list[str]) -> dict[str, str]:
     async with Jail(LIMITS, image=image) as box:
         ended = await box.run("shell", f"python3 -I -c {shlex.quote(FIND_MODULES)} {shlex.join(modules)}", 60)
     if ended.ending is not RunEnding.DONE:
-        raise PackageError(f"python3 does not run in the base image: {in_short(ended.output, EXAMPLE)}")
+        raise PackageError(
+            f"python3 does not run in the base image: {shorten_to_line(ended.output, EXAMPLE)}"
+        )
     copies: dict[str, str] = json.loads(ended.output.splitlines()[-1])
     return copies
 
@@ -316,7 +318,7 @@ async def learn(image: Image, package: Package) -> None:
         example = "".join(f"; the most frequent error: {message}" for message, _ in failures.most_common(1))
         raise PackageError(
             f"{package.name} has no test that passes and runs its lines: {len(package.passing)} of "
-            f"{len(outcomes)} pass{in_short(example, EXAMPLE)}"
+            f"{len(outcomes)} pass{shorten_to_line(example, EXAMPLE)}"
         )
 
 

@@ -30,7 +30,7 @@ from asyncrl.errors import AsyncrlError, one_line
 from asyncrl.isolation.calls import to_its_end
 from asyncrl.types import PolicyVersion
 from asyncrl.weights import disk
-from asyncrl.weights.manifest import Manifest, WeightsError, WeightsRef, alone, version_of
+from asyncrl.weights.manifest import Manifest, WeightsError, WeightsRef, agent_tensor_name, version_of
 from asyncrl.weights.ranges import write_file
 
 log = logging.getLogger("asyncrl.server_supervisor")
@@ -52,8 +52,8 @@ def is_outdated(version: PolicyVersion, newest: PolicyVersion, config: RunConfig
 
 class AdapterLoader:
     """Loads adapters into the server at `api.url`; compare `ServerLoader`. `cache`: a directory of this
-    loader alone, on a disk that the server reads. `attachment`: names this supervisor among all supervisors that the
-    server may have had. `has_base`: the server has the weights of model.path already."""
+    loader alone, on a disk that the server reads. `attachment`: names this supervisor among all supervisors
+    that the server may have had. `has_base`: the server has the weights of model.path already."""
 
     broken = ""  # a load that fails leaves earlier versions as they are
 
@@ -159,8 +159,12 @@ class AdapterLoader:
 
         with WeightsError.instead_of(OSError, text=f"weights {ref.path}: cannot be copied to {files}"):
             for agent, spec in manifest.adapters.items():
-                agent_tensors = [tensor for tensor in manifest.layout if alone(tensor.name, agent)]
-                layout = tuple(tensor._replace(name=alone(tensor.name, agent)) for tensor in agent_tensors)
+                agent_tensors = [
+                    tensor for tensor in manifest.layout if agent_tensor_name(tensor.name, agent)
+                ]
+                layout = tuple(
+                    tensor._replace(name=agent_tensor_name(tensor.name, agent)) for tensor in agent_tensors
+                )
                 (files / agent).mkdir(parents=True, exist_ok=True)
                 adapter_config = msgspec.json.encode(spec.peft(self._config.model.path))
                 (files / agent / "adapter_config.json").write_bytes(adapter_config)
@@ -170,7 +174,8 @@ class AdapterLoader:
         return manifest
 
     async def _unload_old(self) -> None:
-        """Unload outdated adapters, and adapters that earlier supervisors have left. Their requests end soon."""
+        """Unload outdated adapters, and adapters that earlier supervisors have left. Their requests end
+        soon."""
         try:
             for name in sorted(await self.api.adapters()):
                 name_match = _ADAPTER_NAME.fullmatch(name)

@@ -60,7 +60,7 @@ class SGLangClient:
         self._open_calls: dict[asyncio.Timeout, StreamedTurn | None] = {}  # None: waits for room
         self._is_closed = False
 
-    def mark(self, version: PolicyVersion) -> None:
+    def mark_version(self, version: PolicyVersion) -> None:
         """Note that the server has confirmed this version: later requests see nothing older. Requests whose
         adapter is outdated end with the tokens so far, but not before the first token: else a turn might
         never get a token."""
@@ -75,7 +75,7 @@ class SGLangClient:
                 if is_outdated(stream.acked_version, version, self._config)
             )
 
-    def sleeps(self, asleep: bool) -> None:
+    def set_asleep(self, asleep: bool) -> None:
         """Note whether the server sleeps: streams may be silent during a sleep."""
         self.api.set_asleep(asleep)
 

@@ -4,9 +4,10 @@
                                          ├──► pause ──► load, labelled ──► continue ──► label read back
     sent: server and sender ready ───────┘
 
-Only one process, the server's supervisor, may do this. A load that failed after the pause may leave the server
-with half of a version. Then the server's label is changed to a label that no run uses before the server goes
-on, so that clients discard the sampled tokens, and `broken` gives the reason until a load has succeeded.
+Only one process, the server's supervisor, may do this. A load that failed after the pause may leave the
+server with half of a version. Then the server's label is changed to a label that no run uses before the
+server goes on, so that clients discard the sampled tokens, and `broken` gives the reason until a load has
+succeeded.
 """
 
 from __future__ import annotations
@@ -181,7 +182,8 @@ class ServerLoader:
     async def _requests_held(self) -> AsyncIterator[None]:
         """Hold requests during the body: else the server would wait for the end of every running request
         before the update. If the body fails, no request samples with the unfinished weights: requests are
-        ended, or, if this fails too, stay held until the next load, or until the supervisor ends the server."""
+        ended, or, if this fails too, stay held until the next load, or until the supervisor ends the
+        server."""
         end_pause = self._resume_invalidated
         try:
             await self.api.pause(self._pause_mode)

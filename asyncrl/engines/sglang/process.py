@@ -1,7 +1,7 @@
 """A server as a child of its supervisor: the command line, the start, the end.
 
-The server runs under the wrapper of `isolation.child`, so that no process of the server outlives the supervisor.
-Server and supervisor write to one log.
+The server runs under the wrapper of `isolation.child`, so that no process of the server outlives the
+supervisor. Server and supervisor write to one log.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ import torch
 
 from asyncrl.config import EngineConfig, RunConfig
 from asyncrl.errors import EngineError
-from asyncrl.isolation.child import wrapped
+from asyncrl.isolation.child import wrapped_command
 from asyncrl.observe.files import replace_file
 from asyncrl.weights.model_files import served_modules
 
-# Seconds from terminate to kill: a server has nothing to save, and the supervisor has little more than a second.
+# Seconds from terminate to kill: a server has nothing to save, and the supervisor has little more than a
+# second.
 STOP_SECONDS = 0.8
 MEMORY_FRACTION = 0.85  # of a GPU's memory, for weights and KV cache
 STREAM_INTERVAL = 4  # tokens per event of a stream: the most that a request loses when the server dies
@@ -111,7 +112,7 @@ def server_gpus(config: RunConfig, gpus: int) -> dict[str, list[int]]:
     return gpus_by_server
 
 
-def server_memory_share(config: RunConfig, gpu: int, gpus: int) -> float:
+def server_memory_fraction(config: RunConfig, gpu: int, gpus: int) -> float:
     """Return the fraction of a GPU's memory that servers take while the trainer works. Ray gives each process
     its own GPUs, and servers that take turns with the trainer sleep."""
     if config.launch.kind != "local":
@@ -132,15 +133,15 @@ def _command_flags(values: Arguments) -> list[str]:
     return flags
 
 
-def kept_tokens(directory: Path, index: int) -> int:
+def stored_kv_tokens(directory: Path, index: int) -> int:
     """Return the size of the KV cache, in tokens, of the engine's first server in this run; 0 before the
     first server. Later servers get the same size, whatever else is on the devices when they start."""
     path = _kv_tokens_file(directory, index)
     return int(path.read_text()) if path.exists() else 0
 
 
-def keep_tokens(directory: Path, index: int, tokens: int) -> None:
-    if not kept_tokens(directory, index):
+def store_kv_tokens(directory: Path, index: int, tokens: int) -> None:
+    if not stored_kv_tokens(directory, index):
         replace_file(_kv_tokens_file(directory, index), str(tokens).encode())
 
 
@@ -148,7 +149,7 @@ def _kv_tokens_file(directory: Path, index: int) -> Path:
     return directory / f"kv-tokens-{index}"
 
 
-def keys(engine: EngineConfig) -> tuple[str, str]:
+def server_keys(engine: EngineConfig) -> tuple[str, str]:
     """Return (API key, admin key) from the environment; '' for none."""
     return os.environ.get(engine.api_key_env, ""), os.environ.get(engine.admin_key_env, "")
 
@@ -185,7 +186,7 @@ class ServerProcess:
         reserved_socket = reserve_port(host)
         try:
             port = int(reserved_socket.getsockname()[1])
-            kv_tokens = kept_tokens(directory, index) if config.shifts and not scorer else 0
+            kv_tokens = stored_kv_tokens(directory, index) if config.shifts and not scorer else 0
 
             command = server_command(config, index, host, port, torch.cuda.device_count(), scorer, kv_tokens)
             if shutil.which(command[0]) is None:
@@ -199,7 +200,9 @@ class ServerProcess:
                 command += ["--config", str(key_file)]
 
             process = await asyncio.create_subprocess_exec(
-                *wrapped(command, STOP_SECONDS), stdin=asyncio.subprocess.DEVNULL, start_new_session=True
+                *wrapped_command(command, STOP_SECONDS),
+                stdin=asyncio.subprocess.DEVNULL,
+                start_new_session=True,
             )
         except BaseException:
             reserved_socket.close()
@@ -212,10 +215,10 @@ class ServerProcess:
         """Return the exit code; None while the server runs."""
         return self._process.returncode
 
-    async def ended(self) -> int:
+    async def wait_ended(self) -> int:
         return await self._process.wait()
 
-    def ready(self) -> None:
+    def note_ready(self) -> None:
         """Note that the server answers: delete the file of keys, which the server has read, and release the
         reserved port, which the server holds itself."""
         self._reserved_socket.close()
@@ -224,10 +227,10 @@ class ServerProcess:
 
     async def stop(self) -> None:
         """Terminate the server; processes that are left after STOP_SECONDS are killed."""
-        self.ready()
+        self.note_ready()
         if self.exit_code is None:
             self._process.terminate()
-            await self.ended()
+            await self.wait_ended()
 
 
 def _write_keys(engine: EngineConfig, server: str, directory: Path) -> Path | None:
@@ -235,7 +238,7 @@ def _write_keys(engine: EngineConfig, server: str, directory: Path) -> Path | No
     killed supervisor has left."""
     path = directory / f"keys-{server}.yaml"
     path.unlink(missing_ok=True)
-    api_key, admin_key = keys(engine)
+    api_key, admin_key = server_keys(engine)
     all_keys = {"api-key": api_key, "admin-api-key": admin_key}
     given_keys = {name: value for name, value in all_keys.items() if value}
     if not given_keys:

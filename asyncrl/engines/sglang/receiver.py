@@ -17,7 +17,7 @@ from asyncrl.engines.sglang.http import ServerApi, UpdateProtocol
 from asyncrl.errors import AsyncrlError, EngineError, ProtocolError
 from asyncrl.weights import collective_messages as messages
 from asyncrl.weights.manifest import Layout, Manifest, Postponed, WeightsError, WeightsRef
-from asyncrl.wire.addresses import is_here
+from asyncrl.wire.addresses import is_local_endpoint
 
 T = TypeVar("T")
 CLEANUP_SECONDS = 5.0  # for a server to give up its end of a group
@@ -204,5 +204,5 @@ class Receiver:
 def _is_local(url: str) -> bool:
     address = urlsplit(url)
     with suppress(OSError, ValueError):  # an unknown name, or no address
-        return is_here(f"tcp://{address.hostname}:{address.port or 80}")
+        return is_local_endpoint(f"tcp://{address.hostname}:{address.port or 80}")
     return False

@@ -34,7 +34,7 @@ COMPARED_SIZES = (
 )
 
 
-def vocabulary_of(path: str) -> int:
+def vocabulary_size_of(path: str) -> int:
     """Return the vocabulary's size from the model's config.json. Raises ConfigError."""
     size: int = _model_config(path).get_text_config().vocab_size
     return size
@@ -53,7 +53,9 @@ class Attached:
         return f"SGLang {self.info.version}, {self.model.model_type}, tp {self.info.tp_size}"
 
 
-async def look(config: RunConfig, url: str, api_key: str = "", admin_key: str = "", scorer: str = "") -> None:
+async def look_at_server(
+    config: RunConfig, url: str, api_key: str = "", admin_key: str = "", scorer: str = ""
+) -> None:
     """Check whether the server can serve this run, without changing the server, which another run may use or
     have paused. Raises ConfigError if the server never can; other EngineErrors may pass."""
     server = ServerApi(url, api_key, admin_key)
@@ -69,7 +71,7 @@ async def attach(
     api_key: str = "",
     admin_key: str = "",
     scorer: str = "",
-    fresh: bool = False,
+    started_here: bool = False,
 ) -> Attached:
     """Return a server for the supervisor of an engine, or of a scorer, once the server is ready: a supported
     version of SGLang that serves the run's model. `fresh`: the server was started for this run. Any other
@@ -83,7 +85,7 @@ async def attach(
 
         attached = await _described_server(config, server, scorer)
         if not scorer:  # nobody pauses a scorer
-            if not fresh and not await server.ready():
+            if not started_here and not await server.ready():
                 await server.invalidate()
                 attached = replace(attached, model=await server.model_info())
             await server.resume()
@@ -100,7 +102,7 @@ async def attach(
 Loader = ServerLoader | AdapterLoader
 
 
-def loader(config: RunConfig, index: int, server: Attached, attachment: str = "") -> Loader:
+def build_loader(config: RunConfig, index: int, server: Attached, attachment: str = "") -> Loader:
     """Return the loader of versions for the server of engine `index`. `attachment`: see `AdapterLoader`.
     Reads files."""
     run_dir = Path(config.run_dir) / config.name
@@ -146,7 +148,7 @@ def check_vocabulary(config: RunConfig, key: str, path: str) -> None:
     if other_tokenizer.is_file():
         same_vocabulary = _tokens_with_ids(own_tokenizer) == _tokens_with_ids(other_tokenizer)
     elif (Path(path) / "config.json").is_file():
-        same_vocabulary = vocabulary_of(path) == vocabulary_of(config.model.path)
+        same_vocabulary = vocabulary_size_of(path) == vocabulary_size_of(config.model.path)
     else:
         log.warning("%s: %s is not here, so its vocabulary is not compared", key, path)
         return

@@ -21,7 +21,7 @@ class ServerSleep:
 
     def __init__(self, api: ServerApi) -> None:
         self.asleep = False
-        self.unknown = ""
+        self.unknown_reason = ""
         self._api = api
 
     async def sleep(self) -> None:
@@ -48,6 +48,8 @@ class ServerSleep:
 
     @contextmanager
     def _unknown_until_done(self, activity: str) -> Iterator[None]:
-        self.unknown = f"server {self._api.url}: {activity} was not finished; what it holds is not known"
+        self.unknown_reason = (
+            f"server {self._api.url}: {activity} was not finished; what it holds is not known"
+        )
         yield
-        self.unknown = ""
+        self.unknown_reason = ""

@@ -12,7 +12,7 @@ from transformers import AutoConfig, PreTrainedModel
 from asyncrl.engines.base import Request, Sampling
 from asyncrl.engines.torch.batch import Batcher
 from asyncrl.errors import ConfigError, one_line
-from asyncrl.shrunk import AGREE, RESERVED, passes, remembered
+from asyncrl.shrunk import LOGPROB_TOLERANCE, RESERVED_IDS, cached_findings, is_passing_error
 from asyncrl.types import Generation
 
 NEW_TOKENS = 24  # sampled in a turn
@@ -23,7 +23,7 @@ CHUNK_TOKENS = 24  # prompt tokens of a step
 def check_served(model_path: str) -> None:
     """Raise ConfigError for an architecture whose log-probs differ in the slots of the embedded engine."""
     config = AutoConfig.from_pretrained(model_path)
-    known_result = remembered(config, "engine", lambda model: {"decoding": decoding_problem(model)})
+    known_result = cached_findings(config, "engine", lambda model: {"decoding": decoding_problem(model)})
     if known_result and (problem := known_result["decoding"]):
         architecture = (config.architectures or [type(config).__name__])[0]
         raise ConfigError(
@@ -39,7 +39,7 @@ def decoding_problem(model: PreTrainedModel) -> str:
     generator = np.random.default_rng(0)
     vocabulary_size = model.config.get_text_config().vocab_size
     shared_prefix, *endings = (
-        generator.integers(min(RESERVED, vocabulary_size - 1), vocabulary_size, length).tolist()
+        generator.integers(min(RESERVED_IDS, vocabulary_size - 1), vocabulary_size, length).tolist()
         for length in (33, 9, 14, 12, 5)
     )
 
@@ -51,11 +51,15 @@ def decoding_problem(model: PreTrainedModel) -> str:
         turns["d"] = _sample_turns(batcher, {"c": prompts["d"]})["c"]
         gap = max(_logprob_gap(plain_model, prompts[name], turn) for name, turn in turns.items())
     except Exception as error:
-        if passes(error):
+        if is_passing_error(error):
             raise
         return str(error) if isinstance(error, ConfigError) else f"it fails with {one_line(error)}"
 
-    return "" if gap < AGREE else f"it gives log-probs that differ by {gap:.1e} from those of a plain forward"
+    return (
+        ""
+        if gap < LOGPROB_TOLERANCE
+        else f"it gives log-probs that differ by {gap:.1e} from those of a plain forward"
+    )
 
 
 def _sample_turns(batcher: Batcher, prompts: dict[str, list[int]]) -> dict[str, Generation]:

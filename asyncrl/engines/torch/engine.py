@@ -28,7 +28,7 @@ from asyncrl.weights.adapters import Adapters
 from asyncrl.weights.checkpoint_match import load_pretrained
 from asyncrl.weights.manifest import AdapterSpec, Manifest, WeightsError, WeightsRef
 from asyncrl.weights.memory import ReleasedStorages, trim_heap
-from asyncrl.weights.names import pieces
+from asyncrl.weights.names import file_pieces
 
 T = TypeVar("T")
 
@@ -168,7 +168,9 @@ class TorchEngine:
         row_count = len(self._adapters.agents) if self._adapters and not base else 1
         tokens = torch.tensor([ids] * row_count, device=self._model.device)
         if self._adapters is not None:
-            self._adapters.use(torch.arange(row_count, device=tokens.device)[:, None].expand_as(tokens))
+            self._adapters.select_adapters(
+                torch.arange(row_count, device=tokens.device)[:, None].expand_as(tokens)
+            )
 
         with self._adapters.disabled() if self._adapters and base else nullcontext():
             output = self._model(tokens, use_cache=False, logits_to_keep=count + 1)
@@ -397,7 +399,7 @@ def replace_weights(model: PreTrainedModel, tensors: Mapping[str, torch.Tensor])
     shapes differ."""
     model_state = model.state_dict()
     model_tensors = {
-        piece.name: piece.within(model_state[piece.parameter]) for piece in pieces(model, model_state)
+        piece.name: piece.view_in(model_state[piece.parameter]) for piece in file_pieces(model, model_state)
     }
     unknown = sorted(tensors.keys() - model_tensors.keys())
     given_pointers = {model_tensors[name].data_ptr() for name in tensors.keys() & model_tensors.keys()}

@@ -20,7 +20,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from asyncrl.errors import ConfigError
-from asyncrl.shrunk import unknown
+from asyncrl.shrunk import unknown_arguments
 from asyncrl.weights.adapters import Adapters
 
 ATTENTION = "asyncrl_slots"
@@ -89,7 +89,7 @@ class KVCache:
         self._current_layout = layout
         self._group_biases = [self._attention_bias(group) for group in layout.groups]
         if self.adapters is not None:
-            self.adapters.use(self.adapter_indices[layout.cells // self.columns])
+            self.adapters.select_adapters(self.adapter_indices[layout.cells // self.columns])
 
         output = self.model(
             input_ids=self.ids.view(-1)[layout.cells][None],
@@ -245,10 +245,10 @@ def _attention(
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
 
     if isinstance(slots, _Probe):
-        unknown_arguments = unknown(kwargs)
-        if unknown_arguments:
+        refused_arguments = unknown_arguments(kwargs)
+        if refused_arguments:
             raise ConfigError(
-                f"the embedded engine has no {', '.join(unknown_arguments)} attention; use another engine"
+                f"the embedded engine has no {', '.join(refused_arguments)} attention; use another engine"
             )
 
     return slots.attend(module.layer_idx, query, key, value, scaling), None  # type: ignore[arg-type]

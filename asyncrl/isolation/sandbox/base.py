@@ -19,7 +19,7 @@ only the program's files survive. `shell`: one command; its background processes
 only there."""
 
 
-MOST_CHANGES = 64 << 20  # bytes
+MAX_CHANGE_BYTES = 64 << 20  # bytes
 
 
 class SandboxError(AsyncrlError):

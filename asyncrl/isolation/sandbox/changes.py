@@ -63,7 +63,7 @@ def _encode_head(entry: Entry, content_size: int) -> bytes:
     return ENTRY_HEADER.pack(entry.kind, entry.mode, entry.mtime_ns, len(path), content_size) + path
 
 
-def packed(entries: Iterable[Entry]) -> bytes:
+def pack_entries(entries: Iterable[Entry]) -> bytes:
     """Make an archive of entries."""
     return b"".join(entry.frame() for entry in (*entries, Entry(END, "")))
 

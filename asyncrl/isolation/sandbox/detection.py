@@ -29,12 +29,12 @@ class Isolation:
     """Describe the isolation of a sandbox. `enforced`: words of ISOLATION. `notes`: why the kernel refused
     the missing isolation."""
 
-    holds: frozenset[str]
+    enforced: frozenset[str]
     notes: str
 
     @property
     def missing(self) -> tuple[str, ...]:
-        return tuple(name for name in ISOLATION if name not in self.holds)
+        return tuple(name for name in ISOLATION if name not in self.enforced)
 
 
 @functools.cache
@@ -47,7 +47,7 @@ def detect_isolation() -> Isolation:
             return Isolation(jail.enforced, jail.notes)
 
     isolation = _run_blocking(start_jail())
-    enforced_words = ", ".join(name for name in ISOLATION if name in isolation.holds) or "nothing"
+    enforced_words = ", ".join(name for name in ISOLATION if name in isolation.enforced) or "nothing"
     log.info(
         "sandboxes of this machine isolate: %s%s",
         enforced_words,

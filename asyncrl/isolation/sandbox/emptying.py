@@ -65,7 +65,7 @@ def _delete_files(directory_fd: int) -> list[str]:
     return [name for name, is_directory in is_directory_by_name.items() if is_directory]
 
 
-def make_private(directory: str) -> None:
+def make_private_directory(directory: str) -> None:
     """Make a directory that only this user can open. PermissionError: the path exists and is open to
     others."""
     os.makedirs(directory, 0o700, exist_ok=True)
@@ -75,7 +75,7 @@ def make_private(directory: str) -> None:
 
 
 @contextmanager
-def own_directory(parent: str, prefix: str) -> Iterator[str]:
+def locked_directory(parent: str, prefix: str) -> Iterator[str]:
     """Make a directory with a unique name, which stays locked and is deleted in the end."""
     lock_fd = None
     while lock_fd is None:  # another process may have swept the directory before it was locked
@@ -90,7 +90,7 @@ def own_directory(parent: str, prefix: str) -> Iterator[str]:
         os.close(lock_fd)
 
 
-def sweep(parent: str, prefix: str) -> None:
+def delete_abandoned(parent: str, prefix: str) -> None:
     """Delete the directories left by killed processes. Running processes need not wait for that."""
     for name in os.listdir(parent):
         if name.startswith(prefix) and (lock_fd := lock_directory(f"{parent}/{name}")) is not None:

@@ -32,7 +32,7 @@ from asyncrl.isolation.images import Image
 from asyncrl.isolation.sandbox import changes, emptying, frames
 from asyncrl.isolation.sandbox.base import (
     ISOLATION,
-    MOST_CHANGES,
+    MAX_CHANGE_BYTES,
     Program,
     RunEnding,
     RunKind,
@@ -198,8 +198,8 @@ class Jail:
             f"file {path!r}", frames.READ, json.dumps((max_bytes, path)).encode(), max_bytes
         )
 
-    async def changes(
-        self, roots: Sequence[str] = (), skip_globs: Sequence[str] = (), max_bytes: int = MOST_CHANGES
+    async def collect_changes(
+        self, roots: Sequence[str] = (), skip_globs: Sequence[str] = (), max_bytes: int = MAX_CHANGE_BYTES
     ) -> bytes:
         """Collect changed, new and deleted files, all or only below `roots`: an archive in the format of
         changes.py. Names that match a glob of `skip` are left out. SandboxError: more than `most` bytes
@@ -213,7 +213,7 @@ class Jail:
         source = changes.encode_request(max_bytes, top_directory, roots, (*skip_globs, *sandbox_files))
         return await self._receive_data("the changes", frames.COLLECT, source, max_bytes)
 
-    async def apply(self, archive: bytes, keep_globs: Sequence[str] = ()) -> None:
+    async def apply_changes(self, archive: bytes, keep_globs: Sequence[str] = ()) -> None:
         """Apply the changes of another sandbox with the same image. Names that match a glob of `keep` stay
         as they are here. SandboxError: the archive cannot be applied."""
         source = changes.encode_request(len(archive), "/", (), keep_globs)

@@ -11,7 +11,7 @@ from pathlib import Path
 from asyncrl.isolation.sandbox.jail import SYSTEM_DIRECTORIES
 
 
-def needed_by(program: str) -> list[str]:
+def find_needed_paths(program: str) -> list[str]:
     """Find the paths to show (`Jail(show=…)`) for a command or a file: the file, links on the way, the file's
     npm package or Python environment, and the same for its interpreter. Paths of the system, which every
     sandbox shows, are left out, and so is an entire home. Libraries elsewhere are not found."""

@@ -12,7 +12,7 @@ from typing import Annotated
 from msgspec import Meta
 
 from asyncrl.types import PolicyVersion
-from asyncrl.wire.messages.shared import PIECE, Count, Share, WireMessage
+from asyncrl.wire.messages.shared import MAX_PIECE_BYTES, Count, Share, WireMessage
 
 Short = Annotated[str, Meta(max_length=300)]
 
@@ -44,7 +44,7 @@ class ReadBytes(WireMessage, frozen=True):
 
     version: PolicyVersion
     offset: Count
-    size: Annotated[int, Meta(ge=1, le=PIECE)]
+    size: Annotated[int, Meta(ge=1, le=MAX_PIECE_BYTES)]
 
 
 class VersionBytes(WireMessage, frozen=True):
@@ -61,12 +61,13 @@ class VersionGone(WireMessage, frozen=True):
     newer: bool
 
 
-# -- supervisors of servers ------------------------------------------------------------------------------------
+# -- supervisors of servers
+# ------------------------------------------------------------------------------------
 
 
 class SupervisorHello(WireMessage, frozen=True):
-    """First message of a supervisor, repeated until welcomed, after silence and when the server is up. `url` is
-    empty while the server starts; `engine` describes the server ("sglang 0.5.23")."""
+    """First message of a supervisor, repeated until welcomed, after silence and when the server is up. `url`
+    is empty while the server starts; `engine` describes the server ("sglang 0.5.23")."""
 
     index: Count
     incarnation: str

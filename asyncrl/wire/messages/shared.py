@@ -15,7 +15,7 @@ Count = Annotated[int, Meta(ge=0, lt=1 << 53)]
 Finite = Annotated[float, Meta(ge=-1e15, le=1e15)]  # seconds may be negative after a clock was set back
 Share = Annotated[float, Meta(ge=0, le=1)]
 Gap = Annotated[float, Meta(ge=0)]  # infinite if a compared value is no number
-PIECE = 1 << 20  # maximum bytes of a file in a message
+MAX_PIECE_BYTES = 1 << 20  # maximum bytes of a file in a message
 FileName = Annotated[
     str, Meta(pattern=r"^(logs|timeline|ratios)/[a-z]+-[0-9-]+\.(log|jsonl)\Z", max_length=100)
 ]

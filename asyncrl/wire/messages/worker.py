@@ -68,8 +68,8 @@ class WorkerHeartbeat(WireMessage, frozen=True):
 
 
 class Leave(WireMessage, frozen=True):
-    """The worker, or the supervisor of a server, is about to end, and has given up all work: peers continue that
-    work, and the sender gets no more."""
+    """The worker, or the supervisor of a server, is about to end, and has given up all work: peers continue
+    that work, and the sender gets no more."""
 
 
 class Assign(WireMessage, frozen=True):
@@ -118,7 +118,7 @@ class Engines(WireMessage, frozen=True):
     gone: tuple[str, ...] = ()
     whole: bool = False
 
-    def update(self, table: Mapping[str, EngineEntry]) -> dict[str, EngineEntry]:
+    def updated_table(self, table: Mapping[str, EngineEntry]) -> dict[str, EngineEntry]:
         """Return the table by name, from the previous table."""
         kept_entries = (
             {} if self.whole else {name: entry for name, entry in table.items() if name not in self.gone}
@@ -194,7 +194,7 @@ class Records(WireMessage, frozen=True):
 
     counted: Annotated[tuple[tuple[Record, Count], ...], msgspec.Meta(max_length=MAX_RECORDS)]
 
-    def unpacked(self, frames: Sequence[bytes]) -> Iterator[tuple[Record, list[bytes]]]:
+    def with_frames(self, frames: Sequence[bytes]) -> Iterator[tuple[Record, list[bytes]]]:
         """Yield each record with the frames, or with as many frames as are left."""
         remaining_frames = iter(frames)
         for record, frame_count in self.counted:

@@ -160,7 +160,7 @@ def test_sums_and_extremes_against_plain_python() -> None:
     fresh = [i for i in range(N) if FRESH[i]]
     wanted = {
         "tokens": N,
-        "fresh": len(fresh),
+        "trainable": len(fresh),
         "kept": len(KEPT),
         "loss": 2.0 * len(KEPT),
         "weight": sum(CAPPED[i] for i in KEPT),

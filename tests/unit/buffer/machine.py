@@ -60,7 +60,7 @@ def land(
     if episode.state is State.PENDING:
         buffer.assign(episode, "w", 1, version, 0.0)
     episode.add_turn(tokens=tokens + 10, model_tokens=tokens, oldest=version, newest=version)
-    buffer.touch(episode)
+    buffer.mark_changed(episode)
     result = EpisodeResult(reward, tokens, (reward,), **earned)
     buffer.finish_episode(episode, result, EpisodeStats(1), now)
     return episode
@@ -102,7 +102,7 @@ def play(buffer: ReplayBuffer, batches: Batches, events: str) -> list[list[str]]
                 buffer.admit_group(buffer.committed, now)
             assert buffer.next_group - before == int(arguments), word
         elif first == "@":
-            buffer.tick(now := float(arguments))
+            buffer.settle_overdue(now := float(arguments))
         elif first == "T":
             trained.append(sorted(train(batches, batches.committed)))
         elif first in "M?":
@@ -112,7 +112,7 @@ def play(buffer: ReplayBuffer, batches: Batches, events: str) -> list[list[str]]
         elif reward:
             land(buffer, uid, float(reward), now=now)
         elif last in "em":
-            for member, uid in enumerate(list(buffer.live[int(word[:-1])].members)):
+            for member, uid in enumerate(list(buffer.live_groups[int(word[:-1])].members)):
                 land(buffer, uid, float(last == "e" or member == 0), now=now)
         elif last == "~":
             run(buffer, word[:-1])
@@ -126,7 +126,7 @@ def play(buffer: ReplayBuffer, batches: Batches, events: str) -> list[list[str]]
 def count_again(buffer: ReplayBuffer) -> None:
     """What the buffer keeps as it goes is what a look at all groups and episodes finds."""
     tally = buffer.tally
-    groups = list(buffer.live.values())
+    groups = list(buffer.live_groups.values())
     episodes = buffer.episodes
     assert +tally.state_counts == Counter(episode.state for episode in episodes.values())
     for state in State:
@@ -138,13 +138,14 @@ def count_again(buffer: ReplayBuffer) -> None:
     is_open = [not g.filtered and (g.step < 0 or g.step >= buffer.committed) for g in groups]
     assert tally.count_live(buffer.committed) == sum(is_open)
     ranks = [sum(is_open[:position]) for position in range(len(groups))]
-    assert tally.count_older(list(buffer.live), buffer.committed) == ranks
+    assert tally.count_older(list(buffer.live_groups), buffer.committed) == ranks
     over = [all(episodes[uid].state.over for uid in group.members) for group in groups]
     assert not any(over) and not any(map(tally.is_over, groups))
     cached_versions = buffer.oldest_versions
     buffer.oldest_versions = {}
     assert all(
-        oldest_version_of(buffer, buffer.live[number]) == floor for number, floor in cached_versions.items()
+        oldest_version_of(buffer, buffer.live_groups[number]) == floor
+        for number, floor in cached_versions.items()
     )
 
 

@@ -47,7 +47,7 @@ def test_a_late_member_is_no_micro_batch_by_itself(total: int, oldest: int, alon
     admit(buffer, 1)
     run(buffer, "0.2")
     land(buffer, "0.0", version=1), land(buffer, "0.1", version=1)
-    buffer.tick(5.0)
+    buffer.settle_overdue(5.0)
     assert batches.next_part(1, 0, 1) == ["0.0", "0.1"]
     land(buffer, "0.2", version=oldest, now=6.0)
     assert batches.next_part(1, 1, 1) == (["0.2"] if alone else [])
@@ -181,12 +181,12 @@ def test_a_batch_that_is_left_out_leaves_nothing_of_its_groups() -> None:
     for group in (0, 1):
         land_group(buffer, group, 0.0, 1.0)
         run(buffer, f"{group}.2")
-    buffer.tick(2.0)
+    buffer.settle_overdue(2.0)
     assert not buffer.has_room
     planned_uids = batches.next_part(0, 0, 1)
     assert planned_uids == ["0.0", "0.1", "1.0", "1.1"] and batches.next_part(0, 1, 1) == []
     assert [episode.uid for episode in batches.leave_out_batch(DropReason.SPIKE)] == ["0.2", "1.2"]
-    assert buffer.reasons == {"dropped/spike": 6} and not buffer.live and buffer.account().conserved
+    assert buffer.reasons == {"dropped/spike": 6} and not buffer.live_groups and buffer.account().conserved
     assert batches.by_step[0].uids == [] and buffer.has_room
     count_again(buffer)
     admit(buffer, 2)

@@ -31,7 +31,7 @@ from asyncrl.buffer.flow_control import (
 )
 from asyncrl.buffer.prompts import Prompts
 from asyncrl.buffer.replay import ReplayBuffer
-from asyncrl.buffer.staleness import pending
+from asyncrl.buffer.staleness import assignable_episodes
 from asyncrl.config import BufferConfig, parse
 from asyncrl.planning.forecast import scale_waits
 from asyncrl.planning.simulator import SimulatedStep, Simulation, Workload
@@ -133,7 +133,7 @@ def test_the_limit_is_read_by_admission() -> None:
     buffer.live_limit = 5
     while buffer.can_admit(100, 100):
         buffer.admit_group(0, now=0.0)
-    assert len(buffer.live) == 5
+    assert len(buffer.live_groups) == 5
     assert make(target_staleness=1.5, max_staleness=4)[0].max_live_groups == 5
     assert make(max_staleness=0)[0].max_live_groups == 2
 
@@ -141,7 +141,7 @@ def test_the_limit_is_read_by_admission() -> None:
 def test_a_run_that_waits_for_tools_issues_a_few_groups_more_until_its_last_batch_is_full() -> None:
     buffer, batches = make(total_groups=4, groups_per_batch=2, max_staleness=4)
     buffer.live_limit = 10
-    buffer.spare = 1
+    buffer.spare_groups = 1
 
     def admitted() -> int:
         while buffer.can_admit(100, 100):
@@ -152,12 +152,12 @@ def test_a_run_that_waits_for_tools_issues_a_few_groups_more_until_its_last_batc
     for group in (0, 1):
         land_group(buffer, group, 0.0, 1.0)
     train(batches, 0)
-    buffer.spare = 3
+    buffer.spare_groups = 3
     assert admitted() == 7
     for group in (4, 6):  # the last batch has no need of the slowest
         land_group(buffer, group, 0.0, 1.0)
     assert batches.next_part(1, 0, 1) == ["4.0", "4.1", "6.0", "6.1"] and batches.next_part(1, 1, 1) == []
-    buffer.spare = 5
+    buffer.spare_groups = 5
     assert admitted() == 7
     batches.commit_batch(2, ["4.0", "4.1", "6.0", "6.1"])
     buffer.drop_all(DropReason.END_OF_DATA)
@@ -426,10 +426,10 @@ def test_it_follows_the_steps_and_is_reported() -> None:
     step(fast)
     assert step(fast, ROW | waits) == pytest.approx(6 * math.exp(FIRST_GAIN + QUICK_GAIN * 0.5 * 0.4))
     assert step(fast, ROW | waits) > 7.5
-    assert fast.buffer.spare == round(fast.flow_control.level - 6) == 2
+    assert fast.buffer.spare_groups == round(fast.flow_control.level - 6) == 2
     for _ in range(4):
         step(limit)
-    assert limit.buffer.spare == 0
+    assert limit.buffer.spare_groups == 0
     gauges = limit.gauges()
     assert gauges["async/live_limit"] == limit.buffer.live_limit == 7
 
@@ -523,7 +523,7 @@ def test_a_bound_for_the_tail_lets_no_more_groups_be_live(
     assert (buffer.max_start_staleness, hold_buffer.max_start_staleness) == (usual, bound)
     admit(buffer, 9)
     buffer.note_commit(20)
-    oldest = [needed for needed, _ in pending(buffer)]
+    oldest = [needed for needed, _ in assignable_episodes(buffer)]
     assert (oldest[0], oldest[-1]) == (20 - usual, 21 - usual)
 
 
@@ -534,4 +534,4 @@ def test_an_episode_may_start_where_no_newer_weights_are_published() -> None:
     buffer = ReplayBuffer(keys, prompts, total_groups=100, retries=0, group_bytes=1, publish_every=8)
     admit(buffer, 8)
     buffer.note_commit(23)
-    assert {needed for needed, _ in pending(buffer)} == {16}
+    assert {needed for needed, _ in assignable_episodes(buffer)} == {16}

@@ -157,7 +157,7 @@ def test_groups(keys: dict[str, Any], events: str, flow: dict[str, int], trained
     account = msgspec.structs.asdict(buffer.account())
     assert account.pop("issued") == sum(account.values())
     assert {state: count for state, count in account.items() if count} == flow
-    assert batches.over is (buffer.prompts.over and not buffer.live)
+    assert batches.over is (buffer.prompts.over and not buffer.live_groups)
     count_again(buffer)
 
 
@@ -179,7 +179,7 @@ def flow(buffer: ReplayBuffer) -> EpisodeAccount:
 
 def test_a_group_has_one_member_more() -> None:
     buffer, _ = world()
-    assert [buffer.episodes[uid].greedy for uid in buffer.live[0].members] == [False, False, True]
+    assert [buffer.episodes[uid].greedy for uid in buffer.live_groups[0].members] == [False, False, True]
     assert flow(buffer).issued == 6
     assert not buffer.can_admit(free_slots=2, total_slots=100)
 
@@ -201,7 +201,7 @@ def test_its_reward_is_the_baseline_and_it_leaves_as_filtered() -> None:
         (0, 1.0, (1.0,)),
         (1, 0.0, (0.0,)),
     ]
-    assert (flow(buffer).trained, flow(buffer).filtered, list(buffer.live)) == (2, 1, [1])
+    assert (flow(buffer).trained, flow(buffer).filtered, list(buffer.live_groups)) == (2, 1, [1])
 
 
 PAIRS = list(combinations_with_replacement(["pending", "running", "landed", "failed"], 2))
@@ -221,7 +221,7 @@ def test_a_group_whose_greedy_episode_is_given_up_is_dropped_at_once(
     account = flow(buffer)
     failed = states.count("failed")
     assert [episode.member for episode in running] == [i for i in (0, 1) if states[i] == "running"]
-    assert (account.failed, account.dropped, list(buffer.live)) == (1 + failed, 2 - failed, [1])
+    assert (account.failed, account.dropped, list(buffer.live_groups)) == (1 + failed, 2 - failed, [1])
     assert buffer.reasons[f"{State.DROPPED}/{DropReason.GROUP_SHORT}"] == 2 - failed
     assert batches.next_part(0, 0, 1) is None and buffer.settled_counts[State.DROPPED] == 1
 
@@ -230,4 +230,4 @@ def test_it_is_not_what_hold_waits_for() -> None:
     buffer, _ = world(on_stale="hold", target_staleness=4)
     for uid in ("0.0", "0.1", "0.2", "1.0", "1.1", "1.2"):
         buffer.assign(buffer.episodes[uid], "w", 1, 4 if uid != "0.2" else 0, 0.0)
-    assert oldest_version_of(buffer, buffer.live[0]) == 4
+    assert oldest_version_of(buffer, buffer.live_groups[0]) == 4

@@ -113,7 +113,7 @@ def test_ages_of_tokens_in_a_buffer() -> None:
     buffer.fail_attempt(buffer.episodes["0.3"], FailReason.EPISODE_ERROR, 2.0)
     for member, now in ((0, 2.0), (1, 3.0)):
         land(buffer, f"0.{member}", now=now)
-    buffer.tick(5.0)
+    buffer.settle_overdue(5.0)
     land(buffer, "0.2", now=10.0)
     buffer.assign(buffer.episodes["0.3"], "w", 1, 0, 9.0)
     buffer.waiting_tokens.begin_life("0.3", 9.0, 10)

@@ -68,7 +68,7 @@ def ours(arms: Arms, times: tuple[float, ...], filtering: bool) -> Trained:
 
     for time in TIMES:
         if time > DEADLINE:
-            buffer.tick(DEADLINE)
+            buffer.settle_overdue(DEADLINE)
             take()
         for member in (m for m in range(MEMBERS) if times[m] == time):
             member_result = result(arms[member])

@@ -133,7 +133,7 @@ def test_shaping_neither_hides_nor_makes_a_solved_sample() -> None:
     buffer, _ = make(retire_pass_rate=0.9)
     rows = rows_of(buffer, 2)
     for group, reward, shaping in ((0, 0.0, -1.0), (1, 0.3, 0.3)):
-        for uid in buffer.live[group].members:
+        for uid in buffer.live_groups[group].members:
             land(buffer, uid, reward, shaping=shaping)
     assert buffer.prompts.retired_samples == {rows[0]}
 
@@ -189,7 +189,7 @@ def test_a_late_member_completes_the_record_of_its_sample() -> None:
     group = buffer.admit_group(0, 0.0)
     land_group(buffer, 0, 1.0, 1.0)
     buffer.assign(buffer.episodes["0.2"], "w", 1, 0, 0.0)
-    buffer.tick(5.0)
+    buffer.settle_overdue(5.0)
     train(batches, 0)
     assert not buffer.prompts.retired_samples
     land(buffer, "0.2", now=6.0)

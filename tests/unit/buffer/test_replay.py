@@ -17,7 +17,7 @@ from asyncrl.buffer.cohorts import Cohorts
 from asyncrl.buffer.payloads import cut_back
 from asyncrl.buffer.records import MAX_LOSSES, EpisodeRecord, GroupRecord, State
 from asyncrl.buffer.replay import ReplayBuffer, running_attempt
-from asyncrl.buffer.staleness import oldest_version_of, pending
+from asyncrl.buffer.staleness import assignable_episodes, oldest_version_of
 from asyncrl.types import DropReason, EpisodeResult, EpisodeStats, FailReason
 from tests.unit.buffer.machine import admit, count_again, give_up, land, land_group, make, run, train
 
@@ -27,7 +27,7 @@ def test_the_version_that_a_start_needs_grows_with_the_groups_before_it() -> Non
     buffer, _ = make(max_staleness=1, target_staleness=1)
     admit(buffer, 4)
     buffer.committed = 3
-    assert [(needed, e.uid) for needed, e in pending(buffer) if e.member == 0] == [
+    assert [(needed, e.uid) for needed, e in assignable_episodes(buffer) if e.member == 0] == [
         (2, "0.0"),
         (2, "1.0"),
         (3, "2.0"),
@@ -41,7 +41,7 @@ def test_a_lost_worker_keeps_the_durable_turns() -> None:
     episode = buffer.episodes["0.0"]
     buffer.assign(episode, "w", 1, 0, 0.0)
     episode.add_turn(20, 10, 0, 0)
-    buffer.touch(episode)
+    buffer.mark_changed(episode)
     buffer.fail_attempt(episode, FailReason.WORKER_LOST, 0.0)
     assert (episode.state, episode.attempt, episode.turns) == (State.PENDING, 1, 1)
     assert running_attempt(buffer.episodes, "0.0", 0) is None  # the old attempt is fenced
@@ -88,12 +88,15 @@ def test_where_too_few_land_in_time_the_first_two_are_compared_and_later_ones_wi
         run(buffer, f"0.{member}")
     for member in in_time:
         land(buffer, f"0.{member}", float(member))
-    buffer.tick(now=5.0)
+    buffer.settle_overdue(now=5.0)
     order = [*in_time, *(member for member in (2, 0, 3, 1) if member not in in_time)]
     for position, member in enumerate(order[len(in_time) :], len(in_time)):
-        assert buffer.live[0].settled is (position > 1)
+        assert buffer.live_groups[0].settled is (position > 1)
         land(buffer, f"0.{member}", float(member), now=6.0)
-    assert (buffer.live[0].baseline, buffer.live[0].late_siblings) == (tuple(order[:2]), (order[0],))
+    assert (buffer.live_groups[0].baseline, buffer.live_groups[0].late_siblings) == (
+        tuple(order[:2]),
+        (order[0],),
+    )
     train(batches, 0)
     (baseline,) = batches.baselines.values()
     rewards = {
@@ -108,13 +111,13 @@ def test_who_lands_after_the_deadline_is_late_though_no_tick_has_come() -> None:
     buffer, _ = make(group_policy="partial", group_deadline=5.0, episodes_per_group=3, groups_per_batch=1)
     admit(buffer, 1)
     land(buffer, "0.0", 1.0), land(buffer, "0.1", 0.0), land(buffer, "0.2", 1.0, now=5.0)
-    assert buffer.live[0].baseline == (0, 1)
+    assert buffer.live_groups[0].baseline == (0, 1)
 
 
 def test_the_deadline_counts_from_the_start_and_is_what_half_of_the_groups_need() -> None:
     buffer, _ = make(group_policy="partial", groups_per_batch=2)
     admit(buffer, 2)
-    assert [group.patience for group in buffer.live.values()] == [math.inf] * 2  # nothing is known yet
+    assert [group.patience for group in buffer.live_groups.values()] == [math.inf] * 2  # nothing is known yet
     for uid, now in (("0.0", 1.0), ("0.1", 2.0), ("1.0", 3.0), ("1.1", 9.0)):
         land(buffer, uid, now=now)  # both began at 0
     group = buffer.admit_group(0, now=50.0)
@@ -171,7 +174,7 @@ class FlowMachine(RuleBasedStateMachine):
 
     @rule(n=st.integers(1, 6))
     def assign(self, n: int) -> None:
-        for _, episode in islice(pending(self.buffer), n):
+        for _, episode in islice(assignable_episodes(self.buffer), n):
             self.buffer.assign(episode, "w", 1, self.batches.committed, self.now)
 
     @precondition(lambda self: self.running())
@@ -180,7 +183,7 @@ class FlowMachine(RuleBasedStateMachine):
         episode = self.buffer.episodes[data.draw(st.sampled_from(self.running()))]
         for _ in range(turns):
             episode.add_turn(5, 3, self.batches.committed, self.batches.committed)
-            self.buffer.touch(episode)
+            self.buffer.mark_changed(episode)
         self.buffer.finish_episode(episode, EpisodeResult(reward), EpisodeStats(1), self.now)
 
     @precondition(lambda self: self.running())
@@ -192,7 +195,7 @@ class FlowMachine(RuleBasedStateMachine):
     @rule(seconds=st.sampled_from([1.0, 40.0]))
     def tick(self, seconds: float) -> None:
         self.now += seconds
-        self.buffer.tick(self.now)
+        self.buffer.settle_overdue(self.now)
 
     @rule()
     def step(self) -> None:
@@ -251,7 +254,7 @@ TestFlow.settings = settings(max_examples=50, stateful_step_count=60, deadline=N
 
 
 def rewards(buffer: ReplayBuffer, group: int) -> list[float]:
-    return [result.reward for result in Baseline.of_group(buffer.live[group], buffer.episodes).results]
+    return [result.reward for result in Baseline.of_group(buffer.live_groups[group], buffer.episodes).results]
 
 
 def test_who_runs_again_is_not_in_the_baseline_before_it_lands_again() -> None:
@@ -263,7 +266,7 @@ def test_who_runs_again_is_not_in_the_baseline_before_it_lands_again() -> None:
     land(buffer, "0.0", 1.0, now=5.0)
     cut_back(buffer, buffer.episodes["0.0"], [])
     land(buffer, "0.1", 0.5, now=6.0), land(buffer, "0.2", 1.0, now=7.0)
-    assert buffer.live[0].settled and rewards(buffer, 0) == [0.5, 1.0]
+    assert buffer.live_groups[0].settled and rewards(buffer, 0) == [0.5, 1.0]
     assert land(buffer, "0.0", 1.0, now=8.0).state is State.READY
     assert rewards(buffer, 0) == [0.5, 1.0]
 
@@ -274,7 +277,7 @@ def test_the_others_are_compared_with_the_reward_of_a_ready_member_that_is_dropp
     for member, reward in enumerate((1.0, 0.0, 0.5)):
         land(buffer, f"0.{member}", reward)
     cut_back(buffer, buffer.episodes["0.0"], [])
-    assert [e.state for e in buffer.trainable_members(buffer.live[0])] == [
+    assert [e.state for e in buffer.trainable_members(buffer.live_groups[0])] == [
         State.DROPPED,
         State.READY,
         State.READY,
@@ -324,7 +327,7 @@ def test_a_cohort_that_a_restart_cut_in_two_is_left_out() -> None:
     buffer, _ = make(groups_per_batch=1)
     admit(buffer, 1, step=3)
     again, batches = make(groups_per_batch=1, filter_zero_variance=True)
-    again.restore_groups(buffer.live.values(), buffer.episodes.values(), {}, 0.0)
+    again.restore_groups(buffer.live_groups.values(), buffer.episodes.values(), {}, 0.0)
     again.next_group = 1
     admit(again, 1, step=3)
     admit(again, 2, step=4)
@@ -358,16 +361,16 @@ def test_a_buffer_that_was_in_use_is_restored_as_a_new_one_is() -> None:
     land_group(used, 0, 1.0, 0.0)
     train(batches, 0)
     land(used, "1.0")
-    stored = msgspec.msgpack.encode((list(used.live.values()), list(used.episodes.values())))
+    stored = msgspec.msgpack.encode((list(used.live_groups.values()), list(used.episodes.values())))
 
     used.waiting_tokens.begin_life("2.0", 1.0, 10)
     run(used, "2.0")
     give_up(used, "2.1")
-    used.drop_group(used.live[3], DropReason.STALE)
+    used.drop_group(used.live_groups[3], DropReason.STALE)
     admit(used, 1, step=5)
     land(used, "1.1")
-    used.tick(99.0)
-    assert oldest_version_of(used, used.live[1]) == 0 and used.oldest_versions
+    used.settle_overdue(99.0)
+    assert oldest_version_of(used, used.live_groups[1]) == 0 and used.oldest_versions
 
     fresh, _ = make(**sizes)
     for buffer in (used, fresh):

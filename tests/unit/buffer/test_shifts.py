@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from asyncrl.buffer.records import State
-from asyncrl.buffer.shifts import NOTHING_ASKED, EngineClock, Outlook, Shift, Shifts, Situation
-from asyncrl.buffer.staleness import drop_overdue, pending
+from asyncrl.buffer.shifts import NO_REQUEST, EngineClock, Outlook, Shift, Shifts, Situation
+from asyncrl.buffer.staleness import assignable_episodes, drop_overdue
 from tests.unit.buffer.machine import land, make
 
 READY = Outlook(ready=True, group_fraction=1.0, batch_complete=False)
@@ -19,23 +19,25 @@ def test_a_shift_after_the_other() -> None:
     shifts = Shifts("auto", 0.0, Shift.SLEEPING)
     visited = []
     for situation in (
-        Situation(asked=True, outlook=READY),
-        Situation(asleep=True),
-        Situation(asked=True, outlook=READY, asleep=True),  # trains
-        Situation(asked=True, asleep=True),
-        Situation(asked=True, asleep=True, resting=True),
-        Situation(asked=True, awake=True, resting=True),
-        Situation(asked=True, awake=True, resting=True, outlook=Outlook(True, 0.9, False)),
-        Situation(asked=True, awake=True, resting=True, outlook=READY),
+        Situation(trainer_waits=True, outlook=READY),
+        Situation(engines_asleep=True),
+        Situation(trainer_waits=True, outlook=READY, engines_asleep=True),  # trains
+        Situation(trainer_waits=True, engines_asleep=True),
+        Situation(trainer_waits=True, engines_asleep=True, ranks_offloaded=True),
+        Situation(trainer_waits=True, engine_awake=True, ranks_offloaded=True),
+        Situation(
+            trainer_waits=True, engine_awake=True, ranks_offloaded=True, outlook=Outlook(True, 0.9, False)
+        ),
+        Situation(trainer_waits=True, engine_awake=True, ranks_offloaded=True, outlook=READY),
     ):
-        shifts.move(1.0 * len(visited), situation)
+        shifts.enter_next(1.0 * len(visited), situation)
         visited.append(shifts.shift)
     asleep = Shift.SLEEPING
     train = Shift.TRAIN
     waking = Shift.WAKING
     rollout = Shift.ROLLOUT
     assert visited == [asleep, train, train, waking, waking, rollout, rollout, asleep]
-    assert shifts.seconds == {Shift.SLEEPING: 1.0, Shift.WAKING: 2.0} and shifts.train_shifts == 1
+    assert shifts.change_seconds == {Shift.SLEEPING: 1.0, Shift.WAKING: 2.0} and shifts.train_shifts == 1
 
 
 @pytest.mark.parametrize(
@@ -54,23 +56,27 @@ def test_enough_of_a_batch_begins_the_trainers_shift(
 ) -> None:
     """With auto: all groups; or any that are ready, once engines have idled for longer than two changes."""
     shifts = Shifts(fill, 0.0, Shift.ROLLOUT)
-    shifts.seconds = {Shift.SLEEPING: 1.0, Shift.WAKING: 2.0}
-    seen = Situation(outlook=Outlook(True, share, complete), asked=True, idle=idle)
-    assert shifts.move(0.0, seen) is begins
-    assert not Shifts(fill, 0.0, Shift.ROLLOUT).move(0.0, Situation(Outlook(False, 1.0, True), idle=99.0))
+    shifts.change_seconds = {Shift.SLEEPING: 1.0, Shift.WAKING: 2.0}
+    seen = Situation(outlook=Outlook(True, share, complete), trainer_waits=True, idle_seconds=idle)
+    assert shifts.enter_next(0.0, seen) is begins
+    assert not Shifts(fill, 0.0, Shift.ROLLOUT).enter_next(
+        0.0, Situation(Outlook(False, 1.0, True), idle_seconds=99.0)
+    )
 
 
 def test_ranks_that_start_come_first_but_after_a_validation() -> None:
     shifts = Shifts("auto", 0.0, Shift.ROLLOUT)
-    assert not shifts.move(0.0, Situation(ranks_starting=True, validation_waits=True))
-    assert not shifts.move(0.0, Situation(asked=True, outlook=READY, validation_waits=True))
-    assert shifts.move(0.0, Situation(ranks_starting=True)) and shifts.shift is Shift.SLEEPING
+    assert not shifts.enter_next(0.0, Situation(ranks_starting=True, validation_waits=True))
+    assert not shifts.enter_next(0.0, Situation(trainer_waits=True, outlook=READY, validation_waits=True))
+    assert shifts.enter_next(0.0, Situation(ranks_starting=True)) and shifts.shift is Shift.SLEEPING
     shifts = Shifts("auto", 0.0, Shift.WAKING)
-    assert shifts.move(0.0, Situation(ranks_starting=True)) and shifts.shift is Shift.SLEEPING
+    assert shifts.enter_next(0.0, Situation(ranks_starting=True)) and shifts.shift is Shift.SLEEPING
     shifts = Shifts("auto", 0.0, Shift.TRAIN)
-    assert not shifts.move(0.0, Situation(ranks_starting=True, asked=True, validation_waits=True))
+    assert not shifts.enter_next(
+        0.0, Situation(ranks_starting=True, trainer_waits=True, validation_waits=True)
+    )
     assert (
-        shifts.move(0.0, Situation(asked=True, validation_waits=True, outlook=READY))
+        shifts.enter_next(0.0, Situation(trainer_waits=True, validation_waits=True, outlook=READY))
         and shifts.shift is Shift.WAKING
     )
 
@@ -136,7 +142,7 @@ class World:
     @property
     def outlook(self) -> Outlook:
         step = self.buffer.committed
-        return self.batches.outlook(step, self.micro, self.ranks) if self.asked else NOTHING_ASKED
+        return self.batches.outlook(step, self.micro, self.ranks) if self.asked else NO_REQUEST
 
     def progress(self) -> None:
         self.idle_moves = 0
@@ -145,11 +151,11 @@ class World:
         """Make what is due, as the coordinator does; False: nothing but time, or an episode, is left."""
         buffer = self.buffer
         before = self._state()
-        while buffer.can_admit(self.slots - self._running() - buffer.waiting, self.slots):
+        while buffer.can_admit(self.slots - self._running() - buffer.waiting_count, self.slots):
             buffer.admit_group(buffer.committed, self.time)
-        buffer.tick(self.time)
+        buffer.settle_overdue(self.time)
         drop_overdue(buffer)
-        for needed, episode in list(pending(buffer)):
+        for needed, episode in list(assignable_episodes(buffer)):
             if needed <= self.version and self._running() < self.slots:
                 buffer.assign(episode, "w", 1, self.version, self.time)
         if buffer.prompts.over and not self.batches.flush_at_end:
@@ -170,13 +176,13 @@ class World:
         seen = Situation(
             outlook=self.outlook,
             ranks_starting=self.starting,
-            asked=self.asked,
-            asleep=not self.awake,
-            awake=self.awake,
-            resting=self.resting,
-            idle=self.now - self.sampled_at,
+            trainer_waits=self.asked,
+            engines_asleep=not self.awake,
+            engine_awake=self.awake,
+            ranks_offloaded=self.resting,
+            idle_seconds=self.now - self.sampled_at,
         )
-        if self.shifts.move(self.now, seen):
+        if self.shifts.enter_next(self.now, seen):
             self.moves += self.shifts.shift in (Shift.TRAIN, Shift.ROLLOUT)
             self.idle_moves += self.shifts.shift in (Shift.TRAIN, Shift.ROLLOUT)
             assert self.idle_moves <= 2, "devices changed twice, and nothing was done"

@@ -16,11 +16,11 @@ from asyncrl.buffer.replay import running_attempt
 from asyncrl.buffer.staleness import (
     GroupSlots,
     LagHistogram,
+    assignable_episodes,
     drop_overdue,
     lag,
     length_bucket,
     masked_by_quarter,
-    pending,
     stale_mask,
     token_lags,
     upcoming_slots,
@@ -136,7 +136,7 @@ class HeldRun:
         while self.buffer.can_admit(100, 100):
             self.buffer.admit_group(self.buffer.committed, self.now)
         drop_overdue(self.buffer)
-        for needed, episode in pending(self.buffer):
+        for needed, episode in assignable_episodes(self.buffer):
             if fit := [self.held[server] for server in self.usable(needed)]:
                 self.buffer.assign(episode, "w", 1, min(fit), 0.0)
                 self.turns.append((episode.uid, episode.attempt, int(self.random.lognormvariate(0.5, 1))))
@@ -172,7 +172,7 @@ class HeldRun:
             self.buffer.fail_attempt(episode, reason, self.now)
             return
         episode.add_turn(20, 10, version, version)
-        self.buffer.touch(episode)
+        self.buffer.mark_changed(episode)
         if left > 0:
             self.turns.append((uid, attempt, left - 1))
         else:  # some groups are of zero variance
@@ -265,7 +265,9 @@ def test_a_group_that_starts_late_leaves_room_for_the_older_one() -> None:
     land_group(buffer, 2, 1.0, 0.0, version=1)
     batches.micro_batch_tokens = 40
     assert batches.next_part(1, 0, 1) == ["2.0", "2.1"]
-    assert {needed for needed, _ in pending(buffer)} == {1}  # group 1: on version 0, both would be due now
+    assert {needed for needed, _ in assignable_episodes(buffer)} == {
+        1
+    }  # group 1: on version 0, both would be due now
 
 
 def test_a_batch_that_was_closed_short_has_no_places_left() -> None:
@@ -275,9 +277,9 @@ def test_a_batch_that_was_closed_short_has_no_places_left() -> None:
     admit(buffer, 2, step=1)
     land_group(buffer, 0, 1.0, 0.0, version=1)
     assert len(batches.next_part(1, 0, 1) or []) == 2
-    assert {needed for needed, _ in pending(buffer)} == {0}  # due in batch 1, while that is open
+    assert {needed for needed, _ in assignable_episodes(buffer)} == {0}  # due in batch 1, while that is open
     assert batches.next_part(1, 1, 1) == []
-    assert {needed for needed, _ in pending(buffer)} == {1}
+    assert {needed for needed, _ in assignable_episodes(buffer)} == {1}
 
 
 def fits(step: int, free: int, per_batch: int, bound: int, floors: list[int]) -> bool:

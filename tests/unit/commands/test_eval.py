@@ -23,7 +23,7 @@ from asyncrl.commands.eval import (
 )
 from asyncrl.config import RunConfig, composition
 from asyncrl.errors import ConfigError
-from asyncrl.observe.held_out import SAMPLED, HeldOut, Judged, interval, per_sample
+from asyncrl.observe.held_out import SAMPLED, HeldOut, JudgedEpisode, bootstrap_interval, numbers_per_sample
 from asyncrl.types import EpisodeResult
 from asyncrl.viewer.overview import overview
 from tests.unit.commands.test_view import make_run
@@ -168,7 +168,7 @@ def test_a_comparison_is_of_the_samples_that_both_have() -> None:
     baseline = {"val-core/all/sampled/success": {0: 0.0, 1: 0.5, 3: 0.5}}
     (found,) = summarize_metrics(numbers, baseline).values()
     assert (found["mean"], found["samples"], found["difference"]) == (0.625, 4, 0.5)
-    assert (found["difference_low"], found["difference_high"]) == interval([1.0, 0.0, 0.5])
+    assert (found["difference_low"], found["difference_high"]) == bootstrap_interval([1.0, 0.0, 0.5])
 
 
 def test_tasks_of_one_name_are_kept_apart() -> None:
@@ -186,11 +186,11 @@ def test_tasks_are_shown_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[s
     run_dir = make_run(tmp_path, "a")
     scores = {0: (1.0, 0.0), 1: (1.0, 1.0), 2: (0.0, 0.0)}
     episodes = [
-        Judged(HeldOut(0, SAMPLED, row, draw), "swe", EpisodeResult(score))
+        JudgedEpisode(HeldOut(0, SAMPLED, row, draw), "swe", EpisodeResult(score))
         for row, both in scores.items()
         for draw, score in enumerate(both)
     ]
-    numbers = per_sample(episodes, 0.5)
+    numbers = numbers_per_sample(episodes, 0.5)
     print_result(
         Result(run_dir, "", episodes, numbers, by_task({0: ("a", "org/fix"), 1: ("a", "sum")}, numbers))
     )

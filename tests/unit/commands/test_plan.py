@@ -75,7 +75,7 @@ def make_run(parent: Path, name: str, slots: int) -> Path:
             )
             for uid in uids:
                 store.put_frame(uid, 0, "generated", generated(Attempt(uid, 0), turn)[1])
-        store.sync()
+        store.request_sync()
         store.commit()
     rollout = Timeline(run_dir / "timeline" / "rollout-0.jsonl")
     for start in range(100, 110, 2):

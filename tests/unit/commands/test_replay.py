@@ -12,7 +12,7 @@ import pytest
 from asyncrl import cli
 from asyncrl.commands import replay
 from asyncrl.config import RunConfig, parse
-from asyncrl.store.launches import KEY, since
+from asyncrl.store.launches import LAUNCHES_KEY, with_launch
 from asyncrl.store.runstore import RunStore
 
 
@@ -23,8 +23,8 @@ def test_a_step_is_replayed_with_the_keys_of_its_launch(
     config = parse({"name": "x", "model": {"path": "m"}, "data": {"train": "d"}, "trainer": {"lr": 0.5}})
     later = msgspec.structs.replace(config, seed=3)
     store = RunStore(tmp_path / "x")
-    launches = msgspec.json.encode(since(since([], 0, config), 6, later))
-    store.put_meta(KEY, launches.decode())
+    launches = msgspec.json.encode(with_launch(with_launch([], 0, config), 6, later))
+    store.put_meta(LAUNCHES_KEY, launches.decode())
     store.commit()
     store.close()
     (tmp_path / "x" / "config.yaml").write_bytes(msgspec.yaml.encode(later))

@@ -18,7 +18,7 @@ from asyncrl.observe.machine import record_machine, recorded_machine
 from asyncrl.observe.metrics import REWARD, SAMPLED, SAMPLED_SCORE
 from asyncrl.observe.summary import summarize
 from asyncrl.observe.timeline import Timeline
-from asyncrl.store.launches import KEY, LaunchRecord, since
+from asyncrl.store.launches import LAUNCHES_KEY, LaunchRecord, with_launch
 from asyncrl.store.runstore import RunStore
 from asyncrl.viewer.overview import overview
 
@@ -127,7 +127,7 @@ def test_what_a_later_launch_changed_is_said_and_an_account_that_is_not_exact(tm
     launches = [LaunchRecord(0, msgspec.yaml.decode((run_dir / "config.yaml").read_bytes()))]
     config = msgspec.convert(launches[0].config | {"seed": 3}, RunConfig)
     store = RunStore(run_dir)
-    store.put_meta(KEY, msgspec.json.encode(since(launches, 1, config)).decode())
+    store.put_meta(LAUNCHES_KEY, msgspec.json.encode(with_launch(launches, 1, config)).decode())
     store.commit()
     store.close()
     (run_dir / "config.yaml").write_text("of no interest")

@@ -31,7 +31,7 @@ def placed(branches: Branches, *messages: Message, **options: Any) -> Placement:
 
 
 def answered(branches: Branches, place: Placement, text: str, stop: StopReason = StopReason.STOP) -> Message:
-    return branches.add(place, branches.turn(place, generation(text, stop=stop)))
+    return branches.add_turn(place, branches.next_turn(place, generation(text, stop=stop)))
 
 
 def say(branches: Branches, text: str, *messages: Message, **options: Any) -> Message:
@@ -154,11 +154,11 @@ def test_what_is_rendered_before_is_not_rendered_again(
         said = say(branches, "42", first)
         request = AgentRequest((first, said, news))
     chat.rendered.clear()
-    render = branches.rendering(request)
+    render = branches.pending_rendering(request)
     assert render is not None and chat.rendered == []
     render()
-    assert branches.count(request) > 100
-    found = branches.find(request, 1 if rendered == ["delta"] else 3)
+    assert branches.count_prompt_tokens(request) > 100
+    found = branches.find_answers(request, 1 if rendered == ["delta"] else 3)
     assert isinstance(found, list) and chat.rendered == rendered
 
 
@@ -169,7 +169,7 @@ def test_a_long_text_without_a_template_is_tokenised_before_once(monkeypatch: py
 
     def asked(prompt: str, new: int) -> Placement:
         request = AgentRequest((Message("user", prompt),), prompt=prompt)
-        render = branches.rendering(request)
+        render = branches.pending_rendering(request)
         assert render is not None and chat.rendered == []
         render()
         found = branches.place_request(request)
@@ -180,7 +180,7 @@ def test_a_long_text_without_a_template_is_tokenised_before_once(monkeypatch: py
     answered(branches, asked("x" * 200, 200), "42", StopReason.LENGTH)
     assert asked("x" * 200 + "42" + "y" * 150, 150).row == 0
     short = AgentRequest((Message("user", "z"),), prompt="z")
-    assert branches.rendering(short) is None and chat.rendered == []
+    assert branches.pending_rendering(short) is None and chat.rendered == []
 
 
 def test_a_new_row_shows_the_models_words_as_it_spelled_them() -> None:
@@ -216,9 +216,9 @@ def test_of_two_requests_that_extend_a_row_the_first_gets_it() -> None:
 
 def test_what_is_forgotten_leaves_no_trace() -> None:
     branches = Branches(rules(max_rows=1))
-    branches.cancel(placed(branches, USER))
+    branches.cancel_placement(placed(branches, USER))
     said = say(branches, "42", USER)
-    branches.cancel(placed(branches, USER, said, AGAIN))
+    branches.cancel_placement(placed(branches, USER, said, AGAIN))
     assert placed(branches, USER, said, AGAIN).row == 0
 
 
@@ -232,7 +232,7 @@ def test_answers_of_which_one_cannot_be_written_leave_no_trace(monkeypatch: pyte
     said = say(branches, "42", USER)
     monkeypatch.setattr(FakeChat, "prompt_ids", refuse)
     with pytest.raises(ConfigError):
-        branches.find(AgentRequest((USER, said, AGAIN)), 2)
+        branches.find_answers(AgentRequest((USER, said, AGAIN)), 2)
     assert placed(branches, USER, said, AGAIN).row == 0
 
 
@@ -261,9 +261,9 @@ def test_requests_under_way_count(limit: str) -> None:
 
 def test_several_answers_fit_a_limit_or_none_is_sampled() -> None:
     branches = Branches(rules(max_turns=2))
-    refusal = branches.find(AgentRequest((USER,)), 3)
+    refusal = branches.find_answers(AgentRequest((USER,)), 3)
     assert isinstance(refusal, Refusal) and refusal.end is EpisodeEnd.MAX_TURNS
-    found = branches.find(AgentRequest((USER,)), 2)
+    found = branches.find_answers(AgentRequest((USER,)), 2)
     assert not isinstance(found, Refusal) and len(found) == 2
 
 
@@ -274,8 +274,8 @@ def test_places_are_given_back_where_a_function_about_the_request_raises() -> No
     branches = Branches(rules(max_turns=2), is_untrained=untrained)
     for count in (2, 3):  # for the second answer there is a place under way
         with pytest.raises(ZeroDivisionError):
-            branches.find(AgentRequest((USER,)), count)
-    assert len(branches.find(AgentRequest((USER,)), 1)) == 1  # type: ignore[arg-type]
+            branches.find_answers(AgentRequest((USER,)), count)
+    assert len(branches.find_answers(AgentRequest((USER,)), 1)) == 1  # type: ignore[arg-type]
 
 
 def test_an_agent_that_goes_on_after_a_refusal_is_not_held_to_it() -> None:
@@ -388,7 +388,7 @@ def test_a_turn_that_its_row_goes_on_from_was_heard() -> None:
     branches.mark_undelivered(branches.turns[0])
     place = placed(branches, USER, said, AGAIN)
     assert branches.redeliver(AgentRequest((USER,))) is None
-    branches.cancel(place)
+    branches.cancel_placement(place)
     answered(branches, placed(branches, USER, said, AGAIN), "43")
     branches.mark_undelivered(branches.turns[0])
     assert branches.redeliver(AgentRequest((USER,))) is None
@@ -409,9 +409,9 @@ def test_a_try_gets_the_turn_of_the_try_before(attempts: tuple[int, ...], turns:
     branches = Branches(rules())
     answers: list[int] = []
     for attempt in attempts:
-        (answer,) = branches.find(AgentRequest((USER,)), 1, max(attempt, 0))
+        (answer,) = branches.find_answers(AgentRequest((USER,)), 1, max(attempt, 0))
         if isinstance(answer, Placement) and attempt < 0:
-            branches.cancel(answer)
+            branches.cancel_placement(answer)
             continue
         if isinstance(answer, Placement):
             answered(branches, answer, "42")
@@ -423,21 +423,21 @@ def test_a_try_gets_the_turn_of_the_try_before(attempts: tuple[int, ...], turns:
 def test_both_answers_that_were_not_read_are_given_again_once() -> None:
     """As equal requests side by side, whose answers a proxy lost, come again one after the other."""
     branches = Branches(rules())
-    places = [branches.find(AgentRequest((USER,)), 1)[0] for _ in range(2)]
+    places = [branches.find_answers(AgentRequest((USER,)), 1)[0] for _ in range(2)]
     for place in places:
         answered(branches, place, "42")
-    tries = [branches.find(AgentRequest((USER,)), 1, 1) for _ in range(2)]
+    tries = [branches.find_answers(AgentRequest((USER,)), 1, 1) for _ in range(2)]
     assert tries == [[branches.turns[1]], [branches.turns[0]]]
-    assert isinstance(branches.find(AgentRequest((USER,)), 1, 1)[0], Placement)
+    assert isinstance(branches.find_answers(AgentRequest((USER,)), 1, 1)[0], Placement)
 
 
 def test_a_try_whose_earlier_one_got_no_turn_goes_on_with_that() -> None:
     """Beside it, an equal request was answered and read."""
     branches = Branches(rules())
-    first, second = (branches.find(AgentRequest((USER,)), 1)[0] for _ in range(2))
+    first, second = (branches.find_answers(AgentRequest((USER,)), 1)[0] for _ in range(2))
     answered(branches, first, "42")
-    branches.cancel(second)
-    (again,) = branches.find(AgentRequest((USER,)), 1, 1)
+    branches.cancel_placement(second)
+    (again,) = branches.find_answers(AgentRequest((USER,)), 1, 1)
     assert isinstance(again, Placement) and again.session == second.session
 
 
@@ -445,11 +445,11 @@ def test_a_turn_that_is_lost_again_is_given_again() -> None:
     """Also after it seemed to be read: a second request with the same messages came."""
     branches = Branches(rules())
     for _ in range(2):
-        answered(branches, branches.find(AgentRequest((USER,)), 1)[0], "42")
+        answered(branches, branches.find_answers(AgentRequest((USER,)), 1)[0], "42")
     first, _ = branches.turns
     branches.mark_undelivered(first)
-    assert branches.find(AgentRequest((USER,)), 1, 1) == [first]
-    assert branches.find(AgentRequest((USER,)), 1, 2) == [first]
+    assert branches.find_answers(AgentRequest((USER,)), 1, 1) == [first]
+    assert branches.find_answers(AgentRequest((USER,)), 1, 2) == [first]
 
 
 # -- recalling ---------------------------------------------------------------------------------------
@@ -483,7 +483,7 @@ def test_twins_are_recalled_one_by_one() -> None:
     for place, text in ((two, "a"), (one, "b")):
         turn = second.recorded_turn(place)
         assert turn is not None
-        assert second.add(place, turn).content == text
+        assert second.add_turn(place, turn).content == text
 
 
 def test_a_turn_of_another_place_changes_nothing() -> None:
@@ -491,7 +491,7 @@ def test_a_turn_of_another_place_changes_nothing() -> None:
     one = placed(branches, USER)
     two = placed(branches, AGAIN)
     with pytest.raises(ProtocolError, match="does not continue"):
-        branches.add(one, branches.turn(two, generation("a")))
+        branches.add_turn(one, branches.next_turn(two, generation("a")))
     assert branches.turns == []
     answered(branches, one, "a")
 
@@ -518,7 +518,7 @@ def drive(branches: Branches, steps: list[tuple[int, int, str]]) -> tuple[list[P
         elif waiting:
             place = waiting.pop(which % len(waiting))
             if action == 3:
-                branches.cancel(place)
+                branches.cancel_placement(place)
                 continue
             stop = StopReason.LENGTH if action == 5 and text else StopReason.STOP
             said = answered(branches, place, text, stop)
@@ -570,7 +570,7 @@ def test_any_beginning_of_the_record_can_be_recalled(
         if found.index > len(second.turns):
             assert overlap
             return
-        second.add(place, found)
+        second.add_turn(place, found)
     assert not second.replaying
     assert second.turns == recorded
 
@@ -590,8 +590,8 @@ def converse(branches: Branches, plan: list[tuple[int, str, int]], lossy: bool) 
             if turn is None:
                 place = branches.place_request(ask)
                 assert isinstance(place, Placement)
-                turn = branches.recorded_turn(place) or branches.turn(place, generation(text))
-                branches.add(place, turn)
+                turn = branches.recorded_turn(place) or branches.next_turn(place, generation(text))
+                branches.add_turn(place, turn)
             if left:
                 branches.mark_undelivered(turn)
         heard.append(turn)
@@ -633,9 +633,9 @@ def test_the_words_that_lists_show_are_those_about_the_task_and_no_title(tools: 
     said = say(branches, "let me see", USER, tools=tools)
     say(branches, "<think>hm</think> It is 42 <tool_call>{", USER, said, AGAIN, tools=tools)
     say(branches, "Forty-two", *asked, AGAIN)
-    assert last_words(branches.main) == "It is 42"
+    assert last_words(branches.task_messages) == "It is 42"
     say(branches, "43 after all", Message("user", "a summary"), AGAIN, tools=tools)
-    assert last_words(branches.main) == ("43 after all" if tools else "It is 42")
+    assert last_words(branches.task_messages) == ("43 after all" if tools else "It is 42")
 
 
 def test_words_of_the_prompt_are_not_the_models_last_words() -> None:

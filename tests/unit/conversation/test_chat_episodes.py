@@ -21,7 +21,7 @@ from asyncrl.conversation.commands import (
     ToolsReplied,
     TurnGenerated,
 )
-from asyncrl.conversation.episode import Episode, advance, begin, conversation, resume
+from asyncrl.conversation.episode import Episode, advance_episode, begin_episode, conversation, resume_episode
 from asyncrl.conversation.parsers import load_parser
 from asyncrl.conversation.requests import AgentRequest, Placement
 from asyncrl.errors import ProtocolError
@@ -72,7 +72,7 @@ def says(name: str, rules: Rules, episode: Episode, turn: Message) -> Episode:
     written = family.writes(turn) + family.ends[bool(turn.tool_calls)]
     ids = tuple(tokenizer_of(name).encode(written, add_special_tokens=False))
     made = Generation(ids, (0.0,) * len(ids), (VersionSpan(0, len(ids), 1, 1),), StopReason.STOP)
-    return advance(rules, episode, TurnGenerated(made))
+    return advance_episode(rules, episode, TurnGenerated(made))
 
 
 def turn_of(name: str, city: str) -> Message:
@@ -93,10 +93,12 @@ def answered(name: str, rules: Rules, episode: Episode, turn: Message) -> Episod
     asked = episode.command
     if isinstance(asked, Step):
         assert asked.message == turn
-        return advance(rules, episode, Observed(Observation((Message("user", "Sure?"),))))
+        return advance_episode(rules, episode, Observed(Observation((Message("user", "Sure?"),))))
     assert isinstance(asked, CallTools)
     assert [call.arguments for call in asked.calls] == [call.arguments for call in turn.tool_calls]
-    return advance(rules, episode, ToolsReplied(tuple(ToolReply(call, "rain") for call in asked.calls)))
+    return advance_episode(
+        rules, episode, ToolsReplied(tuple(ToolReply(call, "rain") for call in asked.calls))
+    )
 
 
 def check_row(rules: Rules, episode: Episode) -> None:
@@ -115,13 +117,13 @@ def check_row(rules: Rules, episode: Episode) -> None:
 def test_answers_extend_the_row_or_begin_one_where_the_template_rewrites(name: str, role: str) -> None:
     family = FAMILIES[name]
     rules = rules_of(name, environment=role == "user", history="fork")
-    episode = advance(rules, begin(SAMPLE), Opened((TOOL,)))
+    episode = advance_episode(rules, begin_episode(SAMPLE), Opened((TOOL,)))
     for n in range(3):
         plain = Message("assistant", f"Rain in Ulm {n}.", reasoning="Hm." * family.thinks)
         episode = answered(name, rules, episode, turn_of(name, f"Ulm {n}") if role == "tool" else plain)
     assert [turn.row for turn in episode.turns] == [0, 0, 0] if role in family.appends else [0, 1, 2]
     check_row(rules, episode)
-    assert resume(rules, SAMPLE, episode.opened, episode.turns) == episode
+    assert resume_episode(rules, SAMPLE, episode.opened, episode.turns) == episode
     if role == "user" and family.thinks:
         shown = rules.chat.decode(episode.rows[-1])
         assert shown.count("Hm.") == 1, "only the turn that the row is for thinks in it"
@@ -130,7 +132,7 @@ def test_answers_extend_the_row_or_begin_one_where_the_template_rewrites(name: s
 def test_a_prompt_of_another_day_does_not_continue() -> None:
     """Why the date of a Chat is fixed."""
     rules = rules_of("llama3.1")
-    episode = advance(rules, begin(SAMPLE), Opened((TOOL,)))
+    episode = advance_episode(rules, begin_episode(SAMPLE), Opened((TOOL,)))
     episode = answered("llama3.1", rules, episode, turn_of("llama3.1", "Ulm"))
     later = Rules(
         Chat(tokenizer_of("llama3.1"), datetime.date(2026, 2, 1)),
@@ -138,7 +140,7 @@ def test_a_prompt_of_another_day_does_not_continue() -> None:
         rules.config,
     )
     with pytest.raises(ProtocolError, match="does not continue"):
-        resume(later, SAMPLE, episode.opened, episode.turns)
+        resume_episode(later, SAMPLE, episode.opened, episode.turns)
 
 
 # -- a prompt that opens the thought ------------------------------------------------------------------
@@ -159,9 +161,9 @@ def wrote(text: str, stop: StopReason = StopReason.STOP) -> Generation:
 def test_a_thought_that_the_prompt_opened_lasts_until_it_is_closed(text: str, stop: StopReason) -> None:
     """It is no answer, and a call in it is not carried out; the ids are what they are."""
     rules = rules_of("deepseek-r1", history="fork")
-    episode = advance(rules, begin(SAMPLE), Opened((TOOL,)))
+    episode = advance_episode(rules, begin_episode(SAMPLE), Opened((TOOL,)))
     made = wrote(text, stop)
-    episode = advance(rules, episode, TurnGenerated(made))
+    episode = advance_episode(rules, episode, TurnGenerated(made))
     assert episode.command == Score(
         "", EpisodeEnd.LENGTH if stop is StopReason.LENGTH else EpisodeEnd.ANSWERED
     )
@@ -174,14 +176,14 @@ def test_a_thought_that_the_prompt_opened_lasts_until_it_is_closed(text: str, st
 def test_a_thought_that_is_closed_is_followed_by_calls_and_an_answer() -> None:
     """After replies of tools this template opens no thought."""
     rules = rules_of("deepseek-r1", history="fork")
-    episode = advance(rules, begin(SAMPLE), Opened((TOOL,)))
-    episode = advance(rules, episode, TurnGenerated(wrote(f"I call {CALLING}</think>\n\n{CALLING}")))
+    episode = advance_episode(rules, begin_episode(SAMPLE), Opened((TOOL,)))
+    episode = advance_episode(rules, episode, TurnGenerated(wrote(f"I call {CALLING}</think>\n\n{CALLING}")))
     assert isinstance(episode.command, CallTools)
     assert [call.arguments for call in episode.command.calls] == [call.arguments for call in CALL]
     replies = tuple(ToolReply(call, "rain") for call in episode.command.calls)
-    episode = advance(rules, episode, ToolsReplied(replies))
+    episode = advance_episode(rules, episode, ToolsReplied(replies))
     check_row(rules, episode)
-    episode = advance(rules, episode, TurnGenerated(wrote("Rain.")))
+    episode = advance_episode(rules, episode, TurnGenerated(wrote("Rain.")))
     assert episode.command == Score("Rain.", EpisodeEnd.ANSWERED)
 
 
@@ -189,6 +191,6 @@ def test_an_agent_gets_a_thought_that_was_cut_as_reasoning() -> None:
     branches = Branches(rules_of("deepseek-r1", history="fork"))
     place = branches.place_request(AgentRequest(SAMPLE.prompt, (TOOL,)))
     assert isinstance(place, Placement)
-    said = branches.add(place, branches.turn(place, wrote(f"I call {CALLING}", StopReason.LENGTH)))
+    said = branches.add_turn(place, branches.next_turn(place, wrote(f"I call {CALLING}", StopReason.LENGTH)))
     assert said == Message("assistant", reasoning=f"I call {CALLING}")
     assert (branches.answer, branches.calls) == ("", 0)

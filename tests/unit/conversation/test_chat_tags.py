@@ -10,7 +10,7 @@ from tokenizers import AddedToken
 from asyncrl.config import RolloutConfig
 from asyncrl.conversation.chat import Chat
 from asyncrl.conversation.commands import Observed, Opened, Rules, Step, TurnGenerated
-from asyncrl.conversation.episode import advance, begin, conversation
+from asyncrl.conversation.episode import advance_episode, begin_episode, conversation
 from asyncrl.conversation.parsers import load_parser
 from asyncrl.types import Generation, Message, Observation, Sample, StopReason, ToolCall, VersionSpan
 from tests.fakes.families import TEMPLATES, tokenizer_of
@@ -77,13 +77,13 @@ def test_tags_that_the_template_writes_are_no_content(
     """Neither what an environment, a reward and another row read, nor doubled where a template renders it."""
     chat = chat_of(template)
     rules = Rules(chat, load_parser(parser), RolloutConfig(max_turns=3, history="fork", environment="fake"))
-    episode = advance(rules, begin(Sample(0, "", (QUESTION,), "yes")), Opened())
+    episode = advance_episode(rules, begin_episode(Sample(0, "", (QUESTION,), "yes")), Opened())
     ids = written(chat, turn + end)
     made = Generation(ids, (0.0,) * len(ids), (VersionSpan(0, len(ids), 1, 1),), StopReason.STOP)
-    episode = advance(rules, episode, TurnGenerated(made))
+    episode = advance_episode(rules, episode, TurnGenerated(made))
     assert isinstance(episode.command, Step)
     assert episode.command.message.content == "Yes."
-    episode = advance(rules, episode, Observed(Observation((Message("user", "Sure?"),))))
+    episode = advance_episode(rules, episode, Observed(Observation((Message("user", "Sure?"),))))
     shown = chat.decode(chat.prompt_ids(conversation(rules, episode)))
     assert all(shown.count(f"{token}{token}") == 0 for token in CONTROLS[template])
     assert shown.count("Yes.") == 1

@@ -10,8 +10,8 @@ import pytest
 from asyncrl.config import RolloutConfig
 from asyncrl.conversation.chat import Chat
 from asyncrl.conversation.commands import Fail, Opened, Rules, ToolsReplied, TurnGenerated
-from asyncrl.conversation.demonstration import demonstrated, too_long
-from asyncrl.conversation.episode import advance, begin
+from asyncrl.conversation.demonstration import demonstration_turns, length_failure
+from asyncrl.conversation.episode import advance_episode, begin_episode
 from asyncrl.conversation.parsers import hermes
 from asyncrl.conversation.turns import rows_of
 from asyncrl.types import Generation, Message, Sample, StopReason, ToolCall, ToolReply, Turn, VersionSpan
@@ -34,7 +34,7 @@ def sample(*messages: Message, given: int = 0) -> Sample:
 
 def learned(made: Rules, *messages: Message, given: int = 0) -> list[str]:
     """The text of each turn, stop token left out."""
-    turns = demonstrated(made, sample(*messages, given=given), (TOOL,))
+    turns = demonstration_turns(made, sample(*messages, given=given), (TOOL,))
     assert not isinstance(turns, Fail), turns
     return [made.chat.decode(turn.ids) for turn in turns]
 
@@ -42,15 +42,15 @@ def learned(made: Rules, *messages: Message, given: int = 0) -> list[str]:
 def test_a_conversation_is_the_episode_that_would_have_sampled_it() -> None:
     """Token for token, through the machine that plays episodes."""
     made = rules()
-    turns = demonstrated(made, sample(*TALK), (TOOL,), version=3)
+    turns = demonstration_turns(made, sample(*TALK), (TOOL,), version=3)
     assert not isinstance(turns, Fail)
-    episode = advance(made, begin(sample(ASK)), Opened((TOOL,)))
+    episode = advance_episode(made, begin_episode(sample(ASK)), Opened((TOOL,)))
     for turn in turns:
         span = (VersionSpan(0, len(turn.ids), 3, -1),)
         said = Generation(turn.ids, (0.0,) * len(turn.ids), span, StopReason.STOP)
-        episode = advance(made, episode, TurnGenerated(said))
+        episode = advance_episode(made, episode, TurnGenerated(said))
         if calls := getattr(episode.command, "calls", ()):
-            episode = advance(made, episode, ToolsReplied((ToolReply(calls[0], REPLY.content),)))
+            episode = advance_episode(made, episode, ToolsReplied((ToolReply(calls[0], REPLY.content),)))
     played = [Turn(t.index, t.context, t.ids, t.logprobs, t.spans, t.stop) for t in episode.turns]
     assert played == list(turns) and len(turns) == 2
     assert episode.rows == (rows_of(turns)[0],)
@@ -66,7 +66,7 @@ def test_what_the_assistant_says_is_learned_and_nothing_else() -> None:
 def test_a_long_reply_of_a_tool_is_cut_as_in_an_episode() -> None:
     made = rules(max_reply_tokens=20)
     long = Message("tool", "rain " * 300, tool_call_id=CALL.id, name=CALL.name)
-    turns = demonstrated(made, sample(*TALK[:2], long, ANSWER), (TOOL,))
+    turns = demonstration_turns(made, sample(*TALK[:2], long, ANSWER), (TOOL,))
     assert not isinstance(turns, Fail)
     assert made.shorten(long.content) in made.chat.decode(turns[1].context)
 
@@ -74,13 +74,13 @@ def test_a_long_reply_of_a_tool_is_cut_as_in_an_episode() -> None:
 def test_a_template_that_rewrites_earlier_turns_begins_new_rows() -> None:
     thought = Message("assistant", "No.", reasoning="hm")
     talk = (ASK, thought, Message("user", "Why?"), ANSWER)
-    turns = demonstrated(rules("qwen3", history="fork"), sample(*talk), ())
+    turns = demonstration_turns(rules("qwen3", history="fork"), sample(*talk), ())
     assert not isinstance(turns, Fail) and [turn.row for turn in turns] == [0, 1]
     assert "hm" not in rules("qwen3").chat.decode(turns[1].context)
-    found = demonstrated(rules("qwen3"), sample(*talk), ())
+    found = demonstration_turns(rules("qwen3"), sample(*talk), ())
     assert isinstance(found, Fail) and "set rollout.history=fork" in found.detail
-    assert too_long(RolloutConfig(history="fork", max_rows=2), turns) is None
-    found = too_long(RolloutConfig(history="fork", max_rows=1), turns)
+    assert length_failure(RolloutConfig(history="fork", max_rows=2), turns) is None
+    found = length_failure(RolloutConfig(history="fork", max_rows=1), turns)
     assert found is not None and "2 rows" in found.detail
 
 
@@ -88,7 +88,7 @@ def test_a_row_that_begins_anew_joins_a_continued_message_with_its_turn() -> Non
     begun = Message("assistant", "It is")
     made = rules("qwen3", history="fork")
     talk = (ASK, begun, Message("assistant", " so."), Message("user", "Why?"), ANSWER)
-    turns = demonstrated(made, sample(*talk, given=2), ())
+    turns = demonstration_turns(made, sample(*talk, given=2), ())
     assert not isinstance(turns, Fail) and [turn.row for turn in turns] == [0, 1]
     assert made.chat.decode(turns[0].ids) == " so."
     last_row = made.chat.decode(rows_of(turns)[1])
@@ -105,7 +105,7 @@ def test_a_row_that_begins_anew_joins_a_continued_message_with_its_turn() -> Non
     ],
 )
 def test_what_cannot_be_learned(messages: tuple[Message, ...], tools: tuple[str, ...], why: str) -> None:
-    found = demonstrated(rules(), sample(*messages), tools)
+    found = demonstration_turns(rules(), sample(*messages), tools)
     assert isinstance(found, Fail) and why in found.detail
 
 

@@ -22,7 +22,7 @@ from asyncrl.conversation.commands import (
     ToolsReplied,
     TurnGenerated,
 )
-from asyncrl.conversation.episode import Episode, advance, begin, conversation, resume
+from asyncrl.conversation.episode import Episode, advance_episode, begin_episode, conversation, resume_episode
 from asyncrl.errors import ProtocolError
 from asyncrl.types import (
     EpisodeEnd,
@@ -52,9 +52,9 @@ def play(script: list[str], made: Rules | None = None) -> Episode:
     made = made or rules()
     episode = start(made)
     for text in script:
-        episode = advance(made, episode, TurnGenerated(generation(text)))
+        episode = advance_episode(made, episode, TurnGenerated(generation(text)))
         if isinstance(episode.command, CallTools):
-            episode = advance(made, episode, replies(episode.command))
+            episode = advance_episode(made, episode, replies(episode.command))
     return episode
 
 
@@ -80,7 +80,7 @@ def test_an_episode_ends(script: list[str], limits: dict[str, Any], end: Score) 
     assert episode.turns[-1].replies == () or end.end is EpisodeEnd.BAD_CALLS
     tokens = sum(len(turn.ids) for turn in episode.turns)
     earned = (*(0.0 for _ in episode.turns[1:]), 1.0)
-    done = advance(made, episode, EpisodeScored(RewardResult(1.0))).command
+    done = advance_episode(made, episode, EpisodeScored(RewardResult(1.0))).command
     assert done == Done(EpisodeResult(1.0, tokens, earned, end=end.end))
 
 
@@ -96,10 +96,10 @@ def test_replies_become_the_context_of_the_next_turn() -> None:
 
 def test_calls_keep_their_order_and_malformed_ones_are_answered_last() -> None:
     made = rules()
-    episode = advance(made, start(made), TurnGenerated(generation(call("a") + BAD + call("b"))))
+    episode = advance_episode(made, start(made), TurnGenerated(generation(call("a") + BAD + call("b"))))
     assert isinstance(episode.command, CallTools)
     assert [c.name for c in episode.command.calls] == ["a", "b"]
-    episode = advance(made, episode, replies(episode.command))
+    episode = advance_episode(made, episode, replies(episode.command))
     assert [reply.call.name for reply in episode.turns[0].replies] == ["a", "b", "malformed_call"]
     assert episode.turns[0].replies[2].content.startswith("error: ")
 
@@ -118,7 +118,7 @@ def test_a_good_call_breaks_a_row_of_malformed_ones() -> None:
 def test_a_turn_cut_by_its_budget_ends_the_episode() -> None:
     made = rules()
     cut = generation("the answer is <tool_call>{", stop=StopReason.LENGTH)
-    episode = advance(made, start(made), TurnGenerated(cut))
+    episode = advance_episode(made, start(made), TurnGenerated(cut))
     assert episode.command == Score("the answer is", EpisodeEnd.LENGTH)
 
 
@@ -132,9 +132,9 @@ def test_the_episode_budget_shrinks_the_last_turn() -> None:
 def test_replies_that_leave_no_room_end_the_episode() -> None:
     text = "so " + call("a")
     made = rules(max_tokens=2 + len(text) + 1 + 5)
-    episode = advance(made, start(made), TurnGenerated(generation(text)))
+    episode = advance_episode(made, start(made), TurnGenerated(generation(text)))
     assert isinstance(episode.command, CallTools)
-    episode = advance(made, episode, replies(episode.command, "0123456789"))
+    episode = advance_episode(made, episode, replies(episode.command, "0123456789"))
     assert episode.command == Score("so", EpisodeEnd.LENGTH)
     assert len(episode.turns[0].replies) == 1
 
@@ -164,7 +164,7 @@ SPAN = VersionSpan(0, 2, 0, 0)
 )
 def test_an_unusable_generation_is_an_engine_error(wrong: Generation) -> None:
     made = rules()
-    episode = advance(made, start(made), TurnGenerated(wrong))
+    episode = advance_episode(made, start(made), TurnGenerated(wrong))
     assert isinstance(episode.command, Fail)
     assert episode.command.reason is FailReason.ENGINE_ERROR
     assert episode.turns == ()
@@ -172,23 +172,25 @@ def test_an_unusable_generation_is_an_engine_error(wrong: Generation) -> None:
 
 def test_missing_or_swapped_replies_are_refused() -> None:
     made = rules()
-    episode = advance(made, start(made), TurnGenerated(generation(call("a") + call("b"))))
+    episode = advance_episode(made, start(made), TurnGenerated(generation(call("a") + call("b"))))
     assert isinstance(episode.command, CallTools)
     good = replies(episode.command).replies
     for wrong in (good[:1], good[::-1], (), good + good[:1]):
         with pytest.raises(ProtocolError):
-            advance(made, episode, ToolsReplied(wrong))
+            advance_episode(made, episode, ToolsReplied(wrong))
 
 
 def test_recorded_turns_that_do_not_fit_are_refused() -> None:
     turns = play([call("a"), call("b")]).turns
     changed = msgspec.structs.replace(turns[1], context=(9, 9))
     with pytest.raises(ProtocolError, match="does not continue"):
-        resume(rules(), sample(), OPENED, [turns[0], changed])
+        resume_episode(rules(), sample(), OPENED, [turns[0], changed])
     with pytest.raises(ProtocolError, match="does not continue"):
-        resume(rules(), sample("another prompt"), OPENED, turns)
+        resume_episode(rules(), sample("another prompt"), OPENED, turns)
     with pytest.raises(ProtocolError, match="does not answer"):
-        resume(rules(), sample(), OPENED, [msgspec.structs.replace(turns[0], replies=turns[0].replies * 2)])
+        resume_episode(
+            rules(), sample(), OPENED, [msgspec.structs.replace(turns[0], replies=turns[0].replies * 2)]
+        )
 
 
 # -- limits, environments, rewritten histories --------------------------------------------------------
@@ -199,11 +201,11 @@ def test_refused_calls_in_a_row_end_the_episode_like_malformed_ones() -> None:
     made = rules(max_bad_calls=3)
 
     def answered(episode: Episode, text: str, refused: bool) -> Episode:
-        episode = advance(made, episode, TurnGenerated(generation(text)))
+        episode = advance_episode(made, episode, TurnGenerated(generation(text)))
         if not isinstance(episode.command, CallTools):
             return episode
         said = (ToolReply(c, "no", refused=refused) for c in episode.command.calls)
-        return advance(made, episode, ToolsReplied(tuple(said)))
+        return advance_episode(made, episode, ToolsReplied(tuple(said)))
 
     episode = answered(answered(start(made), BAD, True), call("nope"), True)
     assert episode.bad_calls == 2
@@ -215,36 +217,36 @@ def test_refused_calls_in_a_row_end_the_episode_like_malformed_ones() -> None:
 def test_calls_that_the_environment_answers_are_limited_too() -> None:
     own = Opened(("",), own_tools=frozenset({"move"}))
     made = rules(environment=True, max_calls=1)
-    episode = advance(made, start(made, opened=own), TurnGenerated(generation(call("move"))))
-    episode = advance(made, episode, said("moved"))
+    episode = advance_episode(made, start(made, opened=own), TurnGenerated(generation(call("move"))))
+    episode = advance_episode(made, episode, said("moved"))
     assert episode.tool_calls == 1
-    episode = advance(made, episode, TurnGenerated(generation(call("move"))))
+    episode = advance_episode(made, episode, TurnGenerated(generation(call("move"))))
     assert episode.command == Score("", EpisodeEnd.MAX_CALLS)
 
 
 def test_what_an_environment_says_is_cut() -> None:
     made = rules(environment=True, max_reply_tokens=3)
     hello = Opened(messages=(Message("user", "guess"),))
-    episode = advance(made, start(made, opened=hello), TurnGenerated(generation("5")))
+    episode = advance_episode(made, start(made, opened=hello), TurnGenerated(generation("5")))
     assert episode.turns[0].context == (*encode("qgue"), 2)
     thinking = Observation((Message("user", "higher", reasoning="because"),))
-    episode = advance(made, episode, Observed(thinking))
+    episode = advance_episode(made, episode, Observed(thinking))
     assert episode.turns[0].observation == Observation((Message("user", "hig", reasoning="bec"),))
-    assert resume(made, sample(), hello, episode.turns) == episode
+    assert resume_episode(made, sample(), hello, episode.turns) == episode
 
 
 def test_a_recorded_turn_that_is_too_long_by_now_is_refused() -> None:
     turns = play([call("a"), "a long answer"]).turns
     with pytest.raises(ProtocolError, match="recorded turn 0: the engine returned"):
-        resume(rules(max_new_tokens=5), sample(), OPENED, turns)
+        resume_episode(rules(max_new_tokens=5), sample(), OPENED, turns)
 
 
 def test_replies_are_cut_before_anybody_reads_them() -> None:
     made = rules(max_reply_tokens=3)
     episode = start(made)
-    episode = advance(made, episode, TurnGenerated(generation(call("a") + BAD)))
+    episode = advance_episode(made, episode, TurnGenerated(generation(call("a") + BAD)))
     assert isinstance(episode.command, CallTools)
-    episode = advance(made, episode, replies(episode.command, "0123456789"))
+    episode = advance_episode(made, episode, replies(episode.command, "0123456789"))
     assert [reply.content for reply in episode.turns[0].replies] == ["012", "err"]
     assert isinstance(episode.command, Generate)
     assert episode.command.ids[-len("[012][err]") - 1 : -1] == encode("[012][err]")
@@ -253,7 +255,7 @@ def test_replies_are_cut_before_anybody_reads_them() -> None:
 @pytest.mark.parametrize("text", ["so " + call("a"), "so " + BAD])
 def test_without_tools_nothing_is_a_call(text: str) -> None:
     made = rules()
-    episode = advance(
+    episode = advance_episode(
         made, start(made, opened=Opened()), TurnGenerated(generation("<think>hm</think>" + text))
     )
     assert episode.command == Score(text, EpisodeEnd.ANSWERED)
@@ -268,44 +270,48 @@ WORLD = rules(environment=True, max_turns=3)
 
 def test_an_environment_answers_turns_without_calls() -> None:
     hello = Opened(("",), messages=(Message("user", "guess"),))
-    episode = advance(WORLD, start(WORLD, opened=hello), TurnGenerated(generation("5")))
+    episode = advance_episode(WORLD, start(WORLD, opened=hello), TurnGenerated(generation("5")))
     assert episode.turns[0].context == (*encode("qguess"), 2)
     assert episode.command == Step(Message("assistant", "5"))
-    episode = advance(WORLD, episode, said("higher", reward=0.25))
+    episode = advance_episode(WORLD, episode, said("higher", reward=0.25))
     assert isinstance(episode.command, Generate)
     assert episode.command.ids == episode.rows[0] + encode("higher") + (2,)
-    episode = advance(
-        WORLD, advance(WORLD, episode, TurnGenerated(generation("7"))), said(reward=1.0, done=True)
+    episode = advance_episode(
+        WORLD, advance_episode(WORLD, episode, TurnGenerated(generation("7"))), said(reward=1.0, done=True)
     )
     assert episode.command == Score("7", EpisodeEnd.DONE)
-    done = advance(WORLD, episode, EpisodeScored(RewardResult(0.5))).command
+    done = advance_episode(WORLD, episode, EpisodeScored(RewardResult(0.5))).command
     assert isinstance(done, Done)
     assert done.result.turn_rewards == (0.25, 1.5)
-    assert resume(WORLD, sample(), hello, episode.turns) == episode
+    assert resume_episode(WORLD, sample(), hello, episode.turns) == episode
 
 
 def test_the_last_turn_still_meets_its_environment() -> None:
     episode = start(WORLD)
     for word in ("1", "2", "3"):
-        episode = advance(
-            WORLD, advance(WORLD, episode, TurnGenerated(generation(word))), said("no", reward=0.1)
+        episode = advance_episode(
+            WORLD, advance_episode(WORLD, episode, TurnGenerated(generation(word))), said("no", reward=0.1)
         )
     assert episode.command == Score("3", EpisodeEnd.MAX_TURNS)
     assert [turn.observation.reward for turn in episode.turns if turn.observation] == [0.1] * 3
 
 
 def test_an_environment_that_says_nothing_fails_the_episode() -> None:
-    episode = advance(WORLD, advance(WORLD, start(WORLD), TurnGenerated(generation("5"))), said())
+    episode = advance_episode(
+        WORLD, advance_episode(WORLD, start(WORLD), TurnGenerated(generation("5"))), said()
+    )
     assert isinstance(episode.command, Fail)
     assert episode.command.reason is FailReason.ENVIRONMENT_ERROR
 
 
 def test_calls_that_the_environment_answers_go_to_it_and_others_to_tools() -> None:
     own = Opened(("",), own_tools=frozenset({"move"}))
-    episode = advance(WORLD, start(WORLD, opened=own), TurnGenerated(generation("so " + call("move"))))
+    episode = advance_episode(
+        WORLD, start(WORLD, opened=own), TurnGenerated(generation("so " + call("move")))
+    )
     assert isinstance(episode.command, Step)
     assert [made.name for made in episode.command.message.tool_calls] == ["move"]
-    other = advance(WORLD, start(WORLD, opened=own), TurnGenerated(generation(call("look"))))
+    other = advance_episode(WORLD, start(WORLD, opened=own), TurnGenerated(generation(call("look"))))
     assert isinstance(other.command, CallTools)
 
 
@@ -315,23 +321,29 @@ def forking(history: str = "fork", **limits: Any) -> Rules:
 
 def test_a_template_that_rewrites_fails_or_begins_a_row() -> None:
     made = forking("append")
-    episode = advance(made, advance(made, start(made), TurnGenerated(generation("5"))), said("higher"))
+    episode = advance_episode(
+        made, advance_episode(made, start(made), TurnGenerated(generation("5"))), said("higher")
+    )
     assert isinstance(episode.command, Fail)
     assert episode.command.reason is FailReason.MISALIGNED
     made = forking()
-    episode = advance(made, advance(made, start(made), TurnGenerated(generation("5"))), said("higher"))
+    episode = advance_episode(
+        made, advance_episode(made, start(made), TurnGenerated(generation("5"))), said("higher")
+    )
     assert episode.command == Generate((*encode("q5higher"), 2), 512, row=1)
-    episode = advance(made, episode, TurnGenerated(generation("7")))
+    episode = advance_episode(made, episode, TurnGenerated(generation("7")))
     assert [turn.row for turn in episode.turns] == [0, 1]
     assert episode.rows == tuple(turn.context + turn.ids for turn in episode.turns)
-    assert resume(made, sample(), OPENED, episode.turns) == episode
+    assert resume_episode(made, sample(), OPENED, episode.turns) == episode
 
 
 def test_rows_are_limited() -> None:
     made = forking(max_rows=2)
     episode = start(made)
     for word in ("1", "2"):
-        episode = advance(made, advance(made, episode, TurnGenerated(generation(word))), said("no"))
+        episode = advance_episode(
+            made, advance_episode(made, episode, TurnGenerated(generation(word))), said("no")
+        )
     assert episode.command == Score("2", EpisodeEnd.MAX_ROWS)
 
 
@@ -339,9 +351,9 @@ def test_a_full_row_goes_on_without_the_oldest_replies() -> None:
     made = rules(history="fold", max_tokens=800, max_new_tokens=60, max_turns=9)
     episode = start(made)
     while isinstance(episode.command, Generate) and episode.command.row == 0:
-        episode = advance(made, episode, TurnGenerated(generation(call("a"))))
+        episode = advance_episode(made, episode, TurnGenerated(generation(call("a"))))
         assert isinstance(episode.command, CallTools)
-        episode = advance(made, episode, replies(episode.command, f"{'x' * 99} {len(episode.turns)}"))
+        episode = advance_episode(made, episode, replies(episode.command, f"{'x' * 99} {len(episode.turns)}"))
     assert isinstance(episode.command, Generate)
     shown = "".join(map(chr, episode.command.ids))
     assert len(episode.command.ids) <= 800 - 800 // 4
@@ -349,15 +361,15 @@ def test_a_full_row_goes_on_without_the_oldest_replies() -> None:
     assert shown.count("[[dropped]]") == episode.folded
     assert shown.endswith(f"x {len(episode.turns)}]\x02")
     assert conversation(made, episode)[0] == Message("user", "q")
-    again = resume(made, sample(), OPENED, episode.turns)
+    again = resume_episode(made, sample(), OPENED, episode.turns)
     assert again == episode
 
 
 def test_a_row_that_nothing_can_be_dropped_from_ends_the_episode() -> None:
     made = rules(history="fold", max_tokens=100, max_new_tokens=60)
-    episode = advance(made, start(made), TurnGenerated(generation(call("a"))))
+    episode = advance_episode(made, start(made), TurnGenerated(generation(call("a"))))
     assert isinstance(episode.command, CallTools)
-    episode = advance(made, episode, replies(episode.command, "x" * 90))
+    episode = advance_episode(made, episode, replies(episode.command, "x" * 90))
     assert episode.command == Score("", EpisodeEnd.LENGTH)
 
 
@@ -367,15 +379,15 @@ def test_a_teacher_s_prompt_begins_each_row_otherwise() -> None:
     given = sample("2 plus 2", ground_truth='"4"')
     episode = start(made, given)
     for text in (call("add"), "4"):
-        episode = advance(made, episode, TurnGenerated(generation(text)))
+        episode = advance_episode(made, episode, TurnGenerated(generation(text)))
         if isinstance(episode.command, CallTools):
-            episode = advance(made, episode, replies(episode.command))
+            episode = advance_episode(made, episode, replies(episode.command))
     first, second = episode.turns
     assert "It is 4.\n\n2 plus 2" in FakeChat().decode(first.taught) and second.taught == ()
     assert first.context == start(rules(), given).command.ids  # type: ignore[union-attr]
-    assert resume(made, given, OPENED, episode.turns).turns == episode.turns
+    assert resume_episode(made, given, OPENED, episode.turns).turns == episode.turns
     plain = start(rules(), given)
-    assert advance(rules(), plain, TurnGenerated(generation("4"))).turns[0].taught == ()
+    assert advance_episode(rules(), plain, TurnGenerated(generation("4"))).turns[0].taught == ()
 
 
 @pytest.mark.parametrize(
@@ -403,13 +415,13 @@ def test_a_row_that_begins_anew_shows_the_first_turn_with_the_words_that_it_goes
     )
     opened = Opened(OPENED.tools, messages=(Message("user", "?"), last))
     given = msgspec.structs.replace(sample(), prompt=())
-    episode = advance(made, begin(given), opened)
-    episode = advance(made, episode, TurnGenerated(generation(turn)))
+    episode = advance_episode(made, begin_episode(given), opened)
+    episode = advance_episode(made, episode, TurnGenerated(generation(turn)))
     if isinstance(episode.command, Step):
-        episode = advance(made, episode, Observed(Observation((Message("user", "no"),))))
+        episode = advance_episode(made, episode, Observed(Observation((Message("user", "no"),))))
     assert isinstance(episode.command, Generate) and episode.command.row == 1
     assert made.chat.decode(episode.command.ids[:-1]).startswith(prompt)
-    assert resume(made, given, opened, episode.turns) == episode
+    assert resume_episode(made, given, opened, episode.turns) == episode
 
 
 @pytest.mark.parametrize(
@@ -427,6 +439,8 @@ def test_a_thought_that_the_prompt_leaves_open_is_no_content(
 ) -> None:
     given = msgspec.structs.replace(sample(), prompt=(Message("user", "?"), Message("assistant", begun)))
     cut = generation(turn, stop=StopReason.LENGTH)
-    episode = advance(rules(), advance(rules(), begin(given), OPENED), TurnGenerated(cut))
+    episode = advance_episode(
+        rules(), advance_episode(rules(), begin_episode(given), OPENED), TurnGenerated(cut)
+    )
     assert (episode.read[0].content, episode.read[0].reasoning) == (content, reasoning)
     assert episode.command == Score(content, EpisodeEnd.LENGTH)

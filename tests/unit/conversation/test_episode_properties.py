@@ -32,11 +32,11 @@ from asyncrl.conversation.commands import (
 from asyncrl.conversation.episode import (
     DROPPED_REPLY,
     Episode,
-    advance,
-    begin,
+    advance_episode,
+    begin_episode,
     conversation,
-    expire,
-    resume,
+    expire_episode,
+    resume_episode,
     shorten_observation,
 )
 from asyncrl.conversation.requests import AgentRequest, Placement, Refusal
@@ -189,10 +189,10 @@ class Played:
 def played(draw: st.DrawFn) -> Played:
     """An episode to its end, or for as many events as can happen in one."""
     made = draw(setups())
-    play = Played(made, [begin(SAMPLE)])
+    play = Played(made, [begin_episode(SAMPLE)])
     while not play.last.over and len(play.events) <= most_events(made):
         play.events.append(answer(draw, play.last.command))
-        play.states.append(advance(made, play.last, play.events[-1]))
+        play.states.append(advance_episode(made, play.last, play.events[-1]))
     return play
 
 
@@ -322,7 +322,7 @@ def recorded_turns_give_the_state_at_every_moment(play: Played) -> None:
         if isinstance(state.command, Done):
             continue  # the score is recorded with the episode, not with its turns
         assert state.turns[:-1] == play.last.turns[: max(0, len(state.turns) - 1)]
-        assert resume(play.made, SAMPLE, play.opened, state.turns) == state
+        assert resume_episode(play.made, SAMPLE, play.opened, state.turns) == state
 
 
 def only_answers_are_taken(play: Played) -> None:
@@ -332,18 +332,20 @@ def only_answers_are_taken(play: Played) -> None:
             if fits and not (isinstance(state.command, CallTools) and event == ToolsReplied(())):
                 continue
             with pytest.raises(ProtocolError):
-                advance(play.made, state, event)
+                advance_episode(play.made, state, event)
 
 
 def time_may_run_out_at_any_moment(play: Played) -> None:
     for state in play.states:
         if state.over:
             continue
-        after = expire(state)
+        after = expire_episode(state)
         assert (after.turns, after.rows) == (state.turns, state.rows)
         if state.turns:
             assert isinstance(after.command, Score) and after.command.end is EpisodeEnd.TIMEOUT
-            assert isinstance(advance(play.made, after, EpisodeScored(RewardResult(1.0))).command, Done)
+            assert isinstance(
+                advance_episode(play.made, after, EpisodeScored(RewardResult(1.0))).command, Done
+            )
         else:
             assert isinstance(after.command, Fail) and after.command.reason is FailReason.DEADLINE
 
@@ -376,7 +378,7 @@ def an_agent_gets_the_same_rows_and_limits(play: Played) -> None:
                 place = branches.place_request(AgentRequest(messages, state.opened.tools))
                 assert isinstance(place, Placement) and isinstance(event, TurnGenerated)
                 assert (place.ids, place.max_new_tokens) == (asked.ids, asked.max_new_tokens)
-                branches.add(place, branches.turn(place, event.generation))
+                branches.add_turn(place, branches.next_turn(place, event.generation))
             case Score(end=ends.LENGTH) if state.turns[-1].stop is StopReason.LENGTH:
                 assert branches.end is EpisodeEnd.LENGTH
             case Score(end=ends.LENGTH | ends.MAX_ROWS | ends.MAX_TURNS as end):

@@ -248,7 +248,7 @@ def test_the_text_of_ids_that_come_one_by_one_is_their_text(folder: str) -> None
     for ids in (*texts, *(rng.choices(range(len(tokenizer)), k=40) for _ in range(10))):
         growing = GrowingText(functools.partial(tokenizer.decode, clean_up_tokenization_spaces=False))
         for count in range(1, len(ids) + 1):
-            growing.grow(ids[:count])
+            growing.read_new_ids(ids[:count])
         whole = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
         assert whole.startswith(growing.text) and set(whole[len(growing.text) :]) <= {"\ufffd"}
 

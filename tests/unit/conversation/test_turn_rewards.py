@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.conversation.commands import CallTools, Done, EpisodeScored, Fail, ToolsReplied, TurnGenerated
-from asyncrl.conversation.episode import Episode, advance
+from asyncrl.conversation.episode import Episode, advance_episode
 from asyncrl.types import EpisodeEnd, EpisodeResult, FailReason, RewardResult, ToolReply
 from tests.fakes.chat import call, rules, start
 from tests.fakes.engine import generation
@@ -20,15 +20,17 @@ def played(tool_rewards: list[list[float]]) -> Episode:
     made = rules(max_turns=99)
     episode = start(made)
     for rewards in tool_rewards:
-        episode = advance(made, episode, TurnGenerated(generation("".join(call("a") for _ in rewards))))
+        episode = advance_episode(
+            made, episode, TurnGenerated(generation("".join(call("a") for _ in rewards)))
+        )
         assert isinstance(episode.command, CallTools)
         replies = [ToolReply(c, "ok", reward=r) for c, r in zip(episode.command.calls, rewards, strict=True)]
-        episode = advance(made, episode, ToolsReplied(tuple(replies)))
-    return advance(made, episode, TurnGenerated(generation("42")))
+        episode = advance_episode(made, episode, ToolsReplied(tuple(replies)))
+    return advance_episode(made, episode, TurnGenerated(generation("42")))
 
 
 def result(episode: Episode, verdict: RewardResult) -> EpisodeResult:
-    command = advance(rules(), episode, EpisodeScored(verdict)).command
+    command = advance_episode(rules(), episode, EpisodeScored(verdict)).command
     assert isinstance(command, Done)
     return command.result
 
@@ -54,14 +56,14 @@ def test_components_are_carried() -> None:
 
 @pytest.mark.parametrize("turns", [(0.0,), (0.0, 0.0, 0.0)])
 def test_another_number_of_turns_is_a_reward_error(turns: tuple[float, ...]) -> None:
-    command = advance(rules(), played([[0.0]]), EpisodeScored(RewardResult(1.0, turns))).command
+    command = advance_episode(rules(), played([[0.0]]), EpisodeScored(RewardResult(1.0, turns))).command
     detail = f"the reward function gave {len(turns)} turn rewards to an episode of 2 turns"
     assert command == Fail(FailReason.REWARD_ERROR, detail)
 
 
 @pytest.mark.parametrize("earned", [math.nan, math.inf, 1e308])
 def test_rewards_that_add_up_to_no_number_are_a_reward_error(earned: float) -> None:
-    command = advance(
+    command = advance_episode(
         rules(), played([[earned, 1e308]]), EpisodeScored(RewardResult(0.0, (0.0, 1e308)))
     ).command
     assert isinstance(command, Fail) and command.reason is FailReason.REWARD_ERROR

@@ -58,7 +58,7 @@ def test_the_text_has_whole_characters_only() -> None:
     text = GrowingText(lambda ids: bytes(ids).decode(errors="replace"))
     seen = []
     for count in range(1, len(data) + 1):
-        text.grow(list(data[:count]))
+        text.read_new_ids(list(data[:count]))
         seen.append(text.text)
     assert seen == ["n", "n", "né", "né", "né", "né", "né🙂", "né🙂x"]
 
@@ -66,7 +66,7 @@ def test_the_text_has_whole_characters_only() -> None:
 def test_bytes_that_make_no_character_do_not_pile_up() -> None:
     text = GrowingText(lambda ids: bytes(ids).decode(errors="replace"))
     for count in range(1, 101):
-        text.grow([0x80] * count)
+        text.read_new_ids([0x80] * count)
     assert len(text.text) > 80
 
 

@@ -44,7 +44,7 @@ class Joining:
         self.start("launch")
 
     def start(self, launch: str) -> None:
-        self.coordinator = Coordinator(self._config, self.endpoints.given_to("coordinator"), launch)
+        self.coordinator = Coordinator(self._config, self.endpoints.for_role("coordinator"), launch)
 
     def during(self, act: Callable[[], Any]) -> Any:
         """What a function gives that runs in a thread, while the coordinator turns."""
@@ -67,7 +67,7 @@ class Joining:
     @property
     def refused(self) -> int:
         """Messages."""
-        return self.coordinator.control.refused
+        return self.coordinator.control.refused_count
 
     def enrol(self) -> Endpoints:
         return self.enrolled()[0]
@@ -162,10 +162,10 @@ def test_who_dials_while_a_coordinator_restarts_is_not_refused(
 
 def test_keys_of_an_earlier_launch_are_forgotten(joining: Joining) -> None:
     enrolment = joining.enrol()
-    assert enrolment.keys["rollout"].public in joining.coordinator._gate.members
+    assert enrolment.keys["rollout"].public in joining.coordinator._gate.role_by_key
     joining.coordinator.close()
     joining.start("the next")
-    assert enrolment.keys["rollout"].public not in joining.coordinator._gate.members
+    assert enrolment.keys["rollout"].public not in joining.coordinator._gate.role_by_key
 
 
 def test_what_is_no_token_is_said_to_be_none() -> None:

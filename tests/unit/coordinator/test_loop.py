@@ -162,7 +162,7 @@ def test_nothing_is_taken_in_while_the_store_is_locked(setup: LoopSetup) -> None
     setup.turn(60.0)  # a long pause
     assert setup.received(WORKER, Welcome) == 1
     assert len(coordinator.workers.peers) == 2 and not coordinator.lifecycle.error, "leases are extended"
-    assert coordinator.state.store.read.meta("something") == "to write"
+    assert coordinator.state.store.reader.meta("something") == "to write"
     assert coordinator.state.buffer.next_group >= issued
 
 
@@ -391,7 +391,7 @@ def test_an_error_in_mid_turn_undoes_the_turn(
     assert setup.coordinator.state.batches.committed == 0
     setup.say(TRAINER, commit)
     assert setup.coordinator.state.batches.committed == 1
-    assert setup.coordinator.state.store.read.counts() == {State.TRAINED: 2}
+    assert setup.coordinator.state.store.reader.counts() == {State.TRAINED: 2}
 
 
 READ_ONLY = "PRAGMA query_only=ON"

@@ -45,7 +45,7 @@ def play(state: RunState, uid: str, turns: int, end: bool = False) -> None:
     for _ in range(turns):
         state.store.put_frame(uid, episode.turns, "generated", turn_payload(episode.turns, episode.turns))
         episode.add_turn(20, 10, episode.turns, episode.turns)
-        state.buffer.touch(episode)
+        state.buffer.mark_changed(episode)
     if end:
         result = EpisodeResult(1.0, 10 * episode.turns)
         stats = EpisodeStats(episode.turns)
@@ -96,7 +96,7 @@ class BadSector:
 
 
 def synced(state: RunState) -> None:
-    state.store.sync()
+    state.store.request_sync()
     state.persist()
 
 
@@ -123,7 +123,7 @@ def test_tokens_of_attempts_that_are_given_up_are_counted_once(tmp_path: Path) -
     play(state, "0.0", 1)
     fail("0.0", FailReason.PROMPT_TOO_LONG, 30)
     play(state, "1.0", 1, end=True), play(state, "1.1", 3)
-    state.buffer.drop_group(state.buffer.live[1], DropReason.STALE)
+    state.buffer.drop_group(state.buffer.live_groups[1], DropReason.STALE)
     assert state.buffer.abandoned_tokens == 60
     state.persist()
     state.store.close()
@@ -159,10 +159,10 @@ def test_each_episode_goes_on_from_what_reached_the_disk(tmp_path: Path) -> None
     assert again.buffer.abandoned_tokens == 20 + 10 + 10 + 10  # not those of 2.1: it had landed
     play(again, "0.0", 1)
     again.persist()
-    assert list(again.store.read.frames("0.0", 3)) == [
+    assert list(again.store.reader.turn_frames("0.0", 3)) == [
         part for turn in range(3) for part in (turn_payload(turn, turn), b"")
     ]
-    assert again.store.read.counts() == {k: v for k, v in again.buffer.state_counts().items() if v}
+    assert again.store.reader.counts() == {k: v for k, v in again.buffer.state_counts().items() if v}
 
 
 @pytest.mark.parametrize("damage", ["sector", "flip", "file"])
@@ -231,8 +231,8 @@ def damage(state: RunState, uid: str) -> None:
 
 def audit(state: RunState) -> None:
     flow = state.buffer.account()
-    assert flow.conserved and state.store.read.trained_in_plans() == flow.trained
-    assert state.store.read.counts() == {k: v for k, v in state.buffer.state_counts().items() if v}
+    assert flow.conserved and state.store.reader.trained_in_plans() == flow.trained
+    assert state.store.reader.counts() == {k: v for k, v in state.buffer.state_counts().items() if v}
 
 
 def test_a_plan_goes_on_without_what_cannot_be_read(tmp_path: Path) -> None:
@@ -321,7 +321,7 @@ class Trainer(Training):
     def step_on(self) -> None:
         """Admit a group where none is ready, land it, train it."""
         buffer = self.state.buffer
-        if not any(group.step < 0 for group in buffer.live.values()):
+        if not any(group.step < 0 for group in buffer.live_groups.values()):
             buffer.admit_group(self.step, 0.0)
         for episode in [e for e in buffer.episodes.values() if e.state in (State.PENDING, State.RUNNING)]:
             play(self.state, episode.uid, 1, end=True)
@@ -431,7 +431,7 @@ def test_what_was_ready_and_is_trained_now_needs_no_payload(tmp_path: Path) -> N
     again.persist()
     assert again.buffer.account().trained == 4 and not again.buffer.reasons
     audit(again)
-    assert not any(again.store.read.frames("1.0", 1))  # it would keep its segment, and all later ones
+    assert not any(again.store.reader.turn_frames("1.0", 1))  # it would keep its segment, and all later ones
 
 
 @pytest.mark.parametrize("ending", ["filtered", "filtered, not yet written", "failed, its sibling runs"])
@@ -449,7 +449,7 @@ def test_episodes_that_ended_otherwise_before_the_trainer_came_are_trained(
     if ending.startswith("filtered"):
         for uid in group.members:
             play(state, uid, 1, end=True)
-        assert state.buffer.state_counts()[State.FILTERED] == 2 and not state.buffer.live
+        assert state.buffer.state_counts()[State.FILTERED] == 2 and not state.buffer.live_groups
     else:
         for _ in range(1 + state.buffer.retries):
             play(state, "0.0", 1)
@@ -460,7 +460,7 @@ def test_episodes_that_ended_otherwise_before_the_trainer_came_are_trained(
     Trainer(state, "b", manifest)
     state.persist()
     assert state.buffer.account().trained == manifest.trained_total == 2 and state.batches.committed == 1
-    assert not state.buffer.live and not +state.buffer.reasons
+    assert not state.buffer.live_groups and not +state.buffer.reasons
     audit(state)
     state.store.close()
     audit(build(tmp_path))

@@ -40,7 +40,7 @@ def coordinator(tmp_path: Path) -> Iterator[Coordinator]:
     coordinator.lifecycle.phase = Phase.RUNNING
     coordinator.state.outbox = Sent()  # type: ignore[assignment]
     coordinator._on_control(OBSERVER, ObserverHello(), [], now=0.0)
-    coordinator.state.liveness.progress(0.0)
+    coordinator.state.liveness.note_progress(0.0)
     yield coordinator
     coordinator.close()
 
@@ -230,7 +230,7 @@ def test_a_large_model_has_more_time_to_start(tmp_path: Path) -> None:
     with (tmp_path / "model.safetensors").open("wb") as file:
         file.truncate(1_000_000_000)
     assert start_limit(config) == pytest.approx(config.launch.start_timeout + 15 * 20.0)
-    assert Liveness(config, 0.0).stalled(silence_limit(config) - 1) == ""
+    assert Liveness(config, 0.0).stall_reason(silence_limit(config) - 1) == ""
     assert silence_limit(config) == start_limit(config) + config.launch.stall_timeout
 
 
@@ -330,12 +330,12 @@ def test_an_order_that_fails_in_a_later_epoch_ends_the_run_with_a_checkpoint(
     buffer.prompts = Prompts(4, order)
     needed = buffer.total_groups
     buffer.total_groups = 3 * buffer.config.groups_per_batch + 4
-    buffer.spare = 1  # a group more would be of use, but is not needed
+    buffer.spare_groups = 1  # a group more would be of use, but is not needed
     coordinator._run_pass(0.0)
-    assert len(buffer.live) == 4 and coordinator.lifecycle.phase is Phase.RUNNING
+    assert len(buffer.live_groups) == 4 and coordinator.lifecycle.phase is Phase.RUNNING
     buffer.total_groups = needed
     coordinator._run_pass(0.0)
-    assert len(buffer.live) == 4 and coordinator.lifecycle.phase is Phase.STOPPING
+    assert len(buffer.live_groups) == 4 and coordinator.lifecycle.phase is Phase.STOPPING
     coordinator._on_control(RANK, Checkpointed(coordinator.state.trainer_epoch, 3, 0), [], 1.0)
     tick(coordinator, 1.0)
     assert coordinator.lifecycle.outcome == "failed"
@@ -346,10 +346,10 @@ def test_an_order_that_fails_in_a_later_epoch_ends_the_run_with_a_checkpoint(
 
 def test_a_run_begins_as_late_as_a_trainer_that_repeats_steps_needs(coordinator: Coordinator) -> None:
     life = coordinator.lifecycle
-    start = coordinator.state.liveness.start
+    start = coordinator.state.liveness.start_seconds
     life.phase = Phase.STARTING
     life._deadline = 10.0
-    coordinator.state.liveness.alive(20.0)
+    coordinator.state.liveness.note_alive(20.0)
     life.advance_phase(20.0 + start)
     with pytest.raises(ProtocolError, match=r"^not started within .*: "):
         life.advance_phase(21.0 + start)

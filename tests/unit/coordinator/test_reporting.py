@@ -188,9 +188,9 @@ def test_live_groups_are_those_of_rule_1(reporter: Reporter) -> None:
     """Of one group, which a committed batch took, members still run: it is not counted."""
     buffer = reporter.state.buffer
     admit(buffer, 3)
-    buffer.tally.mark_taken(buffer.live[0], 0)
+    buffer.tally.mark_taken(buffer.live_groups[0], 0)
     buffer.committed = 1
-    assert reporter.gauges()["async/live_groups"] == len(buffer.live) - 1
+    assert reporter.gauges()["async/live_groups"] == len(buffer.live_groups) - 1
 
 
 def test_cohorts_and_retired_samples_are_reported(reporter: Reporter) -> None:

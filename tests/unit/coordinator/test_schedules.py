@@ -108,7 +108,7 @@ def damage_checkpoint(world: World) -> None:
     if len(steps := checkpoints.steps()) < 2 or not retained_batches.keys() >= {*range(steps[1], steps[0])}:
         return
     if steps[0] < world.config.total_steps:
-        Path(checkpoints.path(steps[0], "state")).write_bytes(b"damaged")
+        Path(checkpoints.file_path(steps[0], "state")).write_bytes(b"damaged")
         world.start_trainer()
 
 

@@ -133,12 +133,12 @@ def test_baselines_of_kept_plans_are_the_same_after_a_restart(tmp_path: Path) ->
         state.buffer.admit_group(0, 0.0)
         land_whole(state, group, 1.0, 0.25, *([0.5] if group else []))
     run(state.buffer, "0.2")
-    state.buffer.tick(2.0)
+    state.buffer.settle_overdue(2.0)
     for step in range(2):
         assert len(train(state.batches, step)) == 2 + step
     state.persist()
     again = build(tmp_path, episodes_per_group=3, group_policy="partial", group_deadline=1.0)
-    assert list(state.buffer.live) == list(again.buffer.live) == [0]
+    assert list(state.buffer.live_groups) == list(again.buffer.live_groups) == [0]
     assert again.batches.baselines == state.batches.baselines
     assert [len(baseline.members) for baseline in again.batches.baselines.values()] == [2, 3]
     state.batches.forget_covered_plans(1)
@@ -152,13 +152,13 @@ def test_after_a_restart_what_has_landed_is_in_time_for_the_new_deadline(tmp_pat
     for member in range(4):
         run(state.buffer, f"0.{member}")
     land(state.buffer, "0.2", now=1.5)
-    assert state.buffer.live[0].baseline == (2,)  # after the deadline, alone
+    assert state.buffer.live_groups[0].baseline == (2,)  # after the deadline, alone
     state.persist()
     again = build(tmp_path, **keys)
-    group = again.buffer.live[0]
+    group = again.buffer.live_groups[0]
     assert group.baseline == () and not group.settled
     land(again.buffer, "0.0", now=group.deadline - 0.5)
-    again.buffer.tick(group.deadline)
+    again.buffer.settle_overdue(group.deadline)
     assert (group.baseline, group.late_siblings) == ((0, 2), (0, 2))
 
 

@@ -316,7 +316,7 @@ def test_a_checkpoint_of_a_trainer_that_was_replaced_covers_nothing(setup: Train
     setup.hello("y")
     setup.handler.record_checkpoint(PEERS[0], Checkpointed(old, 5, 20), 0.0)
     setup.state.persist()
-    assert setup.state.store.read.checkpoints() == [] and setup.handler.checkpoint_step == -1
+    assert setup.state.store.reader.checkpoints() == [] and setup.handler.checkpoint_step == -1
     assert [peer for peer, _ in setup.sent.take(Stop)] == [PEERS[0]]
 
 
@@ -353,7 +353,7 @@ def test_a_restarted_coordinator_learns_again_where_a_broadcast_version_is(setup
 def test_a_beat_is_progress_only_if_work_was_done_since_the_one_before(setup: TrainerSetup) -> None:
     """Two ranks behind a barrier. Each row: when, which rank, its micro-batches so far, newest progress."""
     rows = [(1, 0, 0, 0), (2, 0, 3, 2), (3, 0, 3, 2), (4, 1, 3, 4), (5, 1, 3, 4), (6, 0, 4, 6), (7, 0, 4, 6)]
-    setup.state.liveness.progress(0.0)
+    setup.state.liveness.note_progress(0.0)
     for now, rank, work, moved in rows:
         setup.handler.note_heartbeat(PEERS[rank], TrainerHeartbeat(rank, 0.0, 0.0, work=work), float(now))
         assert setup.state.liveness.progress_at == moved
@@ -386,8 +386,8 @@ def test_what_took_too_much_memory_is_halved_once_per_epoch_and_kept(setup: Trai
     setup.state.store.commit()
     setup.handler = TrainerHandler(setup.state, setup.commits.append)  # of a coordinator that was restarted
     assert lacking(setup, 4000, 4) == 2000, "the rank had not got its Stop"
-    again = MemoryLimits.load_from(setup.state.store.read, 8192)
-    assert again.tokens == 2000 and MemoryLimits.load_from(setup.state.store.read, 4096).tokens == 4096
+    again = MemoryLimits.load_from(setup.state.store.reader, 8192)
+    assert again.tokens == 2000 and MemoryLimits.load_from(setup.state.store.reader, 4096).tokens == 4096
     setup.handler.welcome_rank(PEERS[0], TrainerHello(0, 2, "y", 0), 0.0)
     welcome = setup.sent.take(Welcome)[-1][1]
     assert welcome.micro_tokens == 2000 and welcome.trainer_epoch == setup.state.trainer_epoch
@@ -410,7 +410,7 @@ def test_more_layers_are_computed_again_before_micro_batches_are_cut(setup: Trai
         welcome = setup.sent.take(Welcome)[-1][1]
         assert (welcome.recompute_every, welcome.micro_tokens) == (every, 8192)
         setup.handler.welcome_rank(PEERS[1], TrainerHello(1, 2, name, 0), 0.0)
-    stored = MemoryLimits.load_from(setup.state.store.read, 8192)
+    stored = MemoryLimits.load_from(setup.state.store.reader, 8192)
     assert (stored.recompute_every, stored.tokens) == (1, 8192)
     assert lacking(setup, 4000, 4) == 2000, "nothing more can be recomputed"
     assert setup.state.memory_limits.recompute_every == 1
@@ -476,10 +476,10 @@ def test_a_batch_that_spiked_is_left_out_by_name(
     assert state.buffer.reasons == {"dropped/spike": 4}
     assert caplog.text.count("step 2 spiked") == 1 and all(uid in caplog.text for uid in left_out)
     state.persist()
-    stored_run = state.store.read.load()
-    assert stored_run.left == state.buffer.state_counts() and [batch.uids for batch in stored_run.batches][
-        1:
-    ] == [[]]
+    stored_run = state.store.reader.load_run()
+    assert stored_run.pruned_counts == state.buffer.state_counts() and [
+        batch.uids for batch in stored_run.batches
+    ][1:] == [[]]
     setup.hello("y")  # from the start: there is no checkpoint
     again = setup.take(0, 0)
     assert again is not None and uids(again) == first

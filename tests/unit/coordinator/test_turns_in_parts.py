@@ -81,7 +81,7 @@ def test_parts_alone_outlive_the_worker_and_the_coordinator(setup: WorkerSetup, 
     (_, first), _ = setup.tick()
     post(setup, first, part(0), part(4))
     setup.state.persist()
-    (stored_episode,) = [one for one in setup.state.store.read.load().episodes if one.uid == first.uid]
+    (stored_episode,) = [one for one in setup.state.store.reader.load_run().episodes if one.uid == first.uid]
     assert stored_episode.open == setup.state.buffer.episodes[first.uid].open
     message, frames = lost(setup, first.uid)
     assert (message.parts, frames) == (2, [part(0), part(4)])
@@ -90,7 +90,7 @@ def test_parts_alone_outlive_the_worker_and_the_coordinator(setup: WorkerSetup, 
     episode = setup.state.buffer.episodes[first.uid]
     assert not episode.open and setup.state.buffer.abandoned_tokens == 0  # no durable turn had them
     setup.state.persist()
-    assert list(setup.state.store.read.frames(first.uid, 1, ["part 0", "part 1"])) == [b"", b""]
+    assert list(setup.state.store.reader.turn_frames(first.uid, 1, ["part 0", "part 1"])) == [b"", b""]
 
 
 def test_another_turn_of_the_session_takes_the_place_of_one_that_was_given_up(setup: WorkerSetup) -> None:

@@ -14,7 +14,7 @@ from asyncrl.coordinator.held_out import HeldOutAccount, HeldOutEpisodes
 from asyncrl.coordinator.validation import Validation
 from asyncrl.coordinator.workers import WorkerRecord
 from asyncrl.observe.held_out import GREEDY, SAMPLED, HeldOut, uid_prefix
-from asyncrl.observe.summary import notes
+from asyncrl.observe.summary import summary_notes
 from asyncrl.store.listing import Listing, episode_page
 from asyncrl.store.runstore import RunStore
 from asyncrl.types import EpisodeResult, EpisodeStats, FailReason, Sample
@@ -105,7 +105,7 @@ def play(setup: WorkerSetup, validation: Validation, answer: Callable[[HeldOut],
         validation.assign_episodes(0.0, exclusive=True)
         setup.state.persist()
         for _, message in setup.sent.take(Assign):
-            setup.play(message.attempt, answer(HeldOut.of(message.attempt.uid)))
+            setup.play(message.attempt, answer(HeldOut.from_uid(message.attempt.uid)))
     ((_, metrics),) = validation.results
     return metrics
 
@@ -150,21 +150,21 @@ def test_what_a_session_has_scored_is_listed_and_can_be_read(tmp_path: Path) -> 
     validation.assign_episodes(validation.deadline + 1, exclusive=True)
     setup.state.persist()
     held_out = Listing.of('[["kind","=","held out"]]', "-mode", "", "")
-    failed, scored = episode_page(store.read, held_out)
+    failed, scored = episode_page(store.reader, held_out)
     assert (scored["kind"], scored["mode"], scored["step"], scored["score"]) == ("held out", GREEDY, 1, 0.5)
     assert (scored["answer"], scored["truth"], scored["state"]) == ("so be it", "1", "landed")
     assert (failed["state"], failed["reason"], failed["score"]) == ("failed", FailReason.AGENT_ERROR, None)
-    assert store.read.episode(scored["uid"]).result.reward == 0.5
-    assert store.read.counts() == setup.state.buffer.state_counts(), (
+    assert store.reader.episode(scored["uid"]).result.reward == 0.5
+    assert store.reader.counts() == setup.state.buffer.state_counts(), (
         "they are not counted with those of training"
     )
-    assert store.read.rows("SELECT DISTINCT spare FROM frames") == [(1,)]
-    assert all(store.read.frames(scored["uid"], 1, ["generated"]))
+    assert store.reader.rows("SELECT DISTINCT spare FROM frames") == [(1,)]
+    assert all(store.reader.turn_frames(scored["uid"], 1, ["generated"]))
     again = session(setup)
     again.begin_session(step=1, final=False, now=0.0)
     setup.state.persist()
-    assert episode_page(store.read, held_out) == [] and store.read.rows("SELECT * FROM frames") == []
-    assert store.read.rows("SELECT * FROM answers") == [] and setup.state.held_out.audit()
+    assert episode_page(store.reader, held_out) == [] and store.reader.rows("SELECT * FROM frames") == []
+    assert store.reader.rows("SELECT * FROM answers") == [] and setup.state.held_out.audit()
 
 
 @pytest.mark.parametrize(
@@ -328,7 +328,7 @@ def test_rounds_that_are_begun_anew_are_no_failures(tmp_path: Path) -> None:
     held_out.restore_episodes()
     flow = HeldOutAccount(issued=8, in_flight=2, begun_anew=6)
     assert held_out.account() == flow and flow.conserved and held_out.audit()
-    assert notes({"held_out": asdict(flow)}) == [
+    assert summary_notes({"held_out": asdict(flow)}) == [
         "held out: 8 issued = 0 scored + 0 failed + 2 in flight + 6 begun anew"
     ]
     held_out.end_session()

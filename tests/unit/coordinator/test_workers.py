@@ -18,7 +18,7 @@ from asyncrl.coordinator.records import RecordHandler
 from asyncrl.coordinator.state import RunState
 from asyncrl.coordinator.versions import VersionLedger
 from asyncrl.coordinator.workers import WorkerHandler
-from asyncrl.episodes.recorded import kept_result
+from asyncrl.episodes.recorded import stored_result
 from asyncrl.store.runstore import RunStore
 from asyncrl.types import (
     EpisodeResult,
@@ -137,7 +137,7 @@ def test_records_are_processed_once_and_acknowledged_in_order(setup: WorkerSetup
     setup.turn(A, 1, first)
     assert setup.acks() == [2] and [episode.uid for episode in setup.landed] == [first.uid]
     assert setup.sent.take(Fenced) == [], "it is no record of an attempt that was given up"
-    assert list(setup.state.store.read.frames(first.uid, 1)) == [turn_payload(), b""]
+    assert list(setup.state.store.reader.turn_frames(first.uid, 1)) == [turn_payload(), b""]
 
 
 def test_many_episodes_are_assigned_over_several_turns_of_the_loop(
@@ -195,7 +195,7 @@ def test_first_attempts_are_judged_until_one_lands(setup: WorkerSetup) -> None:
         for _, attempt in setup.tick():
             seq += 1
             setup.records.process_record(A, Failed(seq, attempt, FailReason.TOOL_ERROR, "no"), [], 0.0)
-        if state.buffer.waiting == 0:
+        if state.buffer.waiting_count == 0:
             admit(state.buffer, 1)
     assert state.futile_reason() == (
         f"the first {seq} attempts (samples: 1) all failed with tool_error: no; "
@@ -322,7 +322,7 @@ def test_a_stop_that_was_asked_for_is_no_loss(
     setup.join(A)
     assert len(setup.tick()) == 2
     end(setup)
-    assert setup.state.buffer.waiting == 2
+    assert setup.state.buffer.waiting_count == 2
     assert sum(setup.state.failed_attempts.counts.values()) == lost
     worker = setup.handler.peers.get(A)
     assert worker is None or worker.free_slots == (0 if worker.leaving else 8), (
@@ -480,7 +480,7 @@ def test_what_an_episode_left_for_its_reward_is_kept(
     setup.state.persist()
     assert setup.state_of(first.uid)[0] is state
     if state is State.LANDED:
-        assert kept_result(setup.state.store.read, first.uid, 1) == {"a": 1}
+        assert stored_result(setup.state.store.reader, first.uid, 1) == {"a": 1}
 
 
 REPLY = msgspec.msgpack.encode(TurnReply())
@@ -560,7 +560,7 @@ def test_without_its_greedy_episode_a_group_is_cancelled_wherever_it_runs(tmp_pa
     peer, greedy = assigned_attempts.pop("0.2")
     setup.records.process_record(peer, Failed(1, greedy, FailReason.PROMPT_TOO_LONG, ""), [], 0.0)
     assert sorted((to, m.attempt) for to, m in setup.sent.take(Cancel)) == sorted(assigned_attempts.values())
-    assert setup.handler.free_slots == 4 and not setup.state.buffer.live
+    assert setup.handler.free_slots == 4 and not setup.state.buffer.live_groups
     left, attempt = assigned_attempts["0.0"]
     setup.turn(left, 2 if left == peer else 1, attempt)  # written before the word arrived
     assert [message.attempt for _, message in setup.sent.take(Fenced)] == [attempt]

@@ -126,9 +126,9 @@ def test_ignored_fields_are_one_line_and_can_be_read_as_columns(tmp_path: Path, 
     for name in ("a", "b"):
         task_folder(tasks / name, WHOLE + "typo_sec = 3\nempty = {}\n")
     ignored_settings = IgnoredSettings()
-    read(tasks, ignored_settings.see)
+    read(tasks, ignored_settings.count_row)
     keys = {"name": "x", "data": {"train": str(tasks)}, "model": {"path": "m"}}
-    (line,) = ignored_settings.unmet(parse(keys))
+    (line,) = ignored_settings.unmet_requests(parse(keys))
     ignored = ("artifacts", "environment.cpus", "environment.build_timeout_sec", "verifier.typo_sec")
     assert line.startswith(f"nothing reads the columns {', '.join(ignored)}")
     layout = RowLayout({"extra_info.cpus": "environment.cpus"})

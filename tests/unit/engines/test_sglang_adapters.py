@@ -225,7 +225,7 @@ async def test_an_adapter_that_a_server_refuses_after_it_woke_says_nothing_of_it
         server.script.says("/load_lora_adapter", 400, b'{"success": false, "error_message": "no room"}')
         with pytest.raises(WeightsError, match="no room"):
             await loader.load(version(tmp_path, 0))
-        assert not loader.sleeping.asleep and not loader.sleeping.unknown
+        assert not loader.sleeping.asleep and not loader.sleeping.unknown_reason
         server.script.answers["/load_lora_adapter"] = answer
         await loader.load(version(tmp_path, 1))
         paths = [path for path, _, _ in server.script.asked if "/update" in path]
@@ -236,7 +236,7 @@ async def test_an_adapter_that_a_server_refuses_after_it_woke_says_nothing_of_it
 async def connected(config: RunConfig = CONFIG) -> AsyncIterator[tuple[Script, SGLangClient]]:
     async with asyncio.timeout(60), scripted() as script:
         client = SGLangClient(ServerApi(script.url), config, vocabulary=64, salt="mine")
-        client.mark(PolicyVersion(1, 7))
+        client.mark_version(PolicyVersion(1, 7))
         try:
             yield script, client
         finally:
@@ -259,7 +259,7 @@ async def test_the_base_reads_turns_beside_adapters_under_one_key_of_the_cache()
         script.says("/generate", 200, msgspec.json.encode({"meta_info": read}))
         for step in (8, 9):
             await client.read((1, 2, 3), 1, 0)
-            client.mark(PolicyVersion(1, step))
+            client.mark_version(PolicyVersion(1, step))
         assert [(body["cache_salt"], "lora_path" in body) for _, body, _ in script.asked] == [
             ("mine", False)
         ] * 2
@@ -297,10 +297,10 @@ async def test_a_turn_with_an_outdated_adapter_ends_where_it_is() -> None:
         request = msgspec.structs.replace(ask((1, 2), 9), part_seconds=0.0, on_part=on_part)
         turn = asyncio.create_task(client.generate(request))
         await heard.wait()
-        client.mark(PolicyVersion(1, 7 + OLDEST))
+        client.mark_version(PolicyVersion(1, 7 + OLDEST))
         [call] = client._open_calls
         assert call.when() is None
-        client.mark(PolicyVersion(1, 8 + OLDEST))
+        client.mark_version(PolicyVersion(1, 8 + OLDEST))
         generation = await turn
         assert generation.ids == (5,) and generation.stop is StopReason.ABORT
         assert generation.spans == (VersionSpan(0, 1, 7, 7),)

@@ -45,7 +45,7 @@ def bodies(script: Script) -> list[dict[str, Any]]:
 
 async def test_what_is_asked_for_and_what_comes_back():
     async with connected() as (script, engine):
-        engine.mark(PolicyVersion(2, 7))
+        engine.mark_version(PolicyVersion(2, 7))
         last = event([7], 3, "e2-v7", STOP, prompt_tokens=4, cached_tokens=2)
         script.streams(event([5, 6], 2, "e2-v7"), last, DONE)
         request = ask((1, 2, 3, 4), 9, stop_ids=(7,), temperature=0.7, key=1 << 40)
@@ -101,7 +101,7 @@ async def test_a_turn_that_lasts_is_heard_of_while_it_streams():
         heard.append((sampled.ids, sampled.spans, sampled.stop, sampled.routes))
 
     async with connected() as (script, engine):
-        engine.mark(PolicyVersion(2, 6))
+        engine.mark_version(PolicyVersion(2, 6))
         script.streams(
             *(event([5], 1, "e2-v6"), event([6, 7], 3, "e2-v7"), event([8], 4, "e2-v7", LENGTH), DONE)
         )
@@ -217,7 +217,7 @@ async def test_who_waits_for_room_can_leave(monkeypatch: pytest.MonkeyPatch):
 async def test_a_watch_ends_the_turn_within_an_event(finished: bool):
     """The request is aborted; what the server sampled after the id is forgotten, its versions too."""
     async with connected() as (script, engine):
-        engine.mark(PolicyVersion(0, 3))
+        engine.mark_version(PolicyVersion(0, 3))
         spans = [{"version": "e0-v3", "start": 0, "end": 4}, {"version": "e0-v4", "start": 4, "end": 6}]
         end = event([9, 10], 6, "e0-v4", LENGTH, weight_versions=spans)
         first = event([5, 6], 2, "e0-v3")

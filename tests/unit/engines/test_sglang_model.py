@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from asyncrl.engines.sglang.loader import Shapes, shapes_of
 from asyncrl.errors import ConfigError
 from asyncrl.weights.manifest import Layout, TensorSpec
-from asyncrl.weights.model_files import INDEX
+from asyncrl.weights.model_files import INDEX_FILE
 
 OWN = {"a.weight": (2, 3), "b.weight": (4,), "lm_head.weight": (5, 2)}
 
@@ -59,7 +59,7 @@ def test_shapes_come_from_all_files_of_a_model(tmp_path: Path) -> None:
     )
     names = {"a.weight": "model-1", "b.weight": "model-2", "lm_head.weight": "model-2"}
     files = {name: f"{file}.safetensors" for name, file in names.items()}
-    (tmp_path / INDEX).write_text(json.dumps({"weight_map": files}))
+    (tmp_path / INDEX_FILE).write_text(json.dumps({"weight_map": files}))
     assert shapes_of(str(tmp_path), tied=False) == Shapes(OWN)
     (tmp_path / "model-2.safetensors").write_bytes(b"nonsense")
     with pytest.raises(ConfigError, match="not readable as safetensors"):

@@ -104,7 +104,7 @@ async def test_keys_are_in_a_private_file_and_not_on_the_command_line(
     process = await ServerProcess.start(config, 0, "127.0.0.1", tmp_path / "run")
     (path,) = (tmp_path / "run").iterdir()
     assert path.stat().st_mode & 0o777 == 0o600
-    assert await asyncio.wait_for(process.ended(), 60) == 0
+    assert await asyncio.wait_for(process.wait_ended(), 60) == 0
     await process.stop()
     assert not path.exists()
     argv, _, file = out.read_text().partition("]")
@@ -142,5 +142,5 @@ async def test_children_of_a_server_that_died_are_ended(tmp_path: Path) -> None:
         server_command=[sys.executable, "-c", spawn + f"open('{tmp_path}/pid', 'w').write(str(p.pid))"]
     )
     process = await ServerProcess.start(config, 0, "127.0.0.1", tmp_path)
-    assert await asyncio.wait_for(process.ended(), 60) == 0
+    assert await asyncio.wait_for(process.wait_ended(), 60) == 0
     assert not psutil.pid_exists(int((tmp_path / "pid").read_text()))

@@ -11,7 +11,7 @@ from transformers import LlamaConfig, Qwen2Config
 
 from asyncrl.config import RunConfig, parse
 from asyncrl.engines.sglang.http import ModelInfo, ServerInfo
-from asyncrl.engines.sglang.server import check_engine_server, vocabulary_of
+from asyncrl.engines.sglang.server import check_engine_server, vocabulary_size_of
 from asyncrl.errors import ConfigError
 
 URL = "http://server"
@@ -48,7 +48,7 @@ def test_the_runs_model_on_a_known_version_with_room_is_fine(
     assert not caplog.messages
     check_engine_server(config, URL, *served("/nowhere/to/be/read"))  # the first load will tell
     assert "sizes are not compared" in caplog.text and "/nowhere/to/be/read" in caplog.text
-    assert vocabulary_of(config.model.path) == 64
+    assert vocabulary_size_of(config.model.path) == 64
 
 
 @pytest.mark.parametrize(
@@ -138,4 +138,4 @@ def test_another_model_is_refused_by_what_differs(config: RunConfig, tmp_path: P
         check_engine_server(config, URL, *served(llama, "LlamaForCausalLM"))
     broken = msgspec.structs.replace(config.model, path=str(tmp_path / "none"))
     with pytest.raises(ConfigError, match=r"none: no usable config\.json"):
-        vocabulary_of(broken.path)
+        vocabulary_size_of(broken.path)

@@ -64,7 +64,7 @@ async def test_a_version_that_cannot_be_read_wakes_nothing(tmp_path: Path) -> No
         told(script)
         with pytest.raises(WeightsError):
             await loader.load(replace(ref, path="/nowhere"))
-        assert loader.sleeping.asleep and not loader.sleeping.unknown and told(script) == []
+        assert loader.sleeping.asleep and not loader.sleeping.unknown_reason and told(script) == []
 
 
 async def test_a_wake_that_is_cancelled_is_not_finished(tmp_path: Path) -> None:
@@ -83,7 +83,7 @@ async def test_a_wake_that_is_cancelled_is_not_finished(tmp_path: Path) -> None:
         load.cancel()
         with pytest.raises(asyncio.CancelledError):
             await load
-        assert "waking was not finished" in loader.sleeping.unknown
+        assert "waking was not finished" in loader.sleeping.unknown_reason
 
 
 @pytest.mark.parametrize("path", [PAUSE, RELEASE])
@@ -94,7 +94,7 @@ async def test_after_an_answer_that_was_lost_nobody_knows_what_a_server_holds(
         script.says(path, 500)
         with pytest.raises(EngineError):
             await loader.sleep()
-        assert "what it holds is not known" in loader.sleeping.unknown
+        assert "what it holds is not known" in loader.sleeping.unknown_reason
 
 
 @pytest.mark.parametrize("path", [RESUME, DISK, CONTINUE])
@@ -105,4 +105,6 @@ async def test_a_server_whose_wake_fails_is_left_alone(tmp_path: Path, path: str
         script.says(path, 500)
         with pytest.raises(WeightsError):
             await loader.load(ref)
-        assert told(script)[-1].startswith(path) and "waking was not finished" in loader.sleeping.unknown
+        assert (
+            told(script)[-1].startswith(path) and "waking was not finished" in loader.sleeping.unknown_reason
+        )

@@ -13,7 +13,7 @@ from asyncrl.errors import EngineError
 from asyncrl.types import Generation, PolicyVersion, StopReason, VersionSpan
 from asyncrl.weights import disk
 from asyncrl.weights.manifest import WeightsRef
-from asyncrl.weights.names import pieces
+from asyncrl.weights.names import file_pieces
 from tests.fakes import weights as fake_weights
 
 from .tiny import FAMILIES, MIXTURES, ROUNDING, ask, assert_logprobs, generated, prompt, serve, tiny
@@ -21,7 +21,7 @@ from .tiny import FAMILIES, MIXTURES, ROUNDING, ask, assert_logprobs, generated,
 
 def publish(model: PreTrainedModel, directory: Path, version: int) -> WeightsRef:
     own = dict(model.named_parameters())
-    tensors = {piece.name: piece.within(own[piece.parameter]) for piece in pieces(model)}
+    tensors = {piece.name: piece.view_in(own[piece.parameter]) for piece in file_pieces(model)}
     return fake_weights.publish(tensors, directory, PolicyVersion(0, version))
 
 

@@ -17,7 +17,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.gateway import Command, Endpoint, load_agent, places
 from asyncrl.gateway.lines import CommandError
 from asyncrl.types import Message, Sample
-from asyncrl.values import result_of
+from asyncrl.values import checked_result
 from tests.fakes.processes import gone
 
 ENDPOINT = Endpoint("http://127.0.0.1:1/v1", "secret")
@@ -328,11 +328,11 @@ def test_an_agent_that_cannot_be_called_is_told_before_the_start(tmp_path: Path,
 
 @pytest.mark.parametrize("value", [None, 1.5, {"score": 1.0, "steps": [1, 2]}])
 def test_results_are_json_values(value: Any) -> None:
-    assert result_of(value) == value
-    assert json.loads(json.dumps(result_of(value))) == value
+    assert checked_result(value) == value
+    assert json.loads(json.dumps(checked_result(value))) == value
 
 
 @pytest.mark.parametrize("value", ["text", [1], float("nan"), {"x": object()}, {"x": "y" * (1 << 20)}])
 def test_what_is_no_result_is_told(value: Any) -> None:
     with pytest.raises((TypeError, ValueError)):
-        result_of(value)
+        checked_result(value)

@@ -29,7 +29,7 @@ from tests.fakes.hosts import FakeHost, served
 async def test_strangers_keep_nobody_away(gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
     """The oldest of too many is closed, and each that shows no key in time; who has one stays."""
     monkeypatch.setattr(connections, "MAX_STRANGERS", 20)
-    async with gateway.admit(FakeHost()) as endpoint, aiohttp.ClientSession() as session:
+    async with gateway.admit_episode(FakeHost()) as endpoint, aiohttp.ClientSession() as session:
         where = endpoint.base_url.removeprefix("http://").removesuffix("/v1").split(":")
         headers = {"Authorization": f"Bearer {endpoint.api_key}"}
         async with session.get(endpoint.base_url + "/models", headers=headers) as answer:
@@ -96,7 +96,7 @@ def test_agents_get_the_address_that_is_named() -> None:
     async def main() -> None:
         gateway = Gateway("127.0.0.2")
         await gateway.start()
-        async with gateway.admit(FakeHost()) as endpoint:
+        async with gateway.admit_episode(FakeHost()) as endpoint:
             assert endpoint.base_url.startswith("http://127.0.0.2:")
             assert (await message(endpoint, "q"))["content"] == "42"
         await gateway.close()
@@ -141,7 +141,7 @@ async def test_an_episode_has_a_listener_of_its_own_in_another_namespace(gateway
 
         asyncio.run(main())
 
-    async with gateway.admit(FakeHost()) as endpoint, gateway.admit(FakeHost()) as other:
+    async with gateway.admit_episode(FakeHost()) as endpoint, gateway.admit_episode(FakeHost()) as other:
         await elsewhere(agent)
         inner, (status, body) = said
         assert inner == Endpoint(inner.base_url, endpoint.api_key)
@@ -154,7 +154,7 @@ async def test_own_listeners_end_with_the_episode(gateway: Gateway) -> None:
     """Also those that were asked for in the agents' loop, and while a request is under way."""
     host = FakeHost()
     agents = LoopThread("agents")
-    async with gateway.admit(FakeHost()) as other, gateway.admit(host) as endpoint:
+    async with gateway.admit_episode(FakeHost()) as other, gateway.admit_episode(host) as endpoint:
         kept = listening()
         left = listening()
 
@@ -190,7 +190,7 @@ async def test_strangers_are_bounded_on_all_listeners_together(
     gateway: Gateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connections, "MAX_STRANGERS", 4)
-    async with gateway.admit(FakeHost()) as endpoint:
+    async with gateway.admit_episode(FakeHost()) as endpoint:
         inner = await endpoint.serve_on(listening())
         where = [one.base_url[7:-3].split(":") for one in (endpoint, inner)]
         opened = [await asyncio.open_connection(*where[number % 2]) for number in range(10)]
@@ -208,7 +208,7 @@ async def test_an_agent_that_keeps_connections_keeps_nobody_away(
     """Neither with its key, nor, through its own listener, without."""
     for name in ("MAX_STRANGERS", "MAX_KNOWN"):
         monkeypatch.setattr(connections, name, 8)
-    async with gateway.admit(FakeHost()) as greedy, gateway.admit(FakeHost()) as other:
+    async with gateway.admit_episode(FakeHost()) as greedy, gateway.admit_episode(FakeHost()) as other:
         where = [one.base_url[7:-3].split(":") for one in (await greedy.serve_on(listening()), other)]
         asking = [
             f"GET /v1/models HTTP/1.1\r\nHost:\r\nx-api-key: {one.api_key}\r\n\r\n".encode()
@@ -243,7 +243,7 @@ async def test_kept_connections_do_not_keep_ended_episodes(gateway: Gateway) -> 
                 return answer.status
 
         for number, host in enumerate(hosts):
-            async with gateway.admit(host) as endpoint:
+            async with gateway.admit_episode(host) as endpoint:
                 assert await post(endpoint) == 200
                 if number == 2:
                     host.entered.clear()
@@ -266,7 +266,7 @@ async def test_an_idle_connection_that_is_reset_had_its_answer_read(
     """Not so where the client has not taken all of a long answer, however long ago that was written."""
     monkeypatch.setattr(connections, "UNREAD_SECONDS", 0.0)
     host = FakeHost("4" if reads else "4" * (60 << 10))
-    async with gateway.admit(host) as endpoint:
+    async with gateway.admit_episode(host) as endpoint:
         address = endpoint.base_url.removeprefix("http://").removesuffix("/v1").split(":")
         client = socket.socket()
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)

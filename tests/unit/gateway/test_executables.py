@@ -17,7 +17,7 @@ from asyncrl.gateway import CommandError, executables
 from asyncrl.gateway.programs import Command
 from asyncrl.isolation.sandbox.detection import detect_isolation
 
-JAILED = "network" in detect_isolation().holds if sys.platform == "linux" else False
+JAILED = "network" in detect_isolation().enforced if sys.platform == "linux" else False
 every_sandbox = pytest.mark.parametrize(
     "sandbox", ["none", pytest.param("jail", marks=pytest.mark.skipif(not JAILED, reason="no namespaces"))]
 )

@@ -41,7 +41,7 @@ def test_no_request_reaches_a_log(
     async def main() -> str:
         gateway = Gateway()
         await gateway.start()
-        async with gateway.admit(FakeHost()) as endpoint, gateway.admit(FakeHost()) as other:
+        async with gateway.admit_episode(FakeHost()) as endpoint, gateway.admit_episode(FakeHost()) as other:
             for write, waits in itertools.product(HOSTILE.values(), (False, True)):
                 async with asyncio.timeout(10):
                     await send(endpoint, write(endpoint.api_key), waits)
@@ -83,7 +83,7 @@ async def test_compressed_requests_are_refused_unread(
     gateway: Gateway, dialect: Dialect, coding: str
 ) -> None:
     """Not one byte of the body has come when the answer does."""
-    async with gateway.admit(FakeHost()) as endpoint:
+    async with gateway.admit_episode(FakeHost()) as endpoint:
         reader, writer = await asyncio.open_connection(*base_address(endpoint))
         line = f"POST /v1{dialect.path} HTTP/1.1"
         writer.write(request(endpoint.api_key, line, Content_Length=str(MUCH), Content_Encoding=coding))
@@ -106,7 +106,7 @@ async def test_a_body_that_nobody_reads_ends_the_connection(
     """Too large by what it says, or as it comes; of a path that is not there; without a key. The rest is not
     read: the client can send no more than what buffers hold."""
     monkeypatch.setattr(server, "MAX_BODY_BYTES", 1000)
-    async with gateway.admit(FakeHost()) as endpoint:
+    async with gateway.admit_episode(FakeHost()) as endpoint:
         reader, writer = await asyncio.open_connection(*base_address(endpoint))
         large = {"Content_Length": str(10 << 30), "Content_Encoding": "gzip" * (said == "path")}
         if said == "chunks":
@@ -146,7 +146,7 @@ async def test_the_parts_of_a_request_are_bounded(
 ) -> None:
     """They are counted before anything is made of them."""
     monkeypatch.setattr(server, "MAX_PARTS", 1000)
-    async with gateway.admit(FakeHost()) as endpoint:
+    async with gateway.admit_episode(FakeHost()) as endpoint:
         status, body = await fetch(endpoint, dialect.path, data=values(2000)[kind])
         assert (status, body["error"]["message"]) == (
             413,
@@ -194,7 +194,7 @@ async def test_an_episode_that_takes_the_loop_is_held(
     to nothing; nor does it read of a new connection. Another episode is served meanwhile."""
     monkeypatch.setattr(connections, "LOOP_BURST", 1e-4)
     monkeypatch.setattr(connections, "LOOP_FRACTION", 1e-9)
-    async with gateway.admit(FakeHost()) as hostile:
+    async with gateway.admit_episode(FakeHost()) as hostile:
         inner = await hostile.serve_on(socket.create_server(("127.0.0.1", 0)))
         streams = [await asyncio.open_connection(*base_address(inner)) for _ in range(20)]
         for _, writer in streams:
@@ -206,7 +206,7 @@ async def test_an_episode_that_takes_the_loop_is_held(
         bytes_before = received[owner]
         monkeypatch.setattr(connections, "LOOP_BURST", 10.0)
         late = asyncio.create_task(ask(Endpoint(inner.base_url, hostile.api_key), "q"))
-        async with gateway.admit(FakeHost()) as endpoint:
+        async with gateway.admit_episode(FakeHost()) as endpoint:
             for _ in range(20):
                 assert (await ask(endpoint, "q"))[0] == 200
         assert received[owner] == bytes_before < 20 * connections.READ_BYTES
@@ -221,7 +221,7 @@ async def test_a_held_episode_goes_on(gateway: Gateway, monkeypatch: pytest.Monk
     """Its share grows with time: it loses time, and no request."""
     monkeypatch.setattr(connections, "LOOP_BURST", 1e-4)
     monkeypatch.setattr(connections, "HELD_SECONDS", 0.01)
-    async with gateway.admit(FakeHost()) as endpoint:
+    async with gateway.admit_episode(FakeHost()) as endpoint:
         held = 0
         for _ in range(10):
             assert (await ask(endpoint, "q" * 1000))[0] == 200
@@ -248,7 +248,7 @@ async def test_time_in_which_an_episode_is_held_counts_for_no_limit(
     afterwards."""
     monkeypatch.setattr(connections, "HEADER_SECONDS", 0.2)
     monkeypatch.setattr(server, "READ_SECONDS", 0.2)
-    async with gateway.admit(FakeHost()) as endpoint:
+    async with gateway.admit_episode(FakeHost()) as endpoint:
         inner = await endpoint.serve_on(socket.create_server(("127.0.0.1", 0)))
         begun = [await asyncio.open_connection(*base_address(inner)) for _ in range(2)]
         for _, writer in begun:
@@ -275,7 +275,7 @@ async def test_time_in_which_an_episode_is_held_counts_for_no_limit(
 @served
 async def test_an_episode_is_held_for_a_bounded_time_before_it_is_decided_anew(gateway: Gateway) -> None:
     """However much it owes, and however many others are held."""
-    async with gateway.admit(FakeHost()) as endpoint, gateway.admit(FakeHost()) as other:
+    async with gateway.admit_episode(FakeHost()) as endpoint, gateway.admit_episode(FakeHost()) as other:
         now = asyncio.get_running_loop().time()
         for each in (endpoint, other):
             hold(gateway, each)
@@ -296,7 +296,7 @@ async def test_an_ended_episode_is_let_go(gateway: Gateway, monkeypatch: pytest.
         hold(gateway, endpoint)
 
     monkeypatch.setattr(server, "_check_parts", check)
-    async with gateway.admit(host) as endpoint:
+    async with gateway.admit_episode(host) as endpoint:
         streams = [await asyncio.open_connection(*base_address(endpoint)) for _ in range(3)]
         for _, writer in streams:
             writer.write(request(endpoint.api_key, body="{}"))
@@ -321,7 +321,7 @@ async def test_requests_without_a_body_are_charged_too(
 ) -> None:
     """Those that were read at once are answered one after the other, as the episode's share allows; so are
     those for paths and methods that are not there."""
-    async with gateway.admit(FakeHost()) as hostile, gateway.admit(FakeHost()) as endpoint:
+    async with gateway.admit_episode(FakeHost()) as hostile, gateway.admit_episode(FakeHost()) as endpoint:
         inner = await hostile.serve_on(socket.create_server(("127.0.0.1", 0)))
         reader, writer = await asyncio.open_connection(*base_address(inner))
         monkeypatch.setattr(connections, "REQUEST_SECONDS", 1e6)
@@ -341,7 +341,7 @@ async def test_costly_requests_of_an_episode_are_decoded_one_after_the_other(
 ) -> None:
     """Also those that had come at once, before the first was decoded."""
     host = FakeHost()
-    async with gateway.admit(host) as hostile, gateway.admit(FakeHost()) as endpoint:
+    async with gateway.admit_episode(host) as hostile, gateway.admit_episode(FakeHost()) as endpoint:
         owner = gateway.running_episodes[hostile.api_key]
         streams = [await asyncio.open_connection(*base_address(hostile)) for _ in range(5)]
         monkeypatch.setattr(

@@ -152,7 +152,7 @@ def test_what_a_killed_worker_leaves_is_removed_by_the_next(tmp_path: Path) -> N
     asyncio.run(gone(int(pid)))
     assert Path(here).is_dir()
     places._workspaces_directory.cache_clear()
-    with emptying.own_directory(
+    with emptying.locked_directory(
         str(PLACES), places.WORKSPACE_PREFIX
     ) as alive:  # of this process, which lives
         assert asyncio.run(Command(line="echo 1")(SAMPLE, ENDPOINT)) == 1
@@ -214,7 +214,7 @@ def test_episodes_in_sandboxes_cannot_read_each_others_files_or_the_users(tmp_pa
     hosts = [FakeHost() for _ in range(count)]
 
     async def play(gateway: Gateway, host: FakeHost) -> Any:
-        async with gateway.admit(host) as endpoint:
+        async with gateway.admit_episode(host) as endpoint:
             return await command(SAMPLE, endpoint), endpoint.api_key
 
     async def main() -> list[tuple[Any, str]]:
@@ -280,7 +280,7 @@ def played_with(command: Command) -> Any:
         gateway = Gateway()
         await gateway.start()
         try:
-            async with gateway.admit(FakeHost()) as endpoint:
+            async with gateway.admit_episode(FakeHost()) as endpoint:
                 return await command(SAMPLE, endpoint)
         finally:
             await gateway.close()

@@ -36,7 +36,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_a_key_names_an_episode_and_dies_with_it(gateway: Gateway) -> None:
     one = FakeHost("one")
     two = FakeHost("two")
-    async with gateway.admit(one) as first, gateway.admit(two) as second:
+    async with gateway.admit_episode(one) as first, gateway.admit_episode(two) as second:
         assert first.api_key != second.api_key
         for endpoint, text in ((first, "one"), (second, "two")):
             status, body = await ask(endpoint, "q")
@@ -67,7 +67,7 @@ async def test_what_goes_wrong_is_an_answer(
     gateway: Gateway, dialect: Dialect, found: Any, status: int, code: str | None
 ) -> None:
     host = FakeHost(found)
-    async with gateway.admit(host) as endpoint:
+    async with gateway.admit_episode(host) as endpoint:
         got, body = await fetch(endpoint, dialect.path, json=dialect.body([USER]))
         assert (got, body["error"].get("code")) == (status, None if dialect.path == "/messages" else code)
         full = isinstance(found, Refusal) and found.tokens > 0 and dialect.path == "/messages"
@@ -102,7 +102,7 @@ async def test_broken_requests_get_errors(
 ) -> None:
     if options.get("data") is never:
         monkeypatch.setattr(server, "READ_SECONDS", 0.05)
-    async with gateway.admit(FakeHost()) as endpoint:
+    async with gateway.admit_episode(FakeHost()) as endpoint:
         sent = {key: value() if callable(value) else value for key, value in options.items()}
         got, body = await fetch(endpoint, dialect.path, **sent)
         assert (got, why in body["error"]["message"]) == (status, True), body
@@ -114,7 +114,7 @@ async def test_broken_requests_get_errors(
 
 @served
 async def test_slow_bodies_of_one_episode_keep_no_other_waiting(gateway: Gateway) -> None:
-    async with gateway.admit(FakeHost()) as slow, gateway.admit(FakeHost()) as endpoint:
+    async with gateway.admit_episode(FakeHost()) as slow, gateway.admit_episode(FakeHost()) as endpoint:
         arrived = asyncio.Semaphore(0)
 
         async def body() -> Any:
@@ -137,7 +137,7 @@ async def test_slow_bodies_of_one_episode_keep_no_other_waiting(gateway: Gateway
 
 @served
 async def test_the_models_are_listed_for_guests(gateway: Gateway) -> None:
-    async with gateway.admit(FakeHost()) as endpoint:
+    async with gateway.admit_episode(FakeHost()) as endpoint:
         _, found = await fetch(endpoint, "/models")
         assert [model["id"] for model in found["data"]] == [endpoint.model]
         for name in (endpoint.model, "org/model"):
@@ -146,7 +146,7 @@ async def test_the_models_are_listed_for_guests(gateway: Gateway) -> None:
 
 @served
 async def test_what_claude_code_asks_beside_messages(gateway: Gateway) -> None:
-    async with gateway.admit(FakeHost()) as endpoint:
+    async with gateway.admit_episode(FakeHost()) as endpoint:
         url = endpoint.anthropic_url
         headers = {"x-api-key": endpoint.api_key}
         body = {"messages": [{"role": "user", "content": "four"}], "model": "policy"}
@@ -163,7 +163,7 @@ async def test_what_claude_code_asks_beside_messages(gateway: Gateway) -> None:
 @every_dialect
 @served
 async def test_a_stream_is_server_sent_events(gateway: Gateway, dialect: Dialect) -> None:
-    async with gateway.admit(FakeHost(streamed="4")) as endpoint:
+    async with gateway.admit_episode(FakeHost(streamed="4")) as endpoint:
         _, text = await fetch(endpoint, dialect.path, json=dialect.body([USER], stream=True))
     assert text.endswith("data: [DONE]\n\n") is (dialect.path != "/messages")
     assert dialect.heard(events_of(text)).content == "42"
@@ -178,7 +178,7 @@ async def test_a_stream_says_that_its_turn_goes_on(
     monkeypatch.setattr(server, "HEARTBEAT_SECONDS", 0.01)
     host = FakeHost(streamed="")
     host.gate.clear()
-    async with gateway.admit(host) as endpoint, aiohttp.ClientSession() as session:
+    async with gateway.admit_episode(host) as endpoint, aiohttp.ClientSession() as session:
         headers = {"x-api-key": endpoint.api_key}
         body = dialect.body([USER], stream=True)
         async with session.post(endpoint.base_url + dialect.path, json=body, headers=headers) as answer:
@@ -202,7 +202,7 @@ async def test_a_whole_answer_that_takes_long_begins_with_line_breaks(
     monkeypatch.setattr(server, "SILENT_SECONDS", 0.01)
     host = FakeHost(found)
     host.gate.clear()
-    async with gateway.admit(host) as endpoint, aiohttp.ClientSession() as session:
+    async with gateway.admit_episode(host) as endpoint, aiohttp.ClientSession() as session:
         headers = {"x-api-key": endpoint.api_key}
         body = dialect.body([USER])
         async with session.post(endpoint.base_url + dialect.path, json=body, headers=headers) as answer:
@@ -221,7 +221,7 @@ async def test_a_whole_answer_that_takes_long_begins_with_line_breaks(
 async def test_an_error_in_a_stream_is_a_status_or_an_event(
     gateway: Gateway, dialect: Dialect, streamed: str | None
 ) -> None:
-    async with gateway.admit(FakeHost(EngineError("broke"), streamed)) as endpoint:
+    async with gateway.admit_episode(FakeHost(EngineError("broke"), streamed)) as endpoint:
         status, found = await fetch(endpoint, dialect.path, json=dialect.body([USER], stream=True))
     if streamed:
         assert (status, "[DONE]" in found) == (200, False)
@@ -234,7 +234,7 @@ async def test_an_error_in_a_stream_is_a_status_or_an_event(
 
 @served
 async def test_log_probs_are_given_on_request(gateway: Gateway) -> None:
-    async with gateway.admit(FakeHost()) as endpoint:
+    async with gateway.admit_episode(FakeHost()) as endpoint:
         _, body = await ask(endpoint, "q", logprobs=True)
     content = body["choices"][0]["logprobs"]["content"]
     assert [(one["token"], one["logprob"]) for one in content] == [("A", -0.5), ("B", -1.5)]
@@ -246,7 +246,7 @@ async def test_a_client_that_leaves_takes_its_request_along(gateway: Gateway, sl
     """No request outlives its episode; one whose client has left may end slowly."""
     host = FakeHost(slow=slow)
     host.gate.clear()
-    async with gateway.admit(host) as endpoint:
+    async with gateway.admit_episode(host) as endpoint:
         asking = asyncio.create_task(ask(endpoint, "q"))
         await host.entered.wait()
         asking.cancel()
@@ -278,7 +278,7 @@ async def test_an_answer_that_cannot_be_sent_is_lost(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     host = FakeHost()
-    async with gateway.admit(host) as endpoint:
+    async with gateway.admit_episode(host) as endpoint:
         assert (await ask(endpoint, "q"))[0] == 200
         assert host.lost == []
         monkeypatch.setattr(f"{server.__name__}.{step}", leave)
@@ -346,7 +346,7 @@ async def test_equal_requests_side_by_side_do_not_end_each_other(
         while not host.lost:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
 
-    async with gateway.admit(host) as endpoint:
+    async with gateway.admit_episode(host) as endpoint:
         healthy = await begin(0)
         for attempt in (0, 1):
             if ends == "its answer is not read":
@@ -364,7 +364,7 @@ async def test_equal_requests_side_by_side_do_not_end_each_other(
 async def test_the_end_of_the_episode_answers_what_is_under_way(gateway: Gateway) -> None:
     host = FakeHost()
     host.gate.clear()
-    async with gateway.admit(host) as endpoint:
+    async with gateway.admit_episode(host) as endpoint:
         asking = asyncio.create_task(ask(endpoint, "q"))
         await host.entered.wait()
     assert host.cancelled.is_set()
@@ -374,7 +374,7 @@ async def test_the_end_of_the_episode_answers_what_is_under_way(gateway: Gateway
 
 @served
 async def test_ignored_parameters_are_told_once(gateway: Gateway, caplog: pytest.LogCaptureFixture) -> None:
-    async with gateway.admit(FakeHost()) as endpoint:
+    async with gateway.admit_episode(FakeHost()) as endpoint:
         for _ in range(3):
             await ask(endpoint, "q", temperature=0.5)
     assert [record.message.count("temperature") for record in caplog.records] == [2]
@@ -385,7 +385,7 @@ async def test_names_that_agents_choose_do_not_fill_the_log(
     gateway: Gateway, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(exchange, "MAX_LOGGED_FIELDS", 3)
-    async with gateway.admit(FakeHost()) as endpoint:
+    async with gateway.admit_episode(FakeHost()) as endpoint:
         for number in range(3):
             body = {
                 "messages": [{"role": "user", "content": "q"}],

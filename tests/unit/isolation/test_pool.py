@@ -43,7 +43,9 @@ class Asked(ProcessPool[str, str, str]):
 
 @asynccontextmanager
 async def pooled(first: str = "", size: int = 1, start_seconds: float = 60.0) -> AsyncIterator[Asked]:
-    pool = Asked(ACTS, first, name="the child", size=size, largest=LARGEST, start_seconds=start_seconds)
+    pool = Asked(
+        ACTS, first, name="the child", size=size, max_answer_bytes=LARGEST, start_seconds=start_seconds
+    )
     try:
         yield pool
     finally:

@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 
 from asyncrl.isolation import wrapper
-from asyncrl.isolation.child import wrapped
+from asyncrl.isolation.child import wrapped_command
 
 DAEMON = "setsid sleep 600 > /dev/null 2>&1 & echo $!;"  # a child in a session of its own
 
 
 def start(script: str, grace: float = math.inf) -> subprocess.Popen[str]:
-    return subprocess.Popen(wrapped(["sh", "-c", script], grace), stdout=subprocess.PIPE, text=True)
+    return subprocess.Popen(wrapped_command(["sh", "-c", script], grace), stdout=subprocess.PIPE, text=True)
 
 
 def first_line(process: subprocess.Popen[str]) -> str:
@@ -35,7 +35,7 @@ def test_it_ends_as_its_program_does(script: str, code: int) -> None:
 
 
 def test_a_program_that_is_not_there() -> None:
-    done = subprocess.run(wrapped(["no-such-program"]), capture_output=True, text=True)
+    done = subprocess.run(wrapped_command(["no-such-program"]), capture_output=True, text=True)
     assert done.returncode == wrapper.CANNOT_RUN
     assert done.stderr == "no-such-program cannot be run: No such file or directory\n"
 

@@ -29,7 +29,7 @@ from asyncrl.observe.metrics import (
     NLL,
     NLL_HELD_OUT,
     REWARD,
-    clock,
+    clock_text,
     label,
     value_of,
 )
@@ -199,7 +199,7 @@ def test_steps_of_earlier_launches_say_nothing_of_the_speed_of_this_one() -> Non
 
 
 def test_clock() -> None:
-    assert [clock(0.9), clock(59.0), clock(3723.0), clock(100 * 3600.0)] == [
+    assert [clock_text(0.9), clock_text(59.0), clock_text(3723.0), clock_text(100 * 3600.0)] == [
         *("0:00:00", "0:00:59", "1:02:03", "100:00:00")
     ]
 

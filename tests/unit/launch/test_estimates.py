@@ -25,7 +25,7 @@ from asyncrl.launch.estimates import (
 )
 from asyncrl.launch.memory import describe_memory
 from asyncrl.launch.placement import describe_plan, plan_units
-from asyncrl.observe.metrics import duration
+from asyncrl.observe.metrics import duration_text
 from asyncrl.runtime.process import MainMemory
 from asyncrl.trainer.footprint import (
     Footprint,
@@ -412,4 +412,4 @@ def test_a_model_that_cannot_be_estimated_ends_nothing(model: Path) -> None:
     ],
 )  # fmt: skip
 def test_a_duration_is_in_units_that_suit_it(seconds: float, text: str) -> None:
-    assert duration(seconds) == text
+    assert duration_text(seconds) == text

@@ -26,7 +26,7 @@ from asyncrl.launch.process import CRASHED, ProcessSpec
 from asyncrl.observe import files
 from asyncrl.weights.disk import weights_directory
 from asyncrl.wire.messages.channels import ToCoordinatorBulk
-from asyncrl.wire.messages.shared import PIECE, WrittenBytes
+from asyncrl.wire.messages.shared import MAX_PIECE_BYTES, WrittenBytes
 from asyncrl.wire.sockets import Gate, Hub, choose_endpoints
 
 
@@ -55,7 +55,7 @@ class Home:
         base = {"name": "t", "run_dir": str(self.there.parent)}
         config: RunConfig = parse(base | {"model": {"path": str(self.there)}, "data": {"train": "d"}})
         process_spec = ProcessSpec(PlannedProcess(role, index, 1, target), "launch.1")
-        return Ticket(process_spec, config, self.endpoints.given_to(role), "2026-11-24 00ff")
+        return Ticket(process_spec, config, self.endpoints.for_role(role), "2026-11-24 00ff")
 
     def sender(self, role: str = "rollout", index: int = 1) -> SentFiles:
         (self.there / f"{role}-{index}").mkdir(parents=True, exist_ok=True)
@@ -89,7 +89,7 @@ def home(tmp_path: Path) -> Iterator[Home]:
 
 
 def test_files_are_added_once_also_after_a_restart_of_either_end(home: Home) -> None:
-    long = b"x" * (2 * PIECE + 5)
+    long = b"x" * (2 * MAX_PIECE_BYTES + 5)
     (home.run_dir / "logs").mkdir()
     (home.run_dir / "logs/rollout-1.log").write_bytes(b"of an earlier launch\n")
     home.write("logs/rollout-1.log", long)
@@ -247,8 +247,8 @@ def test_names_that_are_no_files_of_the_sender_are_left_out(name: str, home: Hom
 
 def test_no_message_adds_more_than_a_piece(home: Home) -> None:
     sender = home.sender()
-    sender.link.send(WrittenBytes("logs/rollout-1.log", 0), (b"x" * PIECE, b"y"))
-    assert home.during(sender.send_new) and home.read("logs/rollout-1.log") == b"x" * PIECE
+    sender.link.send(WrittenBytes("logs/rollout-1.log", 0), (b"x" * MAX_PIECE_BYTES, b"y"))
+    assert home.during(sender.send_new) and home.read("logs/rollout-1.log") == b"x" * MAX_PIECE_BYTES
     sender.link.close()
 
 

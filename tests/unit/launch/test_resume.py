@@ -22,7 +22,7 @@ from asyncrl.launch.run_directory import (
     prepare_and_lock,
     run_directory,
 )
-from asyncrl.store.launches import tree
+from asyncrl.store.launches import config_tree
 from asyncrl.store.runstore import RunStore
 from tests.fakes.data import give, rows
 from tests.fakes.mail import Sent
@@ -158,7 +158,7 @@ def test_an_option_added_to_a_key_that_must_stay_is_refused(
 ) -> None:
     more = {"train": "t"} if section == "data" else {}
     before, now = (run(**{section: {key: options, **more}}) for options in (old, new))
-    monkeypatch.setattr(run_directories, "previous_config", lambda config: tree(before))
+    monkeypatch.setattr(run_directories, "previous_config", lambda config: config_tree(before))
     with pytest.raises(ConfigError, match=rf"^{section}\.{key}: .* was begun with"):
         check_resumed(now)
 

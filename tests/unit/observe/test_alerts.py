@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl.observe.alerts import ALERT_RULES, WINDOW, alerts, ends, rule_texts
+from asyncrl.observe.alerts import ALERT_RULES, WINDOW_STEPS, find_alerts, rows_for_rules, rule_texts
 
 SUCCESS = "val-core/all/sampled/success"
 GAP = "rollout_corr/logprob_diff_mean"
@@ -41,10 +41,10 @@ KEYS = {
 
 def run(last: dict[str, float], success: float | None = 0.5) -> list[dict[str, float]]:
     """Healthy steps, a validation, and as many steps with other numbers."""
-    steps = [HEALTHY] * WINDOW + [HEALTHY | last] * WINDOW
+    steps = [HEALTHY] * WINDOW_STEPS + [HEALTHY | last] * WINDOW_STEPS
     rows = [{**row, "training/step": float(at + 1), "time_s": at + 1.0} for at, row in enumerate(steps)]
     held_out = [] if success is None else [{"training/step": 10.0, SUCCESS: success}]
-    return [*rows[:WINDOW], *held_out, *rows[WINDOW:]]
+    return [*rows[:WINDOW_STEPS], *held_out, *rows[WINDOW_STEPS:]]
 
 
 def status(gauges: dict[str, float] | None = None, **more: Any) -> dict[str, Any]:
@@ -57,7 +57,9 @@ def test_a_held_out_success_that_falls_by_more_than_chance_is_told(questions: fl
         {"training/step": step, SUCCESS: share, "val-aux/samples": questions}
         for step, share in ((0.0, 0.9), (10.0, 1.0), (20.0, 0.5))
     ]
-    fall_alerts = [alert for alert in alerts(run({}, None) + rows, status(), KEYS) if "fell" in alert.name]
+    fall_alerts = [
+        alert for alert in find_alerts(run({}, None) + rows, status(), KEYS) if "fell" in alert.name
+    ]
     assert [alert.what for alert in fall_alerts] == ["from 100% at step 10 to 50% at step 20"] * fell
 
 
@@ -84,14 +86,14 @@ def test_a_held_out_success_that_falls_by_more_than_chance_is_told(questions: fl
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_named_alone(name: str, last: dict[str, float], less: dict[str, float]) -> None:
-    (found_alert,) = alerts(run(last), status(), KEYS)
+    (found_alert,) = find_alerts(run(last), status(), KEYS)
     assert (
-        (found_alert.name, found_alert.step) == (name, 2 * WINDOW)
+        (found_alert.name, found_alert.step) == (name, 2 * WINDOW_STEPS)
         and found_alert.what
         and found_alert.do
         and found_alert.link
     )
-    assert not alerts(run(less), status(), KEYS)
+    assert not find_alerts(run(less), status(), KEYS)
 
 
 @pytest.mark.parametrize(
@@ -117,17 +119,17 @@ def test_what_is_wrong_is_named_alone(name: str, last: dict[str, float], less: d
 def test_what_is_wrong_is_said_before_any_step(
     name: str, gauges: dict[str, float], more: dict[str, Any], said: str
 ) -> None:
-    (found_alert,) = alerts([], status(gauges, **more), KEYS)
+    (found_alert,) = find_alerts([], status(gauges, **more), KEYS)
     assert found_alert.name == name and found_alert.what.startswith(said)
-    assert not alerts([], status({}), KEYS)
+    assert not find_alerts([], status({}), KEYS)
 
 
 def test_a_reward_that_is_always_the_same_is_said_once_two_batches_have_landed() -> None:
     same = {"rollout/score/min": 0.0, "rollout/score/max": 0.0, "rollout/landed": 128.0}
-    (found_alert,) = alerts([], status(same), KEYS)
+    (found_alert,) = find_alerts([], status(same), KEYS)
     assert (found_alert.name, found_alert.what) == ("constant reward", "all 128 episodes scored 0")
     assert found_alert.keys == {"rollout.reward": "math"} and "rollout.reward=math" in found_alert.line
-    assert not alerts([], status(same | {"rollout/landed": 127.0}), KEYS)
+    assert not find_alerts([], status(same | {"rollout/landed": 127.0}), KEYS)
 
 
 @pytest.mark.parametrize(
@@ -145,7 +147,7 @@ def test_a_reward_that_is_always_the_same_is_said_once_two_batches_have_landed()
 )
 def test_rows_of_an_agent_beside_the_main_one_are_told(keys: dict[str, Any], rows: float, told: bool) -> None:
     keys = {"rollout.untrained_agents": [], **KEYS, **keys}
-    alert_lines = [alert.line for alert in alerts(run({"rollout/rows/mean": rows}), status(), keys)]
+    alert_lines = [alert.line for alert in find_alerts(run({"rollout/rows/mean": rows}), status(), keys)]
     assert len(alert_lines) == told
     for line in alert_lines:
         assert line.startswith(
@@ -155,7 +157,7 @@ def test_rows_of_an_agent_beside_the_main_one_are_told(keys: dict[str, Any], row
 
 
 def test_the_cause_has_an_advice_of_its_own() -> None:
-    (found_alert,) = alerts(run({"rollout/end/max_turns": 1.0}), status(), KEYS)
+    (found_alert,) = find_alerts(run({"rollout/end/max_turns": 1.0}), status(), KEYS)
     assert found_alert.what == "100% of the episodes ended with max_turns" and found_alert.keys == {
         "rollout.max_turns": "4"
     }
@@ -172,42 +174,44 @@ def test_the_cause_has_an_advice_of_its_own() -> None:
     ],
 )
 def test_advice_names_what_limits_the_run(last: dict[str, float], said: str) -> None:
-    found_alerts = alerts(run({"async/trainer_idle_frac": 0.9} | last), status(), KEYS)
+    found_alerts = find_alerts(run({"async/trainer_idle_frac": 0.9} | last), status(), KEYS)
     assert [alert.level for alert in found_alerts] == ["advice"] * bool(said)
     assert all(alert.what.startswith(said) for alert in found_alerts)
 
 
 def test_advice_waits_until_nothing_is_wrong() -> None:
     slow = {"async/trainer_idle_frac": 0.9, "timing_s/reward/mean": 7.0}
-    assert [alert.name for alert in alerts(run(slow), status(), KEYS)] == ["limited"]
-    assert not alerts(run(slow)[-4:], status(), KEYS), "a start is no measure"
-    found_alerts = alerts(run(slow | {"actor/skipped_steps": 1.0}), status(), KEYS)
+    assert [alert.name for alert in find_alerts(run(slow), status(), KEYS)] == ["limited"]
+    assert not find_alerts(run(slow)[-4:], status(), KEYS), "a start is no measure"
+    found_alerts = find_alerts(run(slow | {"actor/skipped_steps": 1.0}), status(), KEYS)
     assert [alert.name for alert in found_alerts] == ["skipped optimizer steps"]
 
 
 def test_a_run_that_stands_still_is_told_from_one_that_validates() -> None:
-    (found_alert,) = alerts(run({}), status(seconds=400.0), KEYS)
+    (found_alert,) = find_alerts(run({}), status(seconds=400.0), KEYS)
     assert found_alert.name == "no progress" and found_alert.what == "no step for 0:06:20"
-    assert not alerts(run({}), status(seconds=300.0), KEYS)
-    assert not alerts(run({}), status(seconds=400.0, waits=("the validation of step 10: 3 of 8 …",)), KEYS)
-    assert not alerts(run({}), status(seconds=400.0) | {"phase": "closed"}, KEYS)
+    assert not find_alerts(run({}), status(seconds=300.0), KEYS)
+    assert not find_alerts(
+        run({}), status(seconds=400.0, waits=("the validation of step 10: 3 of 8 …",)), KEYS
+    )
+    assert not find_alerts(run({}), status(seconds=400.0) | {"phase": "closed"}, KEYS)
 
 
 def test_the_start_of_a_launch_is_no_silence_and_its_workers_come_one_after_another() -> None:
     """Models were read for 400 s; then the first of two workers has connected."""
     one_worker = {"async/workers": 1.0}
     for rows in ([], run({})):
-        assert not alerts(rows, status(one_worker, seconds=450.0, running=30.0), KEYS)
-        found_alerts = alerts(rows, status(one_worker, seconds=900.0, running=480.0), KEYS)
+        assert not find_alerts(rows, status(one_worker, seconds=450.0, running=30.0), KEYS)
+        found_alerts = find_alerts(rows, status(one_worker, seconds=900.0, running=480.0), KEYS)
         assert [alert.name for alert in found_alerts] == ["no progress", "a process was lost"]
         assert found_alerts[0].what.endswith("for 0:08:00")
 
 
 def test_a_loss_that_is_over_is_no_more_than_a_remark() -> None:
     lost = {FAILED + "worker_lost": 5.0}
-    (found_alert,) = alerts(run(lost), status(lost), KEYS)
+    (found_alert,) = find_alerts(run(lost), status(lost), KEYS)
     assert (found_alert.name, found_alert.level) == ("a process was lost", "advice")
-    (found_alert,) = alerts(run({}), status(lost), KEYS)
+    (found_alert,) = find_alerts(run({}), status(lost), KEYS)
     assert found_alert.level == "warn"
 
 
@@ -226,19 +230,19 @@ def test_a_solved_run_is_told_from_a_stuck_one(
     """A solved one has the same symptoms: no advantage, little entropy."""
     scores = {"rollout/score/mean": score, "rollout/score/max": highest, "rollout/score/min": 0.0}
     last = {"critic/zero_advantage_frac": 0.99, "actor/entropy": 0.01 if name == "solved" else 0.5, **scores}
-    (found_alert,) = alerts(run(last, success), status(), KEYS)
+    (found_alert,) = find_alerts(run(last, success), status(), KEYS)
     assert found_alert.name == name and (found_alert.level == "good") == (name == "solved")
 
 
 def test_where_most_is_solved_nothing_to_learn_is_no_more_than_an_advice() -> None:
-    (found,) = alerts(run({"critic/zero_advantage_frac": 0.95}, 0.85), status(), KEYS)
+    (found,) = find_alerts(run({"critic/zero_advantage_frac": 0.95}, 0.85), status(), KEYS)
     assert (found.name, found.level) == ("nothing to learn", "advice")
 
 
 def test_since_when_a_run_is_solved() -> None:
     rows = run({"critic/zero_advantage_frac": 0.5}, 0.97)
     rows += [{"training/step": 20.0, SUCCESS: 0.98}]
-    found_alerts = alerts(
+    found_alerts = find_alerts(
         [{"training/step": 0.0, SUCCESS: 1.0}, {"training/step": 5.0, SUCCESS: 0.5}, *rows], {}, KEYS
     )
     assert (
@@ -248,26 +252,31 @@ def test_since_when_a_run_is_solved() -> None:
 
 def test_scores_beyond_the_default_of_success_are_said() -> None:
     rows = [{"training/step": 0.0, SUCCESS: 0.5, "val-aux/score/max": 3.5}]
-    (found_alert,) = alerts(rows, status(), KEYS)
+    (found_alert,) = find_alerts(rows, status(), KEYS)
     assert found_alert.name == "success is set low" and found_alert.what.startswith("scores go up to 3.5")
-    assert not alerts(rows, status(), KEYS | {"validation.success": 3.0})
+    assert not find_alerts(rows, status(), KEYS | {"validation.success": 3.0})
 
 
 def test_a_supervised_run_has_no_rewards_to_miss() -> None:
-    assert not alerts(
+    assert not find_alerts(
         run({"actor/nll": 1.0, "rollout/score/max": 0.0, "critic/zero_advantage_frac": 1.0}), {}, KEYS
     )
 
 
 def test_a_healthy_run_and_one_without_metrics_have_none() -> None:
-    assert not alerts(run({}), status(), KEYS)
-    assert not alerts([{"training/step": float(step), "timing_s/step": 1.0} for step in range(20)], {}, {})
-    assert not alerts([], {}, {})
+    assert not find_alerts(run({}), status(), KEYS)
+    assert not find_alerts(
+        [{"training/step": float(step), "timing_s/step": 1.0} for step in range(20)], {}, {}
+    )
+    assert not find_alerts([], {}, {})
 
 
 def test_rows_in_the_middle_of_a_run_change_nothing() -> None:
     rows = [*run({}), *run({"actor/entropy": 0.01})]
-    assert len(ends(rows)) == 2 * WINDOW + 2 and alerts(ends(rows), {}, KEYS) == alerts(rows, {}, KEYS) != []
+    assert (
+        len(rows_for_rules(rows)) == 2 * WINDOW_STEPS + 2
+        and find_alerts(rows_for_rules(rows), {}, KEYS) == find_alerts(rows, {}, KEYS) != []
+    )
 
 
 def test_every_rule_has_its_text() -> None:
@@ -277,15 +286,15 @@ def test_every_rule_has_its_text() -> None:
 def test_rewards_that_tie_are_no_fault_where_a_teacher_teaches() -> None:
     rows = run({"rollout/score/max": 0.0, "rollout/score/min": 0.0, "critic/zero_advantage_frac": 1.0})
     penalty = KEYS | {"kl.where": "loss", "kl.reference": "m", "kl.coef": 0.1, "scorers.reference.path": "m"}
-    assert alerts(rows, status(), penalty)
-    assert not alerts(rows, status(), penalty | {"kl.coef": 1.0})
-    assert not alerts(rows, status(), penalty | {"kl.coef": 0.05, "scorers.teacher.path": "t"})
+    assert find_alerts(rows, status(), penalty)
+    assert not find_alerts(rows, status(), penalty | {"kl.coef": 1.0})
+    assert not find_alerts(rows, status(), penalty | {"kl.coef": 0.05, "scorers.teacher.path": "t"})
 
 
 def learning(steps: int, held_out: dict[int, float], last: dict[str, float]) -> list[dict[str, float]]:
     """Return steps of a run whose last WINDOW have other numbers, and the success of 256 questions."""
     rows = [
-        {**HEALTHY, **(last if step > steps - WINDOW else {}), "training/step": step, "time_s": step}
+        {**HEALTHY, **(last if step > steps - WINDOW_STEPS else {}), "training/step": step, "time_s": step}
         for step in range(1, steps + 1)
     ]
     rows += [
@@ -315,7 +324,7 @@ def test_nothing_about_learning_is_wrong_while_held_out_success_rises(
     steps: int, held_out: dict[int, float], last: dict[str, float], names: list[str]
 ) -> None:
     rows = learning(steps, held_out, last)
-    assert [alert.name for alert in alerts(ends(rows), status(), KEYS)] == names
+    assert [alert.name for alert in find_alerts(rows_for_rules(rows), status(), KEYS)] == names
 
 
 @pytest.mark.parametrize(("steps", "names"), [(30, []), (60, ["entropy collapse"])])
@@ -325,12 +334,12 @@ def test_before_the_first_validation_the_score_in_training_tells_that_a_young_ru
     rows = learning(steps, {0: 0.28}, COLLAPSED)
     for step, row in enumerate(rows[:-1]):
         row["rollout/score/mean"] = 0.2 + 0.6 * step / steps + 0.05 * (step % 2)
-    assert [alert.name for alert in alerts(ends(rows), status(), KEYS)] == names
+    assert [alert.name for alert in find_alerts(rows_for_rules(rows), status(), KEYS)] == names
 
 
 def test_there_is_one_hint_at_a_time_and_none_on_the_speed_of_a_short_run() -> None:
     rows = run({"async/trainer_idle_frac": 0.9, "critic/zero_advantage_frac": 0.5})
-    assert [alert.name for alert in alerts(rows, status(), KEYS)] == ["limited"]
+    assert [alert.name for alert in find_alerts(rows, status(), KEYS)] == ["limited"]
     short = KEYS | {"total_steps": 60}  # of a second each
-    assert [alert.name for alert in alerts(rows, status(), short)] == ["little to learn"]
-    assert [alert.name for alert in alerts(rows, status(), KEYS | {"total_steps": 600})] == ["limited"]
+    assert [alert.name for alert in find_alerts(rows, status(), short)] == ["little to learn"]
+    assert [alert.name for alert in find_alerts(rows, status(), KEYS | {"total_steps": 600})] == ["limited"]

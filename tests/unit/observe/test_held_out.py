@@ -12,21 +12,23 @@ import pytest
 from asyncrl.config import parse
 from asyncrl.observe.held_out import (
     HeldOut,
-    Judged,
+    JudgedEpisode,
     answer_of,
-    interval,
-    means,
+    bootstrap_interval,
+    numbers_per_sample,
     pass_at,
-    per_sample,
+    sample_means,
     threshold_of,
 )
 from asyncrl.types import EpisodeResult
 
 
-def judged(row: int, *scores: float | None, answers: Sequence[str] = (), source: str = "s") -> list[Judged]:
+def judged(
+    row: int, *scores: float | None, answers: Sequence[str] = (), source: str = "s"
+) -> list[JudgedEpisode]:
     """The sampled episodes of a sample; None: one that failed."""
     return [
-        Judged(
+        JudgedEpisode(
             HeldOut(0, "sampled", row, draw),
             source,
             None if score is None else EpisodeResult(score),
@@ -38,7 +40,7 @@ def judged(row: int, *scores: float | None, answers: Sequence[str] = (), source:
 
 @pytest.mark.parametrize("uid", ["val0/sampled/7", "val12/greedy/3", "val0/sampled/7/2"])
 def test_a_uid_is_read_as_it_was_written(uid: str) -> None:
-    assert HeldOut.of(uid).uid == uid
+    assert HeldOut.from_uid(uid).uid == uid
 
 
 @pytest.mark.parametrize(("count", "solved", "k"), [(5, 2, 2), (5, 0, 3), (4, 4, 1), (6, 5, 2), (6, 1, 6)])
@@ -50,7 +52,7 @@ def test_pass_at_k_is_the_share_of_choices_with_a_success(count: int, solved: in
 
 def test_numbers_are_means_over_samples() -> None:
     episodes = judged(0, 1.0, 0.0, 0.0, 1.0, source="a") + judged(1, 0.0, 0.0, 1.0, 0.0, source="b")
-    numbers = means(per_sample(episodes, threshold=1.0))
+    numbers = sample_means(numbers_per_sample(episodes, threshold=1.0))
     core = {name.removeprefix("val-core/all/sampled/"): numbers[name] for name in numbers if "/all/" in name}
     pass_at_2 = ((1 - 1 / 6) + (1 - 3 / 6)) / 2
     assert core == pytest.approx(
@@ -67,7 +69,7 @@ def test_the_majority_is_of_answers_and_the_earliest_wins_a_tie() -> None:
         *judged(3, 0.0, 0.0, 1.0, answers=["", "", "z"]),
     ]
     episodes += [*judged(4, 0.0, None, 0.0), *judged(5, 1.0, 1.0, 1.0, source="whose reward reports none")]
-    numbers = per_sample(episodes, threshold=1.0)
+    numbers = numbers_per_sample(episodes, threshold=1.0)
     assert numbers["val-core/all/sampled/maj@3"] == {0: 1.0, 1: 0.0, 2: 1.0, 3: 1.0, 4: 0.0}
     assert "val-core/whose reward reports none/sampled/maj@3" not in numbers
 
@@ -89,7 +91,7 @@ def test_the_answer_is_what_the_reward_reports(
 
 
 def test_what_failed_is_no_success_and_has_the_lowest_score() -> None:
-    numbers = means(per_sample(judged(0, -2.0, None) + judged(1, 1.0, None), threshold=-5.0))
+    numbers = sample_means(numbers_per_sample(judged(0, -2.0, None) + judged(1, 1.0, None), threshold=-5.0))
     assert numbers["val-core/all/sampled/mean@2"] == (-2 - 2 + 1 - 2) / 4
     assert numbers["val-core/all/sampled/success"] == 0.5
 
@@ -108,7 +110,7 @@ def test_without_a_reward_success_is_known_only_where_something_earned_one(
 ) -> None:
     config = parse({"name": "x", "model": {"path": "m"}, "data": {"train": "d"}, "rollout": rollout})
     episodes = judged(0, *scores)
-    numbers = means(per_sample(episodes, threshold_of(config, episodes)))
+    numbers = sample_means(numbers_per_sample(episodes, threshold_of(config, episodes)))
     assert numbers.get("val-core/all/sampled/success") == success
 
 
@@ -118,7 +120,7 @@ def test_the_interval_is_that_of_the_mean() -> None:
     values = [draw.gauss(0.3, 2.0) for _ in range(400)]
     mean = sum(values) / 400
     width = 1.96 * math.sqrt(sum((value - mean) ** 2 for value in values) / 400) / 20
-    low, high = interval(values)
-    assert (low, high) == interval(values)
+    low, high = bootstrap_interval(values)
+    assert (low, high) == bootstrap_interval(values)
     assert mean - low == pytest.approx(width, rel=0.15) and high - mean == pytest.approx(width, rel=0.15)
-    assert interval([0.5]) == (0.5, 0.5)
+    assert bootstrap_interval([0.5]) == (0.5, 0.5)

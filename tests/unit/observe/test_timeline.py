@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.observe.timeline import Timeline, TimelineFile, overlap, union
+from asyncrl.observe.timeline import Timeline, TimelineFile, busy_overlap, merge_spans
 
 
 class Clock:
@@ -26,7 +26,7 @@ def write(run_dir: Path, name: str, *spans: tuple[str, float, float]) -> None:
 
 
 def spans(path: Path) -> list[tuple[str, float, float]]:
-    return [(span.name, span.start, span.end) for span in TimelineFile(path).added()]
+    return [(span.name, span.start, span.end) for span in TimelineFile(path).read_added()]
 
 
 def test_spans_are_appended_and_read_back(tmp_path: Path) -> None:
@@ -82,23 +82,23 @@ def test_a_process_that_is_started_again_loses_no_span_to_one_that_was_cut(tmp_p
 
 
 def test_spans_of_a_process_are_joined() -> None:
-    assert union([(3, 4), (0, 1), (1, 2), (5, 5)]) == [(0, 2), (3, 4)]
+    assert merge_spans([(3, 4), (0, 1), (1, 2), (5, 5)]) == [(0, 2), (3, 4)]
 
 
 def test_the_overlap_needs_every_process_of_both_roles(tmp_path: Path) -> None:
     write(tmp_path, "trainer-0", ("train", 10, 14), ("step", 14, 15), ("snapshot", 15, 18), ("train", 18, 20))
     write(tmp_path, "rollout-0", ("decode", 0, 13), ("load_weights", 13, 15), ("decode", 18, 30))
     write(tmp_path, "rollout-1", ("decode", 12, 19))
-    assert overlap(tmp_path) == pytest.approx(0.2)  # 12-13, 18-19 of 10-20; a snapshot is not training
+    assert busy_overlap(tmp_path) == pytest.approx(0.2)  # 12-13, 18-19 of 10-20; a snapshot is not training
 
 
 def test_roles_in_turns_do_not_overlap(tmp_path: Path) -> None:
     write(tmp_path, "trainer-0", ("train", 1, 2), ("train", 3, 4))
     write(tmp_path, "rollout-0", ("decode", 0, 1), ("decode", 2, 3))
-    assert overlap(tmp_path) == 0
+    assert busy_overlap(tmp_path) == 0
 
 
 def test_no_timeline_is_no_overlap(tmp_path: Path) -> None:
-    assert overlap(tmp_path) is None
+    assert busy_overlap(tmp_path) is None
     write(tmp_path, "trainer-0", ("train", 1, 2))
-    assert overlap(tmp_path) == 0
+    assert busy_overlap(tmp_path) == 0

@@ -9,7 +9,7 @@ import pytest
 
 from asyncrl.coordinator.reporting import save_transcripts
 from asyncrl.observe import transcripts
-from asyncrl.observe.transcripts import TokenRatios, newest, read_ratios, save_ratios
+from asyncrl.observe.transcripts import TokenRatios, newest_transcript, read_ratios, save_ratios
 
 
 def noted(value: float, uid: str = "8.0") -> list[TokenRatios]:
@@ -37,15 +37,15 @@ def test_the_newest_steps_are_kept_of_all_ranks(tmp_path: Path, monkeypatch: pyt
 
 
 def test_the_newest_good_and_the_newest_bad_one(tmp_path: Path) -> None:
-    assert newest(tmp_path, True, 1.0) is None
+    assert newest_transcript(tmp_path, True, 1.0) is None
     entry = {"uid": "u", "end": "answered", "ground_truth": "4"}
     save_transcripts(tmp_path, "training", 1, [entry | {"score": 3.0, "text": "a"}])
     save_transcripts(tmp_path, "training", 2, [entry | {"score": 0.0, "text": "b"}, entry | {"failed": "x"}])
     save_transcripts(tmp_path, "validation", 2, [entry | {"score": 0.5, "success": True, "text": "c"}])
     for age, name in enumerate(("training/step-2", "validation/step-2", "training/step-1")):
         os.utime(tmp_path / "transcripts" / f"{name}.jsonl", (1000 - age, 1000 - age))
-    good = newest(tmp_path, True, 2.0)
-    bad = newest(tmp_path, False, 2.0)
+    good = newest_transcript(tmp_path, True, 2.0)
+    bad = newest_transcript(tmp_path, False, 2.0)
     assert good and bad and (good.text, bad.text) == ("c", "b")
     assert good.title == (
         "newest good transcript: validation, step 2, u, score 0.5, ground truth 4, end answered"

@@ -196,7 +196,9 @@ async def test_no_request_waits_for_another() -> None:
 
         script.answers[PATH] = answer
         url = script.url + PATH
-        await asyncio.gather(*(http.post(url, {}, seconds=10.0, retries=0) for _ in range(request_count)))
+        await asyncio.gather(
+            *(http.post_json(url, {}, seconds=10.0, retries=0) for _ in range(request_count))
+        )
 
 
 def test_bad_settings_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -330,7 +332,7 @@ async def test_a_reward_that_is_late_says_what_kept_it(monkeypatch: pytest.Monke
         monkeypatch.setenv("http_proxy", address.replace("//", "//user:secret@"))
         reward = EpisodeReward([in_loop(judge)], timeout=0.2)
         with pytest.raises(RewardError) as late_error:
-            await reward.score(RewardInput(sample(), "42"))
+            await reward.score_episode(RewardInput(sample(), "42"))
     path = "http://judge.example/v1/chat/completions"
     assert (
         str(late_error.value)
@@ -352,11 +354,11 @@ async def test_only_a_server_that_keeps_a_call_waiting_is_named() -> None:
         script.says("/fine", 200, b"{}")
         script.says("/busy", 503, b"")
         with waits_noted() as waits:
-            waiting = asyncio.create_task(http.post(f"{script.url}/silent", {}, seconds=60.0))
+            waiting = asyncio.create_task(http.post_json(f"{script.url}/silent", {}, seconds=60.0))
             await is_asked.wait()
-            await http.post(f"{script.url}/fine", {}, seconds=60.0)
+            await http.post_json(f"{script.url}/fine", {}, seconds=60.0)
             with pytest.raises(RemoteError, match="after 2 tries"):
-                await http.post(f"{script.url}/busy", {}, seconds=60.0, retries=1)
+                await http.post_json(f"{script.url}/busy", {}, seconds=60.0, retries=1)
             assert list(waits.values()) == [f"{script.url}/silent: no answer"]
             never.set()
             await waiting

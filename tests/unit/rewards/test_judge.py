@@ -35,7 +35,7 @@ def judged(said: str, status: int = 200, **options: Any) -> tuple[float | str, l
             plugin = {"llm_judge": {"url": f"{script.url}/v1", "model": "judge", "retries": 0, **options}}
             episode_reward = EpisodeReward(load_rewards(plugin), 30.0)
             try:
-                score: float | str = (await episode_reward.score(GIVEN)).score
+                score: float | str = (await episode_reward.score_episode(GIVEN)).score
             except RewardError as error:
                 score = str(error)
             finally:

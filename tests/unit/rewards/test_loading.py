@@ -92,7 +92,7 @@ def file(tmp_path: Path) -> Path:
 )
 def test_what_is_a_reward(file: Path, name: str, options: dict[str, Any], place: str, score: float) -> None:
     (reward,) = load_rewards({f"{file}:{name}": options})
-    assert (reward.name, reward.place, reward.source) == (
+    assert (reward.name, reward.location, reward.source) == (
         name,
         place,
         RewardSource(f"{file}:{name}", options),

@@ -41,7 +41,7 @@ TABLE: list[tuple[str, Any, float]] = [
 
 def results(pairs: list[tuple[str, Any]], **options: Any) -> list[RewardResult]:
     (reward,) = load_rewards({"math": options})
-    assert reward.place == "processes"
+    assert reward.location == "processes"
 
     async def main() -> list[RewardResult]:
         pool = RewardPool(reward.source, size=1)

@@ -73,7 +73,7 @@ def test_a_local_classifier(tmp_path: Path, tokenizer: Any) -> None:
     with torch.inference_mode():
         expected = model(input_ids=ids).logits[0].tolist()
     (reward,) = load_rewards({"classifier": {"path": str(tmp_path), "label": 1}})
-    assert reward.place == "one_process"
+    assert reward.location == "one_process"
     reward.load()
     assert reward.function(GIVEN) == pytest.approx(expected[1], abs=1e-6)
     cut = load_rewards({"classifier": {"path": str(tmp_path), "label": 1, "max_tokens": 3}})[0]
@@ -89,17 +89,17 @@ async def test_sglangs_reward_model(tokenizer: Any) -> None:
         options = {"url": script.url, "tokenizer": str(DEMO), "of": "messages", "retries": 0}
         episode_reward = EpisodeReward(load_rewards({"reward_model": options}), 60.0)
         try:
-            results = await asyncio.gather(*(episode_reward.score(GIVEN) for _ in range(3)))
+            results = await asyncio.gather(*(episode_reward.score_episode(GIVEN) for _ in range(3)))
             assert [result.score for result in results] == [0.25] * 3
             conversation = [{"role": message.role, "content": message.content} for message in GIVEN.messages]
             ids = tokenizer.apply_chat_template(conversation, return_dict=False)
             assert script.asked == [("/classify", {"input_ids": ids}, "")] * 3
             script.says("/classify", 200, b'{"embedding": "none"}')
             with pytest.raises(RewardError, match="no answer of a reward model"):
-                await episode_reward.score(GIVEN)
+                await episode_reward.score_episode(GIVEN)
             script.says("/classify", 400, b'{"error": "no reward model"}')
             with pytest.raises(RewardError, match="status 400"):
-                await episode_reward.score(GIVEN)
+                await episode_reward.score_episode(GIVEN)
         finally:
             await episode_reward.close()
 
@@ -116,11 +116,11 @@ async def test_a_scorer_of_the_run_scores_each_turn_and_may_be_lost(tmp_path: Pa
         script.says("/classify", 200, json.dumps({"embedding": [0.25]}).encode())
         try:
             with pytest.raises(RewardError, match="only workers of a run know where it is") as caught:
-                await reward.score(episode)
+                await reward.score_episode(episode)
             assert caught.value.reason is FailReason.REWARD_ERROR
             servers = Servers("an engine", lane="reward")
             scorer_url.set(lambda name: servers.pool.url())
-            scoring = asyncio.create_task(reward.score(episode))
+            scoring = asyncio.create_task(reward.score_episode(episode))
             await settle()
             assert not script.asked
             servers.tell(entry("reward", url=script.url, lane="reward"))
@@ -128,7 +128,7 @@ async def test_a_scorer_of_the_run_scores_each_turn_and_may_be_lost(tmp_path: Pa
             script.says("/classify", 503)
             lost = EpisodeReward(load_rewards({"reward_model": {**named.popitem()[1], "retries": 0}}), 60.0)
             with pytest.raises(RewardError, match="status 503") as caught:
-                await lost.score(episode)
+                await lost.score_episode(episode)
             assert caught.value.reason is FailReason.ENGINE_LOST
         finally:
             await reward.close()

@@ -108,7 +108,7 @@ def test_a_function_with_options_and_a_typed_one(tmp_path: Path) -> None:
     assert outcomes == RewardResult(2.5, (), {"turns": 3.0})
     assert pooled(tmp_path, lambda pool: pool.call(long, 30.0)).score == 1_000_001
     (reward,) = load_rewards({f"{tmp_path}/mine.py:compute_score": {"plus": 0.5}})
-    assert reward.place == "processes"
+    assert reward.location == "processes"
 
 
 ANSWERED: dict[str, float | str] = {

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from asyncrl.errors import ConfigError
-from asyncrl.rewards import ShapingInput, select_shapings, shape, shapings
+from asyncrl.rewards import ShapingInput, select_shapings, shapings, sum_of_shapings
 from asyncrl.types import EpisodeEnd
 
 
@@ -28,14 +28,14 @@ def episode(tokens: int, limit: int = 100) -> ShapingInput:
 )
 def test_overlong_is_a_ramp_over_the_last_tokens(tokens: int, options: dict[str, Any], added: float) -> None:
     functions = select_shapings({"overlong": options}, "algorithm.shaping")
-    assert shape(functions, episode(tokens)) == added
+    assert sum_of_shapings(functions, episode(tokens)) == added
 
 
 def test_shapings_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(shapings._entries, "test_bonus", lambda given, *, size=0.5: size * given.score)
     both = {"overlong": {"buffer": 20}, "test_bonus": {}}
-    assert shape(select_shapings(both, "x"), episode(90)) == 0.5 - 0.5
-    assert shape([], episode(90)) == 0.0
+    assert sum_of_shapings(select_shapings(both, "x"), episode(90)) == 0.5 - 0.5
+    assert sum_of_shapings([], episode(90)) == 0.0
 
 
 @pytest.mark.parametrize(
@@ -54,4 +54,4 @@ def test_what_cannot_be_is_refused_by_name(named: dict[str, Any], complaint: str
 
 def test_a_shaping_without_end_is_an_error() -> None:
     with pytest.raises(ValueError, match="no finite number"):
-        shape([lambda given: float("nan")], episode(1))
+        sum_of_shapings([lambda given: float("nan")], episode(1))

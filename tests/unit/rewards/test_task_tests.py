@@ -14,12 +14,12 @@ import pytest
 
 from asyncrl.data.tasks import TaskTests
 from asyncrl.isolation.sandbox.base import SandboxError
-from asyncrl.isolation.sandbox.changes import DELETED, FILE, LINK, Entry, packed, read_entries
+from asyncrl.isolation.sandbox.changes import DELETED, FILE, LINK, Entry, pack_entries, read_entries
 from asyncrl.rewards import RewardError
 from asyncrl.rewards.task_tests import (
     PROTECTED,
     entries_within,
-    pack,
+    pack_directory,
     read_changes,
     read_report,
     report_name,
@@ -163,7 +163,7 @@ def test_what_is_protected_is_documented() -> None:
 def test_changes_outside_of_the_workspace_are_left_out() -> None:
     entries = [Entry(FILE, path, 0o644, 0, b"x") for path in ("app/a.py", "app2/a.py", "usr/bin/python3")]
     entries += [Entry(DELETED, path) for path in ("app", "tests/test_a.py", "srv/in/b")]
-    read = read_changes({"changes": base64.b64encode(packed(entries)).decode()})
+    read = read_changes({"changes": base64.b64encode(pack_entries(entries)).decode()})
     assert read == entries
     kept_paths = [entry.path for entry in entries_within(("/app", "/srv/in/"), read, ())]
     assert kept_paths == ["app/a.py", "app", "srv/in/b"]
@@ -187,7 +187,7 @@ def test_the_tests_of_a_task_are_packed_without_its_path(tmp_path: Path) -> None
     (tmp_path / "data/a").write_text("a")
     (tmp_path / "data/a").chmod(0o600)
     (tmp_path / "link").symlink_to("data/a")
-    archive = packed(pack(tmp_path, "tests/test.sh"))
+    archive = pack_entries(pack_directory(tmp_path, "tests/test.sh"))
     assert str(tmp_path).encode() not in archive
     packed_entries = {
         entry.path: (entry.kind, oct(entry.mode), entry.content) for entry in read_entries(archive)

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from asyncrl.conversation.branches import Branches
 from asyncrl.conversation.requests import AgentRequest
-from asyncrl.conversation.turns import rows_of, trained
+from asyncrl.conversation.turns import rows_of, without_untrained
 from asyncrl.engines.base import Request
 from asyncrl.errors import ConfigError, EngineError, SetupError
 from asyncrl.gateway import CommandError, Endpoint, TimeUp, load_untrained
@@ -156,7 +156,7 @@ def test_a_side_request_is_answered_and_recorded_and_has_no_part_in_the_result()
     (reward_input,) = seen
     assert (reward_input.answer, reward_input.turns) == ("42", 2)
     assert reward_input.messages[-1] == Message("assistant", "42")
-    (only,) = rows_of(trained(bench.turns))
+    (only,) = rows_of(without_untrained(bench.turns))
     assert read(only) == "q42sure?42"
 
 
@@ -174,7 +174,7 @@ def test_a_side_request_leaves_the_trained_row_as_it_was(goes_on: bool, rows: li
     bench, _ = side_bench(agent, limits={"max_rows": len(rows)})
     end = bench.finished()
     assert (end.result.end, end.stats.rows) == (EpisodeEnd.DONE, len(rows))
-    assert [read(row) for row in rows_of(trained(bench.turns))] == rows
+    assert [read(row) for row in rows_of(without_untrained(bench.turns))] == rows
 
 
 def test_side_requests_have_limits_of_their_own() -> None:
@@ -319,7 +319,7 @@ def test_each_agent_earns_its_own_reward_on_its_last_turn() -> None:
     assert [turn.agent for turn in bench.turns] == ["white", "black", "white"]
     assert bench.rows == ["q42your move42and?42"]  # the row is told apart by its tokens, not by who asks
     assert (result.reward, result.turn_rewards) == (0.0, (0.0, -1.0, 1.0))
-    parts = result.parts
+    parts = result.agent_results
     assert (parts["white"].reward, parts["white"].turn_rewards) == (1.0, (0.0, 1.0))
     assert (parts["black"].reward, parts["black"].turn_rewards) == (-1.0, (-1.0,))
     assert parts["white"].tokens + parts["black"].tokens == result.tokens

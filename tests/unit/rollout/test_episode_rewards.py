@@ -125,7 +125,9 @@ def test_the_coordinator_keeps_what_an_episode_earned(tmp_path: Path) -> None:
     result = EpisodeResult(0.5, 10, (0.5,), {"format": 1.0}, shaping=-0.5)
     setup.records.process_record(A, Finished(2, attempt, result, EpisodeStats(1)), [], 0.0)
     setup.state.persist()
-    stored_episode = {episode.uid: episode for episode in setup.state.store.read.load().episodes}[attempt.uid]
+    stored_episode = {episode.uid: episode for episode in setup.state.store.reader.load_run().episodes}[
+        attempt.uid
+    ]
     for episode in (setup.state.buffer.episodes[attempt.uid], stored_episode):
         assert episode.result == result
 

@@ -12,9 +12,9 @@ import pytest
 
 from asyncrl.buffer.payloads import decode_turn
 from asyncrl.data import samples_path
-from asyncrl.episodes.recorded import evaluated, judged_turns, kept_result, kept_turns, reward_input
+from asyncrl.episodes.recorded import evaluated, judged_turns, reward_input, stored_result, stored_turns
 from asyncrl.gateway import Endpoint
-from asyncrl.observe.held_out import GREEDY, SAMPLED, HeldOut, Judged
+from asyncrl.observe.held_out import GREEDY, SAMPLED, HeldOut, JudgedEpisode
 from asyncrl.rewards import RewardInput
 from asyncrl.store.reader import RunReader
 from asyncrl.store.runstore import RunStore
@@ -35,15 +35,17 @@ def test_the_turns_of_an_episode_are_read_with_their_replies_as_far_as_they_are_
     run_dir = save_run(tmp_path / "a")
     with closing(RunReader.open(run_dir)) as reader:
         complete, dropped = (reader.episode(uid) for uid in ("0.0", "3.0"))
-        (turn,), missing = kept_turns(reader, complete)
+        (turn,), missing = stored_turns(reader, complete)
         assert not missing and turn.spans == SPANS and turn.replies[0].content == MARKUP
         longer = msgspec.structs.replace(complete, turns=2)
-        assert kept_turns(reader, longer) == (
+        assert stored_turns(reader, longer) == (
             [turn],
             "its turns are not kept any more: set a larger store.keep_bytes",
         )
-        assert kept_turns(reader, dropped)[0] == [] and "store.keep_bytes" in kept_turns(reader, dropped)[1]
-        assert kept_turns(reader, reader.episode("2.0")) == ([], "")
+        assert (
+            stored_turns(reader, dropped)[0] == [] and "store.keep_bytes" in stored_turns(reader, dropped)[1]
+        )
+        assert stored_turns(reader, reader.episode("2.0")) == ([], "")
 
 
 @pytest.mark.parametrize("damage", ["a frame", "a segment"])
@@ -58,12 +60,12 @@ def test_turns_that_cannot_be_read_are_missing_with_the_reason(tmp_path: Path, d
         for path in (run_dir / "segments").iterdir():
             path.unlink()
     with closing(RunReader.open(run_dir)) as reader:
-        turns, why = kept_turns(reader, reader.episode("0.0"))
+        turns, why = stored_turns(reader, reader.episode("0.0"))
     assert turns == [] and ("a turn that cannot be decoded" if damage == "a frame" else "segment") in why
 
 
 def test_the_trained_turns_of_an_evaluation_are_read_behind_a_side_request(tmp_path: Path) -> None:
-    held_out = HeldOut.of("val0/sampled/1")
+    held_out = HeldOut.from_uid("val0/sampled/1")
     title, turn = (decode_turn(turn_payload(number)) for number in range(2))
     title = msgspec.structs.replace(title, untrained=True)
     turn = msgspec.structs.replace(turn, row=1)
@@ -73,7 +75,7 @@ def test_the_trained_turns_of_an_evaluation_are_read_behind_a_side_request(tmp_p
     store.commit()
     store.close()
     with closing(RunReader.open(tmp_path)) as reader:
-        judged = Judged(held_out, "a", RESULT, EpisodeStats(1, untrained_turns=1))
+        judged = JudgedEpisode(held_out, "a", RESULT, EpisodeStats(1, untrained_turns=1))
         (read,) = judged_turns(reader, judged)
     assert (read.ids, read.index, read.row) == (turn.ids, 0, 0)
 
@@ -106,7 +108,7 @@ def test_an_agents_episode_is_regraded_by_what_its_reward_saw(tmp_path: Path) ->
     store.commit()
     store.close()
     with closing(RunReader.open(tmp_path)) as reader:
-        result = kept_result(reader, "u", stats.turns)
+        result = stored_result(reader, "u", stats.turns)
     seen_again = parts, bench.sample, bench.turns, live.end, stats.tool_calls, result
     rebuilt_input = reward_input(*seen_again)  # type: ignore[arg-type]
 
@@ -141,7 +143,7 @@ def test_the_episodes_of_an_evaluation_are_judged_and_other_validations_are_left
     store.close()
     read, judged = evaluated(tmp_path)
     assert read.fingerprint == samples.fingerprint
-    assert sorted(judged, key=lambda judged_episode: judged_episode.which.row) == [
-        Judged(HeldOut(0, SAMPLED, 1), samples[1].data_source, RESULT, STATS, "2.0"),
-        Judged(HeldOut(0, GREEDY, 2), samples[2].data_source, None),
+    assert sorted(judged, key=lambda judged_episode: judged_episode.identity.row) == [
+        JudgedEpisode(HeldOut(0, SAMPLED, 1), samples[1].data_source, RESULT, STATS, "2.0"),
+        JudgedEpisode(HeldOut(0, GREEDY, 2), samples[2].data_source, None),
     ]

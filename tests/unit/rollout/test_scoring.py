@@ -24,7 +24,7 @@ def verdict(rewards: list[Reward], timeout: float = 60.0) -> RewardResult:
     async def main() -> RewardResult:
         episode_reward = EpisodeReward(rewards, timeout)
         try:
-            return await episode_reward.score(GIVEN)
+            return await episode_reward.score_episode(GIVEN)
         finally:
             await episode_reward.close()
 

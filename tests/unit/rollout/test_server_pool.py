@@ -44,7 +44,7 @@ async def test_a_turn_waits_by_name_for_a_scorer_and_goes_on_when_it_is_back() -
     reading = asyncio.create_task(s.pool.read("s", (0, 1, 2, 3), 2))
     await settle()
     s.now = 3.0
-    assert s.waits.longest() == "scorers.reference: no server (0 known, 0 healthy) (3 s)"
+    assert s.waits.longest_wait() == "scorers.reference: no server (0 known, 0 healthy) (3 s)"
     s.tell(entry("scorer", lane="reference"))
     s["scorer"].gate.clear()  # it reads the turn, and is killed
     await s["scorer"].asked.wait()
@@ -100,7 +100,7 @@ async def test_reading_costs_an_episode_time_and_waits_for_a_scorer_none(
 
     def waits() -> bool:
         s.now += 1.0
-        return "no server" in s.waits.longest()
+        return "no server" in s.waits.longest_wait()
 
     episode = asyncio.create_task(bench.run())
     await seen(waits)
@@ -177,7 +177,7 @@ async def test_a_turn_waits_by_name_for_a_server_that_is_fresh() -> None:
     waiting = asyncio.create_task(s.pool.wait_for_version(lambda: oldest))
     await settle()
     s.now = 3.0
-    assert s.waits.longest() == "engines: no server with v2 (2 known, 1 healthy) (3 s)"
+    assert s.waits.longest_wait() == "engines: no server with v2 (2 known, 1 healthy) (3 s)"
     assert s.pool.version == 0
     s.tell(entry("b", 1))
     await settle()
@@ -256,7 +256,7 @@ async def test_full_servers_are_asked_again_after_growing_pauses(monkeypatch: py
     while not turn.done():
         await asyncio.sleep(0)
         s.now += 2.0
-        names.add(s.waits.longest().split(" (")[0])
+        names.add(s.waits.longest_wait().split(" (")[0])
     assert counts_up(await turn)
     assert s.asked() == ["a:3", "b:4"]
     assert "engines: all 2 servers are full" in names
@@ -499,14 +499,14 @@ async def test_turns_wait_by_name_while_servers_sleep_and_lose_no_time(
     # more than a turn waits for a server
     s.now = 1000.0
     passed = 1000.0
-    assert s.waits.longest() == f"{ASLEEP} (17 minutes, 2 episodes)"
+    assert s.waits.longest_wait() == f"{ASLEEP} (17 minutes, 2 episodes)"
     s.tell(entry("a", healthy=False, asleep=True, url="", incarnation="2"))  # killed, and not started yet
     await settle()
     assert s.pool.sleeps.asleep and not waiting.done() and not running.done()
     s.tell(entry("a", healthy=False, url="", incarnation="2"))  # it starts
     await settle()
     s.now += 10.0
-    assert not s.pool.sleeps.asleep and "no server" in s.waits.longest()
+    assert not s.pool.sleeps.asleep and "no server" in s.waits.longest_wait()
     s.tell(entry("a", incarnation="2"))
     assert counts_up(await running) and counts_up(await waiting)
 

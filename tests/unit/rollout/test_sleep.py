@@ -65,7 +65,7 @@ def test_a_turn_is_off_the_clock_while_its_engine_sleeps() -> None:
         await bench.sampler.sleep()
         passed = 30.0
         await settle()
-        bench.sampler.sleeps.change(False)
+        bench.sampler.sleeps.set_asleep(False)
         bench.engine.gate.set()
         await task
         end = bench.sent[-1]
@@ -100,7 +100,7 @@ def test_the_time_of_a_tool_passes_while_the_engine_sleeps() -> None:
             await asyncio.sleep(0)
         passed += 30.0
         await settle()
-        bench.sampler.sleeps.change(False)
+        bench.sampler.sleeps.set_asleep(False)
         bench.sampler.changed.notify()
         await task
         end = bench.sent[-1]

@@ -38,7 +38,7 @@ class Clock:
 
 def test_a_lease_grows_quiet_expires_and_ends() -> None:
     contact = Contact(10.0, give_up=30.0, now=0.0)
-    assert contact.tick(1.0) is ContactState.QUIET  # not welcomed yet
+    assert contact.contact_state(1.0) is ContactState.QUIET  # not welcomed yet
     contact.welcomed = True
     contact.message_arrived(1.0)
     expected = {
@@ -48,17 +48,17 @@ def test_a_lease_grows_quiet_expires_and_ends() -> None:
         12: ContactState.EXPIRED,
         32: ContactState.GONE,
     }
-    seen = {now: contact.tick(float(now)) for now in range(2, 33)}
+    seen = {now: contact.contact_state(float(now)) for now in range(2, 33)}
     assert {now: seen[now] for now in expected} == expected
     contact.message_arrived(32.5)
-    assert contact.tick(33.0) is ContactState.FINE
+    assert contact.contact_state(33.0) is ContactState.FINE
 
 
 def test_time_spent_stopped_is_not_held_against_the_coordinator() -> None:
     contact = Contact(10.0, give_up=30.0, now=0.0)
     contact.welcomed = True
-    assert contact.tick(100.0) is ContactState.FINE  # nobody read the mail for 100 s
-    assert contact.tick(101.0) is ContactState.FINE
+    assert contact.contact_state(100.0) is ContactState.FINE  # nobody read the mail for 100 s
+    assert contact.contact_state(101.0) is ContactState.FINE
 
 
 # -- waits and meter ---------------------------------------------------------------------------------
@@ -67,24 +67,24 @@ def test_time_spent_stopped_is_not_held_against_the_coordinator() -> None:
 def test_the_oldest_wait_is_told_once_it_lasts() -> None:
     clock = Clock()
     waits = Waits(clock)
-    with waits.named("tool a"):
+    with waits.wait_named("tool a"):
         clock.now = 0.5
-        assert waits.longest() == ""
-        with waits.named("tool b"), waits.named("tool a"):
+        assert waits.longest_wait() == ""
+        with waits.wait_named("tool b"), waits.wait_named("tool a"):
             clock.now = 4.0
-            assert waits.longest() == "tool a (4 s, 2 episodes)"
-    assert waits.longest() == ""
+            assert waits.longest_wait() == "tool a (4 s, 2 episodes)"
+    assert waits.longest_wait() == ""
 
 
 def test_a_wait_is_in_time_up_to_its_own_deadline() -> None:
     clock = Clock()
     waits = Waits(clock)
-    with waits.named("weights v7"), waits.named("tool slow", 900.0):
+    with waits.wait_named("weights v7"), waits.wait_named("tool slow", 900.0):
         clock.now = 899.0
-        assert waits.in_time
+        assert waits.within_deadline
         clock.now = 900.0
-        assert not waits.in_time
-    assert not waits.in_time
+        assert not waits.within_deadline
+    assert not waits.within_deadline
 
 
 def test_overlapping_turns_are_one_busy_interval() -> None:
@@ -94,9 +94,9 @@ def test_overlapping_turns_are_one_busy_interval() -> None:
     ahead = 0.0
     meter = BusyTimer(timeline, clock, wall=lambda: clock.now + ahead)
     clock.now = 1.0
-    with meter.turn():
+    with meter.busy_span():
         clock.now = 2.0
-        with meter.turn():
+        with meter.busy_span():
             clock.now = 3.0
         meter.flush()
         clock.now = 5.0
@@ -164,7 +164,7 @@ async def test_a_load_compares_the_probe(engine: float, gap: float) -> None:
     f.engine.score = lambda ids: asyncio.sleep(0, tuple(engine for _ in ids[1:]))  # type: ignore[method-assign]
     probe = Probe((1, 2, 3), (-1.0, -1.5), noise=0.25)
     for count, offered in enumerate((None, probe, None), start=1):
-        f.lane.loads.offer(ref(1), offered)
+        f.lane.loads.offer_version(ref(1), offered)
         await f.answered(count)
     assert [(a.probe_tokens, a.unproven) for a in f.answers] == [(0, True), (2, False), (0, False)]
     assert (f.answers[1].probe_gap, f.answers[1].probe_noise) == (gap, 0.25)
@@ -183,15 +183,15 @@ async def test_the_latest_offer_wins_and_the_same_one_is_only_confirmed() -> Non
     f = Fixture()
     f.engine.load_gate.clear()
     for version in (1, 1):  # the second while the first is being loaded: one answer is enough
-        f.lane.loads.offer(ref(version))
+        f.lane.loads.offer_version(ref(version))
         await settle()
-    assert not f.lane.loads.waiting and f.lane.loads.version == NO_VERSION
+    assert not f.lane.loads.has_waiting and f.lane.loads.version == NO_VERSION
     for version in (2, 3):
-        f.lane.loads.offer(ref(version))
+        f.lane.loads.offer_version(ref(version))
     f.engine.load_gate.set()
     await f.answered(2)
     assert f.versions == [1, 3]
-    f.lane.loads.offer(ref(3))
+    f.lane.loads.offer_version(ref(3))
     await f.answered(3)
     assert [r.version.step for r in f.engine.loads] == [1, 3]
     assert f.answers[2].checksum == "sum-3" and f.lane.loads.version == ref(3).version
@@ -205,7 +205,7 @@ def test_an_engine_that_refuses_every_version_is_given_up() -> None:
         f = Fixture(pinned)
         f.lane.load_deadline = 0.0
         for count in range(1, LOAD_TRIES + 1):
-            f.lane.loads.offer(ref(count, "damaged"))
+            f.lane.loads.offer_version(ref(count, "damaged"))
             await f.answered(count)
         await settle()
         if pinned:
@@ -225,11 +225,11 @@ async def test_a_turn_waits_by_name_until_the_weights_are_fresh() -> None:
     waiting = asyncio.create_task(f.lane.wait_for_version(lambda: oldest))
     await settle()
     f.waits._clock.now = 3.0  # type: ignore[attr-defined]
-    assert f.waits.longest() == "weights v2: engine has v0 (3 s)"
-    f.lane.loads.offer(ref(1))
+    assert f.waits.longest_wait() == "weights v2: engine has v0 (3 s)"
+    f.lane.loads.offer_version(ref(1))
     await f.answered(1)
     assert not waiting.done()
-    f.lane.loads.offer(ref(2))
+    f.lane.loads.offer_version(ref(2))
     await f.answered(2)
     await asyncio.wait_for(waiting, 60)
     f.task.cancel()
@@ -237,11 +237,11 @@ async def test_a_turn_waits_by_name_until_the_weights_are_fresh() -> None:
 
 async def test_damaged_weights_are_reported_and_the_lane_goes_on() -> None:
     f = Fixture()
-    f.lane.loads.offer(ref(1, "damaged"))
+    f.lane.loads.offer_version(ref(1, "damaged"))
     await f.answered(1)
     assert "damaged" in f.answers[0].error
     assert f.lane.version == 0
-    f.lane.loads.offer(ref(2))
+    f.lane.loads.offer_version(ref(2))
     await f.answered(2)
     assert (f.answers[1].error, f.lane.version) == ("", 2)
     f.task.cancel()
@@ -260,10 +260,10 @@ async def test_the_pinned_lane_is_built_when_needed_and_changes_only_when_idle()
     first = asyncio.create_task(episode())
     await settle()
     assert not entered.is_set()  # it has no weights yet
-    f.lane.loads.offer(ref(1))
+    f.lane.loads.offer_version(ref(1))
     await f.answered(1)
     await asyncio.wait_for(entered.wait(), 60)
-    f.lane.loads.offer(ref(2))
+    f.lane.loads.offer_version(ref(2))
     await settle()
     assert f.versions == [1]
     assert f.lane.version == 1
@@ -307,11 +307,11 @@ async def test_a_sleep_waits_for_the_load_under_way_and_keeps_the_order() -> Non
     version that is being loaded."""
     f = Fixture()
     f.engine.load_gate.clear()
-    f.lane.loads.offer(ref(1))
+    f.lane.loads.offer_version(ref(1))
     await settle()
-    f.lane.loads.offer(ref(2))
+    f.lane.loads.offer_version(ref(2))
     sleep = asyncio.ensure_future(f.lane.sleep())
-    f.lane.loads.offer(ref(1))
+    f.lane.loads.offer_version(ref(1))
     await settle()
     assert not sleep.done() and not f.engine.asleep
     f.engine.load_gate.set()
@@ -321,7 +321,7 @@ async def test_a_sleep_waits_for_the_load_under_way_and_keeps_the_order() -> Non
     assert not f.engine.asleep and not f.lane.sleeps.asleep
     await f.lane.sleep()
     assert f.engine.asleep and f.lane.sleeps.asleep and f.lane.loads.version == NO_VERSION
-    f.lane.loads.offer(ref(3, "damaged"))
+    f.lane.loads.offer_version(ref(3, "damaged"))
     await f.answered(3)
     assert f.answers[-1].error and f.lane.sleeps.asleep
     f.task.cancel()
@@ -333,7 +333,7 @@ async def test_an_engine_that_does_not_fall_asleep_is_told_of() -> None:
     f.lane.loads._deadline = 0.01
     with pytest.raises(EngineError, match="did not fall asleep in time"):
         await f.lane.sleep()
-    f.lane.loads.offer(ref(1))
+    f.lane.loads.offer_version(ref(1))
     await f.answered(1)
     f.task.cancel()
 
@@ -367,8 +367,8 @@ async def test_turns_of_a_sleeping_engine_are_not_busy_and_wait_by_name() -> Non
     assert [request.session for request in f.engine.requests] == ["first"]
     assert f.lane.version == -1 and f.lane.busy_timer.seconds == (1.0, 4.0)
     f.waits._clock.now = 3.0  # type: ignore[attr-defined]
-    assert f.waits.longest() == f"{ASLEEP} (3 s, 2 episodes)"
-    f.lane.loads.offer(ref(1))
+    assert f.waits.longest_wait() == f"{ASLEEP} (3 s, 2 episodes)"
+    f.lane.loads.offer_version(ref(1))
     await f.answered(1)
     await settle()
     assert [request.session for request in f.engine.requests] == ["first", "second"]
@@ -383,7 +383,7 @@ async def test_turns_of_a_sleeping_engine_are_not_busy_and_wait_by_name() -> Non
 
 async def test_the_engine_of_validation_sleeps_until_its_next_version() -> None:
     f = Fixture(pinned=True)
-    f.lane.loads.offer(ref(1))
+    f.lane.loads.offer_version(ref(1))
     await f.answered(1)
     await f.lane.sleep()
     assert f.engine.asleep and f.lane.version == -1
@@ -397,7 +397,7 @@ async def test_the_engine_of_validation_sleeps_until_its_next_version() -> None:
     late_episode = asyncio.create_task(episode())
     await settle()
     assert not entered.is_set()
-    f.lane.loads.offer(ref(1))
+    f.lane.loads.offer_version(ref(1))
     await f.answered(2)
     await asyncio.wait_for(late_episode, 60)
     assert (f.builds, f.lane.version, len(f.engine.loads)) == (1, 1, 2)
@@ -410,10 +410,10 @@ async def test_an_engine_of_training_that_is_built_late_sleeps_until_there_is_a_
     turn = asyncio.create_task(f.lane.generate(REQUEST))
     await f.lane.sleep()
     assert f.builds == 0
-    f.lane.loads.offer(ref(1, "damaged"))
+    f.lane.loads.offer_version(ref(1, "damaged"))
     await f.answered(1)
     assert f.engine.asleep and f.lane.sleeps.asleep and not f.engine.requests
-    f.lane.loads.offer(ref(1))
+    f.lane.loads.offer_version(ref(1))
     await f.answered(2)
     await asyncio.wait_for(turn, 60)
     assert f.builds == 1 and not f.lane.sleeps.asleep

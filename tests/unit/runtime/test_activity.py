@@ -52,7 +52,7 @@ def test_what_goes_on_is_cut_every_period() -> None:
     begun = written.activity.begin_call("tool")
     for step in range(1, 5):
         written.now = step * FLUSH_SECONDS / 2
-        written.activity.tick()
+        written.activity.flush_if_due()
     written.now += 1.0
     written.activity.end_call(begun)
     written.activity.flush()
@@ -73,7 +73,7 @@ def test_a_worker_of_many_slots_writes_little() -> None:
         for name in begun:
             written.activity.end_call(name)
             calls += 1
-        written.activity.tick()
+        written.activity.flush_if_due()
     written.activity.flush()
     assert (
         len(written.lines) <= (MAX_NAMES + 1) * (1 / FLUSH_SECONDS + 1 / JOIN_GAP_SECONDS) * 5 * FLUSH_SECONDS
@@ -86,12 +86,12 @@ def test_waits_are_recorded_by_the_name_of_their_kind() -> None:
     written = Written()
     waits = Waits(activity=written.activity)
     for version in (7, 8):
-        with waits.named(f"weights v{version}", span="fresher weights"):
+        with waits.wait_named(f"weights v{version}", span="fresher weights"):
             written.now += 0.125
     for _ in range(1000):
-        with waits.named("acks"):
+        with waits.wait_named("acks"):
             written.now += INSTANT_SECONDS / 2  # left out, however many
-    with waits.named("acks"):
+    with waits.wait_named("acks"):
         written.now += 0.5
     written.activity.flush()
     assert [line[0] for line in written.lines] == ["fresher weights", "acks"]

@@ -27,7 +27,7 @@ from asyncrl.observe.timeline import Timeline
 from asyncrl.runtime import mirror as module
 from asyncrl.runtime import version_server
 from asyncrl.runtime.mirror import Mirror
-from asyncrl.runtime.version_server import HELD_VERSIONS, ArrivingVersion, VersionServer, root
+from asyncrl.runtime.version_server import HELD_VERSIONS, ArrivingVersion, VersionServer, root_server
 from asyncrl.runtime.weight_loader import LOAD_TRIES, LoadFailures, WeightLoader
 from asyncrl.types import PolicyVersion
 from asyncrl.weights import disk
@@ -69,7 +69,7 @@ class Machines:
         self.endpoints = choose_endpoints("127.0.0.1", 0)
         self._gate = Gate(self.endpoints)
         self.newest: WeightsRef | None = None
-        here = root(config(directory), self.endpoints, self._gate, lambda: self.newest)
+        here = root_server(config(directory), self.endpoints, self._gate, lambda: self.newest)
         assert here is not None
         self.root: VersionServer = here
         self._mirrors: list[Mirror] = []
@@ -171,7 +171,7 @@ def test_deltas_come_with_what_they_build_upon(machines: Machines, tmp_path: Pat
     tensors = {"a": torch.zeros(5000)}
     for step in range(3):
         tensors["a"][step] += 1
-        ref = writer.write(snapshot_of(tensors, PolicyVersion(1, step)))
+        ref = writer.write_version(snapshot_of(tensors, PolicyVersion(1, step)))
     machines.newest = ref
     mirror = machines.mirror("2")
     local = brought(mirror, ref)
@@ -190,7 +190,7 @@ def test_an_older_delta_comes_whole_beside_newer_versions(machines: Machines) ->
     refs = []
     for step in range(9):
         tensors["a"][step] += 1
-        refs.append(writer.write(snapshot_of(tensors, PolicyVersion(1, step))))
+        refs.append(writer.write_version(snapshot_of(tensors, PolicyVersion(1, step))))
     machines.newest, mirror = refs[-1], machines.mirror("2")
     for ref in (*refs[6:], refs[2]):
         brought(mirror, ref)
@@ -321,7 +321,9 @@ def test_what_is_damaged_is_brought_anew(machines: Machines) -> None:
     writer = VersionWriter(machines.published, 4096, full_every=2)
     mirror = machines.mirror("2")
     for step in range(2):
-        ref = writer.write(snapshot_of({"a": torch.full((5000,), float(step))}, PolicyVersion(1, step)))
+        ref = writer.write_version(
+            snapshot_of({"a": torch.full((5000,), float(step))}, PolicyVersion(1, step))
+        )
         machines.newest = ref
         local = brought(mirror, ref)
         whole = Path(local.path).parent / Path(disk.ref_to(Path(), PolicyVersion(1, 0)).path) / disk.PAYLOAD
@@ -368,19 +370,19 @@ def test_a_dead_source_is_given_up_by_name(machines: Machines, monkeypatch: pyte
         raise AssertionError("there is nothing to load")
 
     async def load() -> Loaded:
-        loads.offer(ref)
-        return await loads.next()
+        loads.offer_version(ref)
+        return await loads.load_next()
 
     loads = WeightLoader("train", mirror._timeline, 60.0, engine, mirror)
     machines.root.close()
     for count in range(LOAD_TRIES):
-        assert not failures.too_many(0.0), count
+        assert not failures.give_up_reason(0.0), count
         answer = asyncio.run(load())
         assert answer.lost and not answer.postponed
-        failures.add(answer)
-    assert not failures.too_many(60.0), "a coordinator that is replaced is away for a while, too"
+        failures.add_answer(answer)
+    assert not failures.give_up_reason(60.0), "a coordinator that is replaced is away for a while, too"
     assert re.fullmatch(
-        r"3 loads in a row failed.* e1-v1 does not come: .*no answer for .*", failures.too_many(0.0)
+        r"3 loads in a row failed.* e1-v1 does not come: .*no answer for .*", failures.give_up_reason(0.0)
     )
 
 

@@ -92,9 +92,9 @@ async def test_a_failed_load_says_who_failed(
         return ReadingEngine(error)
 
     loader = WeightLoader("train", Timeline(tmp_path / "timeline.jsonl"), 60.0, engine)
-    loader.offer(ref)
+    loader.offer_version(ref)
     with during():
-        answer = await loader.next()
+        answer = await loader.load_next()
     assert answer.error and answer.process_failed is process_failed, answer.error
 
 
@@ -109,8 +109,8 @@ def test_a_process_that_fails_has_less_patience(
     ref = WeightsRef(PolicyVersion(1, 0), "")
     for number in range(LOAD_TRIES):
         lacking = number >= damaged
-        failures.add(Loaded(ref, "train", "", 0.0, "Too many open files", process_failed=lacking))
+        failures.add_answer(Loaded(ref, "train", "", 0.0, "Too many open files", process_failed=lacking))
     clock.now = seconds - 1
-    assert not failures.too_many(600.0)
+    assert not failures.give_up_reason(600.0)
     clock.now = seconds
-    assert "Too many open files" in failures.too_many(600.0)
+    assert "Too many open files" in failures.give_up_reason(600.0)

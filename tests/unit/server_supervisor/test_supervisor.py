@@ -17,7 +17,7 @@ from transformers import Qwen2Config
 
 from asyncrl.config import parse
 from asyncrl.engines.sglang.http import INVALID_LABEL
-from asyncrl.engines.sglang.process import keep_tokens, kept_tokens
+from asyncrl.engines.sglang.process import store_kv_tokens, stored_kv_tokens
 from asyncrl.engines.sglang.server import Attached
 from asyncrl.errors import AsyncrlError, ConfigError, EngineError
 from asyncrl.runtime.weight_loader import LOAD_TRIES
@@ -385,9 +385,9 @@ async def test_the_first_server_of_a_run_starts_at_once_and_later_ones_when_ther
 ) -> None:
     async with keeper_of(tmp_path, "http://nowhere", shifts=True) as keeper:
         assert keeper._versions is not None and not keeper._versions.asleep
-    keep_tokens(tmp_path / "t", 0, 4096)
-    keep_tokens(tmp_path / "t", 0, 1024)  # less was free then
-    assert kept_tokens(tmp_path / "t", 0) == 4096
+    store_kv_tokens(tmp_path / "t", 0, 4096)
+    store_kv_tokens(tmp_path / "t", 0, 1024)  # less was free then
+    assert stored_kv_tokens(tmp_path / "t", 0) == 4096
     async with asyncio.timeout(10), keeper_of(tmp_path, "http://nowhere", shifts=True) as keeper:
         control = keeper._control
         versions = keeper._versions

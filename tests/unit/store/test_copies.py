@@ -20,7 +20,7 @@ from asyncrl.launch.notes import ok
 from asyncrl.launch.preflight import check_checkpoint_directory
 from asyncrl.launch.run_directory import lock_directory
 from asyncrl.store import copies
-from asyncrl.store.copies import EPOCH_MARGIN, restore
+from asyncrl.store.copies import EPOCH_MARGIN, restore_newest
 from asyncrl.store.listing import Listing, episode_page
 from asyncrl.store.reader import RunReader
 from asyncrl.store.schema import StoreError, check_schema
@@ -54,7 +54,9 @@ def test_a_copy_is_all_that_a_resume_needs_and_counts_the_rest(tmp_path: Path) -
         if run.random.random() < 0.5 and run.buffer.committed > max(run.trainer.checkpoint_step, 0):
             copy = copied(run)
             with closing(RunReader.open(copy)) as reader, closing(RunReader.open(tmp_path)) as original:
-                assert msgspec.msgpack.encode(reader.load()) == msgspec.msgpack.encode(original.load())
+                assert msgspec.msgpack.encode(reader.load_run()) == msgspec.msgpack.encode(
+                    original.load_run()
+                )
                 assert reader.trained_in_plans() == run.buffer.account().trained
                 assert reader.counts() == {k: v for k, v in run.buffer.state_counts().items() if v} | {
                     k: 0 for k in reader.counts() if not run.buffer.state_counts()[k]
@@ -67,7 +69,7 @@ def test_a_copy_is_all_that_a_resume_needs_and_counts_the_rest(tmp_path: Path) -
                     e.uid for e in needed if not e.state.over or e.uid in run.batches.planned_episodes
                 ):
                     if uid in run.sent:
-                        assert list(reader.frames(uid, 1)) == [run.sent[uid], b""]
+                        assert list(reader.turn_frames(uid, 1)) == [run.sent[uid], b""]
                 count = "SELECT count(*) FROM episodes"
                 smaller += reader.rows(count)[0][0] < original.rows(count)[0][0]
 
@@ -83,7 +85,7 @@ def test_a_copy_shows_the_moment_of_its_checkpoint_whatever_is_written_meanwhile
     busy = run.store.copies.is_copying
     for _ in range(20):
         run.play()
-        run.store.sync()
+        run.store.request_sync()
 
     run.store.copies.wait_for_copy()
     with closing(RunReader.open(tmp_path / "copies" / "000001")) as reader:
@@ -101,11 +103,11 @@ def test_a_copy_on_a_stuck_disk_is_named(
     monkeypatch.setattr(copies, "_fill_copy", lambda db, counts: stuck.wait(60))
     run.checkpoint(keep=2)
     run.turn()
-    run.store.sync()
+    run.store.request_sync()
     run.store.commit()
     assert not caplog.text
     monkeypatch.setattr(copies, "CLOSE_PATIENCE", 0.0)
-    run.store.sync()
+    run.store.request_sync()
     run.store.commit()
     assert re.search(r"a copy has taken \d+ s: is the disk stuck\? Its log grows", caplog.text)
     stuck.set()
@@ -156,19 +158,19 @@ def test_a_damaged_database_is_found_before_the_start_and_made_anew(
     again = Coordinator(run_dir, 1 << 30, Random(0))
     assert again.buffer.account() == at_copy and again.store.epoch == epoch + EPOCH_MARGIN + 1
     listed = episode_page(
-        again.store.read, Listing.of('[["state","=","landed"],["state","=","ready"]]', "", "", "")
+        again.store.reader, Listing.of('[["state","=","landed"],["state","=","ready"]]', "", "", "")
     )
     assert listed and all(episode["answer"] == f"answer {episode['uid']}" for episode in listed)
     assert {(episode["question"], episode["truth"], episode["sample"]) for episode in listed} == {
         ("how many?", "a lot", 7)
     }
-    assert again.store.read.meta("trainer_epoch") == str(7 + EPOCH_MARGIN)
+    assert again.store.reader.meta("trainer_epoch") == str(7 + EPOCH_MARGIN)
     needed = {e.uid for e in again.buffer.episodes.values() if e.turns and not e.state.over}
     named = output.partition("lost: payloads of ")[2].splitlines()[0].split()
     assert needed and set(named) == needed | again.batches.planned_episodes.keys()
     again.store.close()
     damage(run_dir / "run.db")
-    restore(run_dir)  # once more, with no copy since
+    restore_newest(run_dir)  # once more, with no copy since
     third = Coordinator(run_dir, 1 << 30, Random(0))
     assert third.store.epoch > again.store.epoch + 1000
     third.store.close()
@@ -186,7 +188,7 @@ def test_the_older_copy_is_used_where_the_newest_is_damaged_and_without_any_it_i
     run.store.close()
     damage(newest / "run.db")
     damage(tmp_path / "run.db")
-    assert f"{first.issued // 2} groups" in restore(tmp_path)[0]
+    assert f"{first.issued // 2} groups" in restore_newest(tmp_path)[0]
     again = Coordinator(tmp_path, 1 << 30, Random(0))
     assert again.buffer.account() == first
     again.store.close()
@@ -194,7 +196,7 @@ def test_the_older_copy_is_used_where_the_newest_is_damaged_and_without_any_it_i
         damage(path / "run.db")
     before = (tmp_path / "run.db").read_bytes()
     with pytest.raises(ConfigError, match="no good copy"):
-        restore(tmp_path)
+        restore_newest(tmp_path)
     assert (tmp_path / "run.db").read_bytes() == before
 
 
@@ -209,7 +211,7 @@ def test_a_database_that_is_gone_is_said_before_the_start(tmp_path: Path, left: 
         (tmp_path / "run.db").write_bytes(left)
     with pytest.raises(ConfigError, match="is gone; asyncrl runs restore NAME"):
         check_schema(tmp_path)
-    restore(tmp_path)
+    restore_newest(tmp_path)
     check_schema(tmp_path)
 
 
@@ -237,7 +239,7 @@ def test_checkpoints_that_are_gone_are_said_before_the_start(tmp_path: Path) -> 
 
 def test_an_error_of_a_damaged_database_names_the_way_on(tmp_path: Path) -> None:
     run = trained(tmp_path, steps=20)
-    run.store.sync()
+    run.store.request_sync()
     run.store._shorten_log()
     run.store.close()
     damage(tmp_path / "run.db")
@@ -246,7 +248,7 @@ def test_an_error_of_a_damaged_database_names_the_way_on(tmp_path: Path) -> None
         pytest.raises(StoreError, match="malformed; asyncrl runs restore"),
         closing(RunReader.open(tmp_path)) as reader,
     ):
-        reader.load()
+        reader.load_run()
 
 
 @pytest.mark.parametrize("killed_in", ["copytree", "rename"])
@@ -269,10 +271,10 @@ def test_a_restoration_that_is_killed_while_it_copies_is_begun_again_by_the_same
     with monkeypatch.context() as patch:
         patch.setattr(module, killed_in, killed)
         with pytest.raises(KeyboardInterrupt):
-            restore(tmp_path)
+            restore_newest(tmp_path)
 
     assert list((tmp_path / "copies").glob("new-*"))
-    restore(tmp_path)
+    restore_newest(tmp_path)
     assert not list((tmp_path / "copies").glob("new-*"))
     again = Coordinator(tmp_path, 1 << 30, Random(0))
     assert again.buffer.account() == flow
@@ -304,10 +306,10 @@ def test_a_restoration_that_was_killed_is_begun_again(
     with monkeypatch.context() as patch:
         patch.setattr(os, "replace", killed)
         with pytest.raises(KeyboardInterrupt):
-            restore(tmp_path)
+            restore_newest(tmp_path)
 
     assert (tmp_path / "run.db").exists() == (calls == 1)
-    restore(tmp_path)
+    restore_newest(tmp_path)
     again = Coordinator(tmp_path, 1 << 30, Random(0))
     assert again.buffer.account() == flow
     again.store.close()

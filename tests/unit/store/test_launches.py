@@ -7,7 +7,14 @@ import pytest
 
 from asyncrl.config import RunConfig, parse
 from asyncrl.errors import ConfigError
-from asyncrl.store.launches import LaunchRecord, at, described, launches_of, since, tree
+from asyncrl.store.launches import (
+    LaunchRecord,
+    config_tree,
+    describe_differences,
+    launch_at,
+    launches_of,
+    with_launch,
+)
 
 
 def config(lr: float, **keys: Any) -> RunConfig:
@@ -30,14 +37,17 @@ def test_a_step_has_the_configuration_that_trained_it_last(
 ) -> None:
     launches: list[LaunchRecord] = []
     for step, lr in lr_since:
-        launches = since(launches, step, config(lr))
-    assert {step: at(launches, step).config["trainer"]["lr"] for step in lr_of_step} == lr_of_step
+        launches = with_launch(launches, step, config(lr))
+    assert {step: launch_at(launches, step).config["trainer"]["lr"] for step in lr_of_step} == lr_of_step
 
 
 def test_what_does_not_change_a_run_makes_no_launch_of_its_own() -> None:
-    first = since([], 0, config(0.1))
-    assert since(first, 5, config(0.1, resume="auto", run_dir="elsewhere")) == first
-    assert described(tree(config(0.1)), tree(config(0.5, seed=3))) == "seed: 0 → 3, trainer.lr: 0.1 → 0.5"
+    first = with_launch([], 0, config(0.1))
+    assert with_launch(first, 5, config(0.1, resume="auto", run_dir="elsewhere")) == first
+    assert (
+        describe_differences(config_tree(config(0.1)), config_tree(config(0.5, seed=3)))
+        == "seed: 0 → 3, trainer.lr: 0.1 → 0.5"
+    )
 
 
 def test_of_an_older_version_there_is_the_file(tmp_path: Path) -> None:
@@ -52,4 +62,4 @@ def test_of_an_older_version_there_is_the_file(tmp_path: Path) -> None:
 
 def test_a_run_without_any_record_says_so() -> None:
     with pytest.raises(ConfigError, match="no record of its configuration"):
-        at([], 0)
+        launch_at([], 0)

@@ -77,7 +77,7 @@ class Coordinator:
 
     def forget(self) -> None:
         """All that need not be kept."""
-        self.store.sync()
+        self.store.request_sync()
         for _ in range(1000):
             self.turn()
             if not self.trainer.is_forgetting:
@@ -86,12 +86,12 @@ class Coordinator:
 
 
 def restored(reader: RunReader) -> tuple[ReplayBuffer, Batches]:
-    stored_run = reader.load()
+    stored_run = reader.load_run()
     buffer, batches = make(filter_zero_variance=True)
-    buffer.restore_groups(stored_run.groups, stored_run.episodes, stored_run.left, 0.0)
+    buffer.restore_groups(stored_run.groups, stored_run.episodes, stored_run.pruned_counts, 0.0)
     buffer.next_group = stored_run.next_group
-    buffer.committed = stored_run.committed
-    batches.restore_plans(stored_run.batches, stored_run.taken, stored_run.baselines)
+    buffer.committed = stored_run.committed_steps
+    batches.restore_plans(stored_run.batches, stored_run.planned_episodes, stored_run.baselines)
     return buffer, batches
 
 
@@ -123,7 +123,7 @@ def test_nothing_needed_goes_and_everything_else_does(tmp_path: Path, seed: int,
             ]
             plans = [uid for step in reader.planned_steps() for uid in reader.plan(step).uids]
             for uid in (uid for uid in (*needed, *plans) if uid in run.sent):
-                assert list(reader.frames(uid, 1)) == [run.sent[uid], b""]
+                assert list(reader.turn_frames(uid, 1)) == [run.sent[uid], b""]
             assert {reader.episode(uid).state for uid in plans} <= {State.TRAINED}
 
         run.forget()
@@ -160,7 +160,9 @@ def test_a_turn_forgets_one_batch_and_a_restart_goes_on_with_it(tmp_path: Path) 
     again.turn()
     assert [*again.batches.by_step] == [4, 5]
     again.forget()
-    assert not again.batches.by_step and again.store.read.trained_in_plans() == again.buffer.account().trained
+    assert (
+        not again.batches.by_step and again.store.reader.trained_in_plans() == again.buffer.account().trained
+    )
     again.store.close()
 
 
@@ -171,12 +173,12 @@ def test_a_turn_forgets_payloads_of_few_episodes(tmp_path: Path) -> None:
         run.store.release_frames(f"{number}.0")
 
     run.store.put_frame("20.0", 0, "generated", b"needed")
-    run.store.sync()
+    run.store.request_sync()
     sizes: list[tuple[int, int]] = []  # payloads, segments
     while run.store.pruning:
         assert len(sizes) < 20, "it never ends"
         run.turn()
-        ((frames,),) = run.store.read.rows("SELECT count(*) FROM frames")
+        ((frames,),) = run.store.reader.rows("SELECT count(*) FROM frames")
         sizes.append((frames, len([*(tmp_path / "segments").iterdir()])))
 
     payloads = [(left, 6) for left in (18, 15, 12, 9, 6, 3)]

@@ -41,7 +41,7 @@ for turn in range(1000):
 
 def persist(store: RunStore, buffer: ReplayBuffer) -> None:
     groups, *episodes = buffer.pop_changes()
-    store.put_groups(groups, buffer.live)
+    store.put_groups(groups, buffer.live_groups)
     store.put_episodes(*episodes)
     store.commit()
 
@@ -63,20 +63,20 @@ def test_everything_comes_back(tmp_path: Path) -> None:
     store.close()
 
     reopened = RunStore(tmp_path)
-    snapshot = reopened.read.load()
-    assert snapshot.committed == 1 and snapshot.next_group == 3
+    snapshot = reopened.reader.load_run()
+    assert snapshot.committed_steps == 1 and snapshot.next_group == 3
     assert [group.id for group in snapshot.groups] == [2]
     assert {e.uid: e.state for e in snapshot.episodes} == {"2.0": State.LANDED, "2.1": State.PENDING}
     assert snapshot.batches[0].uids == batches.by_step[0].uids
     assert snapshot.batches[0].plan_hash == batches.by_step[0].plan_hash
     assert snapshot.baselines == batches.baselines and snapshot.baselines.keys() == {0, 1}
-    assert {e.uid for e in snapshot.taken} == {"0.0", "0.1", "1.0", "1.1"}
-    assert snapshot.left[State.TRAINED] == 4
-    assert list(reopened.read.frames("2.0", 1)) == [b"2.0", b""]
-    assert list(reopened.read.frames("0.0", 1)) == [b"0.0", b""]  # a kept plan's payloads are kept
-    assert reopened.read.trained_in_plans() == 4
+    assert {e.uid for e in snapshot.planned_episodes} == {"0.0", "0.1", "1.0", "1.1"}
+    assert snapshot.pruned_counts[State.TRAINED] == 4
+    assert list(reopened.reader.turn_frames("2.0", 1)) == [b"2.0", b""]
+    assert list(reopened.reader.turn_frames("0.0", 1)) == [b"0.0", b""]  # a kept plan's payloads are kept
+    assert reopened.reader.trained_in_plans() == 4
     restored, _ = make()
-    restored.restore_groups(snapshot.groups, snapshot.episodes, snapshot.left, 0.0)
+    restored.restore_groups(snapshot.groups, snapshot.episodes, snapshot.pruned_counts, 0.0)
     restored.next_group = snapshot.next_group
     assert restored.account() == buffer.account() and restored.account().conserved
 
@@ -92,7 +92,7 @@ def test_kill_9_loses_nothing_acknowledged(tmp_path: Path) -> None:
 
     child.wait(10)
     store = RunStore(tmp_path)
-    frames = list(store.read.frames("0.0", acknowledged + 1))[::2]
+    frames = list(store.reader.turn_frames("0.0", acknowledged + 1))[::2]
     assert frames == [b"payload %d" % turn for turn in range(acknowledged + 1)]
 
 
@@ -100,10 +100,10 @@ def test_covered_plans_and_their_payloads_go(tmp_path: Path) -> None:
     store = RunStore(tmp_path)
     store.put_frame("0.0", 0, "generated", b"x")
     store.release_frames("0.0")
-    store.cover(1, 4)
+    store.cover_steps(1, 4)
     store.commit()
-    assert store.read.trained_in_plans() == 4
-    assert list(store.read.frames("0.0", 1)) == [b"x", b""], "there is no newer segment yet"
+    assert store.reader.trained_in_plans() == 4
+    assert list(store.reader.turn_frames("0.0", 1)) == [b"x", b""], "there is no newer segment yet"
 
 
 @pytest.mark.parametrize(
@@ -135,8 +135,8 @@ def test_a_run_is_read_while_it_is_written(tmp_path: Path) -> None:
         assert reader.counts() == {State.LANDED: 1, State.PENDING: 1}
         assert reader.episode("0.0").result.reward == 1.0
         store.put_frame("0.0", 0, "replied", b"y")
-        assert list(store.read.frames("0.0", 1)) == [b"x", b"y"]
-        assert list(reader.frames("0.0", 1)) == [b"x", b""]
+        assert list(store.reader.turn_frames("0.0", 1)) == [b"x", b"y"]
+        assert list(reader.turn_frames("0.0", 1)) == [b"x", b""]
 
     assert set(tmp_path.rglob("*.seg")) == files  # a reader begins no segment
     assert len(list((tmp_path / "segments").glob("*.seg"))) == 1
@@ -147,28 +147,28 @@ def test_only_a_commit_commits(tmp_path: Path) -> None:
     store = RunStore(tmp_path)
     store.put_frame("0.0", 0, "generated", b"x")
     store.put_commit(1, 1, "hash")
-    store.sync()
+    store.request_sync()
     store.close()
     again = RunStore(tmp_path)
-    assert again.read.plan_hash(1) is None and list(again.read.frames("0.0", 1)) == [b"", b""]
+    assert again.reader.plan_hash(1) is None and list(again.reader.turn_frames("0.0", 1)) == [b"", b""]
     again.put_commit(1, 1, "hash")
     again.rollback()
     again.commit()
-    assert again.read.plan_hash(1) is None
+    assert again.reader.plan_hash(1) is None
 
 
 def writes(store: RunStore) -> None:
     store.put_frame("0.0", 0, "generated", b"x" * 5000)
     store.forget_plans(range(1), 4)
     store.put_commit(1, 1, "hash")
-    store.sync()
+    store.request_sync()
 
 
 def assert_written_once(store: RunStore) -> None:
     store.commit()
     store.commit()
-    assert store.read.plan_hash(1) == "hash" and store.read.meta("covered") == "4"
-    assert list(store.read.frames("0.0", 1)) == [b"x" * 5000, b""]
+    assert store.reader.plan_hash(1) == "hash" and store.reader.meta("covered") == "4"
+    assert list(store.reader.turn_frames("0.0", 1)) == [b"x" * 5000, b""]
     assert sum(path.stat().st_size for path in store._segments.directory.iterdir()) < 6000
 
 
@@ -248,10 +248,10 @@ def test_an_owner_that_was_replaced_writes_nothing(tmp_path: Path) -> None:
     assert (old.epoch, new.epoch) == (1, 2)
     with pytest.raises(SupersededError, match=r"epoch 2.* has taken over from this one .epoch 1"):
         old.commit()
-    assert new.read.plan_hash(1) is None
+    assert new.reader.plan_hash(1) is None
     writes(new)
     new.commit()
-    assert list(new.read.frames("0.0", 1)) == [b"x" * 5000, b""]
+    assert list(new.reader.turn_frames("0.0", 1)) == [b"x" * 5000, b""]
 
 
 def test_a_store_that_is_locked_is_opened_when_the_lock_is_gone(
@@ -273,7 +273,7 @@ def test_errors_of_the_index_are_errors_of_the_store(tmp_path: Path) -> None:
     store = RunStore(tmp_path)
     store._db.execute("DROP TABLE commits")
     store.put_commit(1, 1, "hash")
-    for broken in (store.commit, lambda: store.read.plan_hash(1)):
+    for broken in (store.commit, lambda: store.reader.plan_hash(1)):
         with pytest.raises(StoreError, match=r"run\.db: no such table"):
             broken()
 
@@ -292,7 +292,7 @@ def test_what_was_synced_survives_a_power_cut_and_no_epoch_is_given_twice(tmp_pa
     files.cut_power()
     again = RunStore(tmp_path)
     assert again.epoch == 2
-    assert again.read.plan_hash(2) is None and list(again.read.frames("0.1", 1)) == [b"", b""]
+    assert again.reader.plan_hash(2) is None and list(again.reader.turn_frames("0.1", 1)) == [b"", b""]
     assert_written_once(again)
 
 

@@ -101,7 +101,7 @@ def test_installed_packages_bring_tools(tmp_path: Path, monkeypatch: pytest.Monk
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: tools-of-a-user\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text("[asyncrl.tool]\nuno = tools_of_a_user:one\n")
     monkeypatch.syspath_prepend(tmp_path)
-    assert "uno" in tools.known() and "search" in tools.known()
+    assert "uno" in tools.all_names() and "search" in tools.all_names()
     assert list(load_tools(["uno"])) == ["one"]
 
 

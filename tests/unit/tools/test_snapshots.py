@@ -9,7 +9,7 @@ import pytest
 
 from asyncrl.isolation.sandbox.changes import DELETED, END, FILE, Entry
 from asyncrl.tools import snapshots
-from asyncrl.tools.snapshots import SnapshotError, Snapshots, history
+from asyncrl.tools.snapshots import SnapshotError, Snapshots, hash_history
 from asyncrl.types import StopReason, ToolCall, ToolReply, Turn
 
 LARGE = bytes(range(256)) * 4096
@@ -90,9 +90,9 @@ def test_snapshots_are_bounded_and_removed_with_their_episode(parent: Path) -> N
     with pytest.raises(SnapshotError, match=r"more than 4194304 bytes; raise store\.keep_bytes"):
         first.save_snapshot(1, "h", archive(LARGE[2:]))
     assert first.find_snapshot(["h", "h"]) == (0, archive(LARGE))
-    owner.forget("b")
+    owner.forget_episode("b")
     first.save_snapshot(1, "h", archive(LARGE[2:]))
-    owner.forget("a")
+    owner.forget_episode("a")
     assert files(parent) == []
 
 
@@ -114,6 +114,6 @@ def test_a_directory_that_is_open_to_others_is_refused(parent: Path) -> None:
 
 
 def test_a_history_is_of_all_turns_and_replies() -> None:
-    names = {history(history("", turn(0, one)), turn(1, two)) for one in "ab" for two in "ab"}
+    names = {hash_history(hash_history("", turn(0, one)), turn(1, two)) for one in "ab" for two in "ab"}
     assert len(names) == 4
-    assert history("", turn(0, "a")) == history("", turn(0, "a"))
+    assert hash_history("", turn(0, "a")) == hash_history("", turn(0, "a"))

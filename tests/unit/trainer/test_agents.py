@@ -23,7 +23,7 @@ from asyncrl.trainer.learner import Learner
 from asyncrl.trainer.model import score_ids
 from asyncrl.trainer.world import World
 from asyncrl.types import EpisodeResult, StopReason, Turn, VersionSpan
-from asyncrl.weights.adapters import named
+from asyncrl.weights.adapters import role_name
 from asyncrl.wire.messages.trainer import PlannedTrajectory
 from tests.fakes.models import VOCABULARY
 from tests.fakes.ranks import run_ranks
@@ -128,7 +128,7 @@ def single(path: str, world: World, agent: str, like: Learner, **sections: Any) 
         for name, parameter in learner.policy.lm.named_parameters():
             if parameter.requires_grad:
                 layer, _, role = name.rpartition(".")
-                parameter.copy_(theirs[f"{layer}.{named(role, agent)}"])
+                parameter.copy_(theirs[f"{layer}.{role_name(role, agent)}"])
     return learner
 
 
@@ -158,7 +158,7 @@ def test_each_learns_as_if_it_were_alone(
         wanted = final_gradients(only, [[mine]])
         for name, gradient in wanted.items():
             layer, _, role = name.rpartition(".")
-            theirs = found[f"{layer}.{named(role, agent)}"]
+            theirs = found[f"{layer}.{role_name(role, agent)}"]
             scale = own / tokens if learner.config.algorithm.aggregation == "token_mean" else 1.0
             assert torch.allclose(theirs, gradient * scale, rtol=1e-8, atol=1e-12), name
             checked += bool(gradient.abs().max() > 1e-6)
@@ -277,8 +277,8 @@ def test_each_is_written_by_itself(
         wanted = plain_model(path).float()
         for name, weight in wanted.named_parameters():
             stem = name.removesuffix("weight")
-            if (key := stem + named("lora_a", agent)) in own:
-                a, b = (own[stem + named(role, agent)].full_tensor() for role in ("lora_a", "lora_b"))  # type: ignore
+            if (key := stem + role_name("lora_a", agent)) in own:
+                a, b = (own[stem + role_name(role, agent)].full_tensor() for role in ("lora_a", "lora_b"))  # type: ignore
                 change = ALPHA / rank * (b @ a)
                 with torch.no_grad():
                     weight += change if save is save_tiny_qwen else change.t()

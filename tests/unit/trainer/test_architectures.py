@@ -51,7 +51,9 @@ def other(kind: str, monkeypatch: pytest.MonkeyPatch) -> PreTrainedModel:
     """Heads of 16, a reach of 12, other weights."""
     monkeypatch.setattr(shrunk, "WINDOW_TOKENS", 12)
     monkeypatch.setattr(torch, "manual_seed", lambda seed: torch.random.default_generator.manual_seed(7))
-    model = shrunk.shrunken_model(shrunk.narrowed_config(CONFIG_MAPPING[kind](**KEYS.get(kind, {})), head=16))
+    model = shrunk.shrunken_model(
+        shrunk.narrowed_config(CONFIG_MAPPING[kind](**KEYS.get(kind, {})), min_head_size=16)
+    )
     monkeypatch.undo()
     return model
 
@@ -114,7 +116,9 @@ def test_no_model_is_packed_or_served_wrongly(
             continue
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("XDG_CACHE_HOME", str(directory))
-            engine = shrunk.remembered(config, "engine", lambda model: {"decoding": decoding_problem(model)})
+            engine = shrunk.cached_findings(
+                config, "engine", lambda model: {"decoding": decoding_problem(model)}
+            )
             how = "padded" if found["tree"] else "tree"
             packed |= {kind} if how == "tree" else set()
             depends = bool(found["padded"])

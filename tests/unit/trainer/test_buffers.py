@@ -22,7 +22,7 @@ from asyncrl.types import PolicyVersion
 from asyncrl.weights import disk
 from asyncrl.weights.delta import VersionWriter
 from asyncrl.weights.manifest import WeightsError
-from asyncrl.weights.names import kept_buffers, pieces
+from asyncrl.weights.names import file_pieces, saved_buffers
 from asyncrl.weights.shards import HostShards
 from tests.fakes.models import SIZES
 from tests.fakes.training import export, load_checkpoint, make_learner, save_checkpoint, tiny_config
@@ -97,11 +97,11 @@ def through_all(world: World, folder: Path) -> dict[str, Any]:
         writer = VersionWriter(folder / f"versions-{size}", size, full_every=3)
         for version in range(3):
             kept = {name: buffer + buffer for name, buffer in kept.items()}
-            index = host.claim(lambda busy: world.gather(busy, list[int]))
-            host.copy(index, published_shards(policy), kept)
-            snapshot = host.snapshot(index, PolicyVersion(0, version), 0.0)
+            index = host.claim_buffer(lambda busy: world.gather(busy, list[int]))
+            host.copy_shards(index, published_shards(policy), kept)
+            snapshot = host.take_snapshot(index, PolicyVersion(0, version), 0.0)
             if world.rank == 0:
-                manifest, read = disk.read_tensors(writer.write(snapshot))
+                manifest, read = disk.read_tensors(writer.write_version(snapshot))
                 assert (manifest.delta is None) == (version == 0)
                 assert all(torch.equal(read[name], buffer) for name, buffer in kept.items())
             world.gather(0, int)
@@ -220,9 +220,9 @@ def test_the_names_are_those_that_save_pretrained_writes(tmp_path: Path) -> None
     model._keys_to_ignore_on_save = ["model.layers.0.count"]
     model.post_init()
     model.save_pretrained(tmp_path)
-    kept = dict(model.named_parameters()) | kept_buffers(model)
+    kept = dict(model.named_parameters()) | saved_buffers(model)
     files = load_file(tmp_path / "model.safetensors")
-    assert {piece.name for piece in pieces(model, kept)} == files.keys()
+    assert {piece.name for piece in file_pieces(model, kept)} == files.keys()
     assert "model.layers.1.twin" in files and not files.keys() & {
         "model.layers.0.twin",
         "model.layers.0.count",

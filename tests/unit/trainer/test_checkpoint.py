@@ -187,7 +187,7 @@ def test_a_damaged_newest_falls_back_to_the_one_before(
 @pytest.mark.parametrize("name", ["sft::v1", "a?b#c", "~", "%20", "file:x"])
 def test_a_directory_of_any_name_holds_its_own_checkpoints(tmp_path: Path, name: str) -> None:
     place = Checkpoints(tmp_path / name / "checkpoints")
-    assert place.local and place.root == f"{tmp_path}/{name}/checkpoints"
+    assert place.is_local and place.root == f"{tmp_path}/{name}/checkpoints"
 
 
 def test_a_checkpoint_that_cannot_be_written_leaves_nothing(learner: Learner, directory: Path) -> None:
@@ -222,13 +222,13 @@ def test_prune_keeps_the_newest_and_the_best_and_sweeps_leftovers(
     checkpoints = Checkpoints(directory)
     for step in (1, 5, 9, 10, 12, 15):
         files: Files = {}
-        with checkpoints.create(step, "state/x", files) as file:
+        with checkpoints.create_file(step, "state/x", files) as file:
             file.write(b"12")
         if step != 12:
-            checkpoints.seal(CheckpointManifest(step=step, trainer_epoch=0, files=files))
+            checkpoints.write_manifest(CheckpointManifest(step=step, trainer_epoch=0, files=files))
     (directory / "step-11").mkdir()
     (directory / "step-11" / "manifest.json").write_text('{"step": 1')
-    checkpoints.prune(10, keep=2, best=best)
+    checkpoints.prune_steps(10, keep=2, best=best)
     assert sorted(checkpoints.steps()) == kept
     assert sorted(int(path.name.removeprefix("step-")) for path in directory.iterdir()) == kept
 

@@ -191,7 +191,7 @@ def test_a_kill_in_the_middle_of_a_write_leaves_the_one_before(tmp_path: Path) -
     to = Checkpoints(tmp_path / "saved")
     assert (tmp_path / "saved" / "step-2").exists(), "it was begun"
     assert to.steps() == [1] and checkpoint.newest_step(to) == 1
-    to.prune(1, keep=2)
+    to.prune_steps(1, keep=2)
     assert not (tmp_path / "saved" / "step-2").exists()
 
 
@@ -200,13 +200,13 @@ def test_a_checkpoint_survives_a_power_cut(tmp_path: Path) -> None:
     to = Checkpoints(tmp_path / "saved")
     written: dict[str, tuple[int, str]] = {}
     with files.recorded():
-        to.clear(1)
-        with to.create(1, "hf/model.safetensors", written) as file:
+        to.prepare_step(1)
+        with to.create_file(1, "hf/model.safetensors", written) as file:
             file.write(b"weights")
-        to.seal(CheckpointManifest(step=1, trainer_epoch=1, files=written))
+        to.write_manifest(CheckpointManifest(step=1, trainer_epoch=1, files=written))
     files._note(tmp_path)  # the run directory
     files.cut_power()
-    assert to.damage(1) == ""
+    assert to.find_damage(1) == ""
 
 
 def export_on_ranks(world: World, folder: Path) -> Any:

@@ -193,7 +193,7 @@ class Launcher:
         self.place = Checkpoints(self.run_dir / "checkpoints")
         self.ranks: list[BaseProcess] = []
         name = identity("observer", 0)
-        self.link = Link(self.endpoints.control, ToObserver, name, self.endpoints.given_to("observer").keys)
+        self.link = Link(self.endpoints.control, ToObserver, name, self.endpoints.for_role("observer").keys)
         self.start_coordinator()
         self.start_ranks()
 
@@ -207,7 +207,7 @@ class Launcher:
             process.join()
         self.starts += 1
         incarnation = incarnation_of("launch", self.starts)
-        given = self.endpoints.given_to("trainer")
+        given = self.endpoints.for_role("trainer")
         self.ranks = [
             FORKED.Process(target=train, args=(self.config, given, index, incarnation))
             for index in range(self.config.trainer.ranks)

@@ -41,7 +41,7 @@ def one(number: int) -> TrainingSample:
 
 
 def told(e: TrainingSample) -> dict[str, np.ndarray]:
-    return {"prox": np.asarray(e.proximal_logprobs), "fresh": np.arange(e.model_tokens) % 2 == 0}
+    return {"prox": np.asarray(e.proximal_logprobs), "trainable": np.arange(e.model_tokens) % 2 == 0}
 
 
 def of(packed: PackedEpisode) -> tuple[str, str, int, list[float], list[bool]]:
@@ -171,7 +171,7 @@ def test_returns_and_penalties_of_an_agent_pass_over_the_other() -> None:
     assert found.advantage.tolist() == [0.5, 0.5, -1.5, -1.5, 0.5, 0.5]
     assert found.returns.tolist() == [1.0, 1.0, -1.0, -1.0, 1.0, 1.0]
     paid, _ = with_kl_penalty(replace(episode, reference=episode.rollout_logprobs - 0.5), 0.5, "k1")
-    parts = paid.planned.own.parts
+    parts = paid.planned.own.agent_results
     assert [parts["w"].reward, parts["b"].reward] == pytest.approx([1.0 - 4 * 0.25, -1.0 - 2 * 0.25])
 
 

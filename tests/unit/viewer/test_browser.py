@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from asyncrl.observe.timeline import Timeline
-from asyncrl.viewer.page import write
+from asyncrl.viewer.page import write_page
 from asyncrl.viewer.views import Views
 from tests.fakes.browser import Tab, look, needs_chromium, served
 from tests.fakes.contrast import pale
@@ -32,7 +32,7 @@ def test_the_page_opens_filters_and_shows_an_episode_without_an_error(tmp_path: 
     worker.record("decode", 0, 4000, calls=100, seconds=8000.0)
     worker.record("fresher weights", 0, 4000, calls=900, seconds=0.5)
     worker.close()
-    write(tmp_path / "page.html", views)
+    write_page(tmp_path / "page.html", views)
 
     async def test(tab: Tab) -> None:
         async with served(views) as url:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.errors import ConfigError
-from asyncrl.observe.held_out import interval
+from asyncrl.observe.held_out import bootstrap_interval
 from asyncrl.viewer.compare import QUESTIONS_QUERY, compare, evaluation_measures, paired_statistics
 from asyncrl.viewer.views import Views
 from tests.fakes import planted
@@ -18,7 +18,7 @@ def test_a_paired_difference_by_hand() -> None:
     statistics = paired_statistics([(0.0, 1.0), (1.0, 1.0), (1.0, 0.0), (0.0, 1.0)])
     assert (statistics["means"], statistics["difference"]) == ([0.5, 0.75], 0.25)
     assert (statistics["wins"], statistics["losses"], statistics["questions"]) == (2, 1, 4)
-    assert statistics["interval"] == interval([1.0, 0.0, -1.0, 1.0])
+    assert statistics["interval"] == bootstrap_interval([1.0, 0.0, -1.0, 1.0])
 
 
 def test_two_runs_are_compared_question_by_question(tmp_path: Path) -> None:

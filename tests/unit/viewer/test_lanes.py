@@ -11,7 +11,7 @@ import pytest
 
 import asyncrl
 from asyncrl.errors import ConfigError
-from asyncrl.observe.timeline import START, Timeline
+from asyncrl.observe.timeline import START_EVENT, Timeline
 from asyncrl.viewer.lanes import MAX_ROWS, MAX_SPANS, LaneReader
 from asyncrl.viewer.meanings import MEANINGS, SPANS, meaning_of
 
@@ -189,7 +189,7 @@ def test_what_began_again_is_marked_and_pauses_between_launches_are_left_out(tmp
     }.items():
         timeline = Timeline(tmp_path / "timeline" / f"{name}-0.jsonl")
         for at in times:
-            timeline.record(START, T + at, T + at)
+            timeline.record(START_EVENT, T + at, T + at)
         if name == "trainer":
             timeline.record("wait_data", T, T + 400)
             timeline.record("step", T + 400, T + 450, step=1)

@@ -9,10 +9,10 @@ import msgspec
 import pytest
 
 from asyncrl.config import parse
-from asyncrl.observe.alerts import WINDOW
-from asyncrl.observe.files import some_rows, write_status
+from asyncrl.observe.alerts import WINDOW_STEPS
+from asyncrl.observe.files import read_some_rows, write_status
 from asyncrl.observe.metrics import ASKED, BATCH, GREEDY, SAMPLED
-from asyncrl.store.launches import KEY, LaunchRecord, tree
+from asyncrl.store.launches import LAUNCHES_KEY, LaunchRecord, config_tree
 from asyncrl.store.runstore import RunStore
 from asyncrl.viewer.overview import overview
 from asyncrl.viewer.server import ViewServer
@@ -35,8 +35,8 @@ def save(run_dir: Path, rows: list[dict[str, float]], *rates: float, **status: A
     (run_dir / "config.yaml").write_bytes(msgspec.yaml.encode(configs[-1]))
     (run_dir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     store = RunStore(run_dir)
-    launches = [LaunchRecord(4 * at, tree(config)) for at, config in enumerate(configs)]
-    store.put_meta(KEY, msgspec.json.encode(launches).decode())
+    launches = [LaunchRecord(4 * at, config_tree(config)) for at, config in enumerate(configs)]
+    store.put_meta(LAUNCHES_KEY, msgspec.json.encode(launches).decode())
     store.commit()
     store.close()
     if status:
@@ -134,7 +134,7 @@ def test_of_a_long_run_some_rows_are_read_its_ends_and_all_validations(tmp_path:
         rows.insert(at, {"training/step": float(at), "val-core/all/sampled/success": at / 5000})
     rows[-1] |= {"actor/skipped_steps": 3.0}
     run_dir = save(tmp_path / "a", rows)
-    read = some_rows(run_dir, 10, 100)
+    read = read_some_rows(run_dir, 10, 100)
     steps = [row["training/step"] for row in read if "timing_s/step" in row]
     assert [*steps[:10], *steps[-10:]] == [*range(1, 11), *range(4991, 5001)] and 60 < len(steps) < 220
     assert sum("val-core/all/sampled/success" in row for row in read) == 49
@@ -146,7 +146,7 @@ def test_of_a_long_run_some_rows_are_read_its_ends_and_all_validations(tmp_path:
 
 def test_the_last_steps_of_a_long_run_are_looked_at_whatever_follows_them(tmp_path: Path) -> None:
     rows = [HEALTHY | {"training/step": float(at)} for at in range(1, 2001)]
-    rows[-WINDOW] |= {"actor/skipped_steps": 3.0}
+    rows[-WINDOW_STEPS] |= {"actor/skipped_steps": 3.0}
     answer = overview(save(tmp_path / "a", [*rows, {"training/step": 2000.0}]), "completed")
     assert [alert.what for alert in answer["alerts"]] == ["3 of the last 10 were skipped"]
 
@@ -156,7 +156,7 @@ def test_of_a_run_that_validates_at_each_step_as_many_steps_are_read(tmp_path: P
     steps = [{"training/step": float(at), "timing_s/step": 1.0} for at in range(1, 20_001)]
     judged = [{"training/step": float(at), SAMPLED: 0.5} for at in range(20_000)]
     report(tmp_path, [row for both in zip(judged, steps, strict=True) for row in both])
-    read = some_rows(tmp_path, 10, 100)
+    read = read_some_rows(tmp_path, 10, 100)
     trained = [row["training/step"] for row in read if "timing_s/step" in row]
     assert len(read) - len(trained) == 20_000
     assert trained[:10] == [*range(1, 11)] and trained[-10:] == [*range(19_991, 20_001)]

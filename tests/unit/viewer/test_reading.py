@@ -7,7 +7,7 @@ import sqlite3
 from contextlib import closing
 from pathlib import Path
 
-from asyncrl.viewer.page import write
+from asyncrl.viewer.page import write_page
 from asyncrl.viewer.views import Views
 from tests.fakes.browser import Tab, look, needs_chromium, served
 from tests.fakes.planted import ended
@@ -19,7 +19,7 @@ LISTED = '[...document.querySelectorAll("#list tbody tr")].map(row => row.datase
 
 def test_episodes_are_found_read_and_compared(tmp_path: Path) -> None:
     views = Views([save_conversations(tmp_path / "run")], ended)
-    write(tmp_path / "page.html", views)
+    write_page(tmp_path / "page.html", views)
     views = Views([tmp_path / "run", save_pages(tmp_path / "pages")], ended)
 
     async def test(tab: Tab) -> None:

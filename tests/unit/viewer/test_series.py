@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.observe.alerts import WINDOW
-from asyncrl.observe.columns import Measured
-from asyncrl.observe.held_out import wilson
+from asyncrl.observe.alerts import WINDOW_STEPS
+from asyncrl.observe.columns import MetricColumns
+from asyncrl.observe.held_out import wilson_interval
 from asyncrl.store.launches import differences
 from asyncrl.viewer.series import MAX_POINTS, curve_series, run_marks
 
@@ -17,10 +17,10 @@ def row(step: float, time_s: float, **more: float) -> dict[str, float]:
     return {"training/step": step, "time_s": time_s, **more}
 
 
-def written(run_dir: Path, rows: Iterable[Mapping[str, float]]) -> Measured:
+def written(run_dir: Path, rows: Iterable[Mapping[str, float]]) -> MetricColumns:
     with (run_dir / "metrics.jsonl").open("a") as file:
         file.writelines(json.dumps(row) + "\n" for row in rows)
-    columns = Measured(run_dir / "metrics.jsonl")
+    columns = MetricColumns(run_dir / "metrics.jsonl")
     columns.update()
     return columns
 
@@ -56,7 +56,7 @@ def test_tokens_of_a_long_run_are_added_up_exactly(tmp_path: Path) -> None:
 
 
 def test_columns_grow_with_their_file(tmp_path: Path) -> None:
-    columns = Measured(tmp_path / "metrics.jsonl")
+    columns = MetricColumns(tmp_path / "metrics.jsonl")
     file = tmp_path / "metrics.jsonl"
     columns.update()
     assert curve_series(columns)["step"] == []
@@ -106,8 +106,8 @@ def test_bands_are_around_a_mean_the_widest_first_and_none_is_constant(tmp_path:
 def test_what_happened_is_marked_where_it_did(tmp_path: Path) -> None:
     lost = "rollout/attempts_failed/worker_lost"
     rows = list[dict[str, float]]()
-    for step in range(1, 3 * WINDOW + 1):
-        skipped = float(WINDOW < step <= 2 * WINDOW)
+    for step in range(1, 3 * WINDOW_STEPS + 1):
+        skipped = float(WINDOW_STEPS < step <= 2 * WINDOW_STEPS)
         counted = {lost: 5.0 if step > 7 else 0.0, "actor/skipped_steps": skipped}
         rows.append(row(float(step), 2.0 * step, **{"timing_s/step": 1.0}, **counted))
 
@@ -122,9 +122,9 @@ def test_what_happened_is_marked_where_it_did(tmp_path: Path) -> None:
 
 
 def test_wilson_is_the_interval_of_textbooks() -> None:
-    assert wilson(0.5, 10) == pytest.approx((0.2366, 0.7634), abs=1e-4)
-    assert wilson(1.0, 20) == pytest.approx((0.8389, 1.0), abs=1e-4)
-    assert wilson(None, 10) == wilson(0.5, 0) == (None, None)
+    assert wilson_interval(0.5, 10) == pytest.approx((0.2366, 0.7634), abs=1e-4)
+    assert wilson_interval(1.0, 20) == pytest.approx((0.8389, 1.0), abs=1e-4)
+    assert wilson_interval(None, 10) == wilson_interval(0.5, 0) == (None, None)
 
 
 def test_configurations_differ_in_these_keys() -> None:

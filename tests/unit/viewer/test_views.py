@@ -21,7 +21,7 @@ from asyncrl.data import samples_path
 from asyncrl.errors import AsyncrlError, ConfigError
 from asyncrl.observe.files import write_status
 from asyncrl.observe.metrics import FILTERED, REWARD
-from asyncrl.store.launches import KEY, since
+from asyncrl.store.launches import LAUNCHES_KEY, with_launch
 from asyncrl.store.listing import Listing, episode_page
 from asyncrl.store.listing import count_facets as facets_of
 from asyncrl.store.reader import RunReader
@@ -158,8 +158,8 @@ def test_an_episode_is_shown_as_the_launch_that_trained_it_was_configured(tmp_pa
     config = read_config(run_dir)
     buffer = msgspec.structs.replace(config.buffer, max_staleness=0, target_staleness=0)
     store = RunStore(run_dir)
-    launches = since(since([], 0, config), 1, msgspec.structs.replace(config, buffer=buffer))
-    store.put_meta(KEY, msgspec.json.encode(launches).decode())
+    launches = with_launch(with_launch([], 0, config), 1, msgspec.structs.replace(config, buffer=buffer))
+    store.put_meta(LAUNCHES_KEY, msgspec.json.encode(launches).decode())
     store.commit()
     store.close()
     trained, running = (Views([run_dir], ended).answer("episode", {"uid": uid}) for uid in ("0.0", "2.0"))

@@ -79,7 +79,7 @@ async def push(receiver: Receiver, ref: WeightsRef, seconds: float = LONG) -> Ma
 
 
 def offer(sender: Sender, version: int = 1) -> WeightsRef:
-    return sender.offer(snapshot_of(weights(version), PolicyVersion(0, version)))
+    return sender.offer_snapshot(snapshot_of(weights(version), PolicyVersion(0, version)))
 
 
 def at_update(server: FakeServer, number: int, act: Callable[[], None]) -> None:
@@ -129,7 +129,7 @@ def training(pause: TrainingPause) -> Iterator[None]:
 
     def train() -> None:
         while not over.wait(0.001):
-            pause.allow()
+            pause.allow_pause()
 
     thread = threading.Thread(target=train)
     thread.start()
@@ -203,8 +203,8 @@ async def test_a_server_that_finds_training_busy_is_not_touched_and_asks_again(s
         receiver = Receiver(server, 0, 1, WITHOUT_SESSIONS)
         engine = SimpleNamespace(load=partial(push, receiver))
         loader = WeightLoader("train", mock.Mock(), LONG, mock.AsyncMock(return_value=engine))
-        loader.offer(ref)
-        answer = await loader.next()
+        loader.offer_version(ref)
+        answer = await loader.load_next()
         assert "training came to no pause" in answer.error
         assert answer.postponed and not answer.process_failed
         assert server.calls == [] and sender.error is None

@@ -49,7 +49,7 @@ class Training:
 
     def publish(self, versions: int = 1) -> WeightsRef:
         for _ in range(versions):
-            ref = self.writer.write(self.snapshot())
+            ref = self.writer.write_version(self.snapshot())
         return ref
 
     def ref(self, version: int) -> WeightsRef:
@@ -159,7 +159,7 @@ def test_a_version_that_was_never_read_breaks_no_lineage(training: Training):
 
     training.publish()
     with pytest.raises(Superseded):
-        training.writer.write(replace(training.snapshot(), hold_copy=gone))
+        training.writer.write_version(replace(training.snapshot(), hold_copy=gone))
     ref = training.publish()
     assert files(ref) == {disk.DELTA}
     training.check(ref)

@@ -40,7 +40,7 @@ def tensors() -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("bucket_bytes", [1, 64, 1 << 20])
 def test_round_trip_and_manifest(tmp_path, tensors, bucket_bytes):
     """The file is safetensors, whatever the buckets."""
-    ref = VersionWriter(tmp_path / "w", bucket_bytes).write(snapshot_of(tensors, PolicyVersion(2, 7)))
+    ref = VersionWriter(tmp_path / "w", bucket_bytes).write_version(snapshot_of(tensors, PolicyVersion(2, 7)))
     manifest, read = disk.read_tensors(ref)
     assert ref.version == (2, 7)
     for found in (read, load_file(Path(ref.path) / disk.PAYLOAD)):

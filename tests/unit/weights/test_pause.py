@@ -32,10 +32,10 @@ def test_training_waits_with_an_idle_device_until_the_pause_is_over() -> None:
     def train() -> None:
         with pause._state_changed:
             assert pause._state_changed.wait_for(lambda: pause._waiting_threads, LONG)
-        pause.allow()
+        pause.allow_pause()
         goes_on.set()
 
-    pause.allow()  # nobody wants it
+    pause.allow_pause()  # nobody wants it
     assert not synchronized.is_set()
     pushing = threading.Thread(target=push)
     training = threading.Thread(target=train)
@@ -53,4 +53,4 @@ def test_training_that_comes_to_no_pause_is_waited_for_another_time() -> None:
     pause = TrainingPause(torch.device("cpu"))
     with pytest.raises(Postponed, match=r"no pause within 0\.01 s"), pause.entered(0.01):
         raise AssertionError("training has not paused")
-    pause.allow()  # and it does not wait for who has given up
+    pause.allow_pause()  # and it does not wait for who has given up

@@ -22,7 +22,7 @@ from asyncrl.trainer.world import World
 from asyncrl.types import PolicyVersion
 from asyncrl.weights import disk, ranges
 from asyncrl.weights.delta import VersionWriter
-from asyncrl.weights.manifest import Superseded, WeightsError, split
+from asyncrl.weights.manifest import Superseded, WeightsError, split_buckets
 from asyncrl.weights.shards import HostShards
 from asyncrl.weights.snapshot import Snapshot, Tensors, concat_parts
 from tests.fakes.ranks import run_ranks
@@ -52,9 +52,9 @@ def buffers(version: int) -> Tensors:
 def taken(
     host: HostShards, world: World, policy: Policy, version: int, kept: Tensors | None = None
 ) -> Snapshot:
-    index = host.claim(lambda busy: world.gather(busy, list[int]))
-    host.copy(index, published_shards(policy), kept or {})
-    return host.snapshot(index, PolicyVersion(0, version), 0.0)
+    index = host.claim_buffer(lambda busy: world.gather(busy, list[int]))
+    host.copy_shards(index, published_shards(policy), kept or {})
+    return host.take_snapshot(index, PolicyVersion(0, version), 0.0)
 
 
 @torch.no_grad()
@@ -80,7 +80,7 @@ def test_one_ranks_buckets_are_sent_from_where_they_lie(world: World, tmp_path: 
     for bucket_bytes in BUCKETS:
         with snapshot.hold_copy() as pinned:
             end = host._buffers._buffers[0].memory.data_ptr()
-            for part in split(snapshot.layout, bucket_bytes):
+            for part in split_buckets(snapshot.layout, bucket_bytes):
                 contiguous = pinned.contiguous_bytes(part)
                 assert contiguous is not None and contiguous.data_ptr() == end
                 assert torch.equal(contiguous, concat_parts(chain.from_iterable(pinned.collect_parts(part))))
@@ -219,15 +219,15 @@ def collect_from_a_late_rank(world: World, folder: Path) -> Any:
     world.gather(0, int)
     found: Tensors = {}
     if world.rank == 0:
-        host.copy(0, published_shards(policy))
+        host.copy_shards(0, published_shards(policy))
         reader = threading.Thread(
-            target=lambda: found.update(collected(host.snapshot(0, PolicyVersion(0, 1), 0.0), 1))
+            target=lambda: found.update(collected(host.take_snapshot(0, PolicyVersion(0, 1), 0.0), 1))
         )
         reader.start()
         reader.join(DEADLINE)
     else:
         assert asked.wait(DEADLINE) and host._buffers.copy_count == 0
-        host.copy(0, published_shards(policy))
+        host.copy_shards(0, published_shards(policy))
     host.close(DEADLINE)
     return {"same": all(torch.equal(found[name], tensor) for name, tensor in wanted.items())} if found else {}
 
@@ -293,7 +293,7 @@ def deltas_of_ranks(world: World, folder: Path) -> Any:
             snapshot = taken(host, world, policy, version, kept)
             if world.rank == 0 and version != 4:
                 before = host.received_bytes
-                read = disk.read_tensors(writer.write(snapshot))[1]
+                read = disk.read_tensors(writer.write_version(snapshot))[1]
                 wanted = {name: tensor.bfloat16() for name, tensor in wanted.items()} | kept
                 assert read.keys() == wanted.keys()
                 assert all(torch.equal(read[name], tensor) for name, tensor in wanted.items())

@@ -13,7 +13,7 @@ from torch import Tensor
 from asyncrl.types import PolicyVersion
 from asyncrl.weights import snapshot
 from asyncrl.weights.manifest import Superseded, WeightsRef
-from asyncrl.weights.memory import page_locked
+from asyncrl.weights.memory import allocate_page_locked
 from asyncrl.weights.ranges import RangePart
 from asyncrl.weights.snapshot import BucketBuffers, Buffers, Publisher, Snapshot
 from tests.fakes.weights import snapshot_of
@@ -73,7 +73,7 @@ def test_pages_are_unlocked_when_the_last_tensor_goes_and_before_they_are_freed(
 
     runtime = SimpleNamespace(cudaHostRegister=lambda address, size, flags: 0, cudaHostUnregister=unregister)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
-    memory = page_locked(5_000_000)
+    memory = allocate_page_locked(5_000_000)
     memory[:3] = torch.tensor([7, 8, 9])
     last = memory[4_000_000:].view(torch.bfloat16)
     del memory
@@ -210,10 +210,10 @@ class Slow:
 
 def test_a_newer_version_replaces_one_that_waits():
     slow = Slow()
-    slow.publisher.submit(version(1))
+    slow.publisher.submit_snapshot(version(1))
     assert slow.started.acquire(timeout=DEADLINE)
     for number in (2, 3, 4):
-        slow.publisher.submit(version(number))
+        slow.publisher.submit_snapshot(version(number))
     slow.go.release(2)
     assert slow.publisher.close(DEADLINE)
     assert slow.announced == [1, 4]
@@ -223,9 +223,9 @@ def test_a_version_that_is_gone_is_passed_over():
     slow = Slow()
     slow.fails = Superseded("a newer one")
     slow.go.release()
-    slow.publisher.submit(version(1))
+    slow.publisher.submit_snapshot(version(1))
     assert slow.started.acquire(timeout=DEADLINE)
-    slow.publisher.submit(version(2))
+    slow.publisher.submit_snapshot(version(2))
     assert slow.started.acquire(timeout=DEADLINE)
     slow.fails = None
     slow.go.release()
@@ -238,32 +238,32 @@ def test_a_full_disk_is_waited_for_and_the_newest_version_written(monkeypatch: p
     slow = Slow()
     slow.fails = OSError(errno.ENOSPC, "no space left on device")
     slow.go.release()
-    slow.publisher.submit(version(1))
+    slow.publisher.submit_snapshot(version(1))
     assert slow.started.acquire(timeout=DEADLINE)
     assert slow.started.acquire(timeout=DEADLINE), "it is not tried again"
-    assert "no space" in slow.publisher.full
-    slow.publisher.submit(version(2))
+    assert "no space" in slow.publisher.full_error
+    slow.publisher.submit_snapshot(version(2))
     slow.go.release()
     assert slow.started.acquire(timeout=DEADLINE)
     slow.fails = None
     slow.go.release()
     assert slow.publisher.close(DEADLINE)
-    assert slow.announced == [2] and not slow.publisher.full and slow.publisher.error is None
+    assert slow.announced == [2] and not slow.publisher.full_error and slow.publisher.error is None
 
 
 def test_what_a_write_failed_with_is_raised_at_the_next():
     slow = Slow()
     slow.fails = OSError("no such device")
-    slow.publisher.submit(version(1))
+    slow.publisher.submit_snapshot(version(1))
     slow.go.release()
     assert slow.publisher.close(DEADLINE)
     with pytest.raises(OSError, match="no such"):
-        slow.publisher.submit(version(2))
+        slow.publisher.submit_snapshot(version(2))
 
 
 def test_closing_does_not_wait_longer_than_it_is_told():
     slow = Slow()
-    slow.publisher.submit(version(1))
+    slow.publisher.submit_snapshot(version(1))
     assert slow.started.acquire(timeout=DEADLINE)
     assert not slow.publisher.close(0.05)
     slow.go.release()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.wire.addresses import SPARE, Listeners
+from asyncrl.wire.addresses import SPARE_DESCRIPTORS, Listeners
 
 IDLE = """
 import os, resource, select, socket, sys, time
@@ -121,7 +121,7 @@ def test_an_idle_process_far_from_the_limit_looks_seldom(
     monkeypatch: pytest.MonkeyPatch, left: int, milliseconds: int
 ) -> None:
     os.close(lowest := os.open(os.devnull, os.O_RDONLY))
-    limit = lowest + SPARE + left if left else 4 * lowest // 3  # of so few a quarter is kept
+    limit = lowest + SPARE_DESCRIPTORS + left if left else 4 * lowest // 3  # of so few a quarter is kept
     monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, limit))
     listeners = Listeners()
     assert listeners.watch_descriptors() == milliseconds

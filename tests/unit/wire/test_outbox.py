@@ -35,7 +35,7 @@ class Played:
         if self.refusals:
             self.refusals -= 1
             raise DeadlineError("coordinator took no record")
-        records_with_frames = [*records.unpacked(frames)]
+        records_with_frames = [*records.with_frames(frames)]
         assert [len(record_frames) for _, record_frames in records_with_frames] == [1] * len(
             records_with_frames
         ), "each has its frame"

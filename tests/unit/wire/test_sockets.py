@@ -18,7 +18,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from asyncrl.errors import ProtocolError
 from asyncrl.wire import sockets
-from asyncrl.wire.addresses import bound, own_address
+from asyncrl.wire.addresses import bind_address, own_address
 from asyncrl.wire.messages.channels import ToCoordinatorControl, ToObserver, ToWorkerBulk
 from asyncrl.wire.messages.shared import Attempt, ObserverHello, Stop, WireMessage
 from asyncrl.wire.messages.trainer import Checkpointed, Commit, PlanRequest, TrainerHello
@@ -76,9 +76,9 @@ class Visitors:
     def expect(self, message: object, refused: int) -> None:
         """It is taken, and that many messages are refused, in any order."""
         messages = []
-        while len(messages) < 1 or self.hub.refused < refused:
+        while len(messages) < 1 or self.hub.refused_count < refused:
             messages += filter(None, [self.receive()])
-        assert messages == [message] and self.hub.refused == refused
+        assert messages == [message] and self.hub.refused_count == refused
 
     def close(self) -> None:
         self._context.destroy(linger=0)
@@ -178,7 +178,7 @@ def test_nobody_without_a_key_of_the_launch_is_let_in(
     assert "refused" in caplog.text and "new token" in caplog.text
     visitors.send(GOOD)
     assert visitors.receive() == ObserverHello()
-    assert visitors.hub.receive() is None and visitors.hub.refused == 0
+    assert visitors.hub.receive() is None and visitors.hub.refused_count == 0
 
 
 def test_nobody_without_encryption_is_let_in(visitors: Visitors) -> None:
@@ -214,7 +214,7 @@ def test_a_gate_that_dies_ends_its_process_by_name(
     """Nobody would be let in any more: its process is replaced."""
     exit_codes = queue.Queue[int]()
     monkeypatch.setattr("asyncrl.errors._exit", exit_codes.put)
-    visitors.gate.members = None  # type: ignore[assignment]
+    visitors.gate.role_by_key = None  # type: ignore[assignment]
     visitors.open(b"observer/0/x").connect(visitors.endpoints.control)
     assert exit_codes.get(timeout=30) == 1
     assert "TypeError" in caplog.text
@@ -230,9 +230,9 @@ def test_a_key_that_is_taken_back_is_heard_no_more(visitors: Visitors) -> None:
     socket.connect(visitors.endpoints.control)
     socket.send_multipart(GOOD)
     assert visitors.receive() == ObserverHello()
-    del visitors.gate.members[visitors.endpoints.keys["observer"].public]
+    del visitors.gate.role_by_key[visitors.endpoints.keys["observer"].public]
     socket.send_multipart(GOOD)
-    assert visitors.receive() is None and visitors.hub.refused == 1
+    assert visitors.receive() is None and visitors.hub.refused_count == 1
 
 
 def test_a_role_is_given_no_other_secret() -> None:
@@ -240,7 +240,7 @@ def test_a_role_is_given_no_other_secret() -> None:
     secrets = {role: key.secret for role, key in endpoints.keys.items()}
     assert len(set(secrets.values())) == 6 and all(secrets.values())
     for role in secrets:
-        role_endpoints = msgspec.msgpack.encode(endpoints.given_to(role))
+        role_endpoints = msgspec.msgpack.encode(endpoints.for_role(role))
         assert [name for name, secret in secrets.items() if secret.encode() in role_endpoints] == [role]
         assert all(key.public.encode() in role_endpoints for key in endpoints.keys.values())
 
@@ -251,7 +251,7 @@ def test_a_flood_of_garbage_lets_the_owner_go_on(visitors: Visitors, monkeypatch
     monkeypatch.setattr(sockets, "MAX_DROPPED", 1)
     visitors.send(*[[b"\xc1"]] * 4, GOOD)
     for refused in range(1, 5):
-        assert visitors.receive() is None and visitors.hub.refused == refused
+        assert visitors.receive() is None and visitors.hub.refused_count == refused
     assert visitors.receive() == ObserverHello()
 
 
@@ -272,7 +272,7 @@ def test_what_peers_dial_is_an_address_of_this_machine(host: str) -> None:
     endpoints = choose_endpoints(host, 0)
     assert endpoints.control.startswith(f"tcp://{own_address() if host == '0.0.0.0' else host}:")
     gate = Gate(endpoints)
-    hub = Hub(bound(endpoints.control, host), ToCoordinatorControl, gate)
+    hub = Hub(bind_address(endpoints.control, host), ToCoordinatorControl, gate)
     link = Link(endpoints.control, ToObserver, b"observer/0/x", endpoints.keys)
     link.send(ObserverHello())
     assert hub.socket.poll(10_000) and hub.receive() == (b"observer/0/x", ObserverHello(), [])

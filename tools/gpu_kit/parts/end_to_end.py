@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.config.run import read_config
-from asyncrl.observe.timeline import files
+from asyncrl.observe.timeline import timeline_files
 from asyncrl.trainer.footprint import footprint
 from parts.bundle import has_saver, server_command
 from parts.common import GB, Context, Finding, exact_float32, release
@@ -226,7 +226,9 @@ def run_metrics(
     run_s = f"{seconds:.0f} s in all, the first step after {rows[0]['time_s']:.0f} s"
     step_s = f"{number(mean_of(steady, 'timing_s/step'))} s a step, without the first one; {run_s}"
     yield Finding(f"{way.name}: speed", value, note=step_s)
-    lines = [line for file in files(run_dir) for line in file.added() if line.name == "load_weights"]
+    lines = [
+        line for file in timeline_files(run_dir) for line in file.read_added() if line.name == "load_weights"
+    ]
     loads = [line.end - line.start for line in lines]
     loaded = f"{max(loads):.2f} s to load it, at most of {len(loads)}" if loads else "no load is recorded"
     pushed, stalled = (mean_of(rows, name) for name in ("weights/push_s", "weights/stall_s"))

@@ -34,7 +34,7 @@ from asyncrl.config import RunConfig, parse
 from asyncrl.engines.base import Request, Sampling
 from asyncrl.engines.sglang.client import SGLangClient
 from asyncrl.engines.sglang.process import ServerProcess
-from asyncrl.engines.sglang.server import Attached, attach, loader
+from asyncrl.engines.sglang.server import Attached, attach, build_loader
 from asyncrl.engines.torch.engine import build
 from asyncrl.engines.torch.recorded import RECORD_AFTER
 from asyncrl.server_supervisor.supervisor import first_finished
@@ -277,12 +277,16 @@ class ServerAndTrainer:
         process = self.process = await ServerProcess.start(self.config, 0, "127.0.0.1", self.context.work)
 
         async def ended() -> Any:
-            raise RuntimeError(f"the server ended with {await process.ended()}; its output is in the log")
+            raise RuntimeError(
+                f"the server ended with {await process.wait_ended()}; its output is in the log"
+            )
 
-        server = self.server = await first_finished(attach(self.config, process.url, fresh=True), ended())
-        process.ready()
+        server = self.server = await first_finished(
+            attach(self.config, process.url, started_here=True), ended()
+        )
+        process.note_ready()
         seconds = time.monotonic() - began
-        self.loader = loader(self.config, 0, server, ATTACHMENT)
+        self.loader = build_loader(self.config, 0, server, ATTACHMENT)
 
         ready = self.context.judged(seconds <= READY_S)
         description = f"{server.description}, {self.dtype}"
@@ -357,7 +361,7 @@ class ServerAndTrainer:
     def client(self) -> SGLangClient:
         """As workers have it, told of the version that was loaded last."""
         client = SGLangClient(self.loader.api, self.config, self.policy.vocabulary, salt=ATTACHMENT)
-        client.mark(self.loader.loaded.version)
+        client.mark_version(self.loader.loaded.version)
         self.clients.append(client)
         return client
 
@@ -489,7 +493,7 @@ class ServerAndTrainer:
         for _ in range(SLEEPS):
             async with self.open_streams(client, self.sizes.slept_tokens) as streams:
                 used = server_mb(self.context)
-                client.sleeps(True)
+                client.set_asleep(True)
                 began = time.perf_counter()
                 await self.loader.sleep()
                 asleep_s.append(time.perf_counter() - began)
@@ -502,7 +506,7 @@ class ServerAndTrainer:
                 began = time.perf_counter()
                 await self.loader.load(ref)
                 awake_s.append(time.perf_counter() - began)
-                client.sleeps(False)
+                client.set_asleep(False)
                 turns = await asyncio.gather(*streams)
             exact += sum(a.ids == b.ids for a, b in zip(turns, expected, strict=True))
             again = await self.decoded(client)

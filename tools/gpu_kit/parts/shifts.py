@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from asyncrl.engines.base import Request, Sampling
 from asyncrl.engines.torch.engine import build
-from asyncrl.observe.timeline import Timeline, files, union
+from asyncrl.observe.timeline import Timeline, merge_spans, timeline_files
 from asyncrl.trainer.device_offload import DeviceOffload
 from asyncrl.trainer.learner import Learner
 from asyncrl.trainer.model import published_shards
@@ -241,5 +241,5 @@ def _reached(run_dir: Path) -> Iterator[Finding]:
 
 
 def _spans(run_dir: Path, role: str, *names: str) -> Sequence[tuple[float, float]]:
-    lines: Any = (line for file in files(run_dir) if file.role == role for line in file.added())
-    return union((line.start, line.end) for line in lines if line.name in names)
+    lines: Any = (line for file in timeline_files(run_dir) if file.role == role for line in file.read_added())
+    return merge_spans((line.start, line.end) for line in lines if line.name in names)
