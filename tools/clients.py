@@ -303,11 +303,11 @@ def row(name: str, library: Library, outcomes: Mapping[str, Outcome]) -> str:
     named = ", ".join(re.sub(r"(\[.*\])?(==|(?<=.)@)", " ", package) for package in packages)
     named += " (npm)" if program(name).suffix == ".mjs" else ""
     paths = ", ".join(sorted(set().union(*(outcome.paths for outcome in outcomes.values()))))
-    told = [
+    outcome_texts = [
         f"{case}: **failed**: {outcome.said}" if outcome.failed else f"{case} {outcome.said}"
         for case, outcome in outcomes.items()
     ]
-    return f"| {named} | {paths} | {'; '.join(told) or 'not installed'} |".replace("\n", " ")
+    return f"| {named} | {paths} | {'; '.join(outcome_texts) or 'not installed'} |".replace("\n", " ")
 
 
 def enter_namespace() -> None:

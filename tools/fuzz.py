@@ -333,15 +333,15 @@ def fuzz(count: int, seed: int, coordinator_share: float = 0.1) -> Counter[str]:
     """So many inputs in all; how many of them each target took. Stopped at the first failure."""
     every = targets()
     took = Counter[str]()
-    told = int(count * coordinator_share)
+    coordinator_inputs = int(count * coordinator_share)
     for target in every:
         rng = random.Random(f"{seed}/{target.name}")
-        took[target.name] = feed(target, (count - told) // len(every) + 1, rng)
+        took[target.name] = feed(target, (count - coordinator_inputs) // len(every) + 1, rng)
     with tempfile.TemporaryDirectory() as folder:
         for remote in (False, True):
             endured = Endured(Path(folder) / str(remote), remote, random.Random(f"{seed}/{remote}"))
             with closing(endured.coordinator):
-                endured.hear(told // 2)
+                endured.hear(coordinator_inputs // 2)
             took[f"coordinator, {'servers' if remote else 'embedded engines'}"] = endured.taken
     return took
 

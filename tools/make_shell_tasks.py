@@ -79,8 +79,8 @@ def _write(folder: Path, files: dict[str, str]) -> None:
 def copy_programs(tree: Path) -> None:
     """Programs of this machine, with the libraries that `ldd` names."""
     found = [path for name in PROGRAMS if (path := shutil.which(name, path="/usr/bin:/bin"))]
-    told = subprocess.run(["ldd", *found], capture_output=True, text=True, check=True).stdout
-    for library in {*re.findall(r"(/\S+) \(0x", told)}:
+    ldd_output = subprocess.run(["ldd", *found], capture_output=True, text=True, check=True).stdout
+    for library in {*re.findall(r"(/\S+) \(0x", ldd_output)}:
         target = tree / library[1:]
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(library, target)

@@ -92,14 +92,20 @@ def main() -> None:
     ):
         config = with_group_policy(compose(shlex.split(command.replace("\\\n", " "))))
         rates = assumed(config, f"Qwen3-{size}", int(gpus))
-        told = predict(config, rates, seeds=SEEDS)
+        forecast = predict(config, rates, seeds=SEEDS)
         saved = limits(config, rates, SEEDS)
-        name, most = max(saved.items(), key=lambda one: one[1])
-        print(
-            f"| {size} on {gpus} | {told.step_s:.1f} | {told.lag:.2f} | {told.trainer_idle:.0%} | "
-            f"{told.rollout_idle:.0%} | {told.tokens_per_s:.0f} | {name} ({most:.0%}) |",
-            flush=True,
-        )
+        limit, saved_fraction = max(saved.items(), key=lambda item: item[1])
+
+        cells = [
+            f"{size} on {gpus}",
+            f"{forecast.step_s:.1f}",
+            f"{forecast.lag:.2f}",
+            f"{forecast.trainer_idle:.0%}",
+            f"{forecast.rollout_idle:.0%}",
+            f"{forecast.tokens_per_s:.0f}",
+            f"{limit} ({saved_fraction:.0%})",
+        ]
+        print(f"| {' | '.join(cells)} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -55,14 +55,14 @@ class Tab:
                 self._hear(message)
 
     def _hear(self, message: dict[str, Any]) -> None:
-        told = message.get("params", {})
+        parameters = message.get("params", {})
         match message.get("method"):
             case "Runtime.exceptionThrown":
-                self.complaints.append(str(told["exceptionDetails"]))
-            case "Runtime.consoleAPICalled" if told["type"] in ("error", "warning"):
-                self.complaints.append(str(told["args"]))
-            case "Log.entryAdded" if told["entry"]["level"] in ("error", "warning"):
-                self.complaints.append(str(told["entry"]))
+                self.complaints.append(str(parameters["exceptionDetails"]))
+            case "Runtime.consoleAPICalled" if parameters["type"] in ("error", "warning"):
+                self.complaints.append(str(parameters["args"]))
+            case "Log.entryAdded" if parameters["entry"]["level"] in ("error", "warning"):
+                self.complaints.append(str(parameters["entry"]))
 
     async def open(self, url: str) -> None:
         target = await self.call("Target.createTarget", url="about:blank")

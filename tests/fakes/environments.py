@@ -42,5 +42,5 @@ def text(observation: Observation) -> str:
     return message.content
 
 
-def told(observation: Observation) -> tuple[str, float, bool]:
+def summary_of(observation: Observation) -> tuple[str, float, bool]:
     return text(observation), observation.reward, observation.done

@@ -77,12 +77,14 @@ def asyncrl(
     out: Path,
     cwd: Path,
     variables: Mapping[str, str],
-    told: str = "",
+    stdin_text: str = "",
     first: Callable[[], None] = nothing,
 ) -> Forked:
-    """Start a command. `out`: the file that its output is added to. `told`: its standard input. `first` is
-    called in it, before anything else."""
-    process = FORKED.Process(target=_command, args=([*arguments], out, cwd, {**variables}, told, first))
+    """Start a command, whose output is added to the file `out` and whose standard input is `stdin_text`.
+
+    `first` is called in the new process before anything else.
+    """
+    process = FORKED.Process(target=_command, args=([*arguments], out, cwd, {**variables}, stdin_text, first))
     process.start()
     assert process.pid is not None
 
@@ -101,14 +103,14 @@ def _command(
     out: Path,
     cwd: Path,
     variables: dict[str, str],
-    told: str,
+    stdin_text: str,
     first: Callable[[], None],
 ) -> NoReturn:
     from asyncrl import cli
     from asyncrl.launch import process
 
     given, giver = os.pipe()
-    os.write(giver, told.encode())  # less than a pipe holds
+    os.write(giver, stdin_text.encode())  # less than a pipe holds
     os.close(giver)
     output = os.open(out, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     _begin([sys.executable, "-m", "asyncrl.cli", *arguments], variables, given, output)

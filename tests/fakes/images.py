@@ -108,5 +108,5 @@ def _with_requirements(packages: set[str]) -> set[str]:
 
 
 def _libraries(programs: list[str]) -> Iterator[str]:
-    told = subprocess.run(["ldd", *programs], capture_output=True, text=True, check=False).stdout
-    yield from sorted(set(re.findall(r"(/\S+) \(0x", told)))
+    ldd_output = subprocess.run(["ldd", *programs], capture_output=True, text=True, check=False).stdout
+    yield from sorted(set(re.findall(r"(/\S+) \(0x", ldd_output)))

@@ -180,12 +180,12 @@ class FirstStatus:
 
     def __init__(self, config: RunConfig) -> None:
         self._config = config
-        self._told = False
+        self._reported = False
 
     def status(self, *arguments: Any) -> None:
-        if not self._told:
+        if not self._reported:
             tell(self._config, "running")
-        self._told = True
+        self._reported = True
 
     def step(self, *arguments: Any) -> None: ...
 

@@ -57,7 +57,7 @@ class Trainer:
         self.publishing.publish(PolicyVersion(EPOCH, self.step))
         return state
 
-    def told(self) -> Published:
+    def announced_version(self) -> Published:
         end = time.monotonic() + DEADLINE
         while time.monotonic() < end:
             Poller(self.hub).wait(0.1)
@@ -77,10 +77,13 @@ def publish_four(world: World, folder: Path, **weights: Any) -> list[tuple[bool,
     for _ in range(4):
         state = trainer.publish()
         if world.rank == 0:
-            told = trainer.told()
-            assert told == trainer.publishing.announced and told.ref.version == (EPOCH, trainer.step)
-            assert 0 < told.snapshot_s < DEADLINE and 0 < told.write_s < DEADLINE
-            manifest, read = disk.read(told.ref)
+            announcement = trainer.announced_version()
+            assert announcement == trainer.publishing.announced and announcement.ref.version == (
+                EPOCH,
+                trainer.step,
+            )
+            assert 0 < announcement.snapshot_s < DEADLINE and 0 < announcement.write_s < DEADLINE
+            manifest, read = disk.read(announcement.ref)
             assert read.keys() == state.keys()
             assert all(torch.equal(read[name], tensor) for name, tensor in state.items())
             sums = [(entry.name, entry.xxh3) for entry in manifest.tensors]

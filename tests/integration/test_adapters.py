@@ -40,7 +40,7 @@ def test_the_frozen_lake_is_crossed_by_words() -> None:
     assert [observation.done for observation in heard[1:]] == [False] * 5 + [True]
 
 
-def test_an_unreadable_turn_is_told_so_and_does_not_move() -> None:
+def test_an_unreadable_turn_gets_a_notice_and_does_not_move() -> None:
     heard = play({"gymnasium": FIRM | {"unreadable": -0.5}}, row(), ["hm", "7", "1.5", "upright", "right"])
     complaint = "No action found. Answer with one of: left, down, right, up."
     assert [text(observation) for observation in heard[1:5]] == [complaint] * 4

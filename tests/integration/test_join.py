@@ -38,7 +38,7 @@ def joined(run: Run, directory: Path, *more: str, role: str = "rollout") -> Iter
     directory.mkdir(exist_ok=True)
     command = ["worker", "--join", "-", "--run-dir", str(directory), *more]
     variables = os.environ | {"OMP_NUM_THREADS": "1"}
-    process = asyncrl(command, directory / "out", ROOT, variables, told=asked(run, role))
+    process = asyncrl(command, directory / "out", ROOT, variables, stdin_text=asked(run, role))
     try:
         yield process
     finally:

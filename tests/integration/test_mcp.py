@@ -165,7 +165,7 @@ def test_two_servers_with_names_and_variables_of_their_own(monkeypatch: pytest.M
     ("kind", "complaint"),
     [("bad_result", "ValidationError"), ("huge", "that are no MCP messages of at most 8388608 bytes")],
 )
-def test_a_result_that_is_none_or_has_no_bounds_is_told(kind: str, complaint: str) -> None:
+def test_a_result_that_is_none_or_has_no_bounds_is_an_error(kind: str, complaint: str) -> None:
     assert complaint in (ask(tools_of(command=f"{PLAIN} {kind}"), "pid").error or "")
 
 

@@ -151,7 +151,7 @@ def run(tmp_path: Path) -> Run:
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_ranks_rest_when_told_and_train_as_ever(size: int, run: Run, world: World) -> None:
+def test_ranks_rest_when_ordered_and_train_as_ever(size: int, run: Run, world: World) -> None:
     """Before the first micro-batch, where the order comes twice; within the batch; and at the end."""
     coordinator = run.coordinator
     requests = trainer.PlanRequest
@@ -198,12 +198,12 @@ def test_ranks_rest_when_told_and_train_as_ever(size: int, run: Run, world: Worl
         names = [line.name for line in lines]
         assert [names.count(name) for name in ("wake", "train", "step")] == [3, 2, 1]
         assert names.count("rest") in (4, 5), "a second order that comes in a meeting is not read"
-        told = [
+        spans = [
             line
             for line in lines
             if line.name in ("rest", "wait_devices", "wake", "wait_data", "train", "step")
         ]
-        assert all(one.end <= other.start + 1e-3 for one, other in pairwise(told)), "they overlap"
+        assert all(one.end <= other.start + 1e-3 for one, other in pairwise(spans)), "they overlap"
 
 
 def test_a_stop_saves_what_rests(run: Run) -> None:

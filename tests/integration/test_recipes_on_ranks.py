@@ -106,8 +106,8 @@ def test_neither_ranks_nor_micro_batches_matter(
     for name in names:
         assert difference(found[name], trained(world, path, name, [[episodes]])) < 1e-9, name
     for layout, (gradients, metrics) in arranged.items():
-        wanted, told = as_one[layout[2]]
+        wanted, expected_metrics = as_one[layout[2]]
         assert difference(gradients, wanted) < 1e-10, layout
-        assert metrics.keys() == told.keys()
-        for name in (name for name in told if not name.startswith(("perf/", "global_seqlen/"))):
-            assert metrics[name] == pytest.approx(told[name], rel=1e-9, abs=1e-9), (layout, name)
+        assert metrics.keys() == expected_metrics.keys()
+        for name in (name for name in expected_metrics if not name.startswith(("perf/", "global_seqlen/"))):
+            assert metrics[name] == pytest.approx(expected_metrics[name], rel=1e-9, abs=1e-9), (layout, name)

@@ -95,10 +95,10 @@ async def test_the_base_reads_turns_while_versions_load_and_finds_their_prefixes
         asyncio.timeout(240),
         in_use(sampler),
         in_use(reader),
-        in_use(loader(config, 0, await attach(config, server.url), "r")) as keeper,
+        in_use(loader(config, 0, await attach(config, server.url), "r")) as weight_loader,
     ):
         for step in range(1, 7):
-            await keeper.load(ref := trained.publish(step))
+            await weight_loader.load(ref := trained.publish(step))
             sampler.mark(ref.version)
             running += await under_way(sampler, ask(prompt(9, step), LONG, f"long {step}"))
             row += prompt(20, step)
@@ -138,11 +138,11 @@ async def test_requests_of_one_batch_are_computed_with_the_adapter_of_their_agen
     async with (
         asyncio.timeout(240),
         in_use(client),
-        in_use(loader(config, 0, await attach(config, server.url), "agents")) as keeper,
+        in_use(loader(config, 0, await attach(config, server.url), "agents")) as weight_loader,
     ):
-        await keeper.load(trained.publish(1))
+        await weight_loader.load(trained.publish(1))
         client.mark(version)
-        probe = await keeper.score(text)
+        probe = await weight_loader.score(text)
         assert trained.gap(text, probe[:39], "planner") < CLOSE > trained.gap(text, probe[39:], "coder")
         asked = [(ask(prompt(30, seed), 64, f"{seed}"), agent) for agent in agents for seed in range(2)]
         turns = await under_way(client, *(replace(request, agent=agent) for request, agent in asked))
@@ -167,28 +167,28 @@ async def test_a_server_that_sleeps_wakes_with_its_base_and_turns_keep_their_ada
     used = SGLangClient(ServerApi(server.url), config, VOCABULARY, salt="s")
     async with (
         asyncio.timeout(240),
-        in_use(loader(config, 0, await attach(config, server.url), "s")) as keeper,
+        in_use(loader(config, 0, await attach(config, server.url), "s")) as weight_loader,
         in_use(used),
     ):
         first = trained.publish(1)
-        await keeper.load(first)
+        await weight_loader.load(first)
         used.mark(first.version)
         running = ask(prompt(30), LONG)
         (task,) = await under_way(used, running)
-        await keeper.sleep()
+        await weight_loader.sleep()
         used.sleeps(True)
         assert not task.done(), "the turn was to last"
         with pytest.raises(WeightsError):  # before anything wakes
-            await keeper.load(replace(first, path="/nowhere"))
-        assert keeper.sleeping.asleep
-        await keeper.load(first)
+            await weight_loader.load(replace(first, path="/nowhere"))
+        assert weight_loader.sleeping.asleep
+        await weight_loader.load(first)
         used.sleeps(False)
         generation = await task
         assert generation.spans == (VersionSpan(0, LONG, 1, 1),) and used.use.retracted == 0
         assert trained.gap(running.ids + generation.ids, generation.logprobs) < CLOSE
-        await keeper.sleep()
+        await weight_loader.sleep()
         ref = trained.publish(2)
-        await keeper.load(ref)
+        await weight_loader.load(ref)
         used.mark(ref.version)
         new = ask(prompt(20), 16, "new")
         generation = await used.generate(new)
@@ -196,7 +196,7 @@ async def test_a_server_that_sleeps_wakes_with_its_base_and_turns_keep_their_ada
         assert trained.gap(new.ids + generation.ids, generation.logprobs) < CLOSE
 
 
-async def test_versions_load_beside_running_turns_and_outlive_neither_keeper_nor_files(
+async def test_versions_load_beside_running_turns_and_outlive_neither_loader_nor_files(
     server: SGLangServer, versions_of: Callable[[str], Versions], world: World, tmp_path: Path
 ) -> None:
     trained = Trained(server.model, tmp_path / "published", world, {"": RANK})
@@ -207,10 +207,10 @@ async def test_versions_load_beside_running_turns_and_outlive_neither_keeper_nor
     used = SGLangClient(ServerApi(server.url), config, VOCABULARY, salt="a")
     async with (
         asyncio.timeout(240),
-        in_use(loader(config, 0, await attach(config, server.url), "a")) as keeper,
+        in_use(loader(config, 0, await attach(config, server.url), "a")) as weight_loader,
     ):
         # A merged version was here before: the model's own weights come back.
-        await keeper.api.update_from_disk(versions_of("qwen2").refs[1].path, "e1-v9")
+        await weight_loader.api.update_from_disk(versions_of("qwen2").refs[1].path, "e1-v9")
         first = loader(config, 0, await attach(config, server.url), "a")
         await first.load(trained.publish(1))
         text = prompt(40)

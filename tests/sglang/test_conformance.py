@@ -72,8 +72,8 @@ async def test_greedy_is_the_argmax_and_recorded_at_temperature_1(subject: Subje
 def assert_greedy(subject: Subject, request: Request, generation: Generation) -> None:
     """No other id is likelier, by the trainer's model, than each that was sampled."""
     for at, chosen in enumerate(generation.logprobs):
-        likeliest = subject.versions.next_logprobs(0, request.ids + generation.ids[:at]).max()
-        assert likeliest <= chosen + TOLERANCE
+        highest = subject.versions.next_logprobs(0, request.ids + generation.ids[:at]).max()
+        assert highest <= chosen + TOLERANCE
 
 
 @every_engine

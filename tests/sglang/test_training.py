@@ -51,10 +51,10 @@ def test_rewards_rise_on_attached_servers_with_keys_of_which_one_joins_and_leave
     with Run(tmp_path, *attach, *more, "rollout.slots=32") as run:
         log = run.path / "logs/coordinator-0.log"
         run.until(lambda: log.exists() and "worker 0 joined" in log.read_text(), "a start", DEADLINE)
-        with joined(run, tmp_path / "joined", "--url", urls[1], role="engine") as keeper:
+        with joined(run, tmp_path / "joined", "--url", urls[1], role="engine") as supervisor:
             run.until(lambda: used(run.rows()), "it is used", DEADLINE)
-            keeper.send_signal(signal.SIGTERM)
-            assert keeper.wait(30) == 0, (tmp_path / "joined/out").read_text()
+            supervisor.send_signal(signal.SIGTERM)
+            assert supervisor.wait(30) == 0, (tmp_path / "joined/out").read_text()
         assert "engine 1 lost (it leaves)" in log.read_text()
         run.wait(DEADLINE)
         summary = run.completed(20)
@@ -125,7 +125,7 @@ ADAPTERS = ("model.lora_rank=8", "weights.adapters=true", "trainer.lr=1e-4")
     ],
     ids=["broadcast", "broadcast-replaced", "adapters-replaced"],
 )
-def test_servers_keepers_and_the_coordinator_die_in_mid_run(
+def test_servers_supervisors_and_the_coordinator_die_in_mid_run(
     tmp_path: Path, replaced: bool, weights: tuple[str, ...]
 ) -> None:
     """Episodes continue on the other server, and everything is accounted for. `replaced`: a new one comes,

@@ -106,10 +106,10 @@ def work(options: argparse.Namespace, folder: Path) -> None:
                     f"seed={seed}",
                 ]
                 config = compose([*TASK, f"total_steps={STEPS}", *keys, *own, *begin])
-                learner, told = trained(config, player, lag, config.total_steps if arm in ARMS else 0)
+                learner, metrics = trained(config, player, lag, config.total_steps if arm in ARMS else 0)
                 row = {"arm": arm, "seed": seed, **compared(learner, player, options.tests)}
-                row["ref_kl"] = told.get("actor/ref_kl", math.nan)
-                row["masked"] = told["masked"]
+                row["ref_kl"] = metrics.get("actor/ref_kl", math.nan)
+                row["masked"] = metrics["masked"]
                 with options.out.open("a") as out:
                     out.write(json.dumps(row) + "\n")
                 print(row, flush=True)
@@ -118,7 +118,7 @@ def work(options: argparse.Namespace, folder: Path) -> None:
 def trained(config: RunConfig, player: Player, lag: int, steps: int) -> tuple[Learner, dict[str, float]]:
     """A learner after so many batches, sampled by the weights of `lag` steps before, and what the last one
     reported, with the largest share of masked tokens of all."""
-    told = dict[str, float]()
+    metrics = dict[str, float]()
     masked = [0.0]
     train = samples(config.data.train, OPERATIONS)
     prompts = Prompts(len(train), lambda epoch: shuffled(range(len(train)), f"{config.seed}/{epoch}"))
@@ -130,10 +130,10 @@ def trained(config: RunConfig, player: Player, lag: int, steps: int) -> tuple[Le
         version = max(0, step - lag)
         episodes = player.play(versions[version], version, asks)
         earned = [0.0] * len(asks) if learner.reference else [reward_of(episode) for episode in episodes]
-        told = _train(learner, asks, episodes, earned)
-        masked.append(told.get("rollout_corr/rollout_rs_masked_fraction", 0.0))
+        metrics = _train(learner, asks, episodes, earned)
+        masked.append(metrics.get("rollout_corr/rollout_rs_masked_fraction", 0.0))
         versions.append(snapshot(learner))
-    return learner, told | {"masked": max(masked)}
+    return learner, metrics | {"masked": max(masked)}
 
 
 def reward_of(episode: Episode) -> float:

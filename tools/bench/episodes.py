@@ -161,7 +161,9 @@ class Engine:
         self._stop = stop
         self._random = random.Random(1)
         self.asked: dict[str, list[float]] = defaultdict(list)  # when each turn of a session was asked for
-        self.told: dict[str, list[float]] = defaultdict(list)  # seconds that it and its tool are to take
+        self.planned_seconds: dict[str, list[float]] = defaultdict(
+            list
+        )  # seconds that it and its tool are to take
 
     @property
     def sleeps(self) -> Sleeps:
@@ -176,7 +178,7 @@ class Engine:
         asked.append(time.perf_counter())
         name = request.session.partition("-")[0]
         turn, seconds = draw(self._load, self._random)
-        self.told[request.session].append(turn + seconds)
+        self.planned_seconds[request.session].append(turn + seconds)
         call = f'<tool_call>\n{{"name": "{name}", "arguments": {{"seconds": {seconds}}}}}\n</tool_call>'
         await asyncio.sleep(turn)
         ids = (*self._encode(call if len(asked) < self._load.turns else "The answer is 42."), self._stop)
@@ -187,10 +189,10 @@ class Engine:
 
     def overheads(self) -> list[float]:
         return [
-            after - before - told
+            after - before - planned
             for session, asked in self.asked.items()
             if session.startswith("work-")
-            for before, after, told in zip(asked, asked[1:], self.told[session], strict=False)
+            for before, after, planned in zip(asked, asked[1:], self.planned_seconds[session], strict=False)
         ]
 
 
@@ -265,10 +267,10 @@ async def ideal(load: Load) -> Figures:
         await asyncio.sleep(start)
         for _ in range(ROUNDS * load.turns):
             begin = time.perf_counter()
-            told = draw(load, random_)
-            for seconds in told:
+            durations = draw(load, random_)
+            for seconds in durations:
                 await asyncio.sleep(seconds)
-            figures.overhead.append(time.perf_counter() - begin - sum(told))
+            figures.overhead.append(time.perf_counter() - begin - sum(durations))
 
     wall = time.perf_counter()
     cpu = time.process_time()

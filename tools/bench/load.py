@@ -43,7 +43,7 @@ import msgspec
 import psutil
 import zmq
 from common import ROOT, SINGLE_THREAD, table
-from load_peers import Keeper, Observer, Peer, Trainer, Worker
+from load_peers import Observer, Peer, SupervisorPeer, Trainer, Worker
 
 from asyncrl.config import RunConfig, parse
 from asyncrl.coordinator.loop import Coordinator, run
@@ -110,7 +110,7 @@ class Bench:
         self._payloads: dict[tuple[int, int], bytes] = {}
         self.reply = msgspec.msgpack.encode(Replies())
         peers: list[Peer] = [Observer(self), Trainer(self)]
-        peers += [Keeper(self, index) for index in range(options.servers)]
+        peers += [SupervisorPeer(self, index) for index in range(options.servers)]
         peers += [Worker(self, index) for index in range(options.workers)]
         for peer in peers:
             self._repeat(peer, self.random.random() * BEAT)
@@ -225,8 +225,8 @@ def start(run_dir: Path, endpoints: Endpoints, profile: str) -> subprocess.Popen
     paths = os.pathsep.join([str(ROOT), str(Path(__file__).parent)])
     env = os.environ | SINGLE_THREAD | {"PYTHONPATH": paths}
     env |= {"LOAD_PROFILE": profile} if profile else {}
-    told = msgspec.msgpack.encode(endpoints.given_to("coordinator"))
-    with (run_dir / "coordinator.log").open("wb") as out, full_pipe(told) as given:
+    encoded_endpoints = msgspec.msgpack.encode(endpoints.given_to("coordinator"))
+    with (run_dir / "coordinator.log").open("wb") as out, full_pipe(encoded_endpoints) as given:
         return subprocess.Popen(command, cwd=ROOT, stdin=given, stdout=out, stderr=out, env=env)
 
 
@@ -253,7 +253,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             f"{bench.status.waits[:5] if bench.status else None}"
         )
     (low, t0, loop0, other0, _), *_, (high, t1, loop1, other1, _) = bench.marks
-    told = json.loads((run_dir / TURNS).read_text())
+    turn_durations = json.loads((run_dir / TURNS).read_text())
     rate = (high - low) / (t1 - t0)
     size = sum(len(bench.payload(turn, 0)) for turn in range(options.turns))
     return {
@@ -264,9 +264,9 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "memory": [memory for *_, memory in bench.marks],
         "conserved": read_summary(run_dir)["conserved"],
         "share": share,
-        "turns": len(told["wall"]),
-        "wall": quantiles(told["wall"]),
-        "cpu": quantiles(told["cpu"]),
+        "turns": len(turn_durations["wall"]),
+        "wall": quantiles(turn_durations["wall"]),
+        "cpu": quantiles(turn_durations["cpu"]),
     }
 
 

@@ -158,7 +158,7 @@ class Worker(Peer):
         self.ends.append((self.seq, attempt))
 
 
-class Keeper(Peer):
+class SupervisorPeer(Peer):
     """A server's: it loads at once."""
 
     def __init__(self, bench: Bench, index: int) -> None:

@@ -111,11 +111,11 @@ def main() -> None:
             if config.shifts:
                 own = fit(found.config, found.rows, found.recorded, [found.load], found.publish_s)
                 rates = replace(rates, shift_s=own.shift_s)
-            told = predict(config, rates, STEPS, (0, 1, 2))
+            forecast = predict(config, rates, STEPS, (0, 1, 2))
             was = measured(found.rows)
-            errors.append(error(told.step_s, was.step_s))
-            lags.append(abs(told.lag - was.lag))
-            lines.append(line(name, seed, told, was))
+            errors.append(error(forecast.step_s, was.step_s))
+            lags.append(abs(forecast.lag - was.lag))
+            lines.append(line(name, seed, forecast, was))
             print(" ".join(lines[-1]), flush=True)
     print(table(HEADER, lines))
     print(
@@ -124,10 +124,16 @@ def main() -> None:
     )
 
 
-def line(name: str, seed: int, told: Forecast, was: Forecast) -> list[str]:
+def line(name: str, seed: int, forecast: Forecast, was: Forecast) -> list[str]:
     return [
-        *(name, str(seed), f"{told.step_s:.2f}", f"{was.step_s:.2f}", f"{told.step_s / was.step_s - 1:+.1%}"),
-        *(f"{told.lag:.2f}", f"{was.lag:.2f}", f"{told.trainer_idle:.0%}", f"{was.trainer_idle:.0%}"),
+        *(
+            name,
+            str(seed),
+            f"{forecast.step_s:.2f}",
+            f"{was.step_s:.2f}",
+            f"{forecast.step_s / was.step_s - 1:+.1%}",
+        ),
+        *(f"{forecast.lag:.2f}", f"{was.lag:.2f}", f"{forecast.trainer_idle:.0%}", f"{was.trainer_idle:.0%}"),
     ]
 
 

@@ -115,7 +115,7 @@ class Target:
     def _of(self, role: str) -> list[psutil.Process]:
         if role == "server":
             with suppress(psutil.NoSuchProcess):
-                wrappers = [child for keeper in self._of("engine") for child in keeper.children()]
+                wrappers = [child for supervisor in self._of("engine") for child in supervisor.children()]
                 return [server for wrapper in wrappers for server in wrapper.children()]
             return []
         return [found for name, found in sorted(self.roles().items()) if name.rpartition("-")[0] == role]

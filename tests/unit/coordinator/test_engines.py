@@ -296,7 +296,7 @@ def test_a_version_is_not_given_up_while_an_engine_tries_it_for_the_first_time(s
     assert setup.handler.pop_unloadable_version() == "no engine can load v0: cut off"
 
 
-def test_a_silent_keeper_is_lost_and_its_successor_starts_without_versions(setup: EngineSetup) -> None:
+def test_a_silent_supervisor_is_lost_and_its_successor_starts_without_versions(setup: EngineSetup) -> None:
     setup.serve(3)
     setup.beat(B, 9.0)
     setup.handler.tick(10.1)
@@ -397,7 +397,9 @@ def test_the_memory_of_the_fullest_server_is_what_counts(setup: EngineSetup) -> 
     assert setup.state.live_limit.kv.use == 0.7
 
 
-def test_a_restarted_coordinator_waits_for_the_keepers_before_it_tells_of_them(setup: EngineSetup) -> None:
+def test_a_restarted_coordinator_waits_for_the_supervisors_before_it_tells_of_them(
+    setup: EngineSetup,
+) -> None:
     setup.handler.keepers.lose(B, "gone", 0.0)
     setup.join(b"engine/2/c", 2)  # which has joined the run: B is still to come
     setup.handler.send_table([WORKER], 1.0)
@@ -461,7 +463,7 @@ def test_new_episodes_wait_for_a_server_of_each_scorer_that_reads_turns(tmp_path
     assert setup.handler.lacks == "a server of scorers.teacher_b" and setup.handler.samples
 
 
-def test_a_scorer_that_no_key_names_is_told_to_end(tmp_path: Path) -> None:
+def test_a_scorer_that_no_key_names_is_asked_to_end(tmp_path: Path) -> None:
     setup = EngineSetup(tmp_path, {"teacher": {"path": "m"}})
     setup.handler.hello(b"scorer/1/s", KeeperHello(1, "s", "http://a", pid=1), 0.0)
     setup.beat(b"scorer/1/s", 0.0)

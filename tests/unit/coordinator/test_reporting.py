@@ -154,7 +154,7 @@ def test_checkpoints_that_cannot_be_written_are_an_alert_until_one_is(reporter: 
     """Reason first, the directory, the newest step; on console and status, page (status.json) and summary. A
     trainer that was just started, and a rank whose beat comes late, do not end or renew the alert."""
     trainer = reporter.trainer
-    told = list[str]()
+    reported = list[str]()
     problem = "OSError: [Errno 28] No space left on device; checkpoint /runs/t/checkpoints/step-5"
 
     def alerts() -> list[str]:
@@ -166,8 +166,8 @@ def test_checkpoints_that_cannot_be_written_are_an_alert_until_one_is(reporter: 
         for reported_problem in beats:
             beat = TrainerBeat(0, 0, 0, checkpoint_problem=reported_problem)
             trainer.beat(b"trainer/0/" + incarnation.encode(), beat, 0.0)
-            told += alerts()
-    assert told == [f"{problem}; there is no checkpoint yet"] * 4
+            reported += alerts()
+    assert reported == [f"{problem}; there is no checkpoint yet"] * 4
     epoch = reporter.state.trainer_epoch
     trainer.hello(b"trainer/1/y", TrainerHello(1, 2, "y", 0), 0.0)
     trainer.checkpointed(b"trainer/0/y", Checkpointed(epoch, 0, 0), 0.0)
@@ -206,7 +206,7 @@ def test_cohorts_and_retired_samples_are_reported(reporter: Reporter) -> None:
     assert found["data/retired_samples"] == 2.0
 
 
-def test_generation_is_told_per_second_of_the_step_and_per_token(
+def test_generation_is_reported_per_second_of_the_step_and_per_token(
     reporter: Reporter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`timing_s/gen` is the mean of the workers' busy seconds since the last row: here 3 and 1."""
@@ -328,7 +328,7 @@ def test_of_training_the_first_members_of_one_group_for_each_batch_are_kept(tmp_
     assert (entry["score"], entry["reward"], entry["versions"]) == (0.75, 0.5, [0, 0])
 
 
-def test_what_each_agent_earned_is_told() -> None:
+def test_what_each_agent_earned_is_reported() -> None:
     """In a zero-sum game the score, their sum, says nothing."""
     game = EpisodeResult(0.0, 5, (1.0, -1.0), agents=("w", "b"), turn_tokens=(3, 2))
     assert earned(game)["agents"] == {"w": 1.0, "b": -1.0}

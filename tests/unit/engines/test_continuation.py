@@ -112,14 +112,14 @@ def test_spans_cover_every_token_however_it_is_cut(sizes: list[int], version: in
     assert edges[-1] == len(sampled.ids) == len(sampled.logprobs) == sum(sizes)
 
 
-def test_routes_line_up_whichever_server_told_them() -> None:
+def test_routes_line_up_whichever_server_reported_them() -> None:
     """The first server told those of all but its last token, or was lost before it told any."""
-    told = msgspec.structs.replace(part(3, 4), routes=Routes(0, 3, b"aabbcc"))
-    left = rest(REQUEST, told)
+    first_part = msgspec.structs.replace(part(3, 4), routes=Routes(0, 3, b"aabbcc"))
+    left = rest(REQUEST, first_part)
     assert (left.ids, left.routes_from) == ((1, 2, 3, 4), 3)
     more = msgspec.structs.replace(part(5), routes=Routes(3, 1, b"dd"))
-    assert extended(REQUEST, told, more).routes == Routes(0, 4, b"aabbccdd")
+    assert extended(REQUEST, first_part, more).routes == Routes(0, 4, b"aabbccdd")
     silent = part(3, 4)
     assert rest(msgspec.structs.replace(REQUEST, routes_from=2), silent).routes_from == 2
     assert extended(REQUEST, silent, more).routes == more.routes
-    assert extended(REQUEST, told, part(5)).routes == told.routes
+    assert extended(REQUEST, first_part, part(5)).routes == first_part.routes

@@ -165,7 +165,7 @@ async def test_a_cancelled_load_leaves_no_files_and_nobody_who_writes_any(
         assert not list((tmp_path / "cache").iterdir()) and not server.adapters
 
 
-async def test_outdated_adapters_and_those_of_earlier_keepers_are_unloaded(tmp_path: Path) -> None:
+async def test_outdated_adapters_and_those_of_earlier_supervisors_are_unloaded(tmp_path: Path) -> None:
     async with loading(tmp_path) as (server, loader):
         server.adapters |= {"e1-v0@another": {}, "of somebody else": {}}
         for step in range(OLDEST + 3):
@@ -180,7 +180,7 @@ async def test_outdated_adapters_and_those_of_earlier_keepers_are_unloaded(tmp_p
         assert server.adapters.keys() == {"e2-v1@mine", "e2-v2@mine", "of somebody else"}
 
 
-async def test_what_was_not_told_of_may_be_in_use(tmp_path: Path) -> None:
+async def test_adapters_that_were_not_reported_may_be_in_use(tmp_path: Path) -> None:
     """Keepers skip versions: requests name the one before until they hear of the new one."""
     async with loading(tmp_path) as (server, loader):
         for step in (0, OLDEST, 4 * OLDEST):

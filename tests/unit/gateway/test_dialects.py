@@ -114,8 +114,8 @@ def test_a_form_that_is_asked_for_is_a_hint(dialect: Dialect) -> None:
     asked = dialect.asked([USER], [LOOK], **form)
     body = dialect.body([USER], [LOOK], **form)
     assert asked.ask == dialect.asked([USER], [LOOK]).ask
-    told = exchange.without_effect(json.dumps(body).encode(), asked.request)
-    assert set(told) == body.keys() & set(exchange.FORMS) and set(told.values()) == {exchange.HINT}
+    notices = exchange.without_effect(json.dumps(body).encode(), asked.request)
+    assert set(notices) == body.keys() & set(exchange.FORMS) and set(notices.values()) == {exchange.HINT}
 
 
 def test_texts_to_stop_at() -> None:
@@ -166,7 +166,7 @@ REFUSED: dict[tuple[str, str], tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize(("dialect", "name"), REFUSED)
-def test_what_cannot_be_is_told(dialect: str, name: str) -> None:
+def test_what_cannot_be_is_reported(dialect: str, name: str) -> None:
     body, why = REFUSED[dialect, name]
     made = DIALECTS[dialect]
     data = json.dumps(made.body([USER]) | body).encode()
@@ -199,7 +199,7 @@ DEEP = b'{"messages": [{"role": "user"}], "input": ' + b"[" * 100_000
 
 @every_dialect
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b"\xff", DEEP], ids=str)
-def test_what_is_no_request_is_told(dialect: Dialect, body: bytes) -> None:
+def test_what_is_no_request_is_reported(dialect: Dialect, body: bytes) -> None:
     with pytest.raises(ApiError, match="cannot be read"):
         dialect.read(body)
 

@@ -372,7 +372,9 @@ async def test_the_end_of_the_episode_answers_what_is_under_way(gateway: Gateway
 
 
 @served
-async def test_ignored_parameters_are_told_once(gateway: Gateway, caplog: pytest.LogCaptureFixture) -> None:
+async def test_ignored_parameters_are_reported_once(
+    gateway: Gateway, caplog: pytest.LogCaptureFixture
+) -> None:
     async with gateway.admit(FakeHost()) as endpoint:
         for _ in range(3):
             await ask(endpoint, "q", temperature=0.5)

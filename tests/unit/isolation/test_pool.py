@@ -78,7 +78,7 @@ async def test_what_a_function_may_do_without_costing_its_process() -> None:
         assert await pool.ask("pid") == before
 
 
-async def test_what_costs_it_is_told_and_the_next_call_gets_another_process() -> None:
+async def test_what_ends_a_process_is_reported_and_the_next_call_gets_another_process() -> None:
     """A child that is late is killed, too, though it ignores signals, and so is what each has started."""
     async with pooled() as pool:
         pids = [await pool.ask("pid")]
@@ -144,7 +144,7 @@ async def test_processes_start_when_they_are_needed_are_kept_and_end_with_the_po
         ("await {}", 0.2, "the child was not ready within 0.2 s"),
     ],
 )
-async def test_what_cannot_be_loaded_in_time_is_told(
+async def test_what_cannot_be_loaded_in_time_is_reported(
     tmp_path: Path, first: str, seconds: float, why: str
 ) -> None:
     os.mkfifo(tmp_path / "gate")

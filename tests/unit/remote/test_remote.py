@@ -199,7 +199,7 @@ async def test_no_request_waits_for_another() -> None:
         await asyncio.gather(*(http.post(url, {}, seconds=10.0, retries=0) for _ in range(request_count)))
 
 
-def test_bad_settings_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bad_settings_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NO_KEY", raising=False)
     with pytest.raises(ConfigError, match="NO_KEY holds no key"):
         RemoteModel("http://x", "m", "NO_KEY")

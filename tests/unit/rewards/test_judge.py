@@ -99,7 +99,7 @@ def test_the_prompt(tmp_path: Path) -> None:
         ({"modle": "x"}, "unknown option 'modle'"),
     ],
 )
-def test_bad_options_are_told_before_anything_runs(options: dict[str, Any], complaint: str) -> None:
+def test_bad_options_are_reported_before_anything_runs(options: dict[str, Any], complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint) as caught:
         load_rewards({"llm_judge": {"url": "http://x", "model": "m", **options}})
     assert "rollout.reward.llm_judge" in str(caught.value)

@@ -39,7 +39,7 @@ def test_an_episode_leaves_turns_replies_and_an_end_in_order() -> None:
     assert [reply.content for reply in heard.replies] == ["saw left", "saw right"]
 
 
-def test_rewards_are_told_of_the_calls_that_were_made() -> None:
+def test_rewards_see_the_calls_that_were_made() -> None:
     reward_arguments: list[Any] = []
 
     def watching(**arguments: Any) -> float:
