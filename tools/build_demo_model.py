@@ -101,8 +101,8 @@ def train(
         for group in optimizer.param_groups:
             group["lr"] = rate
         hidden = model.model(input_ids=ids).last_hidden_state[:, :-1]
-        kept = labels[:, 1:] != IGNORE  # the head is the widest layer: only where it is needed
-        loss = cross_entropy(model.lm_head(hidden[kept]), labels[:, 1:][kept])
+        with_label = labels[:, 1:] != IGNORE  # the head is the widest layer: only where it is needed
+        loss = cross_entropy(model.lm_head(hidden[with_label]), labels[:, 1:][with_label])
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -164,12 +164,12 @@ def evaluate(
     """Success by level, in episodes: the model's text is parsed, its calls are answered."""
     torch.manual_seed(seed)
     model.eval()
-    asked = [one for level in questions.values() for one in level]
-    texts = [encoder.prompt(one) for one in asked]
-    episodes = [encoder.task.begin(one) for one in asked]
-    answers = [""] * len(asked)
-    live = list(range(len(asked)))
-    for _ in range(max(encoder.task.decisions(one) for one in asked) + 2):
+    all_questions = [question for level in questions.values() for question in level]
+    texts = [encoder.prompt(question) for question in all_questions]
+    episodes = [encoder.task.begin(question) for question in all_questions]
+    answers = [""] * len(all_questions)
+    live = list(range(len(all_questions)))
+    for _ in range(max(encoder.task.decisions(question) for question in all_questions) + 2):
         turns = _generate(model, encoder, [texts[row] for row in live], greedy)
         calling = []
         for row, turn in zip(live, turns, strict=True):
@@ -182,8 +182,10 @@ def evaluate(
         if not live:
             break
     scores = [episode.score(answer) for episode, answer in zip(episodes, answers, strict=True)]
-    each = iter(scores)
-    return {level: sum(itertools.islice(each, len(ones))) / len(ones) for level, ones in questions.items()}
+    next_score = iter(scores)
+    return {
+        level: sum(itertools.islice(next_score, len(ones))) / len(ones) for level, ones in questions.items()
+    }
 
 
 def _generate(
@@ -277,8 +279,8 @@ def main() -> int:
     args = vars(parser.parse_args())
     torch.set_num_threads(args["threads"])
     task, plan = TASKS[args["task"]]
-    given = {field.name: args[field.name] for field in fields(Plan) if args[field.name] is not None}
-    plan = replace(plan, **given)
+    plan_arguments = {field.name: args[field.name] for field in fields(Plan) if args[field.name] is not None}
+    plan = replace(plan, **plan_arguments)
     encoder = Encoder(task(), build_tokenizer(task(), plan.vocabulary))
     log(f"tokenizer: {len(encoder.tokenizer)} tokens")
     for seed in range(args["seed"], args["seed"] + plan.attempts):

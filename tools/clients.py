@@ -60,21 +60,21 @@ def says(text: str) -> Script:
 
 def adder(prompt: str) -> str:
     """Calls the tool once, then answers with what it said."""
-    _, found, reply = prompt.rstrip().rpartition("[")
-    return f"it is {float(reply.rstrip(']')):g}" if found and reply.endswith("]") else ADD
+    _, bracket, reply = prompt.rstrip().rpartition("[")
+    return f"it is {float(reply.rstrip(']')):g}" if bracket and reply.endswith("]") else ADD
 
 
-def fields(**said: str) -> str:
+def fields(**texts: str) -> str:
     """As DSPy reads them."""
-    return "\n\n".join(f"[[ ## {name} ## ]]\n{text}" for name, text in {**said, "completed": ""}.items())
+    return "\n\n".join(f"[[ ## {name} ## ]]\n{text}" for name, text in {**texts, "completed": ""}.items())
 
 
 def react(prompt: str) -> str:
     """DSPy's ReAct: a call in text, its end, and the answer from all that was found."""
     if "starting with the field `[[ ## reasoning ## ]]`" in prompt:
         return fields(reasoning="I added.", answer=ANSWER)
-    name, given = ("finish", "{}") if "observation_0" in prompt else ("add", '{"a": 1, "b": 2}')
-    return fields(next_thought="I go on.", next_tool_name=name, next_tool_args=given)
+    name, arguments = ("finish", "{}") if "observation_0" in prompt else ("add", '{"a": 1, "b": 2}')
+    return fields(next_thought="I go on.", next_tool_name=name, next_tool_args=arguments)
 
 
 def aider(prompt: str) -> str:
@@ -183,26 +183,34 @@ LIBRARIES = {
 # -- environments ------------------------------------------------------------------------------------------
 
 
-def install(name: str, library: Library, place: Path, python312: str) -> None:
+def install(name: str, library: Library, directory: Path, python312: str) -> None:
     """Make the environment anew if the packages have changed. CalledProcessError or OSError if that fails."""
-    if installed(library, place):
+    if installed(library, directory):
         return
     print(f"installing {library.packages}", file=sys.stderr)
-    shutil.rmtree(place, ignore_errors=True)
-    place.mkdir(parents=True)
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir(parents=True)
     if program(name).suffix == ".mjs":
-        words: list[str | Path] = ["npm", "install", "--silent", "--no-audit", "--no-fund", "--prefix", place]
+        words: list[str | Path] = [
+            "npm",
+            "install",
+            "--silent",
+            "--no-audit",
+            "--no-fund",
+            "--prefix",
+            directory,
+        ]
     else:
         python = python312 if library.python312 else sys.executable
-        subprocess.run([python, "-m", "venv", place], check=True)
+        subprocess.run([python, "-m", "venv", directory], check=True)
         quiet = ("--disable-pip-version-check", "--progress-bar=off", "-qq")
-        words = [place / "bin/python", "-m", "pip", "install", *quiet]
+        words = [directory / "bin/python", "-m", "pip", "install", *quiet]
     subprocess.run([*words, *library.packages.split()], check=True)
-    (place / STAMP).write_text(library.packages)
+    (directory / STAMP).write_text(library.packages)
 
 
-def installed(library: Library, place: Path) -> bool:
-    return (place / STAMP).is_file() and (place / STAMP).read_text() == library.packages
+def installed(library: Library, directory: Path) -> bool:
+    return (directory / STAMP).is_file() and (directory / STAMP).read_text() == library.packages
 
 
 def program(name: str) -> Path:
@@ -216,12 +224,12 @@ def program(name: str) -> Path:
 class Outcome:
     """Of a case: its turns and rows, or how it failed, and the paths that it asked."""
 
-    said: str
+    text: str
     failed: bool = False
     paths: set[str] = field(default_factory=set)
 
 
-def run(name: str, library: Library, place: Path, case: str) -> Outcome:
+def run(name: str, library: Library, directory: Path, case: str) -> Outcome:
     """One episode, led by the library's program."""
     paths = set[str]()
     answers = list[Any]()
@@ -235,10 +243,10 @@ def run(name: str, library: Library, place: Path, case: str) -> Outcome:
             return by_key(request)
 
         gateway._by_key = noted
-        return {"said": await talk(name, place, case, endpoint)}
+        return {"said": await talk(name, directory, case, endpoint)}
 
-    def reward(given: RewardInput) -> float:
-        answers.append(given.result)
+    def reward(reward_input: RewardInput) -> float:
+        answers.append(reward_input.result)
         return 1.0
 
     untrained = load_untrained(library.untrained)
@@ -257,20 +265,22 @@ def run(name: str, library: Library, place: Path, case: str) -> Outcome:
     return Outcome(f"{stats.turns}→{stats.rows}{side}", False, paths)
 
 
-async def talk(name: str, place: Path, case: str, endpoint: Endpoint) -> str:
+async def talk(name: str, directory: Path, case: str, endpoint: Endpoint) -> str:
     """The last line of what the program said. RuntimeError, with its last line of stderr, if it fails."""
     with tempfile.TemporaryDirectory(prefix="asyncrl-client-") as home:
         if program(name).suffix == ".mjs":  # Node looks for packages beside the program
-            own = str(place / program(name).name)
-            os.replace(shutil.copy(program(name), place / Path(home).name), own)  # others may read it
-            words = ["node", own]
+            program_copy = str(directory / program(name).name)
+            os.replace(
+                shutil.copy(program(name), directory / Path(home).name), program_copy
+            )  # others may read it
+            words = ["node", program_copy]
         else:
-            words = [str(place / "bin/python"), str(program(name))]
-        made = await asyncio.create_subprocess_exec(
+            words = [str(directory / "bin/python"), str(program(name))]
+        process = await asyncio.create_subprocess_exec(
             *(*words, case),
             cwd=home,
             env={
-                "PATH": f"{place / 'bin'}:{os.environ['PATH']}",
+                "PATH": f"{directory / 'bin'}:{os.environ['PATH']}",
                 "HOME": home,
                 "NO_PROXY": "127.0.0.1",
                 "OPENAI_BASE_URL": endpoint.base_url,
@@ -284,14 +294,14 @@ async def talk(name: str, place: Path, case: str, endpoint: Endpoint) -> str:
             stderr=asyncio.subprocess.PIPE,
         )
         try:
-            out, err = await made.communicate()
+            out, err = await process.communicate()
         finally:
-            if made.returncode is None:
-                made.kill()
-        if made.returncode:
+            if process.returncode is None:
+                process.kill()
+        if process.returncode:
             lines = err.decode(errors="replace").strip().splitlines() or ["no message"]
-            wrong = [line for line in lines if "Error" in line and not line.startswith(" ")] or lines
-            raise RuntimeError(wrong[-1].strip()[:300])
+            error_lines = [line for line in lines if "Error" in line and not line.startswith(" ")] or lines
+            raise RuntimeError(error_lines[-1].strip()[:300])
         return "".join(out.decode(errors="replace").strip().splitlines()[-1:])
 
 
@@ -304,7 +314,7 @@ def row(name: str, library: Library, outcomes: Mapping[str, Outcome]) -> str:
     named += " (npm)" if program(name).suffix == ".mjs" else ""
     paths = ", ".join(sorted(set().union(*(outcome.paths for outcome in outcomes.values()))))
     outcome_texts = [
-        f"{case}: **failed**: {outcome.said}" if outcome.failed else f"{case} {outcome.said}"
+        f"{case}: **failed**: {outcome.text}" if outcome.failed else f"{case} {outcome.text}"
         for case, outcome in outcomes.items()
     ]
     return f"| {named} | {paths} | {'; '.join(outcome_texts) or 'not installed'} |".replace("\n", " ")
@@ -328,11 +338,11 @@ def main() -> int:
     parser.add_argument("--to", type=Path, default=ROOT / ".clients")
     options = parser.parse_args()
     chosen = {name: LIBRARIES[name] for name in options.only}
-    places = {name: options.to.resolve() / name for name in chosen}
+    directories = {name: options.to.resolve() / name for name in chosen}
     if INSIDE not in os.environ:
         for name, library in chosen.items():
             try:
-                install(name, library, places[name], options.python312)
+                install(name, library, directories[name], options.python312)
             except (subprocess.CalledProcessError, OSError) as error:
                 print(f"{name} is left out: {error}", file=sys.stderr)
         enter_namespace()
@@ -342,8 +352,8 @@ def main() -> int:
     print("| client | asks | cases: turns→rows |\n|---|---|---|")
     with ThreadPoolExecutor(options.jobs) as pool:
         for name, library in chosen.items():
-            cases = library.cases if installed(library, places[name]) else ()
-            play = partial(run, name, library, places[name])
+            cases = library.cases if installed(library, directories[name]) else ()
+            play = partial(run, name, library, directories[name])
             outcomes = dict(zip(cases, pool.map(play, cases), strict=True))
             failed |= not cases or any(outcome.failed for outcome in outcomes.values())
             print(row(name, library, outcomes), flush=True)

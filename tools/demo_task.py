@@ -60,18 +60,20 @@ class Episode(Protocol):
 class DemoTask(Protocol[Q]):
     """A task of which a tiny model learns the formats from demonstrations: clean ones, and such in which each
     decision may be replaced by a worse one. A demonstration has the model's turns at even places and the
-    tool's replies between them; its first `given` decisions are right."""
+    tool's replies between them; its first `given_decisions` decisions are right."""
 
     tool: Tool
     shares: Mapping[int, float]  # of samples, by level of difficulty; levels count from 1
     units: Sequence[str]  # texts that are always one token
 
     def make(self, rng: random.Random, level: int) -> Q: ...
-    def question(self, asked: Q) -> str: ...
-    def decisions(self, asked: Q) -> int: ...
-    def demonstration(self, asked: Q, rng: random.Random, tempted: bool, given: int = 0) -> list[str]: ...
+    def question(self, problem: Q) -> str: ...
+    def decisions(self, problem: Q) -> int: ...
+    def demonstration(
+        self, problem: Q, rng: random.Random, tempted: bool, given_decisions: int = 0
+    ) -> list[str]: ...
     def for_tokenizer(self, rng: random.Random) -> tuple[Q, list[str]]: ...
-    def begin(self, asked: Q) -> Episode: ...
+    def begin(self, problem: Q) -> Episode: ...
 
 
 def corpus(task: DemoTask[Q], count: int = 2000) -> Iterator[str]:
@@ -81,8 +83,8 @@ def corpus(task: DemoTask[Q], count: int = 2000) -> Iterator[str]:
     render = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE())).apply_chat_template
     cuts = "|".join(map(re.escape, (*SPECIAL, *TAGS, *task.units))) + r"|(?<=assistant\n)"
     for _ in range(count):
-        asked, parts = task.for_tokenizer(rng)
-        messages = [{"role": "user", "content": task.question(asked)}]
+        problem, parts = task.for_tokenizer(rng)
+        messages = [{"role": "user", "content": task.question(problem)}]
         for at, part in enumerate(parts):
             messages.append({"role": "tool" if at % 2 else "assistant", "content": part})
         text = render(messages, tools=[task.tool.schema], chat_template=TEMPLATE, tokenize=False)
@@ -124,19 +126,19 @@ class Encoder:
         self._tools = (task.tool.schema_text,)
         self._no_call = ToolCall(task.tool.name, "{}")
 
-    def prompt(self, asked: Q) -> list[int]:
-        return list(self.chat.prompt_ids((Message("user", self.task.question(asked)),), self._tools))
+    def prompt(self, problem: Q) -> list[int]:
+        return list(self.chat.prompt_ids((Message("user", self.task.question(problem)),), self._tools))
 
     def reply(self, content: str, call: ToolCall | None = None) -> list[int]:
         call = call or self._no_call
-        said = Message("tool", content, tool_call_id=call.id, name=call.name)
-        delta = self.chat.delta_ids((said,), self.chat.stop_ids[0])
+        message = Message("tool", content, tool_call_id=call.id, name=call.name)
+        delta = self.chat.delta_ids((message,), self.chat.stop_ids[0])
         assert delta is not None, "the demo's template only appends"
         return list(delta)
 
-    def encode(self, asked: Q, parts: list[str], given: int = 0) -> tuple[list[int], list[int]]:
+    def encode(self, problem: Q, parts: list[str], given_decisions: int = 0) -> tuple[list[int], list[int]]:
         """Ids, and labels: the ids of the model's tokens, IGNORE elsewhere and in the first `given` turns."""
-        ids = self.prompt(asked)
+        ids = self.prompt(problem)
         labels = [IGNORE] * len(ids)
         for at, part in enumerate(parts):
             if at % 2:
@@ -144,23 +146,25 @@ class Encoder:
                 labels += [IGNORE] * len(piece)
             else:
                 piece = [*self.tokenizer.encode(part, add_special_tokens=False), self.chat.stop_ids[0]]
-                labels += piece if at >= 2 * given else [IGNORE] * len(piece)
+                labels += piece if at >= 2 * given_decisions else [IGNORE] * len(piece)
             ids += piece
         return ids, labels
 
-    def example(self, asked: Q, rng: random.Random, tempted: bool) -> tuple[list[int], list[int]]:
+    def example(self, problem: Q, rng: random.Random, tempted: bool) -> tuple[list[int], list[int]]:
         """A demonstration. With temptations, the decisions up to a random turn are given and not learned
         from: else late turns, which few demonstrations would reach, would be forgotten."""
-        given = rng.randint(0, self.task.decisions(asked)) if tempted else 0
-        return self.encode(asked, self.task.demonstration(asked, rng, tempted, given), given)
+        given_decisions = rng.randint(0, self.task.decisions(problem)) if tempted else 0
+        return self.encode(
+            problem, self.task.demonstration(problem, rng, tempted, given_decisions), given_decisions
+        )
 
     def batches(
         self, rng: random.Random, levels: list[int], tempted: bool, size: int
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Endless (ids, labels), right-padded, of fresh questions; rows of a batch have similar lengths."""
         while True:
-            asked = [self.task.make(rng, rng.choice(levels)) for _ in range(4 * size)]
-            rows = sorted((self.example(one, rng, tempted) for one in asked), key=_length)
+            problems = [self.task.make(rng, rng.choice(levels)) for _ in range(4 * size)]
+            rows = sorted((self.example(problem, rng, tempted) for problem in problems), key=_length)
             cuts = [rows[start : start + size] for start in range(0, len(rows), size)]
             rng.shuffle(cuts)
             for cut in cuts:

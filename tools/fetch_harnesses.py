@@ -109,8 +109,8 @@ def main() -> None:
     )
     arguments = parser.parse_args()
     target: Path = arguments.to
-    if (here := (sys.platform, platform.machine())) != ("linux", "x86_64"):
-        sys.exit(f"make harnesses: the packages are for Linux on x86-64, not for {' on '.join(here)}")
+    if (machine := (sys.platform, platform.machine())) != ("linux", "x86_64"):
+        sys.exit(f"make harnesses: the packages are for Linux on x86-64, not for {' on '.join(machine)}")
     npm = shutil.which("npm")
     if npm is None:
         sys.exit("make harnesses: they are npm packages, and there is no npm; install it")
@@ -234,12 +234,12 @@ def packed(npm: str, package: str, folder: Path) -> Path:
 
 def record(name: str, program: Path, folder: Path) -> None:
     """Write down the bodies of its requests and where they went."""
-    asked: list[dict[str, str]] = []
+    requests: list[dict[str, str]] = []
 
     class Refusing(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers["content-length"]))
-            asked.append({"path": self.path.partition("?")[0], "body": body.decode()})
+            requests.append({"path": self.path.partition("?")[0], "body": body.decode()})
             answer = b'{"type": "error", "error": {"type": "invalid_request_error", "message": "no"}}'
             self.send_response(400)
             self.send_header("content-type", "application/json")
@@ -257,13 +257,13 @@ def record(name: str, program: Path, folder: Path) -> None:
         try:
             asyncio.run(agent(SAMPLE, endpoint))
         except CommandError as error:  # its requests are refused
-            if not asked:
+            if not requests:
                 sys.exit(f"{name} made no request: {error}")
         finally:
             server.shutdown()
     folder.mkdir(exist_ok=True)
-    (folder / f"{name}.jsonl").write_text("".join(json.dumps(one) + "\n" for one in asked))
-    print(f"{name}: {len(asked)} first requests")
+    (folder / f"{name}.jsonl").write_text("".join(json.dumps(request) + "\n" for request in requests))
+    print(f"{name}: {len(requests)} first requests")
 
 
 if __name__ == "__main__":

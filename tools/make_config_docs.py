@@ -48,22 +48,22 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="fail if the file is not up to date")
     texts = {TARGET: render(), VERL: render_verl(VERL.read_text())}
     texts[METRICS] = render_metrics(METRICS.read_text())
-    wrong = {path: text for path, text in texts.items() if not path.exists() or path.read_text() != text}
+    outdated = {path: text for path, text in texts.items() if not path.exists() or path.read_text() != text}
     check = parser.parse_args().check
-    for path, text in wrong.items():
+    for path, text in outdated.items():
         if check:
             print(f"{path} is out of date; run `make docs`", file=sys.stderr)
         else:
             path.write_text(text)
-    return int(check and bool(wrong))
+    return int(check and bool(outdated))
 
 
 def render_verl(text: str) -> str:
     """docs/from_verl.md with its table written anew."""
     rows = ["| verl | asyncrl | notes |", "|---|---|---|"]
-    for keys, here, note in verl_rows():
+    for keys, our_keys, note in verl_rows():
         names = ", ".join(f"`{key}`" for key in keys.split(", "))
-        rows.append(f"| {names} | {f'`{here}`' if here else '–'} | {note} |".replace("|  |", "| |"))
+        rows.append(f"| {names} | {f'`{our_keys}`' if our_keys else '–'} | {note} |".replace("|  |", "| |"))
     return _placed(text, "configs/from_verl.yaml", rows)
 
 
@@ -83,8 +83,8 @@ def render_metrics(text: str) -> str:
 def _placed(text: str, source: str, lines: list[str]) -> str:
     """The text with these lines between the comments that name their source."""
     begin = BEGIN.format(source)
-    before, _, rest = text.partition(begin)
-    _, _, after = rest.partition(END)
+    before, _, remainder = text.partition(begin)
+    _, _, after = remainder.partition(END)
     return f"{before}{begin}" + "\n".join(lines) + f"\n{END}{after}"
 
 

@@ -64,7 +64,7 @@ VERIFIER_SECONDS = 60.0  # at least
 WHEN = 1_700_000_000  # of every commit and file
 AUTHOR = {"NAME": "Maintainer", "EMAIL": "maintainer@example.org", "DATE": f"@{WHEN} +0000"}
 GIT = {
-    **{f"GIT_{who}_{what}": text for who in ("AUTHOR", "COMMITTER") for what, text in AUTHOR.items()},
+    **{f"GIT_{person}_{field}": text for person in ("AUTHOR", "COMMITTER") for field, text in AUTHOR.items()},
     "GIT_CONFIG_GLOBAL": os.devnull,
     "GIT_CONFIG_SYSTEM": os.devnull,
     "PATH": os.environ.get("PATH", ""),
@@ -151,10 +151,14 @@ def plain(member: tarfile.TarInfo) -> tarfile.TarInfo:
 
 def instruction(package: Package, bug: Bug) -> str:
     functions = {test.partition("[")[0]: test for test in reversed(bug.messages)}  # the first of each
-    shown = sorted(functions.values())[:SHOWN]
-    failures = "\n".join(f"    {test}\n{shortened(bug.messages[test])}" for test in shown)
-    more = f"\n    … and {len(bug.messages) - len(shown)} more\n" if len(bug.messages) > len(shown) else ""
-    files = " ".join(sorted({test.partition("::")[0] for test in shown}))
+    listed_tests = sorted(functions.values())[:SHOWN]
+    failures = "\n".join(f"    {test}\n{shortened(bug.messages[test])}" for test in listed_tests)
+    more = (
+        f"\n    … and {len(bug.messages) - len(listed_tests)} more\n"
+        if len(bug.messages) > len(listed_tests)
+        else ""
+    )
+    files = " ".join(sorted({test.partition("::")[0] for test in listed_tests}))
     return f"""Tests of {package.name} fail that passed before:
 
 {failures}{more}
@@ -208,28 +212,30 @@ class Maker:
         async with self.gate:
             return await work(*arguments)
 
-    async def make(self, package: Package, most: int, seed: int, split: str) -> int:
+    async def make(self, package: Package, max_tasks: int, seed: int, split: str) -> int:
         """Make up to `most` tasks. Some bugs are tried at once, and taken in the order of candidates."""
         ahead = candidates(package, seed)
         functions: Counter[tuple[str, str]] = Counter()
-        made = tried = 0
-        while ahead and made < most:
+        task_count = tried = 0
+        while ahead and task_count < max_tasks:
             chunk: list[Coroutine[Any, Any, Bug | None]] = []
             while ahead and len(chunk) < AHEAD * self.jobs:
                 path, mutation = ahead.pop(0)
-                if functions[path, mutation.function] < PER_FUNCTION and not self.below.has(mutation):
+                if functions[path, mutation.function] < PER_FUNCTION and not self.below.has_mutation(
+                    mutation
+                ):
                     chunk.append(self.in_turn(try_bug, self.base, package, path, mutation))
             tried += len(chunk)
             for bug in await all_or_none(chunk):
                 function = (bug.path, bug.mutation.function) if bug else ("", "")
-                if bug and made < most and functions[function] < PER_FUNCTION:
-                    folder = self.out / split / f"{plain_name(package)}-{made + 1:03}"
+                if bug and task_count < max_tasks and functions[function] < PER_FUNCTION:
+                    folder = self.out / split / f"{plain_name(package)}-{task_count + 1:03}"
                     functions[function] += 1
                     if await self.keep(folder, package, bug):
-                        made += 1
+                        task_count += 1
                         self.kinds[bug.mutation.kind] += 1
-        print(f"  {made} tasks of {tried} bugs", flush=True)
-        return made
+        print(f"  {task_count} tasks of {tried} bugs", flush=True)
+        return task_count
 
     async def keep(self, folder: Path, package: Package, bug: Bug) -> bool:
         """Write a task, import its image, and search that. A task whose image has the line is removed."""

@@ -52,9 +52,9 @@ def parameters(name: str) -> int:
 def answers(config: RunConfig) -> Recorded:
     """Groups of episodes of one turn."""
     members = config.buffer.episodes_per_group
-    most = config.rollout.max_new_tokens
+    max_tokens = config.rollout.max_new_tokens
     drawn = np.random.default_rng(0).lognormal(np.log(MEDIAN), SIGMA, (GROUPS, members))
-    return tuple(tuple((RecordedTurn(min(most, int(n)), REWARD),) for n in group) for group in drawn)
+    return tuple(tuple((RecordedTurn(min(max_tokens, int(n)), REWARD),) for n in group) for group in drawn)
 
 
 def assumed(config: RunConfig, name: str, gpus: int) -> Rates:

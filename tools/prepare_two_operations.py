@@ -23,10 +23,10 @@ SYSTEM = "You cannot calculate. Call the tool calculator once for each operation
 
 def worked(question: str) -> list[dict[str, str]]:
     """The messages after a question: a call and its reply for each operation, then the answer."""
-    first, *rest = question.split()
+    first, *operations = question.split()
     value = int(first)
     messages = []
-    for sign, operand in zip(rest[::2], rest[1::2], strict=True):
+    for sign, operand in zip(operations[::2], operations[1::2], strict=True):
         call = json.dumps({"name": "calculator", "arguments": {"expression": f"{value} {sign} {operand}"}})
         value = {"*": value * int(operand), "+": value + int(operand), "-": value - int(operand)}[sign]
         messages += [
@@ -36,7 +36,7 @@ def worked(question: str) -> list[dict[str, str]]:
     return [*messages, {"role": "assistant", "content": f"{question} = {value}"}]
 
 
-def asked(question: str) -> dict[str, str]:
+def question_message(question: str) -> dict[str, str]:
     return {"role": "user", "content": f"What is {question}?"}
 
 
@@ -46,7 +46,9 @@ def truth(question: str) -> str:
 
 def rows(rng: random.Random, count: int) -> list[dict[str, Any]]:
     """Samples with verl's columns; two operations in about half of them."""
-    shown = [message for example in EXAMPLES for message in (asked(example), *worked(example))]
+    example_messages = [
+        message for example in EXAMPLES for message in (question_message(example), *worked(example))
+    ]
     questions: dict[str, None] = {}
     while len(questions) < count:
         question = f"{rng.randint(10, 99)} * {rng.randint(10, 99)}"
@@ -56,7 +58,12 @@ def rows(rng: random.Random, count: int) -> list[dict[str, Any]]:
             questions[question] = None
     rules = {"role": "system", "content": SYSTEM}
     return [
-        verl_row("two_operations", [rules, *shown, asked(q)], truth(q), operations=len(q.split()) // 2)
+        verl_row(
+            "two_operations",
+            [rules, *example_messages, question_message(q)],
+            truth(q),
+            operations=len(q.split()) // 2,
+        )
         for q in questions
     ]
 

@@ -31,12 +31,12 @@ async def row(options: Options, task: Any, index: int) -> dict[str, Any]:
     world = load_environment({"verifiers": options}, "--")()
     try:
         extra = {KEY: data}
-        begun = await world.reset(Sample(index, "", (), "null", extra_info=json.dumps(extra)))
+        observation = await world.reset(Sample(index, "", (), "null", extra_info=json.dumps(extra)))
     finally:
         await world.close()
-    prompt = [plain(message) for message in begun.messages]
-    found = verl_row(f"verifiers/{options['taskset']}", prompt, "", "verifiers", **extra)
-    return found | {"reward_model": {"style": "environment", "ground_truth": ""}}
+    prompt = [plain(message) for message in observation.messages]
+    data_row = verl_row(f"verifiers/{options['taskset']}", prompt, "", "verifiers", **extra)
+    return data_row | {"reward_model": {"style": "environment", "ground_truth": ""}}
 
 
 def plain(message: Message) -> dict[str, Any]:

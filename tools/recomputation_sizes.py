@@ -39,9 +39,9 @@ def settings(model: Path, length: int, lora_rank: int, ranks: int) -> RunConfig:
 def choice(config: RunConfig) -> str:
     """Return the level, and the estimate of a rank's memory with it."""
     every = least_recomputation(config, MEMORY, gpu=0, gpus=config.trainer.ranks + 1)
-    held = footprint(with_recomputation(config, every)).total
+    needed_bytes = footprint(with_recomputation(config, every)).total
     level = {0: "none", 1: "full"}.get(every, str(every))
-    return f"{level if held <= USABLE * MEMORY else 'too large'} ({held / 2**30:.0f} GiB)"
+    return f"{level if needed_bytes <= USABLE * MEMORY else 'too large'} ({needed_bytes / 2**30:.0f} GiB)"
 
 
 def main() -> None:

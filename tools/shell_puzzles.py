@@ -38,32 +38,32 @@ def split_words() -> dict[str, Words]:
     left = iter(words)
     counts = {"test": (256, 64, 64), "train": (512, 256, 256)}
     return {
-        split: Words(*(tuple(itertools.islice(left, count)) for count in each))
-        for split, each in counts.items()
+        split: Words(*(tuple(itertools.islice(left, count)) for count in list_sizes))
+        for split, list_sizes in counts.items()
     }
 
 
 @dataclass(frozen=True)
 class Puzzle:
-    """`expected`: what each function should print; `wrong`: the one that prints `found` instead."""
+    """A package of functions that print words: `expected`, but `wrong_function` prints `printed` instead."""
 
     package: str
     expected: Mapping[str, str]
-    wrong: str
-    found: str
+    wrong_function: str
+    printed: str
 
     @property
     def question(self) -> str:
-        return f"The test of {self.wrong} in {self.package}.sh fails."
+        return f"The test of {self.wrong_function} in {self.package}.sh fails."
 
     @property
     def wanted(self) -> str:
-        return self.expected[self.wrong]
+        return self.expected[self.wrong_function]
 
     @cached_property
     def files(self) -> dict[str, str]:
         """The package and the test that the agent sees."""
-        prints = {**self.expected, self.wrong: self.found}
+        prints = {**self.expected, self.wrong_function: self.printed}
         source = "".join(f"{name}() {{ echo {word}; }}\n" for name, word in prints.items())
         checks = "".join(f"check {name} {word}\n" for name, word in self.expected.items())
         test = (
@@ -76,12 +76,12 @@ class Puzzle:
 
 def make_puzzle(rng: random.Random, words: Words, package: str = "") -> Puzzle:
     names = rng.sample(words.functions, FUNCTIONS)
-    found, *messages = rng.sample(words.messages, FUNCTIONS + 1)
+    printed, *messages = rng.sample(words.messages, FUNCTIONS + 1)
     expected = dict(zip(names, messages, strict=True))
-    wrong, other, _ = rng.sample(names, FUNCTIONS)
+    wrong_function, other_function, _ = rng.sample(names, FUNCTIONS)
     if rng.random() < TWIN:
-        expected[other] = found
-    return Puzzle(package or rng.choice(words.packages), expected, wrong, found)
+        expected[other_function] = printed
+    return Puzzle(package or rng.choice(words.packages), expected, wrong_function, printed)
 
 
 class Shell:
@@ -97,10 +97,10 @@ class Shell:
             return self._failures()
         if command == "ls":
             return "\n".join(sorted(self.files))
-        if found := re.fullmatch(r"grep (\w+) (\S+)", command):
-            if found[2] not in self.files:
-                return f"grep: {found[2]}: {MISSING}\n[exit status 2]"
-            lines = [line for line in self.files[found[2]].splitlines() if found[1] in line]
+        if match := re.fullmatch(r"grep (\w+) (\S+)", command):
+            if match[2] not in self.files:
+                return f"grep: {match[2]}: {MISSING}\n[exit status 2]"
+            lines = [line for line in self.files[match[2]].splitlines() if match[1] in line]
             return "\n".join(lines) or "[exit status 1]"
         if edit := re.fullmatch(r"sed -i (?:/(\w+)/)?s/(\w+)/(\w+)/ (\S+)", command):
             line, old, new, name = edit.groups()

@@ -137,7 +137,7 @@ def test_an_image_below_is_searched_for_lines(tmp_path: Path) -> None:
     (tmp_path / "lib/toy").mkdir(parents=True)
     (tmp_path / "lib/toy/__init__.py").write_text(bugs[0].before)
     below = BaseImage([str(tmp_path)])
-    assert (below.has(bugs[0]), below.has(bugs[-1])) == (True, False)
+    assert (below.has_mutation(bugs[0]), below.has_mutation(bugs[-1])) == (True, False)
 
 
 def tree_of(path: Path, files: dict[str, str]) -> Path:

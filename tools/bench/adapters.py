@@ -76,17 +76,19 @@ class Versions:
     @torch.no_grad()
     def publish(self, step: int, apart: bool, keep: int = 3) -> WeightsRef:
         torch.manual_seed(step)
-        own = dict(self.lm.named_parameters())
+        parameters = dict(self.lm.named_parameters())
         for piece in self.adapters.published:
-            parameter = own[piece.parameter]
+            parameter = parameters[piece.parameter]
             parameter.normal_(std=SIZE if piece.name.endswith("B.weight") else parameter.shape[1] ** -0.5)
-        tensors = {piece.name: own[piece.parameter] for piece in self.adapters.published}
+        tensors = {piece.name: parameters[piece.parameter] for piece in self.adapters.published}
         if not apart:
             adapted = {piece.parameter for piece in self.adapters.published}
-            tensors = {name: own[name] for name in own.keys() - adapted}
+            tensors = {name: parameters[name] for name in parameters.keys() - adapted}
             for name in tensors:
                 if names := self.adapters.names(name):
-                    change = self.adapters.change(name, *(own[one] for one in names))
+                    change = self.adapters.change(
+                        name, *(parameters[parameter_name] for parameter_name in names)
+                    )
                     tensors[name] = tensors[name] + change
         writer = self._apart if apart else self._merged
         ref = writer.write(snapshot_of(tensors, PolicyVersion(1, step)))
@@ -97,8 +99,8 @@ class Versions:
     def logprobs(self, ids: tuple[int, ...]) -> list[float]:
         row = torch.tensor([ids])
         scores = self.lm(row).logits[0, :-1].float().log_softmax(-1)
-        found: list[float] = scores.gather(1, row[0, 1:, None])[:, 0].tolist()
-        return found
+        row_logprobs: list[float] = scores.gather(1, row[0, 1:, None])[:, 0].tolist()
+        return row_logprobs
 
 
 @dataclass
@@ -161,15 +163,15 @@ class Bench:
 
     async def sample(self, client: SGLangClient, ids: tuple[int, ...], tokens: int, name: str) -> list[int]:
         """A turn, as a pool has it sampled: what a server ends is asked for again."""
-        found: list[int] = []
-        while len(found) < tokens:
-            sampling = Sampling(tokens - len(found), ())
+        sampled_ids: list[int] = []
+        while len(sampled_ids) < tokens:
+            sampling = Sampling(tokens - len(sampled_ids), ())
             try:
-                part = await client.generate(Request(name, (*ids, *found), sampling))
+                part = await client.generate(Request(name, (*ids, *sampled_ids), sampling))
             except EngineLost as lost:
                 part = lost.partial
-            found += part.ids
-        return found
+            sampled_ids += part.ids
+        return sampled_ids
 
 
 def prompt(versions: Versions, size: int, seed: int) -> tuple[int, ...]:
@@ -251,15 +253,20 @@ async def rates(bench: Bench, streams: int, seconds: float, first: int) -> list[
 def compared(rounds: dict[bool, list[list[tuple[float, ...]]]]) -> list[list[str]]:
     """Lines of the table, from the windows of each round with adapters, and with merged weights."""
     lines = []
-    for way, found in zip(("adapters", "merged"), (rounds[True], rounds[False]), strict=True):
+    for way, rounds_of_way in zip(("adapters", "merged"), (rounds[True], rounds[False]), strict=True):
         for every in (0.0, *EVERY):
-            own = [(windows, at) for windows in found for at, one in enumerate(windows) if one[0] == every]
+            chosen_windows = [
+                (windows, at)
+                for windows in rounds_of_way
+                for at, window in enumerate(windows)
+                if window[0] == every
+            ]
             line = [way, f"{every:g}" if every else "none"]
             for kind in (1, 2):
-                line.append(f"{statistics.median(windows[at][kind] for windows, at in own):.1f}")
+                line.append(f"{statistics.median(windows[at][kind] for windows, at in chosen_windows):.1f}")
                 beside = [
                     windows[at][kind] / statistics.mean((windows[at - 1][kind], windows[at + 1][kind]))
-                    for windows, at in own
+                    for windows, at in chosen_windows
                     if every
                 ]
                 line.append(spread(beside) if beside else "")
@@ -267,10 +274,16 @@ def compared(rounds: dict[bool, list[list[tuple[float, ...]]]]) -> list[list[str
     line = ["adapters / merged", "none"]
     for kind in (1, 2):
         means = [
-            [statistics.mean(one[kind] for one in windows if not one[0]) for windows in rounds[apart]]
+            [
+                statistics.mean(window[kind] for window in windows if not window[0])
+                for windows in rounds[apart]
+            ]
             for apart in (True, False)
         ]
-        line += ["", spread([one / other for one, other in zip(*means, strict=True)])]
+        line += [
+            "",
+            spread([adapter_mean / merged_mean for adapter_mean, merged_mean in zip(*means, strict=True)]),
+        ]
     return [*lines, line]
 
 
@@ -329,7 +342,7 @@ async def turns(bench: Bench, way: str, episodes: int, count: int, every: float,
 # -- many --------------------------------------------------------------------------------------------------
 
 
-async def many(bench: Bench, count: int) -> list[list[str]]:
+async def load_many_versions(bench: Bench, count: int) -> list[list[str]]:
     lines = []
     for step in range(count + 1):
         await bench.load(bench.versions.publish(step, bench.apart))
@@ -383,17 +396,17 @@ async def main() -> None:
             lines = compared(rounds)
         elif args.part == "turns":
             header = ["way", "updates", "prompt tokens computed", "cache hits", "lag mean, max", "s"]
-            rest = args.episodes, args.turns, args.every
+            counts = args.episodes, args.turns, args.every
             async with started(True) as bench:
                 for at, way in enumerate(("newest", "keep", "newest", "keep")):
-                    lines.append(await turns(bench, way, *rest, at=1000 * at))
+                    lines.append(await turns(bench, way, *counts, at=1000 * at))
             async with started(False) as bench:
                 for at in range(2):
-                    lines.append(await turns(bench, "in place", *rest, at=1000 * at))
+                    lines.append(await turns(bench, "in place", *counts, at=1000 * at))
         else:
             header = ["versions", "PSS MB", "adapters listed"]
             async with started(True) as bench:
-                lines = await many(bench, args.versions)
+                lines = await load_many_versions(bench, args.versions)
         print(table(header, lines))
 
 

@@ -97,7 +97,7 @@ def work(options: argparse.Namespace, folder: Path) -> None:
         for arm in ("teacher", "start", *options.arms):
             once = arm in ARMS or seed == options.seeds[0]
             if once and (arm, seed) not in done:
-                lag, own = ARMS.get(arm, (0, ["trainer.lr=1e-9", "total_steps=1"]))
+                lag, arm_overrides = ARMS.get(arm, (0, ["trainer.lr=1e-9", "total_steps=1"]))
                 begin = [f"model.path={path}"] if arm == "teacher" else []
                 keys = [
                     "algorithm=distill",
@@ -105,7 +105,7 @@ def work(options: argparse.Namespace, folder: Path) -> None:
                     f"buffer.max_staleness={lag}",
                     f"seed={seed}",
                 ]
-                config = compose([*TASK, f"total_steps={STEPS}", *keys, *own, *begin])
+                config = compose([*TASK, f"total_steps={STEPS}", *keys, *arm_overrides, *begin])
                 learner, metrics = trained(config, player, lag, config.total_steps if arm in ARMS else 0)
                 row = {"arm": arm, "seed": seed, **compared(learner, player, options.tests)}
                 row["ref_kl"] = metrics.get("actor/ref_kl", math.nan)
@@ -193,17 +193,19 @@ def coins(p: float, q: float) -> float:
     return sum(a * math.log(a / b) for a, b in parts if a)
 
 
-def report(found: list[dict[str, Any]]) -> str:
+def report(results: list[dict[str, Any]]) -> str:
     """All seeds of an arm together; divergences and entropies in nats per episode."""
-    teacher = [row for row in found if row["arm"] == "teacher"]
+    teacher = [row for row in results if row["arm"] == "teacher"]
     rate = sum(row["success"] for row in teacher) / max(1, sum(row["tests"] for row in teacher))
     rows = []
-    for arm in dict.fromkeys(row["arm"] for row in found):
-        own = [row for row in found if row["arm"] == arm]
+    for arm in dict.fromkeys(row["arm"] for row in results):
+        arm_rows = [row for row in results if row["arm"] == arm]
         mean = {
-            key: statistics.fmean(row[key] for row in own) for key in own[0] if key not in ("arm", "seed")
+            key: statistics.fmean(row[key] for row in arm_rows)
+            for key in arm_rows[0]
+            if key not in ("arm", "seed")
         }
-        successes, tests = (sum(row[key] for row in own) for key in ("success", "tests"))
+        successes, tests = (sum(row[key] for row in arm_rows) for key in ("success", "tests"))
         low, high = wilson(successes, tests)
         least = coins(successes / tests, rate) if 0 < rate < 1 else math.nan
         rows.append(

@@ -175,8 +175,10 @@ def main() -> None:
     shape = (args.hidden, args.layers, args.kv_heads)
     plain = build(*shape)
     loop = asyncio.new_event_loop()
-    own = partial(build, *shape)
-    engine = TorchEngine(own(), own, slots=64, max_len=PROMPT + LONGEST, max_batch_tokens=4096)
+    build_policy = partial(build, *shape)
+    engine = TorchEngine(
+        build_policy(), build_policy, slots=64, max_len=PROMPT + LONGEST, max_batch_tokens=4096
+    )
     size = sum(parameter.numel() for parameter in plain.parameters()) / 1e6
     print(f"{size:.2f}M parameters, {PROMPT} prompt + {NEW} new tokens")
 

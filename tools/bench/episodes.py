@@ -160,7 +160,9 @@ class Engine:
         self._encode = encode
         self._stop = stop
         self._random = random.Random(1)
-        self.asked: dict[str, list[float]] = defaultdict(list)  # when each turn of a session was asked for
+        self.request_times: dict[str, list[float]] = defaultdict(
+            list
+        )  # when each turn of a session was asked for
         self.planned_seconds: dict[str, list[float]] = defaultdict(
             list
         )  # seconds that it and its tool are to take
@@ -174,14 +176,17 @@ class Engine:
         yield
 
     async def generate(self, request: Request, oldest: Callable[[], int]) -> Generation:
-        asked = self.asked[request.session]
-        asked.append(time.perf_counter())
+        request_times = self.request_times[request.session]
+        request_times.append(time.perf_counter())
         name = request.session.partition("-")[0]
         turn, seconds = draw(self._load, self._random)
         self.planned_seconds[request.session].append(turn + seconds)
         call = f'<tool_call>\n{{"name": "{name}", "arguments": {{"seconds": {seconds}}}}}\n</tool_call>'
         await asyncio.sleep(turn)
-        ids = (*self._encode(call if len(asked) < self._load.turns else "The answer is 42."), self._stop)
+        ids = (
+            *self._encode(call if len(request_times) < self._load.turns else "The answer is 42."),
+            self._stop,
+        )
         spans = (VersionSpan(0, len(ids), 0, 0),)
         return Generation(ids, (-0.5,) * len(ids), spans, StopReason.STOP, turn)
 
@@ -190,9 +195,11 @@ class Engine:
     def overheads(self) -> list[float]:
         return [
             after - before - planned
-            for session, asked in self.asked.items()
+            for session, request_times in self.request_times.items()
             if session.startswith("work-")
-            for before, after, planned in zip(asked, asked[1:], self.planned_seconds[session], strict=False)
+            for before, after, planned in zip(
+                request_times, request_times[1:], self.planned_seconds[session], strict=False
+            )
         ]
 
 
@@ -200,7 +207,7 @@ async def run(load: Load) -> Figures:
     """The load through the real runner."""
     tokenizer = AutoTokenizer.from_pretrained(MODEL, local_files_only=True)
     chat = Chat(tokenizer)
-    tools: dict[str, Tool] = {made.name: made for made in (work, *BAD)}
+    tools: dict[str, Tool] = {tool.name: tool for tool in (work, *BAD)}
     box = Toolbox(tools, 2 * LONGEST)
     engine = Engine(load, lambda text: tokenizer.encode(text, add_special_tokens=False), chat.stop_ids[0])
     outbox = Outbox(None)
@@ -244,7 +251,7 @@ async def run(load: Load) -> Figures:
     cpu = time.process_time()
     await asyncio.gather(*map(begin, names, starts(load, len(names))))
     figures.wall = time.perf_counter() - wall
-    figures.turns = sum(map(len, engine.asked.values()))
+    figures.turns = sum(map(len, engine.request_times.values()))
     figures.cpu = (time.process_time() - cpu) / figures.turns
     figures.overhead = engine.overheads()
     service.cancel()

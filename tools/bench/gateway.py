@@ -156,8 +156,8 @@ def conversation(dialect: str, messages: int, words: int, turns: int, stream: bo
     """An agent that is a client with such a conversation."""
 
     async def agent(sample: Sample, endpoint: Endpoint) -> None:
-        given = (dialect, messages, words, turns, next(SEEDS), stream)
-        async with client("converse", endpoint.base_url, endpoint.api_key, *given) as process:
+        arguments = (dialect, messages, words, turns, next(SEEDS), stream)
+        async with client("converse", endpoint.base_url, endpoint.api_key, *arguments) as process:
             if await process.wait():
                 raise RuntimeError("the client has failed")
 
@@ -165,19 +165,19 @@ def conversation(dialect: str, messages: int, words: int, turns: int, stream: bo
 
 
 @asynccontextmanager
-async def late() -> AsyncIterator[list[float]]:
+async def loop_delays() -> AsyncIterator[list[float]]:
     """Notes by how many milliseconds the loop is late while the body runs."""
-    found: list[float] = []
+    delays_ms: list[float] = []
 
     async def tick() -> None:
         while True:
             since = time.perf_counter()
             await asyncio.sleep(TICK)
-            found.append(1e3 * (time.perf_counter() - since - TICK))
+            delays_ms.append(1e3 * (time.perf_counter() - since - TICK))
 
     ticking = asyncio.create_task(tick())
     try:
-        yield found
+        yield delays_ms
     finally:
         ticking.cancel()
 
@@ -191,8 +191,8 @@ async def connections(url: str, key: str, count: int) -> AsyncIterator[None]:
         yield
 
 
-def figure(found: Sequence[float]) -> str:
-    return f"{statistics.median(found):.2f} ({min(found):.2f}–{max(found):.2f})"
+def figure(measurements: Sequence[float]) -> str:
+    return f"{statistics.median(measurements):.2f} ({min(measurements):.2f}–{max(measurements):.2f})"
 
 
 async def cpu(worker: Worker, repeats: int) -> list[list[str]]:
@@ -201,12 +201,12 @@ async def cpu(worker: Worker, repeats: int) -> list[list[str]]:
     for dialect in PATHS:
         cells = []
         for size, stream in (("short", False), ("short", True), ("long", False), ("long", True)):
-            found = []
+            cpu_ms = []
             for _ in range(repeats):
                 agent = conversation(dialect, *SIZES[size], TURNS, stream)
                 engine = await worker.episode(agent, dialect)
-                found.append(engine.per_turn(engine.cpu))
-            cells.append(figure(found))
+                cpu_ms.append(engine.per_turn(engine.cpu))
+            cells.append(figure(cpu_ms))
         lines.append([dialect, *cells])
     return lines
 
@@ -215,12 +215,12 @@ async def first(worker: Worker, repeats: int) -> list[list[str]]:
     """The longest that the loop is kept by a first prompt, in each dialect."""
     lines = []
     for dialect in PATHS:
-        found = []
+        longest_waits = []
         for _ in range(repeats):
-            async with late() as times:
+            async with loop_delays() as times:
                 await worker.episode(conversation(dialect, *FIRST, 1), dialect)
-            found.append(max(times))
-        lines.append([f"{dialect}: longest wait of another episode, ms", figure(found), "50"])
+            longest_waits.append(max(times))
+        lines.append([f"{dialect}: longest wait of another episode, ms", figure(longest_waits), "50"])
     return lines
 
 
@@ -243,9 +243,9 @@ async def crowds(worker: Worker, repeats: int) -> list[list[str]]:
                 await conversation("chat", *SIZES["short"], TURNS)(sample, endpoint)
 
         await worker.episode(holding)
-        for agent, found in ((conversation("chat", *SIZES["short"], TURNS), alone), (crowded, beside)):
+        for agent, wall_ms in ((conversation("chat", *SIZES["short"], TURNS), alone), (crowded, beside)):
             engine = await worker.episode(agent)
-            found.append(engine.per_turn(engine.wall))
+            wall_ms.append(engine.per_turn(engine.wall))
     return [
         ["1,000 idle connections with a key, the most, MiB", f"{max(memory):.0f}", "200"],
         ["a short turn, ms of wall time", figure(alone), ""],

@@ -121,9 +121,9 @@ def main() -> None:
         model = ModelConfig(path=folder, dtype=args.dtype, fp32_head=args.fp32_head)
         for way in [args.only] if args.only else WAYS:
             with context.Pool(1) as pool:
-                found = pool.apply(measure, (Case(model, args.tokens, way),))
-            sizes = [f"{size / GIB:.2f}" for size in (found.peak, found.peak - found.before)]
-            lines.append([way, *sizes, f"{found.seconds:.1f}", f"{found.total:.2f}"])
+                measured = pool.apply(measure, (Case(model, args.tokens, way),))
+            sizes = [f"{size / GIB:.2f}" for size in (measured.peak, measured.peak - measured.before)]
+            lines.append([way, *sizes, f"{measured.seconds:.1f}", f"{measured.total:.2f}"])
     print(f"{args.tokens} tokens × {args.vocab} words, hidden {args.hidden}, {args.dtype}, one thread")
     print(table(["way", "peak GiB", "above the model, GiB", "forward + backward s", "Σ log p"], lines))
 

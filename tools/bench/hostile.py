@@ -159,13 +159,13 @@ async def measured(kind: str, seconds: float, log: int) -> list[str]:
     gateway = Gateway()
     await gateway.start()
     size_before = os.fstat(log).st_size
-    async with gateway.admit(Host()) as hostile, gateway.admit(Host()) as other:
+    async with gateway.admit(Host()) as hostile, gateway.admit(Host()) as fair_session:
         inner = await hostile.through(socket.create_server(("127.0.0.1", 0)))
         flooding = await _child("flood", inner, hostile.api_key, kind, seconds)
         assert flooding.stdout is not None
         await flooding.stdout.readline()  # it has made what it sends
         await asyncio.sleep(FIRST_SECONDS)
-        asking = await _child("ask", other, other.api_key, kind, seconds)
+        asking = await _child("ask", fair_session, fair_session.api_key, kind, seconds)
         answers, _ = await asking.communicate()
         flooding.terminate()
         await flooding.wait()

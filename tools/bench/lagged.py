@@ -141,35 +141,35 @@ class Player:
                 raise AssertionError(f"nothing answers {type(command).__name__}")
 
 
-def run(given: Lagged, player: Player) -> Outcome:
+def run(lagged: Lagged, player: Player) -> Outcome:
     """Train, then test."""
     began = time.process_time()
-    config = given.config
-    train, test = (samples(path, given.operations) for path in (config.data.train, config.data.test))
+    config = lagged.config
+    train, test = (samples(path, lagged.operations) for path in (config.data.train, config.data.test))
     prompts = Prompts(len(train), lambda epoch: shuffled(range(len(train)), f"{config.seed}/{epoch}"))
     torch.manual_seed(config.seed)
     learner = Learner(config, world())
-    learner.bound = given.lag
-    ring = deque([snapshot(learner)], maxlen=given.lag + 1)
+    learner.bound = lagged.lag
+    ring = deque([snapshot(learner)], maxlen=lagged.lag + 1)
     rewards: list[float] = []
     history: list[dict[str, float]] = []
     play_s = 0.0
-    for step in range(given.steps):
+    for step in range(lagged.steps):
         started = time.process_time()
         asks = _batch(config, train, prompts, step)
-        episodes = player.play(ring[0], max(0, step - given.lag), asks)
+        episodes = player.play(ring[0], max(0, step - lagged.lag), asks)
         play_s += time.process_time() - started
         earned = [episode.command.result.reward for episode in episodes]  # type: ignore[union-attr]
         rewards.append(sum(earned) / len(earned))
-        if given.shuffled:
+        if lagged.shuffled:
             random.Random(f"{config.seed}/{step}").shuffle(earned)
         history.append(_train(learner, asks, episodes, earned))
         ring.append(snapshot(learner))
     train_s = time.process_time() - began - play_s
     held_out = [
-        Ask(f"t{i}", sample, sampling_key(0, f"t{i}", 0)) for i, sample in enumerate(test[: given.tests])
+        Ask(f"t{i}", sample, sampling_key(0, f"t{i}", 0)) for i, sample in enumerate(test[: lagged.tests])
     ]
-    final = player.play(ring[-1], given.steps, held_out)
+    final = player.play(ring[-1], lagged.steps, held_out)
     successes = sum(episode.command.result.reward == 1.0 for episode in final)  # type: ignore[union-attr]
     metrics = _mean(history)
     return Outcome(successes, len(final), rewards, metrics, time.process_time() - began, play_s, train_s)
@@ -223,8 +223,8 @@ def _rows(
 
 @cache
 def samples(path: str, operations: int) -> tuple[Sample, ...]:
-    found = load_samples(path)
-    return tuple(s for s in found if json.loads(s.extra_info)["operations"] <= operations)
+    loaded = load_samples(path)
+    return tuple(s for s in loaded if json.loads(s.extra_info)["operations"] <= operations)
 
 
 @cache

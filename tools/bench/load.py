@@ -82,8 +82,8 @@ def timed(config: RunConfig, endpoints: Endpoints, incarnation: str) -> int:
         profile.dump_stats(path)
     else:
         code = run(config, endpoints, incarnation)
-    found = {"wall": walls.tolist(), "cpu": cpus.tolist()}
-    (Path(config.run_dir) / config.name / TURNS).write_text(json.dumps(found))
+    durations = {"wall": walls.tolist(), "cpu": cpus.tolist()}
+    (Path(config.run_dir) / config.name / TURNS).write_text(json.dumps(durations))
     return code
 
 
@@ -105,7 +105,7 @@ class Bench:
         self.marks: list[tuple[int, float, float, float, int]] = []
         self._poller = zmq.Poller()
         self._ends = {}  # type: ignore[var-annotated]
-        self._due: list[tuple[float, int, Callable[[], None]]] = []  # (when, order, what)
+        self._scheduled: list[tuple[float, int, Callable[[], None]]] = []  # (when, order, what)
         self._order = 0
         self._payloads: dict[tuple[int, int], bytes] = {}
         self.reply = msgspec.msgpack.encode(Replies())
@@ -126,9 +126,9 @@ class Bench:
 
         self.later(seconds, beat)
 
-    def later(self, seconds: float, what: Callable[[], None]) -> None:
+    def later(self, seconds: float, action: Callable[[], None]) -> None:
         self._order += 1
-        heapq.heappush(self._due, (time.monotonic() + seconds, self._order, what))
+        heapq.heappush(self._scheduled, (time.monotonic() + seconds, self._order, action))
 
     def play(self, worker: Worker, attempt: Attempt, turn: int) -> None:
         mean = self.options.life / self.options.turns
@@ -141,8 +141,8 @@ class Bench:
             ids = tuple(range(1000, 1000 + half))
             logprobs = (-0.25,) * half
             span = (VersionSpan(0, half, version, version),)
-            made = Turn(turn, ids, ids, logprobs, span, StopReason.STOP)
-            self._payloads[key] = msgspec.msgpack.encode(made)
+            turn_record = Turn(turn, ids, ids, logprobs, span, StopReason.STOP)
+            self._payloads[key] = msgspec.msgpack.encode(turn_record)
         return self._payloads[key]
 
     def landed(self) -> None:
@@ -162,8 +162,8 @@ class Bench:
                 while self._read(socket, peer, codec):
                     pass
             now = time.monotonic()
-            while self._due and self._due[0][0] <= now:
-                heapq.heappop(self._due)[2]()
+            while self._scheduled and self._scheduled[0][0] <= now:
+                heapq.heappop(self._scheduled)[2]()
 
     def _read(self, socket: zmq.Socket, peer: Peer, codec: Codec) -> bool:
         try:
@@ -226,8 +226,8 @@ def start(run_dir: Path, endpoints: Endpoints, profile: str) -> subprocess.Popen
     env = os.environ | SINGLE_THREAD | {"PYTHONPATH": paths}
     env |= {"LOAD_PROFILE": profile} if profile else {}
     encoded_endpoints = msgspec.msgpack.encode(endpoints.given_to("coordinator"))
-    with (run_dir / "coordinator.log").open("wb") as out, full_pipe(encoded_endpoints) as given:
-        return subprocess.Popen(command, cwd=ROOT, stdin=given, stdout=out, stderr=out, env=env)
+    with (run_dir / "coordinator.log").open("wb") as out, full_pipe(encoded_endpoints) as stdin:
+        return subprocess.Popen(command, cwd=ROOT, stdin=stdin, stdout=out, stderr=out, env=env)
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
@@ -301,18 +301,18 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     options = arguments()
-    found = measure(options)
-    ms = [" / ".join(f"{1000 * value:.1f}" for value in found[kind]) for kind in ("wall", "cpu")]
+    figures = measure(options)
+    ms = [" / ".join(f"{1000 * value:.1f}" for value in figures[kind]) for kind in ("wall", "cpu")]
     header = ["workers × servers", "in flight", "episodes", "episodes/s", "MiB/s"]
     header += ["CPU s per 1,000: loop + others", "turns of the loop"]
     header += ["turn p50 / p99 / p99.9 / max, ms", "the same, CPU", "MiB", "peers' share of a core"]
     size = f"{options.workers} × {options.servers}"
-    line = [size, f"{options.workers * options.slots:,}", f"{options.episodes:,}", f"{found['rate']:.0f}"]
-    line += [f"{found['bytes'] / 2**20:.1f}", f"{found['loop']:.2f} + {found['other']:.2f}"]
-    line += [f"{found['turns']:,}", *ms]
-    line += [" / ".join(f"{value / 2**20:.0f}" for value in found["memory"]), f"{found['share']:.2f}"]
+    line = [size, f"{options.workers * options.slots:,}", f"{options.episodes:,}", f"{figures['rate']:.0f}"]
+    line += [f"{figures['bytes'] / 2**20:.1f}", f"{figures['loop']:.2f} + {figures['other']:.2f}"]
+    line += [f"{figures['turns']:,}", *ms]
+    line += [" / ".join(f"{value / 2**20:.0f}" for value in figures["memory"]), f"{figures['share']:.2f}"]
     print(table(header, [line]))
-    if not found["conserved"]:
+    if not figures["conserved"]:
         raise SystemExit("the run's audit disagrees: an episode was lost or counted twice")
 
 

@@ -93,7 +93,7 @@ class Worker(Peer):
         self.seq = self.assigned = self.tokens = 0
         self.version = 0  # newest that it may sample with
         self.servers: dict[str, EngineEntry] = {}
-        self.held: set[Attempt] = set()
+        self.attempts: set[Attempt] = set()
         self.ends: deque[tuple[int, Attempt]] = deque()  # sent and not acknowledged
         self.uses = [EngineUse(f"engine {number}") for number in range(bench.options.servers)]
 
@@ -102,7 +102,7 @@ class Worker(Peer):
             hello = WorkerHello(self.index, self.incarnation, self.bench.options.slots, os.getpid())
             self.send(self.control, hello)
             return
-        beat = Heartbeat(self.assigned, tuple(self.held), 1.0, 1.0, self.tokens, engines=tuple(self.uses))
+        beat = Heartbeat(self.assigned, tuple(self.attempts), 1.0, 1.0, self.tokens, engines=tuple(self.uses))
         self.send(self.control, beat)
 
     def send(self, socket: zmq.Socket, message: WireMessage, *frames: bytes) -> None:
@@ -112,11 +112,11 @@ class Worker(Peer):
         match message:
             case Assign():
                 self.assigned = message.seq
-                self.held.add(message.attempt)
+                self.attempts.add(message.attempt)
                 self.bench.play(self, message.attempt, 0)
             case Ack():
                 while self.ends and self.ends[0][0] <= message.seq:
-                    self.held.discard(self.ends.popleft()[1])
+                    self.attempts.discard(self.ends.popleft()[1])
                     self.bench.landed()
             case Engines():
                 self.servers = message.update(self.servers)
@@ -128,14 +128,14 @@ class Worker(Peer):
             case Welcome():
                 self.welcomed = True
             case Cancel() | Fenced():
-                self.held.discard(message.attempt)
+                self.attempts.discard(message.attempt)
 
     def record(self, record: Record, *frames: bytes) -> None:
         self.send(self.bulk, Records(((record, len(frames)),)), *frames)
 
     def play(self, attempt: Attempt, turn: int) -> None:
         """One turn of an episode is sampled; after the last one it ends."""
-        if attempt not in self.held:
+        if attempt not in self.attempts:
             return
         half = self.bench.options.tokens // 2
         turns = self.bench.options.turns

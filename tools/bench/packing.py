@@ -63,12 +63,12 @@ def seconds(work: Callable[[], None], repeats: int, device: torch.device) -> flo
         torch.cuda.synchronize()
         return time.perf_counter()
 
-    found = []
+    durations = []
     for _ in range(repeats + 1):
         began = now()
         work()
-        found.append(now() - began)
-    return statistics.median(found[1:])
+        durations.append(now() - began)
+    return statistics.median(durations[1:])
 
 
 class Bench:
@@ -93,7 +93,7 @@ class Bench:
         for way in ways:
             self.attend(way)
             chosen = rows.selected(way).to(self.world.device)
-            spent = self.seconds(lambda one=chosen: in_policy(self.policy, one))
+            spent = self.seconds(lambda rows_of_way=chosen: in_policy(self.policy, rows_of_way))
             work = self.layers * chosen.ids.numel() + self.head * len(chosen.labels)
             if way == "packed":
                 packed_s = spent
@@ -109,7 +109,7 @@ class Bench:
         self.policy.lm.set_attn_implementation("sdpa" if way == "padded" else NAME)
 
     def line(
-        self, name: str, way: str, tokens: int, spent: float, rows: Rows, plain: float, *rest: str
+        self, name: str, way: str, tokens: int, spent: float, rows: Rows, plain: float, *last_cells: str
     ) -> list[str]:
         rate = rows.useful / spent
         return [
@@ -119,7 +119,7 @@ class Bench:
             f"{spent:.2f}",
             f"{rate:.0f}",
             f"{plain / spent:.2f}",
-            *(rest or ["", ""]),
+            *(last_cells or ["", ""]),
         ]
 
 

@@ -58,10 +58,10 @@ def run(name: str, folder: Path, seed: int, overrides: list[str]) -> None:
     arguments = (
         f"{{{TOOL.replace(':', chr(92) + ':')}: {{log: {folder / name}.lives, seed: {seed}, {DELAY}}}}}"
     )
-    own = [f"rollout.tool_args={arguments}", f"seed={seed}", "resume=never"]
-    given = [*COMMON, *SETTINGS, *own, *overrides]
+    run_overrides = [f"rollout.tool_args={arguments}", f"seed={seed}", "resume=never"]
+    all_overrides = [*COMMON, *SETTINGS, *run_overrides, *overrides]
     complete = summary(folder / name).get("outcome") == "completed"
-    if not complete and train(name, folder, given, deadline=600.0)["exit_code"]:
+    if not complete and train(name, folder, all_overrides, deadline=600.0)["exit_code"]:
         raise SystemExit(f"{name} failed; see {folder / name}.out")
 
 
@@ -69,8 +69,8 @@ def run_name(configuration: str) -> str:
     return configuration.replace(",", "").replace(" ", "-")
 
 
-def error(predicted: float, found: float) -> float:
-    return abs(predicted / found - 1)
+def error(predicted: float, measured_value: float) -> float:
+    return abs(predicted / measured_value - 1)
 
 
 def main() -> None:
@@ -92,12 +92,12 @@ def main() -> None:
         for seed in range(options.seeds)
     }
     with ThreadPoolExecutor(options.at_once) as pool:
-        under_way = [pool.submit(run, name, folder, *how) for name, how in wanted.items()]
-        for one in under_way:
-            one.result()
+        under_way = [pool.submit(run, name, folder, *arguments) for name, arguments in wanted.items()]
+        for future in under_way:
+            future.result()
     runs = {name: Measurements.of(folder / name, recompose(folder / name, [])) for name in wanted}
     probes = [runs[name] for name in PROBES]
-    loads = [one.load for one in probes[:2]]
+    loads = [probe.load for probe in probes[:2]]
     fast, slow = (fit(p.config, p.rows, p.recorded, loads, p.publish_s) for p in (probes[0], probes[2]))
     print(f"a token: {fast.base:.4f} s + {fast.share:.5f} s * n", flush=True)
     lines = []
@@ -105,14 +105,20 @@ def main() -> None:
     lags = []
     for name in chosen:
         for seed in range(options.seeds):
-            found = runs[f"{run_name(name)}-{seed}"]
-            config: RunConfig = with_group_policy(found.config)
+            probe_run = runs[f"{run_name(name)}-{seed}"]
+            config: RunConfig = with_group_policy(probe_run.config)
             rates = slow if SLOW[0] in CONFIGURATIONS[name] else fast
             if config.shifts:
-                own = fit(found.config, found.rows, found.recorded, [found.load], found.publish_s)
-                rates = replace(rates, shift_s=own.shift_s)
+                fitted = fit(
+                    probe_run.config,
+                    probe_run.rows,
+                    probe_run.recorded,
+                    [probe_run.load],
+                    probe_run.publish_s,
+                )
+                rates = replace(rates, shift_s=fitted.shift_s)
             forecast = predict(config, rates, STEPS, (0, 1, 2))
-            was = measured(found.rows)
+            was = measured(probe_run.rows)
             errors.append(error(forecast.step_s, was.step_s))
             lags.append(abs(forecast.lag - was.lag))
             lines.append(line(name, seed, forecast, was))

@@ -63,15 +63,15 @@ def turns(model: str, dtype: str, repeats: int, world: World, run_dir: Path) -> 
         "publish": publish,
         "probe": publishing.probe,
     }
-    found: dict[str, list[float]] = {name: [] for name in works}
+    cpu_seconds: dict[str, list[float]] = {name: [] for name in works}
     for _ in range(WARM + repeats):
         for name, work in works.items():
             began = time.process_time()
             work()
-            found[name].append(time.process_time() - began)
+            cpu_seconds[name].append(time.process_time() - began)
     publishing.drain()
     print(f"{count / 1e6:.0f}M parameters, exported as {dtype}\n")
-    return {name: seconds[WARM:] for name, seconds in found.items()}
+    return {name: seconds[WARM:] for name, seconds in cpu_seconds.items()}
 
 
 def main() -> None:
@@ -83,14 +83,17 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
     args = parser.parse_args()
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as place:
-        model = build(Path(place) / "model", args.hidden, args.layers)
+    with tempfile.TemporaryDirectory() as directory:
+        model = build(Path(directory) / "model", args.hidden, args.layers)
         world = join(0, 1, device="cpu")
-        found = turns(model, args.dtype, args.repeats, world, Path(place))
+        cpu_seconds = turns(model, args.dtype, args.repeats, world, Path(directory))
         leave()
     lines = []
-    for name, seconds in found.items():
-        ratios = [one / copy for one, copy in zip(seconds, found["memcpy"], strict=True)]
+    for name, seconds in cpu_seconds.items():
+        ratios = [
+            seconds_of_turn / copy
+            for seconds_of_turn, copy in zip(seconds, cpu_seconds["memcpy"], strict=True)
+        ]
         spread = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
         lines.append([name, f"{1e3 * statistics.median(seconds):.0f}", spread])
     print(table(["", "ms", "memcpys"], lines))

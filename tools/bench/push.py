@@ -180,16 +180,16 @@ def main() -> None:
     parser.add_argument("--device", type=torch.device, default=torch.device("cpu"))
     args = parser.parse_args()
     torch.set_num_threads(1)
-    rest = args.device, args.repeats, args.buckets
+    settings = args.device, args.repeats, args.buckets
     if args.url:
-        asyncio.run(compare(args.url, args.model, *rest))
+        asyncio.run(compare(args.url, args.model, *settings))
         return
     with tempfile.TemporaryDirectory() as directory:
         save_model(Path(directory), args.hidden, args.layers)
         os.environ |= SINGLE_THREAD
         server = SGLangServer(Path(directory), Path(directory, "server.log"), *ARGUMENTS)
         try:
-            asyncio.run(compare(server.url, Path(directory), *rest))
+            asyncio.run(compare(server.url, Path(directory), *settings))
         finally:
             server.kill()
 

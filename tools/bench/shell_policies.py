@@ -36,18 +36,18 @@ Commands = Generator[str, str, None]
 
 
 def reads_both_and_edits_the_line(function: str, package: str, rng: random.Random) -> Commands:
-    wanted, found = yield from _read(function, package)
-    yield f"sed -i /{function}/s/{found}/{wanted}/ {package}.sh"
+    wanted, printed = yield from _read(function, package)
+    yield f"sed -i /{function}/s/{printed}/{wanted}/ {package}.sh"
 
 
 def reads_both_and_edits_every_line(function: str, package: str, rng: random.Random) -> Commands:
-    wanted, found = yield from _read(function, package)
-    yield f"sed -i s/{found}/{wanted}/ {package}.sh"
+    wanted, printed = yield from _read(function, package)
+    yield f"sed -i s/{printed}/{wanted}/ {package}.sh"
 
 
 def edits_the_test(function: str, package: str, rng: random.Random) -> Commands:
-    wanted, found = yield from _read(function, package)
-    yield f"sed -i /{function}/s/{wanted}/{found}/ test.sh"
+    wanted, printed = yield from _read(function, package)
+    yield f"sed -i /{function}/s/{wanted}/{printed}/ test.sh"
 
 
 def ignores_replies(function: str, package: str, rng: random.Random) -> Commands:
@@ -66,8 +66,8 @@ POLICIES = (
 
 def _read(function: str, package: str) -> Generator[str, str, tuple[str, str]]:
     wanted = re.findall(r"expected (\w+)", (yield "sh test.sh"))
-    found = re.findall(r"echo (\w+)", (yield f"grep {function} {package}.sh"))
-    return wanted[0], found[0]
+    printed_words = re.findall(r"echo (\w+)", (yield f"grep {function} {package}.sh"))
+    return wanted[0], printed_words[0]
 
 
 async def play(
@@ -105,7 +105,7 @@ async def run(folders: list[TaskFolder]) -> list[list[str]]:
         played = [await play(folder, policy, judge) for folder in folders]
         solved = sum(score == 1.0 for score, *_ in played)
         low, high = wilson(solved, len(played))
-        episode, tests = (sum(one[place] for one in played) / len(played) for place in (1, 2))
+        episode, tests = (sum(result[column] for result in played) / len(played) for column in (1, 2))
         share = f"{solved / len(played):.1%} ({low:.0%}–{high:.0%})"
         lines.append([policy.__name__.replace("_", " "), share, f"{episode:.3f}", f"{tests:.3f}"])
     return lines

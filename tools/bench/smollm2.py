@@ -43,31 +43,35 @@ def main() -> None:
     folder = args.run_dir / f"bench-{args.experiment}"
     runs = {f"seed-{seed}": [f"seed={seed}"] for seed in args.seeds}
     runs |= {CONTROL: [f"seed={args.seeds[0]}", OTHERS]} if args.control else {}
-    for name, own in runs.items():
+    for name, run_overrides in runs.items():
         if not args.draw and summary(folder / name).get("outcome") != "completed":
-            overrides = [*OVERRIDES, *own, *args.overrides]
-            found = train(name, folder, overrides, deadline=4 * 3600.0, experiment=args.experiment)
-            print(f"{name}: {found.get('outcome')} after {found['wall_s'] / 60:.1f} minutes", flush=True)
-    done = {name: found for name in runs if (found := summary(folder / name)).get("steps")}
-    print(table(HEADER, [line(name, found, questions(folder / name)) for name, found in done.items()]))
+            overrides = [*OVERRIDES, *run_overrides, *args.overrides]
+            result = train(name, folder, overrides, deadline=4 * 3600.0, experiment=args.experiment)
+            print(f"{name}: {result.get('outcome')} after {result['wall_s'] / 60:.1f} minutes", flush=True)
+    done = {name: run_summary for name in runs if (run_summary := summary(folder / name)).get("steps")}
+    print(
+        table(
+            HEADER, [line(name, run_summary, questions(folder / name)) for name, run_summary in done.items()]
+        )
+    )
     plot = args.plot or ROOT / "docs" / f"{args.experiment}.png"
     draw(plot, {name: rows(folder / name) for name in done})
     print(f"drawn: {plot}")
 
 
-def line(name: str, found: Mapping[str, Any], episodes: int) -> list[str]:
+def line(name: str, run_summary: Mapping[str, Any], episodes: int) -> list[str]:
     return [
         name,
         *(
-            share(found[f"{key}_{when}"], episodes)
+            share(run_summary[f"{key}_{when}"], episodes)
             for key in ("success", "greedy")
             for when in ("before", "after")
         ),
-        f"{found['seconds'] / 60:.1f}",
-        str(found["steps"]),
-        f"{found['tokens_trained']:,}",
-        f"{found['lag_max']:.0f}",
-        str(found["conserved"]),
+        f"{run_summary['seconds'] / 60:.1f}",
+        str(run_summary["steps"]),
+        f"{run_summary['tokens_trained']:,}",
+        f"{run_summary['lag_max']:.0f}",
+        str(run_summary["conserved"]),
     ]
 
 

@@ -48,12 +48,12 @@ def main() -> None:
     (options.run_dir / f"{name}.json").write_text(json.dumps(samples))
     window = max(1.0, (options.minutes - options.warm_up) / 10)
     lines = []
-    for role, found in samples.items():
-        early = [mb for at, mb in found if options.warm_up <= at < options.warm_up + window]
-        late = [mb for at, mb in found if at >= options.minutes - window]
-        if early and late:
+    for role, role_samples in samples.items():
+        early = [mb for at, mb in role_samples if options.warm_up <= at < options.warm_up + window]
+        late_values = [mb for at, mb in role_samples if at >= options.minutes - window]
+        if early and late_values:
             a = statistics.median(early)
-            b = statistics.median(late)
+            b = statistics.median(late_values)
             lines.append([role, f"{a:.1f}", f"{b:.1f}", f"{100 * (b / a - 1):+.2f}%"])
     print(table(["role", f"MB at minute {options.warm_up:g}", "MB at the end", "growth"], lines))
     result = summary(options.run_dir / name)

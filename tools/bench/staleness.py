@@ -66,8 +66,8 @@ class Point(msgspec.Struct, frozen=True):
         """Raises ConfigError for an arm that cannot be composed."""
         overrides = [*TASK, f"seed={self.seed}"]
         if self.arm in PRESETS:
-            own = [f"algorithm={self.arm}", *CRITIC.get(self.arm, ())]
-            return compose([*overrides, *own, f"buffer.max_staleness={self.lag}"])
+            arm_overrides = [f"algorithm={self.arm}", *CRITIC.get(self.arm, ())]
+            return compose([*overrides, *arm_overrides, f"buffer.max_staleness={self.lag}"])
         if self.arm == "none":  # a configuration refuses it; run() raises the learner's bound
             return compose([*overrides, "algorithm.correction={}", "buffer.max_staleness=0"])
         return compose([*overrides, f"buffer.max_staleness={self.lag}"])

@@ -58,10 +58,10 @@ def pause(target: Target, victim: str) -> Iterator[None]:
 @contextmanager
 def launcher(target: Target, victim: str) -> Iterator[None]:
     """kill -9 of the launcher: all others end with it; the run is resumed."""
-    others = target.roles().values()
+    processes = target.roles().values()
     target.launcher.kill()
     target.launcher.wait(60)
-    assert not psutil.wait_procs(others, 30)[1], "a process outlived the launcher"
+    assert not psutil.wait_procs(processes, 30)[1], "a process outlived the launcher"
     target.launch("resume=must")
     yield
 
@@ -69,8 +69,8 @@ def launcher(target: Target, victim: str) -> Iterator[None]:
 @contextmanager
 def second_launcher(target: Target, victim: str) -> Iterator[None]:
     """The same command again: refused."""
-    code, said = target.again("launch.port=0")
-    assert code == 2 and "another run with this name" in said, (code, said)
+    code, output = target.again("launch.port=0")
+    assert code == 2 and "another run with this name" in output, (code, output)
     yield
 
 
@@ -91,7 +91,7 @@ def _bad(target: Target, mode: str) -> Iterator[None]:
         proxy.mode = "pass"
 
 
-def held(target: Target, victim: str) -> AbstractContextManager[None]:
+def held_connections(target: Target, victim: str) -> AbstractContextManager[None]:
     """Connections stay, and carry nothing."""
     return _bad(target, "hold")
 
@@ -154,31 +154,31 @@ def full_memory(target: Target, victim: str) -> AbstractContextManager[None]:
 @contextmanager
 def read_only(target: Target, victim: str) -> Iterator[None]:
     """No file of the run directory can be made or opened to write; those that are open can be written on."""
-    place = str(target.run)
-    tree = copy_mount(place)
+    directory = str(target.run)
+    tree = copy_mount(directory)
     set_attributes(tree, "", READ_ONLY)  # before it is in place: then no file can be open in it to write
-    place_mount(tree, place)
+    place_mount(tree, directory)
     yield
-    subprocess.run(["umount", "--lazy", place], check=True)
+    subprocess.run(["umount", "--lazy", directory], check=True)
 
 
 @contextmanager
 def locked_store(target: Target, victim: str) -> Iterator[None]:
     """Another program has begun to write into run.db."""
-    with closing(sqlite3.connect(target.run / "run.db", isolation_level=None, timeout=5)) as other:
+    with closing(sqlite3.connect(target.run / "run.db", isolation_level=None, timeout=5)) as connection:
         with suppress(sqlite3.OperationalError):  # a coordinator that is paused as it writes keeps the lock
-            other.execute("BEGIN IMMEDIATE")
+            connection.execute("BEGIN IMMEDIATE")
         yield
-        if other.in_transaction:
-            other.execute("ROLLBACK")
+        if connection.in_transaction:
+            connection.execute("ROLLBACK")
 
 
 @contextmanager
 def weights_gone(target: Target, victim: str) -> Iterator[None]:
     """A file of the version that is just published is removed while engines load it."""
-    known = set(target.weights.glob("*"))
-    target.until(lambda: set(target.weights.glob("*")) - known, "a version is published", pause=0.001)
-    for path in set(target.weights.glob("*")) - known:
+    first_paths = set(target.weights.glob("*"))
+    target.until(lambda: set(target.weights.glob("*")) - first_paths, "a version is published", pause=0.001)
+    for path in set(target.weights.glob("*")) - first_paths:
         for file in list(path.rglob("*.safetensors")):
             file.unlink(missing_ok=True)
     yield
@@ -196,9 +196,9 @@ def weights_damaged(target: Target, victim: str) -> Iterator[None]:
 @contextmanager
 def checkpoint_damaged(target: Target, victim: str) -> Iterator[None]:
     """Bits of the newest checkpoint are flipped; then the trainer is killed: it resumes from another."""
-    place = Checkpoints(target.run / "checkpoints")
-    target.until(lambda: len(place.steps()) > 1, "two checkpoints")
-    newest = Path(place.path(place.steps()[0]))
+    checkpoints = Checkpoints(target.run / "checkpoints")
+    target.until(lambda: len(checkpoints.steps()) > 1, "two checkpoints")
+    newest = Path(checkpoints.path(checkpoints.steps()[0]))
     files = [path for path in newest.rglob("*") if path.is_file() and path.name != MANIFEST]
     _flip(max(files, key=lambda path: path.stat().st_size))
     target.process(victim).kill()
@@ -239,9 +239,9 @@ def _age(path: Path) -> float:
 def _flip(path: Path, start: int = 0) -> None:
     """A bit of each FLIPPED bytes from `start` on."""
     with path.open("r+b", buffering=0) as file:
-        for place in range(max(0, start), path.stat().st_size, FLIPPED):
-            (byte,) = os.pread(file.fileno(), 1, place)
-            os.pwrite(file.fileno(), bytes([byte ^ 1]), place)
+        for offset in range(max(0, start), path.stat().st_size, FLIPPED):
+            (byte,) = os.pread(file.fileno(), 1, offset)
+            os.pwrite(file.fileno(), bytes([byte ^ 1]), offset)
 
 
 FAULTS = {
@@ -250,7 +250,7 @@ FAULTS = {
     "launcher": Fault(launcher),
     "second-launcher": Fault(second_launcher),
     "cut": Fault(cut),
-    "held": Fault(held, leases=1.5),
+    "held": Fault(held_connections, leases=1.5),
     "slow": Fault(slow, leases=1.0),
     "duplicated": Fault(duplicated, leases=0.5),
     "corrupted": Fault(corrupted, leases=0.5),

@@ -19,10 +19,12 @@ def dial_through(ports: dict[str, str]) -> None:
     given_to = Endpoints.given_to
 
     def through(self: Endpoints, role: str) -> Endpoints:
-        given = given_to(self, role)
+        endpoints = given_to(self, role)
         if role == COORDINATOR:
-            return given
-        return replace(given, control=_changed(given.control, ports), bulk=_changed(given.bulk, ports))
+            return endpoints
+        return replace(
+            endpoints, control=_changed(endpoints.control, ports), bulk=_changed(endpoints.bulk, ports)
+        )
 
     Endpoints.given_to = through
 

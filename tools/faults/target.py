@@ -118,7 +118,7 @@ class Target:
                 wrappers = [child for supervisor in self._of("engine") for child in supervisor.children()]
                 return [server for wrapper in wrappers for server in wrapper.children()]
             return []
-        return [found for name, found in sorted(self.roles().items()) if name.rpartition("-")[0] == role]
+        return [process for name, process in sorted(self.roles().items()) if name.rpartition("-")[0] == role]
 
     @property
     def step(self) -> int:
@@ -137,12 +137,12 @@ class Target:
         """Processes of it that are still there after so long."""
         return list(psutil.wait_procs(self.seen, seconds)[1])
 
-    def until(self, condition: Callable[[], object], what: str, pause: float = 0.02) -> None:
+    def until(self, condition: Callable[[], object], description: str, pause: float = 0.02) -> None:
         """Wait for an event of the run; AssertionError with the output at its end, or the deadline."""
         end = time.monotonic() + self.deadline
         while not condition():
-            assert self.launcher.poll() is None, f"ended before {what}:\n{self.text()[-3000:]}"
-            assert time.monotonic() < end, f"no {what} in {self.deadline:g} s:\n{self.text()[-3000:]}"
+            assert self.launcher.poll() is None, f"ended before {description}:\n{self.text()[-3000:]}"
+            assert time.monotonic() < end, f"no {description} in {self.deadline:g} s:\n{self.text()[-3000:]}"
             time.sleep(pause)
 
 

@@ -102,13 +102,13 @@ class _Region(TorchDispatchMode):
         self._backup = backup
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        known = {storage._cdata for storage in _storages((args, kwargs))}
-        known |= {block.storage.cdata for block in self._blocks}
-        for storage in _storages(made):
-            if storage._cdata not in known:
+        result = func(*args, **(kwargs or {}))
+        known_storages = {storage._cdata for storage in _storages((args, kwargs))}
+        known_storages |= {block.storage.cdata for block in self._blocks}
+        for storage in _storages(result):
+            if storage._cdata not in known_storages:
                 self._blocks.append(_Block(storage, self._backup))
-        return made
+        return result
 
 
 class _Block:
@@ -139,8 +139,10 @@ class _Block:
             self._content = None
 
     def _living(self) -> torch.UntypedStorage | None:
-        found: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(self.storage.cdata)
-        return found
+        living_storage: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(
+            self.storage.cdata
+        )
+        return living_storage
 
 
 class MemorySaver(types.ModuleType):

@@ -74,7 +74,7 @@ class BaseImage:
             file.flush()
             self.everything = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
-    def has(self, mutation: Mutation) -> bool:
+    def has_mutation(self, mutation: Mutation) -> bool:
         return self.everything.find(mutation.before.strip().encode()) >= 0 or bool(
             leak(self.compiled, mutation)
         )

@@ -24,7 +24,9 @@ SIGNS = "+ -, - +, * +, / *, // /, % //, ** *, & |, | &, << >>, >> <<"
 OPERATORS = dict(pair.split() for pair in SIGNS.split(","))
 PAIRS = """min max, any all, startswith endswith, lstrip rstrip, lower upper, keys values, append extend,
     popleft pop, partition rpartition, find rfind, split rsplit"""
-OTHER_NAMES = {one: other for pair in PAIRS.split(",") for one, other in permutations(pair.split())}
+OTHER_NAMES = {
+    name: other_name for pair in PAIRS.split(",") for name, other_name in permutations(pair.split())
+}
 SHORTEST = 10
 """Characters of a changed line: a shorter one, such as `i += 1`, is in every program."""
 
@@ -52,16 +54,16 @@ class Edit(NamedTuple):
 def mutations(source: bytes) -> list[Mutation]:
     """List the mutations of the functions of a module (UTF-8), in the order of its lines."""
     lines = source.splitlines(keepends=True)
-    found: dict[tuple[int, str], Mutation] = {}
+    by_change: dict[tuple[int, str], Mutation] = {}
     for name, function in functions(ast.parse(source)):
         for edit in (edit for node in inside(function) for edit in edits(node, lines)):
             before = lines[edit.line - 1]
             after = before[: edit.start] + edit.text.encode() + before[edit.end :]
             if len(before.strip()) >= SHORTEST and differs(function, lines, edit.line, after):
                 texts = (before.decode().rstrip("\n"), after.decode().rstrip("\n"))
-                one = Mutation(edit.kind, edit.line, *texts, name, names(function))
-                found.setdefault((edit.line, one.after), one)
-    return sorted(found.values(), key=lambda one: one.line)
+                mutation = Mutation(edit.kind, edit.line, *texts, name, names(function))
+                by_change.setdefault((edit.line, mutation.after), mutation)
+    return sorted(by_change.values(), key=lambda mutation: mutation.line)
 
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -170,13 +172,13 @@ def operator(left: ast.expr, right: ast.expr, lines: list[bytes], kind: str) -> 
         return
     start = left.end_col_offset or 0
     end = right.col_offset
-    found = re.fullmatch(
+    match = re.fullmatch(
         rb"([\s)]*)([^\s()=]+=?|not +in|is +not|==)([\s(]*)", lines[right.lineno - 1][start:end]
     )
-    if found is None:
+    if match is None:
         return
-    old = " ".join(found[2].decode().split())
-    span = (right.lineno, start + found.start(2), start + found.end(2))
+    old = " ".join(match[2].decode().split())
+    span = (right.lineno, start + match.start(2), start + match.end(2))
     if kind == "operator":
         word = old.removesuffix("=")
         sign = "=" if old.endswith("=") else ""

@@ -118,15 +118,19 @@ class Package:
         src/, modules and packages that would be imported instead, and directories of tests in packages."""
         changed = PurePosixPath(path)
         tops = [*self.tree.glob("*"), *self.tree.glob("src/*")]
-        places = {PurePosixPath(top.relative_to(self.tree)) for top in tops}
+        directories = {PurePosixPath(top.relative_to(self.tree)) for top in tops}
         for file in self.tree.rglob("*.py"):
             if is_test(file):
-                places.add(directory_of_tests(PurePosixPath(file.relative_to(self.tree))))
-        others = sorted(places - {changed, *changed.parents})
+                directories.add(directory_of_tests(PurePosixPath(file.relative_to(self.tree))))
+        other_directories = sorted(directories - {changed, *changed.parents})
 
-        globs = {f"{TESTBED}/{glob.escape(str(place))}" for place in others}
+        globs = {f"{TESTBED}/{glob.escape(str(directory))}" for directory in other_directories}
         top = changed.relative_to("src") if changed.is_relative_to("src") else changed
-        importable = {place.name.removesuffix(".py") for place in others if place.parent.name in ("", "src")}
+        importable = {
+            directory.name.removesuffix(".py")
+            for directory in other_directories
+            if directory.parent.name in ("", "src")
+        }
         for name in importable & {*self.names} - {top.parts[0].removesuffix(".py")}:
             for root in (TESTBED, f"{TESTBED}/src"):
                 globs |= {f"{root}/{name}", f"{root}/{name}.*"}
@@ -251,10 +255,12 @@ async def installed_copies(image: Image, modules: list[str]) -> dict[str, str]:
     """Return which of these modules and packages the image's own Python imports, and from where. Such a
     module would be tested instead of the package. A directory without `__init__.py` does not count."""
     async with Jail(LIMITS, image=image) as box:
-        ended = await box.run("shell", f"python3 -I -c {shlex.quote(FIND_MODULES)} {shlex.join(modules)}", 60)
-    if ended.ending is not RunEnding.DONE:
-        raise PackageError(f"python3 does not run in the base image: {in_short(ended.output, EXAMPLE)}")
-    copies: dict[str, str] = json.loads(ended.output.splitlines()[-1])
+        run_result = await box.run(
+            "shell", f"python3 -I -c {shlex.quote(FIND_MODULES)} {shlex.join(modules)}", 60
+        )
+    if run_result.ending is not RunEnding.DONE:
+        raise PackageError(f"python3 does not run in the base image: {in_short(run_result.output, EXAMPLE)}")
+    copies: dict[str, str] = json.loads(run_result.output.splitlines()[-1])
     return copies
 
 
@@ -278,16 +284,16 @@ async def run_tests(
     variables = f"PYTHONHASHSEED={seed} PYTHONPATH= PYTEST_DISABLE_PLUGIN_AUTOLOAD=1"  # else as in test.sh
     command = f"{copies} && {change or ':'} && {variables} exec python3 -s {shlex.join(words)}"
     longest = BUSY * (seconds + sum(package.passing.get(test, 0) for test in tests))
-    shown = [str(package.tree), str(package.tests), watch.__file__]
-    async with Jail(LIMITS, show=shown, image=image) as box:
+    shown_paths = [str(package.tree), str(package.tests), watch.__file__]
+    async with Jail(LIMITS, show=shown_paths, image=image) as box:
         await box.write_file(names, "".join(f"/tests/{test}\n" for test in tests).encode())
-        ended = await box.run("shell", command, longest)
-        if ended.ending not in (RunEnding.DONE, RunEnding.FAILED):
+        run_result = await box.run("shell", command, longest)
+        if run_result.ending not in (RunEnding.DONE, RunEnding.FAILED):
             return {}
-        if ended.status not in (0, 1):
+        if run_result.status not in (0, 1):
             if not tests:
-                said = ended.output.strip()[-EXAMPLE:] or f"pytest ended with {ended.status}"
-                raise PackageError(f"the tests of {package.name} do not run: {said}")
+                output = run_result.output.strip()[-EXAMPLE:] or f"pytest ended with {run_result.status}"
+                raise PackageError(f"the tests of {package.name} do not run: {output}")
             return {}
         return json.loads(await box.read_file(result))
 
@@ -344,8 +350,10 @@ async def try_bug(image: Image, package: Package, path: str, mutation: Mutation)
     be named once without. A Bug if some of the covering tests fail each time with it, and some tests pass."""
     covering = package.covering[path, mutation.line]
     files = {test.partition("::")[0] for test in covering}
-    others = [test for test in package.passing if test not in covering and test.partition("::")[0] in files]
-    padding = random.Random(str(mutation)).sample(others, min(PADDING, len(others)))
+    unrelated_tests = [
+        test for test in package.passing if test not in covering and test.partition("::")[0] in files
+    ]
+    padding = random.Random(str(mutation)).sample(unrelated_tests, min(PADDING, len(unrelated_tests)))
     tests = sorted((*covering, *padding))
 
     seconds = SECONDS + 3 * max(package.passing[test] for test in tests)

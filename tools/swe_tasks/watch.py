@@ -75,10 +75,10 @@ class Watcher:
             sys.settrace(None)
             threading.settrace(None)  # type: ignore[arg-type]
             self.seconds[item.nodeid] = time.process_time() - started
-            found = self.lines[item.nodeid] = defaultdict(list)
+            lines_of_test = self.lines[item.nodeid] = defaultdict(list)
             for code, (_, seen) in self.codes.items():
                 if seen:
-                    found[code.co_filename.removeprefix(self.directory + "/")] += sorted(seen)
+                    lines_of_test[code.co_filename.removeprefix(self.directory + "/")] += sorted(seen)
 
     def enter(self, frame: FrameType, event: str, argument: object) -> Any:
         if (watched := self.codes.get(code := frame.f_code)) is None:
