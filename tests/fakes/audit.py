@@ -31,11 +31,11 @@ CLOCKS = 0.02  # seconds by which a span may seem to lie elsewhere: two processe
 def manifests(run: Path) -> list[CheckpointManifest]:
     """Of all checkpoints that are complete, oldest first; one may be about to be."""
     checkpoints = Checkpoints(run / "checkpoints")
-    found = list[CheckpointManifest]()
+    manifests_of_steps = list[CheckpointManifest]()
     for step in reversed(checkpoints.steps()):
         with suppress(CheckpointError):
-            found.append(checkpoints.manifest(step))
-    return found
+            manifests_of_steps.append(checkpoints.manifest(step))
+    return manifests_of_steps
 
 
 def trained_uids(run: Path) -> Counter[str]:
@@ -62,7 +62,7 @@ def at_once(run: Path) -> Iterator[tuple[float, float]]:
     """The times in which a rank and an engine computed."""
     decoded = spans(run, "rollout", DECODE)
     if read_config(run).engine.remote:  # workers hear of a server's sleep later
-        decoded = [span for one in decoded for span in _awake(one, [*_asleep(run)])]
+        decoded = [span for spans_of_engine in decoded for span in _awake(spans_of_engine, [*_asleep(run)])]
     for start, end in spans(run, "trainer", *COMPUTED):
         for a, b in decoded:
             if min(end, b) - max(start, a) > CLOCKS:
@@ -91,25 +91,25 @@ def troubles(run: Path) -> list[str]:
     """What does not hold of a run that is over, or not. Each query reads one state of the store; between two
     of them a run may go on."""
     config = read_config(run)
-    found = list[str]()
+    problems = list[str]()
     buffer = config.buffer
     size = buffer.episodes_per_group
     bound = buffer.max_staleness
     if twice := [uid for uid, times in trained_uids(run).items() if times > 1]:
-        found.append(f"in two batches: {twice}")
+        problems.append(f"in two batches: {twice}")
     ((groups, episodes),) = _read(run, ISSUED)
     if groups * size != episodes:
-        found.append(f"{groups} groups of {size} were issued, and the store has {episodes} episodes")
+        problems.append(f"{groups} groups of {size} were issued, and the store has {episodes} episodes")
     for manifest in manifests(run):
         if len(set(manifest.trained)) < len(manifest.trained):
-            found.append(f"the checkpoint of step {manifest.step} counts an episode twice")
+            problems.append(f"the checkpoint of step {manifest.step} counts an episode twice")
     lag = max((row.get("staleness/lag/max", 0.0) for row in read_rows(run)), default=0.0)
     if lag > bound:
-        found.append(f"a token was trained at a lag of {lag:g}, over the bound of {bound}")
+        problems.append(f"a token was trained at a lag of {lag:g}, over the bound of {bound}")
     # A paused worker seems to sample as long; its server may sleep meanwhile.
     if config.shifts and not config.engine.remote and (both := [*at_once(run)]):
-        found.append(f"engines and trainer computed at once: {both}")
-    return found
+        problems.append(f"engines and trainer computed at once: {both}")
+    return problems
 
 
 def troubles_at_end(run: Path) -> list[str]:
@@ -120,9 +120,9 @@ def troubles_at_end(run: Path) -> list[str]:
     with closing(RunReader.open(run)) as reader:
         trained = {"index": reader.counts().get(State.TRAINED, 0), "plans": reader.trained_in_plans()}
     trained |= {"last checkpoint": last.trained_total, "summary": summary["flow"]["trained"]}
-    found = [] if len(set(trained.values())) == 1 else [f"trained, by each: {trained}"]
-    found += [] if last.step == summary["steps"] else [f"the last checkpoint is of step {last.step}"]
-    return found + ([] if summary["conserved"] else [f"not conserved: {summary['flow']}"])
+    problems = [] if len(set(trained.values())) == 1 else [f"trained, by each: {trained}"]
+    problems += [] if last.step == summary["steps"] else [f"the last checkpoint is of step {last.step}"]
+    return problems + ([] if summary["conserved"] else [f"not conserved: {summary['flow']}"])
 
 
 def reward(run: Path, first: bool) -> float:

@@ -66,17 +66,19 @@ class Tab:
 
     async def open(self, url: str) -> None:
         target = await self.call("Target.createTarget", url="about:blank")
-        found = await self.call("Target.attachToTarget", targetId=target["targetId"], flatten=True)
-        self._session = found["sessionId"]
+        attached = await self.call("Target.attachToTarget", targetId=target["targetId"], flatten=True)
+        self._session = attached["sessionId"]
         for domain in ("Runtime", "Log", "Page"):
             await self.call(f"{domain}.enable")
         await self.call("Page.navigate", url=url)
 
     async def run(self, script: str) -> Any:
         """The value of an expression; a promise is waited for."""
-        found = await self.call("Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True)
-        assert "exceptionDetails" not in found, found
-        return found["result"].get("value")
+        evaluated = await self.call(
+            "Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True
+        )
+        assert "exceptionDetails" not in evaluated, evaluated
+        return evaluated["result"].get("value")
 
     async def until(self, condition: str) -> None:
         """The page itself looks again each frame."""

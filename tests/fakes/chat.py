@@ -46,8 +46,8 @@ class FakeChat:
 
     def delta_ids(self, messages: tuple[Message, ...], after: int) -> tuple[int, ...] | None:
         if after not in self.stop_ids:  # the turn ended at a text: its end comes first
-            found = self.delta_ids(messages, END)
-            return found and (END, *found)
+            delta = self.delta_ids(messages, END)
+            return delta and (END, *delta)
         if any(message.role in self._rewrites for message in messages):
             return None
         return (*encode("".join(self._written(message) for message in messages)), OPEN)
@@ -73,7 +73,7 @@ class FakeChat:
         return text[:limit]
 
     def _written(self, message: Message) -> str:
-        calls = "".join(call(made.name, made.arguments) for made in message.tool_calls)
+        calls = "".join(call(tool_call.name, tool_call.arguments) for tool_call in message.tool_calls)
         thought = f"({message.reasoning})" if message.reasoning and self._thoughts else ""
         return f"[{message.content}]" if message.role == "tool" else thought + message.content + calls
 
@@ -93,6 +93,6 @@ OPENED = Opened(tools=("",))
 """There are tools; the prompt does not show them."""
 
 
-def start(made: Rules, given: Sample | None = None, opened: Opened = OPENED) -> Episode:
+def start(rules: Rules, row: Sample | None = None, opened: Opened = OPENED) -> Episode:
     """An episode that asks for its first turn, or has failed for want of room."""
-    return advance(made, begin(given or sample()), opened)
+    return advance(rules, begin(row or sample()), opened)

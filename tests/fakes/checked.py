@@ -85,10 +85,10 @@ class Given:
         tree: dict[str, Any] = {}
         for key, value in self.keys.items():
             *parents, last = key.split(".")
-            place = tree
+            subtree = tree
             for name in parents:
-                place = place.setdefault(name, {})
-            place[last] = value
+                subtree = subtree.setdefault(name, {})
+            subtree[last] = value
         return parse(tree | keys)
 
     def notes(self, *names: str) -> list[Note]:
@@ -105,11 +105,11 @@ def assert_found(given: Given, expected: str, spoils: Spoil | list[Spoil], text:
     level, _, names = expected.partition(": ")
     given.spoil(spoils if isinstance(spoils, list) else [spoils])
     notes = given.notes(*names.split(", "))
-    found = [note for note in notes if note.check == names.split(", ")[-1]]
-    said = [note.text for note in found if note.level == level]
-    assert {note.level for note in found} <= {"ok", level}, notes
-    assert level == "ok" or len(said) == 1, notes
-    assert not text or re.search(text, "\n".join(said)), notes
+    check_notes = [note for note in notes if note.check == names.split(", ")[-1]]
+    texts = [note.text for note in check_notes if note.level == level]
+    assert {note.level for note in check_notes} <= {"ok", level}, notes
+    assert level == "ok" or len(texts) == 1, notes
+    assert not text or re.search(text, "\n".join(texts)), notes
 
 
 def questions(count: int, **more: Any) -> list[dict[str, Any]]:

@@ -86,20 +86,20 @@ class FakeCoordinator:
     ) -> Attempt:
         self.assigned += 1
         tried = Attempt(uid, attempt)
-        given = {"key": self.assigned, "transcript": lane == "eval", **fields}
-        self.send(Assign(self.assigned, tried, sample, lane, 1.0, **given), frames)
+        assignment = {"key": self.assigned, "transcript": lane == "eval", **fields}
+        self.send(Assign(self.assigned, tried, sample, lane, 1.0, **assignment), frames)
         return tried
 
     # -- receiving ---------------------------------------------------------------------------------
 
-    def until(self, wanted: Callable[[], Any], what: str) -> Any:
+    def until(self, wanted: Callable[[], Any], description: str) -> Any:
         """Pump until `wanted` gives something; AssertionError naming `what` at the deadline."""
         end = time.monotonic() + self.deadline
-        while not (found := wanted()):
-            assert time.monotonic() < end, f"no {what}; arrived: {self.arrived}; beat: {self.beat}"
+        while not (result := wanted()):
+            assert time.monotonic() < end, f"no {description}; arrived: {self.arrived}; beat: {self.beat}"
             self.poller.wait(0.1)
             self._drain()
-        return found
+        return result
 
     def expect(self, kind: type, **fields: Any) -> Any:
         """The next message of that kind, after those already expected."""
@@ -133,8 +133,8 @@ class FakeCoordinator:
             while (received := hub.receive()) is not None:
                 peer, message, frames = received
                 both = message.unpacked(frames) if isinstance(message, Records) else [(message, frames)]
-                for one, own in both:
-                    self._handle(peer, one, own)
+                for record, record_frames in both:
+                    self._handle(peer, record, record_frames)
 
     def _handle(self, peer: bytes, message: Any, frames: list[bytes]) -> None:
         self.peer = peer

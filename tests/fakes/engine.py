@@ -62,8 +62,8 @@ class ScriptedEngine:
             self.cancelled.append(request.session)
             raise
         turn = generation(self.script(request), self._version)
-        if len(turn.ids) > (most := request.sampling.max_new_tokens):
-            turn = generation(read(turn.ids[:most]), self._version, StopReason.LENGTH)
+        if len(turn.ids) > (max_tokens := request.sampling.max_new_tokens):
+            turn = generation(read(turn.ids[:max_tokens]), self._version, StopReason.LENGTH)
         for count in (count for count in self.parts if count < len(turn.ids)):
             await request.on_part(generation(read(turn.ids[:count]), self._version, StopReason.ABORT))
         turn = await _watched(request, turn)

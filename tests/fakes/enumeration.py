@@ -90,8 +90,8 @@ def token_logp(language: Language, logits: Tensor) -> Tensor:
 
 def token_rewards(language: Language) -> Tensor:
     """[S, LENGTH]: what a turn earned lies on its last token."""
-    each = sum(part[language.prefix, language.tokens] for part in PARTS.values())
-    rewards = torch.where(language.live, torch.as_tensor(each), 0.0)
+    reward_sum = sum(part[language.prefix, language.tokens] for part in PARTS.values())
+    rewards = torch.where(language.live, torch.as_tensor(reward_sum), 0.0)
     two = language.live[:, 1]  # the first turn goes on to the second token
     rewards[two, 1] += rewards[two, 0]
     rewards[two, 0] = 0.0
@@ -154,7 +154,7 @@ def _loss_input(experiment: Experiment, loss: Loss, logits: Tensor) -> LossInput
 
     logp = spread(token_logp(language, logits))
     mu = spread(token_logp(language, older(experiment.mu)))
-    row, turn = (places[live] for places in _places(live))
+    row, turn = (indices[live] for indices in _live_indices(live))
     advantage = credits(experiment)[live]
     fresh = torch.ones_like(logp, dtype=torch.bool)
     prox = logp.detach()
@@ -163,11 +163,11 @@ def _loss_input(experiment: Experiment, loss: Loss, logits: Tensor) -> LossInput
     if any(rule.kind == "scale" for rule in rules):
         correction = _scaled(correction, live)
     reference = spread(token_logp(language, REFERENCE))
-    given = LossInput(logp, prox, mu, advantage, row, turn, turn * 0, fresh, correction, reference)
-    return given if loss.prepare is None else _prepared(given, loss, live, language)
+    inputs = LossInput(logp, prox, mu, advantage, row, turn, turn * 0, fresh, correction, reference)
+    return inputs if loss.prepare is None else _prepared(inputs, loss, live, language)
 
 
-def _places(live: Tensor) -> tuple[Tensor, Tensor]:
+def _live_indices(live: Tensor) -> tuple[Tensor, Tensor]:
     groups, n, _ = live.shape
     row = torch.arange(groups * n).view(groups, n, 1).expand(live.shape)
     return row, TURN.expand(live.shape)
@@ -177,44 +177,46 @@ def _scaled(correction: Correction, live: Tensor) -> Correction:
     """Every group is a batch: its weights are divided by the mean of those kept."""
     group = torch.repeat_interleave(torch.arange(len(live)), live.sum((1, 2)))
     sums = torch.zeros(2, len(live), dtype=torch.float64)
-    total, kept = sums.index_add(1, group, torch.stack([correction.weight, (~correction.masked).double()]))
-    mean = torch.where(total > 0, total / kept, 1.0)
+    total, unmasked = sums.index_add(
+        1, group, torch.stack([correction.weight, (~correction.masked).double()])
+    )
+    mean = torch.where(total > 0, total / unmasked, 1.0)
     return dataclasses.replace(correction, weight=correction.weight / mean[group])
 
 
-def _prepared(given: LossInput, loss: Loss, live: Tensor, language: Language) -> LossInput:
+def _prepared(inputs: LossInput, loss: Loss, live: Tensor, language: Language) -> LossInput:
     """With what the loss says of each batch of one group."""
-    assert loss.prepare is not None and given.reference is not None
+    assert loss.prepare is not None and inputs.reference is not None
     sizes = live.sum(2)
     rewards = token_rewards(language).sum(1)
-    columns = {name: getattr(given, name) for name in ("advantage", "mu", "fresh", "reference")}
-    columns["prox"] = given.prox.detach()
+    columns = {name: getattr(inputs, name) for name in ("advantage", "mu", "fresh", "reference")}
+    columns["prox"] = inputs.prox.detach()
     cut = (column.split(sizes.flatten().tolist()) for column in columns.values())
     pieces = (dict(zip(columns, map(np.asarray, piece), strict=True)) for piece in zip(*cut, strict=True))
     members = groups_of(language, live.shape[1]).members
-    found = []
+    prepared = []
     for group in members.tolist():
         batch = [
             Trace(f"g/{i}", "g", EpisodeResult(float(rewards[sequence])), **next(pieces))
             for i, sequence in enumerate(group)
         ]
-        found += loss.prepare(batch)
-    return dataclasses.replace(given, prepared=torch.from_numpy(np.concatenate(found)))
+        prepared += loss.prepare(batch)
+    return dataclasses.replace(inputs, prepared=torch.from_numpy(np.concatenate(prepared)))
 
 
 def credits(experiment: Experiment) -> Tensor:
     """The advantage of every token of every member of every group, [G, n, LENGTH]."""
     e = experiment
-    found = _credits(e.language, e.advantage, e.options, e.n, e.values, e.late)
-    return found if e.normalise is None else _normalised(found, e)
+    all_credits = _credits(e.language, e.advantage, e.options, e.n, e.values, e.late)
+    return all_credits if e.normalise is None else _normalised(all_credits, e)
 
 
-def _normalised(found: Tensor, experiment: Experiment) -> Tensor:
+def _normalised(all_credits: Tensor, experiment: Experiment) -> Tensor:
     assert experiment.normalise is not None
     live = experiment.language.live[groups_of(experiment.language, experiment.n).members].numpy()
-    result = np.zeros(found.shape)
-    for g, batch in enumerate(found.numpy()):
-        scaled = experiment.normalise([one[alive] for one, alive in zip(batch, live[g], strict=True)])
+    result = np.zeros(all_credits.shape)
+    for g, batch in enumerate(all_credits.numpy()):
+        scaled = experiment.normalise([row[alive] for row, alive in zip(batch, live[g], strict=True)])
         result[g][live[g]] = np.concatenate(scaled)
     return torch.from_numpy(result)
 
@@ -225,15 +227,15 @@ def _credits(
 ) -> Tensor:
     estimator = advantages.get(name).bound(dict(options), "advantage")
     groups = groups_of(language, n).members.tolist()
-    found = np.zeros((len(groups), n, LENGTH))
+    all_credits = np.zeros((len(groups), n, LENGTH))
     for g, sequences in enumerate(groups):
         traces = [trace(language, sequence, number) for number, sequence in enumerate(sequences)]
-        for i, own in enumerate(traces):
-            length = len(own.rewards)
-            given = CreditInput(
-                own=own.own,
-                siblings=[one.own for one in traces if not (late and one is own)],
-                rewards=own.rewards,
+        for i, own_trace in enumerate(traces):
+            length = len(own_trace.rewards)
+            inputs = CreditInput(
+                own=own_trace.own,
+                siblings=[sibling.own for sibling in traces if not (late and sibling is own_trace)],
+                rewards=own_trace.rewards,
                 turn=TURN[:length].numpy(),
                 issued=n,
                 place=-1 if late else i,
@@ -241,8 +243,8 @@ def _credits(
                 greedy=GREEDY if estimator.greedy else None,
                 traces=traces if estimator.whole_group else (),
             )
-            found[g, i, :length] = estimator.of(given)
-    return torch.from_numpy(found)
+            all_credits[g, i, :length] = estimator.of(inputs)
+    return torch.from_numpy(all_credits)
 
 
 @functools.cache
@@ -276,11 +278,11 @@ def true_gradient(language: Language = FIXED, best_of: int = 1, beta: float = 0.
     return torch.autograd.grad((chance * best).sum() - beta * kl, logits)[0].flatten()
 
 
-def angle(found: Tensor, wanted: Tensor) -> float:
+def angle(gradient: Tensor, wanted: Tensor) -> float:
     """1 - cosine: 0 for the same direction, 1 for a right angle."""
-    return 1 - float(torch.cosine_similarity(found, wanted, dim=0))
+    return 1 - float(torch.cosine_similarity(gradient, wanted, dim=0))
 
 
-def error(found: Tensor, wanted: Tensor) -> float:
+def error(gradient: Tensor, wanted: Tensor) -> float:
     """Distance relative to the norm of what is wanted."""
-    return float((found - wanted).norm() / wanted.norm())
+    return float((gradient - wanted).norm() / wanted.norm())

@@ -72,9 +72,11 @@ class Bench:
         self.oldest = 0
         self.sample = sample()
         self.engine, self.waits, self.outbox = ScriptedEngine(script), Waits(), Outbox(self._send)
-        made = rules(chat=chat, **{"episode_timeout": SECONDS, "reward_timeout": SECONDS, **config})
-        judge = EpisodeReward([in_loop(reward)], made.config.reward_timeout)
-        self.context = EpisodeContext(made, judge, self.outbox, self.waits, min_version=lambda: self.oldest)
+        episode_rules = rules(chat=chat, **{"episode_timeout": SECONDS, "reward_timeout": SECONDS, **config})
+        judge = EpisodeReward([in_loop(reward)], episode_rules.config.reward_timeout)
+        self.context = EpisodeContext(
+            episode_rules, judge, self.outbox, self.waits, min_version=lambda: self.oldest
+        )
 
     def player(self, run: EpisodeRun) -> Player:
         raise NotImplementedError
@@ -86,13 +88,13 @@ class Bench:
         return LocalSampler("train", lambda: self.engine, *timed, engine=self.engine)
 
     def assign(self, lane: str = "train", **options: Any) -> Assign:
-        given = {"temperature": 0.7, "key": 99, "seconds": self.taken, **options}
-        return Assign(1, Attempt("u", 1), self.sample, lane, **given)
+        assignment = {"temperature": 0.7, "key": 99, "seconds": self.taken, **options}
+        return Assign(1, Attempt("u", 1), self.sample, lane, **assignment)
 
     async def _send(self, records: Records, frames: Sequence[bytes]) -> None:
-        for record, own in records.unpacked(frames):
+        for record, record_frames in records.unpacked(frames):
             self.sent.append(record)
-            self.frames.append(own)
+            self.frames.append(record_frames)
         if self.auto_ack:
             self.outbox.acknowledge(self.sent[-1].seq)
 

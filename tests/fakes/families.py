@@ -59,11 +59,11 @@ def _llama(message: Message) -> str:
 
 
 def _glm(message: Message) -> str:
-    def call(made: ToolCall) -> str:
-        given = json.loads(made.arguments).items()
-        texts = [(key, value if isinstance(value, str) else json.dumps(value)) for key, value in given]
+    def call(tool_call: ToolCall) -> str:
+        arguments = json.loads(tool_call.arguments).items()
+        texts = [(key, value if isinstance(value, str) else json.dumps(value)) for key, value in arguments]
         pairs = [f"\n<arg_key>{key}</arg_key>\n<arg_value>{text}</arg_value>" for key, text in texts]
-        return f"\n<tool_call>{made.name}{''.join(pairs)}\n</tool_call>"
+        return f"\n<tool_call>{tool_call.name}{''.join(pairs)}\n</tool_call>"
 
     content = f"\n{message.content}" if message.content else ""
     return f"\n<think>{message.reasoning}</think>{content}" + "".join(map(call, message.tool_calls))

@@ -41,19 +41,19 @@ class Forked:
     """A process that was forked for us, with what is used of `subprocess.Popen`. `ended` waits for so many
     seconds, or for ever, and returns the exit code."""
 
-    def __init__(self, pid: int, ended: Callable[[float | None], int | None]) -> None:
+    def __init__(self, pid: int, wait_for_exit: Callable[[float | None], int | None]) -> None:
         self.pid = pid
-        self._ended = ended
+        self._wait_for_exit = wait_for_exit
         self.returncode: int | None = None
 
     def poll(self) -> int | None:
         if self.returncode is None:
-            self.returncode = self._ended(0)
+            self.returncode = self._wait_for_exit(0)
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
         if self.returncode is None:
-            self.returncode = self._ended(timeout)
+            self.returncode = self._wait_for_exit(timeout)
         if self.returncode is None:
             raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0)
         return self.returncode
@@ -88,11 +88,11 @@ def asyncrl(
     process.start()
     assert process.pid is not None
 
-    def ended(seconds: float | None) -> int | None:
+    def wait_for_exit(seconds: float | None) -> int | None:
         process.join(seconds)
         return process.exitcode
 
-    return Forked(process.pid, ended)
+    return Forked(process.pid, wait_for_exit)
 
 
 # -- the launcher --------------------------------------------------------------------------------------
@@ -109,11 +109,11 @@ def _command(
     from asyncrl import cli
     from asyncrl.launch import process
 
-    given, giver = os.pipe()
+    stdin, giver = os.pipe()
     os.write(giver, stdin_text.encode())  # less than a pipe holds
     os.close(giver)
     output = os.open(out, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    _begin([sys.executable, "-m", "asyncrl.cli", *arguments], variables, given, output)
+    _begin([sys.executable, "-m", "asyncrl.cli", *arguments], variables, stdin, output)
     os.chdir(cwd)
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     if (forker := os.fork()) == 0:
@@ -144,10 +144,10 @@ def _start_role(
     socket.send_fds(forker, [pickle.dumps((command, env))], [stdin, stdout.fileno(), theirs])
     os.close(theirs)
 
-    def ended(seconds: float | None) -> int | None:
+    def wait_for_exit(seconds: float | None) -> int | None:
         return read_signed(status) if select.select([status], [], [], seconds)[0] else None
 
-    return Forked(read_signed(status), ended)
+    return Forked(read_signed(status), wait_for_exit)
 
 
 # -- the forker, and what it forks -----------------------------------------------------------------------
@@ -166,10 +166,10 @@ def _fork_roles(requests: socket.socket) -> NoReturn:
                 os.close(ready)
                 os.close(status)
                 continue
-            request, given, _, _ = socket.recv_fds(requests, REQUEST, 3)
+            request, descriptors, _, _ = socket.recv_fds(requests, REQUEST, 3)
             if not request:
                 os._exit(0)
-            stdin, stdout, status = given
+            stdin, stdout, status = descriptors
             if (pid := os.fork()) == 0:
                 _wrap(*pickle.loads(request), stdin, stdout)
             os.close(stdin)
@@ -219,5 +219,5 @@ def _begin(command: list[str], variables: dict[str, str], *standard: int) -> Non
         signal.signal(number, signal.SIG_IGN)
     with open("/proc/self/stat") as stat:
         begin, end = map(int, stat.read().rpartition(")")[2].split()[45:47])
-    shown = b"\0".join(map(os.fsencode, command))[: end - begin - 1]
-    ctypes.memmove(begin, shown.ljust(end - begin, b"\0"), end - begin)
+    title = b"\0".join(map(os.fsencode, command))[: end - begin - 1]
+    ctypes.memmove(begin, title.ljust(end - begin, b"\0"), end - begin)

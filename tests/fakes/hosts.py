@@ -19,8 +19,8 @@ class FakeHost:
     """Answers with `found` when the gate is open, or raises it. First it streams `streamed` (None: it has not
     even a place for the request). If it is `slow`, only a second cancellation ends it."""
 
-    def __init__(self, found: Any = "42", streamed: str | None = "", slow: bool = False) -> None:
-        self.found = found
+    def __init__(self, result: Any = "42", streamed: str | None = "", slow: bool = False) -> None:
+        self.found = result
         self.streamed = streamed
         self.slow = slow
         self.asked: list[AgentRequest] = []
@@ -66,20 +66,20 @@ class FakeHost:
 def served(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
     """Give the test a gateway, for at most 30 s."""
 
-    def run(**given: Any) -> None:
+    def run(**fixtures: Any) -> None:
         async def main() -> None:
             gateway = Gateway()
             await gateway.start()
             try:
                 async with asyncio.timeout(30):
-                    await test(gateway, **given)
+                    await test(gateway, **fixtures)
             finally:
                 await gateway.close()
 
         asyncio.run(main())
 
-    given = list(inspect.signature(test).parameters.values())[1:]
-    run.__signature__ = inspect.Signature(given)  # type: ignore[attr-defined]
+    parameters = list(inspect.signature(test).parameters.values())[1:]
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     return run
 
 

@@ -67,13 +67,13 @@ def small_image(
     images: Path, name: str = "small", *, python: bool = False, packages: Iterable[str] = ()
 ) -> Image:
     """Make an image of `small_tree` in `images` (the fixture: ASYNCRL_IMAGES), unless it is there."""
-    place = images / f"sha256-{hashlib.sha256(name.encode()).hexdigest()}"
-    if not place.exists():  # as an import leaves it, and three times as fast
-        small_tree(place / "root", python, packages)
-        image = Image(place.name, environment={"PATH": "/usr/bin:/bin"})
-        (place / "image.json").write_bytes(msgspec.json.encode(image))
+    directory = images / f"sha256-{hashlib.sha256(name.encode()).hexdigest()}"
+    if not directory.exists():  # as an import leaves it, and three times as fast
+        small_tree(directory / "root", python, packages)
+        image = Image(directory.name, environment={"PATH": "/usr/bin:/bin"})
+        (directory / "image.json").write_bytes(msgspec.json.encode(image))
         (images / "names").mkdir(exist_ok=True)
-        (images / "names" / name).symlink_to(f"../{place.name}")
+        (images / "names" / name).symlink_to(f"../{directory.name}")
     return find_image(name)
 
 
@@ -96,15 +96,19 @@ def _copy_python(path: Path, packages: set[str]) -> list[str]:
 
 
 def _with_requirements(packages: set[str]) -> set[str]:
-    found = set[str]()
+    packages_with_requirements = set[str]()
     ahead = list(packages)
     while ahead:
         package = ahead.pop()
-        if package not in found:
-            found.add(package)
+        if package not in packages_with_requirements:
+            packages_with_requirements.add(package)
             required = map(Requirement, distribution(package).requires or ())
-            ahead += [one.name for one in required if not one.marker or one.marker.evaluate({"extra": ""})]
-    return found
+            ahead += [
+                requirement.name
+                for requirement in required
+                if not requirement.marker or requirement.marker.evaluate({"extra": ""})
+            ]
+    return packages_with_requirements
 
 
 def _libraries(programs: list[str]) -> Iterator[str]:

@@ -117,13 +117,13 @@ class Events:
     def wait_for(self, *names: str) -> dict[str, list[str]]:
         """One event of each name, e.g. `rollout`, or several of one that is named so often; a later event of
         a name replaces the earlier."""
-        found: dict[str, list[str]] = {}
+        events: dict[str, list[str]] = {}
         missing = Counter(names)
         while +missing:
             event = self.next()
-            found[event[0]] = event
+            events[event[0]] = event
             missing[event[0]] -= 1
-        return {name: found[name] for name in names}
+        return {name: events[name] for name in names}
 
     def close(self) -> None:
         self._socket.close()
@@ -165,7 +165,7 @@ def only(role: str, **targets: str) -> tuple[placement.Unit, ...]:
     return tuple(unit for unit in units(**targets) if unit.role == role)
 
 
-def gone(pids: list[int], seconds: float = DEADLINE) -> bool:
+def all_gone(pids: list[int], seconds: float = DEADLINE) -> bool:
     """All processes have ended by then. Not for our own children: it would take their exit codes."""
     running = []
     for pid in pids:
@@ -203,8 +203,8 @@ def parent(run_dir: Path, *pairs: str) -> int:
         spawner = LocalSpawner(where, endpoints)
         supervisor = Supervisor(units(**targets), spawner, where, 2, spawner.rendezvous)
         view = FirstStatus(settings)
-        whole = session.Session(settings.launch, where, endpoints, supervisor, view, lambda *_: None)
-        ending = whole.run()
+        session_ = session.Session(settings.launch, where, endpoints, supervisor, view, lambda *_: None)
+        ending = session_.run()
     print(ending.error)
     return ending.code
 

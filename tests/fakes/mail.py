@@ -31,6 +31,6 @@ class Sent:
 
     def take(self, kind: type) -> list[tuple[bytes, Any]]:
         """The messages of a kind since the last call."""
-        found = [(peer, message) for peer, message in self.mail if isinstance(message, kind)]
+        taken_mail = [(peer, message) for peer, message in self.mail if isinstance(message, kind)]
         self.mail = [(peer, message) for peer, message in self.mail if not isinstance(message, kind)]
-        return found
+        return taken_mail

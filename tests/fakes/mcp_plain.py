@@ -65,8 +65,10 @@ for line in sys.stdin:
     silent = BROKEN == "silent_list" and request["method"] == "tools/list"
     silent |= BROKEN == "silent" and request["method"] == "server/discover"
     if "id" in request and not silent:
-        said = {"jsonrpc": "2.0", "id": request["id"]} | answer(request["method"], request.get("params", {}))
-        written = json.dumps(said).encode()
+        message = {"jsonrpc": "2.0", "id": request["id"]} | answer(
+            request["method"], request.get("params", {})
+        )
+        written = json.dumps(message).encode()
         if request["method"] == "tools/call":
             written = written.replace(b'"text": "', b'"text": "\xff') if BROKEN == "latin" else written
             written = written.replace(b'"text": "', b'"text": "\\ud800') if BROKEN == "surrogate" else written
@@ -74,8 +76,8 @@ for line in sys.stdin:
         sys.stdout.buffer.write(written + b"\n")
         sys.stdout.flush()
 while BROKEN == "chatty":
-    said = {"level": "info", "data": "x" * 1_000_000}
-    print(json.dumps({"jsonrpc": "2.0", "method": "notifications/message", "params": said}))
+    message = {"level": "info", "data": "x" * 1_000_000}
+    print(json.dumps({"jsonrpc": "2.0", "method": "notifications/message", "params": message}))
 if BROKEN == "deaf":  # nobody is there any more, and it does not care
     signal.pause()
 if BROKEN == "tidy":

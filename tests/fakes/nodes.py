@@ -84,10 +84,10 @@ class Node:
 
     def kill(self) -> None:
         """SIGKILL to all processes of this machine but the one that holds it."""
-        mine = os.readlink(f"/proc/{self.pid}/ns/net")
+        namespace = os.readlink(f"/proc/{self.pid}/ns/net")
         for process in psutil.process_iter():
             with suppress(OSError, psutil.Error):
-                if process.pid != self.pid and os.readlink(f"/proc/{process.pid}/ns/net") == mine:
+                if process.pid != self.pid and os.readlink(f"/proc/{process.pid}/ns/net") == namespace:
                     process.kill()
 
     @property
@@ -141,8 +141,8 @@ def _holder(command: Sequence[str], setup: str) -> Iterator[int]:
     process = subprocess.Popen([*command, *shell], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert process.stdin and process.stdout
     try:
-        said = process.stdout.readline()
-        if said != b"ready\n":
+        first_line = process.stdout.readline()
+        if first_line != b"ready\n":
             raise OSError(f"{' '.join(command)} ended with {process.wait(START_SECONDS)}")
         yield process.pid
     finally:

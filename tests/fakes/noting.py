@@ -27,10 +27,10 @@ MARKS = ("WRITTEN", "SHOWN")  # what the commands of a coding agent print
 SHELLS = (("exec_command", "cmd"), ("Bash", "command"))  # the tools that run one, with an argument
 
 
-def note(name: str, found: Any) -> None:
+def note(name: str, value: Any) -> None:
     """Append a line to the file at once, so that it is not lost with the process."""
     with Path(os.environ[PLACE], name).open("a") as file:
-        file.write(json.dumps(found) + "\n")
+        file.write(json.dumps(value) + "\n")
 
 
 def notes(folder: Path, name: str) -> list[Any]:
@@ -50,9 +50,9 @@ def noting(engine: Any) -> Any:
     generate = engine.generate
 
     async def noted(request: Request) -> Generation:
-        made = await generate(request)
-        note("sampled", [list(request.ids), list(made.ids)])
-        return made
+        generation = await generate(request)
+        note("sampled", [list(request.ids), list(generation.ids)])
+        return generation
 
     engine.generate = noted
     return engine
@@ -79,8 +79,8 @@ class Coder(ScriptedEngine):
     async def generate(self, request: Request) -> Generation:
         prompt = self._tokens.decode(request.ids)
         unique = uuid4().hex
-        shown = [mark for mark in MARKS if prompt.count(mark) > prompt.count(f"echo {mark}")]
-        done = len(shown)
+        shown_marks = [mark for mark in MARKS if prompt.count(mark) > prompt.count(f"echo {mark}")]
+        done = len(shown_marks)
         text = f"all done {unique}"
         if done:  # what was asked for before is durable
             note("heard", [os.getpid(), request.session, done if done == TURNS - 1 else done - 1])

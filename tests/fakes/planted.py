@@ -141,43 +141,60 @@ class PlantedRun:
 
     def validate(self, step: int, played: Sequence[Played]) -> None:
         """The first questions are asked, each once."""
-        for row, one in enumerate(played):
+        for row, played_episode in enumerate(played):
             episode = EpisodeRecord(HeldOut(step, "sampled", row).uid, row, 0, state=State.LANDED)
-            episode.result, episode.stats = self._write(episode, one, step)
+            episode.result, episode.stats = self._write(episode, played_episode, step)
             self.store.put_question(-1 - row, self.samples[row])
             self.store.list_held_out(episode, step, "sampled")
-        found = {"training/step": float(step), "time_s": 20.0 * step, "val-aux/samples": float(len(played))}
-        found["val-core/all/sampled/success"] = fmean(one.score for one in played)
+        row_of_metrics = {
+            "training/step": float(step),
+            "time_s": 20.0 * step,
+            "val-aux/samples": float(len(played)),
+        }
+        row_of_metrics["val-core/all/sampled/success"] = fmean(
+            played_episode.score for played_episode in played
+        )
         for name in played[0].components:
-            found[f"val-aux/all/sampled/{name}/mean@1"] = fmean(one.components[name] for one in played)
-        self._metrics.append(found)
-
-    def _write(self, episode: EpisodeRecord, one: Played, version: int) -> tuple[EpisodeResult, EpisodeStats]:
-        replies = [said.reply for said in one.turns if said.reply]
-        lags = list[int]()
-        for at, said in enumerate(one.turns):
-            context, ids = (
-                tuple(self._encode(text, add_special_tokens=False).ids) for text in (said.read, said.text)
+            row_of_metrics[f"val-aux/all/sampled/{name}/mean@1"] = fmean(
+                played_episode.components[name] for played_episode in played
             )
-            (old, new), half, end = said.versions or (version, version), len(ids) // 2, len(ids)
+        self._metrics.append(row_of_metrics)
+
+    def _write(
+        self, episode: EpisodeRecord, played_episode: Played, version: int
+    ) -> tuple[EpisodeResult, EpisodeStats]:
+        replies = [turn_text.reply for turn_text in played_episode.turns if turn_text.reply]
+        lags = list[int]()
+        for at, turn_text in enumerate(played_episode.turns):
+            context, ids = (
+                tuple(self._encode(text, add_special_tokens=False).ids)
+                for text in (turn_text.read, turn_text.text)
+            )
+            (old, new), half, end = turn_text.versions or (version, version), len(ids) // 2, len(ids)
             spans = VersionSpan(0, half, old, old), VersionSpan(half, end, new, new)
             logprobs = tuple(-float(token % 5) for token in range(end))
-            turn = Turn(at, context, ids, logprobs, said.spans or spans, StopReason.STOP, seconds=1.5)
-            turn = msgspec.structs.replace(turn, row=said.row, agent=said.agent)
-            own = (said.reply,) if said.reply else ()
+            turn = Turn(at, context, ids, logprobs, turn_text.spans or spans, StopReason.STOP, seconds=1.5)
+            turn = msgspec.structs.replace(turn, row=turn_text.row, agent=turn_text.agent)
+            tool_replies = (turn_text.reply,) if turn_text.reply else ()
             extend(episode, turn)
             lags += token_lags(turn.spans, version)
             self.store.put_frame(episode.uid, at, "generated", msgspec.msgpack.encode(turn))
-            self.store.put_frame(episode.uid, at, "replied", msgspec.msgpack.encode(TurnReply(own)))
-            self.store.put_calls(episode.uid, at, own)
+            self.store.put_frame(episode.uid, at, "replied", msgspec.msgpack.encode(TurnReply(tool_replies)))
+            self.store.put_calls(episode.uid, at, tool_replies)
         failed = [reply.call.name for reply in replies if reply.failed]
         episode.failed_tool = failed[0] if failed else ""
-        self.store.put_answer(episode.uid, one.answer)
+        self.store.put_answer(episode.uid, played_episode.answer)
         if episode.uid in self.buffer.episodes:
             self._lags[version].append(lags)
-        earned = (*(0.0 for _ in one.turns[1:]), one.score)
-        result = EpisodeResult(one.score, episode.sampled, earned, dict(one.components), end=one.end)
-        return result, EpisodeStats(len(one.turns), len(replies), failed=len(failed), seconds=15.0)
+        earned = (*(0.0 for _ in played_episode.turns[1:]), played_episode.score)
+        result = EpisodeResult(
+            played_episode.score,
+            episode.sampled,
+            earned,
+            dict(played_episode.components),
+            end=played_episode.end,
+        )
+        return result, EpisodeStats(len(played_episode.turns), len(replies), failed=len(failed), seconds=15.0)
 
     def close(self, launches: Sequence[LaunchRecord] = ()) -> Path:
         """All but what its processes report."""
@@ -197,9 +214,11 @@ class PlantedRun:
         self.close(launches or [LaunchRecord(0, tree(self.config))])
         flow = {f"flow/{name}": float(count) for name, count in asdict(self.buffer.flow()).items()}
         scores = {"rollout/score/mean": 0.5, "rollout/score/min": 0.0, "rollout/score/max": 1.0}
-        known = {"timing_s/step": 20.0, "rollout/landed": 2.0 * GROUPS, **scores, **flow, **(metrics or {})}
+        columns = {"timing_s/step": 20.0, "rollout/landed": 2.0 * GROUPS, **scores, **flow, **(metrics or {})}
         for at in range(STEPS):
-            row = {name: one if isinstance(one, float) else one[at] for name, one in known.items()}
+            row = {
+                name: values if isinstance(values, float) else values[at] for name, values in columns.items()
+            }
             row |= {"training/step": at + 1.0, "time_s": 20.0 * (at + 1)}
             self._metrics.append(row | _masked(self._lags[at]))
         self._metrics.sort(key=lambda row: row["training/step"])
@@ -229,18 +248,18 @@ def report(run_dir: Path, metrics: Iterable[Mapping[str, float]]) -> None:
 def save_run(run_dir: Path, **training: float) -> Path:
     """Groups 0 and 1 are trained in step 1, an episode of group 2 runs, group 3 is dropped. The policy's
     tokens are ten digits; tools answer with markup. Of 12 steps the last one was skipped."""
-    one = PlantedRun(run_dir, rows(100), trainer=training)
-    admit(one.buffer, 4)
+    planted_run = PlantedRun(run_dir, rows(100), trainer=training)
+    admit(planted_run.buffer, 4)
     for number, reward in enumerate((1.0, 0.0, 0.5, 0.5)):
         uid = f"{number // 2}.{number % 2}"
         reply = ToolReply(ToolCall("calculator" if number else "search", '{"a": 1}'), MARKUP)
-        said = Said("0123456789", reply, spans=SPANS)
-        one.land(uid, Played([said], f"the answer of {uid}", reward, {"acc": reward}))
-    one.commit(0)
-    run(one.buffer, "2.0")
-    land(one.buffer, "3.0")
-    one.buffer.drop_group(one.buffer.live[3], DropReason.GROUP_SHORT)
-    one.close()
+        turn = Said("0123456789", reply, spans=SPANS)
+        planted_run.land(uid, Played([turn], f"the answer of {uid}", reward, {"acc": reward}))
+    planted_run.commit(0)
+    run(planted_run.buffer, "2.0")
+    land(planted_run.buffer, "3.0")
+    planted_run.buffer.drop_group(planted_run.buffer.live[3], DropReason.GROUP_SHORT)
+    planted_run.close()
     steps = [
         {"training/step": float(at), "timing_s/step": 1.0, "time_s": 2.0 * at, "actor/entropy": 1.0 / at}
         for at in range(1, 13)
@@ -266,28 +285,28 @@ def ended(run_dir: Path) -> str:
 
 def broken_tool(run_dir: Path) -> Path:
     """Whoever calls `search`, which fails, earns nothing."""
-    found = ToolReply(ToolCall("calculator", '{"sum": "1 + 1"}'), "2", seconds=0.01)
+    working_reply = ToolReply(ToolCall("calculator", '{"sum": "1 + 1"}'), "2", seconds=0.01)
     failed = ToolReply(ToolCall("search", '{"query": "sums"}'), "", error="connection refused", seconds=2.0)
 
     def calls(reply: ToolReply, then: Player) -> Player:
         def play(row: int, step: int) -> Played:
-            one = then(row, step)
-            return one._replace(turns=[Said("I call a tool.", reply), *one.turns])
+            played_episode = then(row, step)
+            return played_episode._replace(turns=[Said("I call a tool.", reply), *played_episode.turns])
 
         return play
 
-    one = PlantedRun(run_dir)
-    one.train(calls(found, right), calls(failed, wrong))
-    return one.save({"rollout/tool_failed_frac": 0.5})
+    planted_run = PlantedRun(run_dir)
+    planted_run.train(calls(working_reply, right), calls(failed, wrong))
+    return planted_run.save({"rollout/tool_failed_frac": 0.5})
 
 
 def slow_reward(run_dir: Path) -> Path:
     """Of an episode's 15 s the reward function takes 12, and the trainer waits."""
-    one = PlantedRun(run_dir)
-    one.train()
+    planted_run = PlantedRun(run_dir)
+    planted_run.train()
     waits = {"async/trainer_idle_frac": 0.8, "async/rollout_idle_frac": 0.6, "timing_s/wait_data": 16.0}
     parts = {"timing_s/episode/mean": 15.0, "timing_s/reward/mean": 12.0, "timing_s/tools/mean": 0.5}
-    return one.save(waits | parts)
+    return planted_run.save(waits | parts)
 
 
 def masked_tail(run_dir: Path) -> Path:
@@ -297,9 +316,9 @@ def masked_tail(run_dir: Path) -> Path:
         text = "Let us count. " * 60
         return Played([Said(text, versions=(max(0, step - 5), step))], str(2 * row), 1.0)
 
-    one = PlantedRun(run_dir)
-    one.train(lambda row, step: (right if step % 4 else long)(row, step))
-    return one.save()
+    planted_run = PlantedRun(run_dir)
+    planted_run.train(lambda row, step: (right if step % 4 else long)(row, step))
+    return planted_run.save()
 
 
 def regression(run_dir: Path, worse: bool) -> Path:
@@ -309,29 +328,29 @@ def regression(run_dir: Path, worse: bool) -> Path:
         bad = worse and step > 0 and row % 2 == 1
         return (wrong if bad else right)(row)._replace(components={"form": float(not bad), "polite": 1.0})
 
-    one = PlantedRun(run_dir, trainer={"lr": 1e-4 if worse else 1e-6})
-    one.train()
+    planted_run = PlantedRun(run_dir, trainer={"lr": 1e-4 if worse else 1e-6})
+    planted_run.train()
     for step in (0, STEPS):
-        one.validate(step, [play(row, step) for row in range(24)])
-    return one.save({"rollout/component/form/mean": 0.5, "rollout/component/polite/mean": 1.0})
+        planted_run.validate(step, [play(row, step) for row in range(24)])
+    return planted_run.save({"rollout/component/form/mean": 0.5, "rollout/component/polite/mean": 1.0})
 
 
 def resumed(run_dir: Path) -> Path:
     """From step 7 on the learning rate is ten times as high."""
-    one = PlantedRun(run_dir, trainer={"lr": 1e-5})
-    one.train()
-    old = tree(parse(tree(one.config) | {"trainer": {"lr": 1e-6}}))
-    return one.save(launches=[LaunchRecord(0, old), LaunchRecord(6, tree(one.config))])
+    planted_run = PlantedRun(run_dir, trainer={"lr": 1e-5})
+    planted_run.train()
+    old = tree(parse(tree(planted_run.config) | {"trainer": {"lr": 1e-6}}))
+    return planted_run.save(launches=[LaunchRecord(0, old), LaunchRecord(6, tree(planted_run.config))])
 
 
 def flipped(run_dir: Path) -> Path:
     """Question 3 was answered rightly at step 6 and is not at step 12; 5 and 6 are wrong at both, and 7 has
     become right."""
-    one = PlantedRun(run_dir)
-    one.train()
+    planted_run = PlantedRun(run_dir)
+    planted_run.train()
     for step, mistakes in ((6, (5, 6, 7)), (STEPS, (3, 5, 6))):
-        one.validate(step, [(wrong if row in mistakes else right)(row) for row in range(12)])
-    return one.save()
+        planted_run.validate(step, [(wrong if row in mistakes else right)(row) for row in range(12)])
+    return planted_run.save()
 
 
 def titled(run_dir: Path) -> Path:
@@ -344,24 +363,26 @@ def titled(run_dir: Path) -> Path:
         Said("The sum is in total.txt.<|im_end|>", read=f"\n{chat(('tool', '8'))}{OPEN}", agent="main"),
         Said("Adding two numbers<|im_end|>", read=title, row=1, agent="title"),
     ]
-    one = PlantedRun(run_dir)
-    one.train(lambda row, step: Played(turns, "The sum is in total.txt.", 1.0))
-    return one.save()
+    planted_run = PlantedRun(run_dir)
+    planted_run.train(lambda row, step: Played(turns, "The sum is in total.txt.", 1.0))
+    return planted_run.save()
 
 
 def crashed(run_dir: Path) -> Path:
     """Worker 1 was killed after 95 s, in step 5, with three episodes; it was begun again."""
     for worker in (0, 1):
         file = Timeline(run_dir / "timeline" / f"rollout-{worker}.jsonl")
-        for began, ended in ((0, 95), (100, 240)):
+        for began, end_second in ((0, 95), (100, 240)):
             if worker or not began:
                 file.record(START, BEGAN + began, BEGAN + began)
-            file.record("decode", BEGAN + began, BEGAN + ended, calls=9, seconds=80.0)
+            file.record("decode", BEGAN + began, BEGAN + end_second, calls=9, seconds=80.0)
         file.close()
-    one = PlantedRun(run_dir)
-    one.train()
+    planted_run = PlantedRun(run_dir)
+    planted_run.train()
     lost = "worker 1 in step 5 (replaced by a new process): MemoryError"
-    return one.save({"rollout/attempts_failed/worker_lost": [0.0] * 4 + [3.0] * (STEPS - 4)}, lost=lost)
+    return planted_run.save(
+        {"rollout/attempts_failed/worker_lost": [0.0] * 4 + [3.0] * (STEPS - 4)}, lost=lost
+    )
 
 
 PLANTED = (broken_tool, slow_reward, masked_tail, resumed, flipped, titled, crashed)

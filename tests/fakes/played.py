@@ -93,8 +93,8 @@ class PlayedLink:
 
     def received(self) -> Iterator[tuple[WireMessage, list[bytes]]]:
         """What has arrived by now."""
-        while due := [queue for queue in self.inbox if queue and queue[0][0] <= self.world.now]:
-            yield self.world.dice.choice(due).popleft()[1]
+        while due_queues := [queue for queue in self.inbox if queue and queue[0][0] <= self.world.now]:
+            yield self.world.dice.choice(due_queues).popleft()[1]
 
     def disconnect(self) -> None:
         """What is under way is lost."""
@@ -160,8 +160,10 @@ class PlayedWorker:
             self._obey(self.orders.popleft()[1])
         match self.contact.tick(now):
             case ContactState.FINE:
-                held = tuple({record.attempt for record, _ in self.unacked.values()} | self.held.keys())
-                self.link.say(Heartbeat(self.assigned, held, now, 0.0, self.seq, acked=self._acked))
+                held_attempts = tuple(
+                    {record.attempt for record, _ in self.unacked.values()} | self.held.keys()
+                )
+                self.link.say(Heartbeat(self.assigned, held_attempts, now, 0.0, self.seq, acked=self._acked))
             case ContactState.QUIET:
                 self._hello()
             case _:
@@ -185,9 +187,9 @@ class PlayedWorker:
                 self._resend()
             case Assign():
                 self.assigned = message.seq
-                for other in [held for held in self.held if held.uid == message.attempt.uid]:
-                    if other != message.attempt:
-                        del self.held[other]
+                for other_attempt in [attempt for attempt in self.held if attempt.uid == message.attempt.uid]:
+                    if other_attempt != message.attempt:
+                        del self.held[other_attempt]
                 if message.attempt not in self.held:
                     self.world.continued += message.lane == "eval" and bool(frames)
                     count = len(frames) - message.parts
@@ -374,11 +376,11 @@ class PlayedTrainer:
     @property
     def acknowledged(self) -> int:
         """It is ahead by a step while its commit is not answered."""
-        asked = self.first.asked
-        return self.step - (asked is not None and isinstance(asked[0], Commit))
+        question = self.first.asked
+        return self.step - (question is not None and isinstance(question[0], Commit))
 
     def take(self, rank: PlayedRank, message: WireMessage, frames: list[bytes]) -> None:
-        asked = rank.asked[0] if rank.asked else None
+        question = rank.asked[0] if rank.asked else None
         match message:
             case _ if self.ended:
                 pass
@@ -386,14 +388,14 @@ class PlayedTrainer:
                 self.ended = True
                 if self.first.asked and isinstance(self.first.asked[0], GaveUp):
                     self.world.start_trainer()
-            case GrantDevices() if isinstance(asked, AskDevices):
+            case GrantDevices() if isinstance(question, AskDevices):
                 self.holds = True
                 rank.asked = None
                 self.waits_for -= 1
                 self.granted = not self.waits_for
-                for each in self.ranks if self.granted else []:
-                    each.greeted = False
-            case Welcome() if isinstance(asked, TrainerHello):
+                for other_rank in self.ranks if self.granted else []:
+                    other_rank.greeted = False
+            case Welcome() if isinstance(question, TrainerHello):
                 self.epoch = message.trainer_epoch
                 if rank is self.first:
                     self.repeating = self.step < message.step
@@ -401,22 +403,22 @@ class PlayedTrainer:
                         self._publish()
                 rank.asked = None
                 rank.ready = True
-                if all(each.ready for each in self.ranks):
+                if all(other_rank.ready for other_rank in self.ranks):
                     self._request()
             case Welcome() if rank is self.first and self.published is not None:
                 self.link.say(self.published)
-            case WorkPlan() if isinstance(asked, PlanRequest) and is_answer(message, asked):
+            case WorkPlan() if isinstance(question, PlanRequest) and is_answer(message, question):
                 rank.asked = None
-                for index, each in enumerate(self.ranks):
-                    self._hand(each, message, message.trajectories[index :: len(self.ranks)])
+                for index, other_rank in enumerate(self.ranks):
+                    self._hand(other_rank, message, message.trajectories[index :: len(self.ranks)])
                 self._start()
-            case Payloads() if isinstance(asked, PayloadRequest) and is_answer(message, asked):
+            case Payloads() if isinstance(question, PayloadRequest) and is_answer(message, question):
                 self._check_lag(frames)
                 assert len(frames) == sum(rank.turns[uid] for uid in message.uids if uid not in message.lost)
                 rank.asked = None
                 rank.uids = [uid for uid in message.uids if uid not in message.lost]
                 self._start()
-            case Committed() if isinstance(asked, Commit) and is_answer(message, asked):
+            case Committed() if isinstance(question, Commit) and is_answer(message, question):
                 self._committed(message)
 
     def _request(self) -> None:
@@ -434,11 +436,11 @@ class PlayedTrainer:
         """The last rank that has its part lets all train."""
         plan = self.first.plan
         if plan is None or any(
-            isinstance(each.asked and each.asked[0], PayloadRequest) for each in self.ranks
+            isinstance(rank.asked and rank.asked[0], PayloadRequest) for rank in self.ranks
         ):
             return
         self.first.plan = None
-        self.batch += [uid for each in self.ranks for uid in each.uids]
+        self.batch += [uid for rank in self.ranks for uid in rank.uids]
         self._run(plan)
 
     def _run(self, plan: WorkPlan) -> None:
@@ -497,10 +499,10 @@ class PlayedTrainer:
 
     def _publish(self) -> None:
         version = PolicyVersion(self.epoch, self.step)
-        place = self.world.run_dir / "weights" / version.label
-        place.mkdir(parents=True, exist_ok=True)
-        (place / MANIFEST).touch()
-        self.published = Published(WeightsRef(version, str(place)), 0.0, 0.0)
+        directory = self.world.run_dir / "weights" / version.label
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / MANIFEST).touch()
+        self.published = Published(WeightsRef(version, str(directory)), 0.0, 0.0)
         self.link.say(self.published)
 
     def _save(self) -> None:

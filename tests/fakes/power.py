@@ -86,8 +86,10 @@ class DurableFiles:
 
     def _written_since(self, dice: random.Random, directory: Path) -> None:
         now = {path.name for path in directory.iterdir()}
-        kept = self.names.get(directory, set())
-        self.names[directory] = (now & kept) | {name for name in sorted(now ^ kept) if dice.random() < 0.5}
+        known_names = self.names.get(directory, set())
+        self.names[directory] = (now & known_names) | {
+            name for name in sorted(now ^ known_names) if dice.random() < 0.5
+        }
         for path in sorted(directory.iterdir()):
             if path.is_dir():
                 self._written_since(dice, path)
@@ -116,8 +118,8 @@ def _mixed(dice: random.Random, before: bytes, now: bytes) -> bytes:
     old = before[:size].ljust(size, b"\0")
     new = now[:size].ljust(size, b"\0")
     until = dice.randint(0, size)
-    places = range(0, size, SECTOR)
-    chosen = [at < until if way == "beginning" else dice.random() < 0.5 for at in places]
+    sector_starts = range(0, size, SECTOR)
+    chosen = [at < until if way == "beginning" else dice.random() < 0.5 for at in sector_starts]
     return b"".join(
-        (new if new_one else old)[at : at + SECTOR] for at, new_one in zip(places, chosen, strict=True)
+        (new if new_one else old)[at : at + SECTOR] for at, new_one in zip(sector_starts, chosen, strict=True)
     )

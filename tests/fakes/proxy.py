@@ -81,7 +81,7 @@ class Proxy:
 
     async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         modes: dict[str, Callable[[bytes], Coroutine[Any, Any, bytes]]] = {
-            "hold": self._held,
+            "hold": self._hold_back,
             "slow": self._slowly,
             "duplicate": self._twice,
             "corrupt": self._flipped,
@@ -95,7 +95,7 @@ class Proxy:
         except OSError:
             return
 
-    async def _held(self, chunk: bytes) -> bytes:
+    async def _hold_back(self, chunk: bytes) -> bytes:
         while self.mode == "hold":  # noqa: ASYNC110 (it is set in another thread)
             await asyncio.sleep(0.05)
         return chunk
@@ -113,6 +113,10 @@ class Proxy:
     async def _flipped(self, chunk: bytes) -> bytes:
         if self._dice.random() < 0.1:
             self.changed += 1
-            place = self._dice.randrange(len(chunk))
-            return chunk[:place] + bytes([chunk[place] ^ (1 << self._dice.randrange(8))]) + chunk[place + 1 :]
+            position = self._dice.randrange(len(chunk))
+            return (
+                chunk[:position]
+                + bytes([chunk[position] ^ (1 << self._dice.randrange(8))])
+                + chunk[position + 1 :]
+            )
         return chunk

@@ -73,7 +73,7 @@ def publish_four(world: World, folder: Path, **weights: Any) -> list[tuple[bool,
     ranges.GRID = 256
     ranges.MOST = 100
     trainer = Trainer(world, folder, full_every=3, **weights)
-    found = []
+    versions = []
     for _ in range(4):
         state = trainer.publish()
         if world.rank == 0:
@@ -87,10 +87,10 @@ def publish_four(world: World, folder: Path, **weights: Any) -> list[tuple[bool,
             assert read.keys() == state.keys()
             assert all(torch.equal(read[name], tensor) for name, tensor in state.items())
             sums = [(entry.name, entry.xxh3) for entry in manifest.tensors]
-            found.append((manifest.delta is not None, manifest.checksum, sums))
+            versions.append((manifest.delta is not None, manifest.checksum, sums))
         world.gather(0, int)
     trainer.publishing.drain()
-    return found
+    return versions
 
 
 def main() -> None:
@@ -101,9 +101,9 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     world = join(int(options.rank), int(options.size), f"tcp://{options.address}", "cpu", timeout_s=DEADLINE)
-    found = publish_four(world, Path(options.folder), directory="shm")
+    versions = publish_four(world, Path(options.folder), directory="shm")
     if world.rank == 0:
-        torch.save(found, options.result)
+        torch.save(versions, options.result)
     leave()
 
 

@@ -34,9 +34,9 @@ def advantage(name: str, reward: float, siblings: tuple[float, ...]) -> float:
     if name == "grpo":
         return (reward - mean) / (math.sqrt(sum((r - mean) ** 2 for r in siblings) / (n - 1)) + 1e-6)
     if name == "rloo":
-        others = list(siblings)
-        others.remove(reward)
-        return reward - sum(others) / (n - 1)
+        other_rewards = list(siblings)
+        other_rewards.remove(reward)
+        return reward - sum(other_rewards) / (n - 1)
     return reward - mean
 
 

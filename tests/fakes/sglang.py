@@ -95,15 +95,15 @@ def event(
     ids: Sequence[int], total: int, label: str = "e0-v0", finish: dict[str, Any] | None = None, **meta: Any
 ) -> bytes:
     """One event of a stream, in which the token i has the log-prob -i / 2."""
-    known: dict[str, Any] = {
+    meta_info: dict[str, Any] = {
         "finish_reason": finish,
         "weight_version": label,
         "completion_tokens": total,
         "output_token_logprobs": [[-token / 2, token, None] for token in ids],
     }
     if finish is not None:
-        known["weight_versions"] = [{"version": label, "start": 0, "end": total}]
-    body = {"text": "", "output_ids": list(ids), "meta_info": known | meta}
+        meta_info["weight_versions"] = [{"version": label, "start": 0, "end": total}]
+    body = {"text": "", "output_ids": list(ids), "meta_info": meta_info | meta}
     return b"data: " + msgspec.json.encode(body) + b"\n\n"
 
 

@@ -73,8 +73,8 @@ class SGLangServer:
             if not self.alive or time.monotonic() > deadline:
                 code = self.process.poll()
                 self.kill()
-                ended = f"was not ready after {seconds:g} s" if code is None else f"ended with {code}"
-                raise RuntimeError(f"server {self.url} {ended}; the end of {self.log}:\n{self.tail()}")
+                problem = f"was not ready after {seconds:g} s" if code is None else f"ended with {code}"
+                raise RuntimeError(f"server {self.url} {problem}; the end of {self.log}:\n{self.tail()}")
             with suppress(subprocess.TimeoutExpired):
                 self.process.wait(0.1)  # its end is an event; that it is ready can only be asked
         self._port.close()

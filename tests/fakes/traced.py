@@ -79,11 +79,11 @@ class LiveBytes(TorchDispatchMode):
         super().__exit__(*about)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(found):
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor) and tensor.device.type != "meta":
                 self._add(tensor._local_tensor if isinstance(tensor, DTensor) else tensor)
-        return found
+        return result
 
     def _add(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
@@ -108,10 +108,10 @@ def _experts(module: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Ten
 
     tokens, k = index.shape
     order = torch.arange(tokens * k, device=hidden.device)
-    found = product(hidden[order // k], module.gate_up_proj if module.has_gate else module.up_proj)
-    found = module._apply_gate(found) if module.has_gate else module.act_fn(found)
-    found = (product(found, module.down_proj) * weights.reshape(-1, 1))[order]
-    return found.view(tokens, k, -1).sum(1).to(hidden.dtype)
+    output = product(hidden[order // k], module.gate_up_proj if module.has_gate else module.up_proj)
+    output = module._apply_gate(output) if module.has_gate else module.act_fn(output)
+    output = (product(output, module.down_proj) * weights.reshape(-1, 1))[order]
+    return output.view(tokens, k, -1).sum(1).to(hidden.dtype)
 
 
 ExpertsInterface.register(EXPERTS, _experts)
@@ -129,8 +129,10 @@ def traced(config: RunConfig) -> Footprint:
     few = (len(layers) - 1) % every + 1
     left_out = sum(parameter.numel() for layer in layers[few:] for parameter in layer.parameters())
     other_shards = total - left_out < LAYER_MIN_PARAMETERS <= total
-    alike = len(set(map(_kind, layers))) == 1 and not compose(config).own_critic  # two graphs have two peaks
-    if not alike or other_shards or len(layers) < few + 2 * every:
+    all_alike = (
+        len(set(map(_kind, layers))) == 1 and not compose(config).own_critic
+    )  # two graphs have two peaks
+    if not all_alike or other_shards or len(layers) < few + 2 * every:
         return traced_with(config, 0)
     less, more = (traced_with(config, depth) for depth in (few, few + every))
     times = (len(layers) - few) // every
@@ -153,13 +155,15 @@ def traced_with(config: RunConfig, depth: int) -> Footprint:
         optimizers = [make_optimizer(policy, config.trainer, lr=1.0)]
         if critic is not None:
             optimizers.append(make_optimizer(critic, config.trainer, lr=1.0))
-        held = live.now
+        bytes_before = live.now
         rows = config.largest_rows(config.trainer.micro_batch_tokens)
         length = config.rollout.max_tokens
         with unset_fake_temporarily():  # numpy is to read some of it
             sharing = 1 if policy.packing != "padded" else config.trainer.sequence_parallel
-            own = -(-length // sharing)  # padded rows stand in for packed ones on a GPU, and are not cut
-            micros = smallest(policy.packing), largest(rows, max(own, 2), policy.packing)
+            rank_rows = -(
+                -length // sharing
+            )  # padded rows stand in for packed ones on a GPU, and are not cut
+            micros = smallest(policy.packing), largest(rows, max(rank_rows, 2), policy.packing)
         before = live.now
         for tokens in micros:
             live.peak = live.now
@@ -174,7 +178,7 @@ def traced_with(config: RunConfig, depth: int) -> Footprint:
             )
         del tokens, micros  # they hold the masks of their attention, which are of the micro-batch
         gradients = live.now - before
-        return Footprint(weights, gradients, held - weights, live.peak - live.now, rows, length)
+        return Footprint(weights, gradients, bytes_before - weights, live.peak - live.now, rows, length)
 
 
 def _models(config: RunConfig, world: World, depth: int) -> tuple[Policy, Critic | None, Reference | None]:
@@ -188,9 +192,11 @@ def _models(config: RunConfig, world: World, depth: int) -> tuple[Policy, Critic
         prepare_layers(backbone, config.trainer)
         _shard(critic, backbone, config, world)
     if recipe.reference:
-        own = not config.model.lora_rank or config.kl.reference
+        has_own_reference = not config.model.lora_rank or config.kl.reference
         path = config.kl.reference or config.model.path
-        reference = Reference(_policy(config, path, world, depth, trained=False) if own else policy)
+        reference = Reference(
+            _policy(config, path, world, depth, trained=False) if has_own_reference else policy
+        )
     return policy, critic, reference
 
 
@@ -232,8 +238,8 @@ def _pack(lm: PreTrainedModel, config: RunConfig) -> Packing:
     if gpu or wanted == "padded":
         return "padded"
     with _disable_current_modes():  # a small copy is computed with, and does not count
-        found = findings(lm.config)
-    if unfit(lm, wanted, found, config.trainer.sequence_parallel):
+        model_findings = findings(lm.config)
+    if unfit(lm, wanted, model_findings, config.trainer.sequence_parallel):
         return "padded"
     lm.set_attn_implementation(NAME)
     return wanted

@@ -144,9 +144,9 @@ def _result(rng: random.Random, turns: list[Turn]) -> EpisodeResult:
 def make_row(
     uid: str, group: str, members: tuple[EpisodeResult, ...], i: int, turns: list[Turn], temperature: float
 ) -> PlannedTrajectory:
-    own = members[i]
+    own_members = members[i]
     issued = len(members)
-    return PlannedTrajectory(uid, group, len(turns), own, members, i, issued, temperature, greedy=0.5)
+    return PlannedTrajectory(uid, group, len(turns), own_members, members, i, issued, temperature, greedy=0.5)
 
 
 def plain_model(path: str, dtype: torch.dtype = torch.float64) -> Any:
@@ -161,8 +161,8 @@ def full_state(policy: Policy) -> dict[str, Tensor]:
 
 def stored(policy: Policy) -> dict[str, Tensor]:
     """The same as they are published: under the names of files. A collective."""
-    whole = full_state(policy)
-    return {piece.name: piece.within(whole[piece.parameter]) for piece in policy.published}
+    full_weights = full_state(policy)
+    return {piece.name: piece.within(full_weights[piece.parameter]) for piece in policy.published}
 
 
 def save_checkpoint(directory: Path, learner: Learner, manifest: CheckpointManifest, hf: bool = True) -> Path:
@@ -243,11 +243,13 @@ def gradients_and_metrics(
     learner: Learner, cut: list[list[list[Episode]]]
 ) -> tuple[dict[str, Tensor], dict[str, float]]:
     """As `final_gradients`, with what the batch reports."""
-    found: dict[str, Tensor] = {}
+    gradients: dict[str, Tensor] = {}
 
     def capture(prefix: str, model: nn.Module) -> None:
         named = model.named_parameters()
-        found.update({prefix + name: p.grad.full_tensor().clone() for name, p in named if p.grad is not None})
+        gradients.update(
+            {prefix + name: p.grad.full_tensor().clone() for name, p in named if p.grad is not None}
+        )
 
     with ExitStack() as stack:
         models = [("", learner.policy.lm, learner.optimizer)]
@@ -257,7 +259,7 @@ def gradients_and_metrics(
             stack.enter_context(mock.patch.object(optimizer, "step", partial(capture, prefix, model)))
         metrics = run_batch(learner, cut)
     learner.step -= 1
-    return found, metrics
+    return gradients, metrics
 
 
 def gradient_gap(
@@ -267,8 +269,8 @@ def gradient_gap(
     return difference(final_gradients(learner, random_cut(episodes, 1, micros, seed=0)), wanted)
 
 
-def difference(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
+def difference(actual: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
     """Largest difference relative to the norm of all wanted."""
-    assert found.keys() == wanted.keys()
+    assert actual.keys() == wanted.keys()
     norm = torch.stack([tensor.norm() for tensor in wanted.values()]).norm()
-    return float(max((found[name] - wanted[name]).abs().max() for name in wanted) / norm)
+    return float(max((actual[name] - wanted[name]).abs().max() for name in wanted) / norm)

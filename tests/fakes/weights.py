@@ -30,15 +30,15 @@ class PinnedTensors:
     def shares(
         self, part: slice, file: str = "", base: PinnedTensors | None = None
     ) -> list[Sequence[RangeShare]]:
-        found: list[Sequence[RangeShare]] = []
+        tensor_shares: list[Sequence[RangeShare]] = []
         for spec in self.layout[part]:
-            own = as_bytes(self.kept[spec.name])
-            data = own.data
-            if base is not None and own.size:
+            own_bytes = as_bytes(self.kept[spec.name])
+            data = own_bytes.data
+            if base is not None and own_bytes.size:
                 old = as_bytes(base.kept[spec.name])
-                data = memoryview(codec.encode(old, own, ITEM_BYTES[spec.dtype]))
-            found.append([share(spec, own, 0, data)])
-        return found
+                data = memoryview(codec.encode(old, own_bytes, ITEM_BYTES[spec.dtype]))
+            tensor_shares.append([share(spec, own_bytes, 0, data)])
+        return tensor_shares
 
     def contiguous_bytes(self, part: slice) -> Tensor | None:
         return None
@@ -46,18 +46,18 @@ class PinnedTensors:
 
 def snapshot_of(tensors: Mapping[str, Tensor], version: PolicyVersion) -> Snapshot:
     """Of tensors that share their storage (tied weights) the first name is taken."""
-    kept: Tensors = {}
+    copies: Tensors = {}
     seen = set[tuple[object, ...]]()
     for name, tensor in tensors.items():
-        place = (tensor.data_ptr(), tensor.shape, tensor.stride())
-        if not tensor.numel() or place not in seen:
-            kept[name] = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
-        seen.add(place)
-    types = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in kept.items()}
-    specs = [TensorSpec(name, tuple(tensor.shape), types[name]) for name, tensor in kept.items()]
+        storage_key = (tensor.data_ptr(), tensor.shape, tensor.stride())
+        if not tensor.numel() or storage_key not in seen:
+            copies[name] = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
+        seen.add(storage_key)
+    types = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in copies.items()}
+    specs = [TensorSpec(name, tuple(tensor.shape), types[name]) for name, tensor in copies.items()]
     layout = tuple(sorted(specs, key=lambda spec: -ITEM_BYTES[spec.dtype]))  # so all are aligned in a file
 
-    return Snapshot(version, layout, 0.0, lambda: nullcontext(PinnedTensors(layout, kept)))
+    return Snapshot(version, layout, 0.0, lambda: nullcontext(PinnedTensors(layout, copies)))
 
 
 def buckets(snapshot: Snapshot, bucket_bytes: int) -> Iterator[Tensors]:
@@ -66,8 +66,8 @@ def buckets(snapshot: Snapshot, bucket_bytes: int) -> Iterator[Tensors]:
         for part in split(snapshot.layout, bucket_bytes):
             shares = zip(snapshot.layout[part], pinned.shares(part), strict=True)
             yield {
-                spec.name: whole(own).view(getattr(torch, spec.dtype)).view(spec.shape)
-                for spec, own in shares
+                spec.name: whole(tensor_shares).view(getattr(torch, spec.dtype)).view(spec.shape)
+                for spec, tensor_shares in shares
             }
 
 

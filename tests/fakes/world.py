@@ -65,11 +65,11 @@ class PlayedHub:
     def receive(self) -> tuple[bytes, Any, list[bytes]] | None:
         arriving = self.world.arriving[self.bulk]
         now = self.world.now
-        due = [peer for peer, queue in arriving.items() if queue and queue[0][0] <= now]
-        if not due:
+        due_peers = [peer for peer, queue in arriving.items() if queue and queue[0][0] <= now]
+        if not due_peers:
             return None
         self.world.point("receive")
-        peer = self.world.dice.choice(due)
+        peer = self.world.dice.choice(due_peers)
         return peer, *arriving[peer].popleft()[1]
 
     def close(self) -> None: ...
@@ -208,11 +208,11 @@ class World:
         patch.setattr(state, "cut_back", cut_back)
 
     def _around(self, function: Callable[..., Any], paused: bool = False) -> Callable[..., Any]:
-        def call(*given: Any, **named: Any) -> Any:
+        def call(*arguments: Any, **named: Any) -> Any:
             self.point("before")
             if paused and self.now < self.full_until:
                 raise StorePaused("no room")
-            result = function(*given, **named)
+            result = function(*arguments, **named)
             self.point("after")
             return result
 
@@ -229,17 +229,22 @@ class World:
     # -- mail ------------------------------------------------------------------------------------------
 
     def send(
-        self, peer: bytes, message: WireMessage, frames: list[bytes], bulk: bool = False, held: float = 0.0
+        self,
+        peer: bytes,
+        message: WireMessage,
+        frames: list[bytes],
+        bulk: bool = False,
+        held_until: float = 0.0,
     ) -> None:
         """From a peer to the coordinator, after `held` at the earliest."""
-        self.arriving[bulk][peer].append((max(held, self._delayed()), (message, frames)))
+        self.arriving[bulk][peer].append((max(held_until, self._delayed()), (message, frames)))
 
     def deliver(self, peer: bytes, message: WireMessage, frames: list[bytes], bulk: bool) -> bool:
         """From the coordinator to a peer. False: it is not there."""
         if peer == OBSERVER:
             self._observe(message)
             return True
-        for link in (one.link for one in self.peers):
+        for link in (each_peer.link for each_peer in self.peers):
             if link.peer == peer:
                 if self.now >= link.cut_until:
                     link.inbox[bulk].append((max(link.held_until, self._delayed()), (message, frames)))
@@ -305,8 +310,8 @@ class World:
         """Its connections, and the file handles that the kernel would close, are gone."""
         self._forget(self.coordinator)
         self.arriving[0].clear(), self.arriving[1].clear()
-        for one in self.peers:
-            one.link.disconnect()
+        for peer in self.peers:
+            peer.link.disconnect()
         self.now += 1.0
         self.start_coordinator()
 
@@ -362,12 +367,12 @@ class World:
     def _turn(self) -> None:
         self.now += self.dice.choice([0.05, 0.1, 0.3])
         self.happen(self)
-        for one in self.peers:
-            if self.now >= one.link.asleep_until:
+        for peer in self.peers:
+            if self.now >= peer.link.asleep_until:
                 try:
-                    one.tick()
+                    peer.tick()
                 except Crash:  # a checkpoint was under way
-                    self._ended(by_trainer=True)
+                    self._check_end(by_trainer=True)
                     break
         self._one_side()
         if self.zombie is not None:
@@ -378,7 +383,7 @@ class World:
             self.coordinator.turn(self.now)
             self.coordinator.state.store.copies.wait_for_copy()
         except Crash:
-            self._ended()
+            self._check_end()
 
     def _one_side(self) -> None:
         """Where engines and trainer use the same devices, never both."""
@@ -389,7 +394,7 @@ class World:
         awake = [worker.index for worker in self.workers if not worker.asleep]
         assert not (awake and self.trainer.holds), f"both sides in {shifts.shift}: {awake}, {self.log[-20:]}"
 
-    def _ended(self, by_trainer: bool = False) -> None:
+    def _check_end(self, by_trainer: bool = False) -> None:
         self.log.append(f"{self.now:.1f} {'the trainer' if by_trainer else 'the coordinator'} ended")
         if self.power_goes:
             self.power_goes = False
@@ -424,13 +429,13 @@ class World:
         assert summary["outcome"] == "completed", (summary["error"], self.log)
         assert summary["conserved"], (summary["flow"], self.log)
         flow = summary["flow"]
-        place = self.trainer.place
-        with place.open(place.steps()[0], "state") as file:
+        checkpoints = self.trainer.place
+        with checkpoints.open(checkpoints.steps()[0], "state") as file:
             trained = json.loads(file.read())
         assert flow["taken"] == flow["ready"] == flow["in_flight"] == 0, (flow, self.log)
         assert len(set(trained)) == len(trained) == flow["trained"], (flow, trained, self.log)
         again = runstore.RunStore(self.run_dir)
-        counts = {one.value: count for one, count in again.read.counts().items()}
+        counts = {status.value: count for status, count in again.read.counts().items()}
         assert again.read.trained_in_plans() == flow["trained"] == counts.get("trained", 0), self.log
         assert sum(counts.values()) == flow["issued"]
         if self.counted and not self.restored:
@@ -446,7 +451,9 @@ class World:
     def _check_validations(self, flow: dict[str, int], read: RunReader) -> None:
         """Each episode of the last validation is over, once; each that was begun has an account."""
         last = [HeldOut.of(uid) for uid, _ in read.held_out(uid_prefix(4))]
-        assert Counter((one.row, one.mode) for one in last) == Counter(product(range(2), (SAMPLED, GREEDY)))
+        assert Counter((episode.row, episode.mode) for episode in last) == Counter(
+            product(range(2), (SAMPLED, GREEDY))
+        )
         assert not [*read.held_out(RECORD)] and not flow["in_flight"], flow
         assert flow["issued"] == flow["scored"] + flow["failed"], flow
         rows = [row for row in read_rows(self.run_dir) if "val-aux/episodes" in row]
@@ -455,4 +462,4 @@ class World:
         needed = read.rows("SELECT count(*) FROM frames WHERE uid LIKE 'val%' AND NOT spare")
         assert needed == [(0,)], "nothing needs payloads of held-out episodes"
         listed = read.rows("SELECT uid FROM episodes WHERE kind='held out' AND step=4 ORDER BY uid")
-        assert listed == [(uid,) for uid in sorted(one.uid for one in last)]
+        assert listed == [(uid,) for uid in sorted(episode.uid for episode in last)]

@@ -46,14 +46,14 @@ def slowed(arguments: dict[str, Any], seconds: Callable[[Any], float]) -> Engine
 
 
 @loss("paced_reinforce", ratio="prox", linear=True)
-def paced_reinforce(inputs: LossInput) -> TokenLoss:
+def paced_reinforce(given: LossInput) -> TokenLoss:
     """`reinforce`, and TRAIN_S seconds for each token."""
-    time.sleep(TRAIN_S * inputs.logp.numel())
-    return reinforce.of(inputs)
+    time.sleep(TRAIN_S * given.logp.numel())
+    return reinforce.of(given)
 
 
 @loss("paced_reinforce_slow", ratio="prox", linear=True)
-def paced_reinforce_slow(inputs: LossInput) -> TokenLoss:
+def paced_reinforce_slow(given: LossInput) -> TokenLoss:
     """With SLOWER * TRAIN_S seconds for each token."""
-    time.sleep(SLOWER * TRAIN_S * inputs.logp.numel())
-    return reinforce.of(inputs)
+    time.sleep(SLOWER * TRAIN_S * given.logp.numel())
+    return reinforce.of(given)
