@@ -19,14 +19,14 @@ from tests.fakes.chat import FakeChat
 from tests.fakes.episodes import Bench, read
 
 
-def always_one(given: RewardInput) -> float:
+def always_one(reward_input: RewardInput) -> float:
     return 1.0
 
 
 class AgentBench(Bench):
     """Plays episodes of an agent. `script`: the text of a turn, from its prompt's. `limits`: see Limits."""
 
-    taken = 5.0
+    earlier_seconds = 5.0
 
     def __init__(
         self,

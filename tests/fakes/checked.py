@@ -99,12 +99,12 @@ class Given:
         return list(examine([check for check in ALL if check.name in needed], Inputs(self.config())))
 
 
-def assert_found(given: Given, expected: str, spoils: Spoil | list[Spoil], text: str = "") -> None:
+def assert_found(setup: Given, expected: str, spoils: Spoil | list[Spoil], text: str = "") -> None:
     """A note (one, unless it is ok) has the level and the check of `expected`, and a text that the pattern
     finds; beside it, there is at most what is ok. `expected` may name further checks, to be run before."""
     level, _, names = expected.partition(": ")
-    given.spoil(spoils if isinstance(spoils, list) else [spoils])
-    notes = given.notes(*names.split(", "))
+    setup.spoil(spoils if isinstance(spoils, list) else [spoils])
+    notes = setup.notes(*names.split(", "))
     check_notes = [note for note in notes if note.check == names.split(", ")[-1]]
     texts = [note.text for note in check_notes if note.level == level]
     assert {note.level for note in check_notes} <= {"ok", level}, notes
@@ -118,11 +118,11 @@ def questions(count: int, **more: Any) -> list[dict[str, Any]]:
 
 def rows(count: int, **more: Any) -> Spoil:
     """Other rows of data."""
-    return lambda given: {"data.train": given.write(questions(count, **more))}
+    return lambda setup: {"data.train": setup.write(questions(count, **more))}
 
 
 def patched(target: str, value: Any) -> Spoil:
-    return lambda given: given.patch.setattr(target, value)
+    return lambda setup: setup.patch.setattr(target, value)
 
 
 def write_header(file: Path, **shapes: list[int]) -> None:
@@ -138,10 +138,10 @@ def write_header(file: Path, **shapes: list[int]) -> None:
     os.truncate(file, 8 + len(text) + size)
 
 
-def begun(given: Given) -> Keys:
+def with_an_earlier_run(setup: Given) -> Keys:
     """A run of the keys so far, which is to be resumed."""
-    (given.runs / "x").mkdir(parents=True)
-    (given.runs / "x" / "config.yaml").write_bytes(msgspec.yaml.encode(given.config()))
+    (setup.runs / "x").mkdir(parents=True)
+    (setup.runs / "x" / "config.yaml").write_bytes(msgspec.yaml.encode(setup.config()))
     return {"resume": "auto"}
 
 
@@ -150,7 +150,7 @@ def gpus(count: int, apart: Iterable[tuple[int, int]] = ()) -> Spoil:
     strangers = {frozenset(pair) for pair in apart}
     properties = SimpleNamespace(name="NVIDIA L4", total_memory=24 << 30)
 
-    def spoil(given: Given) -> None:
+    def spoil(setup: Given) -> None:
         for name, value in {
             "is_available": lambda: count > 0,
             "device_count": lambda: count,
@@ -159,19 +159,19 @@ def gpus(count: int, apart: Iterable[tuple[int, int]] = ()) -> Spoil:
             "is_bf16_supported": lambda **_: True,
             "nccl.version": lambda: (2, 27, 5),
         }.items():
-            given.patch.setattr(f"torch.cuda.{name}", value)
-        given.patch.setattr("torch.distributed.is_nccl_available", lambda: True)
+            setup.patch.setattr(f"torch.cuda.{name}", value)
+        setup.patch.setattr("torch.distributed.is_nccl_available", lambda: True)
 
     return spoil
 
 
-def sglang_in(given: Given, version: str, **modules: str) -> list[str]:
+def sglang_in(setup: Given, version: str, **modules: str) -> list[str]:
     """The command of servers in a Python with an SGLang, a torch that sees a GPU, and these modules."""
-    info = given.folder / "site" / f"sglang-{version}.dist-info"
+    info = setup.folder / "site" / f"sglang-{version}.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: sglang\nVersion: {version}\n")
     sees = "class cuda:\n    is_available = staticmethod(lambda: True)\n"
     for name, text in {"torch": sees, **modules}.items():
-        (given.folder / "site" / f"{name}.py").write_text(text)
-    program = given.program("python", f'PYTHONPATH={given.folder}/site exec {sys.executable} "$@"')
+        (setup.folder / "site" / f"{name}.py").write_text(text)
+    program = setup.program("python", f'PYTHONPATH={setup.folder}/site exec {sys.executable} "$@"')
     return [program, "-m", "sglang.launch_server"]

@@ -26,17 +26,20 @@ class Said(NamedTuple):
 
 
 class Dialect(NamedTuple):
-    """`body(messages, tools, schema=…, limit=…, **fields)`: a request, whose messages have calls with the ids
-    that clients got. `whole`: of an answer's body. `heard`: of the events of a stream, as a strict client
-    reads them: the texts are what was streamed."""
+    """How a client of one API writes requests and reads answers.
+
+    `body(messages, tools, schema=…, limit=…, **fields)` makes a request, whose messages have calls with the ids
+    that clients got. `parse_answer` reads the body of an answer; `heard` reads the events of a stream, as a
+    strict client does: its texts are those that were streamed.
+    """
 
     path: str
     read: Callable[[bytes], Exchange]
     body: Callable[..., dict[str, Any]]
-    whole: Callable[[dict[str, Any]], Said]
+    parse_answer: Callable[[dict[str, Any]], Said]
     heard: Callable[[Sequence[Event]], Said]
 
-    def asked(self, messages: Sequence[Message], tools: Sequence[Any] = (), **options: Any) -> Exchange:
+    def exchange_of(self, messages: Sequence[Message], tools: Sequence[Any] = (), **options: Any) -> Exchange:
         return self.read(json.dumps(self.body(messages, tools, **options)).encode())
 
 

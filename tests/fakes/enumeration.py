@@ -223,7 +223,7 @@ def _normalised(all_credits: Tensor, experiment: Experiment) -> Tensor:
 
 @functools.cache
 def _credits(
-    language: Language, name: str, options: tuple[tuple[str, Any], ...], n: int, values: Tensor, late: bool
+    language: Language, name: str, options: tuple[tuple[str, Any], ...], n: int, values: Tensor, is_late: bool
 ) -> Tensor:
     estimator = advantages.get(name).bound(dict(options), "advantage")
     groups = groups_of(language, n).members.tolist()
@@ -234,11 +234,11 @@ def _credits(
             length = len(own_trace.rewards)
             inputs = CreditInput(
                 own=own_trace.own,
-                siblings=[sibling.own for sibling in traces if not (late and sibling is own_trace)],
+                siblings=[sibling.own for sibling in traces if not (is_late and sibling is own_trace)],
                 rewards=own_trace.rewards,
                 turn=TURN[:length].numpy(),
                 issued=n,
-                place=-1 if late else i,
+                place=-1 if is_late else i,
                 values=values[language.prefix[sequences[i], :length]].numpy() if estimator.critic else None,
                 greedy=GREEDY if estimator.greedy else None,
                 traces=traces if estimator.whole_group else (),

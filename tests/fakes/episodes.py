@@ -58,10 +58,13 @@ def looker(calls: list[str], **options: Any) -> Tool:
 
 
 class Bench:
-    """`script`: the text of a turn, from its request. `config`: see RolloutConfig. `taken`: seconds that an
-    earlier attempt took."""
+    """Plays episodes by a script.
 
-    taken = 0.0
+    `script` returns the text of a turn, from its request. `config`: see RolloutConfig. `earlier_seconds`: the
+    seconds that an earlier attempt took.
+    """
+
+    earlier_seconds = 0.0
 
     def __init__(
         self, script: Callable[[Request], str], reward: Any, chat: FakeChat | None = None, **config: Any
@@ -88,7 +91,7 @@ class Bench:
         return LocalSampler("train", lambda: self.engine, *timed, engine=self.engine)
 
     def assign(self, lane: str = "train", **options: Any) -> Assign:
-        assignment = {"temperature": 0.7, "key": 99, "seconds": self.taken, **options}
+        assignment = {"temperature": 0.7, "key": 99, "seconds": self.earlier_seconds, **options}
         return Assign(1, Attempt("u", 1), self.sample, lane, **assignment)
 
     async def _send(self, records: Records, frames: Sequence[bytes]) -> None:

@@ -48,7 +48,7 @@ def small_tree(path: Path, python: bool = False, packages: Iterable[str] = ()) -
     for name, text in FILES.items():
         (path / "etc" / name).write_text(text)
     searched = "/usr/local/bin:/usr/bin:/bin"
-    programs = [found for name in PROGRAMS if (found := shutil.which(name, path=searched))]
+    programs = [program_path for name in PROGRAMS if (program_path := shutil.which(name, path=searched))]
     for program in programs:
         shutil.copy2(program, path / "usr/bin" / Path(program).name)
     if python:

@@ -137,7 +137,7 @@ class PlayedWorker:
         self.hangs_until = 0.0
         self.up_at = world.now + world.dice.choice([0.5, 2.0])
         self.contact = Contact(world.config.launch.lease, 1e9, world.now)
-        self.held: dict[Attempt, Running] = {}
+        self.attempts: dict[Attempt, Running] = {}
         self.unacked: dict[int, tuple[Any, list[bytes]]] = {}
         self.seq = self.assigned = self.oldest = 0
         self.epoch = -1
@@ -161,17 +161,17 @@ class PlayedWorker:
         match self.contact.tick(now):
             case ContactState.FINE:
                 held_attempts = tuple(
-                    {record.attempt for record, _ in self.unacked.values()} | self.held.keys()
+                    {record.attempt for record, _ in self.unacked.values()} | self.attempts.keys()
                 )
                 self.link.say(Heartbeat(self.assigned, held_attempts, now, 0.0, self.seq, acked=self._acked))
             case ContactState.QUIET:
                 self._hello()
             case _:
-                self.held.clear()
+                self.attempts.clear()
                 self._hello()
         if now < self.hangs_until:
             return
-        for attempt in list(self.held):
+        for attempt in list(self.attempts):
             if self.world.dice.random() < 0.7:
                 self._go_on(attempt)
         if self.unacked and now > self.resend_at:
@@ -187,18 +187,20 @@ class PlayedWorker:
                 self._resend()
             case Assign():
                 self.assigned = message.seq
-                for other_attempt in [attempt for attempt in self.held if attempt.uid == message.attempt.uid]:
+                for other_attempt in [
+                    attempt for attempt in self.attempts if attempt.uid == message.attempt.uid
+                ]:
                     if other_attempt != message.attempt:
-                        del self.held[other_attempt]
-                if message.attempt not in self.held:
+                        del self.attempts[other_attempt]
+                if message.attempt not in self.attempts:
                     self.world.continued += message.lane == "eval" and bool(frames)
                     count = len(frames) - message.parts
                     running = Running(message, count // 2, self.world.now)
                     self._recall(running, [decode_part(frame) for frame in frames[count:]])
                     running.repeats = not frames or self.world.dice.random() < 0.7
-                    self.held[message.attempt] = running
+                    self.attempts[message.attempt] = running
             case Cancel() | Fenced():
-                self.held.pop(message.attempt, None)
+                self.attempts.pop(message.attempt, None)
             case Clock():
                 self.oldest = message.oldest
             case LoadWeights():
@@ -233,18 +235,18 @@ class PlayedWorker:
         self.link.say(Loaded(message.ref, message.lane, message.ref.label, 0.1))
 
     def _go_on(self, attempt: Attempt) -> None:
-        running = self.held[attempt]
+        running = self.attempts[attempt]
         version = self.loaded[running.assign.lane].step
         if self.world.now - running.began > EPISODE_SECONDS:
-            del self.held[attempt]
+            del self.attempts[attempt]
             self._post(Failed(0, attempt, FailReason.DEADLINE, "it hung"))
         elif not running.repeats:
-            del self.held[attempt]
+            del self.attempts[attempt]
             self._post(Failed(0, attempt, FailReason.NOT_REPEATED, "other messages"))
         elif running.waits_for in self.unacked:
             return  # not durable yet
         elif running.turns == 1 + sum(map(ord, attempt.uid)) % 3:
-            del self.held[attempt]
+            del self.attempts[attempt]
             reward = float(self.world.dice.random() < 0.5)
             self._post(
                 Finished(0, attempt, EpisodeResult(reward, 10 * running.turns), EpisodeStats(running.turns))
@@ -296,7 +298,7 @@ class PlayedRank:
         self.world = trainer.world
         self.rank = rank
         self.link = PlayedLink(self.world, f"trainer/{rank}/{trainer.incarnation}".encode())
-        self.asked: tuple[WireMessage, bool] | None = None  # to be answered, and on which channel
+        self.question: tuple[WireMessage, bool] | None = None  # to be answered, and on which channel
         self.plan: WorkPlan | None = None  # that rank 0 was told, and this rank has its part of
         self.uids = list[str]()
         self.turns = dict[str, int]()
@@ -321,18 +323,18 @@ class PlayedRank:
         if now >= self.beat_at:
             self.beat_at = now + 1.0
             self.link.say(TrainerBeat(self.rank, now, 0.0, "", trainer.work))
-        if self.asked is not None and now >= self.resend_at:
+        if self.question is not None and now >= self.resend_at:
             self.resend_at = now + RESEND
             if self.world.dice.random() < 0.5 and trainer.granted:
                 self.link.say(self._greeting())  # as after silence
-            self.link.say(self.asked[0], bulk=self.asked[1])
+            self.link.say(self.question[0], bulk=self.question[1])
 
     def _greeting(self) -> TrainerHello:
         trainer = self.trainer
         return TrainerHello(self.rank, len(trainer.ranks), trainer.incarnation, trainer.acknowledged)
 
     def ask(self, message: WireMessage, bulk: bool) -> None:
-        self.asked = (message, bulk)
+        self.question = (message, bulk)
         self.resend_at = self.world.now + RESEND
         self.link.say(message, bulk=bulk)
 
@@ -347,7 +349,7 @@ class PlayedTrainer:
         self.first = self.ranks[0]
         self.link = self.first.link
         self.up_at = world.now + world.dice.choice([1.0, 3.0])
-        self.place = Checkpoints(world.run_dir / "checkpoints")
+        self.checkpoints = Checkpoints(world.run_dir / "checkpoints")
         self.step = 0
         self.micro = 0
         self.parent = -1
@@ -355,10 +357,10 @@ class PlayedTrainer:
         self.trained: list[str] = []
         self.batch: list[str] = []
         self.unsaved: list[str] = []
-        self.repeating = self.ended = self.spikes = False
+        self.repeating = self.has_ended = self.spikes = False
         self.published: Published | None = None
         self.resumed = self.resting = False
-        self.granted = self.holds = not world.config.shifts
+        self.granted = self.holds_devices = not world.config.shifts
         self.waits_for = len(self.ranks)  # to be granted the devices
         self.work = 0
 
@@ -367,30 +369,30 @@ class PlayedTrainer:
         if self.resumed:
             return
         self.resumed = True
-        sound = (step for step in self.place.steps() if not self.place.damage(step))
+        sound = (step for step in self.checkpoints.steps() if not self.checkpoints.damage(step))
         if (step := next(sound, -1)) >= 0:
-            with self.place.open(step, "state") as file:
+            with self.checkpoints.open(step, "state") as file:
                 self.trained = json.loads(file.read())
             self.step = self.parent = step
 
     @property
     def acknowledged(self) -> int:
         """It is ahead by a step while its commit is not answered."""
-        question = self.first.asked
+        question = self.first.question
         return self.step - (question is not None and isinstance(question[0], Commit))
 
     def take(self, rank: PlayedRank, message: WireMessage, frames: list[bytes]) -> None:
-        question = rank.asked[0] if rank.asked else None
+        question = rank.question[0] if rank.question else None
         match message:
-            case _ if self.ended:
+            case _ if self.has_ended:
                 pass
             case Stop():
-                self.ended = True
-                if self.first.asked and isinstance(self.first.asked[0], GaveUp):
+                self.has_ended = True
+                if self.first.question and isinstance(self.first.question[0], GaveUp):
                     self.world.start_trainer()
             case GrantDevices() if isinstance(question, AskDevices):
-                self.holds = True
-                rank.asked = None
+                self.holds_devices = True
+                rank.question = None
                 self.waits_for -= 1
                 self.granted = not self.waits_for
                 for other_rank in self.ranks if self.granted else []:
@@ -401,21 +403,21 @@ class PlayedTrainer:
                     self.repeating = self.step < message.step
                     if not self.repeating:
                         self._publish()
-                rank.asked = None
+                rank.question = None
                 rank.ready = True
                 if all(other_rank.ready for other_rank in self.ranks):
                     self._request()
             case Welcome() if rank is self.first and self.published is not None:
                 self.link.say(self.published)
             case WorkPlan() if isinstance(question, PlanRequest) and is_answer(message, question):
-                rank.asked = None
+                rank.question = None
                 for index, other_rank in enumerate(self.ranks):
                     self._hand(other_rank, message, message.trajectories[index :: len(self.ranks)])
                 self._start()
             case Payloads() if isinstance(question, PayloadRequest) and is_answer(message, question):
                 self._check_lag(frames)
                 assert len(frames) == sum(rank.turns[uid] for uid in message.uids if uid not in message.lost)
-                rank.asked = None
+                rank.question = None
                 rank.uids = [uid for uid in message.uids if uid not in message.lost]
                 self._start()
             case Committed() if isinstance(question, Commit) and is_answer(message, question):
@@ -436,7 +438,7 @@ class PlayedTrainer:
         """The last rank that has its part lets all train."""
         plan = self.first.plan
         if plan is None or any(
-            isinstance(rank.asked and rank.asked[0], PayloadRequest) for rank in self.ranks
+            isinstance(rank.question and rank.question[0], PayloadRequest) for rank in self.ranks
         ):
             return
         self.first.plan = None
@@ -446,7 +448,7 @@ class PlayedTrainer:
     def _run(self, plan: WorkPlan) -> None:
         if plan.kind != "stop":  # its checkpoint is written from where the shards rest
             self.resting = plan.kind == "rest"
-            self.holds = not self.resting
+            self.holds_devices = not self.resting
         match plan.kind:
             case "rest":
                 self._request()
@@ -469,8 +471,10 @@ class PlayedTrainer:
             case "end" | "stop":
                 if self.parent != self.step:
                     self._save()
-                self.holds = self.holds and not (self.world.config.shifts and plan.kind == "end")
-                self.first.ask(self._checkpointed(resting=not self.holds), bulk=False)
+                self.holds_devices = self.holds_devices and not (
+                    self.world.config.shifts and plan.kind == "end"
+                )
+                self.first.ask(self._checkpointed(resting=not self.holds_devices), bulk=False)
             case "probe":
                 assert self.world.config.shifts, "no engine asked for a probe"
                 self._publish()
@@ -488,7 +492,7 @@ class PlayedTrainer:
         )
 
     def _committed(self, message: Committed) -> None:
-        self.first.asked = None
+        self.first.question = None
         if message.publish:
             self.repeating = False
             self._publish()
@@ -507,8 +511,8 @@ class PlayedTrainer:
 
     def _save(self) -> None:
         files: Files = {}
-        self.place.clear(self.step)
-        with self.place.create(self.step, "state", files) as file:
+        self.checkpoints.clear(self.step)
+        with self.checkpoints.create(self.step, "state", files) as file:
             file.write(json.dumps(self.trained).encode())
         manifest = CheckpointManifest(
             step=self.step,
@@ -518,8 +522,8 @@ class PlayedTrainer:
             trained_total=len(self.trained),
             files=files,
         )
-        self.place.seal(manifest)
-        self.place.prune(self.step, self.world.config.checkpoint.keep)
+        self.checkpoints.seal(manifest)
+        self.checkpoints.prune(self.step, self.world.config.checkpoint.keep)
         self.parent = self.step
         self.unsaved = []
 

@@ -40,5 +40,5 @@ async def until(reached: Callable[[], bool], complaint: str) -> None:
         await asyncio.sleep(0.005)
 
 
-async def gone(pid: int) -> None:
+async def wait_until_gone(pid: int) -> None:
     await until(lambda: not alive(pid), f"process {pid} lives")

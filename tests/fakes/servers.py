@@ -52,8 +52,11 @@ Act = Lose | Refuse | Busy | Part
 
 
 class FakeServer:
-    """A client whose server plays `acts`, one per request, and after that samples whole turns. While `gate`
-    is closed a request hangs, with `streamed` tokens, until the client is closed. The first sets `asked`."""
+    """A client whose server plays `acts`, one per request, and after that samples whole turns.
+
+    While `gate` is closed a request hangs, with `streamed` tokens, until the client is closed. `first_request`
+    is set by the first request.
+    """
 
     def __init__(self, entry: EngineEntry, use: EngineUse) -> None:
         self.entry = entry
@@ -61,7 +64,7 @@ class FakeServer:
         self.acts: list[Act] = []
         self.requests: list[Request] = []
         self.cancelled: list[str] = []
-        self.asked = asyncio.Event()
+        self.first_request = asyncio.Event()
         self.gate = asyncio.Event()
         self.gate.set()
         self.streamed = 0
@@ -81,7 +84,7 @@ class FakeServer:
     async def generate(self, request: Request) -> Generation:
         assert not self.closed
         self.requests.append(request)
-        self.asked.set()
+        self.first_request.set()
         self.use.requests += 1
         act = self.acts.pop(0) if self.acts else None
         match act:
@@ -162,7 +165,7 @@ class Servers:
         """The client of its newest incarnation."""
         return next(client for client in reversed(self.clients) if client.entry.name == name)
 
-    def asked(self) -> list[str]:
+    def request_counts(self) -> list[str]:
         """How many requests each client got, as "name:requests"."""
         return [f"{client.entry.name}:{len(client.requests)}" for client in self.clients]
 

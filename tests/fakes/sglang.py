@@ -41,7 +41,7 @@ class Script:
     def __init__(self) -> None:
         self.url = ""
         self.answers: dict[str, Answer] = {}
-        self.asked: list[tuple[str, Any, str]] = []
+        self.requests: list[tuple[str, Any, str]] = []
         self.came = asyncio.Event()  # anything
 
     def says(self, path: str, status: int, content: bytes = b"") -> None:
@@ -70,7 +70,7 @@ class Script:
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         content = await request.read()
         body = msgspec.json.decode(content) if content else None
-        self.asked.append((request.path, body, request.headers.get("Authorization", "")))
+        self.requests.append((request.path, body, request.headers.get("Authorization", "")))
         self.came.set()
         return await self.answers[request.path](request)
 

@@ -119,7 +119,7 @@ class SGLangServer:
                 continue
         self._reap(time.monotonic() + GONE_SECONDS)
 
-    def gone(self, seconds: float = GONE_SECONDS) -> bool:
+    def has_gone(self, seconds: float = GONE_SECONDS) -> bool:
         """Whether all its processes end by themselves within `seconds`."""
         self._reap(time.monotonic() + seconds)
         return not self.processes()

@@ -25,17 +25,17 @@ class PinnedTensors:
     """Whole tensors of one process, as a `Pinned`."""
 
     layout: Layout
-    kept: Tensors
+    tensors: Tensors
 
     def shares(
         self, part: slice, file: str = "", base: PinnedTensors | None = None
     ) -> list[Sequence[RangeShare]]:
         tensor_shares: list[Sequence[RangeShare]] = []
         for spec in self.layout[part]:
-            own_bytes = as_bytes(self.kept[spec.name])
+            own_bytes = as_bytes(self.tensors[spec.name])
             data = own_bytes.data
             if base is not None and own_bytes.size:
-                old = as_bytes(base.kept[spec.name])
+                old = as_bytes(base.tensors[spec.name])
                 data = memoryview(codec.encode(old, own_bytes, ITEM_BYTES[spec.dtype]))
             tensor_shares.append([share(spec, own_bytes, 0, data)])
         return tensor_shares

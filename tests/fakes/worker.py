@@ -126,7 +126,7 @@ class WorkerThread(threading.Thread):
     def run(self) -> None:
         self.code = run(self.config, self.endpoints, 0, "incarnation")
 
-    def ended(self, timeout: float = 60.0) -> int | None:
+    def wait_for_end(self, timeout: float = 60.0) -> int | None:
         self.join(timeout)
         assert not self.is_alive(), "the worker did not end"
         return self.code

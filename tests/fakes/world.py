@@ -392,7 +392,9 @@ class World:
             return
         self.seen[shifts.shift] += 1
         awake = [worker.index for worker in self.workers if not worker.asleep]
-        assert not (awake and self.trainer.holds), f"both sides in {shifts.shift}: {awake}, {self.log[-20:]}"
+        assert not (awake and self.trainer.holds_devices), (
+            f"both sides in {shifts.shift}: {awake}, {self.log[-20:]}"
+        )
 
     def _check_end(self, by_trainer: bool = False) -> None:
         self.log.append(f"{self.now:.1f} {'the trainer' if by_trainer else 'the coordinator'} ended")
@@ -429,7 +431,7 @@ class World:
         assert summary["outcome"] == "completed", (summary["error"], self.log)
         assert summary["conserved"], (summary["flow"], self.log)
         flow = summary["flow"]
-        checkpoints = self.trainer.place
+        checkpoints = self.trainer.checkpoints
         with checkpoints.open(checkpoints.steps()[0], "state") as file:
             trained = json.loads(file.read())
         assert flow["taken"] == flow["ready"] == flow["in_flight"] == 0, (flow, self.log)

@@ -72,7 +72,7 @@ def worker(hub: FakeCoordinator, model_path: str, tmp_path: Path) -> Iterator[Wo
     if thread.is_alive():
         hub.withheld = ()
         hub.control.send(hub.peer, Stop("end of the test"))
-    assert thread.ended() in (0, 1)
+    assert thread.wait_for_end() in (0, 1)
 
 
 def engine() -> fake.CallingEngine:
@@ -224,7 +224,7 @@ def test_stop_ends_the_worker_with_what_it_had_said(hub: FakeCoordinator, worker
     hub.assign("e", sample())
     hub.until(lambda: fake.seams.looks, "running tool")
     hub.send(Stop("enough"))
-    assert worker.ended() == 0
+    assert worker.wait_for_end() == 0
     assert engine().closed
     assert hub.seen(Finished) == []
 
@@ -233,7 +233,7 @@ def test_a_worker_left_alone_leaves(hub: FakeCoordinator, model_path: str, tmp_p
     launch = {"lease": 0.2, "start_timeout": 0.5}
     thread = WorkerThread(fake.config(model_path, tmp_path, launch=launch), hub.endpoints)
     thread.start()
-    assert thread.ended() == 1
+    assert thread.wait_for_end() == 1
 
 
 # -- a process of its own, with the embedded engine --------------------------------------------------

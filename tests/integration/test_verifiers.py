@@ -383,7 +383,7 @@ def with_others(
                 heard = [await world.reset(sample)]
                 for turn in turns:
                     heard.append(await world.step(turn))
-                return heard, [body["messages"] for _, body, _ in script.asked]
+                return heard, [body["messages"] for _, body, _ in script.requests]
         finally:
             await close_sessions()
 

@@ -137,7 +137,7 @@ def test_the_trainer_is_stopped_while_episodes_end(tmp_path: Path, monkeypatch: 
             sent.append(number.name)
 
     names = ["coordinator-0", "rollout-0", "trainer-0"]
-    monkeypatch.setattr(bench, "roles", lambda launcher: {name: Process() for name in names})
+    monkeypatch.setattr(bench, "role_processes", lambda launcher: {name: Process() for name in names})
     monkeypatch.setattr(bench.psutil, "Process", lambda pid: Process())
     watch = bench.Watch(tmp_path, tmp_path / "lives", hold=2)
     for written in ("", "a\n", "a\nb\n", "a\nb\nc\n"):

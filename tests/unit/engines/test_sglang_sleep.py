@@ -42,8 +42,8 @@ async def loading(tmp_path: Path) -> AsyncIterator[tuple[Script, ServerLoader, W
 
 def changes(script: Script) -> list[str]:
     """What was changed, in the order in which it was asked for since the last look."""
-    asked = [(path, body) for path, body, _ in script.asked if path != "/model_info"]
-    script.asked = []
+    asked = [(path, body) for path, body, _ in script.requests if path != "/model_info"]
+    script.requests = []
     return [path + (f" {' '.join(body['tags'])}" if "tags" in body else "") for path, body in asked]
 
 

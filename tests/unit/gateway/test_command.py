@@ -18,7 +18,7 @@ from asyncrl.gateway import Command, Endpoint, load_agent, places
 from asyncrl.gateway.lines import CommandError
 from asyncrl.types import Message, Sample
 from asyncrl.values import result_of
-from tests.fakes.processes import gone
+from tests.fakes.processes import wait_until_gone
 
 ENDPOINT = Endpoint("http://127.0.0.1:1/v1", "secret")
 SAMPLE = Sample(3, "test", (Message("user", "q"),), '{"x": 42}', extra_info='{"y": 1, "answer": 42}')
@@ -225,7 +225,7 @@ async def test_nothing_of_a_program_is_left(tmp_path: Path, ending: str) -> None
     await asyncio.wait([playing], timeout=30)
     assert playing.done() and len(found) == 2
     for pid in found:
-        await gone(int(pid))
+        await wait_until_gone(int(pid))
 
 
 # -- names -------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from asyncrl.isolation.sandbox.detection import Isolation
 from asyncrl.isolation.sandbox.jail import Jail
 from asyncrl.types import Message, Sample
 from tests.fakes.hosts import FakeHost
-from tests.fakes.processes import gone
+from tests.fakes.processes import wait_until_gone
 
 ENDPOINT = Endpoint("http://127.0.0.1:1/v1", "secret")
 SAMPLE = Sample(0, "test", (Message("user", "q"),), "1")
@@ -149,7 +149,7 @@ def test_what_a_killed_worker_leaves_is_removed_by_the_next(tmp_path: Path) -> N
     pid, here = pipe.read_text().split()
     worker.kill()
     worker.wait()
-    asyncio.run(gone(int(pid)))
+    asyncio.run(wait_until_gone(int(pid)))
     assert Path(here).is_dir()
     places._parent.cache_clear()
     with emptying.own_directory(str(PLACES), places.PREFIX) as alive:  # of this process, which lives

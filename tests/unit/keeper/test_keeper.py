@@ -132,7 +132,7 @@ def answering(script: Script, **state: Any) -> None:
     """Has the script answer as an SGLang server of this state does: `paused`, `label`."""
 
     async def answer(request: web.Request) -> web.Response:
-        body = script.asked[-1][1]
+        body = script.requests[-1][1]
         match request.path:
             case "/ready":
                 return web.Response(status=503 if state["paused"] else 200)
@@ -162,7 +162,7 @@ async def test_what_a_load_left_whose_supervisor_died_is_no_version(
         answering(script, paused=paused, label="e1-v1")
         server = await supervisor._start()
         assert server.model.weight_version == await server.api.weight_label() == label
-        paths = [path for path, _, _ in script.asked]
+        paths = [path for path, _, _ in script.requests]
         if paused:  # before anything samples
             assert paths.index("/update_weight_version") < paths.index("/continue_generation")
         await server.api.close()

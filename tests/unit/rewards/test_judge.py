@@ -40,7 +40,7 @@ def judged(said: str, status: int = 200, **options: Any) -> tuple[float | str, l
                 score = str(error)
             finally:
                 await episode_reward.close()
-            return score, [body["messages"] for _, body, _ in script.asked]
+            return score, [body["messages"] for _, body, _ in script.requests]
 
     return asyncio.run(main())
 

@@ -1013,7 +1013,7 @@ def test_what_changed_is_judged_however_the_agent_ended(
         return 1.0
 
     bench = AgentBench(agent, reward=reward, limits=limits)
-    bench.taken = 0.0
+    bench.earlier_seconds = 0.0
     bench.sample = replace(bench.sample, extra_info=TASK_INFO)
     assert bench.finished().result.end is end
     (seen_input,) = seen
