@@ -103,6 +103,7 @@ def train(
         hidden = model.model(input_ids=ids).last_hidden_state[:, :-1]
         with_label = labels[:, 1:] != IGNORE  # the head is the widest layer: only where it is needed
         loss = cross_entropy(model.lm_head(hidden[with_label]), labels[:, 1:][with_label])
+
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -127,11 +128,13 @@ def first_stage(plan: Plan, encoder: Encoder, model: LlamaForCausalLM, seed: int
     """Learn the task. False: it did not form within the plan's patience."""
     rng = random.Random(seed)
     optimizer = _adam(model)
+
     step = 0
     levels = plan.of(encoder.task)
     for level in levels:
         data = encoder.batches(rng, levels[:level], not plan.noisy_steps, plan.batch)
         average = Average()
+
         gate = plan.advance if level < levels[-1] else plan.formed
         rates = (plan.rate * min(1.0, at / 100) for at in itertools.count(step + 1))
         for loss in train(model, data, optimizer, rates):
@@ -143,7 +146,9 @@ def first_stage(plan: Plan, encoder: Encoder, model: LlamaForCausalLM, seed: int
                 return False
             if average.count >= 50 and average.value < gate:
                 break
+
         log(f"step {step}: levels up to {level} formed, loss {average.value:.4f}")
+
     for loss in train(model, data, optimizer, _decay(plan.rate, plan.settle)):
         average.add(loss)
     log(f"settled after {plan.settle} more steps, loss {average.value:.5f}")
@@ -167,6 +172,7 @@ def evaluate(
     all_questions = [question for level in questions.values() for question in level]
     texts = [encoder.prompt(question) for question in all_questions]
     episodes = [encoder.task.begin(question) for question in all_questions]
+
     answers = [""] * len(all_questions)
     live = list(range(len(all_questions)))
     for _ in range(max(encoder.task.decisions(question) for question in all_questions) + 2):
@@ -178,9 +184,11 @@ def evaluate(
             if calls and turn[-1] in encoder.chat.stop_ids:
                 texts[row] += [*turn, *encoder.reply(episodes[row].reply(calls[0]), calls[0])]
                 calling.append(row)
+
         live = calling
         if not live:
             break
+
     scores = [episode.score(answer) for episode, answer in zip(episodes, answers, strict=True)]
     next_score = iter(scores)
     return {
@@ -218,10 +226,12 @@ def attempt(plan: Plan, encoder: Encoder, seed: int) -> LlamaForCausalLM | None:
     if not first_stage(plan, encoder, model, seed):
         log(f"seed {seed} did not form within {plan.patience} steps")
         return None
+
     rng = random.Random(0)
     task = encoder.task
     levels = plan.of(encoder.task)
     count = plan.episodes // len(levels)
+
     questions = {level: [task.make(rng, level) for _ in range(count)] for level in levels}
     if plan.noisy_steps:
         clean = evaluate(model, encoder, questions, greedy=False)
@@ -230,11 +240,14 @@ def attempt(plan: Plan, encoder: Encoder, seed: int) -> LlamaForCausalLM | None:
             log(f"seed {seed}: success under {plan.clean_success} somewhere")
             return None
         noisy_stage(plan, encoder, model, seed)
+
     sampled = report("start, sampled", task, evaluate(model, encoder, questions, greedy=False))
     report("start, greedy", task, evaluate(model, encoder, questions, greedy=True))
+
     if sampled < plan.least_success:
         log(f"seed {seed}: sampled success {sampled:.3f} is under {plan.least_success}")
         return None
+
     return model
 
 
@@ -247,6 +260,7 @@ def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path)
     settings = out / "tokenizer_config.json"
     names = json.loads(settings.read_text())
     names["tokenizer_class"] = "PreTrainedTokenizerFast"  # the name that transformers 4 knows too
+
     settings.write_text(json.dumps(names, indent=2) + "\n")
 
 
@@ -274,20 +288,24 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True, help="directory of the checkpoint")
     parser.add_argument("--seed", type=int, default=0, help="of the first attempt")
     parser.add_argument("--threads", type=int, default=1, help="OpenMP threads")
+
     for field in fields(Plan):
         parser.add_argument(f"--{field.name.replace('_', '-')}", type=type(field.default))
     args = vars(parser.parse_args())
+
     torch.set_num_threads(args["threads"])
     task, plan = TASKS[args["task"]]
     plan_arguments = {field.name: args[field.name] for field in fields(Plan) if args[field.name] is not None}
     plan = replace(plan, **plan_arguments)
     encoder = Encoder(task(), build_tokenizer(task(), plan.vocabulary))
     log(f"tokenizer: {len(encoder.tokenizer)} tokens")
+
     for seed in range(args["seed"], args["seed"] + plan.attempts):
         if model := attempt(plan, encoder, seed):
             save(model, encoder.tokenizer, args["out"])
             log(f"wrote {args['out']} ({model.num_parameters():,} parameters, seed {seed})")
             return 0
+
     print("no attempt succeeded: nothing was written; try other seeds or more patience", file=sys.stderr)
     return 1
 

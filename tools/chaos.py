@@ -89,6 +89,7 @@ def do(target: Target, together: Together) -> Happened:
     print(f"step {target.step}: {name}", flush=True)
     before = running(target.run)
     first = target.step
+
     with ExitStack() as stack:
         for kind, victim in together:
             stack.enter_context(FAULTS[kind].happen(target, victim))
@@ -96,12 +97,14 @@ def do(target: Target, together: Together) -> Happened:
         time.sleep(UNDER_WAY)
         step = target.step
         time.sleep(max(0.0, max(FAULTS[kind].leases for kind, _ in together) * target.lease - UNDER_WAY))
+
     happened.healed = time.monotonic()
     target.until(lambda: target.step > step, f"step after {name}")
     happened.recovered = time.monotonic()
     happened.steps = (first, target.step)
     after = running(target.run)
     happened.cut_turns = sum(max(0, turns - after[uid]) for uid, turns in before.items() if uid in after)
+
     return happened
 
 
@@ -120,6 +123,7 @@ def report(done: list[Happened], step_s: float) -> str:
     by_kind: dict[str, list[Happened]] = defaultdict(list)
     for outcome in done:
         by_kind[outcome.name].append(outcome)
+
     lines = []
     for name, outcomes in sorted(by_kind.items()):
         lasted = [outcome.healed - outcome.at for outcome in outcomes]
@@ -128,6 +132,7 @@ def report(done: list[Happened], step_s: float) -> str:
         numbers = (statistics.median(lasted), statistics.median(took), max(took))
         again = sum(outcome.cut_turns for outcome in outcomes)
         lines.append([name, str(len(outcomes)), *(f"{n:.1f}" for n in numbers), f"{again} of {flying}"])
+
     head = ["fault", "times", "lasted, s (median)", "next step after, s (median)", "max"]
     head.append("durable turns sampled again, of episodes in flight")
     return table(head, lines) + f"\n\nA step: {step_s:.2f} s (median of all)."
@@ -139,10 +144,12 @@ def left_behind(target: Target, shared: set[str]) -> list[str]:
     remains += [
         f"/dev/shm/{name}" for name in set(os.listdir("/dev/shm")) - shared if target.run.name in name
     ]
+
     for proxy in target.proxies:
         with socket.socket() as probe:
             if probe.connect_ex(("127.0.0.1", proxy.target)) == 0:
                 remains.append(f"port {proxy.target}")
+
     return remains
 
 
@@ -158,6 +165,7 @@ def play(target: Target, plan: list[Together], every: int, steps: int, done: lis
             done.append(do(target, together))
             if run_troubles := troubles(target.run):
                 raise AssertionError(f"after {done[-1].name}: {run_troubles}")
+
     if not steps:
         target.launcher.send_signal(signal.SIGINT)
     code = target.launcher.wait(target.deadline)
@@ -183,17 +191,21 @@ def main() -> int:
     parser.add_argument("--deadline", type=float, default=240.0, help="seconds until the next step, at most")
     parser.add_argument("overrides", nargs="*")
     options = parser.parse_args()
+
     if options.disk and subprocess.run(["unshare", "-rm", "true"], check=False).returncode:
         print("no namespace can be made here: without faults of the disk")
         options.disk = False
+
     if options.disk and not os.environ.get("CHAOS_NAMESPACE"):
         os.environ["CHAOS_NAMESPACE"] = "1"
         os.execvp("unshare", ["unshare", "-rm", sys.executable, *sys.argv])
+
     if options.disk:
         options.run_dir.mkdir(parents=True, exist_ok=True)
         for mount_point in (options.run_dir, SHARED_MEMORY):
             mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK_MB}m", "chaos", str(mount_point)]
             subprocess.run(mount, check=True)
+
     kinds = [kind for kind in options.kinds if options.disk or kind not in DISK]
     kinds = [kind for kind in kinds if options.experiment == "calculator" or kind not in ONLY_DEMO]
     dice = random.Random(options.seed)
@@ -202,12 +214,14 @@ def main() -> int:
     plan = schedule(kinds, options.faults, servers, dice)
     if options.each_once:
         plan = [[fault for fault in together if fault[0] in kinds] for together in EACH_ONCE]
+
     overrides = [
         f"total_steps={options.steps or ENDLESS}",
         "checkpoint.every=5",
         "data.test=''",
         *options.overrides,
     ]
+
     shared = set(os.listdir("/dev/shm"))
     target = Target(
         run,
@@ -217,8 +231,10 @@ def main() -> int:
         deadline=options.deadline,
         seed=options.seed,
     )
+
     problems: list[str] = []
     began = time.monotonic()
+
     done: list[Happened] = []
     with target:
         try:
@@ -227,6 +243,7 @@ def main() -> int:
             problems.append(str(error))
         else:
             problems += troubles(run) + troubles_at_end(run) + left_behind(target, shared)
+
     wall = time.monotonic() - began
     committed = [row for row in rows(run) if "timing_s/step" in row]
     steps = [row["timing_s/step"] for row in committed]
@@ -237,12 +254,14 @@ def main() -> int:
     after = reward(run, first=False)
     if len(steps) >= 40 and after <= before:
         problems.append(f"nothing was learned: reward {before:.3f} at first, {after:.3f} at last")
+
     print(report(done, step_s))
     print(f"{len(done)} faults in {wall:.0f} s; reward {before:.3f} -> {after:.3f}; effective training time "
           f"{effective(commits, touched):.0%}; flow {summary(run).get('flow')}")  # fmt: skip
     for log in sorted((run / "logs").glob("*.log")) if problems else []:
         print(f"== {log.name}", log.read_text()[-3000:], sep="\n")
     print(*problems, "FAILED" if problems else "OK", sep="\n")
+
     if options.disk:
         shutil.rmtree(run, ignore_errors=True)
     return 1 if problems else 0

@@ -190,6 +190,7 @@ def install(name: str, library: Library, directory: Path, python312: str) -> Non
     print(f"installing {library.packages}", file=sys.stderr)
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True)
+
     if program(name).suffix == ".mjs":
         words: list[str | Path] = [
             "npm",
@@ -205,6 +206,7 @@ def install(name: str, library: Library, directory: Path, python312: str) -> Non
         subprocess.run([python, "-m", "venv", directory], check=True)
         quiet = ("--disable-pip-version-check", "--progress-bar=off", "-qq")
         words = [directory / "bin/python", "-m", "pip", "install", *quiet]
+
     subprocess.run([*words, *library.packages.split()], check=True)
     (directory / STAMP).write_text(library.packages)
 
@@ -251,11 +253,13 @@ def run(name: str, library: Library, directory: Path, case: str) -> Outcome:
 
     untrained = load_untrained(library.untrained)
     limits = {"max_tokens": 1 << 20, "max_turns": 16, "max_rows": 16, "episode_timeout": SECONDS}
+
     bench = AgentBench(agent, library.cases[case], reward, limits=limits, untrained=untrained)
     try:
         end = bench.play()
     except TimeoutError:
         return Outcome(f"no end within {SECONDS:g} s", True, paths)
+
     if not isinstance(end, Finished):
         return Outcome(end.detail, True, paths)
     if answers != [{"said": ANSWER}]:
@@ -276,6 +280,7 @@ async def talk(name: str, directory: Path, case: str, endpoint: Endpoint) -> str
             words = ["node", program_copy]
         else:
             words = [str(directory / "bin/python"), str(program(name))]
+
         process = await asyncio.create_subprocess_exec(
             *(*words, case),
             cwd=home,
@@ -298,10 +303,12 @@ async def talk(name: str, directory: Path, case: str, endpoint: Endpoint) -> str
         finally:
             if process.returncode is None:
                 process.kill()
+
         if process.returncode:
             lines = err.decode(errors="replace").strip().splitlines() or ["no message"]
             error_lines = [line for line in lines if "Error" in line and not line.startswith(" ")] or lines
             raise RuntimeError(error_lines[-1].strip()[:300])
+
         return "".join(out.decode(errors="replace").strip().splitlines()[-1:])
 
 
@@ -337,6 +344,7 @@ def main() -> int:
     parser.add_argument("--python312", default="python3.12", help="for libraries that need it")
     parser.add_argument("--to", type=Path, default=ROOT / ".clients")
     options = parser.parse_args()
+
     chosen = {name: LIBRARIES[name] for name in options.only}
     directories = {name: options.to.resolve() / name for name in chosen}
     if INSIDE not in os.environ:
@@ -346,10 +354,12 @@ def main() -> int:
             except (subprocess.CalledProcessError, OSError) as error:
                 print(f"{name} is left out: {error}", file=sys.stderr)
         enter_namespace()
+
     logging.disable(logging.WARNING)  # what requests set without effect, a hundred times
     episodes.SECONDS = SECONDS
     failed = False
     print("| client | asks | cases: turns→rows |\n|---|---|---|")
+
     with ThreadPoolExecutor(options.jobs) as pool:
         for name, library in chosen.items():
             cases = library.cases if installed(library, directories[name]) else ()
@@ -357,6 +367,7 @@ def main() -> int:
             outcomes = dict(zip(cases, pool.map(play, cases), strict=True))
             failed |= not cases or any(outcome.failed for outcome in outcomes.values())
             print(row(name, library, outcomes), flush=True)
+
     return int(failed)
 
 

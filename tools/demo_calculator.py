@@ -70,4 +70,5 @@ class CalculatorTask:
             call = {"name": self.tool.name, "arguments": {"a": value, "op": op, "b": b}}
             parts += [f"<tool_call>\n{json.dumps(call)}\n</tool_call>", str(result)]
             value = result
+
         return [*parts, f"The answer is {value}."]

@@ -64,6 +64,7 @@ class ShellTask:
 
         source = f"{problem.package}.sh"
         commands = ["ls"] if rng.random() < LOOK else []
+
         edited = len(commands) + 2
         last = DONE
         for read in rng.sample(["sh test.sh", f"grep {problem.wrong_function} {source}"], 2):
@@ -78,11 +79,14 @@ class ShellTask:
                 last = GIVE_UP
             else:
                 commands.append(f"sed -i {line}s/{problem.printed}/{problem.wanted}/ {file}")
+
         if last == DONE and rng.random() < CHECK:
             commands.append("sh test.sh")
+
         shell = Shell(problem)
         parts = []
         for command in commands:
             call = {"name": self.tool.name, "arguments": {"command": command}}
             parts += [f"<tool_call>\n{json.dumps(call)}\n</tool_call>", shell.run(command)]
+
         return [*parts, last]

@@ -80,6 +80,7 @@ def corpus(task: DemoTask[Q], count: int = 2000) -> Iterator[str]:
     """Text for the tokenizer, cut where ids are cut too: at special tokens, at the task's units, and where
     the model starts."""
     rng = random.Random(0)
+
     render = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE())).apply_chat_template
     cuts = "|".join(map(re.escape, (*SPECIAL, *TAGS, *task.units))) + r"|(?<=assistant\n)"
     for _ in range(count):
@@ -100,6 +101,7 @@ def build_tokenizer(task: DemoTask[Q], vocabulary: int) -> PreTrainedTokenizerFa
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
+
     core.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     core.train_from_iterator(
@@ -108,11 +110,13 @@ def build_tokenizer(task: DemoTask[Q], vocabulary: int) -> PreTrainedTokenizerFa
             vocab_size=vocabulary, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
         ),
     )
+
     core.add_tokens([AddedToken(text, special=False, normalized=False) for text in (*TAGS, *task.units)])
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=core, eos_token="<|im_end|>", pad_token="<|endoftext|>", model_max_length=2048
     )
     tokenizer.chat_template = TEMPLATE
+
     return tokenizer
 
 
@@ -148,6 +152,7 @@ class Encoder:
                 piece = [*self.tokenizer.encode(part, add_special_tokens=False), self.chat.stop_ids[0]]
                 labels += piece if at >= 2 * given_decisions else [IGNORE] * len(piece)
             ids += piece
+
         return ids, labels
 
     def example(self, problem: Q, rng: random.Random, tempted: bool) -> tuple[list[int], list[int]]:

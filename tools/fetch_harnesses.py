@@ -108,15 +108,18 @@ def main() -> None:
         "--update", nargs="+", default=[], metavar="NAME[=VERSION]", help="pin newer versions, if they pass"
     )
     arguments = parser.parse_args()
+
     target: Path = arguments.to
     if (machine := (sys.platform, platform.machine())) != ("linux", "x86_64"):
         sys.exit(f"make harnesses: the packages are for Linux on x86-64, not for {' on '.join(machine)}")
     npm = shutil.which("npm")
     if npm is None:
         sys.exit("make harnesses: they are npm packages, and there is no npm; install it")
+
     target.mkdir(parents=True, exist_ok=True)
     if arguments.update:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM; all pins are those that passed"))
+
     for update in arguments.update:
         name, _, version = update.partition("=")
         if name not in PACKAGES | OTHERS:
@@ -126,11 +129,13 @@ def main() -> None:
         if target.resolve() != TARGET.resolve():
             sys.exit(f"--update: the tests read {TARGET}; leave out --to")
         move_pin(npm, name, version)
+
     if arguments.update:
         return
     for name, package in (PACKAGES | (OTHERS if arguments.all else {})).items():
         digest = install(npm, name, package.spec.format(version=package.version), target, package.digest)
         print(f"{name}: {package.version}, SHA-512 {digest[:12]}…")
+
     for name, program in PROGRAMS.items():
         if (target / program).exists():
             record(name, target / program, target / "requests")
@@ -148,6 +153,7 @@ def install(npm: str, name: str, spec: str, target: Path, expected: str = "") ->
             files.extractall(scratch, filter="data")
         shutil.rmtree(target / name, ignore_errors=True)
         (Path(scratch) / "package").rename(target / name)
+
     described = json.loads((target / name / "package.json").read_text())
     for program in described.get("bin", {}).values():
         (target / name / program).chmod(0o755)  # as npm does when it installs
@@ -162,11 +168,13 @@ def move_pin(npm: str, name: str, version: str) -> None:
         sys.exit(
             f"--update {name}={version}: give a version such as {package.version}, or none for the newest"
         )
+
     texts = {path: (ROOT / path).read_text() for path in PINNED_IN}
     moved_texts = {
         path: moved(text, PINNED_IN[path], name, package.version, version) for path, text in texts.items()
     }
     requests = TARGET / "requests" / f"{name}.jsonl"
+
     parts = {part: part.exists() for part in (TARGET / name, requests)}
     passed = False
     with tempfile.TemporaryDirectory(dir=TARGET) as scratch:
@@ -175,15 +183,18 @@ def move_pin(npm: str, name: str, version: str) -> None:
             for part, existed in parts.items():
                 if existed:
                     part.rename(before / part.name)
+
             digest = install(npm, name, package.spec.format(version=version), TARGET)
             record(name, TARGET / PROGRAMS[name], requests.parent)
             for path, text in moved_texts.items():
                 (ROOT / path).write_text(text.replace(package.digest, digest))
+
             environment = {
                 **os.environ,
                 "ASYNCRL_REQUIRE_HARNESSES": "1",
                 "ASYNCRL_REQUIRE_HARNESSES_ALL": "1",
             }
+
             family = name.partition("_")[0]  # names of tests may say claude, or codex
             words = [sys.executable, "-m", "pytest", "-q", "-m", "not long", "-k", family, *TESTS]
             passed = subprocess.run(words, cwd=ROOT, env=environment, timeout=TESTS_SECONDS).returncode == 0
@@ -198,6 +209,7 @@ def move_pin(npm: str, name: str, version: str) -> None:
                     part.unlink(missing_ok=True)
                     if existed:
                         (before / part.name).rename(part)
+
     if not passed:
         sys.exit(f"{name} {version} does not pass the tests above; {package.version} stays pinned")
     print(f"{name}: {package.version} -> {version}; look at the differences of {', '.join(PINNED_IN)}")
@@ -252,6 +264,7 @@ def record(name: str, program: Path, folder: Path) -> None:
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Refusing) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
+
         endpoint = Endpoint(f"http://127.0.0.1:{server.server_port}/v1", "key", max_tokens=65536)
         agent = load_agent({name: {"program": str(program), "sandbox": "none"}})
         try:
@@ -261,6 +274,7 @@ def record(name: str, program: Path, folder: Path) -> None:
                 sys.exit(f"{name} made no request: {error}")
         finally:
             server.shutdown()
+
     folder.mkdir(exist_ok=True)
     (folder / f"{name}.jsonl").write_text("".join(json.dumps(request) + "\n" for request in requests))
     print(f"{name}: {len(requests)} first requests")

@@ -141,6 +141,7 @@ def bent(data: bytes, rng: random.Random) -> bytes:
                 bent_data[at:at] = rng.randbytes(rng.randrange(1, 9))
             case _:
                 bent_data[at:at] = bent_data[at : at + 16]
+
     return bytes(bent_data)
 
 
@@ -183,6 +184,7 @@ def targets() -> list[Target]:
             "ToVersionReader",
         )
     }
+
     json = msgspec.json.encode
     message_targets = []
     for name, union in wire.items():
@@ -190,6 +192,7 @@ def targets() -> list[Target]:
         message_targets.append(
             Target(name, lambda data, codec=codec: codec.decode([data]), ProtocolError, union)
         )
+
     return [
         *message_targets,
         Target("turn", lambda data: check_turn("0.0", decode_turn(data), 1, 100), ProtocolError, Turn),
@@ -240,6 +243,7 @@ def feed(target: Target, count: int, rng: random.Random) -> int:
             continue
         except BaseException as error:
             raise Stopped(f"{target.name}: {type(error).__name__}: {error}; input: {data!r}") from error
+
     return accepted
 
 
@@ -257,6 +261,7 @@ class Endured:
             "buffer": {"groups_per_batch": 1000, "episodes_per_group": 4},  # so many may fail in a row
             "launch": {"lease": 1e6, "start_timeout": 1e6, "stall_timeout": 1e6},  # nobody is lost by silence
         })  # fmt: skip
+
         path = samples_path(run_dir / "fuzz", "train")
         path.parent.mkdir(parents=True)
         with path.open("w+b") as file:
@@ -275,10 +280,12 @@ class Endured:
             (self.WORKER, bulk["rollout"]),
             (self.KEEPER, control["engine"]),
         ]
+
         message_sources = [
             (peer, union is bulk["rollout"], Codec(union), inputs(union, msgspec.msgpack.encode, self.rng))
             for peer, union in sources
         ]
+
         frames = [inputs(kind, msgspec.msgpack.encode, self.rng) for kind in (Turn, TurnReply)]
         for number in range(count):
             if number % 16 == 0:
@@ -297,6 +304,7 @@ class Endured:
         worker = self.coordinator.workers.peers.get(self.WORKER)
         if worker is None or not isinstance(message, Records):
             return message
+
         counted = []
         for seq, (record, count) in enumerate(message.counted, worker.seq + 1):
             attempt = record.attempt
@@ -304,6 +312,7 @@ class Endured:
                 uid = self.rng.choice([*worker.running])
                 attempt = Attempt(uid, self.coordinator.state.buffer.episodes[uid].attempt)
             counted.append((msgspec.structs.replace(record, seq=seq, attempt=attempt), count))
+
         return Records(tuple(counted))
 
     def _tell(self, peer: bytes, message: Any, frames: list[bytes]) -> None:
@@ -317,6 +326,7 @@ class Endured:
     def _turn(self) -> None:
         coordinator = self.coordinator
         self.now = self.now + 0.05
+
         hellos = {
             self.RANK: TrainerHello(0, 1, incarnation_of("load", 3), 0, vocabulary=100),
             self.WORKER: WorkerHello(0, incarnation_of("load", 1), 8, 1),
@@ -325,6 +335,7 @@ class Endured:
         for peer, hello in hellos.items():
             if peer != self.KEEPER or coordinator.engines.remote:
                 coordinator._on_control(peer, hello, [], self.now)
+
         coordinator.turn(self.now)
         flow = coordinator.state.buffer.flow()
         if coordinator.lifecycle.error or not flow.conserved:
@@ -336,17 +347,20 @@ class Endured:
 def fuzz(count: int, seed: int, coordinator_share: float = 0.1) -> Counter[str]:
     """So many inputs in all; how many of them each target took. Stopped at the first failure."""
     every = targets()
+
     took = Counter[str]()
     coordinator_inputs = int(count * coordinator_share)
     for target in every:
         rng = random.Random(f"{seed}/{target.name}")
         took[target.name] = feed(target, (count - coordinator_inputs) // len(every) + 1, rng)
+
     with tempfile.TemporaryDirectory() as folder:
         for remote in (False, True):
             endured = Endured(Path(folder) / str(remote), remote, random.Random(f"{seed}/{remote}"))
             with closing(endured.coordinator):
                 endured.hear(coordinator_inputs // 2)
             took[f"coordinator, {'servers' if remote else 'embedded engines'}"] = endured.message_count
+
     return took
 
 
@@ -357,17 +371,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--inputs", type=int, default=1_000_000)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(argv)
+
     logging.disable(logging.ERROR)
     began = time.process_time()
+
     try:
         took = fuzz(options.inputs, options.seed)
     except Stopped as failure:
         print(failure)
         return 1
+
     for name, accepted in took.items():
         print(f"{name:<36} took {accepted:>8,}")
     spent = time.process_time() - began
     print(f"{options.inputs:,} inputs, seed {options.seed}: no undocumented error; {spent:.0f} CPU s")
+
     return 0
 
 

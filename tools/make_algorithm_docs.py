@@ -80,6 +80,7 @@ def main() -> int:
             return 0
         print(f"{TARGET} is out of date; run `make docs`", file=sys.stderr)
         return 1
+
     TARGET.write_text(text)
     return 0
 
@@ -118,6 +119,7 @@ def _facts(component: Any) -> Iterable[str]:
         value = getattr(component, key, None)
         if value in words:
             yield words[value]
+
     whole_group = isinstance(component, Advantage) and component.whole_group
     if whole_group or getattr(component, "prepare", None) is not None:
         yield "whole batch (barrier)"
@@ -138,6 +140,7 @@ def table(parts: Mapping[str, Any], symbol: str) -> str:
         cells = (f"`{entry.name}`", entry.formula, _option_cell(entry), ", ".join(entry.facts), entry.use)
         for column, cell in zip(columns.values(), cells, strict=True):
             column.append(cell)
+
     used_columns = {head: cells for head, cells in columns.items() if any(cells)}
     rows = [list(used_columns), ["---"] * len(used_columns), *zip(*used_columns.values(), strict=True)]
     return "\n".join(map(_row, rows))

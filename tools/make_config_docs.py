@@ -50,11 +50,13 @@ def main() -> int:
     texts[METRICS] = render_metrics(METRICS.read_text())
     outdated = {path: text for path, text in texts.items() if not path.exists() or path.read_text() != text}
     check = parser.parse_args().check
+
     for path, text in outdated.items():
         if check:
             print(f"{path} is out of date; run `make docs`", file=sys.stderr)
         else:
             path.write_text(text)
+
     return int(check and bool(outdated))
 
 
@@ -77,6 +79,7 @@ def render_metrics(text: str) -> str:
             meaning = metric.meaning.replace("|", "\\|")
             lines.append(f"| `{names}` | {metric.verl or '–'} | {meaning} |")
         lines.append("")
+
     return _placed(text, "asyncrl/observe/metrics.yaml", lines[:-1])
 
 
@@ -96,6 +99,7 @@ def render() -> str:
             sections.append((f"`{field.name}`", field.type, f"{field.name}."))
         for kind in filter(_is_section, typing.get_args(field.type)):  # of a mapping
             sections.append((f"`{field.name}.NAME`", kind, f"{field.name}.NAME."))
+
     count = sum(len(_plain_fields(kind)) for _, kind, _ in sections)
     parts = [HEAD, f"{count} keys.\n", *(_section(*section) for section in sections)]
     return "\n".join(parts)
@@ -115,11 +119,13 @@ def field_docs(kind: type) -> dict[str, str]:
     """The string literal after each annotated field. KeyError later on for a field that has none."""
     (definition,) = ast.parse(inspect.getsource(kind)).body
     assert isinstance(definition, ast.ClassDef)
+
     docs = {}
     for field, after in zip(definition.body, definition.body[1:], strict=False):
         if isinstance(field, ast.AnnAssign) and isinstance(after, ast.Expr):
             assert isinstance(field.target, ast.Name) and isinstance(after.value, ast.Constant)
             docs[field.target.id] = " ".join(str(after.value.value).split())
+
     return docs
 
 
@@ -135,6 +141,7 @@ def type_text(hint: Any) -> str:
         if _set(meta, "min_length"):
             bounds.append("not empty")
         return f"{type_text(arguments[0])} {', '.join(bounds)}"
+
     if origin is typing.Literal:
         return " | ".join(f"`{value}`" for value in arguments)
     if origin in (typing.Union, types.UnionType):
@@ -145,6 +152,7 @@ def type_text(hint: Any) -> str:
         return f"[{', '.join(map(type_text, arguments))}]"
     if origin is dict:
         return f"mapping of {'sections' if _is_section(arguments[1]) else type_text(arguments[1])}"
+
     return hint.__name__
 
 

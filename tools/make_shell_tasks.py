@@ -69,6 +69,7 @@ def write_task(folder: Path, puzzle: Puzzle, image: str) -> None:
         ),
         "solution/solve.sh": f"sed -i {edit} {puzzle.package}.sh\n",
     }
+
     _write(folder, files)
 
 
@@ -86,6 +87,7 @@ def copy_programs(tree: Path) -> None:
         target = tree / library[1:]
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(library, target)
+
     for name in (*DIRECTORIES, "bin"):
         (tree / name).mkdir(exist_ok=True)
     for program in programs:
@@ -104,11 +106,13 @@ def main() -> None:
     parser.add_argument("--test", type=int, default=256, help="held-out tasks, at most 256")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
+
     with tempfile.TemporaryDirectory() as work:
         base = Path(work, "base")
         base.mkdir()
         copy_programs(base)
         import_image(base, "shell-tasks")
+
         for split, words in split_words().items():
             rng = random.Random(f"{split} {args.seed}")
             image = f"shell-tasks-{split}"
@@ -118,6 +122,7 @@ def main() -> None:
                 _write(tree / "repo" / package, puzzle.files)
                 write_task(args.out / split / package, puzzle, image)
             import_image(tree, image, "--over", "shell-tasks")
+
     print(json.dumps({"out": str(args.out), "train": args.train, "test": args.test}))
 
 

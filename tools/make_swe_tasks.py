@@ -120,6 +120,7 @@ def testbed(package: Package, bug: Bug) -> bytes:
         number = bug.mutation.line - 1
         lines = path.read_bytes().split(b"\n")
         lines[number] = bug.mutation.after.encode()
+
         path.write_bytes(b"\n".join(lines))
         for words in (
             ("init", "-q", "-b", "main", "--template="),
@@ -131,15 +132,18 @@ def testbed(package: Package, bug: Bug) -> bytes:
             if words[0] == "read-tree":
                 (root / ".git/index").unlink()
             subprocess.run(["git", *words], cwd=root, env=GIT, check=True)
+
         shutil.rmtree(root / ".git/logs")
         (root / ".git/info").mkdir(exist_ok=True)
         (root / ".git/info/exclude").write_text("__pycache__/\n.pytest_cache/\n")
+
         packed = io.BytesIO()
         with (
             gzip.GzipFile(fileobj=packed, mode="wb", mtime=WHEN) as file,
             tarfile.open(fileobj=file, mode="w") as archive,
         ):
             archive.add(root, TESTBED[1:], filter=plain)
+
         return packed.getvalue()
 
 
@@ -153,11 +157,13 @@ def instruction(package: Package, bug: Bug) -> str:
     functions = {test.partition("[")[0]: test for test in reversed(bug.messages)}  # the first of each
     listed_tests = sorted(functions.values())[:SHOWN]
     failures = "\n".join(f"    {test}\n{shortened(bug.messages[test])}" for test in listed_tests)
+
     more = (
         f"\n    … and {len(bug.messages) - len(listed_tests)} more\n"
         if len(bug.messages) > len(listed_tests)
         else ""
     )
+
     files = " ".join(sorted({test.partition("::")[0] for test in listed_tests}))
     return f"""Tests of {package.name} fail that passed before:
 
@@ -179,6 +185,7 @@ def write_task(folder: Path, image: str, package: Package, bug: Bug) -> None:
     task = {"name": folder.name, "package": package.name, "bug": bug.mutation.kind, "image": image}
     protected = json.dumps(package.protected(bug.path), indent=1, ensure_ascii=False)
     fix = restore(bug.path, bug.mutation.line, bug.mutation.before)
+
     lay_out(package, {test.partition("::")[0] for test in tests}, folder / "tests")
     for name, text in {
         "instruction.md": instruction(package, bug),
@@ -193,6 +200,7 @@ def write_task(folder: Path, image: str, package: Package, bug: Bug) -> None:
     }.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
+
     (folder / "environment/testbed.tar.gz").write_bytes(testbed(package, bug))
 
 
@@ -215,6 +223,7 @@ class Maker:
     async def make(self, package: Package, max_tasks: int, seed: int, split: str) -> int:
         """Make up to `most` tasks. Some bugs are tried at once, and taken in the order of candidates."""
         ahead = candidates(package, seed)
+
         functions: Counter[tuple[str, str]] = Counter()
         task_count = tried = 0
         while ahead and task_count < max_tasks:
@@ -225,6 +234,7 @@ class Maker:
                     mutation
                 ):
                     chunk.append(self.in_turn(try_bug, self.base, package, path, mutation))
+
             tried += len(chunk)
             for bug in await all_or_none(chunk):
                 function = (bug.path, bug.mutation.function) if bug else ("", "")
@@ -234,6 +244,7 @@ class Maker:
                     if await self.keep(folder, package, bug):
                         task_count += 1
                         self.kinds[bug.mutation.kind] += 1
+
         print(f"  {task_count} tasks of {tried} bugs", flush=True)
         return task_count
 
@@ -244,11 +255,13 @@ class Maker:
         image = await asyncio.to_thread(
             import_image, str(folder / "environment/testbed.tar.gz"), name, self.base.digest
         )
+
         if copy := leak(contents(image.root), bug.mutation):
             print(f"  {folder.name}: {copy} has the line that was changed; refused")
             remove_image(name)
             shutil.rmtree(folder)
             return False
+
         return True
 
 
@@ -283,6 +296,7 @@ async def make_all(maker: Maker, scratch: Path, arguments: argparse.Namespace) -
     requirements: list[str] = arguments.packages
     preparing = (prepare(maker, name, scratch / str(number)) for number, name in enumerate(requirements))
     prepared = await asyncio.gather(*preparing, return_exceptions=True)
+
     problems: dict[str, str] = {}
     packages: list[tuple[str, Package]] = []
     for requirement, package in zip(requirements, prepared, strict=True):
@@ -292,9 +306,11 @@ async def make_all(maker: Maker, scratch: Path, arguments: argparse.Namespace) -
             raise package
         else:
             packages.append((requirement, package))
+
     print(f"{len(packages)} packages learned in {time.monotonic() - started:.0f} s", flush=True)
 
     packages.sort(key=lambda entry: len(entry[1].covering))
+
     for number, (requirement, package) in enumerate(packages):
         split = "test" if plain_name(package) in arguments.hold_out else "train"
         print(
@@ -302,14 +318,17 @@ async def make_all(maker: Maker, scratch: Path, arguments: argparse.Namespace) -
         )
         wanted = math.ceil((arguments.count - total) / (len(packages) - number))
         before = sum(maker.kinds.values())
+
         if wanted == 0:
             print("  0 tasks: --count is reached", flush=True)
             continue
+
         try:
             if not await maker.make(package, wanted, arguments.seed, split):
                 problems[requirement] = "no tasks: no bug makes some of its tests fail and others pass"
         except PROBLEMS as error:
             problems[requirement] = f"only {sum(maker.kinds.values()) - before} tasks: {reason(error)}"
+
         total += sum(maker.kinds.values()) - before
 
     children = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
@@ -318,6 +337,7 @@ async def make_all(maker: Maker, scratch: Path, arguments: argparse.Namespace) -
     print(
         f"{total} tasks in {time.monotonic() - started:.0f} s, {cpu_seconds:.0f} s of CPU: {kinds or 'none'}"
     )
+
     return problems
 
 
@@ -336,6 +356,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=2, help="sandboxes at a time")
     arguments = parser.parse_args()
+
     if arguments.out.exists():
         parser.error(f"--out {arguments.out}: is there; name a new directory")
     try:
@@ -346,6 +367,7 @@ def main() -> None:
             problems = asyncio.run(make_all(maker, Path(scratch), arguments))
     except AsyncrlError as error:
         sys.exit(f"make_swe_tasks.py: {error}")
+
     if problems:
         for requirement, why in problems.items():
             line = printable(in_short(f"{requirement}: {why}", REASON))

@@ -87,6 +87,7 @@ def assumed(config: RunConfig, name: str, gpus: int) -> Rates:
 def main() -> None:
     print("| recipe | s/step | lag | trainer idle | rollout idle | tokens/s sampled | limited by |")
     print("|---|---|---|---|---|---|---|")
+
     for size, gpus, command in re.findall(
         r"^## (\S+) on (\d+) GPUs?$.*?^asyncrl train (.*?)^```$", PAGE.read_text(), re.M | re.S
     ):
@@ -105,6 +106,7 @@ def main() -> None:
             f"{forecast.tokens_per_s:.0f}",
             f"{limit} ({saved_fraction:.0%})",
         ]
+
         print(f"| {' | '.join(cells)} |", flush=True)
 
 

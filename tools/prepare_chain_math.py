@@ -36,6 +36,7 @@ class Chain:
 def make_chain(rng: random.Random, length: int) -> Chain:
     """A random chain; operations that would leave 0..LARGEST are drawn again."""
     start = value = rng.randint(1, 99)
+
     operations = []
     values = []
     while len(values) < length:
@@ -46,6 +47,7 @@ def make_chain(rng: random.Random, length: int) -> Chain:
             value = result
             operations.append((op, b))
             values.append(value)
+
     return Chain(start, tuple(operations), tuple(values))
 
 

@@ -24,6 +24,7 @@ SYSTEM = "You cannot calculate. Call the tool calculator once for each operation
 def worked(question: str) -> list[dict[str, str]]:
     """The messages after a question: a call and its reply for each operation, then the answer."""
     first, *operations = question.split()
+
     value = int(first)
     messages = []
     for sign, operand in zip(operations[::2], operations[1::2], strict=True):
@@ -33,6 +34,7 @@ def worked(question: str) -> list[dict[str, str]]:
             {"role": "assistant", "content": f"<tool_call>\n{call}\n</tool_call>"},
             {"role": "tool", "content": str(value)},
         ]
+
     return [*messages, {"role": "assistant", "content": f"{question} = {value}"}]
 
 
@@ -56,6 +58,7 @@ def rows(rng: random.Random, count: int) -> list[dict[str, Any]]:
             question += f" {rng.choice('+-')} {rng.randint(100, 999)}"
         if question not in EXAMPLES:
             questions[question] = None
+
     rules = {"role": "system", "content": SYSTEM}
     return [
         verl_row(

@@ -34,6 +34,7 @@ async def row(options: Options, task: Any, index: int) -> dict[str, Any]:
         observation = await world.reset(Sample(index, "", (), "null", extra_info=json.dumps(extra)))
     finally:
         await world.close()
+
     prompt = [plain(message) for message in observation.messages]
     data_row = verl_row(f"verifiers/{options['taskset']}", prompt, "", "verifiers", **extra)
     return data_row | {"reward_model": {"style": "environment", "ground_truth": ""}}
@@ -63,6 +64,7 @@ def main() -> None:
     splits = {}
     for split, count in (("test", args.test), ("train", args.train)):
         splits[split] = asyncio.run(rows(options, tasks, count))
+
     print(json.dumps(write_splits(args.out, splits)))
 
 

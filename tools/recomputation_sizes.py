@@ -47,6 +47,7 @@ def choice(config: RunConfig) -> str:
 def main() -> None:
     print("| model | trained | GPUs | " + " | ".join(f"{length // 1024}k" for length in LENGTHS) + " |")
     print("|---|---|---|" + "---|" * len(LENGTHS))
+
     with tempfile.TemporaryDirectory() as folder:
         for name in SIZES:
             model = Path(folder, name)

@@ -110,16 +110,19 @@ class Resting(ScriptedEngine):
         self.requests.append(request)
         half = self._durable[len(first.ids) :] if request.ids == self._durable else ()
         self.went_on += bool(half)
+
         text = self.script(first if half else request)[len(half) :]
         if request is first and self._middle:
             self._durable = first.ids + encode(text[: len(text) // 2])
             if request.watch:
                 request.watch(encode(text[: len(text) // 2]))
             await request.on_part(generation(text[: len(text) // 2], 0, StopReason.ABORT))
+
         tokens = TOKENS if not self._version else 1
         session = f"{request.session} {len(self.requests)}"
         slow = await self.real.generate(Request(session, PROMPT, Sampling(tokens, ()), 0))
         self.spans.add(tuple(span.version for span in slow.spans))
+
         return await _watched(request, generation(text, self._version))
 
     async def load(self, ref: WeightsRef) -> Manifest:
@@ -230,6 +233,7 @@ def cases(only: Sequence[str], directory: Path, rest_seconds: float) -> Iterator
     if IMPATIENT in only:
         limit = min(300.0, rest_seconds / 2)  # as aiohttp's clients have
         yield Case(IMPATIENT, f"total {limit:g} s", partial(impatient, limit), adds, middle=True)
+
     for name in filter(SHELLS.__contains__, only):
         if not (TARGET / PROGRAMS[name]).exists():
             continue
@@ -237,10 +241,12 @@ def cases(only: Sequence[str], directory: Path, rest_seconds: float) -> Iterator
         case = partial(Case, name, agent=load_agent({name: options}), script=partial(looks, name))
         is_whole = name == "mini_swe_agent"
         yield case("whole", middle=True) if is_whole else case("streamed")
+
         if not is_whole:
             yield case("streamed, middle", middle=True)
         if name == "claude_code":
             yield case("whole", middle=True, broken=True)
+
     for name in filter(LIBRARIES.__contains__, only):
         library_directory = directory.resolve() / name
         library = clients.LIBRARIES[name]
@@ -248,12 +254,14 @@ def cases(only: Sequence[str], directory: Path, rest_seconds: float) -> Iterator
             library_directory = Path(sys.prefix)
         elif not clients.installed(library, library_directory):
             continue
+
         streamed, other_cases = LIBRARIES[name]
         for case_name in (*streamed, *other_cases):
             middle = case_name in other_cases
             yield Case(
                 name, case_name, program(name, library_directory, case_name), library.cases[case_name], middle
             )
+
         for case_name in streamed:
             yield Case(
                 name,
@@ -300,12 +308,14 @@ def play(case: Case, bench: RestBench) -> tuple[str, bool]:
         end: Any = bench.play()
     except TimeoutError:
         end = None
+
     took = time.monotonic() - began
     records = bench.noting.records
     engine = bench.resting
     later = [record.at - records[0].at for record in records[1:]]
     both = any(len(set(versions)) > 1 for versions in engine.spans)
     ok = isinstance(end, Finished) and (both or engine.went_on > 0) and not engine.anew
+
     cells = (
         case.client,
         f"{records[0].path.removeprefix('/v1/')}, {'streamed' if records[0].stream else 'whole'}"
@@ -331,11 +341,13 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="CLIENT")
     parser.add_argument("--clients", type=Path, default=clients.ROOT / ".clients")
     options = parser.parse_args()
+
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
     episodes.SECONDS = options.rest + 2 * SPARE
     note_beats()
     print(HEAD, flush=True)
+
     chosen = list(cases(options.only, options.clients, options.rest))
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(len(chosen)) as pool:
         model = save_tiny_qwen(Path(folder) / "model")
@@ -343,6 +355,7 @@ def main() -> int:
         ref = publish(weights, Path(folder) / "published", PolicyVersion(0, 1))
         benches = [RestBench(case, options.rest, model, ref) for case in chosen]  # not in threads
         results = list(pool.map(play, chosen, benches))
+
     print("\n".join(line for line, _ in results), flush=True)
     return int(not all(ok for _, ok in results))
 

@@ -97,11 +97,13 @@ class Shell:
             return self._failures()
         if command == "ls":
             return "\n".join(sorted(self.files))
+
         if match := re.fullmatch(r"grep (\w+) (\S+)", command):
             if match[2] not in self.files:
                 return f"grep: {match[2]}: {MISSING}\n[exit status 2]"
             lines = [line for line in self.files[match[2]].splitlines() if match[1] in line]
             return "\n".join(lines) or "[exit status 1]"
+
         if edit := re.fullmatch(r"sed -i (?:/(\w+)/)?s/(\w+)/(\w+)/ (\S+)", command):
             line, old, new, name = edit.groups()
             if name not in self.files:
@@ -110,6 +112,7 @@ class Shell:
             lines = [text.replace(old, new, 1) if (line or "") in text else text for text in lines]
             self.files[name] = "\n".join(lines) + "\n"
             return "[no output]"
+
         return f"sh: 1: {name}: not found\n[exit status 127]"
 
     def printed(self) -> dict[str, str]:

@@ -67,6 +67,7 @@ def row(report: Path) -> dict[str, Any]:
     counts = {name: int(suite.attrib[name]) for name in ("tests", "failures", "errors", "skipped")}
     failed = counts["failures"] + counts["errors"]
     passed = counts["tests"] - failed - counts["skipped"]
+
     cases = [
         case
         for case in suite.iter("testcase")
@@ -97,10 +98,12 @@ def main() -> int:
     parser.add_argument("--tests", nargs="+", default=["tests/unit"])
     parser.add_argument("--minutes", type=float, default=60, help="for the tests of a case, at most")
     args = parser.parse_args()
+
     args.envs.mkdir(parents=True, exist_ok=True)
     rows = []
     for case in args.cases:
         python, *requirements = case.split()
+
         env = args.envs.resolve() / re.sub(r"[^\w.]+", "-", case)
         begin = time.monotonic()
         with open(f"{env}.log", "w") as log:
@@ -108,9 +111,11 @@ def main() -> int:
             installed = round(time.monotonic() - begin)
             versions_json = subprocess.check_output([env / "bin/python", "-c", VERSIONS])
             run_tests(env, args.tests, args.minutes, log)
+
         rows.append(json.loads(versions_json) | {"installed in": f"{installed} s"} | row(Path(f"{env}.xml")))
         print(table(rows[-1:]), flush=True)
         shutil.rmtree(env)
+
     print(table(rows))
     return int(any(version_row["failed"] for version_row in rows))
 

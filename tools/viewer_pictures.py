@@ -43,11 +43,13 @@ async def pictures(run: Path, out: Path, light: bool) -> None:
             await tab.open("about:blank")
             scheme = [{"name": "prefers-color-scheme", "value": "light" if light else "dark"}]
             await tab.call("Emulation.setEmulatedMedia", features=scheme)
+
             for name, (address, loaded) in PICTURES.items():
                 await tab.call("Page.navigate", url="about:blank")
                 await tab.call("Page.navigate", url=f"{url}#{address}")
                 await tab.until(loaded)
                 await save(tab, out / f"viewer_{name}.png")
+
             print(*tab.complaints, sep="\n")
 
 

@@ -100,15 +100,18 @@ def troubles(run: Path) -> list[str]:
     ((groups, episodes),) = _read(run, ISSUED)
     if groups * size != episodes:
         problems.append(f"{groups} groups of {size} were issued, and the store has {episodes} episodes")
+
     for manifest in manifests(run):
         if len(set(manifest.trained)) < len(manifest.trained):
             problems.append(f"the checkpoint of step {manifest.step} counts an episode twice")
+
     lag = max((row.get("staleness/lag/max", 0.0) for row in read_rows(run)), default=0.0)
     if lag > bound:
         problems.append(f"a token was trained at a lag of {lag:g}, over the bound of {bound}")
     # A paused worker seems to sample as long; its server may sleep meanwhile.
     if config.shifts and not config.engine.remote and (both := [*at_once(run)]):
         problems.append(f"engines and trainer computed at once: {both}")
+
     return problems
 
 

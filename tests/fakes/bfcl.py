@@ -104,6 +104,7 @@ def fits(value: Any, schema: Any) -> bool:
         not isinstance(value, CLASSES[kind]) or isinstance(value, bool) > (kind == "boolean")
     ):
         return False
+
     parts = schema.get("properties", {})
     if isinstance(value, dict):
         return all(fits(part, parts.get(key)) for key, part in value.items())

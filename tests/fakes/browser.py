@@ -46,6 +46,7 @@ class Tab:
         number = next(self._numbers)
         session = {"sessionId": self._session} if self._session else {}
         await self._socket.send_json({"id": number, "method": method, "params": parameters, **session})
+
         async with asyncio.timeout(DEADLINE):
             while True:
                 message = await self._socket.receive_json()
@@ -108,6 +109,7 @@ async def browser(profile: Path) -> AsyncIterator[Tab]:
         CHROMIUM, *FLAGS, f"--user-data-dir={profile}", stderr=asyncio.subprocess.PIPE
     )
     assert process.stderr is not None
+
     try:
         async with asyncio.timeout(DEADLINE):
             while b"DevTools listening on" not in (line := await process.stderr.readline()):

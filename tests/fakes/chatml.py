@@ -21,6 +21,7 @@ def save_tiny_chat_model(path: Path) -> str:
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
+
     tokenizer.add_special_tokens(SPECIAL)
     wrapped = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, eos_token="<|im_end|>", additional_special_tokens=SPECIAL[:1]
@@ -28,6 +29,7 @@ def save_tiny_chat_model(path: Path) -> str:
     wrapped.chat_template = TEMPLATE
     wrapped.save_pretrained(path)
     set_seed(0)
+
     config = Qwen2Config(
         hidden_size=16,
         intermediate_size=32,
@@ -38,5 +40,6 @@ def save_tiny_chat_model(path: Path) -> str:
         max_position_embeddings=512,
         eos_token_id=vocabulary["<|im_end|>"],
     )
+
     Qwen2ForCausalLM(config).save_pretrained(path)
     return str(path)

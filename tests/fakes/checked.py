@@ -37,8 +37,10 @@ class Given:
         self.patch = patch
         self.train = folder / "train.jsonl"
         self.runs = folder / "runs"
+
         shutil.copytree(model, self.model)
         self.write(questions(4))
+
         self.keys: dict[str, Any] = {
             "name": "x",
             "run_dir": str(self.runs),
@@ -89,6 +91,7 @@ class Given:
             for name in parents:
                 subtree = subtree.setdefault(name, {})
             subtree[last] = value
+
         return parse(tree | keys)
 
     def notes(self, *names: str) -> list[Note]:
@@ -133,6 +136,7 @@ def write_header(file: Path, **shapes: list[int]) -> None:
         end = size + 2 * prod(shape)
         tensors[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [size, end]}
         size = end
+
     text = json.dumps({"__metadata__": {"format": "pt"}, **tensors}).encode()
     file.write_bytes(struct.pack("<Q", len(text)) + text)
     os.truncate(file, 8 + len(text) + size)

@@ -47,6 +47,7 @@ class FakeCoordinator:
         self.frames: dict[int, list[bytes]] = {}  # of records, by seq
         self.assigned = 0
         self._read = 0
+
         self._open()
 
     def _open(self) -> None:

@@ -28,9 +28,9 @@ class Said(NamedTuple):
 class Dialect(NamedTuple):
     """How a client of one API writes requests and reads answers.
 
-    `body(messages, tools, schema=…, limit=…, **fields)` makes a request, whose messages have calls with the ids
-    that clients got. `parse_answer` reads the body of an answer; `heard` reads the events of a stream, as a
-    strict client does: its texts are those that were streamed.
+    `body(messages, tools, schema=…, limit=…, **fields)` makes a request, whose messages have calls with the
+    ids that clients got. `parse_answer` reads the body of an answer; `heard` reads the events of a stream, as
+    a strict client does: its texts are those that were streamed.
     """
 
     path: str
@@ -75,6 +75,7 @@ def _chat_body(
 ) -> dict[str, Any]:
     form = schema and {"type": "json_schema", "json_schema": {"name": "it", "schema": schema}}
     sent = [message.openai() | {"content": message.content or None} for message in messages]
+
     options = _without_none(
         tools=[{"type": "function", "function": tool} for tool in tools],
         response_format=form,
@@ -111,6 +112,7 @@ def _chat_heard(events: Sequence[Event]) -> Said:
     assert len({part["id"] for part in parts}) == 1 and parts[-1]["choices"] == []
     deltas = [part["choices"][0]["delta"] for part in parts[:-1]]
     assert list(deltas[0]) == ["role", "content"]
+
     reasoning, content = (
         "".join(delta.get(key, "") for delta in deltas) for key in ("reasoning_content", "content")
     )
@@ -142,12 +144,15 @@ def _items(message: Message) -> Iterable[dict[str, Any]]:
     if message.role == "tool":
         yield {"type": "function_call_output", "call_id": message.tool_call_id, "output": message.content}
         return
+
     if message.reasoning:
         content = [{"type": "reasoning_text", "text": message.reasoning}]
         yield {"type": "reasoning", "summary": [], "content": content}
+
     if message.content or not message.tool_calls:
         kind = "output_text" if message.role == "assistant" else "input_text"
         yield {"type": "message", "role": message.role, "content": [{"type": kind, "text": message.content}]}
+
     for call in message.tool_calls:
         yield {
             "type": "function_call",
@@ -167,6 +172,7 @@ def _responses_whole(body: dict[str, Any]) -> Said:
     cut = body["incomplete_details"] == {"reason": "max_output_tokens"}
     assert body["status"] == ("incomplete" if cut else "completed")
     assert usage["total_tokens"] == usage["input_tokens"] + usage["output_tokens"]
+
     end = "length" if cut else "tool_calls" if calls else "stop"
     parts = texts.get("reasoning", ""), texts.get("message", ""), calls, end
     return Said(*parts, (usage["input_tokens"], usage["output_tokens"]))
@@ -175,11 +181,13 @@ def _responses_whole(body: dict[str, Any]) -> Said:
 def _responses_heard(events: Sequence[Event]) -> Said:
     assert [data["sequence_number"] for _, data in events] == list(range(len(events)))
     assert all(kind == data["type"] for kind, data in events)
+
     final = events[-1][1]["response"]
     for kind in ("added", "done"):
         items = [data for name, data in events if name == f"response.output_item.{kind}"]
         assert [item["output_index"] for item in items] == list(range(len(final["output"])))
         assert [item["item"]["id"] for item in items] == [item["id"] for item in final["output"]]
+
     whole_answer = _responses_whole(final)
 
     def streamed(name: str) -> str:
@@ -187,9 +195,11 @@ def _responses_heard(events: Sequence[Event]) -> Said:
 
     heard = whole_answer._replace(reasoning=streamed("reasoning_text"), content=streamed("output_text"))
     assert streamed("function_call_arguments") == "".join(call.arguments for call in whole_answer.calls)
+
     if heard == whole_answer:
         done = [data["item"] for kind, data in events if kind == "response.output_item.done"]
         assert done == final["output"]
+
     return heard
 
 
@@ -214,6 +224,7 @@ def _messages_body(
         if not (follows and sent[-1]["content"][-1]["type"] == "tool_result"):
             sent.append({"role": role, "content": []})
         sent[-1]["content"] += _blocks(message)
+
     options = _without_none(
         tools=[{"name": tool["name"], "input_schema": tool["parameters"]} for tool in tools],
         max_tokens=limit,
@@ -233,6 +244,7 @@ def _blocks(message: Message) -> Iterable[dict[str, Any]]:
         content = [{"type": "text", "text": message.content}]
         yield {"type": "tool_result", "tool_use_id": message.tool_call_id, "content": content}
         return
+
     if message.reasoning:
         yield {"type": "thinking", "thinking": message.reasoning, "signature": messages.SIGNATURE}
     if message.content or not message.tool_calls:
@@ -254,6 +266,7 @@ def _messages_whole(body: dict[str, Any]) -> Said:
         for block in body["content"]
         if block["type"] == "tool_use"
     ]
+
     texts = blocks.get("thinking", {}).get("thinking", ""), blocks.get("text", {}).get("text", "")
     usage = body["usage"]
     return Said(*texts, calls, ENDS[body["stop_reason"]], (usage["input_tokens"], usage["output_tokens"]))
@@ -264,6 +277,7 @@ def _messages_heard(events: Sequence[Event]) -> Said:
     events = [event for event in events if event[0] != "ping"]
     kinds = [kind for kind, _ in events]
     assert (kinds[0], kinds[-2:]) == ("message_start", ["message_delta", "message_stop"])
+
     blocks: list[dict[str, Any]] = []
     open_at = None
     for kind, data in events[1:-2]:
@@ -272,13 +286,16 @@ def _messages_heard(events: Sequence[Event]) -> Said:
             open_at = data["index"]
             blocks.append({"texts": "", **data["content_block"]})
             continue
+
         assert data["index"] == open_at
         if kind == "content_block_stop":
             open_at = None
             continue
+
         delta = data["delta"]
         part = delta["type"].removesuffix("_delta").replace("input_json", "partial_json")
         blocks[-1]["texts"] += delta[part] if part != "signature" else ""
+
     assert open_at is None
     texts = {kind: "".join(b["texts"] for b in blocks if b["type"] == kind) for kind in ("thinking", "text")}
     calls = [ToolCall(b["name"], b["texts"], b["id"]) for b in blocks if b["type"] == "tool_use"]
@@ -286,6 +303,7 @@ def _messages_heard(events: Sequence[Event]) -> Said:
     usage = events[-2][1]["usage"]
     tokens = usage["input_tokens"], usage["output_tokens"]
     assert events[0][1]["message"]["usage"]["input_tokens"] in (0, tokens[0])
+
     return Said(texts["thinking"], texts["text"], calls, ENDS[end], tokens)
 
 

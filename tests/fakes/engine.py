@@ -39,6 +39,7 @@ class ScriptedEngine:
         self._version = version
         self.gate = asyncio.Event()
         self.gate.set()
+
         self.load_gate = asyncio.Event()
         self.load_gate.set()
         self.requests: list[Request] = []
@@ -61,6 +62,7 @@ class ScriptedEngine:
         except asyncio.CancelledError:
             self.cancelled.append(request.session)
             raise
+
         turn = generation(self.script(request), self._version)
         if len(turn.ids) > (max_tokens := request.sampling.max_new_tokens):
             turn = generation(read(turn.ids[:max_tokens]), self._version, StopReason.LENGTH)
@@ -68,6 +70,7 @@ class ScriptedEngine:
             await request.on_part(generation(read(turn.ids[:count]), self._version, StopReason.ABORT))
         turn = await _watched(request, turn)
         self.tokens += len(turn.ids)
+
         return turn
 
     def abort(self, session: str) -> None: ...

@@ -146,6 +146,7 @@ def gradient(experiment: Experiment) -> Tensor:
 
 def _loss_input(experiment: Experiment, loss: Loss, logits: Tensor) -> LossInput:
     language = experiment.language
+
     groups = groups_of(experiment.language, experiment.n)
     live = language.live[groups.members]  # [G, n, LENGTH]; what follows is flat over its True places
 
@@ -193,6 +194,7 @@ def _prepared(inputs: LossInput, loss: Loss, live: Tensor, language: Language) -
     columns["prox"] = inputs.prox.detach()
     cut = (column.split(sizes.flatten().tolist()) for column in columns.values())
     pieces = (dict(zip(columns, map(np.asarray, piece), strict=True)) for piece in zip(*cut, strict=True))
+
     members = groups_of(language, live.shape[1]).members
     prepared = []
     for group in members.tolist():
@@ -201,6 +203,7 @@ def _prepared(inputs: LossInput, loss: Loss, live: Tensor, language: Language) -
             for i, sequence in enumerate(group)
         ]
         prepared += loss.prepare(batch)
+
     return dataclasses.replace(inputs, prepared=torch.from_numpy(np.concatenate(prepared)))
 
 
@@ -226,6 +229,7 @@ def _credits(
     language: Language, name: str, options: tuple[tuple[str, Any], ...], n: int, values: Tensor, is_late: bool
 ) -> Tensor:
     estimator = advantages.get(name).bound(dict(options), "advantage")
+
     groups = groups_of(language, n).members.tolist()
     all_credits = np.zeros((len(groups), n, LENGTH))
     for g, sequences in enumerate(groups):
@@ -243,7 +247,9 @@ def _credits(
                 greedy=GREEDY if estimator.greedy else None,
                 traces=traces if estimator.whole_group else (),
             )
+
             all_credits[g, i, :length] = estimator.of(inputs)
+
     return torch.from_numpy(all_credits)
 
 
@@ -253,6 +259,7 @@ def trace(language: Language, sequence: int, number: int) -> Trace:
     live, prefix, tokens = (x[sequence] for x in (language.live, language.prefix, language.tokens))
     rewards = token_rewards(language)[sequence][live]
     chances = PI.softmax(-1)[prefix[live]]
+
     member = EpisodeResult(
         reward=math.fsum(rewards.tolist()),
         tokens=int(live.sum()),
@@ -261,6 +268,7 @@ def trace(language: Language, sequence: int, number: int) -> Trace:
         ),
         components={name: float(part[prefix, tokens][live].sum()) for name, part in PARTS.items()},
     )
+
     logp = token_logp(language, PI)[sequence][live].numpy()
     collision = (chances**2).sum(-1).numpy()
     return Trace(f"g/{number}", "g", member, logp, rewards=rewards.numpy(), collision=collision)

@@ -150,6 +150,7 @@ class Bench:
                     frames += [sent[0], b""]
                 case Replied():
                     frames[-1] = sent[0]
+
         return frames
 
 

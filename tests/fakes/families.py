@@ -296,6 +296,7 @@ def tokenizer_of(name: str) -> PreTrainedTokenizerFast:
     core.train_from_iterator(template.replace("\\n", "\n").split("\n\n") * 2, trainer)
     core.add_special_tokens(list(family.controls))
     core.add_tokens([AddedToken(word, special=False, normalized=False) for word in family.words])
+
     bos = next((token for token in family.controls if token in _BOS), None)
     return PreTrainedTokenizerFast(
         tokenizer_object=core, eos_token=family.eos, bos_token=bos, chat_template=template

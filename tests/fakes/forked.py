@@ -112,18 +112,22 @@ def _command(
     stdin, giver = os.pipe()
     os.write(giver, stdin_text.encode())  # less than a pipe holds
     os.close(giver)
+
     output = os.open(out, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     _begin([sys.executable, "-m", "asyncrl.cli", *arguments], variables, stdin, output)
     os.chdir(cwd)
+
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     if (forker := os.fork()) == 0:
         ours.close()
         _fork_roles(theirs)
+
     theirs.close()
     forking = SimpleNamespace(Popen=partial(_start_role, ours), STDOUT=subprocess.STDOUT)
     with mock.patch.object(process, "subprocess", forking):
         first()
         code = cli.main(arguments)
+
     ours.close()
     os.waitpid(forker, 0)
     sys.exit(code)
@@ -166,12 +170,14 @@ def _fork_roles(requests: socket.socket) -> NoReturn:
                 os.close(ready)
                 os.close(status)
                 continue
+
             request, descriptors, _, _ = socket.recv_fds(requests, REQUEST, 3)
             if not request:
                 os._exit(0)
             stdin, stdout, status = descriptors
             if (pid := os.fork()) == 0:
                 _wrap(*pickle.loads(request), stdin, stdout)
+
             os.close(stdin)
             os.close(stdout)
             write_signed(status, pid)
@@ -186,6 +192,7 @@ def _wrap(command: list[str], variables: dict[str, str], stdin: int, stdout: int
     _, grace, files, *program = command[at + 1 :]
     os.setsid()
     _begin(command, variables, stdin, stdout)
+
     os.execvp = _become  # type: ignore[assignment]
     wrapper.main(os.getppid(), float(grace), int(files), program)
     raise AssertionError("it ends the process")
@@ -210,11 +217,13 @@ def _begin(command: list[str], variables: dict[str, str], *standard: int) -> Non
     os.closerange(3, os.sysconf("SC_OPEN_MAX"))
     multiprocessing.set_start_method(None, force=True)  # as it is before one was asked for
     resource_tracker._resource_tracker._fd = None  # type: ignore[attr-defined]  # of a file that is closed
+
     os.environ.clear()
     os.environ.update(variables)
     sys.stdin = open(0, closefd=False)  # noqa: SIM115
     sys.stdout.reconfigure(write_through=bool(variables.get("PYTHONUNBUFFERED")))  # type: ignore[union-attr]
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
     for number in (signal.SIGPIPE, signal.SIGXFSZ):
         signal.signal(number, signal.SIG_IGN)
     with open("/proc/self/stat") as stat:

@@ -45,6 +45,7 @@ class GroupRank:
         )
         store, rank, world = next(rendezvous)
         store.set_timeout(default_pg_timeout)
+
         group, _ = _new_process_group_helper(
             world,
             rank,
@@ -56,6 +57,7 @@ class GroupRank:
             timeout=default_pg_timeout,
             device_id=None,
         )
+
         _world.pg_group_ranks[group] = {rank: rank for rank in range(world)}
         self.groups[name] = group
 
@@ -67,6 +69,7 @@ class GroupRank:
         sizes = [torch.Size(shape).numel() * kind.itemsize for shape, kind in zip(shapes, kinds, strict=True)]
         starts = [0, *itertools.accumulate(sizes)]
         assert not any(start % kind.itemsize for start, kind in zip(starts, kinds, strict=False)), "unaligned"
+
         data = torch.empty(starts[-1], dtype=torch.uint8)
         dist.broadcast(data, src=0, group=self.groups[name])
         for tensor, start, size, kind, shape in zip(names, starts, sizes, kinds, shapes, strict=False):
@@ -118,6 +121,7 @@ class ServerRank:
                 raise EngineError(f"no answer to {name} within {seconds:g} s")
         except (OSError, EOFError) as error:
             raise EngineError(f"the server died: {error!r}") from error
+
         if isinstance(result, Exception):
             raise result
         return result

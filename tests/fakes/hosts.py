@@ -30,6 +30,7 @@ class FakeHost:
         self.lost: list[AgentReply] = []
         self.entered = asyncio.Event()
         self.gate = asyncio.Event()
+
         self.gate.set()
         self.cancelled = asyncio.Event()
         self.has_ended = False
@@ -45,9 +46,11 @@ class FakeHost:
     ) -> list[AgentReply] | Refusal:
         self.requests.append(ask)
         self.entered.set()
+
         if listener is not None and self.streamed is not None:
             listener.begun(1)
             listener.delta(0, "", self.streamed)
+
         try:
             await self.gate.wait()
         except asyncio.CancelledError:
@@ -57,6 +60,7 @@ class FakeHost:
             raise
         finally:
             self.has_ended = True
+
         if isinstance(self.result, Exception):
             raise self.result
         if isinstance(self.result, Refusal):

@@ -53,6 +53,7 @@ def small_tree(path: Path, python: bool = False, packages: Iterable[str] = ()) -
         shutil.copy2(program, path / "usr/bin" / Path(program).name)
     if python:
         programs += _copy_python(path, {*packages})
+
     for library in _libraries(programs):
         inside = re.sub(r"^/(usr/)?", "/usr/", library)
         if not inside.startswith("/usr/lib"):
@@ -60,6 +61,7 @@ def small_tree(path: Path, python: bool = False, packages: Iterable[str] = ()) -
         target = path / inside[1:]
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(library, target)
+
     return path
 
 
@@ -74,6 +76,7 @@ def small_image(
         (directory / "image.json").write_bytes(msgspec.json.encode(image))
         (images / "names").mkdir(exist_ok=True)
         (images / "names" / name).symlink_to(f"../{directory.name}")
+
     return find_image(name)
 
 
@@ -84,14 +87,17 @@ def _copy_python(path: Path, packages: set[str]) -> list[str]:
     shutil.copy2(binary, path / "usr/bin" / version)
     (path / "usr/bin/python3").symlink_to(version)
     (path / "usr/bin/python").symlink_to(version)
+
     library = path / "usr/lib" / version
     site = path / "usr/lib" / version / "site-packages"
     shutil.copytree(sysconfig.get_path("stdlib"), library, ignore=shutil.ignore_patterns(*LEFT_OUT))
+
     for package in _with_requirements(packages):
         for file in distribution(package).files or ():
             if ".." not in file.parts:
                 (site / file).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(str(file.locate()), site / file)
+
     return [str(binary), *map(str, library.glob("lib-dynload/*.so"))]
 
 
@@ -108,6 +114,7 @@ def _with_requirements(packages: set[str]) -> set[str]:
                 for requirement in required
                 if not requirement.marker or requirement.marker.evaluate({"extra": ""})
             ]
+
     return packages_with_requirements
 
 

@@ -81,11 +81,13 @@ def _coordinate(config: RunConfig, endpoints: Endpoints, incarnation: str, obey:
     hub = Hub(endpoints.control, ToCoordinatorControl, gate)
     poller = Poller(hub)
     tell(config, "coordinator", 0, incarnation)
+
     while True:
         poller.wait(DEADLINE)
         received = hub.receive()
         if received is None:
             return 70
+
         peer, message, _ = received
         match message:
             case ObserverHello():
@@ -123,6 +125,7 @@ class Events:
             event = self.next()
             events[event[0]] = event
             missing[event[0]] -= 1
+
         return {name: events[name] for name in names}
 
     def close(self) -> None:
@@ -196,6 +199,7 @@ def parent(run_dir: Path, *pairs: str) -> int:
     """A launcher process: a whole session over fake roles, none of which leaves by itself."""
     session.LEAVE_SECONDS = 0.5
     targets = dict(pair.split("=") for pair in pairs)
+
     settings = config(run_dir, stop_timeout=float(targets.pop("stop_timeout", 10)))
     where = run_dir / settings.name
     with locked(settings):
@@ -205,6 +209,7 @@ def parent(run_dir: Path, *pairs: str) -> int:
         view = FirstStatus(settings)
         session_ = session.Session(settings.launch, where, endpoints, supervisor, view, lambda *_: None)
         ending = session_.run()
+
     print(ending.error)
     return ending.code
 

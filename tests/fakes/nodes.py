@@ -140,6 +140,7 @@ def _holder(command: Sequence[str], setup: str) -> Iterator[int]:
     shell = ["sh", "-ec", f"{setup}; echo ready; exec cat"]
     process = subprocess.Popen([*command, *shell], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert process.stdin and process.stdout
+
     try:
         first_line = process.stdout.readline()
         if first_line != b"ready\n":

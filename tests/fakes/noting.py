@@ -84,13 +84,16 @@ class Coder(ScriptedEngine):
         text = f"all done {unique}"
         if done:  # what was asked for before is durable
             note("heard", [os.getpid(), request.session, done if done == TURNS - 1 else done - 1])
+
         if done < TURNS - 1:
             tool, argument = next(names for names in SHELLS if f'"{names[0]}"' in prompt)
             line = {argument: f"echo {MARKS[done]}; sleep 1", "description": "It runs a command."}
             text = f"{unique} {call(tool, json.dumps(line))}"
+
         ids = (*self._tokens.encode(text), request.sampling.stop_ids[0])
         spans = (VersionSpan(0, len(ids), self.version, self.version),)
         self.tokens += len(ids)
+
         return Generation(ids, (-1.0,) * len(ids), spans, StopReason.STOP)
 
     async def load(self, ref: WeightsRef) -> Manifest:

@@ -146,11 +146,13 @@ class PlantedRun:
             episode.result, episode.stats = self._write(episode, played_episode, step)
             self.store.put_question(-1 - row, self.samples[row])
             self.store.list_held_out(episode, step, "sampled")
+
         row_of_metrics = {
             "training/step": float(step),
             "time_s": 20.0 * step,
             "val-aux/samples": float(len(played)),
         }
+
         row_of_metrics["val-core/all/sampled/success"] = fmean(
             played_episode.score for played_episode in played
         )
@@ -158,6 +160,7 @@ class PlantedRun:
             row_of_metrics[f"val-aux/all/sampled/{name}/mean@1"] = fmean(
                 played_episode.components[name] for played_episode in played
             )
+
         self._metrics.append(row_of_metrics)
 
     def _write(
@@ -170,17 +173,20 @@ class PlantedRun:
                 tuple(self._encode(text, add_special_tokens=False).ids)
                 for text in (turn_text.read, turn_text.text)
             )
+
             (old, new), half, end = turn_text.versions or (version, version), len(ids) // 2, len(ids)
             spans = VersionSpan(0, half, old, old), VersionSpan(half, end, new, new)
             logprobs = tuple(-float(token % 5) for token in range(end))
             turn = Turn(at, context, ids, logprobs, turn_text.spans or spans, StopReason.STOP, seconds=1.5)
             turn = msgspec.structs.replace(turn, row=turn_text.row, agent=turn_text.agent)
             tool_replies = (turn_text.reply,) if turn_text.reply else ()
+
             extend(episode, turn)
             lags += token_lags(turn.spans, version)
             self.store.put_frame(episode.uid, at, "generated", msgspec.msgpack.encode(turn))
             self.store.put_frame(episode.uid, at, "replied", msgspec.msgpack.encode(TurnReply(tool_replies)))
             self.store.put_calls(episode.uid, at, tool_replies)
+
         failed = [reply.call.name for reply in replies if reply.failed]
         episode.failed_tool = failed[0] if failed else ""
         self.store.put_answer(episode.uid, played_episode.answer)
@@ -203,6 +209,7 @@ class PlantedRun:
         self._index()
         self.store.close()
         (self.dir / "config.yaml").write_bytes(msgspec.yaml.encode(self.config))
+
         for split in ("train", "test"):
             stored(self.samples).save(samples_path(self.dir, split))
         return self.dir
@@ -214,6 +221,7 @@ class PlantedRun:
         self.close(launches or [LaunchRecord(0, tree(self.config))])
         flow = {f"flow/{name}": float(count) for name, count in asdict(self.buffer.flow()).items()}
         scores = {"rollout/score/mean": 0.5, "rollout/score/min": 0.0, "rollout/score/max": 1.0}
+
         columns = {"timing_s/step": 20.0, "rollout/landed": 2.0 * GROUPS, **scores, **flow, **(metrics or {})}
         for at in range(STEPS):
             row = {
@@ -221,10 +229,12 @@ class PlantedRun:
             }
             row |= {"training/step": at + 1.0, "time_s": 20.0 * (at + 1)}
             self._metrics.append(row | _masked(self._lags[at]))
+
         self._metrics.sort(key=lambda row: row["training/step"])
         report(self.dir, self._metrics)
         status = {"phase": "completed", "step": STEPS, "total_steps": STEPS, "seconds": 20.0 * STEPS}
         write_status(self.dir, status | {"gauges": self._metrics[-1], "lost": lost})
+
         return self.dir
 
 
@@ -250,29 +260,35 @@ def save_run(run_dir: Path, **training: float) -> Path:
     tokens are ten digits; tools answer with markup. Of 12 steps the last one was skipped."""
     planted_run = PlantedRun(run_dir, rows(100), trainer=training)
     admit(planted_run.buffer, 4)
+
     for number, reward in enumerate((1.0, 0.0, 0.5, 0.5)):
         uid = f"{number // 2}.{number % 2}"
         reply = ToolReply(ToolCall("calculator" if number else "search", '{"a": 1}'), MARKUP)
         turn = Said("0123456789", reply, spans=SPANS)
         planted_run.land(uid, Played([turn], f"the answer of {uid}", reward, {"acc": reward}))
+
     planted_run.commit(0)
     run(planted_run.buffer, "2.0")
     land(planted_run.buffer, "3.0")
     planted_run.buffer.drop_group(planted_run.buffer.live[3], DropReason.GROUP_SHORT)
     planted_run.close()
+
     steps = [
         {"training/step": float(at), "timing_s/step": 1.0, "time_s": 2.0 * at, "actor/entropy": 1.0 / at}
         for at in range(1, 13)
     ]
+
     steps[-1] |= {"actor/skipped_steps": 1.0, "actor/grad_norm": math.nan}
     report(run_dir, steps)
     entry = {"sample": 7, "mode": "greedy", "score": 1.0, "text": MARKUP}
     save_transcripts(run_dir, "validation", 1, [entry])
     save_ratios(run_dir, 1, 0, [TokenRatios("0.0", [math.log(2), None] + [0.0] * 8, [True] + [False] * 9)])
+
     timeline = Timeline(run_dir / "timeline" / "trainer-0.jsonl")
     for step in range(4000):
         timeline.record("train", step, step + 1, step=step)
     timeline.close()
+
     return run_dir
 
 
@@ -332,6 +348,7 @@ def regression(run_dir: Path, worse: bool) -> Path:
     planted_run.train()
     for step in (0, STEPS):
         planted_run.validate(step, [play(row, step) for row in range(24)])
+
     return planted_run.save({"rollout/component/form/mean": 0.5, "rollout/component/polite/mean": 1.0})
 
 
@@ -363,6 +380,7 @@ def titled(run_dir: Path) -> Path:
         Said("The sum is in total.txt.<|im_end|>", read=f"\n{chat(('tool', '8'))}{OPEN}", agent="main"),
         Said("Adding two numbers<|im_end|>", read=title, row=1, agent="title"),
     ]
+
     planted_run = PlantedRun(run_dir)
     planted_run.train(lambda row, step: Played(turns, "The sum is in total.txt.", 1.0))
     return planted_run.save()
@@ -377,6 +395,7 @@ def crashed(run_dir: Path) -> Path:
                 file.record(START, BEGAN + began, BEGAN + began)
             file.record("decode", BEGAN + began, BEGAN + end_second, calls=9, seconds=80.0)
         file.close()
+
     planted_run = PlantedRun(run_dir)
     planted_run.train()
     lost = "worker 1 in step 5 (replaced by a new process): MemoryError"

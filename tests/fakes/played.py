@@ -153,9 +153,11 @@ class PlayedWorker:
         if now < max(self.up_at, self.tick_at):
             return
         self.tick_at = now + 0.3
+
         for received in self.link.received():
             self.contact.message_arrived(now)
             self._take(*received)
+
         while self.orders and self.orders[0][0] <= now:
             self._obey(self.orders.popleft()[1])
         match self.contact.tick(now):
@@ -169,11 +171,13 @@ class PlayedWorker:
             case _:
                 self.attempts.clear()
                 self._hello()
+
         if now < self.hangs_until:
             return
         for attempt in list(self.attempts):
             if self.world.dice.random() < 0.7:
                 self._go_on(attempt)
+
         if self.unacked and now > self.resend_at:
             self._resend()
 
@@ -192,6 +196,7 @@ class PlayedWorker:
                 ]:
                     if other_attempt != message.attempt:
                         del self.attempts[other_attempt]
+
                 if message.attempt not in self.attempts:
                     self.world.continued += message.lane == "eval" and bool(frames)
                     count = len(frames) - message.parts
@@ -226,11 +231,13 @@ class PlayedWorker:
             self.loaded = {"train": NO_VERSION, "eval": NO_VERSION}
             self.link.say(Slept(message.number, 0.1))
             return
+
         if self.refuses:
             self.refuses -= 1
             self.asleep = self.world.config.shifts and self.loaded["train"] == NO_VERSION
             self.link.say(Loaded(message.ref, message.lane, "", 0.1, error="damaged"))
             return
+
         self.loaded[message.lane] = message.ref.version
         self.link.say(Loaded(message.ref, message.lane, message.ref.label, 0.1))
 
@@ -259,6 +266,7 @@ class PlayedWorker:
                 self._post(Sampled(0, attempt, seconds), part_payload(running, version))
                 running.add(version)
                 return
+
             payload = turn_payload(running.turns, running.version if running.sampled else version)
             generated = Generated(0, attempt, running.turns, seconds)
             running.turns = running.turns + 1
@@ -308,8 +316,9 @@ class PlayedRank:
     def tick(self) -> None:
         trainer = self.trainer
         now = self.world.now
-        if now < max(trainer.up_at, self.tick_at) or trainer.ended:
+        if now < max(trainer.up_at, self.tick_at) or trainer.has_ended:
             return
+
         if not self.greeted:
             self.greeted = True
             if trainer.granted:
@@ -317,12 +326,15 @@ class PlayedRank:
                 self.ask(self._greeting(), bulk=False)
             else:
                 self.ask(AskDevices(self.rank, trainer.incarnation), bulk=False)
+
         self.tick_at = now + 0.1
         for received in self.link.received():
             trainer.take(self, *received)
+
         if now >= self.beat_at:
             self.beat_at = now + 1.0
             self.link.say(TrainerBeat(self.rank, now, 0.0, "", trainer.work))
+
         if self.question is not None and now >= self.resend_at:
             self.resend_at = now + RESEND
             if self.world.dice.random() < 0.5 and trainer.granted:
@@ -369,6 +381,7 @@ class PlayedTrainer:
         if self.resumed:
             return
         self.resumed = True
+
         sound = (step for step in self.checkpoints.steps() if not self.checkpoints.damage(step))
         if (step := next(sound, -1)) >= 0:
             with self.checkpoints.open(step, "state") as file:
@@ -403,6 +416,7 @@ class PlayedTrainer:
                     self.repeating = self.step < message.step
                     if not self.repeating:
                         self._publish()
+
                 rank.question = None
                 rank.ready = True
                 if all(other_rank.ready for other_rank in self.ranks):
@@ -441,6 +455,7 @@ class PlayedTrainer:
             isinstance(rank.question and rank.question[0], PayloadRequest) for rank in self.ranks
         ):
             return
+
         self.first.plan = None
         self.batch += [uid for rank in self.ranks for uid in rank.uids]
         self._run(plan)
@@ -514,6 +529,7 @@ class PlayedTrainer:
         self.checkpoints.clear(self.step)
         with self.checkpoints.create(self.step, "state", files) as file:
             file.write(json.dumps(self.trained).encode())
+
         manifest = CheckpointManifest(
             step=self.step,
             trainer_epoch=self.epoch,
@@ -522,6 +538,7 @@ class PlayedTrainer:
             trained_total=len(self.trained),
             files=files,
         )
+
         self.checkpoints.seal(manifest)
         self.checkpoints.prune(self.step, self.world.config.checkpoint.keep)
         self.parent = self.step

@@ -90,6 +90,7 @@ class DurableFiles:
         self.names[directory] = (now & known_names) | {
             name for name in sorted(now ^ known_names) if dice.random() < 0.5
         }
+
         for path in sorted(directory.iterdir()):
             if path.is_dir():
                 self._written_since(dice, path)

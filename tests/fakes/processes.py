@@ -21,6 +21,7 @@ def role_processes(launcher_pid: int) -> dict[str, psutil.Process]:
                 if arguments[1:3] == ["-m", "asyncrl.launch.role"]:
                     index = arguments[arguments.index("--index") + 1]
                     processes[f"{arguments[3]}-{index}"] = child
+
     return processes
 
 

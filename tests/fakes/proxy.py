@@ -30,6 +30,7 @@ class Proxy:
         self.port = int(self._socket.getsockname()[1])
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="proxy", daemon=True)
+
         self._thread.start()
 
     def cut(self) -> None:
@@ -68,6 +69,7 @@ class Proxy:
         except OSError:  # the coordinator is being restarted
             writer.transport.abort()
             return
+
         self._writers |= {writer, onwards}
         ways = [asyncio.ensure_future(self._pump(*ends)) for ends in ((reader, onwards), (further, writer))]
         try:

@@ -33,6 +33,7 @@ class Trainer:
             save_tiny_qwen(folder / "model")
             endpoints = choose_endpoints("127.0.0.1", 0)
             self.hub = Hub(endpoints.control, ToCoordinatorControl, Gate(endpoints))
+
         self.world = world
         self.step = 0
         endpoints = world.gather(endpoints if world.rank == 0 else Endpoints("", ""), Endpoints)[0]
@@ -72,6 +73,7 @@ def publish_four(world: World, folder: Path, **weights: Any) -> list[tuple[bool,
     of its tensors; they are the trainer's weights."""
     ranges.GRID = 256
     ranges.MOST = 100
+
     trainer = Trainer(world, folder, full_every=3, **weights)
     versions = []
     for _ in range(4):
@@ -82,13 +84,17 @@ def publish_four(world: World, folder: Path, **weights: Any) -> list[tuple[bool,
                 EPOCH,
                 trainer.step,
             )
+
             assert 0 < announcement.snapshot_s < DEADLINE and 0 < announcement.write_s < DEADLINE
             manifest, read = disk.read(announcement.ref)
             assert read.keys() == state.keys()
             assert all(torch.equal(read[name], tensor) for name, tensor in state.items())
+
             sums = [(entry.name, entry.xxh3) for entry in manifest.tensors]
             versions.append((manifest.delta is not None, manifest.checksum, sums))
+
         world.gather(0, int)
+
     trainer.publishing.drain()
     return versions
 
@@ -99,11 +105,13 @@ def main() -> None:
     for name in ("rank", "size", "address", "folder", "result"):
         parser.add_argument(name)
     options = parser.parse_args()
+
     torch.set_num_threads(1)
     world = join(int(options.rank), int(options.size), f"tcp://{options.address}", "cpu", timeout_s=DEADLINE)
     versions = publish_four(world, Path(options.folder), directory="shm")
     if world.rank == 0:
         torch.save(versions, options.result)
+
     leave()
 
 

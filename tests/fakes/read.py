@@ -26,6 +26,7 @@ def save_conversations(run_dir: Path, long: int = LONG) -> Path:
     prompt = (Message("system", "You count."), *SHOTS, Message("user", QUESTION))
     planted_run = PlantedRun(run_dir, [Sample(row, "s", prompt, '"7"') for row in range(4)])
     admit(planted_run.buffer, 2)
+
     for uid, turns, answer_text, reward in (
         ("0.0", _with_tools("7"), "7", 1.0),
         ("0.1", _with_tools("8"), "8", 0.0),
@@ -34,6 +35,7 @@ def save_conversations(run_dir: Path, long: int = LONG) -> Path:
     ):
         halves = [turn._replace(versions=(0, 1)) for turn in turns]
         planted_run.land(uid, Played(halves, answer_text, reward, {"right": reward, "format": 1.0}))
+
     planted_run.commit(0)
     return planted_run.close()
 
@@ -49,6 +51,7 @@ def _with_tools(word_count: str) -> list[Said]:
         ToolReply(ToolCall("shell", read), HOSTILE, seconds=0.2),
         ToolReply(ToolCall("shell", count), "no such file", error="exit status 1", seconds=0.1),
     )
+
     thought = "<think>First I look at the file.</think>\n"
     begin = chat(*((shot.role, shot.content) for shot in SHOTS), ("user", QUESTION)) + OPEN
     return [
@@ -64,6 +67,7 @@ def _agent() -> list[Said]:
     system = ("system", "You are an agent. " * 20)
     task = ("user", "Fix the failing test in utils.py.")
     helper = chat(("system", "You search."), ("user", "Find where parse is called")) + OPEN
+
     turns: list[Said] = []
 
     def say(row: int, context: str, text: str, agent: str = "main") -> None:
@@ -74,12 +78,14 @@ def _agent() -> list[Said]:
     first = begin + OPEN + "I look at step 0.<|im_end|>\n"
     for at in range(1, 20):
         say(0, answer(f"output of step {at}"), f"Now step {at}.")
+
     say(1, helper, "I search.", "search")
     for at in range(2):
         say(1, answer(f"found {at}"), f"Result {at}.", "search")
     say(2, first + chat(("user", "The search is over; older steps are left out.")) + OPEN, "I go on.")
     for at in range(24, 39):
         say(2, answer(f"output of step {at}"), f"Now step {at}.")
+
     say(
         3,
         chat(("system", "You write titles."), ("user", "A title for: Fix the failing test")) + OPEN,

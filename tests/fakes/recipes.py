@@ -91,9 +91,12 @@ def trained(
         learner.critic.optimizer = torch.optim.SGD(learner.critic.parameters(), lr=0.1)
     metrics = run_batch(learner, cut)
     assert all(math.isfinite(value) for value in metrics.values()), metrics
+
     weights = full_state(learner.policy)
     assert difference(weights, before) > 1e-6
+
     if learner.critic is not None:
         named = learner.critic.named_parameters()
         weights |= {f"critic.{n}": p.detach().full_tensor().clone() for n, p in named}
+
     return weights

@@ -54,8 +54,8 @@ Act = Lose | Refuse | Busy | Part
 class FakeServer:
     """A client whose server plays `acts`, one per request, and after that samples whole turns.
 
-    While `gate` is closed a request hangs, with `streamed` tokens, until the client is closed. `first_request`
-    is set by the first request.
+    While `gate` is closed a request hangs, with `streamed` tokens, until the client is closed. The first
+    request sets `first_request`.
     """
 
     def __init__(self, entry: EngineEntry, use: EngineUse) -> None:
@@ -66,6 +66,7 @@ class FakeServer:
         self.cancelled: list[str] = []
         self.first_request = asyncio.Event()
         self.gate = asyncio.Event()
+
         self.gate.set()
         self.streamed = 0
         self.closed = False
@@ -86,6 +87,7 @@ class FakeServer:
         self.requests.append(request)
         self.first_request.set()
         self.use.requests += 1
+
         act = self.acts.pop(0) if self.acts else None
         match act:
             case Busy():
@@ -96,6 +98,7 @@ class FakeServer:
                 raise EngineLost("gone", self._write(request, tokens, StopReason.ABORT))
             case Part(tokens):
                 return self._write(request, tokens, StopReason.ABORT)
+
         if await self._cut(request.session):
             raise EngineLost("closed", self._write(request, self.streamed, StopReason.ABORT))
         return self._write(request, request.sampling.max_new_tokens, StopReason.LENGTH)
@@ -124,16 +127,19 @@ class FakeServer:
             raise
         finally:
             del self._hanging[session]
+
         return waiting.cancelled()
 
     def _write(self, request: Request, tokens: int, stop: StopReason) -> Generation:
         """As many tokens, or fewer if one is a stop id."""
         begin = len(request.ids)
+
         ids = range(begin, begin + min(tokens, request.sampling.max_new_tokens))
         stops = [id for id in ids if id in request.sampling.stop_ids]
         if stops:
             ids = range(begin, stops[0] + 1)
             stop = StopReason.STOP
+
         self.use.tokens += len(ids)
         self.use.prompt_tokens += begin
         spans = (VersionSpan(0, len(ids), self.version, self.version),) if ids else ()

@@ -60,9 +60,11 @@ class Script:
                 await response.write(part)
             if then is not None:
                 await then.wait()
+
             if cut:
                 assert request.transport is not None
                 request.transport.abort()
+
             return response
 
         self.answers["/generate"] = answer
@@ -82,9 +84,11 @@ async def scripted() -> AsyncIterator[Script]:
     app.router.add_route("*", "/{path:.*}", script._answer)
     runner = web.AppRunner(app, shutdown_timeout=0.1)
     await runner.setup()
+
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()
     script.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+
     try:
         yield script
     finally:
@@ -101,6 +105,7 @@ def event(
         "completion_tokens": total,
         "output_token_logprobs": [[-token / 2, token, None] for token in ids],
     }
+
     if finish is not None:
         meta_info["weight_versions"] = [{"version": label, "start": 0, "end": total}]
     body = {"text": "", "output_ids": list(ids), "meta_info": meta_info | meta}

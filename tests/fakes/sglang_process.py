@@ -48,6 +48,7 @@ class SGLangServer:
         self.url = f"http://127.0.0.1:{port}"
         self._family: dict[int, psutil.Process] = {}
         self._started = time.monotonic()
+
         with log.open("wb") as out:
             self.process = subprocess.Popen(
                 command(model, port, *arguments),
@@ -55,6 +56,7 @@ class SGLangServer:
                 stderr=subprocess.STDOUT,
                 preexec_fn=_die_with_parent,
             )
+
         if wait:
             self.wait_ready()
 
@@ -77,6 +79,7 @@ class SGLangServer:
                 raise RuntimeError(f"server {self.url} {problem}; the end of {self.log}:\n{self.tail()}")
             with suppress(subprocess.TimeoutExpired):
                 self.process.wait(0.1)  # its end is an event; that it is ready can only be asked
+
         self._port.close()
         self.processes()
         return time.monotonic() - self._started

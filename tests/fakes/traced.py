@@ -147,6 +147,7 @@ def _kind(layer: nn.Module) -> tuple[Any, ...]:
 def traced_with(config: RunConfig, depth: int) -> Footprint:
     """With so many layers of the policy's model; 0: with all."""
     trainer = msgspec.structs.replace(config.trainer, compile=False)  # it runs no fake tensors
+
     config = msgspec.structs.replace(config, trainer=trainer)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     with _fake_world(config.trainer) as world, fake, LiveBytes() as live:
@@ -156,6 +157,7 @@ def traced_with(config: RunConfig, depth: int) -> Footprint:
         if critic is not None:
             optimizers.append(make_optimizer(critic, config.trainer, lr=1.0))
         bytes_before = live.now
+
         rows = config.largest_rows(config.trainer.micro_batch_tokens)
         length = config.rollout.max_tokens
         with unset_fake_temporarily():  # numpy is to read some of it
@@ -164,6 +166,7 @@ def traced_with(config: RunConfig, depth: int) -> Footprint:
                 -length // sharing
             )  # padded rows stand in for packed ones on a GPU, and are not cut
             micros = smallest(policy.packing), largest(rows, max(rank_rows, 2), policy.packing)
+
         before = live.now
         for tokens in micros:
             live.peak = live.now
@@ -176,6 +179,7 @@ def traced_with(config: RunConfig, depth: int) -> Footprint:
                 compose(config).divergence,
                 config.kl.top_k,
             )
+
         del tokens, micros  # they hold the masks of their attention, which are of the micro-batch
         gradients = live.now - before
         return Footprint(weights, gradients, bytes_before - weights, live.peak - live.now, rows, length)
@@ -184,6 +188,7 @@ def traced_with(config: RunConfig, depth: int) -> Footprint:
 def _models(config: RunConfig, world: World, depth: int) -> tuple[Policy, Critic | None, Reference | None]:
     recipe = compose(config)
     policy = _policy(config, config.model.path, world, depth, trained=True)
+
     critic = reference = None
     if recipe.own_critic:
         backbone = _skeleton("AutoModel", config.critic.path or config.model.path, config, depth)
@@ -191,12 +196,14 @@ def _models(config: RunConfig, world: World, depth: int) -> tuple[Policy, Critic
         _pack(backbone, config)
         prepare_layers(backbone, config.trainer)
         _shard(critic, backbone, config, world)
+
     if recipe.reference:
         has_own_reference = not config.model.lora_rank or config.kl.reference
         path = config.kl.reference or config.model.path
         reference = Reference(
             _policy(config, path, world, depth, trained=False) if has_own_reference else policy
         )
+
     return policy, critic, reference
 
 
@@ -210,6 +217,7 @@ def _policy(config: RunConfig, path: str, world: World, depth: int, *, trained: 
     policy.packing = _pack(lm, config)
     if trained:
         prepare_layers(lm, config.trainer)
+
     _shard(policy, lm, config, world)
     return policy
 
@@ -241,6 +249,7 @@ def _pack(lm: PreTrainedModel, config: RunConfig) -> Packing:
         model_findings = findings(lm.config)
     if unfit(lm, wanted, model_findings, config.trainer.sequence_parallel):
         return "padded"
+
     lm.set_attn_implementation(NAME)
     return wanted
 

@@ -51,6 +51,7 @@ def save_tiny_model(path: Path) -> str:
         bos_token_id=0,
         eos_token_id=0,
     )
+
     GPT2LMHeadModel(config).save_pretrained(path)
     return str(path)
 
@@ -97,6 +98,7 @@ class Recorder:
             for i, some in enumerate(turns):
                 row = make_row(f"{name}{g}/{i}", f"{name}{g}", everyone, i, some, self.temperature)
                 episodes.append((row, some))
+
         return episodes
 
     def _turns(self, rng: random.Random, versions: Sequence[int], prompt: tuple[int, ...]) -> list[Turn]:
@@ -112,6 +114,7 @@ class Recorder:
             spans = (VersionSpan(0, cut, a, a), VersionSpan(cut, len(ids), b, b))
             spans = tuple(span for span in spans if span.end > span.start)
             turns.append(Turn(index, context, ids, (0.0,) * len(ids), spans, StopReason.STOP))
+
         return self.scored(turns, rng)
 
     @torch.no_grad()
@@ -119,6 +122,7 @@ class Recorder:
         ids = [token for turn in turns for token in (*turn.context, *turn.ids)]
         logits = self.model(torch.tensor([ids])).logits[0] / self.temperature
         table = logits.log_softmax(-1)
+
         scored = []
         position = 0
         for turn in turns:
@@ -128,6 +132,7 @@ class Recorder:
             ]
             position += len(turn.ids)
             scored.append(Turn(turn.index, turn.context, turn.ids, tuple(logps), turn.spans, turn.stop))
+
         return scored
 
 
@@ -258,6 +263,7 @@ def gradients_and_metrics(
         for prefix, model, optimizer in models:
             stack.enter_context(mock.patch.object(optimizer, "step", partial(capture, prefix, model)))
         metrics = run_batch(learner, cut)
+
     learner.step -= 1
     return gradients, metrics
 

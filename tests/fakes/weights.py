@@ -38,6 +38,7 @@ class PinnedTensors:
                 old = as_bytes(base.tensors[spec.name])
                 data = memoryview(codec.encode(old, own_bytes, ITEM_BYTES[spec.dtype]))
             tensor_shares.append([share(spec, own_bytes, 0, data)])
+
         return tensor_shares
 
     def contiguous_bytes(self, part: slice) -> Tensor | None:
@@ -53,6 +54,7 @@ def snapshot_of(tensors: Mapping[str, Tensor], version: PolicyVersion) -> Snapsh
         if not tensor.numel() or storage_key not in seen:
             copies[name] = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
         seen.add(storage_key)
+
     types = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in copies.items()}
     specs = [TensorSpec(name, tuple(tensor.shape), types[name]) for name, tensor in copies.items()]
     layout = tuple(sorted(specs, key=lambda spec: -ITEM_BYTES[spec.dtype]))  # so all are aligned in a file

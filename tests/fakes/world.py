@@ -101,6 +101,7 @@ class World:
         self.root = root
         self.run_dir = root / "t"
         self.happen = happen
+
         self.run_dir.mkdir(parents=True)
         self.files = DurableFiles(root) if power else None
         self.crash_in: int | None = None  # calls of `point` until the coordinator ends
@@ -162,11 +163,13 @@ class World:
             patch.setattr(runstore, "MAX_FORGOTTEN", 2)
             patch.setattr(segments, "MAX_REMOVED", 1)
             patch.setattr(loop, "Hub", lambda endpoint, unions, gate: PlayedHub(self, endpoint == "bulk"))
+
             patch.setattr(
                 loop,
                 "Gate",
                 lambda *given: SimpleNamespace(close=lambda: None, members={}, listeners=Listeners()),
             )
+
             self._count_tokens(patch)
             patch.setattr(runstore.RunStore, "commit", self._around(runstore.RunStore.commit, paused=True))
             patch.setattr(
@@ -174,6 +177,7 @@ class World:
             )
             for module in (runstore, segments):
                 patch.setattr(module, "fsync", self._around(segments.fsync))
+
             patch.setattr(checkpoints.HashedFile, "close", self._around(checkpoints.HashedFile.close))
             if self.files is None:
                 yield
@@ -244,11 +248,13 @@ class World:
         if peer == OBSERVER:
             self._observe(message)
             return True
+
         for link in (each_peer.link for each_peer in self.peers):
             if link.peer == peer:
                 if self.now >= link.cut_until:
                     link.inbox[bulk].append((max(link.held_until, self._delayed()), (message, frames)))
                 return True
+
         return False
 
     def _delayed(self) -> float:
@@ -329,11 +335,13 @@ class World:
         copies = sorted((self.run_dir / "copies").iterdir())
         self._forget(self.coordinator)
         damage(self.run_dir / "run.db")
+
         if len(copies) > 1 and self.dice.random() < 0.3:
             damage(copies[-1] / "run.db")
         self.log += restore(self.run_dir)
         self.restored += 1
         self.now += 10.0
+
         self.launch()
         now = self.coordinator.state
         assert now.coordinator_epoch > state.coordinator_epoch and now.trainer_epoch > state.trainer_epoch
@@ -345,6 +353,7 @@ class World:
         self.crash_in = None
         coordinator.state.store.close()
         coordinator.reporter._file.close()
+
         self.crash_in = crash_in
         for path in self.run_dir.glob("run.db*"):
             path.unlink()
@@ -367,6 +376,7 @@ class World:
     def _turn(self) -> None:
         self.now += self.dice.choice([0.05, 0.1, 0.3])
         self.happen(self)
+
         for peer in self.peers:
             if self.now >= peer.link.asleep_until:
                 try:
@@ -374,11 +384,13 @@ class World:
                 except Crash:  # a checkpoint was under way
                     self._check_end(by_trainer=True)
                     break
+
         self._one_side()
         if self.zombie is not None:
             self._wake_zombie(self.zombie)
         if self.now < self.asleep_until:
             return
+
         try:
             self.coordinator.turn(self.now)
             self.coordinator.state.store.copies.wait_for_copy()
@@ -434,18 +446,21 @@ class World:
         checkpoints = self.trainer.checkpoints
         with checkpoints.open(checkpoints.steps()[0], "state") as file:
             trained = json.loads(file.read())
+
         assert flow["taken"] == flow["ready"] == flow["in_flight"] == 0, (flow, self.log)
         assert len(set(trained)) == len(trained) == flow["trained"], (flow, trained, self.log)
         again = runstore.RunStore(self.run_dir)
         counts = {status.value: count for status, count in again.read.counts().items()}
         assert again.read.trained_in_plans() == flow["trained"] == counts.get("trained", 0), self.log
         assert sum(counts.values()) == flow["issued"]
+
         if self.counted and not self.restored:
             sampled, delivered, abandoned = (
                 int(again.read.meta(key, "0")) for key in ("sampled", "delivered", state.ABANDONED)
             )
             assert sampled == delivered + abandoned, (sampled, delivered, abandoned, self.log)
             self.abandoned = abandoned
+
         if self.config.data.test:
             self._check_validations(summary["held_out"], again.read)
         again.close()
@@ -458,10 +473,12 @@ class World:
         )
         assert not [*read.held_out(RECORD)] and not flow["in_flight"], flow
         assert flow["issued"] == flow["scored"] + flow["failed"], flow
+
         rows = [row for row in read_rows(self.run_dir) if "val-aux/episodes" in row]
         assert all(row["val-aux/episodes"] + row["val-aux/failed"] == len(last) for row in rows), rows
         assert rows and rows[-1]["training/step"] == 4
         needed = read.rows("SELECT count(*) FROM frames WHERE uid LIKE 'val%' AND NOT spare")
         assert needed == [(0,)], "nothing needs payloads of held-out episodes"
+
         listed = read.rows("SELECT uid FROM episodes WHERE kind='held out' AND step=4 ORDER BY uid")
         assert listed == [(uid,) for uid in sorted(episode.uid for episode in last)]

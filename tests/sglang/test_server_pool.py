@@ -184,7 +184,7 @@ async def test_the_turns_of_a_killed_server_go_on_at_the_other(
         family = victim.processes()
         assert len(family) >= 3  # HTTP, scheduler, detokenizer
         victim.process.kill()  # the first process only: its children notice by themselves
-        assert await asyncio.to_thread(victim.gone)
+        assert await asyncio.to_thread(victim.has_gone)
         seen = await checked(versions, turns)
         assert sorted(seen) == [[0]] * 4 + [[1, 0]] * 4
         alive, dead = s.pool.usage_by_name.values()

@@ -80,6 +80,7 @@ class Versions:
         for piece in self.adapters.published:
             parameter = parameters[piece.parameter]
             parameter.normal_(std=SIZE if piece.name.endswith("B.weight") else parameter.shape[1] ** -0.5)
+
         tensors = {piece.name: parameters[piece.parameter] for piece in self.adapters.published}
         if not apart:
             adapted = {piece.parameter for piece in self.adapters.published}
@@ -90,9 +91,11 @@ class Versions:
                         name, *(parameters[parameter_name] for parameter_name in names)
                     )
                     tensors[name] = tensors[name] + change
+
         writer = self._apart if apart else self._merged
         ref = writer.write(snapshot_of(tensors, PolicyVersion(1, step)))
         prune(writer.directory, keep)
+
         return ref
 
     @torch.no_grad()
@@ -125,8 +128,10 @@ class Bench:
         modules = sorted({layer.rpartition(".")[2] for layer in versions.adapters.specs[""].layers})
         lora = ["--enable-lora", f"--max-lora-rank={rank}", "--lora-target-modules", *modules]
         lora.append(f"--max-loras-per-batch={config.adapters_held}")
+
         arguments = (f"--dtype={dtype}", "--max-total-tokens=32768", *(lora if apart else ()))
         server = SGLangServer(model, directory / f"server-{apart}.log", *arguments)
+
         api = ServerApi(server.url)
         if apart:
             loader: AdapterLoader | ServerLoader = AdapterLoader(
@@ -171,6 +176,7 @@ class Bench:
             except EngineLost as lost:
                 part = lost.partial
             sampled_ids += part.ids
+
         return sampled_ids
 
 
@@ -187,6 +193,7 @@ async def push(bench: Bench) -> list[str]:
     steps = iter(range(1, 10_000))
     ref = versions.publish(0, bench.apart)
     await bench.load(ref)
+
     ids = prompt(versions, 513, 1)
     pairs = zip(await bench.loader.score(ids), versions.logprobs(ids), strict=True)
     gaps = [abs(a - b) for a, b in pairs]
@@ -194,6 +201,7 @@ async def push(bench: Bench) -> list[str]:
     writes = []
     loads = []
     used = bench.seconds
+
     for _ in range(5):
         start = time.perf_counter()
         ref = await asyncio.to_thread(versions.publish, next(steps), bench.apart)
@@ -201,6 +209,7 @@ async def push(bench: Bench) -> list[str]:
         start = time.perf_counter()
         await bench.load(ref)
         loads.append(time.perf_counter() - start)
+
     return [
         "adapters" if bench.apart else "merged",
         f"{size / MB:.1f}",
@@ -235,15 +244,19 @@ async def rates(bench: Bench, streams: int, seconds: float, first: int) -> list[
             await asyncio.to_thread(versions.publish, next(steps), bench.apart, count) for _ in range(count)
         ]
         await asyncio.sleep(2.0)
+
         tokens = bench.client.use.tokens
         start = time.perf_counter()
         used = bench.seconds
+
         for at in range(pushes):
             await bench.load(refs[at % count])
             await asyncio.sleep(start + (at + 1) * every - time.perf_counter())
+
         await asyncio.sleep(start + (seconds if every else seconds / 2) - time.perf_counter())
         tokens = bench.client.use.tokens - tokens
         windows.append((every, tokens / (time.perf_counter() - start), tokens / (bench.seconds - used)))
+
     for task in running:
         task.cancel()
     await asyncio.gather(*running, return_exceptions=True)
@@ -261,6 +274,7 @@ def compared(rounds: dict[bool, list[list[tuple[float, ...]]]]) -> list[list[str
                 for at, window in enumerate(windows)
                 if window[0] == every
             ]
+
             line = [way, f"{every:g}" if every else "none"]
             for kind in (1, 2):
                 line.append(f"{statistics.median(windows[at][kind] for windows, at in chosen_windows):.1f}")
@@ -270,7 +284,9 @@ def compared(rounds: dict[bool, list[list[tuple[float, ...]]]]) -> list[list[str
                     if every
                 ]
                 line.append(spread(beside) if beside else "")
+
             lines.append(line)
+
     line = ["adapters / merged", "none"]
     for kind in (1, 2):
         means = [
@@ -284,6 +300,7 @@ def compared(rounds: dict[bool, list[list[tuple[float, ...]]]]) -> list[list[str
             "",
             spread([adapter_mean / merged_mean for adapter_mean, merged_mean in zip(*means, strict=True)]),
         ]
+
     return [*lines, line]
 
 
@@ -305,6 +322,7 @@ async def turns(bench: Bench, way: str, episodes: int, count: int, every: float,
         client = bench.connect()
         acked = bench.newest
         client.mark(acked)
+
         ids = prompt(versions, PROMPT, 1000 * at + index)
         for turn in range(count):
             if way != "keep" or outdated(acked, bench.newest, bench.config):
@@ -323,6 +341,7 @@ async def turns(bench: Bench, way: str, episodes: int, count: int, every: float,
     updating = asyncio.create_task(updates())
     first = len(bench.clients)
     await asyncio.gather(*(episode(index) for index in range(episodes)))
+
     seconds = time.perf_counter() - start
     updating.cancel()
     await asyncio.gather(updating, return_exceptions=True)
@@ -351,6 +370,7 @@ async def load_many_versions(bench: Bench, count: int) -> list[list[str]]:
             used = sum(process.memory_full_info().pss for process in bench.server.processes())
             listed = len(await bench.loader.api.adapters())
             lines.append([f"{step}", f"{used / MB:.0f}", f"{listed}"])
+
     return lines
 
 
@@ -370,8 +390,10 @@ async def main() -> None:
     parser.add_argument("--every", type=float, default=2.0)
     parser.add_argument("--versions", type=int, default=200)
     args = parser.parse_args()
+
     torch.set_num_threads(1)
     os.environ |= SINGLE_THREAD
+
     model = args.model or (SMOLLM if args.part in ("push", "rates") else DEMO)
     with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="bench-adapters-") as name:
         directory = Path(name)
@@ -407,6 +429,7 @@ async def main() -> None:
             header = ["versions", "PSS MB", "adapters listed"]
             async with started(True) as bench:
                 lines = await load_many_versions(bench, args.versions)
+
         print(table(header, lines))
 
 

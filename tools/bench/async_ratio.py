@@ -133,6 +133,7 @@ class Watch:
             with suppress(psutil.Error):
                 times = process.cpu_times()
                 cpu[role] = times.user + times.system
+
         self.samples.append((time.time(), _count(self.folder / "metrics.jsonl", STEP), cpu))
         if self.hold and "trainer-0" in self._roles and (landed := _count(self.lives, b"\n")):
             over = landed >= self.hold
@@ -233,6 +234,7 @@ class Plan:
         )
         if result["exit_code"]:
             sys.exit(f"{name} failed; see {self.folder / name}.out")
+
         return watch
 
 
@@ -258,6 +260,7 @@ def main() -> None:
     )
     names = "; ".join(f"{name}: {workload.meaning}" for name, workload in WORKLOADS.items())
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=[*WORKLOADS], help=names)
+
     parser.add_argument(
         "--mode",
         action="append",
@@ -266,12 +269,14 @@ def main() -> None:
         metavar="NAME=OVERRIDE,OVERRIDE",
         help="one more mode",
     )
+
     parser.add_argument("--steps", type=int, default=0, help="10 or more, instead of each workload's own")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--run-dir", type=Path, default=ROOT / "runs" / "async-ratio")
     parser.add_argument("overrides", nargs="*", help="of all runs")
     options = parser.parse_args()
+
     plan = Plan(options.run_dir.resolve(), options.overrides, options.steps, options.seed)
     figures_by_mode: dict[tuple[str, str], list[Figures]] = defaultdict(list)
     modes = MODES | dict(options.mode)
@@ -304,6 +309,7 @@ def turn(
             if key not in alone:
                 alone[key] = plan.alone(name, f"{label}-alone", alone_overrides)
                 plan.unit.setdefault(key[0], alone[key]["g"])
+
             figures = plan.mode(name, label, overrides) | alone[key]
             figures["T"] *= figures["batch"] / figures["tokens"]  # the same batch in all modes
             figures_by_mode[name, label].append(figures)

@@ -80,10 +80,12 @@ def main() -> None:
     parser.add_argument("--tests", type=int, default=TESTS)
     parser.add_argument("--table", action="store_true", help="print --out; run nothing")
     options = parser.parse_args()
+
     if not options.table:
         torch.set_num_threads(1)
         with tempfile.TemporaryDirectory() as folder:
             work(options, Path(folder))
+
     print(report(read(options.out)))
 
 
@@ -91,6 +93,7 @@ def work(options: argparse.Namespace, folder: Path) -> None:
     config = compose([*TASK, "total_steps=120", "buffer.max_staleness=0"])
     player = Player(config)
     done = {(row["arm"], row["seed"]) for row in read(options.out)}
+
     learner, _ = trained(config, player, 0, options.teacher)
     path = save(player, learner, folder)
     for seed in options.seeds:
@@ -99,12 +102,14 @@ def work(options: argparse.Namespace, folder: Path) -> None:
             if once and (arm, seed) not in done:
                 lag, arm_overrides = ARMS.get(arm, (0, ["trainer.lr=1e-9", "total_steps=1"]))
                 begin = [f"model.path={path}"] if arm == "teacher" else []
+
                 keys = [
                     "algorithm=distill",
                     f"kl.reference={path}",
                     f"buffer.max_staleness={lag}",
                     f"seed={seed}",
                 ]
+
                 config = compose([*TASK, f"total_steps={STEPS}", *keys, *arm_overrides, *begin])
                 learner, metrics = trained(config, player, lag, config.total_steps if arm in ARMS else 0)
                 row = {"arm": arm, "seed": seed, **compared(learner, player, options.tests)}
@@ -112,6 +117,7 @@ def work(options: argparse.Namespace, folder: Path) -> None:
                 row["masked"] = metrics["masked"]
                 with options.out.open("a") as out:
                     out.write(json.dumps(row) + "\n")
+
                 print(row, flush=True)
 
 
@@ -122,7 +128,9 @@ def trained(config: RunConfig, player: Player, lag: int, steps: int) -> tuple[Le
     masked = [0.0]
     train = samples(config.data.train, OPERATIONS)
     prompts = Prompts(len(train), lambda epoch: shuffled(range(len(train)), f"{config.seed}/{epoch}"))
+
     torch.manual_seed(config.seed)
+
     learner = Learner(config, world())
     learner.bound, versions = lag, [snapshot(learner)]
     for step in range(steps):
@@ -133,6 +141,7 @@ def trained(config: RunConfig, player: Player, lag: int, steps: int) -> tuple[Le
         metrics = _train(learner, asks, episodes, earned)
         masked.append(metrics.get("rollout_corr/rollout_rs_masked_fraction", 0.0))
         versions.append(snapshot(learner))
+
     return learner, metrics | {"masked": max(masked)}
 
 
@@ -166,6 +175,7 @@ def compared(learner: Learner, player: Player, tests: int) -> dict[str, Any]:
         example(row, episode.turns, 0, 10**6, learner.recipe.aggregate)
         for row, episode in zip(rows, episodes, strict=True)
     ]
+
     sums = dict.fromkeys(("reverse", "forward", "entropy", "teacher_entropy"), 0.0)
     for part in (examples[i : i + 32] for i in range(0, len(examples), 32)):
         tokens = collate(part, learner.dtype, learner.packing).selected
@@ -174,6 +184,7 @@ def compared(learner: Learner, player: Player, tests: int) -> dict[str, Any]:
             sums[name] += scores.divergence.sum().item()
         sums["entropy"] += scores.entropy.sum().item()
         sums["teacher_entropy"] += reference.policy(tokens).entropy.sum().item()
+
     count = sum(e.tokens for e in examples)
     return {
         "success": sum(reward == 1.0 for reward in rewards),
@@ -196,6 +207,7 @@ def coins(p: float, q: float) -> float:
 def report(results: list[dict[str, Any]]) -> str:
     """All seeds of an arm together; divergences and entropies in nats per episode."""
     teacher = [row for row in results if row["arm"] == "teacher"]
+
     rate = sum(row["success"] for row in teacher) / max(1, sum(row["tests"] for row in teacher))
     rows = []
     for arm in dict.fromkeys(row["arm"] for row in results):
@@ -205,6 +217,7 @@ def report(results: list[dict[str, Any]]) -> str:
             for key in arm_rows[0]
             if key not in ("arm", "seed")
         }
+
         successes, tests = (sum(row[key] for row in arm_rows) for key in ("success", "tests"))
         low, high = wilson(successes, tests)
         least = coins(successes / tests, rate) if 0 < rate < 1 else math.nan
@@ -219,6 +232,7 @@ def report(results: list[dict[str, Any]]) -> str:
                 f"{mean['masked']:.3f}",
             ]
         )
+
     head = (
         "arm, success, tokens, least KL, KL(π T), KL(T π), entropy of π, of T, reported ref_kl, most masked"
     )

@@ -51,6 +51,7 @@ def build(hidden: int, layers: int, kv_heads: int) -> LlamaForCausalLM:
         max_position_embeddings=2048,
         tie_word_embeddings=True,
     )
+
     torch.manual_seed(0)
     return LlamaForCausalLM(config).eval()
 
@@ -66,6 +67,7 @@ async def single_turn(engine: TorchEngine, streams: int, run: int) -> int:
         Request(f"{run}-{index}", tokens(PROMPT, f"{run}-{index}"), sampling, index)
         for index in range(streams)
     ]
+
     generations = await asyncio.gather(*map(engine.generate, requests))
     for request in requests:
         engine.release(request.session)
@@ -82,6 +84,7 @@ async def multi_turn(engine: TorchEngine, streams: int, run: int, keep: bool) ->
     async def episode(index: int) -> int:
         session = f"{run}-{index}"
         ids = tokens(PROMPT, session)
+
         total = 0
         length = random.Random(session)
         for turn in range(TURNS):
@@ -91,6 +94,7 @@ async def multi_turn(engine: TorchEngine, streams: int, run: int, keep: bool) ->
             ids += generation.ids + tokens(DELTA, f"{session}-{turn}")
             if not keep:
                 engine.release(session)
+
         engine.release(session)
         return total
 
@@ -117,6 +121,7 @@ async def lengths(engine: TorchEngine, streams: int, run: int, at_once: bool) ->
     else:
         for batch in batches:
             await asyncio.gather(*map(answer, batch))
+
     return engine.tokens - before
 
 
@@ -170,6 +175,7 @@ def main() -> None:
     parser.add_argument("--continuous", action="store_true", help="also transformers' continuous batching")
     parser.add_argument("--plain", action="store_true", help="steps are not recorded, as on a GPU")
     args = parser.parse_args()
+
     torch.set_num_threads(1)
     recorded.RECORD_AFTER = -1 if args.plain else NEW // 2  # in the repeat that is not counted
     shape = (args.hidden, args.layers, args.kv_heads)
@@ -191,14 +197,17 @@ def main() -> None:
             lambda run, n=streams: loop.run_until_complete(single_turn(engine, n, run)),
         )
         show(f"model.generate, {streams} rows", lambda _, n=streams: generate(plain, n))
+
     if args.continuous:
         show("transformers continuous batching, 32 requests", lambda _: continuous(plain, 32))
     for keep in (True, False):
         name = f"engine, 64 multi-turn streams, prefix {'kept' if keep else 'dropped'}"
         show(name, lambda run, k=keep: loop.run_until_complete(multi_turn(engine, 64, run, k)))
+
     for at_once in (False, True):
         name = f"engine, 64 streams, log-normal lengths, {'replaced at once' if at_once else 'in batches'}"
         show(name, lambda run, o=at_once: loop.run_until_complete(lengths(engine, 64, run, o)))
+
     loop.run_until_complete(engine.close())
     loop.close()
 

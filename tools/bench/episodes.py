@@ -181,12 +181,15 @@ class Engine:
         name = request.session.partition("-")[0]
         turn, seconds = draw(self._load, self._random)
         self.planned_seconds[request.session].append(turn + seconds)
+
         call = f'<tool_call>\n{{"name": "{name}", "arguments": {{"seconds": {seconds}}}}}\n</tool_call>'
         await asyncio.sleep(turn)
+
         ids = (
             *self._encode(call if len(request_times) < self._load.turns else "The answer is 42."),
             self._stop,
         )
+
         spans = (VersionSpan(0, len(ids), 0, 0),)
         return Generation(ids, (-0.5,) * len(ids), spans, StopReason.STOP, turn)
 
@@ -210,6 +213,7 @@ async def run(load: Load) -> Figures:
     tools: dict[str, Tool] = {tool.name: tool for tool in (work, *BAD)}
     box = Toolbox(tools, 2 * LONGEST)
     engine = Engine(load, lambda text: tokenizer.encode(text, add_special_tokens=False), chat.stop_ids[0])
+
     outbox = Outbox(None)
     figures = Figures()
 
@@ -227,6 +231,7 @@ async def run(load: Load) -> Figures:
         episode_timeout=3600.0,
         tool_timeout=2 * LONGEST,
     )
+
     context = EpisodeContext(
         Rules(chat, hermes, config),
         EpisodeReward([in_loop(lambda **_: 1.0)], 60.0),
@@ -234,6 +239,7 @@ async def run(load: Load) -> Figures:
         Waits(),
         lambda: 0,
     )
+
     runner = EpisodeRunner(context, lambda run: TurnPlayer(run, box))
     bad = [f"{BAD[n % len(BAD)].name}-{n}" for n in range(load.bad)]
     names = [*bad, *(f"work-{n}" for n in range(load.episodes - load.bad))]
@@ -249,11 +255,13 @@ async def run(load: Load) -> Figures:
     gc.freeze()  # as a worker should: a scan of torch and all modules takes half a second
     wall = time.perf_counter()
     cpu = time.process_time()
+
     await asyncio.gather(*map(begin, names, starts(load, len(names))))
     figures.wall = time.perf_counter() - wall
     figures.turns = sum(map(len, engine.request_times.values()))
     figures.cpu = (time.process_time() - cpu) / figures.turns
     figures.overhead = engine.overheads()
+
     service.cancel()
     await box.close()
     return figures
@@ -285,6 +293,7 @@ async def ideal(load: Load) -> Figures:
     figures.wall = time.perf_counter() - wall
     figures.turns = ROUNDS * load.episodes * load.turns
     figures.cpu = (time.process_time() - cpu) / figures.turns
+
     return figures
 
 
@@ -296,14 +305,17 @@ def main() -> int:
     parser.add_argument("--tool-seconds", type=float, default=0.5)
     parser.add_argument("--turn-seconds", type=float, default=1.0)
     options = parser.parse_args()
+
     good = Load(options.episodes, options.turns, options.tool_seconds, options.turn_seconds)
     mixed = replace(good, bad=max(len(BAD), good.episodes // 5))
     print("| | overhead per turn, median ms | p99 ms | CPU per turn, ms | turns/s |\n|---|---|---|---|---|")
+
     failed: list[str] = []
     for label, play, load in (("ideal", ideal, good), ("asyncrl", run, good), ("with bad tools", run, mixed)):
         figures = asyncio.run(play(load))
         failed += figures.failed
         print(figures.row(label), flush=True)
+
     for detail in failed[:5]:
         print(f"failed: {detail}", file=sys.stderr)
     return 1 if failed else 0

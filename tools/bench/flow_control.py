@@ -153,6 +153,7 @@ def alone(work: Workload) -> Alone:
             for at, tokens in zip(sampled, turns, strict=True)
         ]
     )
+
     batch = work.buffer.batch_size * parts[:, 0].sum() / ends.size
     speed = work.slots / max(1 / work.speed, work.base + work.slots / work.rate)
     return Alone(batch / speed, work.train + work.commit, batch, float(ends.mean()), lives, parts)
@@ -161,6 +162,7 @@ def alone(work: Workload) -> Alone:
 def _play(work: Workload, turns: Sequence[RecordedTurn]) -> tuple[list[float], list[float], float]:
     """(times at which parts of turns are sampled, tokens of the turn that each is of, the end)."""
     now = 0.0
+
     sampled = []
     tokens = []
     for turn in turns:
@@ -171,6 +173,7 @@ def _play(work: Workload, turns: Sequence[RecordedTurn]) -> tuple[list[float], l
         if now > work.limit:
             break
         now += min(turn.wait, work.limit - now)
+
     return sampled, tokens, now
 
 
@@ -296,6 +299,7 @@ def beginnings_table(seeds: int, pool: ProcessPoolExecutor) -> str:
     gains = (0.0, flow_control.QUICK_GAIN)
     header = [f"{measure}, first {steps} steps" for measure in ("speed", "masked", "lag") for steps in FIRST]
     jobs = [(name, gain, seed) for name in BEGIN for gain in gains for seed in range(1, seeds + 1)]
+
     results = iter(pool.map(_beginning, jobs))
     lines = []
     for name, work in BEGIN.items():
@@ -311,7 +315,9 @@ def beginnings_table(seeds: int, pool: ProcessPoolExecutor) -> str:
             )
             for column in columns
         ]
+
         lines.append([name, *means])
+
     return table(["workload", *header], lines)
 
 
@@ -339,6 +345,7 @@ def endings_table(seeds: int, pool: ProcessPoolExecutor) -> str:
     """Compare runs without groups beyond those that are trained -> with them: means over the seeds."""
     header = ["speed", "last step, in g", "masked", "dropped at the end, in batches"]
     jobs = list(product(BEGIN, FIRST[:2], (False, True), range(1, seeds + 1)))
+
     results = iter(pool.map(_ending, jobs))
     lines = []
     for name, steps in product(BEGIN, FIRST[:2]):
@@ -347,6 +354,7 @@ def endings_table(seeds: int, pool: ProcessPoolExecutor) -> str:
         forms = ("{:.2f}", "{:.1f}", "{:.1%}", "{:.1f}")
         cells = [" → ".join(map(form.format, both)) for form, both in zip(forms, means, strict=True)]
         lines.append([name, str(steps), *cells])
+
     return table(["workload", "steps", *header], lines)
 
 
@@ -392,16 +400,19 @@ def main() -> None:
     parser.add_argument("--begin", action="store_true", help="how runs begin, without and with quick growth")
     parser.add_argument("--end", action="store_true", help="how runs end, without and with spare groups")
     options = parser.parse_args()
+
     if options.begin or options.end:
         with ProcessPoolExecutor(2) as pool:
             print((beginnings_table if options.begin else endings_table)(options.seeds, pool))
         return
+
     if options.settings is not None:
         with ProcessPoolExecutor(2) as pool:
             for name in options.settings or TAILS:
                 text = settings_table(name, options.steps or 300, options.seeds, pool)
                 print(f"\n{name}\n\n{text}", flush=True)
         return
+
     lines = []
     for name, workload in WORKLOADS.items():
         runs = [
@@ -409,6 +420,7 @@ def main() -> None:
             for seed in range(1, options.seeds + 1)
         ]
         lines.append([name, *figures(runs)])
+
     print(table(["workload", "tokens/s", "masked", "lag", "live limit"], lines))
 
 

@@ -78,6 +78,7 @@ class Engine:
         self.cpu.append(time.process_time())
         self.wall.append(time.perf_counter())
         self._rows.add(request.session)
+
         ids = self._says
         stop = StopReason.STOP
         for end in range(4, len(ids) + 4, 4) if request.watch else ():
@@ -86,6 +87,7 @@ class Engine:
                 ids = ids[:end]
                 stop = StopReason.TEXT
                 break
+
         return Generation(ids, (-0.5,) * len(ids), (VersionSpan(0, len(ids), 0, 0),), stop)
 
     def release(self, session: str) -> None: ...
@@ -136,6 +138,7 @@ class Worker:
         )
         done.pop().result()
         shared.threads.close()
+
         return engine
 
 
@@ -143,6 +146,7 @@ class Worker:
 async def client(*work: Any) -> AsyncIterator[asyncio.subprocess.Process]:
     pipe = asyncio.subprocess.PIPE
     words = (sys.executable, str(CLIENT), json.dumps(work))
+
     process = await asyncio.create_subprocess_exec(*words, stdin=pipe, stdout=pipe)
     try:
         yield process
@@ -207,7 +211,9 @@ async def cpu(worker: Worker, repeats: int) -> list[list[str]]:
                 engine = await worker.episode(agent, dialect)
                 cpu_ms.append(engine.per_turn(engine.cpu))
             cells.append(figure(cpu_ms))
+
         lines.append([dialect, *cells])
+
     return lines
 
 
@@ -221,6 +227,7 @@ async def first(worker: Worker, repeats: int) -> list[list[str]]:
                 await worker.episode(conversation(dialect, *FIRST, 1), dialect)
             longest_waits.append(max(times))
         lines.append([f"{dialect}: longest wait of another episode, ms", figure(longest_waits), "50"])
+
     return lines
 
 
@@ -228,6 +235,7 @@ async def crowds(worker: Worker, repeats: int) -> list[list[str]]:
     """The memory of idle connections with a key; the turns of an episode beside idle strangers."""
     memory = list[float]()
     alone = list[float]()
+
     beside = list[float]()
     resident = psutil.Process().memory_info
     for _ in range(repeats):
@@ -246,6 +254,7 @@ async def crowds(worker: Worker, repeats: int) -> list[list[str]]:
         for agent, wall_ms in ((conversation("chat", *SIZES["short"], TURNS), alone), (crowded, beside)):
             engine = await worker.episode(agent)
             wall_ms.append(engine.per_turn(engine.wall))
+
     return [
         ["1,000 idle connections with a key, the most, MiB", f"{max(memory):.0f}", "200"],
         ["a short turn, ms of wall time", figure(alone), ""],
@@ -259,6 +268,7 @@ async def measure(options: argparse.Namespace) -> None:
     await worker.episode(conversation("chat", *SIZES["short"], 2))  # imports, caches
     gc.collect()
     gc.freeze()  # as a worker does
+
     heads = [
         "CPU per turn, ms",
         "short (goal 1)",
@@ -266,6 +276,7 @@ async def measure(options: argparse.Namespace) -> None:
         "20,000 tokens, 40 messages (goal 5)",
         "streamed",
     ]
+
     print(table(heads, await cpu(worker, options.repeats)), flush=True)
     lines = [*await first(worker, options.repeats), *await crowds(worker, options.repeats)]
     print(table(["", "measured", "goal"], lines))

@@ -36,6 +36,7 @@ def assistant(dialect: str, text: str, call: str) -> list[dict[str, Any]]:
         case "responses":
             function_call = {"type": "function_call", "call_id": call, "name": "bash", "arguments": "{}"}
             return [{"role": "assistant", "content": text}, function_call]
+
     used = {"type": "tool_use", "id": call, "name": "bash", "input": {}}
     return [{"role": "assistant", "content": [{"type": "text", "text": text}, used]}]
 
@@ -72,10 +73,12 @@ def converse(
     draw = random.Random(seed)
     message_size = size // messages
     text = words(size, draw)
+
     history: list[dict[str, Any]] = [{"role": "user", "content": words(message_size, draw)}]
     for number in range(messages // 2 - 1):
         history += assistant(dialect, words(message_size, draw), f"c{number}")
         history.append(reply(dialect, words(message_size, draw), f"c{number}"))
+
     connection = HTTPConnection(url.split("/")[2])
     headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
     for _ in range(turns):
@@ -87,6 +90,7 @@ def converse(
         if answer.status != 200:
             raise SystemExit(heard)
         text += f"{SAID} {STOP} {new}"
+
         if dialect != "text":
             (call, *_) = re.findall(r"call_\d+-t\d+", heard)
             history += [*assistant(dialect, SAID, call), reply(dialect, new, call)]
@@ -96,12 +100,14 @@ def idle(url: str, key: str, count: int) -> None:
     """Open connections, each with a request if there is a key, and hold them until the input ends."""
     file_limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (file_limit, file_limit))
+
     connections = [HTTPConnection(url.split("/")[2]) for _ in range(count)]
     for connection in connections:
         connection.connect()
         if key:
             connection.request("GET", "/v1/models", headers={"x-api-key": key})
             connection.getresponse().read()
+
     print("open", flush=True)
     sys.stdin.read()
 

@@ -60,6 +60,7 @@ def save_model(path: Path, vocabulary: int, hidden: int) -> None:
         vocab_size=vocabulary,
         tie_word_embeddings=True,
     )
+
     torch.manual_seed(0)
     Qwen2ForCausalLM(config).save_pretrained(path)
 
@@ -84,6 +85,7 @@ def measure(case: Case) -> Measured:
     if case.way == "naive":
         policy.forward = naive.__get__(policy)  # in the FSDP root's forward, where weights are whole
     torch.manual_seed(0)
+
     ids = torch.randint(0, policy.lm.config.vocab_size, (1, case.tokens + 1))
     position = np.arange(1, case.tokens + 1)
     tokens = Selected.of(list(ids.numpy()), np.zeros_like(position), position, torch.ones(case.tokens))
@@ -91,6 +93,7 @@ def measure(case: Case) -> Measured:
     start = time.perf_counter()
     total: Tensor = policy(tokens).logp.sum()
     total.backward()
+
     seconds = time.perf_counter() - start
     leave()
     return Measured(before, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, seconds, total.item())
@@ -113,6 +116,7 @@ def main() -> None:
     parser.add_argument("--fp32-head", action="store_true")
     parser.add_argument("--only", choices=WAYS)
     args = parser.parse_args()
+
     context = multiprocessing.get_context("spawn")
     lines = []
     with tempfile.TemporaryDirectory() as folder:
@@ -124,6 +128,7 @@ def main() -> None:
                 measured = pool.apply(measure, (Case(model, args.tokens, way),))
             sizes = [f"{size / GIB:.2f}" for size in (measured.peak, measured.peak - measured.before)]
             lines.append([way, *sizes, f"{measured.seconds:.1f}", f"{measured.total:.2f}"])
+
     print(f"{args.tokens} tokens × {args.vocab} words, hidden {args.hidden}, {args.dtype}, one thread")
     print(table(["way", "peak GiB", "above the model, GiB", "forward + backward s", "Σ log p"], lines))
 

@@ -120,10 +120,12 @@ class Player:
         episode = machine.advance(rules, machine.begin(ask.sample), commands.Opened(tools.schemas))
         while not episode.over:
             episode = machine.advance(rules, episode, await self._answer(engine, ask, tools, episode))
+
         await tools.close()
         engine.release(ask.uid)
         if isinstance(episode.command, commands.Fail):
             raise RuntimeError(f"episode {ask.uid} failed: {episode.command.detail}")
+
         return episode
 
     async def _answer(self, engine: Engine, ask: Ask, tools: ToolSession, episode: Episode) -> commands.Event:
@@ -147,11 +149,13 @@ def run(lagged: Lagged, player: Player) -> Outcome:
     config = lagged.config
     train, test = (samples(path, lagged.operations) for path in (config.data.train, config.data.test))
     prompts = Prompts(len(train), lambda epoch: shuffled(range(len(train)), f"{config.seed}/{epoch}"))
+
     torch.manual_seed(config.seed)
     learner = Learner(config, world())
     learner.bound = lagged.lag
     ring = deque([snapshot(learner)], maxlen=lagged.lag + 1)
     rewards: list[float] = []
+
     history: list[dict[str, float]] = []
     play_s = 0.0
     for step in range(lagged.steps):
@@ -161,10 +165,12 @@ def run(lagged: Lagged, player: Player) -> Outcome:
         play_s += time.process_time() - started
         earned = [episode.command.result.reward for episode in episodes]  # type: ignore[union-attr]
         rewards.append(sum(earned) / len(earned))
+
         if lagged.shuffled:
             random.Random(f"{config.seed}/{step}").shuffle(earned)
         history.append(_train(learner, asks, episodes, earned))
         ring.append(snapshot(learner))
+
     train_s = time.process_time() - began - play_s
     held_out = [
         Ask(f"t{i}", sample, sampling_key(0, f"t{i}", 0)) for i, sample in enumerate(test[: lagged.tests])
@@ -177,6 +183,7 @@ def run(lagged: Lagged, player: Player) -> Outcome:
 
 def _batch(config: RunConfig, samples: Sequence[Sample], prompts: Prompts, step: int) -> list[Ask]:
     groups = config.buffer.groups_per_batch
+
     members = config.buffer.episodes_per_group
     asks = []
     for group in range(step * groups, (step + 1) * groups):
@@ -184,6 +191,7 @@ def _batch(config: RunConfig, samples: Sequence[Sample], prompts: Prompts, step:
         for member in range(members):
             uid = f"{group}/{member}"
             asks.append(Ask(uid, sample, sampling_key(config.seed, uid, 0)))
+
     return asks
 
 
@@ -205,6 +213,7 @@ def _rows(
         per_turn = (0.0,) * (len(episode.turns) - 1) + (reward,)
         tokens = sum(len(turn.ids) for turn in episode.turns)
         groups.setdefault(group, []).append(EpisodeResult(reward, tokens, per_turn))
+
     return [
         PlannedTrajectory(
             uid=ask.uid,

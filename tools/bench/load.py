@@ -82,6 +82,7 @@ def timed(config: RunConfig, endpoints: Endpoints, incarnation: str) -> int:
         profile.dump_stats(path)
     else:
         code = run(config, endpoints, incarnation)
+
     durations = {"wall": walls.tolist(), "cpu": cpus.tolist()}
     (Path(config.run_dir) / config.name / TURNS).write_text(json.dumps(durations))
     return code
@@ -96,6 +97,7 @@ class Bench:
         self.process = process
         self.launch = "load"
         self.context = zmq.Context()
+
         self.context.set(zmq.MAX_SOCKETS, 1 << 14)
         self.random = random.Random(options.seed)
         self.ending: RunEnd | None = None
@@ -143,6 +145,7 @@ class Bench:
             span = (VersionSpan(0, half, version, version),)
             turn_record = Turn(turn, ids, ids, logprobs, span, StopReason.STOP)
             self._payloads[key] = msgspec.msgpack.encode(turn_record)
+
         return self._payloads[key]
 
     def landed(self) -> None:
@@ -206,11 +209,13 @@ def prepare(options: argparse.Namespace) -> Path:
             "checkpoint": {"every": 0},
         }
     )
+
     (run_dir / "config.yaml").write_bytes(msgspec.yaml.encode(config))
     options.episodes = config.total_steps * groups * size
     samples = (Sample(row, "load", (Message("user", "? " * 100),), "1") for row in range(1000))
     path = samples_path(run_dir, "train")
     path.parent.mkdir()
+
     with path.open("w+b") as file:
         Samples.write(file, [samples])
     return run_dir
@@ -222,6 +227,7 @@ def start(run_dir: Path, endpoints: Endpoints, profile: str) -> subprocess.Popen
         *(sys.executable, "-m", "asyncrl.launch.role", "coordinator", "--run-dir", str(run_dir)),
         *("--incarnation", "load", "--target", "load:timed"),
     ]
+
     paths = os.pathsep.join([str(ROOT), str(Path(__file__).parent)])
     env = os.environ | SINGLE_THREAD | {"PYTHONPATH": paths}
     env |= {"LOAD_PROFILE": profile} if profile else {}
@@ -236,7 +242,9 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     endpoints = choose_endpoints("127.0.0.1", 0)
     process = start(run_dir, endpoints, options.profile)
     raise_file_limit()  # after the start: the coordinator does it itself
+
     bench = Bench(options, endpoints, psutil.Process(process.pid))
+
     began = time.monotonic()
     cpu = time.process_time()
     try:
@@ -247,11 +255,13 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     finally:
         process.kill()
         bench.context.destroy(linger=0)
+
     if bench.ending is None or bench.ending.error or len(bench.marks) < 5:
         raise SystemExit(
             f"no measurement: {bench.ending}, {bench.count} landed; see {run_dir}/coordinator.log; waits: "
             f"{bench.status.waits[:5] if bench.status else None}"
         )
+
     (low, t0, loop0, other0, _), *_, (high, t1, loop1, other1, _) = bench.marks
     turn_durations = json.loads((run_dir / TURNS).read_text())
     rate = (high - low) / (t1 - t0)
@@ -295,6 +305,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--profile", default="", metavar="FILE")
     parser.add_argument("--run-dir", type=Path, default=ROOT / "runs" / "load")
     options = parser.parse_args(argv)
+
     options.run_dir = options.run_dir.resolve()
     return options
 
@@ -312,6 +323,7 @@ def main() -> None:
     line += [f"{figures['turns']:,}", *ms]
     line += [" / ".join(f"{value / 2**20:.0f}" for value in figures["memory"]), f"{figures['share']:.2f}"]
     print(table(header, [line]))
+
     if not figures["conserved"]:
         raise SystemExit("the run's audit disagrees: an episode was lost or counted twice")
 

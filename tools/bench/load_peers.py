@@ -143,15 +143,18 @@ class Worker(Peer):
         self.tokens += half
         report = Generated(self.seq, attempt, turn, 1.0)
         self.record(report, self.bench.payload(turn, self.version))
+
         if self.uses:
             use = self.uses[self.seq % len(self.uses)]
             use.requests = use.requests + 1
             use.tokens = use.tokens + half
+
         self.seq += 1
         if turn + 1 < turns:
             self.record(Replied(self.seq, attempt, turn), self.bench.reply)
             self.bench.play(self, attempt, turn + 1)
             return
+
         result = EpisodeResult(float(self.bench.random.random() < 0.5), turns * half)
         stats = EpisodeStats(turns, longest_row=2 * turns * half, prompt=half, seconds=1.0)
         self.record(Finished(self.seq, attempt, result, stats))

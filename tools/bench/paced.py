@@ -32,6 +32,7 @@ def asleep(**arguments: Any) -> Engine:
 
 def slowed(arguments: dict[str, Any], seconds: Callable[[Any], float]) -> Engine:
     engine = engines.load("torch")(**arguments)
+
     batcher = engine._batcher  # type: ignore[attr-defined]
     step = batcher.step
 

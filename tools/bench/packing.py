@@ -68,6 +68,7 @@ def seconds(work: Callable[[], None], repeats: int, device: torch.device) -> flo
         began = now()
         work()
         durations.append(now() - began)
+
     return statistics.median(durations[1:])
 
 
@@ -79,6 +80,7 @@ class Bench:
         self.world = world
         self.policy = load_policy(ModelConfig(path=path, dtype=dtype), world)
         assert packing_for([self.policy], "tree", dtype, world) == "tree"
+
         self.plain = (
             AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype)).eval().to(world.device)
         )
@@ -88,18 +90,22 @@ class Bench:
 
     def lines(self, name: str, rows: Rows, ways: Sequence[Packing]) -> list[list[str]]:
         plain = self.seconds(lambda: plain_loop(self.plain, rows))
+
         lines = [self.line(name, "plain loop", rows.useful, plain, rows, plain)]
         packed_s = packed_work = 0.0
         for way in ways:
             self.attend(way)
             chosen = rows.selected(way).to(self.world.device)
+
             spent = self.seconds(lambda rows_of_way=chosen: in_policy(self.policy, rows_of_way))
             work = self.layers * chosen.ids.numel() + self.head * len(chosen.labels)
             if way == "packed":
                 packed_s = spent
                 packed_work = work
+
             beside = [f"{packed_s / spent:.2f}", f"{packed_work / work:.2f}"] if way == "tree" else ["", ""]
             lines.append(self.line(name, way, chosen.ids.numel(), spent, rows, plain, *beside))
+
         return lines
 
     def seconds(self, work: Callable[[], None]) -> float:
@@ -134,15 +140,18 @@ def main() -> None:
     parser.add_argument("--groups", type=int, default=2, help="of 8, in a micro-batch")
     parser.add_argument("--tokens", type=int, default=250, help="of a typical row")
     args = parser.parse_args()
+
     torch.set_num_threads(1)
     bench = Bench(args.model, args.dtype, args.repeats, join(0, 1, device=args.device))
     rng = np.random.default_rng(0)
+
     words = bench.vocabulary
     lines = bench.lines("ragged", ragged(rng, words, 16, args.tokens), ("padded", "packed"))
     for prompt, response in ((4, 1), (1, 1), (1, 4)):
         part = args.tokens // (prompt + response)
         rows = grouped(rng, words, args.groups, prompt * part, response * part)
         lines += bench.lines(f"{prompt}:{response}", rows, ("packed", "tree"))
+
     print(table(HEADER, lines))
     leave()
 

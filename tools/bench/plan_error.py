@@ -84,6 +84,7 @@ def main() -> None:
     parser.add_argument("--at-once", type=int, default=6, help="runs; each takes 2%% of a core once it runs")
     parser.add_argument("--run-dir", type=Path, required=True, help="complete runs in it stay")
     options = parser.parse_args()
+
     folder: Path = options.run_dir.resolve()
     chosen = options.only or list(CONFIGURATIONS)
     wanted = {name: (PROBE_SEED, keys) for name, keys in PROBES.items()} | {
@@ -91,21 +92,26 @@ def main() -> None:
         for name in chosen
         for seed in range(options.seeds)
     }
+
     with ThreadPoolExecutor(options.at_once) as pool:
         under_way = [pool.submit(run, name, folder, *arguments) for name, arguments in wanted.items()]
         for future in under_way:
             future.result()
+
     runs = {name: Measurements.of(folder / name, recompose(folder / name, [])) for name in wanted}
     probes = [runs[name] for name in PROBES]
     loads = [probe.load for probe in probes[:2]]
     fast, slow = (fit(p.config, p.rows, p.recorded, loads, p.publish_s) for p in (probes[0], probes[2]))
     print(f"a token: {fast.base:.4f} s + {fast.share:.5f} s * n", flush=True)
+
     lines = []
+
     errors = []
     lags = []
     for name in chosen:
         for seed in range(options.seeds):
             probe_run = runs[f"{run_name(name)}-{seed}"]
+
             config: RunConfig = with_group_policy(probe_run.config)
             rates = slow if SLOW[0] in CONFIGURATIONS[name] else fast
             if config.shifts:
@@ -117,12 +123,14 @@ def main() -> None:
                     probe_run.publish_s,
                 )
                 rates = replace(rates, shift_s=fitted.shift_s)
+
             forecast = predict(config, rates, STEPS, (0, 1, 2))
             was = measured(probe_run.rows)
             errors.append(error(forecast.step_s, was.step_s))
             lags.append(abs(forecast.lag - was.lag))
             lines.append(line(name, seed, forecast, was))
             print(" ".join(lines[-1]), flush=True)
+
     print(table(HEADER, lines))
     print(
         f"\nseconds a step: median error {statistics.median(errors):.1%}, largest {max(errors):.1%}; "

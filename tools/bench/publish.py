@@ -46,11 +46,13 @@ def turns(model: str, dtype: str, repeats: int, world: World, run_dir: Path) -> 
             "weights": {"transport": "collective"},
         }
     )
+
     policy = load_policy(config.model, world)
     publishing = Publishing(config, choose_endpoints("127.0.0.1", 0), run_dir, world, policy)
     count = sum(parameter.numel() for parameter in policy.parameters())
     source = torch.ones(count)
     target = torch.zeros(count, dtype=policy.export_dtype)
+
     done = 0
 
     def publish() -> None:
@@ -63,12 +65,14 @@ def turns(model: str, dtype: str, repeats: int, world: World, run_dir: Path) -> 
         "publish": publish,
         "probe": publishing.probe,
     }
+
     cpu_seconds: dict[str, list[float]] = {name: [] for name in works}
     for _ in range(WARM + repeats):
         for name, work in works.items():
             began = time.process_time()
             work()
             cpu_seconds[name].append(time.process_time() - began)
+
     publishing.drain()
     print(f"{count / 1e6:.0f}M parameters, exported as {dtype}\n")
     return {name: seconds[WARM:] for name, seconds in cpu_seconds.items()}
@@ -82,12 +86,14 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
     args = parser.parse_args()
+
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as directory:
         model = build(Path(directory) / "model", args.hidden, args.layers)
         world = join(0, 1, device="cpu")
         cpu_seconds = turns(model, args.dtype, args.repeats, world, Path(directory))
         leave()
+
     lines = []
     for name, seconds in cpu_seconds.items():
         ratios = [
@@ -96,6 +102,7 @@ def main() -> None:
         ]
         spread = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
         lines.append([name, f"{1e3 * statistics.median(seconds):.0f}", spread])
+
     print(table(["", "ms", "memcpys"], lines))
 
 

@@ -39,6 +39,7 @@ def main() -> None:
     parser.add_argument("--together", type=int, nargs="+", default=[1, 16])
     parser.add_argument("--image", help="the name of an image that has python3")
     options = parser.parse_args()
+
     image = find_image(options.image) if options.image else None
     before = seconds_of_cpu()
     measurements = [asyncio.run(measure(options.times, options.together[0], image))]
@@ -48,9 +49,11 @@ def main() -> None:
     ]
     print("| ms |" + "".join(f" {together} at once | p99 |" for together in options.together))
     print("|---|" + "---|---|" * len(measurements))
+
     for name in STEPS:
         cells = [f"{number:.1f}" for times in measurements for number in summary(times[name])]
         print(f"| {name} | " + " | ".join(cells) + " |")
+
     print(f"\nCPU: {1e3 * cpu:.0f} ms; memory: {asyncio.run(memory(image)):.1f} MiB")
 
 

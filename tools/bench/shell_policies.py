@@ -80,6 +80,7 @@ async def play(
     shell = load_tool("shell")
     workspace = shell.state()
     await workspace.open(sample)
+
     commands = policy(function, package, random.Random(package))
     command = next(commands)
     try:
@@ -87,6 +88,7 @@ async def play(
             command = commands.send(await workspace.shell(command))
     except StopIteration:
         result = await workspace.result()
+
     await workspace.close()
     worked = _cpu()
     judged = await evaluate(judge, RewardInput(sample, "", result=result))
@@ -108,6 +110,7 @@ async def run(folders: list[TaskFolder]) -> list[list[str]]:
         episode, tests = (sum(result[column] for result in played) / len(played) for column in (1, 2))
         share = f"{solved / len(played):.1%} ({low:.0%}–{high:.0%})"
         lines.append([policy.__name__.replace("_", " "), share, f"{episode:.3f}", f"{tests:.3f}"])
+
     return lines
 
 
@@ -118,6 +121,7 @@ def main() -> None:
     parser.add_argument("--directory", type=Path, default=ROOT / "examples/multiturn/shell_tasks/tasks/test")
     parser.add_argument("--tasks", type=int, default=256)
     args = parser.parse_args()
+
     folders = list(islice(read_tasks(args.directory), args.tasks))
     lines = asyncio.run(run(folders))
     print(table(["policy", "solved", "CPU s of an episode", "CPU s of its tests"], lines))

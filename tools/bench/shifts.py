@@ -81,10 +81,12 @@ def main() -> int:
     parser.add_argument("--run-dir", type=Path, default=ROOT / "runs" / "bench-shifts")
     parser.add_argument("overrides", nargs="*")
     args = parser.parse_args()
+
     if args.cores:
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: args.cores])
     if args.leaks:
         return leaks(args.leaks, args.run_dir, args.overrides)
+
     values_by_arm: dict[str, dict[str, list[float]]] = {arm: defaultdict(list) for arm in ARMS}
     for seed in range(args.seeds):
         for arm, arm_values in values_by_arm.items():  # in turn: what else runs on the machine concerns both
@@ -96,10 +98,12 @@ def main() -> int:
                 {measure: round(values[-1], 3) for measure, values in arm_values.items()},
                 flush=True,
             )
+
     lines = [
         [arm, *(spread(arm_values[measure], form) for measure, form in SHOWN.items())]
         for arm, arm_values in values_by_arm.items()
     ]
+
     print(table(["", *SHOWN], lines))
     return 0
 
@@ -115,6 +119,7 @@ def measured(arm: str, seed: int, args: argparse.Namespace) -> dict[str, float]:
     over = sum(len({span.version for span in turn.spans}) > 1 for turn in turns)
     given_up = sum(value for key, value in steps[-1].items() if key.endswith(GIVEN_UP))
     both = sum(end - start for start, end in at_once(args.run_dir / name))
+
     measures = {"s/step": mean["timing_s/step"], "tokens/s": result["tokens_per_s"], "both compute, s": both}
     measures |= {"over a change": over / len(turns), "in one stream": 1 - given_up / max(1, over)}
     if shifts := steps[-1].get("shift/count"):
@@ -122,6 +127,7 @@ def measured(arm: str, seed: int, args: argparse.Namespace) -> dict[str, float]:
         measures |= {"steps a shift": args.steps / shifts, "again a shift": again / shifts}
         measures |= {"sleep, s": mean["shift/sleep_s"], "wake, s": mean["shift/wake_s"]}
         measures |= {"back, s": mean["timing_s/wake"]}
+
     measures["difference"] = result["logprob_diff_max_same_version"]
     return measures | {"success after": result["success_after"]}
 
@@ -164,6 +170,7 @@ def leaks(steps: int, run_dir: Path, overrides: list[str]) -> int:
             samples[resource].append((step, value))
 
     result = train(name, run_dir, [f"total_steps={steps}", *MANY, *overrides], watch=watch)
+
     lines = []
     grown = False
     for resource, resource_samples in sorted(samples.items()):
@@ -175,13 +182,16 @@ def leaks(steps: int, run_dir: Path, overrides: list[str]) -> int:
         more = max(late_values)
         grew = b > a * (1 + GROWTH) if "MB" in resource else more > early_maximum
         grown |= grew
+
         lines.append(
             [resource, *(f"{value:.0f}" for value in (a, b, early_maximum, more)), "**grew**" * grew]
         )
+
     shifts = max(row.get("shift/count", 0.0) for row in rows(run_dir / name))
     print(f"{shifts:.0f} shifts, {result['steps']} steps; conserved: {result['conserved']}")
     heads = [f"from step {EARLY}, median", f"to step {steps}, median", "largest", "largest", ""]
     print(table(["", *heads], lines))
+
     return int(grown or result["exit_code"] != 0)
 
 

@@ -95,6 +95,7 @@ def main() -> None:
     parser.add_argument("--plot", type=Path, help="draw --out; run nothing")
     parser.add_argument("--share", type=int, nargs=2, default=(0, 1), help=argparse.SUPPRESS)
     options = parser.parse_args()
+
     if options.table or options.plot:
         show(options)
     elif options.workers > 1:
@@ -134,6 +135,7 @@ def work(points: Sequence[Point], out: Path) -> None:
 
     torch.set_num_threads(1)
     player = Player(compose(TASK))
+
     out.parent.mkdir(parents=True, exist_ok=True)
     done = {Point(row["arm"], row["lag"], row["seed"]) for row in finished(out)}
     for point in points:

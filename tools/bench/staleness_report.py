@@ -75,6 +75,7 @@ def markdown(rows: Sequence[dict[str, Any]], arms: Sequence[str]) -> str:
         [f"`{arm}`", *(_mean(by_place[arm, lag].values) if (arm, lag) in by_place else "" for lag in lags)]
         for arm in present
     ]
+
     lines = [
         [
             f"`{cell.arm}`",
@@ -88,6 +89,7 @@ def markdown(rows: Sequence[dict[str, Any]], arms: Sequence[str]) -> str:
         ]
         for cell in by_place.values()
     ]
+
     first = table(["success, mean [95%]", *(f"lag {lag}" for lag in lags)], matrix)
     return "\n\n".join([first, table(HEADER, lines)])
 
@@ -103,6 +105,7 @@ def draw(rows: Sequence[dict[str, Any]], arms: Sequence[str], path: Path) -> Non
     height = -(-len(arms_with_lags) // columns) or 1
     figure = Figure(figsize=(2.6 * columns, 2.3 * height), layout="constrained")
     FigureCanvasAgg(figure)
+
     panels = figure.subplots(height, columns, sharex=True, sharey=True, squeeze=False).flat
     lags = sorted({cell.lag for cell in all_cells})
     for axes, arm in zip(panels, arms_with_lags, strict=False):
@@ -113,9 +116,11 @@ def draw(rows: Sequence[dict[str, Any]], arms: Sequence[str], path: Path) -> Non
             lags,
             "tab:blue" if arm != "none" else "0.4",
         )
+
         axes.set(title=arm, ylim=(-0.02, 1.02), xticks=range(len(lags)), xticklabels=lags)
         axes.title.set_fontsize(9)
         axes.grid(alpha=0.3)
+
     figure.supxlabel("forced lag (steps)", fontsize=9)
     figure.supylabel("held-out success", fontsize=9)
     path.parent.mkdir(parents=True, exist_ok=True)

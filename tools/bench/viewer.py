@@ -61,6 +61,7 @@ def make_run(run_dir: Path, episodes: int, steps: int) -> None:
     draw = random.Random(0)
     step = 0
     ready = 0
+
     samples = [
         Sample(
             row,
@@ -70,6 +71,7 @@ def make_run(run_dir: Path, episodes: int, steps: int) -> None:
         )
         for row in range(SAMPLES)
     ]
+
     planted_run = PlantedRun(
         run_dir, samples, buffer={"episodes_per_group": MEMBERS, "groups_per_batch": GROUPS}
     )
@@ -77,6 +79,7 @@ def make_run(run_dir: Path, episodes: int, steps: int) -> None:
         group = planted_run.buffer.admit(step, now=0.0)
         for uid in group.members:
             planted_run.land(uid, _played(draw, step), step)
+
         if number % 16 == 15:
             planted_run.buffer.drop_group(group, DropReason.GROUP_SHORT)
         elif ready := (ready + 1) % GROUPS:
@@ -84,6 +87,7 @@ def make_run(run_dir: Path, episodes: int, steps: int) -> None:
         else:
             planted_run.commit(step)
             step += 1
+
     planted_run.close()
     names = ["rollout/score/mean", "actor/entropy", "actor/pg_loss", "actor/grad_norm", "async/ready"]
     names += [f"bench/{number}" for number in range(NAMES - len(names))]
@@ -91,6 +95,7 @@ def make_run(run_dir: Path, episodes: int, steps: int) -> None:
         {"training/step": float(at), "time_s": float(at), "timing_s/step": 1.0} for at in range(1, steps)
     ]
     report(run_dir, (row | {name: round(draw.random(), 6) for name in names} for row in times))
+
     timelines = {role: Timeline(run_dir / "timeline" / f"{role}-0.jsonl") for role in ("trainer", "rollout")}
     for at in range(min(steps, 2000)):
         for micro in range(8):
@@ -101,6 +106,7 @@ def make_run(run_dir: Path, episodes: int, steps: int) -> None:
             name = ("decode", "search", "calculator", "reward")[part % 4]
             start = BEGIN + at + part / 16
             timelines["rollout"].record(name, start, start + 0.05, calls=4, seconds=0.2)
+
     for timeline in timelines.values():
         timeline.close()
 
@@ -146,23 +152,28 @@ class Bench:
 
     def ask(self, title: str, name: str, limit: float, **query: Any) -> None:
         walls = list[float]()
+
         cpus = list[float]()
         size = 0
         for _ in range(self.repeat):
             wall = time.perf_counter()
             cpu = self._cpu()
+
             try:
                 with urlopen(f"{self.address}api/{name}?{urlencode(query)}") as answer:
                     size = len(answer.read())
             except HTTPError as error:
                 raise SystemExit(f"{title}: {error.read().decode()}") from None
+
             walls.append(time.perf_counter() - wall)
             cpus.append(self._cpu() - cpu)
+
         verdict = "over" if median(cpus) > limit else ""
         seconds = [
             f"{min(seconds_of_kind):.2f} / {median(seconds_of_kind):.2f} / {max(seconds_of_kind):.2f}"
             for seconds_of_kind in (walls, cpus)
         ]
+
         self.lines.append([title, *seconds, f"{limit:g}", f"{size:,}", verdict])
 
     def _cpu(self) -> float:
@@ -186,12 +197,14 @@ def look(bench: Bench, groups: int) -> None:
     bench.ask("overview", "overview", PAGE_SECONDS)
     bench.ask("list, first page", "episodes", PAGE_SECONDS)
     bench.ask("list, page 500", "episodes", ANSWER_SECONDS, start=50_000)
+
     for order in SORTS.split():
         bench.ask(f"sort {order}", "episodes", ANSWER_SECONDS, order=order)
     for condition in CONDITIONS:
         bench.ask(
             "where {} {} {}".format(*condition), "episodes", ANSWER_SECONDS, where=json.dumps([condition])
         )
+
     every = json.dumps([CONDITIONS[at] for at in (0, 3, 6, 7, 8)])
     bench.ask("five facets and a sort", "episodes", ANSWER_SECONDS, where=every, order="-score")
     bench.ask("search: a word of answers", "episodes", SEARCH_SECONDS, search="answer")
@@ -214,6 +227,7 @@ async def page(bench: Bench, profile: Path) -> None:
         began = time.perf_counter()
         await tab.call("Page.navigate", url=bench.address)
         await drawn(tab, bench, "page: overview, the first", PAGE_SECONDS, began)
+
         for title, address, limit in (
             ("page: episodes", "tab=episodes", PAGE_SECONDS),
             ("page: sorted", "tab=episodes&order=-score", ANSWER_SECONDS),
@@ -231,10 +245,12 @@ async def page(bench: Bench, profile: Path) -> None:
             began = time.perf_counter()
             await tab.run(f"document.body.dataset.ready = ''; location.hash = {json.dumps(address)}")
             await drawn(tab, bench, title, limit, began)
+
         processes = psutil.Process().children(recursive=True)
         tabs = [renderer for renderer in processes if "--type=renderer" in renderer.cmdline()]
         size = max(renderer.memory_full_info().uss for renderer in tabs)
         bench.size("tab", size)
+
         bench.lines += [["page complains", text, "", "", "", "over"] for text in tab.complaints]
 
 
@@ -257,20 +273,24 @@ def main() -> None:
         "--keep", type=Path, metavar="DIR", help="make the run there, or look at the one there"
     )
     options = parser.parse_args()
+
     with tempfile.TemporaryDirectory() as temporary:
         directory = options.keep or Path(temporary)
         began = time.perf_counter()
         if not (directory / "run").exists():
             make_run(directory / "run", options.episodes, options.steps)
         print(f"made in {time.perf_counter() - began:.1f} s", flush=True)
+
         other_runs = [directory / f"run-{number}" for number in range(1, options.runs)]
         for other_run in (path for path in other_runs if not path.exists()):
             other_run.symlink_to("run")
+
         with served([directory / "run", *other_runs]) as (address, server):
             bench = Bench(address, server, options.repeat)
             look(bench, options.episodes // MEMBERS)
             asyncio.run(page(bench, Path(temporary) / "profile"))
             bench.memory("after the page")
+
         header = ["answer", "seconds: min / median / max", "CPU seconds, the same", "budget", "bytes", ""]
         print(table(header, bench.lines))
 

@@ -69,6 +69,7 @@ def build(directory: Path, hidden: int, layers: int) -> str:
         num_key_value_heads=hidden // 64,
         tie_word_embeddings=True,
     )
+
     torch.manual_seed(0)
     Qwen2ForCausalLM(config).save_pretrained(directory)
     return str(directory)
@@ -95,12 +96,14 @@ class Bench:
     def __init__(self, model: str, dtype: str, rate: float, lora: int, world: World, directory: Path) -> None:
         self.policy = load_policy(ModelConfig(path=model, dtype="float32", lora_rank=lora), world)
         self.policy.export_dtype = getattr(torch, dtype)
+
         self.optimizer = torch.optim.AdamW(
             [parameter for parameter in self.policy.parameters() if parameter.requires_grad],
             lr=rate,
             betas=(0.9, 0.95),
             weight_decay=0.0,
         )
+
         self.host = HostShards(shards(self.policy), self.policy.published, self.policy.export_dtype, 60.0)
         self.whole_versions = VersionWriter(directory / "whole", BUCKET_BYTES)
         self.deltas = VersionWriter(directory / "deltas", BUCKET_BYTES, full_every=1 << 30)
@@ -166,8 +169,10 @@ def main() -> None:
     parser.add_argument("--lora", type=int, default=0)
     parser.add_argument("--directory", type=Path, default=disk.SHARED_MEMORY)
     args = parser.parse_args()
+
     torch.set_num_threads(1)
     directory = Path(tempfile.mkdtemp(prefix="bench-weights-", dir=args.directory))
+
     lines = []
     world = join(0, 1, device="cpu")
     try:
@@ -180,6 +185,7 @@ def main() -> None:
     finally:
         leave()
         shutil.rmtree(directory)
+
     print(f"Steps of {args.tokens} tokens; the trainer waits for the copy.")
     trained = sum(parameter.numel() for parameter in bench.policy.parameters() if parameter.requires_grad)
     print(f"{trained} parameters are trained: {2 * trained / 1e6:.1f} MB in bfloat16.\n")

@@ -22,6 +22,7 @@ def complete(model, api_base, **options):
             answer = litellm.stream_chunk_builder(list(answer))
         message = answer.choices[0].message
         request["messages"].append(message.model_dump(exclude_none=True))
+
         for call in message.tool_calls or ():
             request["messages"].append({"role": "tool", "tool_call_id": call.id, "content": "3"})
         if not message.tool_calls:

@@ -20,11 +20,13 @@ def chat(streamed=False):
                 message = events.get_final_completion().choices[0].message
         else:
             message = client.chat.completions.create(**request).choices[0].message
+
         history.append({"role": "assistant", "content": message.content, "tool_calls": message.tool_calls})
         for call in message.tool_calls or ():
             arguments = json.loads(call.function.arguments)
             reply = str(arguments["a"] + arguments["b"])
             history.append({"role": "tool", "tool_call_id": call.id, "content": reply})
+
         if not message.tool_calls:
             return message.content
 

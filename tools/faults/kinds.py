@@ -128,6 +128,7 @@ def _filled(target: Target, directory: Path) -> Iterator[None]:
                 break
             file.seek(room)
             file.truncate()
+
     yield
     filler.unlink()
 

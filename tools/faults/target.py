@@ -46,6 +46,7 @@ class Target:
         self.lease = lease
         self.deadline = deadline
         self.dice = random.Random(seed)
+
         run.parent.mkdir(parents=True, exist_ok=True)
         self.flag = run.parent / f"{run.name}.hang"
         self.out = run.parent / f"{run.name}.out"
@@ -53,6 +54,7 @@ class Target:
         port = _three_ports()
         self.proxies = [Proxy(port, seed), Proxy(port + 1, seed + 1)]
         self._dial = ",".join(f"{proxy.target}={proxy.port}" for proxy in self.proxies)
+
         self._config = [
             *(f"experiment={experiment}", f"name={run.name}", f"run_dir={run.parent}", "resume=auto"),
             *(f"launch.port={port}", f"launch.lease={lease:g}", "launch.restarts=1000"),
@@ -60,6 +62,7 @@ class Target:
             *(DEMO if experiment == "calculator" else ()),
             *overrides,
         ]
+
         self.environment = (
             os.environ | SINGLE_THREAD | {"PYTHONPATH": str(ROOT), "CHAOS_HANG": str(self.flag)}
         )

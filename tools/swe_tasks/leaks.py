@@ -44,6 +44,7 @@ def unpacked(path: str, data: bytes) -> Iterator[tuple[str, bytes]]:
         if data.startswith(start):
             with suppress(OSError, EOFError, zlib.error, lzma.LZMAError):  # it may only begin like that
                 yield from unpacked(path, function(data))
+
     if data.startswith(b"PK\x03\x04"):
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             for name in archive.namelist():

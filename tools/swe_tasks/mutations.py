@@ -63,6 +63,7 @@ def mutations(source: bytes) -> list[Mutation]:
                 texts = (before.decode().rstrip("\n"), after.decode().rstrip("\n"))
                 mutation = Mutation(edit.kind, edit.line, *texts, name, names(function))
                 by_change.setdefault((edit.line, mutation.after), mutation)
+
     return sorted(by_change.values(), key=lambda mutation: mutation.line)
 
 
@@ -103,12 +104,14 @@ def differs(function: Function, lines: list[bytes], number: int, after: bytes) -
     """Tell whether the function is Python with the line `after` at `number`, and says something else."""
     first = function.lineno - 1
     last = function.end_lineno or 0
+
     changed = [*lines[first : number - 1], after, *lines[number:last]]
     start = b"if 1:\n" if function.col_offset else b""  # what holds an indented function
     try:
         new, old = (ast.parse(start + b"".join(text)) for text in (changed, lines[first:last]))
     except SyntaxError:
         return False
+
     return ast.dump(new) != ast.dump(old)
 
 
@@ -177,6 +180,7 @@ def operator(left: ast.expr, right: ast.expr, lines: list[bytes], kind: str) -> 
     )
     if match is None:
         return
+
     old = " ".join(match[2].decode().split())
     span = (right.lineno, start + match.start(2), start + match.end(2))
     if kind == "operator":

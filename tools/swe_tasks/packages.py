@@ -118,14 +118,17 @@ class Package:
         src/, modules and packages that would be imported instead, and directories of tests in packages."""
         changed = PurePosixPath(path)
         tops = [*self.tree.glob("*"), *self.tree.glob("src/*")]
+
         directories = {PurePosixPath(top.relative_to(self.tree)) for top in tops}
         for file in self.tree.rglob("*.py"):
             if is_test(file):
                 directories.add(directory_of_tests(PurePosixPath(file.relative_to(self.tree))))
+
         other_directories = sorted(directories - {changed, *changed.parents})
 
         globs = {f"{TESTBED}/{glob.escape(str(directory))}" for directory in other_directories}
         top = changed.relative_to("src") if changed.is_relative_to("src") else changed
+
         importable = {
             directory.name.removesuffix(".py")
             for directory in other_directories
@@ -134,6 +137,7 @@ class Package:
         for name in importable & {*self.names} - {top.parts[0].removesuffix(".py")}:
             for root in (TESTBED, f"{TESTBED}/src"):
                 globs |= {f"{root}/{name}", f"{root}/{name}.*"}
+
         return sorted(globs)
 
     @property
@@ -171,6 +175,7 @@ def fetch(requirement: str, directory: Path) -> Path:
     archives = [path for path in sorted(directory.iterdir()) if path.is_file()]
     if pip.returncode or not archives:
         raise PackageError(f"pip has no source distribution of {requirement}: {pip.stderr.strip()[-300:]}")
+
     return archives[0]
 
 
@@ -188,6 +193,7 @@ def unpack(requirement: str, directory: Path) -> Package:
                 archive.extractall(directory / "all", filter="data")
     except Exception as error:  # modules of archives raise ten kinds for one that is broken
         raise PackageError(f"{sdist.name} cannot be unpacked: {one_line(error)}") from error
+
     tops = [*(directory / "all").iterdir()]
     if len(tops) != 1 or not tops[0].is_dir():
         raise PackageError(
@@ -201,6 +207,7 @@ def unpack(requirement: str, directory: Path) -> Package:
     files = {str(path.relative_to(tree)) for path in tree.rglob("*.py") if is_test(path)}
     if not files:
         raise PackageError(f"{package.name} has no tests: none of its files is named {TEST_FILES}")
+
     lay_out(package, files, tests)
     return package
 
@@ -220,6 +227,7 @@ def lay_out(package: Package, files: set[str], target: Path) -> None:
     files beside tests at the top, which has the package, too, only conftest.py is copied."""
     target.mkdir(parents=True, exist_ok=True)
     (target / "pytest.ini").write_text(PYTEST_INI)
+
     copied = {package.tree / file for file in files}
     directories = {"/tests"}
     for file in map(PurePosixPath, files):
@@ -237,6 +245,7 @@ def lay_out(package: Package, files: set[str], target: Path) -> None:
         path=sorted(directories, reverse=True),
         packages=sorted(name for name in package.modules if name.partition(".")[0] in tops),
     )
+
     (target / "run_pytest.py").write_text(run_pytest)
     for path in copied:
         name = path.relative_to(package.tree)
@@ -258,6 +267,7 @@ async def installed_copies(image: Image, modules: list[str]) -> dict[str, str]:
         run_result = await box.run(
             "shell", f"python3 -I -c {shlex.quote(FIND_MODULES)} {shlex.join(modules)}", 60
         )
+
     if run_result.ending is not RunEnding.DONE:
         raise PackageError(f"python3 does not run in the base image: {in_short(run_result.output, EXAMPLE)}")
     copies: dict[str, str] = json.loads(run_result.output.splitlines()[-1])
@@ -283,6 +293,7 @@ async def run_tests(
     copies = f"cp -r {package.tree} {TESTBED} && cp -r {package.tests} /tests && cd {TESTBED}"
     variables = f"PYTHONHASHSEED={seed} PYTHONPATH= PYTEST_DISABLE_PLUGIN_AUTOLOAD=1"  # else as in test.sh
     command = f"{copies} && {change or ':'} && {variables} exec python3 -s {shlex.join(words)}"
+
     longest = BUSY * (seconds + sum(package.passing.get(test, 0) for test in tests))
     shown_paths = [str(package.tree), str(package.tests), watch.__file__]
     async with Jail(LIMITS, show=shown_paths, image=image) as box:
@@ -290,11 +301,13 @@ async def run_tests(
         run_result = await box.run("shell", command, longest)
         if run_result.ending not in (RunEnding.DONE, RunEnding.FAILED):
             return {}
+
         if run_result.status not in (0, 1):
             if not tests:
                 output = run_result.output.strip()[-EXAMPLE:] or f"pytest ended with {run_result.status}"
                 raise PackageError(f"the tests of {package.name} do not run: {output}")
             return {}
+
         return json.loads(await box.read_file(result))
 
 
@@ -303,14 +316,17 @@ async def learn(image: Image, package: Package) -> None:
     runs = [await run_tests(image, package, [], BASE_SECONDS, seed, lines=seed == 1) for seed in (0, 1)]
     if not all(runs):
         raise PackageError(f"a test of {package.name} takes more than {BASE_SECONDS:.0f} s")
+
     for test in sorted(runs[0]["outcomes"]):
         if all(run["outcomes"].get(test, [""])[0] == "passed" for run in runs):
             package.passing[test] = runs[0]["seconds"][test]
+
     covering = defaultdict(list)
     for test in package.passing:
         for path, numbers in runs[-1]["lines"].get(test, {}).items():
             for number in numbers:
                 covering[path, number].append(test)
+
     package.covering = dict(covering)
     package.versions = runs[0]["versions"]
 
@@ -339,6 +355,7 @@ def candidates(package: Package, seed: int) -> list[tuple[str, Mutation]]:
                 is_covered = (path, mutation.line) in package.covering
                 if is_covered and everything.count(mutation.before.strip().encode()) == 1:
                     kinds[mutation.kind].append((path, mutation))
+
     for of_kind in kinds.values():
         of_kind.sort(key=lambda candidate: random.Random(f"{seed} {candidate}").random())
     in_turn = zip_longest(*(kinds[kind] for kind in sorted(kinds)))
@@ -357,6 +374,7 @@ async def try_bug(image: Image, package: Package, path: str, mutation: Mutation)
     tests = sorted((*covering, *padding))
 
     seconds = SECONDS + 3 * max(package.passing[test] for test in tests)
+
     change = restore(path, mutation.line, mutation.after)
     runs: list[dict[str, tuple[str, str]]] = []
     for seed in (0, 1):
@@ -364,6 +382,7 @@ async def try_bug(image: Image, package: Package, path: str, mutation: Mutation)
         runs.append(run.get("outcomes", {}))
         if not any(outcome == "failed" for outcome, _ in runs[-1].values()):
             return None
+
     if any(test not in run for test in tests for run in runs):
         return None
 
@@ -374,4 +393,5 @@ async def try_bug(image: Image, package: Package, path: str, mutation: Mutation)
     green = [test for test in named if runs[0][test][0] == "passed"]
     if not {*red} & {*covering} or not green:
         return None
+
     return Bug(path, mutation, {test: runs[0][test][1] for test in red}, tuple(green))

@@ -65,10 +65,12 @@ class Watcher:
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
         self.wind()
         started = time.process_time()
+
         if self.directory:
             self.codes.clear()
             threading.settrace(self.enter)
             sys.settrace(self.enter)
+
         try:
             return (yield)
         finally:
@@ -99,10 +101,12 @@ def main() -> None:
     watcher = Watcher(float(seconds), directory)
     del sys.path[0]  # the directory of this file
     status = runpy.run_path("/tests/run_pytest.py")["main"](arguments, plugins=[watcher])
+
     with open(result, "w") as file:
         records = {name: getattr(watcher, name) for name in ("outcomes", "errors", "lines", "seconds")}
         versions = {"python": ".".join(map(str, sys.version_info[:2])), "pytest": pytest.__version__}
         json.dump(records | {"versions": versions}, file)
+
     sys.stdout.flush()
     os._exit(status)  # whatever threads the tests left
 
