@@ -40,7 +40,7 @@ STARTED = time.perf_counter()
 
 @dataclass(frozen=True)
 class Plan:
-    """Sizes and gates of one build. Losses are moving averages over model tokens, in nats."""
+    """Sizes and gates of a build. Losses are moving averages over model tokens, in nats."""
 
     levels: int = 6  # of difficulty, at most; the calculator's are operations
     vocabulary: int = 640
@@ -95,7 +95,7 @@ def train(
     optimizer: torch.optim.Optimizer,
     rates: Iterable[float],
 ) -> Iterator[float]:
-    """One step per learning rate; yields each step's loss over the model's tokens."""
+    """Take a step per learning rate; yield each step's loss over the model's tokens."""
     model.train()
     for rate, (ids, labels) in zip(rates, data, strict=False):
         for group in optimizer.param_groups:
@@ -125,7 +125,7 @@ class Average:
 
 
 def first_stage(plan: Plan, encoder: Encoder, model: LlamaForCausalLM, seed: int) -> bool:
-    """Learn the task. False: it did not form within the plan's patience."""
+    """Learn the task. False: the task did not form within the plan's patience."""
     rng = random.Random(seed)
     optimizer = _adam(model)
 
@@ -166,7 +166,7 @@ def noisy_stage(plan: Plan, encoder: Encoder, model: LlamaForCausalLM, seed: int
 def evaluate(
     model: LlamaForCausalLM, encoder: Encoder, questions: dict[int, list[Any]], *, greedy: bool, seed: int = 0
 ) -> dict[int, float]:
-    """Success by level, in episodes: the model's text is parsed, its calls are answered."""
+    """Return the success by level, in episodes whose text is parsed and whose calls are answered."""
     torch.manual_seed(seed)
     model.eval()
     all_questions = [question for level in questions.values() for question in level]
@@ -199,7 +199,7 @@ def evaluate(
 def _generate(
     model: LlamaForCausalLM, encoder: Encoder, texts: list[list[int]], greedy: bool
 ) -> list[list[int]]:
-    """The model's next turn for each text, at temperature 1, cut after its stop id."""
+    """Return the model's next turn for each text, at temperature 1, cut after its stop id."""
     width = max(map(len, texts))
     pad = encoder.tokenizer.pad_token_id
     ids = torch.tensor([[pad] * (width - len(text)) + text for text in texts])
@@ -221,7 +221,7 @@ def report(title: str, task: DemoTask[Any], success: dict[int, float]) -> float:
 
 
 def attempt(plan: Plan, encoder: Encoder, seed: int) -> LlamaForCausalLM | None:
-    """A start checkpoint, or None if this seed did not lead to one."""
+    """Return a start checkpoint, or None if this seed did not lead to a checkpoint."""
     model = build_model(plan, encoder.tokenizer, seed)
     if not first_stage(plan, encoder, model, seed):
         log(f"seed {seed} did not form within {plan.patience} steps")

@@ -61,8 +61,10 @@ EACH_ONCE: list[Together] = [
 
 @dataclass
 class Happened:
-    """One fault, or some at once: from when to when, and when the next step was committed. `steps`: the last
-    one before it, and that next one."""
+    """A fault, or some faults at once: begin, end, and when the next step was committed.
+
+    `steps`: the last step before the fault, and that next step.
+    """
 
     name: str
     at: float
@@ -74,7 +76,7 @@ class Happened:
 
 
 def schedule(kinds: list[str], faults: int, servers: bool, dice: random.Random) -> list[Together]:
-    """Kinds and victims in turn, each round in another order."""
+    """Return kinds and victims in turn, each round in another order."""
     every = [(kind, victim) for kind in kinds for victim in FAULTS[kind].victims]
     every = [fault for fault in every if servers or fault[1] not in SERVED]
     drawn: list[tuple[str, str]] = []
@@ -84,7 +86,7 @@ def schedule(kinds: list[str], faults: int, servers: bool, dice: random.Random) 
 
 
 def do(target: Target, together: Together) -> Happened:
-    """One fault, or some at once, until the run has committed another step."""
+    """Do a fault, or some faults at once, and wait until the run has committed another step."""
     name = " + ".join(f"{kind} {victim}".strip() for kind, victim in together)
     print(f"step {target.step}: {name}", flush=True)
     before = running(target.run)
@@ -139,7 +141,7 @@ def report(done: list[Happened], step_s: float) -> str:
 
 
 def left_behind(target: Target, shared: set[str]) -> list[str]:
-    """Processes, files in shared memory, and listening sockets of a run that is over."""
+    """Name the processes, files in shared memory and listening sockets that are left of an ended run."""
     remains = [f"process {process.pid}" for process in target.left(10)]
     remains += [
         f"/dev/shm/{name}" for name in set(os.listdir("/dev/shm")) - shared if target.run.name in name

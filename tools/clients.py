@@ -65,12 +65,12 @@ def adder(prompt: str) -> str:
 
 
 def fields(**texts: str) -> str:
-    """As DSPy reads them."""
+    """Write fields as DSPy reads them."""
     return "\n\n".join(f"[[ ## {name} ## ]]\n{text}" for name, text in {**texts, "completed": ""}.items())
 
 
 def react(prompt: str) -> str:
-    """DSPy's ReAct: a call in text, its end, and the answer from all that was found."""
+    """Play DSPy's ReAct: a call in text, the end of calls, and the answer from the replies."""
     if "starting with the field `[[ ## reasoning ## ]]`" in prompt:
         return fields(reasoning="I added.", answer=ANSWER)
     name, arguments = ("finish", "{}") if "observation_0" in prompt else ("add", '{"a": 1, "b": 2}')
@@ -105,8 +105,11 @@ CALLED = says(call("Sum", json.dumps({"text": ANSWER})))
 
 @dataclass(frozen=True)
 class Library:
-    """`packages`: the first are those that the table names. `cases`: what its program is asked for, each with
-    its script. `untrained`: see rollout.untrained_agents."""
+    """A client library.
+
+    `packages`: the named ones come first. `cases`: the requests of its program, each with its script.
+    `untrained`: see rollout.untrained_agents.
+    """
 
     packages: str
     cases: Mapping[str, Script]
@@ -184,7 +187,10 @@ LIBRARIES = {
 
 
 def install(name: str, library: Library, directory: Path, python312: str) -> None:
-    """Make the environment anew if the packages have changed. CalledProcessError or OSError if that fails."""
+    """Make the environment anew if the packages have changed.
+
+    CalledProcessError, OSError: the installation failed.
+    """
     if installed(library, directory):
         return
     print(f"installing {library.packages}", file=sys.stderr)
@@ -224,7 +230,7 @@ def program(name: str) -> Path:
 
 @dataclass
 class Outcome:
-    """Of a case: its turns and rows, or how it failed, and the paths that it asked."""
+    """The outcome of a case: turns and rows, or the failure, and the requested paths."""
 
     text: str
     failed: bool = False
@@ -232,7 +238,7 @@ class Outcome:
 
 
 def run(name: str, library: Library, directory: Path, case: str) -> Outcome:
-    """One episode, led by the library's program."""
+    """Play an episode that the library's program leads."""
     paths = set[str]()
     answers = list[Any]()
 
@@ -270,7 +276,10 @@ def run(name: str, library: Library, directory: Path, case: str) -> Outcome:
 
 
 async def talk(name: str, directory: Path, case: str, endpoint: Endpoint) -> str:
-    """The last line of what the program said. RuntimeError, with its last line of stderr, if it fails."""
+    """Return the last line that the program printed.
+
+    RuntimeError, with the last line of stderr: the program failed.
+    """
     with tempfile.TemporaryDirectory(prefix="asyncrl-client-") as home:
         if program(name).suffix == ".mjs":  # Node looks for packages beside the program
             program_copy = str(directory / program(name).name)
@@ -328,7 +337,10 @@ def row(name: str, library: Library, outcomes: Mapping[str, Outcome]) -> str:
 
 
 def enter_namespace() -> None:
-    """Go on in a network namespace with loopback only; where there can be none, say so and go on."""
+    """Go on in a network namespace with loopback only.
+
+    Where no namespace can be made, print a line and go on.
+    """
     words = ["unshare", "--net", "--user", "--map-root-user", "sh", "-c", LOOPBACK, "sh"]
     if subprocess.run([*words, "true"], stderr=subprocess.DEVNULL, check=False).returncode:
         print("no network namespace can be made here: clients can reach the network", file=sys.stderr)

@@ -61,7 +61,8 @@ class CalculatorTask:
     def _demonstration(
         self, chain: Chain, rng: random.Random, guess: dict[str, float], given_decisions: int = 0
     ) -> list[str]:
-        """After the first `given` calls each is replaced by a guess with probability guess[operation]."""
+        """Replace each call after the first `given_decisions` calls by a guess with probability
+        guess[operation]."""
         parts: list[str] = []
         value = chain.start
         for at, ((op, b), result) in enumerate(zip(chain.operations, chain.values, strict=True)):

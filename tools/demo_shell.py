@@ -22,7 +22,7 @@ GIVE_UP = "I give up."
 
 
 class ShellTask:
-    """See shell_puzzles.py. One level; words of the training split only."""
+    """The task of shell_puzzles.py: one level, with words of the training split only."""
 
     def __init__(self) -> None:
         self.tool = load_tool("shell")

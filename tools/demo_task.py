@@ -48,7 +48,7 @@ Q = TypeVar("Q")  # a question of the task
 
 
 class Episode(Protocol):
-    """One try at a question, by the rules of the task."""
+    """A try at a question, by the rules of the task."""
 
     def reply(self, call: ToolCall) -> str:
         """Answer a call of the model, as the tool does."""
@@ -58,9 +58,9 @@ class Episode(Protocol):
 
 
 class DemoTask(Protocol[Q]):
-    """A task of which a tiny model learns the formats from demonstrations: clean ones, and such in which each
-    decision may be replaced by a worse one. A demonstration has the model's turns at even places and the
-    tool's replies between them; its first `given_decisions` decisions are right."""
+    """A task whose formats a tiny model learns from demonstrations: clean ones, and ones with each
+    decision open to a worse replacement. A demonstration has the model's turns at even indices and the
+    tool's replies between them. Its first `given_decisions` decisions are right."""
 
     tool: Tool
     shares: Mapping[int, float]  # of samples, by level of difficulty; levels count from 1
@@ -77,8 +77,8 @@ class DemoTask(Protocol[Q]):
 
 
 def corpus(task: DemoTask[Q], count: int = 2000) -> Iterator[str]:
-    """Text for the tokenizer, cut where ids are cut too: at special tokens, at the task's units, and where
-    the model starts."""
+    """Yield text for the tokenizer, cut at the same positions as ids: at special tokens, at the task's
+    units, and at the start of the model's text."""
     rng = random.Random(0)
 
     render = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE())).apply_chat_template
@@ -121,7 +121,7 @@ def build_tokenizer(task: DemoTask[Q], vocabulary: int) -> PreTrainedTokenizerFa
 
 
 class Encoder:
-    """Demonstrations to ids and labels, in exactly the pieces that an episode has."""
+    """Encodes demonstrations as ids and labels, in exactly the pieces of an episode."""
 
     def __init__(self, task: DemoTask[Q], tokenizer: PreTrainedTokenizerFast) -> None:
         self.task = task

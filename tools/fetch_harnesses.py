@@ -42,7 +42,7 @@ TARGET = ROOT / ".harnesses"
 
 
 class Package(NamedTuple):
-    """A package of npm. `spec`: its name and version; `digest`: the SHA-512 of its archive, in base64."""
+    """A package of npm. `spec`: name and version. `digest`: the SHA-512 of the archive, in base64."""
 
     spec: str
     version: str
@@ -142,8 +142,10 @@ def main() -> None:
 
 
 def install(npm: str, name: str, spec: str, target: Path, expected: str = "") -> str:
-    """Unpack a package in place of the one that is there, and return the digest of its archive. Ends the
-    program if that is not the expected one."""
+    """Unpack a package in place of the present one, and return the digest of its archive.
+
+    SystemExit: the digest is not the expected one.
+    """
     with tempfile.TemporaryDirectory(dir=target) as scratch:
         archive = packed(npm, spec, Path(scratch))
         digest = base64.b64encode(hashlib.sha512(archive.read_bytes()).digest()).decode()
@@ -161,7 +163,7 @@ def install(npm: str, name: str, spec: str, target: Path, expected: str = "") ->
 
 
 def move_pin(npm: str, name: str, version: str) -> None:
-    """Pin another version of a coding agent, the newest if none is given, if it passes the tests."""
+    """Pin another version of a coding agent (empty: the newest), if this version passes the tests."""
     package = (PACKAGES | OTHERS)[name]
     version = version or newest_version(npm, package.spec.rpartition("@")[0])
     if not VERSION.fullmatch(version):
@@ -216,7 +218,10 @@ def move_pin(npm: str, name: str, version: str) -> None:
 
 
 def moved(text: str, form: str, name: str, old: str, new: str) -> str:
-    """Write a new version in place of the old one; other mentions of the old one stay: they were measured."""
+    """Write a new version in place of the old one.
+
+    Mentions of the old version elsewhere stay, as their figures were measured with the old version.
+    """
     old_text, new_text = (form.format(name=name, version=version) for version in (old, new))
     if (count := text.count(old_text)) != 1:
         sys.exit(
@@ -245,7 +250,7 @@ def packed(npm: str, package: str, folder: Path) -> Path:
 
 
 def record(name: str, program: Path, folder: Path) -> None:
-    """Write down the bodies of its requests and where they went."""
+    """Record the bodies and paths of an agent's requests."""
     requests: list[dict[str, str]] = []
 
     class Refusing(BaseHTTPRequestHandler):

@@ -112,7 +112,7 @@ def fetch_smollm(target: Path, scratch: Path) -> None:
 
 
 def fetch_mistral(target: Path, scratch: Path) -> None:
-    """Tekken's vocabulary, with the templates that the package writes for its versions."""
+    """Fetch Tekken's vocabulary, with the templates that the package writes for its versions."""
     library = unpacked(wheel_of(*MISTRAL, scratch), scratch / "mistral")
     pip("install", "--no-deps", "--target", str(library), *MISTRAL_NEEDS)
     sys.path.append(str(library))

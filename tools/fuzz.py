@@ -117,7 +117,7 @@ def awkward(rng: random.Random) -> Any:
 
 
 def spoilt(value: Any, rng: random.Random, share: float) -> Any:
-    """The value, with a share of its parts replaced, left out or repeated."""
+    """Return the value with a share of its parts replaced, left out or repeated."""
     if rng.random() < share:
         return awkward(rng)
     if isinstance(value, dict):
@@ -128,7 +128,7 @@ def spoilt(value: Any, rng: random.Random, share: float) -> Any:
 
 
 def bent(data: bytes, rng: random.Random) -> bytes:
-    """The bytes, with a few of them flipped, cut out, put in or repeated."""
+    """Return the bytes with a few of them flipped, cut out, put in or repeated."""
     bent_data = bytearray(data)
     for _ in range(rng.choice((1, 1, 2, 8))):
         at = rng.randrange(len(bent_data) + 1)
@@ -146,7 +146,7 @@ def bent(data: bytes, rng: random.Random) -> bytes:
 
 
 def inputs(kind: Any, encode: Encode, rng: random.Random) -> Iterator[bytes]:
-    """For ever: garbage that is near to a message of a type."""
+    """Yield garbage that is near to a message of a type, for ever."""
     type_ = inspect.type_info(kind)
     while True:
         try:
@@ -158,7 +158,7 @@ def inputs(kind: Any, encode: Encode, rng: random.Random) -> Iterator[bytes]:
 
 @dataclass(frozen=True)
 class Target:
-    """A decoder. `kind`: what it reads."""
+    """A decoder. `kind`: the type that the decoder reads."""
 
     name: str
     read: Callable[[bytes], Any]
@@ -168,7 +168,7 @@ class Target:
 
 
 def targets() -> list[Target]:
-    """Every decoder of what another process sends."""
+    """Return every decoder of data from another process."""
     wire = {f"control of {role}": union for role, union in channels.ToCoordinatorControl.items()}
     wire |= {f"bulk of {role}": union for role, union in channels.ToCoordinatorBulk.items()}
     wire |= {f"versions for {role}": union for role, union in channels.ToVersionServer.items()}
@@ -227,11 +227,14 @@ def token_text(content: Any) -> bytes:
 
 
 class Stopped(Exception):
-    """A target failed: which, at what input."""
+    """A target failed. The message names the target and the input."""
 
 
 def feed(target: Target, count: int, rng: random.Random) -> int:
-    """How many of so many inputs it took. Stopped at an error that it does not document."""
+    """Return how many of so many inputs the target accepted.
+
+    Stopped: the target raised an undocumented error.
+    """
     accepted = 0
     generated = inputs(target.kind, target.encode, rng)
     for _ in range(count):
@@ -248,7 +251,7 @@ def feed(target: Target, count: int, rng: random.Random) -> int:
 
 
 class Endured:
-    """A coordinator in the midst of a run, which hears what decodes as a worker's or a keeper's."""
+    """A coordinator in the midst of a run, which receives decodable messages of a worker or a supervisor."""
 
     WORKER = b"rollout/0/load.1"
     KEEPER = b"engine/0/load.2"
@@ -300,7 +303,8 @@ class Endured:
                 )
 
     def _current(self, message: Any) -> Any:
-        """Records as the next ones of the worker, mostly of episodes that it has: others are fenced."""
+        """Number records as the next ones of the worker, mostly for its own episodes: other records are
+        fenced."""
         worker = self.coordinator.workers.peers.get(self.WORKER)
         if worker is None or not isinstance(message, Records):
             return message
@@ -345,7 +349,7 @@ class Endured:
 
 
 def fuzz(count: int, seed: int, coordinator_share: float = 0.1) -> Counter[str]:
-    """So many inputs in all; how many of them each target took. Stopped at the first failure."""
+    """Feed so many inputs in all; return how many inputs each target accepted. Stopped: the first failure."""
     every = targets()
 
     took = Counter[str]()

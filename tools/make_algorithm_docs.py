@@ -61,7 +61,10 @@ FACTS: dict[str, dict[object, str]] = {
 
 @dataclass(frozen=True)
 class Entry:
-    """One registered name as its table row shows it. `options`: (name, type and bounds, default or '')."""
+    """A registered name, as its table row shows the name.
+
+    `options`: (name, type and bounds, default or '').
+    """
 
     name: str
     formula: str
@@ -86,7 +89,7 @@ def main() -> int:
 
 
 def render(text: str) -> str:
-    """The document with every generated block as it should be. KeyError for a block nobody generates."""
+    """Return the document with every generated block renewed. KeyError: a block has no generator."""
     return BLOCK.sub(lambda match: f"{match[1]}{BLOCKS[match[2]]()}\n{match[3]}", text)
 
 
@@ -128,7 +131,7 @@ def _facts(component: Any) -> Iterable[str]:
 
 
 def table(parts: Mapping[str, Any], symbol: str) -> str:
-    """Markdown, one row per name; columns of which all cells are empty are left out."""
+    """Return a Markdown table, a row per name. Columns of empty cells are left out."""
     columns: dict[str, list[str]] = {
         "name": [],
         symbol: [],
@@ -154,7 +157,7 @@ def _option_cell(entry: Entry) -> str:
 
 
 def presets() -> str:
-    """One row per file of configs/algorithm: its leading comment, cut at `Differs:` and `Use:`."""
+    """Return a row per file of configs/algorithm: the leading comment, cut at `Differs:` and `Use:`."""
     columns = ["preset", "what it is", "what differs from the published runs", "when to use it"]
     lines = [_row(columns), _row(["---"] * len(columns))]
     for path in sorted((ROOT / "configs" / "algorithm").glob("*.yaml")):
@@ -176,7 +179,7 @@ def preset_comment(path: Path) -> str:
 
 
 def refusals() -> str:
-    """Every reason that `compose` has to refuse a configuration, with … for the names of components."""
+    """Return every reason of `compose` to refuse a configuration, with … for the names of components."""
     config = parse({"name": "run", "model": {"path": "m"}, "data": {"train": "d"}})
     anything = msgspec.structs.replace(config.algorithm, aggregation="…", prox="…")
     composed = replace(recipe.compose(config), scale="whiten", advantage_name="…", loss_name="…")

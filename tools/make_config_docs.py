@@ -61,7 +61,7 @@ def main() -> int:
 
 
 def render_verl(text: str) -> str:
-    """docs/from_verl.md with its table written anew."""
+    """Return docs/from_verl.md with a new table."""
     rows = ["| verl | asyncrl | notes |", "|---|---|---|"]
     for keys, our_keys, note in verl_rows():
         names = ", ".join(f"`{key}`" for key in keys.split(", "))
@@ -70,7 +70,7 @@ def render_verl(text: str) -> str:
 
 
 def render_metrics(text: str) -> str:
-    """docs/metrics.md with its tables written anew."""
+    """Return docs/metrics.md with new tables."""
     lines = []
     for title, metrics in sections().items():
         lines += [f"## {title}", "", "| name | verl | meaning |", "|---|---|---|"]
@@ -84,7 +84,7 @@ def render_metrics(text: str) -> str:
 
 
 def _placed(text: str, source: str, lines: list[str]) -> str:
-    """The text with these lines between the comments that name their source."""
+    """Return the text with these lines between the comments that name their source."""
     begin = BEGIN.format(source)
     before, _, remainder = text.partition(begin)
     _, _, after = remainder.partition(END)
@@ -130,7 +130,7 @@ def field_docs(kind: type) -> dict[str, str]:
 
 
 def type_text(hint: Any) -> str:
-    """A type with its bounds, as a person writes it: `int ≥ 1`, `"mask" | "hold"`, `list of str`."""
+    """Write a type with its bounds as a person does: `int ≥ 1`, `"mask" | "hold"`, `list of str`."""
     origin = typing.get_origin(hint)
     arguments = typing.get_args(hint)
     if origin is typing.Annotated:

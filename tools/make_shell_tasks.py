@@ -80,7 +80,7 @@ def _write(folder: Path, files: dict[str, str]) -> None:
 
 
 def copy_programs(tree: Path) -> None:
-    """Programs of this machine, with the libraries that `ldd` names."""
+    """Copy programs of this machine, with the libraries that `ldd` names."""
     programs = [path for name in PROGRAMS if (path := shutil.which(name, path="/usr/bin:/bin"))]
     ldd_output = subprocess.run(["ldd", *programs], capture_output=True, text=True, check=True).stdout
     for library in {*re.findall(r"(/\S+) \(0x", ldd_output)}:

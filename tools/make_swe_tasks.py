@@ -148,7 +148,7 @@ def testbed(package: Package, bug: Bug) -> bytes:
 
 
 def plain(member: tarfile.TarInfo) -> tarfile.TarInfo:
-    """Leave out what differs from machine to machine."""
+    """Remove the parts of a message that differ from machine to machine."""
     mode = 0o755 if member.isdir() or member.mode & 0o100 else 0o644
     return member.replace(mtime=WHEN, uid=0, gid=0, uname="", gname="", mode=mode, deep=False)
 
@@ -249,7 +249,10 @@ class Maker:
         return task_count
 
     async def keep(self, folder: Path, package: Package, bug: Bug) -> bool:
-        """Write a task, import its image, and search that. A task whose image has the line is removed."""
+        """Write a task, import its image, and search the image.
+
+        A task whose image has the line is removed.
+        """
         name = f"{self.prefix}-{folder.name}"
         write_task(folder, name, package, bug)
         image = await asyncio.to_thread(
@@ -266,7 +269,7 @@ class Maker:
 
 
 async def all_or_none(work: list[Coroutine[Any, Any, T]]) -> list[T]:
-    """Run coroutines together. After the first error the others are cancelled and have ended."""
+    """Run coroutines together. After the first error the other coroutines are cancelled, and have ended."""
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(coroutine) for coroutine in work]
@@ -280,7 +283,7 @@ def plain_name(package: Package) -> str:
 
 
 async def prepare(maker: Maker, requirement: str, directory: Path) -> Package:
-    """Fetch, unpack and learn a package. PackageError where no tasks can be made of it."""
+    """Fetch, unpack and learn a package. PackageError: no tasks can be made of the package."""
     package = await maker.in_turn(asyncio.to_thread, unpack, requirement, directory)
     if copies := await maker.in_turn(installed_copies, maker.base, package.modules):
         module, path = next(iter(copies.items()))

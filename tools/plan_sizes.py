@@ -50,7 +50,7 @@ def parameters(name: str) -> int:
 
 
 def answers(config: RunConfig) -> Recorded:
-    """Groups of episodes of one turn."""
+    """Draw groups of episodes of one turn."""
     members = config.buffer.episodes_per_group
     max_tokens = config.rollout.max_new_tokens
     drawn = np.random.default_rng(0).lognormal(np.log(MEDIAN), SIGMA, (GROUPS, members))
@@ -58,8 +58,11 @@ def answers(config: RunConfig) -> Recorded:
 
 
 def assumed(config: RunConfig, name: str, gpus: int) -> Rates:
-    """A token of a batch reads the weights once for all and its own KV cache; training computes 6 FLOPs a
-    parameter and token, 8 where activations are recomputed."""
+    """Return the assumed rates.
+
+    A token of a batch reads the weights once for all, and its own KV cache; training computes 6 FLOPs a
+    parameter and token, 8 where activations are recomputed.
+    """
     count = parameters(name)
     layers = SIZES[name][2]
     tp = config.engine.tp

@@ -47,7 +47,7 @@ def demonstration(expression: str, result: int) -> list[dict[str, str]]:
 
 
 def demonstrations(rng: random.Random, count: int) -> list[dict[str, Any]]:
-    """Rows for `asyncrl sft`: sums, and differences that are not negative."""
+    """Return rows for `asyncrl sft`: sums, and differences that are not negative."""
     lines = []
     for _ in range(count):
         a, b = sorted(rng.sample(range(10, 100), 2), reverse=True)

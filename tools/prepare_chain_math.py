@@ -34,7 +34,7 @@ class Chain:
 
 
 def make_chain(rng: random.Random, length: int) -> Chain:
-    """A random chain; operations that would leave 0..LARGEST are drawn again."""
+    """Draw a random chain. Operations that would leave 0..LARGEST are drawn again."""
     start = value = rng.randint(1, 99)
 
     operations = []

@@ -22,7 +22,7 @@ SYSTEM = "You cannot calculate. Call the tool calculator once for each operation
 
 
 def worked(question: str) -> list[dict[str, str]]:
-    """The messages after a question: a call and its reply for each operation, then the answer."""
+    """Return the messages after a question: a call and its reply for each operation, then the answer."""
     first, *operations = question.split()
 
     value = int(first)
@@ -47,7 +47,7 @@ def truth(question: str) -> str:
 
 
 def rows(rng: random.Random, count: int) -> list[dict[str, Any]]:
-    """Samples with verl's columns; two operations in about half of them."""
+    """Return samples with verl's columns, about half of them with two operations."""
     example_messages = [
         message for example in EXAMPLES for message in (question_message(example), *worked(example))
     ]

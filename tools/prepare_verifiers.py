@@ -26,7 +26,7 @@ from asyncrl.types import Message, Sample
 
 
 async def row(options: Options, task: Any, index: int) -> dict[str, Any]:
-    """One sample in verl's shape. The environment begins the episode, and is closed."""
+    """Return a sample in verl's shape. The environment begins the episode, and is closed."""
     data = task.data.model_dump_json(exclude_none=True)
     world = load_environment({"verifiers": options}, "--")()
     try:

@@ -77,8 +77,11 @@ LIBRARIES = {  # cases that are streamed, and others
 
 @dataclass(frozen=True)
 class Case:
-    """`middle`: it rests when half of the first turn is durable, and streamed. `broken`: its first stream
-    breaks off, so that it asks again for the turn as a whole."""
+    """A client's episode.
+
+    `middle`: the engine rests when half of the first turn is durable, and streamed. `broken`: the first
+    stream breaks off, so that the client requests the turn again.
+    """
 
     client: str
     name: str
@@ -138,7 +141,7 @@ class Resting(ScriptedEngine):
 
 
 class RestBench(AgentBench):
-    """An episode in whose first turn the engine sleeps for `rest` seconds."""
+    """An episode in whose first turn the engine sleeps for `rest_seconds`."""
 
     def __init__(self, case: Case, rest_seconds: float, model: str, ref: WeightsRef) -> None:
         names = ("asyncrl.gateway.harnesses:is_tool_of_claude_code",) if case.client == "claude_code" else ()
@@ -173,8 +176,8 @@ class RestBench(AgentBench):
 
 @dataclass
 class Asked:
-    """A request for a turn: its path, whether it is streamed, when it came, and how often it was told that
-    its turn goes on."""
+    """A request for a turn: its path, whether the answer is streamed, when the request came, and how many
+    notices said that the turn goes on."""
 
     path: str
     stream: bool
@@ -186,7 +189,10 @@ ASKED: ContextVar[Asked] = ContextVar("ASKED")
 
 
 class NotingGateway(Gateway):
-    """Notes what is asked. `breaks`: streams that are still to break off after their first event."""
+    """Records requests.
+
+    `breaks`: the number of streams that are still to break off after their first event.
+    """
 
     def __init__(self, breaks: int) -> None:
         super().__init__()
@@ -205,7 +211,7 @@ class NotingGateway(Gateway):
 
 
 async def broken(request: web.Request) -> web.StreamResponse:
-    """A stream of Anthropic's API that ends without its end."""
+    """Stream an answer of Anthropic's API without its end."""
     message: dict[str, Any] = {"id": "m", "type": "message", "role": "assistant", "model": "m", "content": []}
     usage = {"input_tokens": 1, "output_tokens": 0}
     event = {"type": "message_start", "message": {**message, "stop_reason": None, "usage": usage}}
@@ -273,7 +279,7 @@ def cases(only: Sequence[str], directory: Path, rest_seconds: float) -> Iterator
 
 
 async def impatient(limit: float, sample: Sample, endpoint: Endpoint) -> None:
-    """A client that gives up, whatever it hears, and asks again."""
+    """Play a client that gives up, whatever arrives, and sends its request again."""
     answer = None
     while answer is None:
         with suppress(TimeoutError):
@@ -302,7 +308,7 @@ def program(name: str, directory: Path, case: str) -> Agent:
 
 
 def play(case: Case, bench: RestBench) -> tuple[str, bool]:
-    """The line of a case, and whether it is as it should be."""
+    """Return the line of a case, and whether the case passed."""
     began = time.monotonic()
     try:
         end: Any = bench.play()

@@ -32,7 +32,7 @@ class Words:
 
 
 def split_words() -> dict[str, Words]:
-    """Words of the two splits, which have none in common. No word has two meanings."""
+    """Split the words in two disjoint sets. No word has two meanings."""
     words = ["".join(pair) for pair in itertools.product(SYLLABLES, repeat=2)]
     random.Random(0).shuffle(words)
     left = iter(words)
@@ -62,7 +62,7 @@ class Puzzle:
 
     @cached_property
     def files(self) -> dict[str, str]:
-        """The package and the test that the agent sees."""
+        """Return the package and the test that the agent sees."""
         prints = {**self.expected, self.wrong_function: self.printed}
         source = "".join(f"{name}() {{ echo {word}; }}\n" for name, word in prints.items())
         checks = "".join(f"check {name} {word}\n" for name, word in self.expected.items())

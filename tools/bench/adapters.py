@@ -108,7 +108,7 @@ class Versions:
 
 @dataclass
 class Bench:
-    """A server that takes adapters, or merged weights."""
+    """Starts a server with adapters, or with merged weights, and measures what versions cost."""
 
     server: SGLangServer
     versions: Versions
@@ -153,7 +153,7 @@ class Bench:
 
     @property
     def seconds(self) -> float:
-        """Of processors that the server has used."""
+        """Return the processor seconds that the server has used."""
         return sum(sum(process.cpu_times()[:2]) for process in self.server.processes())
 
     def connect(self) -> SGLangClient:
@@ -167,7 +167,8 @@ class Bench:
         self.client.mark(ref.version)
 
     async def sample(self, client: SGLangClient, ids: tuple[int, ...], tokens: int, name: str) -> list[int]:
-        """A turn, as a pool has it sampled: what a server ends is asked for again."""
+        """Sample a turn as a pool does: a request that the server ends is sent again with the tokens so
+        far."""
         sampled_ids: list[int] = []
         while len(sampled_ids) < tokens:
             sampling = Sampling(tokens - len(sampled_ids), ())
@@ -224,8 +225,9 @@ async def push(bench: Bench) -> list[str]:
 
 
 async def rates(bench: Bench, streams: int, seconds: float, first: int) -> list[tuple[float, ...]]:
-    """Measure windows one after another: seconds between its pushes, or 0; tokens per second, and per second
-    of the server's processors. `first`: the oldest of its versions, newer than those of earlier rounds."""
+    """Measure windows of time one after another: seconds between the pushes of a window (0: none), tokens
+    per second, and tokens per second of the server's processors. `first`: the oldest version to publish,
+    newer than the versions of earlier rounds."""
     versions = bench.versions
     steps = iter(range(first + 1, first + 1000))
     windows: list[tuple[float, ...]] = []
@@ -264,7 +266,7 @@ async def rates(bench: Bench, streams: int, seconds: float, first: int) -> list[
 
 
 def compared(rounds: dict[bool, list[list[tuple[float, ...]]]]) -> list[list[str]]:
-    """Lines of the table, from the windows of each round with adapters, and with merged weights."""
+    """Return the table's lines, from the windows of each round with adapters and with merged weights."""
     lines = []
     for way, rounds_of_way in zip(("adapters", "merged"), (rounds[True], rounds[False]), strict=True):
         for every in (0.0, *EVERY):
@@ -313,7 +315,10 @@ def spread(ratios: list[float]) -> str:
 
 
 async def turns(bench: Bench, way: str, episodes: int, count: int, every: float, at: int) -> list[str]:
-    """`at`: the first step of its versions, and a seed: nothing of it is in the server's cache."""
+    """Play episodes of many turns beside pushes.
+
+    `at`: the first step of the versions and a seed, so that the server's cache has nothing of these prompts.
+    """
     versions = bench.versions
     lags = list[int]()
     await bench.load(versions.publish(at, bench.apart))

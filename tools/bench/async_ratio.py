@@ -84,7 +84,8 @@ class Workload:
 
 
 def forced(name: str, longest: int) -> tuple[str, ...]:
-    """Single responses whose lengths an engine of replayed.py sets, of so many tokens at most."""
+    """Return the workload of single responses whose lengths an engine of replayed.py sets, up to a number
+    of tokens."""
     return (
         *(f"engine.name={HERE / 'replayed.py'}:forced_{name}", "rollout.max_turns=1"),
         *(f"rollout.max_new_tokens={longest}", f"rollout.max_tokens={longest + 192}"),
@@ -154,7 +155,7 @@ def _count(file: Path, pattern: bytes) -> int:
 
 @dataclass(frozen=True)
 class Plan:
-    """What all runs of the program share."""
+    """The settings that all runs of the program share."""
 
     folder: Path
     overrides: Sequence[str]
@@ -222,7 +223,7 @@ class Plan:
     def _run(
         self, name: str, steps: int, work: Workload, delay: str, overrides: Sequence[str], hold: int = 0
     ) -> Watch:
-        """A run to its end; SystemExit when it fails."""
+        """Run to the end. SystemExit: the run failed."""
         watch = Watch(self.folder / name, self.folder / f"{name}.lives", hold)
         shutil.rmtree(watch.folder, ignore_errors=True)
         watch.lives.unlink(missing_ok=True)
@@ -243,7 +244,7 @@ def _committed(folder: Path) -> list[dict[str, float]]:
 
 
 def _lives(file: Path) -> list[tuple[int, int, float, float]]:
-    """(sample, member, begin, end) of each episode."""
+    """Read (sample, member, begin, end) of each episode."""
     return [tuple(json.loads(line)) for line in file.read_text().splitlines()]
 
 
@@ -330,7 +331,7 @@ def report(name: str, runs: dict[str, list[Figures]]) -> None:
 
 
 def line(label: str, turns: list[Figures]) -> list[str]:
-    """Medians of the turns, with their range."""
+    """Return the medians of the turns, with their range."""
 
     def of(figure: Callable[[Figures], float], form: str = ".2f") -> str:
         return spread([figure(figures) for figures in turns], form)

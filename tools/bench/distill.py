@@ -122,8 +122,8 @@ def work(options: argparse.Namespace, folder: Path) -> None:
 
 
 def trained(config: RunConfig, player: Player, lag: int, steps: int) -> tuple[Learner, dict[str, float]]:
-    """A learner after so many batches, sampled by the weights of `lag` steps before, and what the last one
-    reported, with the largest share of masked tokens of all."""
+    """Return a learner after so many batches, which the weights of `lag` steps before sampled, and the
+    metrics of the last batch, with the largest share of masked tokens of all batches."""
     metrics = dict[str, float]()
     masked = [0.0]
     train = samples(config.data.train, OPERATIONS)
@@ -199,7 +199,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def coins(p: float, q: float) -> float:
-    """KL of a coin of p from one of q."""
+    """Return the KL divergence of a coin of probability p from a coin of probability q."""
     parts = ((p, q), (1 - p, 1 - q))
     return sum(a * math.log(a / b) for a, b in parts if a)
 

@@ -61,7 +61,7 @@ def tokens(count: int, seed: str) -> tuple[int, ...]:
 
 
 async def single_turn(engine: TorchEngine, streams: int, run: int) -> int:
-    """All streams at once, one turn each; returns the tokens generated."""
+    """Sample one turn of all streams at once; return the number of tokens generated."""
     sampling = Sampling(NEW, ())
     requests = [
         Request(f"{run}-{index}", tokens(PROMPT, f"{run}-{index}"), sampling, index)
@@ -75,8 +75,11 @@ async def single_turn(engine: TorchEngine, streams: int, run: int) -> int:
 
 
 async def multi_turn(engine: TorchEngine, streams: int, run: int, keep: bool) -> int:
-    """Two episodes per stream, one after the other, of several turns, each adding a reply of DELTA tokens;
-    about 300 tokens at the end."""
+    """Play two episodes per stream, one after the other.
+
+    An episode has several turns, each turn adds a reply of DELTA tokens, and about 300 tokens stand at the
+    end.
+    """
 
     async def stream(index: int) -> int:
         return await episode(index) + await episode(index + streams)
@@ -102,8 +105,8 @@ async def multi_turn(engine: TorchEngine, streams: int, run: int, keep: bool) ->
 
 
 async def lengths(engine: TorchEngine, streams: int, run: int, at_once: bool) -> int:
-    """Six batches of responses whose lengths are log-normal: batch after batch, as synchronous training
-    samples, or a response that ends is replaced at once. The same responses in both."""
+    """Sample six batches of responses with log-normal lengths: batch after batch, as synchronous training
+    does, or with each finished response replaced at once. Both ways sample the same responses."""
     batches = [[_response(f"{batch}-{index}", run) for index in range(streams)] for batch in range(6)]
     waiting = [request for batch in batches for request in batch]
 
@@ -153,7 +156,7 @@ def continuous(model: LlamaForCausalLM, streams: int) -> int:
 
 
 def rate(work: Callable[[int], int], repeats: int) -> float:
-    """Median tokens per second over repeats, after one that is not counted."""
+    """Return the median tokens per second over the repeats, after an uncounted first run."""
     rates = []
     for run in range(repeats + 1):
         began = time.process_time()

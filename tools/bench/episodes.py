@@ -56,7 +56,7 @@ LONGEST = 30.0  # seconds of one good call: a run should end
 
 @dataclass(frozen=True)
 class Load:
-    """What is run: `bad` of the episodes have bad tools. Times in seconds."""
+    """The load of a measurement: `bad` of the episodes have bad tools. Times in seconds."""
 
     episodes: int
     turns: int
@@ -67,7 +67,7 @@ class Load:
 
 @dataclass
 class Figures:
-    """`overhead`: seconds of each measured turn; `cpu`: seconds per turn of all."""
+    """`overhead`: seconds of each measured turn. `cpu`: seconds per turn of all episodes."""
 
     overhead: list[float] = field(default_factory=list)
     turns: int = 0
@@ -84,13 +84,14 @@ class Figures:
 
 
 def draw(load: Load, random_: random.Random) -> tuple[float, float]:
-    """Seconds of a turn and of its tool."""
+    """Draw the seconds of a turn and of its tool."""
     center = math.log(load.tool_seconds) - SIGMA**2 / 2  # so that the mean is as asked
     return load.turn_seconds * random_.uniform(0.5, 1.5), min(LONGEST, random_.lognormvariate(center, SIGMA))
 
 
 def starts(load: Load, count: int) -> list[float]:
-    """Seconds after which episodes begin: spread over the length of one, as where they replace each other."""
+    """Return the seconds after which episodes begin, spread over the length of an episode, as in a run
+    whose episodes replace each other."""
     return [load.turns * (load.turn_seconds + load.tool_seconds) * n / count for n in range(count)]
 
 
@@ -274,7 +275,7 @@ def assign(name: str) -> Assign:
 
 
 async def ideal(load: Load) -> Figures:
-    """The same sleeps, by tasks that do nothing else."""
+    """Sleep for the same times in tasks that do nothing else."""
     figures = Figures()
     random_ = random.Random(1)
 

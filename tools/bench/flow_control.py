@@ -103,7 +103,7 @@ WORKLOADS = {
 
 
 def beginning(work: Workload, t: float = 0.085, bound: int = 16) -> Workload:
-    """With a trainer that takes `t` seconds, and with slots that are no limit. g is about 0.2 s."""
+    """Return a workload whose trainer takes `t` seconds and whose slots are no limit. g is about 0.2 s."""
     return with_keys(replace(work, slots=256, train=t), group_policy="partial", max_staleness=bound)
 
 
@@ -160,7 +160,7 @@ def alone(work: Workload) -> Alone:
 
 
 def _play(work: Workload, turns: Sequence[RecordedTurn]) -> tuple[list[float], list[float], float]:
-    """(times at which parts of turns are sampled, tokens of the turn that each is of, the end)."""
+    """Return the times at which parts of turns are sampled, the tokens of each part's turn, and the end."""
     now = 0.0
 
     sampled = []
@@ -221,7 +221,7 @@ class Settings(msgspec.Struct, frozen=True):
     deadline: str = "auto"
 
     def of(self, work: Workload) -> Workload:
-        """The workload with these settings."""
+        """Return the workload with these settings."""
         keys = {"max_staleness": self.bound, "stale_budget": self.budget, "target_staleness": self.target}
         if not self.bound:
             keys |= {"group_policy": "complete"}
@@ -265,7 +265,7 @@ SETTINGS = [
 
 
 class Figures(msgspec.Struct, frozen=True):
-    """Of a run: T in seconds, and others."""
+    """Figures of a run. T is in seconds."""
 
     t: float
     masked: float
@@ -295,7 +295,7 @@ def _beginning(job: tuple[str, float, int]) -> list[Figures]:
 
 
 def beginnings_table(seeds: int, pool: ProcessPoolExecutor) -> str:
-    """Without quick growth -> with it: means over the seeds."""
+    """Compare runs without quick growth -> with quick growth: means over the seeds."""
     gains = (0.0, flow_control.QUICK_GAIN)
     header = [f"{measure}, first {steps} steps" for measure in ("speed", "masked", "lag") for steps in FIRST]
     jobs = [(name, gain, seed) for name in BEGIN for gain in gains for seed in range(1, seeds + 1)]
@@ -342,7 +342,7 @@ def _ending(job: tuple[str, int, bool, int]) -> tuple[float, float, float, float
 
 
 def endings_table(seeds: int, pool: ProcessPoolExecutor) -> str:
-    """Compare runs without groups beyond those that are trained -> with them: means over the seeds."""
+    """Compare runs without groups beyond the trained ones -> with spare groups: means over the seeds."""
     header = ["speed", "last step, in g", "masked", "dropped at the end, in batches"]
     jobs = list(product(BEGIN, FIRST[:2], (False, True), range(1, seeds + 1)))
 
@@ -359,7 +359,7 @@ def endings_table(seeds: int, pool: ProcessPoolExecutor) -> str:
 
 
 def settings_table(name: str, steps: int, seeds: int, pool: ProcessPoolExecutor) -> str:
-    """A workload's row of each setting: means over the seeds."""
+    """Return a workload's row for each setting: means over the seeds."""
     jobs = [(name, row, steps, seed) for row in SETTINGS for seed in range(1, seeds + 1)]
     results = iter(pool.map(_figures, jobs))
     sync: dict[int, float] = {}
@@ -425,7 +425,7 @@ def main() -> None:
 
 
 def figures(runs: list[list[SimulatedStep]]) -> list[str]:
-    """Means over the runs; of masked tokens and lag over their steps."""
+    """Return the means over the runs; masked tokens and lag are means over their steps."""
     speeds = [sum(s.tokens for s in run) / sum(s.seconds for s in run) for run in runs]
     steps = [(step.masked, step.lag, step.limit) for run in runs for step in run]
     masked, lag, limit = (statistics.mean(values) for values in zip(*steps, strict=True))

@@ -58,7 +58,7 @@ CLIENT = Path(__file__).with_name("gateway_client.py")
 
 
 class Engine:
-    """A sampler that says the same in each turn, four tokens at a time."""
+    """A sampler that gives the same text in each turn, four tokens at a time."""
 
     def __init__(self, says: Sequence[int]) -> None:
         self._says = tuple(says)
@@ -157,7 +157,7 @@ async def client(*work: Any) -> AsyncIterator[asyncio.subprocess.Process]:
 
 
 def conversation(dialect: str, messages: int, words: int, turns: int, stream: bool = False) -> Agent:
-    """An agent that is a client with such a conversation."""
+    """Return an agent that is a client with such a conversation."""
 
     async def agent(sample: Sample, endpoint: Endpoint) -> None:
         arguments = (dialect, messages, words, turns, next(SEEDS), stream)
@@ -200,7 +200,7 @@ def figure(measurements: Sequence[float]) -> str:
 
 
 async def cpu(worker: Worker, repeats: int) -> list[list[str]]:
-    """The CPU of a continuing turn, in each dialect: short, long, long and streamed."""
+    """Measure the CPU time of a continuing turn in each dialect: short, long, long and streamed."""
     lines = []
     for dialect in PATHS:
         cells = []
@@ -218,7 +218,7 @@ async def cpu(worker: Worker, repeats: int) -> list[list[str]]:
 
 
 async def first(worker: Worker, repeats: int) -> list[list[str]]:
-    """The longest that the loop is kept by a first prompt, in each dialect."""
+    """Measure how long a first prompt keeps the loop, at most, in each dialect."""
     lines = []
     for dialect in PATHS:
         longest_waits = []

@@ -23,12 +23,12 @@ TOOL = {"name": "bash", "description": "Run a command.", "parameters": SCHEMA}
 
 
 def words(count: int, draw: random.Random) -> str:
-    """A text of so many words, each of them a token."""
+    """Return a text of so many words, each word a token."""
     return " ".join(draw.choices(WORDS, k=count))
 
 
 def assistant(dialect: str, text: str, call: str) -> list[dict[str, Any]]:
-    """The model's message as a client sends it back."""
+    """Return the model's message as a client sends the message back."""
     match dialect:
         case "chat":
             calls = [{"id": call, "type": "function", "function": {"name": "bash", "arguments": "{}"}}]
@@ -69,7 +69,7 @@ def body(dialect: str, messages: list[dict[str, Any]], text: str) -> dict[str, A
 def converse(
     url: str, key: str, dialect: str, messages: int, size: int, turns: int, seed: int, stream: bool
 ) -> None:
-    """A conversation of so many turns that begins with `messages` of `size` words together."""
+    """Hold a conversation of so many turns that begins with `messages` messages of `size` words together."""
     draw = random.Random(seed)
     message_size = size // messages
     text = words(size, draw)

@@ -50,7 +50,7 @@ class Measured:
 
 
 def save_model(path: Path, vocabulary: int, hidden: int) -> None:
-    """One small layer: nearly all there is to compute is the output layer."""
+    """Save a model of one small layer: nearly all computation is in the output layer."""
     config = Qwen2Config(
         hidden_size=hidden,
         intermediate_size=hidden,
@@ -79,7 +79,7 @@ def naive(policy: Policy, tokens: Selected) -> Scores:
 
 
 def measure(case: Case) -> Measured:
-    """In a fresh process: its peak is that of this case."""
+    """Measure a case in a fresh process, whose peak memory is the peak of this case."""
     torch.set_num_threads(1)
     policy = load_policy(case.model, join(0, 1, device="cpu"))
     if case.way == "naive":
@@ -100,7 +100,7 @@ def measure(case: Case) -> Measured:
 
 
 def resident() -> int:
-    """Bytes of this process in main memory."""
+    """Return this process's bytes in main memory."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * resource.getpagesize()
 

@@ -111,7 +111,7 @@ FLOODS: dict[str, tuple[int, Payload]] = {  # connections, and what each sends a
 
 
 async def flood(host: str, port: int, kind: str, payload: bytes) -> None:
-    """Send on all connections, without end; those that are closed are opened again."""
+    """Send on all connections without end, and open closed connections again."""
 
     async def send() -> None:
         while True:

@@ -74,7 +74,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Ask:
-    """One episode to play."""
+    """An episode to play."""
 
     uid: str
     sample: Sample
@@ -82,7 +82,7 @@ class Ask:
 
 
 class Player:
-    """Plays whole batches of episodes at one version, all at once. It serves many runs of one task."""
+    """Plays whole batches of episodes at one version, all at once. A player serves many runs of one task."""
 
     def __init__(self, config: RunConfig) -> None:
         self.config = config
@@ -198,7 +198,7 @@ def _batch(config: RunConfig, samples: Sequence[Sample], prompts: Prompts, step:
 def _train(
     learner: Learner, asks: Sequence[Ask], episodes: Sequence[Episode], rewards: Sequence[float]
 ) -> dict[str, float]:
-    """One batch through the learner."""
+    """Train the learner with one batch."""
     rows = _rows(asks, episodes, rewards, learner.config.rollout.temperature)
     learner.accumulate([(row, episode.turns) for row, episode in zip(rows, episodes, strict=True)])
     return learner.finish()

@@ -62,7 +62,10 @@ QUANTILES = (0.5, 0.99, 0.999, 1.0)
 
 
 def timed(config: RunConfig, endpoints: Endpoints, incarnation: str) -> int:
-    """In place of the coordinator's `run` in its process: each turn of the loop is timed."""
+    """Run the coordinator and time each turn of its loop.
+
+    Takes the place of `run` in the coordinator's process.
+    """
     # small: the memory of this process is measured
     walls = array("d")
     cpus = array("d")
@@ -89,7 +92,7 @@ def timed(config: RunConfig, endpoints: Endpoints, incarnation: str) -> int:
 
 
 class Bench:
-    """All peers of one run, in one loop."""
+    """All peers of a run, in one loop."""
 
     def __init__(self, options: argparse.Namespace, endpoints: Endpoints, process: psutil.Process) -> None:
         self.options = options
@@ -157,7 +160,7 @@ class Bench:
             self.marks.append((self.count, time.monotonic(), loop, sum(cpu.values()), memory))
 
     def serve(self) -> None:
-        """Until the run is over, or its process is gone."""
+        """Serve the peers until the run is over or the coordinator's process has ended."""
         deadline = time.monotonic() + self.options.deadline
         while self.ending is None and self.process.is_running() and time.monotonic() < deadline:
             for socket, _ in self._poller.poll(2):
@@ -178,7 +181,7 @@ class Bench:
 
 
 def prepare(options: argparse.Namespace) -> Path:
-    """The run directory, as the launcher leaves it."""
+    """Write the run directory as the launcher leaves it."""
     run_dir: Path = options.run_dir / "load"
     shutil.rmtree(run_dir, ignore_errors=True)
     (run_dir / "model").mkdir(parents=True)
@@ -237,7 +240,7 @@ def start(run_dir: Path, endpoints: Endpoints, profile: str) -> subprocess.Popen
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """One run."""
+    """Measure a run."""
     run_dir = prepare(options)
     endpoints = choose_endpoints("127.0.0.1", 0)
     process = start(run_dir, endpoints, options.profile)

@@ -58,7 +58,7 @@ if TYPE_CHECKING:
 
 
 class Peer:
-    """A process's sockets. `receive` is called with what comes."""
+    """The sockets of a simulated process. `receive` is called with each message that arrives."""
 
     def __init__(self, bench: Bench, role: str, index: int, control: Any, bulk: Any = None) -> None:
         self.bench = bench
@@ -134,7 +134,7 @@ class Worker(Peer):
         self.send(self.bulk, Records(((record, len(frames)),)), *frames)
 
     def play(self, attempt: Attempt, turn: int) -> None:
-        """One turn of an episode is sampled; after the last one it ends."""
+        """Sample a turn of an episode; end the episode after its last turn."""
         if attempt not in self.attempts:
             return
         half = self.bench.options.tokens // 2
@@ -162,7 +162,7 @@ class Worker(Peer):
 
 
 class SupervisorPeer(Peer):
-    """A server's: it loads at once."""
+    """The supervisor of a server that loads versions at once."""
 
     def __init__(self, bench: Bench, index: int) -> None:
         super().__init__(bench, "engine", index, channels.ToKeeper)
@@ -180,7 +180,7 @@ class SupervisorPeer(Peer):
 
 
 class Trainer(Peer):
-    """The only rank: it trains a micro-batch in no time."""
+    """The only rank, which trains a micro-batch in no time."""
 
     def __init__(self, bench: Bench) -> None:
         super().__init__(bench, "trainer", 0, channels.ToTrainerControl, channels.ToTrainerBulk)

@@ -20,13 +20,15 @@ ASLEEP_S = 0.3  # a step of asleep
 
 
 def paced(**arguments: Any) -> Engine:
-    """The embedded engine, whose steps take BASE_S + SHARE_S * n seconds for n requests under way: longer
-    than they take to compute, so that a busy machine changes nothing."""
+    """Return the embedded engine with steps of BASE_S + SHARE_S * n seconds for n requests under way.
+
+    The steps last longer than their computation, so a busy machine changes nothing.
+    """
     return slowed(arguments, lambda batcher: BASE_S + SHARE_S * len(batcher.runs))
 
 
 def asleep(**arguments: Any) -> Engine:
-    """The embedded engine, whose steps take ASLEEP_S: eight of them fit on two cores."""
+    """Return the embedded engine with steps of ASLEEP_S: eight such engines fit on two cores."""
     return slowed(arguments, lambda batcher: ASLEEP_S)
 
 
@@ -48,13 +50,13 @@ def slowed(arguments: dict[str, Any], seconds: Callable[[Any], float]) -> Engine
 
 @loss("paced_reinforce", ratio="prox", linear=True)
 def paced_reinforce(given: LossInput) -> TokenLoss:
-    """`reinforce`, and TRAIN_S seconds for each token."""
+    """Compute `reinforce`, and sleep TRAIN_S seconds for each token."""
     time.sleep(TRAIN_S * given.logp.numel())
     return reinforce.of(given)
 
 
 @loss("paced_reinforce_slow", ratio="prox", linear=True)
 def paced_reinforce_slow(given: LossInput) -> TokenLoss:
-    """With SLOWER * TRAIN_S seconds for each token."""
+    """Compute `reinforce`, and sleep SLOWER * TRAIN_S seconds for each token."""
     time.sleep(SLOWER * TRAIN_S * given.logp.numel())
     return reinforce.of(given)

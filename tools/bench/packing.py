@@ -39,7 +39,7 @@ HEADER = ["rows", "way", "tokens computed", "s", "useful tokens/s", "of the plai
 
 
 def ragged(rng: np.random.Generator, vocabulary: int, count: int, typical: int) -> Rows:
-    """Lengths with a heavy tail, a fifth of each the prompt."""
+    """Return lengths with a heavy tail; a fifth of each length is the prompt."""
     lengths = np.clip(rng.lognormal(np.log(typical), 0.7, count), 20, 8 * typical).astype(int)
     return Rows([rng.integers(0, vocabulary, n) for n in lengths], (lengths // 5).tolist())
 
@@ -55,7 +55,7 @@ def in_policy(policy: Policy, chosen: Selected) -> None:
 
 
 def seconds(work: Callable[[], None], repeats: int, device: torch.device) -> float:
-    """Median of CPU seconds, or of seconds on a GPU, after one call that is not counted."""
+    """Return the median CPU seconds, or seconds on a GPU, after an uncounted first call."""
 
     def now() -> float:
         if device.type == "cpu":
@@ -73,7 +73,7 @@ def seconds(work: Callable[[], None], repeats: int, device: torch.device) -> flo
 
 
 class Bench:
-    """The policy, and the plain model beside it."""
+    """The policy, and the plain model beside the policy."""
 
     def __init__(self, path: str, dtype: str, repeats: int, world: World) -> None:
         self.repeats = repeats

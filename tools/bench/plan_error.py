@@ -54,7 +54,7 @@ HEADER = ["configuration", "seed", "s/step: predicted", "measured", "error", "la
 
 
 def run(name: str, folder: Path, seed: int, overrides: list[str]) -> None:
-    """Run it to its end, unless a complete run is there. SystemExit when it fails."""
+    """Run a configuration to the end, unless a complete run is there. SystemExit: the run failed."""
     arguments = (
         f"{{{TOOL.replace(':', chr(92) + ':')}: {{log: {folder / name}.lives, seed: {seed}, {DELAY}}}}}"
     )

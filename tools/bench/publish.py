@@ -36,7 +36,10 @@ WARM = 2  # turns that are not counted: both host buffers are touched for the fi
 
 
 def turns(model: str, dtype: str, repeats: int, world: World, run_dir: Path) -> dict[str, list[float]]:
-    """Seconds of each, turn by turn. Versions are only offered, for keepers to fetch: nothing is written."""
+    """Return the seconds of each kind of work, turn by turn.
+
+    Versions are only offered for fetching: nothing is written.
+    """
     config = parse(
         {
             "name": "bench",

@@ -155,7 +155,7 @@ async def compare(url: str, model: Path, device: torch.device, repeats: int, buc
 
 
 def save_model(directory: Path, hidden: int, layers: int) -> None:
-    """Random weights; servers work on ids, so that it needs no tokenizer."""
+    """Save a model with random weights. Servers work on ids, so the model needs no tokenizer."""
     config = Qwen2Config(
         vocab_size=512,
         hidden_size=hidden,

@@ -30,7 +30,7 @@ ANSWERS = 3.178, 2.0  # median 24, with 1,536 at most mean 123
 
 
 def drawn(name: str, mu: float, sigma: float) -> float:
-    """A log-normal number that depends on the arguments only."""
+    """Draw a log-normal number that depends on the arguments only."""
     return random.Random(name).lognormvariate(mu, sigma)
 
 
@@ -80,7 +80,8 @@ def slow_expressions(*, mu: float, sigma: float, seed: int = 0) -> Tool:
 
 
 def forced_lengths(**arguments: Any) -> Engine:
-    """The embedded engine, but a response is as long as the episode's key says, whatever its tokens are."""
+    """Return the embedded engine with responses as long as the episode's key says, whatever the tokens
+    are."""
     return _ForcedLengths(engines.load("torch")(**arguments), *LENGTHS)  # type: ignore[return-value]
 
 

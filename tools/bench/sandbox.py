@@ -58,7 +58,7 @@ def main() -> None:
 
 
 async def measure(times: int, together: int, image: Image | None) -> dict[str, list[float]]:
-    """Milliseconds of each step, from `times` sandboxes, `together` at any moment."""
+    """Return the milliseconds of each step, from `times` sandboxes, `together` at any moment."""
     durations_ms: dict[str, list[float]] = {name: [] for name in STEPS}
     room = asyncio.Semaphore(together)
 
@@ -87,13 +87,13 @@ def seconds_of_cpu() -> float:
 
 
 def family(pid: int) -> list[int]:
-    """A process and all below it."""
+    """Return a process with all its descendants."""
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     return [pid, *(member for child in children for member in family(int(child)))]
 
 
 def own_memory(pid: int) -> int:
-    """KiB that no other process shares; 0 where that is not ours to know."""
+    """Return the KiB that no other process shares; 0 for a process whose memory may not be read."""
     try:
         lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     except PermissionError:

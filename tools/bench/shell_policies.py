@@ -73,7 +73,7 @@ def _read(function: str, package: str) -> Generator[str, str, tuple[str, str]]:
 async def play(
     folder: TaskFolder, policy: Callable[..., Commands], judge: JudgedByTests
 ) -> tuple[float, ...]:
-    """One episode: its score, and the CPU seconds of its sandbox and of the tests'."""
+    """Play an episode: return its score, and the CPU seconds of its sandbox and of the tests' sandbox."""
     sample = question(Place(str(folder.path), 0), folder.row, RowLayout())
     function, package = re.findall(r"test of (\w+) in (\w+)\.sh", folder.instruction)[0]
     began = _cpu()
@@ -96,7 +96,7 @@ async def play(
 
 
 def _cpu() -> float:
-    """CPU seconds of this process and of those that ended."""
+    """Return the CPU seconds of this process and of its ended children."""
     return sum(os.times()[:4])
 
 

@@ -109,7 +109,7 @@ def main() -> int:
 
 
 def measured(arm: str, seed: int, args: argparse.Namespace) -> dict[str, float]:
-    """Run it, from a directory without such a run."""
+    """Run an arm, from a directory without such a run, and return its measures."""
     name = f"{arm.replace(' ', '-')}-{seed}"
     run_overrides = [f"total_steps={args.steps}", f"seed={seed}", "checkpoint.every=0", "validation.every=0"]
     result = train(name, args.run_dir, [*run_overrides, *ARMS[arm], *args.overrides])
@@ -138,7 +138,7 @@ def spread(values: list[float], form: str) -> str:
 
 
 def recorded(run_dir: Path) -> Iterator[list[Turn]]:
-    """Turns of each episode that the index still has."""
+    """Return the turns of each episode that the index still has."""
     with closing(RunReader.open(run_dir)) as reader:
         for member in [member for group in reader.groups() for member in reader.members(group.id)]:
             frames = reader.frames(member.uid, member.turns, ["generated"])
@@ -146,7 +146,7 @@ def recorded(run_dir: Path) -> Iterator[list[Turn]]:
 
 
 def lost(turns: list[Turn]) -> Iterator[int]:
-    """Of an episode: the length of its context wherever the version of its tokens changes."""
+    """Yield the length of an episode's context wherever the version of its tokens changes."""
     version_starts = list[tuple[int, int]]()
     length = 0
     for turn in turns:
@@ -196,7 +196,8 @@ def leaks(steps: int, run_dir: Path, overrides: list[str]) -> int:
 
 
 def resource_use(launcher: int, run_dir: Path) -> Iterator[tuple[str, float]]:
-    """Memory and open files of each role, and files in the run directory but those of steps."""
+    """Yield memory and open files of each role, and the number of files in the run directory without files
+    of steps."""
     for role, process in role_processes(launcher).items():
         with suppress(psutil.Error):
             if role != "coordinator-0":  # what it keeps of each step is a matter of soak.py

@@ -82,7 +82,7 @@ def line(name: str, run_summary: Mapping[str, Any], episodes: int) -> list[str]:
 
 
 def share(value: float | None, episodes: int) -> str:
-    """With its 95% Wilson interval."""
+    """Return a share with its 95% Wilson interval."""
     if value is None:
         return "–"
     low, high = wilson(round(value * episodes), episodes)

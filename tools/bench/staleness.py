@@ -56,7 +56,7 @@ SETTINGS = [*TASK, f"operations={OPERATIONS}"]
 
 
 class Point(msgspec.Struct, frozen=True):
-    """One run of the plan."""
+    """A run of the plan."""
 
     arm: str
     lag: int
@@ -118,7 +118,7 @@ def show(options: argparse.Namespace) -> None:
 
 
 def spread(workers: int) -> None:
-    """This command again, once per worker, each with its share of the runs."""
+    """Start this command again, once per worker, each with its part of the runs."""
     arguments = [sys.executable, *sys.argv, "--workers", "1"]
     environment = os.environ | SINGLE_THREAD
     started = [
@@ -129,7 +129,10 @@ def spread(workers: int) -> None:
 
 
 def work(points: Sequence[Point], out: Path) -> None:
-    """Run what --out does not hold yet. A run that fails is told and tried again by the next command."""
+    """Run the points that --out does not hold yet.
+
+    A failed run is printed, and tried again by the next command.
+    """
     import torch  # here, so that --table is quick
     from lagged import Player
 
@@ -154,7 +157,7 @@ def work(points: Sequence[Point], out: Path) -> None:
 
 
 def measured(point: Point, player: Player) -> dict[str, Any]:
-    """One line of --out."""
+    """Return a line of --out."""
     from lagged import Lagged, plain, run
 
     config = point.config()
@@ -168,7 +171,7 @@ def measured(point: Point, player: Player) -> dict[str, Any]:
 
 
 def finished(out: Path) -> list[dict[str, Any]]:
-    """The runs in a file; SystemExit when some are of other settings."""
+    """Return the runs in a file. SystemExit: some runs have other settings."""
     rows = [json.loads(line) for line in out.read_text().splitlines()] if out.is_file() else []
     if any(row["settings"] != SETTINGS for row in rows):
         sys.exit(f"{out} holds runs with other settings; give another --out, or remove it")

@@ -25,7 +25,8 @@ HEADER = [
 
 @dataclass(frozen=True)
 class Cell:
-    """The seeds of an arm at a lag: success of each, least 95% Wilson bound of one, CPU seconds a run."""
+    """The seeds of an arm at a lag: success of each seed, the least 95% Wilson bound of a seed, CPU
+    seconds per run."""
 
     arm: str
     lag: int
@@ -95,7 +96,7 @@ def markdown(rows: Sequence[dict[str, Any]], arms: Sequence[str]) -> str:
 
 
 def draw(rows: Sequence[dict[str, Any]], arms: Sequence[str], path: Path) -> None:
-    """One panel per arm: every seed a dot, the mean with its interval, `none` in grey behind it."""
+    """Draw a panel per arm: every seed a dot, the mean with its interval, `none` in grey behind."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -57,7 +57,7 @@ MEMORY_BYTES = 200e6
 
 
 def make_run(run_dir: Path, episodes: int, steps: int) -> None:
-    """A run of so many episodes, of which each 16th group was dropped; its metrics are of more steps."""
+    """Write a run of so many episodes, of which each 16th group was dropped. Its metrics have more steps."""
     draw = random.Random(0)
     step = 0
     ready = 0
@@ -116,7 +116,7 @@ def _random_text(draw: random.Random, count: int) -> str:
 
 
 def _played(draw: random.Random, step: int) -> Played:
-    """Two calls of tools, of which each tenth fails, and an answer."""
+    """Return an episode with two tool calls, of which each tenth fails, and an answer."""
     old = max(0, step - draw.randrange(5))
     agent = draw.choice(("", "main", "helper"))
     errors = [f"Error {draw.randrange(4)}: it broke" if draw.random() < 0.1 else None for _ in range(2)]
@@ -131,7 +131,7 @@ def _played(draw: random.Random, step: int) -> Played:
 
 @contextmanager
 def served(runs: list[Path]) -> Iterator[tuple[str, psutil.Process]]:
-    """The address of the real command's page, and its process."""
+    """Serve the runs by the real command; yield the page's address and the server's process."""
     command = [sys.executable, "-m", "asyncrl.cli", "view", *map(str, runs)]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -142,7 +142,7 @@ def served(runs: list[Path]) -> Iterator[tuple[str, psutil.Process]]:
 
 
 class Bench:
-    """Asks, and writes down what that took."""
+    """Requests answers and writes down their times and sizes."""
 
     def __init__(self, address: str, server: psutil.Process, repeat: int) -> None:
         self.address = address
@@ -191,7 +191,7 @@ class Bench:
 
 
 def look(bench: Bench, groups: int) -> None:
-    """All that the page asks for, episodes last."""
+    """Request every answer that the page requests, episodes last."""
     bench.memory("at the start")
     bench.ask("runs", "runs", PAGE_SECONDS)
     bench.ask("overview", "overview", PAGE_SECONDS)
@@ -221,7 +221,7 @@ def look(bench: Bench, groups: int) -> None:
 
 
 async def page(bench: Bench, profile: Path) -> None:
-    """Each tab of the page, until it is drawn, and what a click on it takes."""
+    """Open each tab of the page until the tab is drawn, and time a click on it."""
     async with browser(profile) as tab:
         await tab.open("about:blank")
         began = time.perf_counter()

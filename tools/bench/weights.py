@@ -47,7 +47,7 @@ BUCKET_BYTES = 64 << 20
 
 @dataclass
 class Times:
-    """CPU seconds of what was done, by name; one value per step."""
+    """CPU seconds of each kind of work, by name; a value per step."""
 
     seconds: dict[str, list[float]] = field(default_factory=dict)
     bytes: list[int] = field(default_factory=list)  # of deltas
@@ -76,7 +76,7 @@ def build(directory: Path, hidden: int, layers: int) -> str:
 
 
 def random_text(tokens: int, step: int) -> Selected:
-    """Four rows, of which every token but the first is trained."""
+    """Return four rows, of which every token but the first is trained."""
     ids = torch.randint(VOCABULARY, (4, tokens // 4), generator=torch.Generator().manual_seed(step))
     row, position = torch.ones(4, ids.shape[1] - 1).nonzero(as_tuple=True)
     return Selected.of(list(ids.numpy()), row.numpy(), position.numpy() + 1, torch.ones(len(row)))

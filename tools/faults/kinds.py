@@ -30,8 +30,11 @@ LEFT = 1 << 20  # bytes, less than a rank of the demo moves
 
 @dataclass(frozen=True)
 class Fault:
-    """`happen(target, victim)`; it lasts `leases` leases. `victims`: roles, one of which is chosen; none: the
-    fault concerns the run as a whole."""
+    """A kind of fault.
+
+    `happen(target, victim)` lasts for `leases` leases. `victims`: roles, of which one is chosen (empty: the
+    fault concerns the run as a whole).
+    """
 
     happen: Callable[[Target, str], AbstractContextManager[None]]
     leases: float = 0.0
@@ -47,7 +50,7 @@ def kill(target: Target, victim: str) -> Iterator[None]:
 
 @contextmanager
 def pause(target: Target, victim: str) -> Iterator[None]:
-    """SIGSTOP, then SIGCONT: as a machine that swaps, or a debugger."""
+    """Send SIGSTOP, then SIGCONT: the process pauses as on a machine that swaps, or in a debugger."""
     process = target.process(victim)
     process.suspend()
     yield
@@ -57,7 +60,7 @@ def pause(target: Target, victim: str) -> Iterator[None]:
 
 @contextmanager
 def launcher(target: Target, victim: str) -> Iterator[None]:
-    """kill -9 of the launcher: all others end with it; the run is resumed."""
+    """Kill the launcher with SIGKILL: all other processes end with the launcher, and the run is resumed."""
     processes = target.roles().values()
     target.launcher.kill()
     target.launcher.wait(60)
@@ -92,12 +95,12 @@ def _bad(target: Target, mode: str) -> Iterator[None]:
 
 
 def held_connections(target: Target, victim: str) -> AbstractContextManager[None]:
-    """Connections stay, and carry nothing."""
+    """Keep connections open, and let them carry nothing."""
     return _bad(target, "hold")
 
 
 def slow(target: Target, victim: str) -> AbstractContextManager[None]:
-    """20 kB a second."""
+    """Slow connections down to 20 kB a second."""
     return _bad(target, "slow")
 
 
@@ -113,8 +116,11 @@ def corrupted(target: Target, victim: str) -> AbstractContextManager[None]:
 
 @contextmanager
 def _filled(target: Target, directory: Path) -> Iterator[None]:
-    """Fills a disk. By shifts it is filled when engines are about to wake: then ranks move their state there,
-    and the newest version is written."""
+    """Fill a disk.
+
+    In a run with shifts the disk is filled when engines are about to wake, when ranks move their state there
+    and the newest version is written.
+    """
     filler = directory / "filler"
     shifts = target.shift() != ""
     with filler.open("wb", buffering=0) as file:
@@ -143,18 +149,18 @@ def _fill(file: IO[bytes], leave: int = 0) -> None:
 
 
 def full_disk(target: Target, victim: str) -> AbstractContextManager[None]:
-    """Nothing more fits on the disk of the run directory."""
+    """Fill the disk of the run directory."""
     return _filled(target, target.run.parent)
 
 
 def full_memory(target: Target, victim: str) -> AbstractContextManager[None]:
-    """Nothing more fits into shared memory, where versions of the weights are."""
+    """Fill shared memory, where the versions of the weights are."""
     return _filled(target, SHARED_MEMORY)
 
 
 @contextmanager
 def read_only(target: Target, victim: str) -> Iterator[None]:
-    """No file of the run directory can be made or opened to write; those that are open can be written on."""
+    """Let no file of the run directory be made or opened to write. Open files can still be written."""
     directory = str(target.run)
     tree = copy_mount(directory)
     set_attributes(tree, "", READ_ONLY)  # before it is in place: then no file can be open in it to write
@@ -176,7 +182,7 @@ def locked_store(target: Target, victim: str) -> Iterator[None]:
 
 @contextmanager
 def weights_gone(target: Target, victim: str) -> Iterator[None]:
-    """A file of the version that is just published is removed while engines load it."""
+    """Remove a file of the version that was just published, while engines load the version."""
     first_paths = set(target.weights.glob("*"))
     target.until(lambda: set(target.weights.glob("*")) - first_paths, "a version is published", pause=0.001)
     for path in set(target.weights.glob("*")) - first_paths:
@@ -196,7 +202,7 @@ def weights_damaged(target: Target, victim: str) -> Iterator[None]:
 
 @contextmanager
 def checkpoint_damaged(target: Target, victim: str) -> Iterator[None]:
-    """Bits of the newest checkpoint are flipped; then the trainer is killed: it resumes from another."""
+    """Flip bits of the newest checkpoint, then kill the trainer, which resumes from another checkpoint."""
     checkpoints = Checkpoints(target.run / "checkpoints")
     target.until(lambda: len(checkpoints.steps()) > 1, "two checkpoints")
     newest = Path(checkpoints.path(checkpoints.steps()[0]))
@@ -208,7 +214,7 @@ def checkpoint_damaged(target: Target, victim: str) -> Iterator[None]:
 
 @contextmanager
 def segment_damaged(target: Target, victim: str) -> Iterator[None]:
-    """Bits of the newest payloads are flipped; then the coordinator is killed, and reads them again."""
+    """Flip bits of the newest payloads, then kill the coordinator, which reads the payloads again."""
     newest = max((target.run / "segments").iterdir())
     _flip(newest, newest.stat().st_size - 4096)
     target.process(victim).kill()
@@ -217,7 +223,7 @@ def segment_damaged(target: Target, victim: str) -> Iterator[None]:
 
 @contextmanager
 def segment_cut(target: Target, victim: str) -> Iterator[None]:
-    """The payloads that are being written lose their last 4 KiB; the coordinator goes on writing."""
+    """Cut the last 4 KiB off the payloads file in writing; the coordinator goes on writing."""
     newest = max((target.run / "segments").iterdir())
     os.truncate(newest, max(0, newest.stat().st_size - 4096))
     yield
@@ -225,7 +231,7 @@ def segment_cut(target: Target, victim: str) -> Iterator[None]:
 
 @contextmanager
 def hang(target: Target, victim: str) -> Iterator[None]:
-    """Workers answer, and no episode ends: the reward hangs until its deadline."""
+    """Let the reward hang until its deadline: workers answer, and no episode ends."""
     target.flag.touch()
     yield
     target.flag.unlink()
@@ -238,7 +244,7 @@ def _age(path: Path) -> float:
 
 
 def _flip(path: Path, start: int = 0) -> None:
-    """A bit of each FLIPPED bytes from `start` on."""
+    """Flip a bit of each FLIPPED bytes from `start` on."""
     with path.open("r+b", buffering=0) as file:
         for offset in range(max(0, start), path.stat().st_size, FLIPPED):
             (byte,) = os.pread(file.fileno(), 1, offset)

@@ -15,7 +15,7 @@ from asyncrl.wire.sockets import COORDINATOR, Endpoints
 
 
 def dial_through(ports: dict[str, str]) -> None:
-    """Let roles other than the coordinator be started with these ports in their endpoints."""
+    """Start roles other than the coordinator with these ports in their endpoints."""
     given_to = Endpoints.given_to
 
     def through(self: Endpoints, role: str) -> Endpoints:

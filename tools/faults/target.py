@@ -111,7 +111,7 @@ class Target:
         return processes
 
     def process(self, role: str) -> psutil.Process:
-        """One of this role; waits while it is being restarted."""
+        """Return a process of this role; wait while the process is being restarted."""
         self.until(lambda: self._of(role), f"a live {role}")
         return self.dice.choice(self._of(role))
 
@@ -129,7 +129,7 @@ class Target:
         return max((int(row["training/step"]) for row in rows(self.run) if "timing_s/step" in row), default=0)
 
     def shift(self) -> str:
-        """Whose shift it is, as the coordinator has logged it; empty in a run without shifts."""
+        """Return the current shift as the coordinator has logged it; empty in a run without shifts."""
         log = self.run / "logs" / "coordinator-0.log"
         return (["", *re.findall(r"shift: (\w+)", log.read_text())] if log.exists() else [""])[-1]
 
@@ -137,7 +137,7 @@ class Target:
         return self.out.read_text()
 
     def left(self, seconds: float) -> list[psutil.Process]:
-        """Processes of it that are still there after so long."""
+        """Return the run's processes that are still there after so many seconds."""
         return list(psutil.wait_procs(self.seen, seconds)[1])
 
     def until(self, condition: Callable[[], object], description: str, pause: float = 0.02) -> None:
@@ -150,7 +150,8 @@ class Target:
 
 
 def _three_ports() -> int:
-    """A free port whose two successors are free, too, below those that the kernel gives to others."""
+    """Return a free port whose two successors are free, too, below the ports that the kernel gives to
+    programs."""
     while True:
         port = random.SystemRandom().randrange(20000, 32000)
         try:

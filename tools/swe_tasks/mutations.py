@@ -170,7 +170,7 @@ def of_call(node: ast.Call, lines: list[bytes]) -> Iterator[Edit]:
 
 
 def operator(left: ast.expr, right: ast.expr, lines: list[bytes], kind: str) -> Iterator[Edit]:
-    """Other operators for the one between two operands."""
+    """Return other operators for the operator between two operands."""
     if left.end_lineno != right.lineno:
         return
     start = left.end_col_offset or 0

@@ -93,7 +93,7 @@ TEST_FILES = "test_*.py, *_test.py, test.py or tests.py"  # the same in words
 
 
 class PackageError(AsyncrlError):
-    """No tasks can be made of a package: it has no tests that pass, or cannot be had."""
+    """No tasks can be made of a package: the package has no passing tests, or cannot be fetched."""
 
 
 @dataclass
@@ -142,7 +142,7 @@ class Package:
 
     @property
     def modules(self) -> list[str]:
-        """Name the packages and modules that it installs; those of a namespace with a dot."""
+        """Name the packages and modules that the package installs, with a dot for modules of a namespace."""
         names: list[str] = []
         for root in (self.tree, self.tree / "src"):
             for pattern in ("*/__init__.py", "*/*/__init__.py"):
@@ -255,7 +255,7 @@ def lay_out(package: Package, files: set[str], target: Path) -> None:
 
 
 def restore(path: str, line: int, text: str) -> str:
-    """The shell command that gives a file such a line."""
+    """Return the shell command that gives a file such a line."""
     escaped = re.sub(r"([\\/&])", r"\\\1", text)
     return f"LC_ALL=C sed -i {shlex.quote(f'{line}s/.*/{escaped}/')} {shlex.quote(path)}"
 
@@ -312,7 +312,7 @@ async def run_tests(
 
 
 async def learn(image: Image, package: Package) -> None:
-    """Run all tests twice: those that pass both times count, and the second run tells their lines."""
+    """Run all tests twice: tests that pass both times count, and the second run gives their lines."""
     runs = [await run_tests(image, package, [], BASE_SECONDS, seed, lines=seed == 1) for seed in (0, 1)]
     if not all(runs):
         raise PackageError(f"a test of {package.name} takes more than {BASE_SECONDS:.0f} s")

@@ -48,7 +48,7 @@ class Watcher:
         signal.setitimer(signal.ITIMER_REAL, WAITING * self.limit)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """One of setup, call and teardown, or of the parts of a test: the worst counts."""
+        """Note the result of setup, call, teardown or a part of a test: the worst result counts."""
         outcome = "skipped" if hasattr(report, "wasxfail") else report.outcome
         worst, _ = self.outcomes.get(report.nodeid, ("", ""))
         if outcome == "failed" and worst != "failed":
