@@ -42,7 +42,7 @@ STARTED = time.perf_counter()
 class Plan:
     """Sizes and gates of a build. Losses are moving averages over model tokens, in nats."""
 
-    levels: int = 6  # of difficulty, at most; the calculator's are operations
+    levels: int = 6  # levels of difficulty, at most (the calculator: operations)
     vocabulary: int = 640
     width: int = 64
     layers: int = 3
@@ -58,7 +58,7 @@ class Plan:
     noisy_steps: int = 200  # 0: no such stage, the first one has the temptations
     noisy_rate: float = 1e-3
     least_success: float = 0.2  # under this RL has too little to start from: no model is written
-    episodes: int = 600  # of each evaluation
+    episodes: int = 600  # episodes of each evaluation
 
     def of(self, task: DemoTask[Any]) -> list[int]:
         return sorted(task.shares)[: self.levels]

@@ -40,8 +40,8 @@ from tests.fakes.chat import call
 ROOT = Path(__file__).resolve().parents[1]
 PROGRAMS = ROOT / "tools/clients"
 STAMP = "packages"  # in an environment: what was installed
-SECONDS = 180.0  # of one case
-ANSWER = "it is 3"  # of every client, in its last line
+SECONDS = 180.0  # seconds that a case may take
+ANSWER = "it is 3"  # last line of every client
 INSIDE = "ASYNCRL_CLIENTS_INSIDE"  # set within the namespace
 LOOPBACK = 'ip link set lo up && exec "$@"'
 
@@ -283,15 +283,16 @@ async def talk(name: str, directory: Path, case: str, endpoint: Endpoint) -> str
     with tempfile.TemporaryDirectory(prefix="asyncrl-client-") as home:
         if program(name).suffix == ".mjs":  # Node looks for packages beside the program
             program_copy = str(directory / program(name).name)
-            os.replace(
-                shutil.copy(program(name), directory / Path(home).name), program_copy
-            )  # others may read it
+            # Replaced in one step, as other processes may read the copy.
+            new_copy = shutil.copy(program(name), directory / Path(home).name)
+            os.replace(new_copy, program_copy)
             words = ["node", program_copy]
         else:
             words = [str(directory / "bin/python"), str(program(name))]
 
         process = await asyncio.create_subprocess_exec(
-            *(*words, case),
+            *words,
+            case,
             cwd=home,
             env={
                 "PATH": f"{directory / 'bin'}:{os.environ['PATH']}",
@@ -367,7 +368,7 @@ def main() -> int:
                 print(f"{name} is left out: {error}", file=sys.stderr)
         enter_namespace()
 
-    logging.disable(logging.WARNING)  # what requests set without effect, a hundred times
+    logging.disable(logging.WARNING)  # silences a hundred notices of ignored parameters
     episodes.SECONDS = SECONDS
     failed = False
     print("| client | asks | cases: turns→rows |\n|---|---|---|")

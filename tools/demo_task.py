@@ -63,7 +63,7 @@ class DemoTask(Protocol[Q]):
     tool's replies between them. Its first `given_decisions` decisions are right."""
 
     tool: Tool
-    shares: Mapping[int, float]  # of samples, by level of difficulty; levels count from 1
+    shares: Mapping[int, float]  # shares of samples by level of difficulty; levels count from 1
     units: Sequence[str]  # texts that are always one token
 
     def make(self, rng: random.Random, level: int) -> Q: ...

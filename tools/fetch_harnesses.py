@@ -73,7 +73,7 @@ OTHERS = {  # for `make full`
         "pmexy/Nj+BKd3Un1ogqGQE8V4GJn5B6N9PQOrU1GH+lMR29kn6Bgf6YdbZa8hNIoTmAKT1LTPK+P8TibZRPPVg==",
     ),
 }
-PROGRAMS = {  # of each package
+PROGRAMS = {  # programs of each package
     "claude_code": "claude_code/claude",
     "codex": "codex/vendor/x86_64-unknown-linux-musl/bin/codex",
     "opencode": "opencode/bin/opencode",
@@ -206,7 +206,7 @@ def move_pin(npm: str, name: str, version: str) -> None:
                     (ROOT / path).write_text(text)
                 for part, existed in parts.items():
                     if existed and not (before / part.name).exists():
-                        continue  # it was not moved away yet
+                        continue  # the old folder was not moved away yet
                     shutil.rmtree(part, ignore_errors=True)
                     part.unlink(missing_ok=True)
                     if existed:
@@ -274,7 +274,7 @@ def record(name: str, program: Path, folder: Path) -> None:
         agent = load_agent({name: {"program": str(program), "sandbox": "none"}})
         try:
             asyncio.run(agent(SAMPLE, endpoint))
-        except CommandError as error:  # its requests are refused
+        except CommandError as error:  # the server refuses the agent's requests
             if not requests:
                 sys.exit(f"{name} made no request: {error}")
         finally:

@@ -60,7 +60,7 @@ def convert(gguf: Path, out: Path) -> None:
 
     read = AutoModelForCausalLM.from_pretrained(folder, gguf_file=file, dtype=torch.float32)
     config = read.config
-    del config.quantization_config  # it is read, and no model of GGUF any more
+    del config.quantization_config  # the weights are read: the model is no GGUF any more
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.load_state_dict(read.state_dict())
     model.save_pretrained(out)

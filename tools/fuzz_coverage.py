@@ -20,7 +20,7 @@ with atheris.instrument_imports(include=["asyncrl"]):
     from fuzz import inputs, targets
 
 TARGETS = targets()
-EXAMPLES = 20  # of each target, to begin with
+EXAMPLES = 20  # first inputs of each target
 
 
 def test_one_input(data: bytes) -> None:

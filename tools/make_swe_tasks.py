@@ -59,9 +59,9 @@ T = TypeVar("T")
 AHEAD = 2  # bugs that are tried at once, for each sandbox
 REASON = 600  # characters of why there are no tasks of a package
 SHOWN = 5  # failures in an instruction
-PROBLEMS = (AsyncrlError, OSError, subprocess.CalledProcessError)  # of one package, not of all
+PROBLEMS = (AsyncrlError, OSError, subprocess.CalledProcessError)  # errors that concern a single package
 VERIFIER_SECONDS = 60.0  # at least
-WHEN = 1_700_000_000  # of every commit and file
+WHEN = 1_700_000_000  # time of every commit and file, in seconds
 AUTHOR = {"NAME": "Maintainer", "EMAIL": "maintainer@example.org", "DATE": f"@{WHEN} +0000"}
 GIT = {
     **{f"GIT_{person}_{field}": text for person in ("AUTHOR", "COMMITTER") for field, text in AUTHOR.items()},

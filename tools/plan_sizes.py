@@ -27,10 +27,10 @@ PAGE = Path(__file__).resolve().parents[1] / "docs/recipes.md"
 # an H100's: bfloat16 without sparsity; bytes/s of its memory
 FLOPS = 989e12
 BANDWIDTH = 3.35e12
-# of the FLOPs in training; of the bandwidth and the FLOPs in decoding
+# Used parts: of the FLOPs in training; of bandwidth and FLOPs in decoding.
 TRAIN_USE = 0.35
 DECODE_USE = 0.6
-SHARED = 0.5  # of everything, where trainer and server share a GPU
+SHARED = 0.5  # part of a GPU's rates for each of trainer and server on the same GPU
 PUSH = 2e9  # bytes/s from the trainer to the servers
 COMMIT = 0.5  # seconds of a step beside the micro-batches
 # tokens of a prompt; log-normal ones of an answer, cut at the limit

@@ -16,7 +16,7 @@ from task_script import write_task
 
 from asyncrl.data.rows import verl_row
 
-SHARES = {1: 0.30, 2: 0.25, 3: 0.18, 4: 0.13, 5: 0.09, 6: 0.05}  # of samples, by number of operations
+SHARES = {1: 0.30, 2: 0.25, 3: 0.18, 4: 0.13, 5: 0.09, 6: 0.05}  # shares of samples by number of operations
 LARGEST = 9999
 
 

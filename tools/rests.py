@@ -52,7 +52,7 @@ from tests.fakes.training import save_tiny_qwen
 from tests.fakes.weights import publish
 
 SPARE = 300.0  # seconds of an episode beside the rest
-# of the turn in which the engine falls asleep
+# Prompt and length of the turn in which the engine falls asleep.
 PROMPT = (1, 2, 3)
 TOKENS = 1000
 COLUMNS = ("client", "asks", "case", "took", "pings", "asked again after", "the turn", "episode")

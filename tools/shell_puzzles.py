@@ -19,8 +19,8 @@ SYLLABLES = (
     *("we", "wi", "wo", "wu", "za", "ze", "zi", "zo", "zu"),
 )
 """Words are two of these. None occurs in the text around them, so that each is one token everywhere."""
-FUNCTIONS = 3  # of a package
-TWIN = 0.5  # of packages have another function that rightly prints the word which is wrong here
+FUNCTIONS = 3  # functions of a package
+TWIN = 0.5  # share of packages with a second function that rightly prints the wrong function's word
 MISSING = "No such file or directory"
 
 

@@ -27,7 +27,7 @@ PICTURES = {
     "episode": ("tab=episodes&order=-lag&colour=versions", 'document.querySelector("article [data-at]")'),
     "group": (f"tab=episodes&{GROUP}&side=1", 'document.querySelectorAll(".column").length > 1'),
     "time": ("tab=time", 'document.querySelector("#time canvas")'),
-}  # of each: its address, and when it is there
+}  # address of each picture, and the condition that says the picture is drawn
 
 
 async def save(tab: Tab, path: Path) -> None:

@@ -79,7 +79,7 @@ async def ask(
 
 
 async def message(endpoint: Endpoint, *messages: Any, **body: Any) -> dict[str, Any]:
-    """The answer's message. AssertionError where there is none."""
+    """Return the answer's message. AssertionError: there is none."""
     status, reply = await ask(endpoint, *messages, **body)
     assert status == 200, reply
     return dict(reply["choices"][0]["message"])

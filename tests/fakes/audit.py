@@ -29,7 +29,10 @@ CLOCKS = 0.02  # seconds by which a span may seem to lie elsewhere: two processe
 
 
 def manifests(run: Path) -> list[CheckpointManifest]:
-    """Of all checkpoints that are complete, oldest first; one may be about to be."""
+    """Return the manifests of all complete checkpoints, oldest first.
+
+    A checkpoint may be about to be complete.
+    """
     checkpoints = Checkpoints(run / "checkpoints")
     manifests_of_steps = list[CheckpointManifest]()
     for step in reversed(checkpoints.steps()):
@@ -48,7 +51,7 @@ def trained_uids(run: Path) -> Counter[str]:
 
 
 def running(run: Path) -> dict[str, int]:
-    """Durable turns of the episodes that are in flight."""
+    """Return the number of durable turns of each episode in flight."""
     rows = _read(run, "SELECT record FROM episodes WHERE state='running'")
     return {e.uid: e.turns for e in (msgspec.msgpack.decode(row[0], type=EpisodeRecord) for row in rows)}
 
@@ -59,7 +62,7 @@ def spans(run: Path, role: str, *names: str) -> list[tuple[float, float]]:
 
 
 def at_once(run: Path) -> Iterator[tuple[float, float]]:
-    """The times in which a rank and an engine computed."""
+    """Return the spans of time in which a rank and an engine computed."""
     decoded = spans(run, "rollout", DECODE)
     if read_config(run).engine.remote:  # workers hear of a server's sleep later
         decoded = [span for spans_of_engine in decoded for span in _awake(spans_of_engine, [*_asleep(run)])]
@@ -70,14 +73,14 @@ def at_once(run: Path) -> Iterator[tuple[float, float]]:
 
 
 def _asleep(run: Path) -> Iterator[tuple[float, float]]:
-    """Yield the times in which servers held nothing: from their answer that they sleep to the next load."""
+    """Yield the spans in which servers held nothing: from the answer that they sleep to the next load."""
     loads = [start for start, _ in spans(run, "engine", LOAD)]
     for _, slept in spans(run, "coordinator", "sleep"):
         yield slept, min((start for start in loads if start > slept), default=math.inf)
 
 
 def _awake(span: tuple[float, float], asleep: list[tuple[float, float]]) -> Iterator[tuple[float, float]]:
-    """Yield the parts of a span outside of others, which are in order."""
+    """Yield the parts of a span outside of other spans, which are in order."""
     start, end = span
     for slept, woke in asleep:
         if slept < end and woke > start:
@@ -88,8 +91,10 @@ def _awake(span: tuple[float, float], asleep: list[tuple[float, float]]) -> Iter
 
 
 def troubles(run: Path) -> list[str]:
-    """What does not hold of a run that is over, or not. Each query reads one state of the store; between two
-    of them a run may go on."""
+    """Return the rules that a run breaks, ended or not.
+
+    Each query reads a state of the store; the run may go on between two queries.
+    """
     config = read_config(run)
     problems = list[str]()
     buffer = config.buffer
@@ -116,8 +121,8 @@ def troubles(run: Path) -> list[str]:
 
 
 def troubles_at_end(run: Path) -> list[str]:
-    """Of a run that has completed: what was issued is accounted for, and three counts of what was trained
-    agree: the index, the plans, and the last checkpoint along its lineage."""
+    """Return the rules that a completed run breaks: each issued episode is accounted for, and three counts
+    of trained episodes agree (the index, the plans, and the last checkpoint along its lineage)."""
     summary = read_summary(run)
     last = manifests(run)[-1]
     with closing(RunReader.open(run)) as reader:

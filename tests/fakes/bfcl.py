@@ -36,7 +36,7 @@ class Question:
 
 
 def questions() -> list[Question]:
-    """Without the few whose right calls contradict the schemas."""
+    """Return the questions without the few whose right calls contradict the schemas."""
     data = _data()
     if data is None:
         missing("bfcl-eval")
@@ -44,7 +44,7 @@ def questions() -> list[Question]:
 
 
 def _data() -> Path | zipfile.Path | None:
-    """The directory with the sets, in a wheel or beside others."""
+    """Return the directory with the sets, in a wheel or beside a wheel."""
     for data_file in FETCHED.rglob("BFCL_v4_multiple.json"):
         if data_file.parent.name == "data":
             return data_file.parent
@@ -85,7 +85,7 @@ def _schema(schema: Any) -> Any:
 
 
 def _value(ground_truth: Any) -> Any:
-    """The first of the values that are right for each argument; "" stands for one that may be left out."""
+    """Return the first right value of each argument. "" stands for an argument that may be left out."""
     if isinstance(ground_truth, list):
         return [_value(part) for part in ground_truth]
     if not isinstance(ground_truth, dict):
@@ -96,7 +96,7 @@ def _value(ground_truth: Any) -> Any:
 
 
 def fits(value: Any, schema: Any) -> bool:
-    """Whether the schema allows the value, as far as its types say."""
+    """Tell whether the schema allows the value, as far as the schema's types say."""
     if not isinstance(schema, dict):
         return schema is not False
     kind = schema.get("type")

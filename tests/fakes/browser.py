@@ -33,7 +33,7 @@ FLAGS = (
 
 
 class Tab:
-    """One page. `complaints`: what its console says of errors, and exceptions that nobody caught."""
+    """A page. `complaints`: errors on the console, and uncaught exceptions."""
 
     def __init__(self, socket: aiohttp.ClientWebSocketResponse) -> None:
         self._socket = socket
@@ -82,7 +82,7 @@ class Tab:
         return evaluated["result"].get("value")
 
     async def until(self, condition: str) -> None:
-        """The page itself looks again each frame."""
+        """Wait until a condition holds. The page itself checks the condition each frame."""
         look = f"() => {{ let ok = false; try {{ ok = {condition} }} catch {{}} return ok }}"
         frame = "requestAnimationFrame(again)"
         await self.run(
@@ -90,7 +90,7 @@ class Tab:
         )
 
     async def drag(self, begin: tuple[float, float], end: tuple[float, float]) -> None:
-        """Press the mouse at one place and let it go at another: a click, where they are one."""
+        """Press the mouse at a point and release it at another point. Equal points make a click."""
         for kind, (x, y) in (("mousePressed", begin), ("mouseMoved", end), ("mouseReleased", end)):
             await self.call(
                 "Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", buttons=1, clickCount=1
@@ -124,7 +124,7 @@ async def browser(profile: Path) -> AsyncIterator[Tab]:
 
 @asynccontextmanager
 async def served(views: Views) -> AsyncIterator[str]:
-    """The address of their page."""
+    """Serve runs and yield the address of their page."""
     server = ViewServer(views)
     await server.start()
     try:
@@ -134,7 +134,7 @@ async def served(views: Views) -> AsyncIterator[str]:
 
 
 def look(profile: Path, at: Callable[[Tab], Awaitable[None]]) -> None:
-    """Look at something in a browser, which may complain of nothing."""
+    """Open a page in a browser, in which no error may be reported."""
 
     async def test() -> None:
         async with browser(profile) as tab:

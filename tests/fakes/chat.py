@@ -26,13 +26,16 @@ def read(ids: Sequence[int]) -> str:
 
 
 def call(name: str, arguments: str = "{}") -> str:
-    """What the model writes to call a tool."""
+    """Return the model's text for a tool call."""
     return f'<tool_call>{{"name": "{name}", "arguments": {arguments}}}</tool_call>'
 
 
 class FakeChat:
-    """`rewrites`: a message of these roles makes the template rewrite what was said before. `thoughts`: the
-    template writes the reasoning of messages."""
+    """A chat template of single characters.
+
+    `rewrites`: messages of these roles make the template rewrite earlier text. `thoughts`: the template
+    writes the reasoning of messages.
+    """
 
     stop_ids = (END,)
     vocabulary = 1 << 20
@@ -94,5 +97,5 @@ OPENED = Opened(tools=("",))
 
 
 def start(rules: Rules, row: Sample | None = None, opened: Opened = OPENED) -> Episode:
-    """An episode that asks for its first turn, or has failed for want of room."""
+    """Return an episode that requests its first turn, or has failed for want of room."""
     return advance(rules, begin(row or sample()), opened)

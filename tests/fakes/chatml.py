@@ -15,7 +15,7 @@ SPECIAL = ["<|im_start|>", "<|im_end|>"]
 
 
 def save_tiny_chat_model(path: Path) -> str:
-    """One token per byte and the two ChatML tokens; a one-layer Qwen2 with random weights."""
+    """Save a one-layer Qwen2 with random weights, a token per byte and the two ChatML tokens."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {token: index for index, token in enumerate([*letters, *SPECIAL])}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))

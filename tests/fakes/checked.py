@@ -66,7 +66,7 @@ class Given:
         path.write_text(json.dumps({key: value for key, value in changed.items() if value is not None}))
 
     def program(self, name: str, script: str) -> str:
-        """A program that is found first."""
+        """Write a program that comes first on PATH."""
         self.patch.setenv("PATH", f"{self.folder}:/usr/bin:/bin")
         path = self.folder / name
         path.write_text(f"#!/bin/sh\n{script}\n")
@@ -83,7 +83,7 @@ class Given:
         return [f"{key}={value}" for key, value in self.keys.items()]
 
     def config(self, **keys: Any) -> RunConfig:
-        """Of the keys, and of sections beside them."""
+        """Return the configuration of the keys, and of sections beside the keys."""
         tree: dict[str, Any] = {}
         for key, value in self.keys.items():
             *parents, last = key.split(".")
@@ -95,7 +95,7 @@ class Given:
         return parse(tree | keys)
 
     def notes(self, *names: str) -> list[Note]:
-        """What these checks find, after those that they need."""
+        """Return the notes of these checks, which run after the checks they need."""
         needed = set(names)
         for check in reversed(ALL):
             needed |= set(check.needs) if check.name in needed else set()
@@ -103,8 +103,10 @@ class Given:
 
 
 def assert_found(setup: Given, expected: str, spoils: Spoil | list[Spoil], text: str = "") -> None:
-    """A note (one, unless it is ok) has the level and the check of `expected`, and a text that the pattern
-    finds; beside it, there is at most what is ok. `expected` may name further checks, to be run before."""
+    """Assert that a check's note has the level and the text of `expected`.
+
+    Beside this note, only notes of level `ok` may exist. `expected` may name further checks to run before.
+    """
     level, _, names = expected.partition(": ")
     setup.spoil(spoils if isinstance(spoils, list) else [spoils])
     notes = setup.notes(*names.split(", "))
@@ -143,14 +145,14 @@ def write_header(file: Path, **shapes: list[int]) -> None:
 
 
 def with_an_earlier_run(setup: Given) -> Keys:
-    """A run of the keys so far, which is to be resumed."""
+    """Write a run with the keys so far, and return the keys that resume the run."""
     (setup.runs / "x").mkdir(parents=True)
     (setup.runs / "x" / "config.yaml").write_bytes(msgspec.yaml.encode(setup.config()))
     return {"resume": "auto"}
 
 
 def gpus(count: int, apart: Iterable[tuple[int, int]] = ()) -> Spoil:
-    """torch sees so many; those `apart` cannot read each other's memory."""
+    """Let torch see so many GPUs. GPUs `apart` cannot read each other's memory."""
     strangers = {frozenset(pair) for pair in apart}
     properties = SimpleNamespace(name="NVIDIA L4", total_memory=24 << 30)
 
@@ -170,7 +172,8 @@ def gpus(count: int, apart: Iterable[tuple[int, int]] = ()) -> Spoil:
 
 
 def sglang_in(setup: Given, version: str, **modules: str) -> list[str]:
-    """The command of servers in a Python with an SGLang, a torch that sees a GPU, and these modules."""
+    """Return the command of servers in a Python with an SGLang, a torch that sees a GPU, and these
+    modules."""
     info = setup.folder / "site" / f"sglang-{version}.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: sglang\nVersion: {version}\n")

@@ -33,7 +33,9 @@ class FakeCoordinator:
     """`until` pumps both sockets. Hellos are welcomed, records acknowledged but for kinds in `withheld`."""
 
     def __init__(self, deadline: float = 60.0) -> None:
-        self.endpoints = replace(choose_endpoints("127.0.0.1", 0), versions="")  # it serves none
+        self.endpoints = replace(
+            choose_endpoints("127.0.0.1", 0), versions=""
+        )  # this coordinator serves no versions
         self.deadline = deadline
         self.epoch = 1
         self.welcoming = True
@@ -44,7 +46,7 @@ class FakeCoordinator:
         self.hellos = 0
         self.hello: WorkerHello | None = None  # the newest
         self.arrived: list[Any] = []  # everything but heartbeats and hellos, in order
-        self.frames: dict[int, list[bytes]] = {}  # of records, by seq
+        self.frames: dict[int, list[bytes]] = {}  # frames of records, by seq
         self.assigned = 0
         self._read = 0
 
@@ -57,7 +59,7 @@ class FakeCoordinator:
         self.poller = Poller(self.control, self.bulk)
 
     def restart(self) -> None:
-        """Another coordinator process on the same ports, which knows nobody."""
+        """Start another coordinator on the same ports, which knows no peer."""
         self.close()
         self.epoch += 1
         self._open()
@@ -94,7 +96,10 @@ class FakeCoordinator:
     # -- receiving ---------------------------------------------------------------------------------
 
     def until(self, wanted: Callable[[], Any], description: str) -> Any:
-        """Pump until `wanted` gives something; AssertionError naming `what` at the deadline."""
+        """Pump until `wanted` returns a true value.
+
+        AssertionError, naming `description`: the deadline has passed.
+        """
         end = time.monotonic() + self.deadline
         while not (result := wanted()):
             assert time.monotonic() < end, f"no {description}; arrived: {self.arrived}; beat: {self.beat}"
@@ -103,7 +108,7 @@ class FakeCoordinator:
         return result
 
     def expect(self, kind: type, **fields: Any) -> Any:
-        """The next message of that kind, after those already expected."""
+        """Return the next message of this kind, after the messages already expected."""
 
         def find() -> Any:
             for index in range(self._read, len(self.arrived)):

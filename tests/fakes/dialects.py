@@ -16,7 +16,10 @@ FUNCTION = {"type": "function", "function": LOOK}  # as templates see it
 
 
 class Said(NamedTuple):
-    """What a client gets of one answer. `end`: stop, length or tool_calls. `usage`: tokens read, written."""
+    """A client's view of an answer.
+
+    `end`: stop, length or tool_calls. `usage`: tokens read, tokens written.
+    """
 
     reasoning: str
     content: str
@@ -44,7 +47,7 @@ class Dialect(NamedTuple):
 
 
 def reply(message: Message, stop: StopReason = StopReason.STOP, texts: Sequence[str] = "xy") -> AgentReply:
-    """Turn 3, of two tokens with these texts after five."""
+    """Return turn 3, of two tokens with these texts after five tokens."""
     turn = Turn(3, (7,), (8, 9), (-0.5, -0.25), (VersionSpan(0, 2, 0, 0),), stop)
     return AgentReply(message, turn, 5, lambda ids: "".join(texts[token - 8] for token in ids))
 
@@ -215,8 +218,8 @@ def _messages_body(
     parallel_tool_calls: bool = True,
     **fields: Any,
 ) -> dict[str, Any]:
-    """Replies to calls, and what the user says next, are one message, as Anthropic's clients write it. There
-    are no schemas of answers."""
+    """Write a request in which replies to calls and the user's next text are one message, as Anthropic's
+    clients do. This API has no schemas of answers."""
     sent: list[dict[str, Any]] = []
     for message in conversation:
         role = "user" if message.role == "tool" else message.role

@@ -14,14 +14,14 @@ from tests.fakes.chat import END, encode, read
 
 
 def generation(text: str, version: int = 0, stop: StopReason = StopReason.STOP) -> Generation:
-    """A whole turn of `text`, of one version."""
+    """Return a whole turn of `text`, sampled by a version."""
     ids = (*encode(text), END) if stop is StopReason.STOP else encode(text)
     span = VersionSpan(0, len(ids), version, version)
     return Generation(ids, tuple(-0.5 for _ in ids), (span,), stop)
 
 
 async def _watched(request: Request, turn: Generation) -> Generation:
-    """The turn, as far as the request's watch lets it come, id by id."""
+    """Return the turn as far as the request's watch lets the turn come, id by id."""
     for count in range(1, len(turn.ids) + 1 if request.watch else 0):
         await asyncio.sleep(0)
         if request.watch and request.watch(turn.ids[:count]):
@@ -31,8 +31,11 @@ async def _watched(request: Request, turn: Generation) -> Generation:
 
 
 class ScriptedEngine:
-    """`script` gives the text of a turn, or raises. `gate` is open unless a test closes it. Who asks hears of
-    the first tokens of a turn, so many as `parts` says, in that order."""
+    """An engine that plays a script.
+
+    `script` returns the text of a turn, or raises. `gate` is open unless a test closes it. `parts`: the
+    numbers of first tokens that a requester receives early, in that order.
+    """
 
     def __init__(self, script: Callable[[Request], str], version: int = 0) -> None:
         self.script = script

@@ -28,7 +28,7 @@ from asyncrl.types import EpisodeResult
 LETTERS = 3
 LENGTH = 3
 PREFIXES = 13
-TURN = torch.tensor([0, 0, 1])  # of each token
+TURN = torch.tensor([0, 0, 1])  # turn of each token
 GREEDY = 0.7
 Options = Mapping[str, Any]
 
@@ -42,7 +42,7 @@ class Language:
 
     @property
     def prefix(self) -> Tensor:
-        """Which of the 13 tables predicts each token, [S, LENGTH]."""
+        """Return the index of the table, of 13, that predicts each token, [S, LENGTH]."""
         first, second, _ = self.tokens.unbind(1)
         return torch.stack([0 * first, 1 + first, 4 + LETTERS * first + second], 1)
 
@@ -51,7 +51,10 @@ class Language:
 
 
 def _language(end: int | None) -> Language:
-    """With `end`, that letter is the last one of a sequence: 15 of them, of length 1 to 3; else 27."""
+    """Return all sequences.
+
+    With `end`, this letter is the last one of a sequence: 15 sequences of length 1 to 3; otherwise 27.
+    """
     sequences = {}
     for letters in itertools.product(range(LETTERS), repeat=LENGTH):
         length = letters.index(end) + 1 if end in letters else LENGTH
@@ -78,7 +81,7 @@ VALUES = table(6, 1)[:, 0]
 
 
 def older(lag: float) -> Tensor:
-    """Logits of a behaviour policy; at 0 those of the policy itself."""
+    """Return the logits of a behaviour policy; at 0 the logits of the policy itself."""
     return PI + lag * LAG
 
 
@@ -89,7 +92,7 @@ def token_logp(language: Language, logits: Tensor) -> Tensor:
 
 
 def token_rewards(language: Language) -> Tensor:
-    """[S, LENGTH]: what a turn earned lies on its last token."""
+    """Return rewards [S, LENGTH]: a turn's reward lies on its last token."""
     reward_sum = sum(part[language.prefix, language.tokens] for part in PARTS.values())
     rewards = torch.where(language.live, torch.as_tensor(reward_sum), 0.0)
     two = language.live[:, 1]  # the first turn goes on to the second token
@@ -100,7 +103,7 @@ def token_rewards(language: Language) -> Tensor:
 
 @dataclass(frozen=True)
 class Groups:
-    """All multisets of n sequences, [G, n], and how many ordered groups each stands for, [G]."""
+    """All multisets of n sequences, [G, n], and the number of ordered groups of each multiset, [G]."""
 
     members: Tensor
     times: Tensor
@@ -115,23 +118,25 @@ def groups_of(language: Language, n: int) -> Groups:
 
 @dataclass(frozen=True)
 class Experiment:
-    """Which estimate of the gradient: its components, the behaviour policy `mu` and the group size."""
+    """An estimate of the gradient: its components, the behaviour policy `mu` and the group size."""
 
     advantage: str = "rloo"
     rules: Mapping[str, Options] = field(default_factory=dict)
     loss: str = "reinforce"
     mu: float = 0.0
     n: int = 2
-    options: tuple[tuple[str, Any], ...] = ()  # of the advantage
+    options: tuple[tuple[str, Any], ...] = ()  # options of the advantage
     loss_options: Options = field(default_factory=dict)
     language: Language = FIXED
     values: Tensor = VALUES
     late: bool = False  # the episode landed after the deadline of its group: it is no sibling of itself
-    normalise: Callable[[list[np.ndarray]], list[np.ndarray]] | None = None  # of a batch of one group
+    normalise: Callable[[list[np.ndarray]], list[np.ndarray]] | None = (
+        None  # normalises the advantages of a batch of one group
+    )
 
 
 def gradient(experiment: Experiment) -> Tensor:
-    """The direction that one batch of one group ascends in expectation, per episode: [39]."""
+    """Return the expected direction that a batch of one group ascends, per episode: [39]."""
     language = experiment.language
     groups = groups_of(experiment.language, experiment.n)
     logits = PI.clone().requires_grad_()
@@ -175,7 +180,7 @@ def _live_indices(live: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _scaled(correction: Correction, live: Tensor) -> Correction:
-    """Every group is a batch: its weights are divided by the mean of those kept."""
+    """Divide the weights of every group, which is a batch, by the mean of its unmasked weights."""
     group = torch.repeat_interleave(torch.arange(len(live)), live.sum((1, 2)))
     sums = torch.zeros(2, len(live), dtype=torch.float64)
     total, unmasked = sums.index_add(
@@ -186,7 +191,7 @@ def _scaled(correction: Correction, live: Tensor) -> Correction:
 
 
 def _prepared(inputs: LossInput, loss: Loss, live: Tensor, language: Language) -> LossInput:
-    """With what the loss says of each batch of one group."""
+    """Add the loss's preparation of each batch of one group."""
     assert loss.prepare is not None and inputs.reference is not None
     sizes = live.sum(2)
     rewards = token_rewards(language).sum(1)
@@ -255,7 +260,7 @@ def _credits(
 
 @functools.cache
 def trace(language: Language, sequence: int, number: int) -> Trace:
-    """One sequence as member `number` of a group."""
+    """Return a sequence as member `number` of a group."""
     live, prefix, tokens = (x[sequence] for x in (language.live, language.prefix, language.tokens))
     rewards = token_rewards(language)[sequence][live]
     chances = PI.softmax(-1)[prefix[live]]
@@ -292,5 +297,5 @@ def angle(gradient: Tensor, wanted: Tensor) -> float:
 
 
 def error(gradient: Tensor, wanted: Tensor) -> float:
-    """Distance relative to the norm of what is wanted."""
+    """Return the distance relative to the norm of the wanted gradient."""
     return float((gradient - wanted).norm() / wanted.norm())

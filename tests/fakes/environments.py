@@ -36,7 +36,7 @@ def play(plugin: dict[str, Options], sample: Sample, turns: Sequence[str | Messa
 
 
 def text(observation: Observation) -> str:
-    """Its only message, of a user."""
+    """Return the text of the observation's only message, of a user."""
     (message,) = observation.messages
     assert message.role == "user"
     return message.content

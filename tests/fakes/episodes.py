@@ -36,7 +36,7 @@ from tests.fakes.chat import FakeChat, call, read, rules, sample
 from tests.fakes.engine import ScriptedEngine
 from tests.fakes.loop import Intervals, settle
 
-SECONDS = 60.0  # that a whole episode of a test may take
+SECONDS = 60.0  # seconds that a whole episode of a test may take
 BAD = "<tool_call>{nonsense</tool_call>"
 
 
@@ -46,7 +46,7 @@ def look(what: str) -> str:
 
 
 def looker(calls: list[str], **options: Any) -> Tool:
-    """A tool that notes its calls."""
+    """Return a tool that records its calls."""
 
     @tool(name="look", **options)
     async def look(what: str = "") -> str:
@@ -74,7 +74,9 @@ class Bench:
         self.auto_ack = True
         self.oldest = 0
         self.sample = sample()
-        self.engine, self.waits, self.outbox = ScriptedEngine(script), Waits(), Outbox(self._send)
+        self.engine = ScriptedEngine(script)
+        self.waits = Waits()
+        self.outbox = Outbox(self._send)
         episode_rules = rules(chat=chat, **{"episode_timeout": SECONDS, "reward_timeout": SECONDS, **config})
         judge = EpisodeReward([in_loop(reward)], episode_rules.config.reward_timeout)
         self.context = EpisodeContext(
@@ -102,7 +104,7 @@ class Bench:
             self.outbox.acknowledge(self.sent[-1].seq)
 
     async def run(self, frames: Sequence[bytes] = (), **assigned: Any) -> None:
-        """One episode, to its end."""
+        """Play an episode to its end."""
         service = asyncio.create_task(self.outbox.run_sender())
         try:
             async with asyncio.timeout(SECONDS):
@@ -132,7 +134,7 @@ class Bench:
 
     @property
     def turns(self) -> list[Turn]:
-        """As they were posted."""
+        """Return the posted turns."""
         pairs = zip(self.sent, self.frames, strict=True)
         return [msgspec.msgpack.decode(f[0], type=Turn) for r, f in pairs if isinstance(r, Generated)]
 
@@ -142,7 +144,7 @@ class Bench:
 
     @property
     def record(self) -> list[bytes]:
-        """The turns and their replies as an Assign brings them."""
+        """Return the turns and their replies as an Assign brings them."""
         frames: list[bytes] = []
         for record, sent in zip(self.sent, self.frames, strict=True):
             match record:
@@ -155,7 +157,7 @@ class Bench:
 
 
 def parts_of(bench: Bench) -> list[bytes]:
-    """The parts of turns, as they were posted."""
+    """Return the posted parts of turns."""
     return [f[0] for r, f in zip(bench.sent, bench.frames, strict=True) if isinstance(r, Sampled)]
 
 

@@ -19,9 +19,12 @@ TEMPLATES = Path(__file__).resolve().parents[1] / "fixtures/chat"
 
 @dataclass(frozen=True)
 class Family:
-    """`writes`: the model's tokens, as text, for what a message says, without the token that ends the turn;
-    `ends`: that token, after a turn without calls and after one with calls. `appends`: after which roles the
-    template leaves earlier turns alone."""
+    """A family of models.
+
+    `writes` returns the model's tokens, as text, for a message, without the token that ends the turn. `ends`:
+    this token, after a turn without calls and after a turn with calls. `appends`: roles after which the
+    template leaves earlier turns alone.
+    """
 
     writes: Callable[[Message], str]
     ends: tuple[str, str]
@@ -80,7 +83,7 @@ def _deepseek(message: Message) -> str:
 
 
 def _deepseek_r1(message: Message) -> str:
-    """Its prompt opens the thought."""
+    """Return the family whose prompt opens the thought."""
     return f"{message.reasoning}\n</think>\n\n{_deepseek(message)}"
 
 
@@ -285,7 +288,7 @@ FAMILIES = {
 
 @functools.cache
 def tokenizer_of(name: str) -> PreTrainedTokenizerFast:
-    """A real tokenizer with the family's template, whose merges are learned from that template's text."""
+    """Return a real tokenizer with the family's template, with merges learned from the template's text."""
     family = FAMILIES[name]
     template = (TEMPLATES / f"{name}.jinja").read_text()
     core = Tokenizer(models.BPE())

@@ -20,7 +20,7 @@ SMOLLM2 = ROOT / ".models" / "smollm2-135m-instruct"
 
 
 def missing(subject: str, target: str = "tokenizers") -> NoReturn:
-    """Skips the test; with ASYNCRL_REQUIRE_TOKENIZERS, or what the target is called, it fails."""
+    """Skip the test. With ASYNCRL_REQUIRE_TOKENIZERS, or the variable of another target, fail."""
     why = f"there is no {subject} here; `make {target}` fetches it"
     if os.environ.get(f"ASYNCRL_REQUIRE_{target.upper().replace('-', '_')}"):
         pytest.fail(why)
@@ -35,7 +35,7 @@ def harness(path: str) -> Path:
 
 
 def first_requests(name: str) -> list[Any]:
-    """The path and the body, as text, of the requests that a coding agent sends first."""
+    """Return the paths and the bodies, as text, of a coding agent's first requests."""
     file = harness(f"requests/{name}.jsonl")
     return [json.loads(line) for line in file.read_text().splitlines()]
 

@@ -38,8 +38,10 @@ ROLE = ["-m", "asyncrl.launch.role"]
 
 
 class Forked:
-    """A process that was forked for us, with what is used of `subprocess.Popen`. `ended` waits for so many
-    seconds, or for ever, and returns the exit code."""
+    """A forked process, with the used methods of `subprocess.Popen`.
+
+    `wait_for_exit` waits for so many seconds, or for ever, and returns the exit code.
+    """
 
     def __init__(self, pid: int, wait_for_exit: Callable[[float | None], int | None]) -> None:
         self.pid = pid
@@ -158,9 +160,10 @@ def _start_role(
 
 
 def _fork_roles(requests: socket.socket) -> NoReturn:
-    """Fork what is asked for, and tell the pid of each, and its exit code, until the launcher has ended."""
+    """Fork the requested processes, and report the pid and the exit code of each, until the launcher has
+    ended."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # they are for the others of a job
+        signal.signal(number, signal.SIG_IGN)  # meant for the other processes of a job
     running: dict[int, tuple[int, int]] = {}  # pid and the pipe that its exit code goes to
     while True:
         for ready in select.select([requests.fileno(), *running], [], [])[0]:
@@ -185,7 +188,7 @@ def _fork_roles(requests: socket.socket) -> NoReturn:
 
 
 def _wrap(command: list[str], variables: dict[str, str], stdin: int, stdout: int) -> NoReturn:
-    """Become the wrapper of a role: `command` is that of `isolation.child.wrapped`."""
+    """Become the wrapper of a role. `command`: the command of `isolation.child.wrapped`."""
     from asyncrl.isolation import wrapper
 
     at = command.index(wrapper.__file__)

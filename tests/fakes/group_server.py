@@ -29,7 +29,10 @@ def described(name: str, tensor: Tensor) -> TensorEntry:
 
 
 class GroupRank:
-    """What runs in the process of one rank. Methods are called by name; what they raise is the answer."""
+    """The part of a rank that runs in its own process.
+
+    Methods are called by name; a raised exception is the answer.
+    """
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -96,8 +99,10 @@ def _run(connection: Connection, rank: int) -> None:
 
 
 class ServerRank:
-    """The other end of one rank's process, which an argument of a new process may be. Answers that nobody
-    waits for any more are dropped."""
+    """The other end of a rank's process, which can be an argument of a new process.
+
+    Answers without a waiting caller are dropped.
+    """
 
     def __init__(self, rank: int) -> None:
         self._connection, theirs = FORKED.Pipe()
@@ -128,8 +133,10 @@ class ServerRank:
 
 
 class FakeServer:
-    """A server of so many ranks, or of some that another process has started. `calls`: what it was told, by
-    name; `before(name)` is called first."""
+    """A server of so many ranks, or of ranks that another process has started.
+
+    `calls`: the calls by name. `before(name)` is called before each.
+    """
 
     def __init__(self, ranks: int = 1, started: Sequence[ServerRank] = ()) -> None:
         self.url = "http://127.0.0.1:9"

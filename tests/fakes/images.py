@@ -30,7 +30,7 @@ FILES = {
     "group": "root:x:0:\nnogroup:x:65534:\n",
     "hostname": "image\n",
 }
-LEFT_OUT = (  # of Python's library
+LEFT_OUT = (  # parts of Python's library
     *("test", "tests", "site-packages", "dist-packages", "idlelib", "tkinter", "turtledemo", "lib2to3"),
     *("ensurepip", "config-*", "distutils", "pydoc_data", "*.opt-?.pyc", "_test*", "EXTERNALLY-MANAGED"),
 )
@@ -81,7 +81,7 @@ def small_image(
 
 
 def _copy_python(path: Path, packages: set[str]) -> list[str]:
-    """Copy this Python as /usr/bin/python3. Returns the files whose libraries it needs."""
+    """Copy this Python as /usr/bin/python3. Return the files whose libraries the copy needs."""
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
     binary = Path(sys.base_prefix, "bin", version)
     shutil.copy2(binary, path / "usr/bin" / version)

@@ -37,12 +37,12 @@ def coordinator(config: RunConfig, endpoints: Endpoints, incarnation: str) -> in
 
 
 def deaf_coordinator(config: RunConfig, endpoints: Endpoints, incarnation: str) -> int:
-    """Answers an observer; Stop means nothing to it."""
+    """Answer an observer, and ignore Stop."""
     return _coordinate(config, endpoints, incarnation, obey=False)
 
 
 def failing_coordinator(config: RunConfig, endpoints: Endpoints, incarnation: str) -> int:
-    """Its verdict on the run is: failed."""
+    """Run a coordinator whose verdict on the run is: failed."""
     return 1
 
 
@@ -65,7 +65,7 @@ def rank(config: RunConfig, endpoints: Endpoints, index: int, incarnation: str, 
 
 
 def tell(config: RunConfig, *words: Any) -> None:
-    """One datagram: the words and our pid."""
+    """Send a datagram of the words and this process's pid."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
         sock.connect(str(Path(config.run_dir) / "events"))
         sock.send(" ".join(map(str, [*words, os.getpid()])).encode())
@@ -117,8 +117,11 @@ class Events:
         return self._socket.recv(4096).decode().split()
 
     def wait_for(self, *names: str) -> dict[str, list[str]]:
-        """One event of each name, e.g. `rollout`, or several of one that is named so often; a later event of
-        a name replaces the earlier."""
+        """Return an event of each name, e.g.
+
+        `rollout`, or several events of a name that is given several times. A later event of a name replaces
+        the earlier one.
+        """
         events: dict[str, list[str]] = {}
         missing = Counter(names)
         while +missing:
@@ -169,7 +172,10 @@ def only(role: str, **targets: str) -> tuple[placement.Unit, ...]:
 
 
 def all_gone(pids: list[int], seconds: float = DEADLINE) -> bool:
-    """All processes have ended by then. Not for our own children: it would take their exit codes."""
+    """Tell whether all processes have ended by then.
+
+    Not for this process's children, whose exit codes would be lost.
+    """
     running = []
     for pid in pids:
         with suppress(psutil.NoSuchProcess):
@@ -196,7 +202,7 @@ class FirstStatus:
 
 
 def parent(run_dir: Path, *pairs: str) -> int:
-    """A launcher process: a whole session over fake roles, none of which leaves by itself."""
+    """Run a launcher process: a whole session over fake roles, none of which leaves by itself."""
     session.LEAVE_SECONDS = 0.5
     targets = dict(pair.split("=") for pair in pairs)
 

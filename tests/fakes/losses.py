@@ -29,8 +29,11 @@ def loss_input(
     weight: Sequence[float] | None = None,
     **columns: Sequence[float],
 ) -> LossInput:
-    """Log-probs that are not given equal `logp`; the advantage is 1, the weight 1, everything one fresh
-    episode."""
+    """Return a loss's input.
+
+    Log-probs that are left out equal `logp`; the advantage is 1, the weight 1, and all tokens are of a fresh
+    episode.
+    """
     count = len(logp)
     named = {"prox": logp, "mu": logp, "advantage": [1.0] * count, **columns}
     weights = real(weight or [1.0] * count, dtype)
@@ -47,7 +50,7 @@ def loss_input(
 
 
 def evaluate(name: str, inputs: LossInput, **options: Any) -> tuple[TokenLoss, Tensor]:
-    """The loss, and the derivative of its sum by log pi [N]."""
+    """Return the loss, and the derivative of its sum by log pi [N]."""
     token = losses.get(name).bound(options, "algorithm.loss").of(inputs)
     (gradient,) = torch.autograd.grad(token.value.sum(), inputs.logp)
     return token, gradient

@@ -9,13 +9,13 @@ from asyncrl.wire.messages.shared import WireMessage
 
 
 class Sent:
-    """In place of the sockets: what would have left after the commit."""
+    """Takes the place of the sockets, and keeps the mail that would have left after the commit."""
 
     refused = 0
 
     def __init__(self) -> None:
         self.mail: list[tuple[bytes, WireMessage]] = []
-        self.frames: list[tuple[Any, list[bytes]]] = []  # of all messages that have some
+        self.frames: list[tuple[Any, list[bytes]]] = []  # messages with frames
         self.unreachable: set[bytes] = set()
 
     def to_control(self, peer: bytes, message: WireMessage, frames: Sequence[bytes] = ()) -> None:

@@ -23,12 +23,12 @@ from tests.fakes.engine import ScriptedEngine
 
 PLACE = "ASYNCRL_TEST_NOTES"  # variable with the directory of the notes
 TURNS = 3
-MARKS = ("WRITTEN", "SHOWN")  # what the commands of a coding agent print
+MARKS = ("WRITTEN", "SHOWN")  # words that the commands of a coding agent print
 SHELLS = (("exec_command", "cmd"), ("Bash", "command"))  # the tools that run one, with an argument
 
 
 def note(name: str, value: Any) -> None:
-    """Append a line to the file at once, so that it is not lost with the process."""
+    """Append a line to the file at once, so that the line survives the process."""
     with Path(os.environ[PLACE], name).open("a") as file:
         file.write(json.dumps(value) + "\n")
 
@@ -69,8 +69,10 @@ async def forgetful(sample: Sample, endpoint: Endpoint) -> float:
 
 
 class Coder(ScriptedEngine):
-    """Writes what makes a coding agent run one command after another, and then its answer. It never writes
-    the same twice."""
+    """Writes turns that make a coding agent run a command after another, and then an answer.
+
+    No two turns are equal.
+    """
 
     def __init__(self, model_path: str, version: int) -> None:
         super().__init__(lambda request: "", version)
@@ -82,7 +84,7 @@ class Coder(ScriptedEngine):
         shown_marks = [mark for mark in MARKS if prompt.count(mark) > prompt.count(f"echo {mark}")]
         done = len(shown_marks)
         text = f"all done {unique}"
-        if done:  # what was asked for before is durable
+        if done:  # the earlier requests are durable
             note("heard", [os.getpid(), request.session, done if done == TURNS - 1 else done - 1])
 
         if done < TURNS - 1:

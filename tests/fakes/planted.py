@@ -47,7 +47,7 @@ from tests.unit.buffer.machine import admit, land, make, run, train
 
 MODEL = Path(__file__).resolve().parents[2] / "examples" / "multiturn" / "calculator" / "model"
 MARKUP = "</script><img src=x onerror=alert(1)>"
-# of each run; of a step; max_staleness
+# Steps of each run, groups of a step, max_staleness.
 STEPS = 12
 GROUPS = 2
 BOUND = 2
@@ -61,7 +61,7 @@ Metrics = Mapping[str, float | Sequence[float]]
 
 
 class Said(NamedTuple):
-    """A turn of an episode. `versions`: which policies wrote its halves, if not the step's; or `spans`."""
+    """A turn of an episode. `versions`: the policies that wrote its halves, if not the step's; or `spans`."""
 
     text: str
     reply: ToolReply | None = None
@@ -80,7 +80,7 @@ class Played(NamedTuple):
     end: EpisodeEnd = EpisodeEnd.ANSWERED
 
 
-Player = Callable[[int, int], Played]  # of a question's number and a step's
+Player = Callable[[int, int], Played]  # (row of the question, step) -> episode
 
 
 def right(row: int, step: int = 0) -> Played:
@@ -92,7 +92,7 @@ def wrong(row: int, step: int = 0) -> Played:
 
 
 def chat(*messages: tuple[str, str]) -> str:
-    """As the template writes it."""
+    """Write messages as the template does."""
     return "".join(f"<|im_start|>{role}\n{text}<|im_end|>\n" for role, text in messages)
 
 
@@ -112,7 +112,7 @@ class PlantedRun:
         self._lags = defaultdict[int, list[list[int]]](list)  # by step: of each episode's tokens
 
     def train(self, first: Player = right, second: Player = wrong) -> None:
-        """In each group one player has an episode, and the other one."""
+        """Train groups in which the first player has one episode and the second player the other."""
         for step in range(STEPS):
             for _ in range(GROUPS):
                 group = self.buffer.admit(step, now=0.0)
@@ -140,7 +140,7 @@ class PlantedRun:
         self.store.commit()
 
     def validate(self, step: int, played: Sequence[Played]) -> None:
-        """The first questions are asked, each once."""
+        """Validate with the first questions, each once."""
         for row, played_episode in enumerate(played):
             episode = EpisodeRecord(HeldOut(step, "sampled", row).uid, row, 0, state=State.LANDED)
             episode.result, episode.stats = self._write(episode, played_episode, step)
@@ -174,7 +174,9 @@ class PlantedRun:
                 for text in (turn_text.read, turn_text.text)
             )
 
-            (old, new), half, end = turn_text.versions or (version, version), len(ids) // 2, len(ids)
+            old, new = turn_text.versions or (version, version)
+            half = len(ids) // 2
+            end = len(ids)
             spans = VersionSpan(0, half, old, old), VersionSpan(half, end, new, new)
             logprobs = tuple(-float(token % 5) for token in range(end))
             turn = Turn(at, context, ids, logprobs, turn_text.spans or spans, StopReason.STOP, seconds=1.5)
@@ -203,7 +205,7 @@ class PlantedRun:
         return result, EpisodeStats(len(played_episode.turns), len(replies), failed=len(failed), seconds=15.0)
 
     def close(self, launches: Sequence[LaunchRecord] = ()) -> Path:
-        """All but what its processes report."""
+        """Write everything except the reports of processes."""
         if launches:
             self.store.put_meta(KEY, msgspec.json.encode(launches).decode())
         self._index()
@@ -217,7 +219,7 @@ class PlantedRun:
     def save(
         self, metrics: Metrics | None = None, launches: Sequence[LaunchRecord] = (), lost: str = ""
     ) -> Path:
-        """`metrics`: of its steps, which took 20 s each; a number holds for all of them."""
+        """Save the run. `metrics`: of its steps, which took 20 s each; a number holds for all steps."""
         self.close(launches or [LaunchRecord(0, tree(self.config))])
         flow = {f"flow/{name}": float(count) for name, count in asdict(self.buffer.flow()).items()}
         scores = {"rollout/score/mean": 0.5, "rollout/score/min": 0.0, "rollout/score/max": 1.0}
@@ -239,7 +241,10 @@ class PlantedRun:
 
 
 def _masked(episodes: Sequence[Sequence[int]]) -> dict[str, float]:
-    """The shares that a trainer would report of a batch. `episodes`: the lags of their tokens."""
+    """Return the masked shares that a trainer would report of a batch.
+
+    `episodes`: the lags of their tokens.
+    """
     lengths = defaultdict[str, list[int]](list)
     for lags in episodes:
         lengths[f"staleness/by_length/{length_bucket(len(lags))}/masked_frac"] += lags
@@ -293,14 +298,14 @@ def save_run(run_dir: Path, **training: float) -> Path:
 
 
 def ended(run_dir: Path) -> str:
-    """In place of `asyncrl status`, which looks for the launcher's lock."""
+    """Take the place of `asyncrl status`, which checks the launcher's lock."""
     if not (run_dir / "config.yaml").exists():
         raise ConfigError(f"{run_dir}: no run")
     return "completed"
 
 
 def broken_tool(run_dir: Path) -> Path:
-    """Whoever calls `search`, which fails, earns nothing."""
+    """Write a run whose episodes earn nothing if they call `search`, which fails."""
     working_reply = ToolReply(ToolCall("calculator", '{"sum": "1 + 1"}'), "2", seconds=0.01)
     failed = ToolReply(ToolCall("search", '{"query": "sums"}'), "", error="connection refused", seconds=2.0)
 
@@ -326,7 +331,7 @@ def slow_reward(run_dir: Path) -> Path:
 
 
 def masked_tail(run_dir: Path) -> Path:
-    """The first half of long episodes, which are few, was written five steps before their batch."""
+    """Write a run with few long episodes, whose first half was written five steps before their batch."""
 
     def long(row: int, step: int) -> Played:
         text = "Let us count. " * 60
@@ -371,7 +376,7 @@ def flipped(run_dir: Path) -> Path:
 
 
 def titled(run_dir: Path) -> Path:
-    """An agent solves its task, and the last turn is the title of its session, which it asks for as well."""
+    """Write a run whose agent solves its task and requests a title of its session in the last turn."""
     call = ToolReply(ToolCall("calculator", '{"sum": "4 + 4"}'), "8", seconds=0.01)
     task = chat(("system", "You are an agent."), ("user", "Add the numbers in sums.txt.")) + OPEN
     title = chat(("system", "You write titles."), ("user", "A title for: add the numbers")) + OPEN

@@ -92,18 +92,18 @@ class PlayedLink:
             self.world.send(self.peer, message, frames or [], bulk, self.held_until)
 
     def received(self) -> Iterator[tuple[WireMessage, list[bytes]]]:
-        """What has arrived by now."""
+        """Yield the messages that have arrived by now."""
         while due_queues := [queue for queue in self.inbox if queue and queue[0][0] <= self.world.now]:
             yield self.world.dice.choice(due_queues).popleft()[1]
 
     def disconnect(self) -> None:
-        """What is under way is lost."""
+        """Lose the messages under way."""
         for queue in self.inbox:
             queue.clear()
 
 
 class Running:
-    """An episode that a worker has."""
+    """An episode of a worker."""
 
     def __init__(self, assign: Assign, turns: int, now: float) -> None:
         self.assign = assign
@@ -126,8 +126,11 @@ def part_payload(running: Running, version: int) -> bytes:
 
 
 class PlayedWorker:
-    """Plays episodes of one to three turns; not all repeat what was recorded. Half of the turns come in parts
-    before they are whole. `hangs_until`: it answers, and its episodes do not go on."""
+    """Plays episodes of one to three turns, of which not all repeat the recorded turns.
+
+    Half of the turns come in parts before they are whole. `hangs_until`: the worker answers, and its episodes
+    do not go on.
+    """
 
     def __init__(self, world: World, index: int, incarnation: str) -> None:
         self.world = world
@@ -299,7 +302,7 @@ class PlayedWorker:
 
 
 class PlayedRank:
-    """One rank of a played trainer: what it has asked for, and the plan that it holds."""
+    """A rank of a played trainer: its open question, and its plan."""
 
     def __init__(self, trainer: PlayedTrainer, rank: int) -> None:
         self.trainer = trainer
@@ -307,7 +310,7 @@ class PlayedRank:
         self.rank = rank
         self.link = PlayedLink(self.world, f"trainer/{rank}/{trainer.incarnation}".encode())
         self.question: tuple[WireMessage, bool] | None = None  # to be answered, and on which channel
-        self.plan: WorkPlan | None = None  # that rank 0 was told, and this rank has its part of
+        self.plan: WorkPlan | None = None  # the plan of rank 0, of which this rank has its part
         self.uids = list[str]()
         self.turns = dict[str, int]()
         self.greeted = self.ready = False
@@ -352,7 +355,7 @@ class PlayedRank:
 
 
 class PlayedTrainer:
-    """Ranks, whose model is the list of what they were trained on. Its checkpoints are real files."""
+    """Ranks whose model is the list of trained episodes. The trainer's checkpoints are real files."""
 
     def __init__(self, world: World, incarnation: str) -> None:
         self.world = world
@@ -377,7 +380,7 @@ class PlayedTrainer:
         self.work = 0
 
     def resume(self) -> None:
-        """Once, from the newest checkpoint whose files are as written."""
+        """Resume, once, from the newest checkpoint whose files are as written."""
         if self.resumed:
             return
         self.resumed = True
@@ -390,7 +393,8 @@ class PlayedTrainer:
 
     @property
     def acknowledged(self) -> int:
-        """It is ahead by a step while its commit is not answered."""
+        """Return the step whose commit is answered: the trainer is ahead by a step while its commit is
+        not."""
         question = self.first.question
         return self.step - (question is not None and isinstance(question[0], Commit))
 
@@ -441,7 +445,7 @@ class PlayedTrainer:
         self.first.ask(PlanRequest(self.epoch, self.step, self.micro, self.resting), bulk=True)
 
     def _hand(self, rank: PlayedRank, plan: WorkPlan, part: tuple[PlannedTrajectory, ...]) -> None:
-        """Rank 0 was told a plan, and a rank asks for its part of it."""
+        """Hand a plan of rank 0 to a rank, which requests its part."""
         rank.plan = plan
         rank.uids = []
         rank.turns = {planned.uid: planned.frames for planned in part}
@@ -449,7 +453,7 @@ class PlayedTrainer:
             rank.ask(PayloadRequest(self.epoch, self.step, tuple(rank.turns)), bulk=True)
 
     def _start(self) -> None:
-        """The last rank that has its part lets all train."""
+        """Train once the last rank has its part."""
         plan = self.first.plan
         if plan is None or any(
             isinstance(rank.question and rank.question[0], PayloadRequest) for rank in self.ranks
@@ -461,7 +465,7 @@ class PlayedTrainer:
         self._run(plan)
 
     def _run(self, plan: WorkPlan) -> None:
-        if plan.kind != "stop":  # its checkpoint is written from where the shards rest
+        if plan.kind != "stop":  # a stop's checkpoint is written from the offloaded shards
             self.resting = plan.kind == "rest"
             self.holds_devices = not self.resting
         match plan.kind:
@@ -497,7 +501,7 @@ class PlayedTrainer:
                 self._request()
 
     def _check_lag(self, frames: list[bytes]) -> None:
-        """The bound on staleness, which the real trainer's masks keep where nothing else does."""
+        """Assert the bound on staleness, which the real trainer's masks enforce last."""
         buffer = self.world.config.buffer
         oldest = min(
             (span.version for frame in frames for span in decode_turn(frame).spans), default=self.step

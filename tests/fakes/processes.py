@@ -26,7 +26,7 @@ def role_processes(launcher_pid: int) -> dict[str, psutil.Process]:
 
 
 def alive(pid: int) -> bool:
-    """A zombie that nobody has reaped is dead."""
+    """Tell whether a process is alive. A zombie is dead."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
@@ -34,7 +34,7 @@ def alive(pid: int) -> bool:
 
 
 async def until(reached: Callable[[], bool], complaint: str) -> None:
-    """Return once it is reached, or fail after 10 s."""
+    """Return once the condition holds, or fail after 10 s."""
     limit = time.monotonic() + 10.0
     while not reached():
         assert time.monotonic() < limit, complaint

@@ -85,7 +85,8 @@ def trained(
     what is reported is finite."""
     config = tiny_config(path, **copy.deepcopy(RECIPES[name]), trainer={"lr": 0.1})
     learner = make_learner(config, world)
-    learner.step, before = step, full_state(learner.policy)
+    learner.step = step
+    before = full_state(learner.policy)
     learner.optimizer = torch.optim.SGD(learner.policy.parameters(), lr=0.1)
     if learner.critic is not None:
         learner.critic.optimizer = torch.optim.SGD(learner.critic.parameters(), lr=0.1)

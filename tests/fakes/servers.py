@@ -21,7 +21,7 @@ from asyncrl.types import NO_VERSION, Generation, PolicyVersion, StopReason, Tok
 from asyncrl.wire.messages.worker import EngineEntry, EngineUse
 from tests.fakes.loop import Intervals
 
-SECONDS = 0.25  # that each part of a turn says it took
+SECONDS = 0.25  # seconds that each part of a turn reports
 
 
 @dataclass(frozen=True)

@@ -78,7 +78,7 @@ class SGLangServer:
                 problem = f"was not ready after {seconds:g} s" if code is None else f"ended with {code}"
                 raise RuntimeError(f"server {self.url} {problem}; the end of {self.log}:\n{self.tail()}")
             with suppress(subprocess.TimeoutExpired):
-                self.process.wait(0.1)  # its end is an event; that it is ready can only be asked
+                self.process.wait(0.1)  # an end wakes this call; readiness can only be polled
 
         self._port.close()
         self.processes()

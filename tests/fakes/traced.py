@@ -47,8 +47,8 @@ GROWING = ("weights", "optimizer", "gradients", "work")  # with the layers
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the storages of all tensors that operations return inside, until they are freed or (by FSDP2)
-    resized to nothing. `now`, and the `peak` of it."""
+    """Counts the storages of all tensors that operations return inside the context, until the storages are
+    freed or (by FSDP2) resized to nothing. `now`: the present bytes; `peak`: the most so far."""
 
     supports_higher_order_operators = True  # counts what they return, too
 
@@ -101,7 +101,8 @@ class LiveBytes(TorchDispatchMode):
 
 
 def _experts(module: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-    """In place of products by expert, which must know who goes where: tensors of the same sizes."""
+    """Return tensors of the same sizes as the products by expert, which would need the experts of real
+    tokens."""
 
     def product(rows: Tensor, stack: Tensor) -> Tensor:
         return rows @ (stack.mean(0) if module.is_transposed else stack.mean(0).t())
@@ -146,7 +147,7 @@ def _kind(layer: nn.Module) -> tuple[Any, ...]:
 
 def traced_with(config: RunConfig, depth: int) -> Footprint:
     """With so many layers of the policy's model; 0: with all."""
-    trainer = msgspec.structs.replace(config.trainer, compile=False)  # it runs no fake tensors
+    trainer = msgspec.structs.replace(config.trainer, compile=False)  # compiled layers run no fake tensors
 
     config = msgspec.structs.replace(config, trainer=trainer)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
@@ -180,7 +181,7 @@ def traced_with(config: RunConfig, depth: int) -> Footprint:
                 config.kl.top_k,
             )
 
-        del tokens, micros  # they hold the masks of their attention, which are of the micro-batch
+        del tokens, micros  # these rows hold the attention masks of the micro-batch
         gradients = live.now - before
         return Footprint(weights, gradients, bytes_before - weights, live.peak - live.now, rows, length)
 
@@ -239,8 +240,11 @@ def _skeleton(auto_class: AutoClass, path: str, config: RunConfig, depth: int) -
 
 
 def _pack(lm: PreTrainedModel, config: RunConfig) -> Packing:
-    """Let a model attend as it will to packed rows, if it can. On a GPU flex attention keeps about as much as
-    that of padded rows, and runs no fake tensors of a CPU."""
+    """Let a model attend to packed rows as configured, if the model can.
+
+    On a GPU flex attention keeps about as much as attention of padded rows, and runs no fake tensors of a
+    CPU.
+    """
     gpu = torch.cuda.is_available() and config.model.device != "cpu"
     wanted = config.trainer.packing
     if gpu or wanted == "padded":

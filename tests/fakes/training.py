@@ -62,7 +62,7 @@ def save_tiny_qwen(path: Path, *, tied: bool = True) -> str:
 
 
 def tiny_config(path: str, **sections: dict[str, Any]) -> RunConfig:
-    """A run on that model; keyword arguments are sections of the config."""
+    """Return the configuration of a run on the tiny model. Keyword arguments are sections of the config."""
     trainer = {"lr": 1e-2, "grad_clip": 0.0, "micro_batch_tokens": 2048, **sections.pop("trainer", {})}
     model = {"path": path, "dtype": "float32", **sections.pop("model", {})}
     rollout = {"max_tokens": 1024, "max_new_tokens": 128, **sections.pop("rollout", {})}
@@ -79,7 +79,8 @@ def make_learner(config: RunConfig, world: World, dtype: str = "float64") -> Lea
 
 @dataclass(frozen=True)
 class Recorder:
-    """Makes random episodes whose log-probs are those of `model` plus normal noise of size `noise`."""
+    """Makes random episodes whose log-probs are the log-probs of `model` plus normal noise of size
+    `noise`."""
 
     model: Any
     seed: int = 0
@@ -137,7 +138,7 @@ class Recorder:
 
 
 def _result(rng: random.Random, turns: list[Turn]) -> EpisodeResult:
-    """A reward of 0, 0.5 or 1, half of it on the first turn."""
+    """Return a reward of 0, 0.5 or 1, half of it on the first turn."""
     reward = rng.choice([0.0, 0.5, 1.0])
     by_turn = [0.0] * len(turns)
     by_turn[0] += reward / 2
@@ -165,13 +166,13 @@ def full_state(policy: Policy) -> dict[str, Tensor]:
 
 
 def stored(policy: Policy) -> dict[str, Tensor]:
-    """The same as they are published: under the names of files. A collective."""
+    """Return the weights as they are published, under the names of files. A collective."""
     full_weights = full_state(policy)
     return {piece.name: piece.within(full_weights[piece.parameter]) for piece in policy.published}
 
 
 def save_checkpoint(directory: Path, learner: Learner, manifest: CheckpointManifest, hf: bool = True) -> Path:
-    """Write one as a run does, without waiting beside training. A collective."""
+    """Write a checkpoint as a run does, without waiting beside training. A collective."""
     to = Checkpoints(directory)
     state = checkpoint.manifest_of(learner, trainer_epoch=0).state
     manifest = msgspec.structs.replace(manifest, state=state)
@@ -206,13 +207,13 @@ def few_tokens() -> Selected:
 
 @torch.no_grad()
 def plain_logp(model: Any, tokens: Selected) -> Tensor:
-    """Their log-probs by a model without any of the trainer around it."""
+    """Return log-probs by a model without any of the trainer around the model."""
     logits = model(tokens.ids).logits.flatten(0, 1)[tokens.predictor] / tokens.temperature[:, None]
     return logits.log_softmax(-1).gather(1, tokens.labels[:, None])[:, 0]
 
 
 def random_cut(episodes: Sequence[Episode], ranks: int, micros: int, seed: int) -> list[list[list[Episode]]]:
-    """[micro][rank] → episodes, at random: some parts may be empty."""
+    """Cut episodes at random: [micro][rank] → episodes. Some parts may be empty."""
     rng = random.Random(seed)
     cut: list[list[list[Episode]]] = [[[] for _ in range(ranks)] for _ in range(micros)]
     for episode in rng.sample(list(episodes), len(episodes)):
@@ -232,7 +233,7 @@ def balanced_cut(episodes: Sequence[Episode], ranks: int, budget: int) -> list[l
 
 
 def run_batch(learner: Learner, cut: list[list[list[Episode]]]) -> dict[str, float]:
-    """One optimizer batch of this rank's share of a cut."""
+    """Train an optimizer batch of this rank's part of a cut."""
     world = learner.world
     for micro in cut:
         learner.accumulate(micro[world.rank * world.data_ranks // world.size])
@@ -240,14 +241,14 @@ def run_batch(learner: Learner, cut: list[list[list[Episode]]]) -> dict[str, flo
 
 
 def final_gradients(learner: Learner, cut: list[list[list[Episode]]]) -> dict[str, Tensor]:
-    """The gradients that the optimizers would be given; the models stay as they are, V too."""
+    """Return the gradients that the optimizers would be given. The models, V included, stay as they are."""
     return gradients_and_metrics(learner, cut)[0]
 
 
 def gradients_and_metrics(
     learner: Learner, cut: list[list[list[Episode]]]
 ) -> tuple[dict[str, Tensor], dict[str, float]]:
-    """As `final_gradients`, with what the batch reports."""
+    """Return the result of `final_gradients` and the metrics of the batch."""
     gradients: dict[str, Tensor] = {}
 
     def capture(prefix: str, model: nn.Module) -> None:
@@ -271,7 +272,8 @@ def gradients_and_metrics(
 def gradient_gap(
     learner: Learner, episodes: Sequence[Episode], wanted: dict[str, Tensor], micros: int = 3
 ) -> float:
-    """`difference` from those wanted of the gradients of a batch on one rank, cut at random."""
+    """Return the `difference` between the wanted gradients and the gradients of a batch on one rank, cut
+    at random."""
     return difference(final_gradients(learner, random_cut(episodes, 1, micros, seed=0)), wanted)
 
 

@@ -22,7 +22,7 @@ BUCKET_BYTES = 256 << 20
 
 @dataclass(frozen=True)
 class PinnedTensors:
-    """Whole tensors of one process, as a `Pinned`."""
+    """Whole tensors of a process, as a `Pinned`."""
 
     layout: Layout
     tensors: Tensors
@@ -46,7 +46,10 @@ class PinnedTensors:
 
 
 def snapshot_of(tensors: Mapping[str, Tensor], version: PolicyVersion) -> Snapshot:
-    """Of tensors that share their storage (tied weights) the first name is taken."""
+    """Return a snapshot of tensors.
+
+    Tensors that share their storage (tied weights) go by their first name.
+    """
     copies: Tensors = {}
     seen = set[tuple[object, ...]]()
     for name, tensor in tensors.items():
@@ -63,7 +66,7 @@ def snapshot_of(tensors: Mapping[str, Tensor], version: PolicyVersion) -> Snapsh
 
 
 def buckets(snapshot: Snapshot, bucket_bytes: int) -> Iterator[Tensors]:
-    """Its tensors, in groups of at most so many bytes (a larger tensor alone)."""
+    """Yield the snapshot's tensors in groups of at most so many bytes (a larger tensor alone)."""
     with snapshot.pin() as pinned:
         for part in split(snapshot.layout, bucket_bytes):
             shares = zip(snapshot.layout[part], pinned.shares(part), strict=True)
@@ -74,7 +77,7 @@ def buckets(snapshot: Snapshot, bucket_bytes: int) -> Iterator[Tensors]:
 
 
 def whole_tensors(snapshot: Snapshot) -> Iterator[tuple[TensorSpec, Tensor]]:
-    """Its tensors, and copies of their bytes."""
+    """Return the snapshot's tensors, and copies of their bytes."""
     with snapshot.pin() as pinned:
         for index, spec in enumerate(snapshot.layout):
             yield spec, whole(pinned.shares(slice(index, index + 1))[0])

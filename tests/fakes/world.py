@@ -76,7 +76,7 @@ class PlayedHub:
 
 
 def damage(database: Path) -> None:
-    """Its middle is overwritten; what is in its log is gone, too."""
+    """Overwrite the middle of a database, and drop its log."""
     size = database.stat().st_size
     with database.open("r+b") as file:
         file.seek(size // 4)
@@ -85,7 +85,7 @@ def damage(database: Path) -> None:
 
 
 class World:
-    """One run, to its end. `dice` decides everything; `happen` is called before each turn, with the world."""
+    """A run, to its end. `dice` decides everything; `happen` is called before each turn, with the world."""
 
     def __init__(
         self,
@@ -204,7 +204,7 @@ class World:
             add(reporter.state.store, "delivered", 10 * episode.turns)
 
         def cut_back(buffer: ReplayBuffer, episode: EpisodeRecord, turns: Sequence[Turn]) -> None:
-            self.counted &= episode.state is not State.LANDED  # it will land again
+            self.counted &= episode.state is not State.LANDED  # the episode will land again
             payloads.cut_back(buffer, episode, turns)
 
         patch.setattr(reporting.Reporter, "on_turn", sampled)
@@ -244,7 +244,7 @@ class World:
         self.arriving[bulk][peer].append((max(held_until, self._delayed()), (message, frames)))
 
     def deliver(self, peer: bytes, message: WireMessage, frames: list[bytes], bulk: bool) -> bool:
-        """From the coordinator to a peer. False: it is not there."""
+        """Deliver a message from the coordinator to a peer. False: the peer is not there."""
         if peer == OBSERVER:
             self._observe(message)
             return True
@@ -258,7 +258,8 @@ class World:
         return False
 
     def _delayed(self) -> float:
-        """When a message arrives: on each channel in order, but not between the two."""
+        """Return the arrival time of a message: in order on each channel, and in any order between the two
+        channels."""
         return self.now + self.dice.choice([0.0, 0.0, 0.1, 0.5])
 
     @property
@@ -301,7 +302,7 @@ class World:
         self.trainer = PlayedTrainer(self, self._incarnation())
 
     def start_coordinator(self) -> None:
-        """It may end while it starts."""
+        """Start the coordinator, which may end while starting."""
         while True:
             try:
                 self.coordinator = Coordinator(
@@ -313,7 +314,7 @@ class World:
                 self.log.append(f"{self.now:.1f} ended while it started")
 
     def lose_coordinator(self) -> None:
-        """Its connections, and the file handles that the kernel would close, are gone."""
+        """Lose the coordinator's connections, and the file handles that the kernel would close."""
         self._forget(self.coordinator)
         self.arriving[0].clear(), self.arriving[1].clear()
         for peer in self.peers:
@@ -322,7 +323,7 @@ class World:
         self.start_coordinator()
 
     def cut_power(self) -> None:
-        """Of the files is left what a crash of the machine may leave."""
+        """Leave of the files the parts that a crash of the machine may leave."""
         assert self.files is not None
         self.files.cut_power(self.dice)
         self._forget(self.coordinator)
@@ -330,7 +331,7 @@ class World:
         self.launch()
 
     def restore_store(self) -> None:
-        """All processes end, run.db is damaged in its middle, and made anew from a copy."""
+        """End all processes, damage the middle of run.db, and make the store anew from a copy."""
         state = self.coordinator.state
         copies = sorted((self.run_dir / "copies").iterdir())
         self._forget(self.coordinator)
@@ -363,7 +364,7 @@ class World:
     # -- the run ---------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """To its end. AssertionError when it does not come to it."""
+        """Run to the end. AssertionError: the run does not end."""
         with self.patched():
             self.launch()
             while not self.coordinator.over:
@@ -398,7 +399,7 @@ class World:
             self._check_end()
 
     def _one_side(self) -> None:
-        """Where engines and trainer use the same devices, never both."""
+        """Assert that engines and trainer never compute at once on the same devices."""
         shifts = self.coordinator.state.shifts
         if shifts is None:
             return
@@ -426,7 +427,8 @@ class World:
             self.start_coordinator()
 
     def _wake_zombie(self, zombie: Coordinator) -> None:
-        """A coordinator that was replaced while it was stopped finds that it was, once it can write."""
+        """Wake a coordinator that was replaced while stopped: the first write must tell it of its
+        successor."""
         if self.now < self.full_until or self.crash_in is not None:
             return
         self.zombie = None
@@ -466,7 +468,8 @@ class World:
         again.close()
 
     def _check_validations(self, flow: dict[str, int], read: RunReader) -> None:
-        """Each episode of the last validation is over, once; each that was begun has an account."""
+        """Assert that each episode of the last validation is over, once, and that each begun episode has
+        an account."""
         last = [HeldOut.of(uid) for uid, _ in read.held_out(uid_prefix(4))]
         assert Counter((episode.row, episode.mode) for episode in last) == Counter(
             product(range(2), (SAMPLED, GREEDY))

@@ -54,7 +54,7 @@ SMOLLM = ROOT / ".models/smollm2-135m-instruct"
 DEMO = ROOT / "examples/multiturn/calculator/model"
 MB = 1 << 20
 TOKENS = 1024
-SIZE = 0.002  # of B's numbers: what is added to a weight is about as large as its rounding in bfloat16
+SIZE = 0.002  # standard deviation of B: a weight changes by about its rounding in bfloat16
 # tokens of an episode: before the first turn, of a tool, of a turn
 PROMPT = 64
 REPLY = 16

@@ -46,7 +46,7 @@ from tests.fakes.processes import role_processes
 
 HERE = ROOT / "tools" / "bench"
 TOOL = f"{HERE / 'replayed.py'}:slow_calculator"
-# of a batch, of a group
+# Episodes of a batch and of a group.
 GROUPS = 8
 MEMBERS = 8
 BATCH = GROUPS * MEMBERS

@@ -65,7 +65,7 @@ def train(
             process.terminate()
             with suppress(subprocess.TimeoutExpired):
                 process.wait(30)
-            process.kill()  # its processes end with it
+            process.kill()  # ends the launcher's processes, too
 
     result = summary(run_dir / name) | {"exit_code": code, "wall_s": time.monotonic() - begin}
     if code:

@@ -130,9 +130,10 @@ def trained(config: RunConfig, player: Player, lag: int, steps: int) -> tuple[Le
     prompts = Prompts(len(train), lambda epoch: shuffled(range(len(train)), f"{config.seed}/{epoch}"))
 
     torch.manual_seed(config.seed)
-
     learner = Learner(config, world())
-    learner.bound, versions = lag, [snapshot(learner)]
+    learner.bound = lag
+    versions = [snapshot(learner)]
+
     for step in range(steps):
         asks = _batch(config, train, prompts, step)
         version = max(0, step - lag)

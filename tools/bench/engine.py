@@ -33,7 +33,7 @@ from asyncrl.engines.torch.engine import TorchEngine
 VOCABULARY = 320
 PROMPT = 64
 NEW = 128
-LONGEST = 832  # of the responses with log-normal lengths
+LONGEST = 832  # tokens of a response with a log-normal length, at most
 TURNS = 6
 DELTA = 12
 TURN_NEW = 30

@@ -146,7 +146,7 @@ async def large(seconds: float) -> str:
 
 HUNG_PROCESS = load_tool(
     f"{Path(__file__).with_name('hung_process.py')}:hung_process"
-)  # its processes import only that
+)  # a tool's process imports only this module
 BAD = (hung, hung_thread, HUNG_PROCESS, stubborn, crashing, large)
 
 

@@ -32,7 +32,7 @@ from asyncrl.buffer import flow_control
 from asyncrl.buffer.lifetimes import Deadlines
 from asyncrl.planning.simulator import PARTS, Recorded, RecordedTurn, SimulatedStep, Simulation, Workload
 
-GROUPS = 1000  # that episodes are drawn from
+GROUPS = 1000  # groups to draw episodes from
 
 
 def drawn(
@@ -79,7 +79,7 @@ def with_calls(median: float, sigma: float, limit: float) -> Workload:
 
 
 TAIL = with_calls(0.5, 1.5, 3000.0)
-TAILS = {  # those of async_ratio.py
+TAILS = {  # workloads of async_ratio.py
     "tail": TAIL,
     "harder": with_calls(1.5, 1.5, 3000.0),
     "real": with_calls(0.5, 2.42, 32.0),

@@ -48,7 +48,7 @@ from asyncrl.wire.messages.shared import Attempt
 from asyncrl.wire.messages.worker import Assign, Failed, Records
 from asyncrl.wire.outbox import Outbox
 
-TURNS = 9  # of which the first is no continuing one
+TURNS = 9  # turns of a conversation; the first one continues no row
 CALL = '<tool_call>\n{"name": "bash", "arguments": {}}\n</tool_call>'
 SIZES = {"short": (1, 60), "long": (40, 19_500)}  # messages and words at the beginning
 FIRST = (1, 19_000)

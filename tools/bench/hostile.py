@@ -33,7 +33,7 @@ from asyncrl.gateway.exchange import AgentReply, Listener
 from asyncrl.types import Message, StopReason, Turn, VersionSpan
 
 Payload = Callable[[str], bytes]
-FIRST_SECONDS = 1.0  # of a flood, before the other client begins
+FIRST_SECONDS = 1.0  # a flood lasts so long before the other client begins
 
 
 class Host:
@@ -166,7 +166,7 @@ async def measured(kind: str, seconds: float, log: int) -> list[str]:
         inner = await hostile.through(socket.create_server(("127.0.0.1", 0)))
         flooding = await _child("flood", inner, hostile.api_key, kind, seconds)
         assert flooding.stdout is not None
-        await flooding.stdout.readline()  # it has made what it sends
+        await flooding.stdout.readline()  # the flood's requests are ready
         await asyncio.sleep(FIRST_SECONDS)
 
         asking = await _child("ask", fair_session, fair_session.api_key, kind, seconds)

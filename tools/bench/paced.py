@@ -11,7 +11,7 @@ from asyncrl.algorithms.losses import LossInput, TokenLoss, loss
 from asyncrl.algorithms.token_losses import reinforce
 from asyncrl.engines.base import Engine, engines
 
-# of paced: a step, of that each episode; a trained token
+# Seconds of `paced`: a step, each episode of the step, a trained token.
 BASE_S = 0.025
 SHARE_S = 0.0015
 TRAIN_S = 0.0015

@@ -85,7 +85,8 @@ class Bench:
             AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype)).eval().to(world.device)
         )
         head = self.plain.get_output_embeddings().weight.numel()
-        self.head, self.layers = head, sum(p.numel() for p in self.plain.parameters()) - head
+        self.head = head
+        self.layers = sum(parameter.numel() for parameter in self.plain.parameters()) - head
         self.vocabulary: int = self.plain.config.vocab_size
 
     def lines(self, name: str, rows: Rows, ways: Sequence[Packing]) -> list[list[str]]:

@@ -34,7 +34,7 @@ SETTINGS = [
     *(f"engine.name={HERE / 'paced.py'}:paced", f"algorithm.loss={HERE / 'paced.py'}:paced_reinforce"),
     *(f"total_steps={STEPS}", "rollout.slots=32", "launch.restarts=0"),
 ]
-DELAY = "mu: -1.5, sigma: 1.3"  # of the logarithm of a call's seconds: 0.52 on average
+DELAY = "mu: -1.5, sigma: 1.3"  # logarithm of a call's seconds: 0.52 s on average
 SLOW = [f"algorithm.loss={HERE / 'paced.py'}:paced_reinforce_slow"]
 PROBES: dict[str, list[str]] = {"probe": [], "probe-few": ["rollout.slots=8"], "probe-slow": SLOW}
 PROBE_SEED = 100

@@ -48,7 +48,7 @@ MANY = [  # small batches, and a shift for each part of one that is ready
     *("buffer.episodes_per_group=4", "rollout.slots=16", "trainer.lr_schedule=constant"),
 ]
 KEYS = ("timing_s/step", "shift/sleep_s", "timing_s/wake", "shift/wake_s")
-GIVEN_UP = ("/lost", "/moved", "/retracted")  # of engine/<i>: requests that go on as others
+GIVEN_UP = ("/lost", "/moved", "/retracted")  # metrics of engine/<i>: requests that other requests continue
 SHOWN = {
     "s/step": ".2f",
     "tokens/s": ".0f",
@@ -63,10 +63,10 @@ SHOWN = {
     "difference": ".1e",
     "success after": ".1%",
 }
-# the step from which growth counts; how many steps a level is the median of
+# First step that counts for growth; number of steps for the median of a level.
 EARLY = 50
 WINDOW = 20
-GROWTH = 0.03  # of memory
+GROWTH = 0.03  # share of memory that may be added
 OF_STEPS = ("checkpoints", "copies", "ratios", "transcripts")
 
 
@@ -200,7 +200,7 @@ def resource_use(launcher: int, run_dir: Path) -> Iterator[tuple[str, float]]:
     of steps."""
     for role, process in role_processes(launcher).items():
         with suppress(psutil.Error):
-            if role != "coordinator-0":  # what it keeps of each step is a matter of soak.py
+            if role != "coordinator-0":  # soak.py measures the coordinator's memory per step
                 yield f"{role}, MB", process.memory_info().rss / 1e6
             yield f"{role}, open files", process.num_fds()
     names = [path.relative_to(run_dir).parts for path in run_dir.rglob("*")]

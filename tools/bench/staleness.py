@@ -32,7 +32,7 @@ from asyncrl.errors import ConfigError
 if TYPE_CHECKING:
     from lagged import Player
 
-NO_TASK = {"sft", "distill", "gkd"}  # they learn from conversations, or from a teacher
+NO_TASK = {"sft", "distill", "gkd"}  # algorithms that learn from conversations or from a teacher
 PRESETS = sorted(
     path.stem for path in (ROOT / "configs" / "algorithm").glob("*.yaml") if path.stem not in NO_TASK
 )

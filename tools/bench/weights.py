@@ -50,7 +50,7 @@ class Times:
     """CPU seconds of each kind of work, by name; a value per step."""
 
     seconds: dict[str, list[float]] = field(default_factory=dict)
-    bytes: list[int] = field(default_factory=list)  # of deltas
+    bytes: list[int] = field(default_factory=list)  # bytes of each delta
 
     def measured(self, name: str, begin: float) -> None:
         self.seconds.setdefault(name, []).append(time.process_time() - begin)

@@ -54,7 +54,7 @@ def pause(target: Target, victim: str) -> Iterator[None]:
     process = target.process(victim)
     process.suspend()
     yield
-    with suppress(psutil.NoSuchProcess):  # it was replaced meanwhile
+    with suppress(psutil.NoSuchProcess):  # the process was replaced meanwhile
         process.resume()
 
 

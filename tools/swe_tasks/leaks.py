@@ -42,7 +42,9 @@ def unpacked(path: str, data: bytes) -> Iterator[tuple[str, bytes]]:
     yield path, data
     for start, function in PACKED.items():
         if data.startswith(start):
-            with suppress(OSError, EOFError, zlib.error, lzma.LZMAError):  # it may only begin like that
+            with suppress(
+                OSError, EOFError, zlib.error, lzma.LZMAError
+            ):  # the file may only begin like an archive
                 yield from unpacked(path, function(data))
 
     if data.startswith(b"PK\x03\x04"):

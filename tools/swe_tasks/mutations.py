@@ -106,7 +106,7 @@ def differs(function: Function, lines: list[bytes], number: int, after: bytes) -
     last = function.end_lineno or 0
 
     changed = [*lines[first : number - 1], after, *lines[number:last]]
-    start = b"if 1:\n" if function.col_offset else b""  # what holds an indented function
+    start = b"if 1:\n" if function.col_offset else b""  # encloses an indented function
     try:
         new, old = (ast.parse(start + b"".join(text)) for text in (changed, lines[first:last]))
     except SyntaxError:

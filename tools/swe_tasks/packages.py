@@ -80,8 +80,8 @@ for name in sys.argv[1:]:
 print(json.dumps(copies))
 """
 PYTEST = ("-c", "/tests/pytest.ini", "--rootdir", "/tests", "-q")
-BASE_SECONDS = 60.0  # of CPU that a test may take in the package as it is
-SECONDS = 5.0  # of CPU that each test may take, and three times what it took
+BASE_SECONDS = 60.0  # CPU seconds that a test may take in the unchanged package
+SECONDS = 5.0  # CPU seconds that each test may take, in addition to three times its own
 BUSY = 20  # seconds of a run for one of CPU
 NO_MODULES = ("src", "tests", "test", "docs", "setup", "conftest", "noxfile")
 PER_FUNCTION = 2  # tasks
@@ -350,7 +350,7 @@ def candidates(package: Package, seed: int) -> list[tuple[str, Mutation]]:
     for path in sorted({path for path, _ in package.covering}):
         if is_test(PurePosixPath(path)) or {"test", "tests"} & {*PurePosixPath(path).parts}:
             continue
-        with suppress(SyntaxError, UnicodeDecodeError):  # of another Python than the image's; not UTF-8
+        with suppress(SyntaxError, UnicodeDecodeError):  # the source of another Python version, or not UTF-8
             for mutation in mutations((package.tree / path).read_bytes()):
                 is_covered = (path, mutation.line) in package.covering
                 if is_covered and everything.count(mutation.before.strip().encode()) == 1:
