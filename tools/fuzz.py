@@ -4,8 +4,8 @@
 
 An input is a valid message, of any of its types, in which values were replaced by awkward ones (bounds of
 integers, NaN, empty, long and nested values), and bytes flipped, cut out or repeated. A decoder may raise the
-error that it documents, and nothing else. The coordinator hears what decodes as a worker's or a keeper's, and
-must go on: no error, and every episode still counted.
+error that it documents, and nothing else. The coordinator receives inputs that decode as a worker's or a
+server supervisor's messages, and must go on: no error, and every episode still counted.
 
 Prints how many inputs each target took; ends at the first failure, with its input.
 """
@@ -208,7 +208,7 @@ def targets() -> list[Target]:
                 kind,
             )
             for name, kind, decoder in (
-                ("question of a keeper", collective_messages.Question, collective_messages._question),
+                ("question of a supervisor", collective_messages.Question, collective_messages._question),
                 ("answer about weights", collective_messages.Answer, collective_messages._answer),
             )
         ),

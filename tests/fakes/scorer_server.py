@@ -1,4 +1,4 @@
-"""A small program answers what a scorer's keeper and workers ask of an SGLang server: every token has the
+"""A small program answers what a scorer's supervisor and workers ask of an SGLang server: every token has the
 log-prob -0.5.
 
 python tests/fakes/scorer_server.py --model-path DIR --host HOST --port PORT …

@@ -1,5 +1,5 @@
 """LoRA adapters on a real server: exact versions while others load, those of several agents in one batch, and
-what a keeper that died leaves."""
+what a supervisor that died leaves."""
 
 from __future__ import annotations
 
@@ -237,7 +237,7 @@ async def test_versions_load_beside_running_turns_and_outlive_neither_loader_nor
         assert part.stop is StopReason.ABORT and len(part.ids) > 0
         assert part.spans == (VersionSpan(0, len(part.ids), 1, 1),)
 
-        # Its keeper dies between a load and its report: the next one knows no name of it.
+        # Its supervisor dies between a load and its report: the next one knows no name of it.
         await first.load(trained.publish(3 + oldest))
         async with in_use(loader(config, 0, await attach(config, server.url), "b")) as second:
             ref = trained.publish(4 + oldest)

@@ -51,7 +51,7 @@ def victim(survivor: SGLangServer, guarded: SGLangServer) -> SGLangServer:
 
 
 class Site:
-    """A pool and, as keepers have them, the loaders of its servers."""
+    """A pool and, as supervisors have them, the loaders of its servers."""
 
     def __init__(self, mode: PauseMode, *servers: SGLangServer) -> None:
         self._config = sglang_config(MAX_LEN, mode)

@@ -44,8 +44,10 @@ def test_a_server_and_the_trainer_take_turns(tmp_path: Path) -> None:
 
 
 def test_kill_9_in_shifts_with_a_server(tmp_path: Path) -> None:
-    """The keeper, the server, a rank, a worker and the coordinator, each in another shift. With the worker
-    go the requests that it has at a server that sleeps."""
+    """Kill the supervisor, the server, a rank, a worker and the coordinator, each in another shift.
+
+    The worker's requests at a sleeping server end with the worker.
+    """
     with Run(tmp_path, *SHIFTS, "total_steps=8") as run:
         for step, shift, victim in (
             (1, "train", "engine-0"),

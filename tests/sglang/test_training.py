@@ -30,7 +30,7 @@ DEADLINE = 400.0  # a server alone starts in 15 s, on a busy machine in a minute
 
 
 def server_of(run: Run, engine: str) -> psutil.Process:
-    """The first process of the server that a keeper started."""
+    """The first process of the server that a supervisor started."""
     return run.children()[engine].children()[0]
 
 
@@ -129,7 +129,7 @@ def test_servers_supervisors_and_the_coordinator_die_in_mid_run(
     tmp_path: Path, replaced: bool, weights: tuple[str, ...]
 ) -> None:
     """Episodes continue on the other server, and everything is accounted for. `replaced`: a new one comes,
-    and then the other one's keeper dies."""
+    and then the other one's supervisor dies."""
     slow = "+rollout.tool_args.calculator.latency_mean=0.5"  # leaves a server that starts some of the CPU
     longer = "total_steps=1000"  # however long a server takes to come back, it is in mid-run
     with Run(tmp_path, *SGLANG, *weights, slow, longer, "data.test=''", "launch.stop_timeout=60") as run:

@@ -112,7 +112,7 @@ async def test_ready_knows_of_a_pause_and_the_process_is_alive(server: SGLangSer
 async def test_a_look_leaves_a_server_as_it_is_and_an_owner_ends_what_the_last_one_left(
     server: SGLangServer, refs: list[WeightsRef], tiny_models: dict[str, Path], tmp_path: Path
 ):
-    """A keeper that died in a pause may have left half of a version."""
+    """A supervisor that died in a pause may have left half of a version."""
     config = attached(server, tiny_models["qwen2"], tmp_path)
     cache = tmp_path / "runs" / "x" / "weights" / "cache-0"
     cache.mkdir(parents=True)

@@ -28,7 +28,7 @@ WHOLE = 400  # tokens of a request that is waited for
 
 
 class Kept:
-    """A server with a keeper's loader and one worker's client."""
+    """A server with a supervisor's loader and one worker's client."""
 
     def __init__(
         self, api: ServerApi, loader: ServerLoader | None = None, max_len: int = MAX_LEN, **settings: Any

@@ -1,4 +1,4 @@
-"""How much load the coordinator can handle: its real process, with simulated workers, keepers and a trainer.
+"""Measure how much load the coordinator can handle: the real process, with simulated peers.
 
     python tools/bench/load.py --workers 512 --servers 64 --slots 20 --episodes 40000
     (ulimit -Sn 1024; python tools/bench/load.py --workers 750 --servers 0 --slots 8)    1,500 connections

@@ -1,5 +1,7 @@
-"""The peers of tools/bench/load.py: workers, keepers, a trainer and a launcher, simulated. They send the real
-messages, and compute nothing."""
+"""The simulated peers of tools/bench/load.py: workers, server supervisors, a trainer and a launcher.
+
+The peers send the real messages, and compute nothing.
+"""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from asyncrl.weights.disk import SHARED_MEMORY
 from faults.target import Target
 
 ROLES = ("rollout", "trainer", "coordinator")
-SERVED = ("engine", "server")  # where engines are servers: a keeper, and the server itself
+SERVED = ("engine", "server")  # where engines are servers: a supervisor, and the server itself
 FLIPPED = 64  # bytes between two that are damaged
 LEFT = 1 << 20  # bytes, less than a rank of the demo moves
 

@@ -1,4 +1,4 @@
-"""Servers with keepers, as the coordinator sees them: who is updated when, and who may be used."""
+"""Servers with supervisors, as the coordinator sees them: who is updated when, and who may be used."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ HEALTHY = KeeperBeat(healthy=True, starting=False)
 
 
 class EngineSetup:
-    """Two keepers whose servers are up; times are passed in."""
+    """Two supervisors whose servers are up; times are passed in."""
 
     def __init__(
         self, run_dir: Path, scorers: dict[str, Any] | None = None, lora_rank: int = 0, **weights: Any
@@ -348,7 +348,7 @@ def test_workers_get_what_changes_of_the_table_and_all_of_it_after_a_hello(setup
     assert tables.send(WORKER, other) == 2 and tables.know(WORKER, other)
     assert setup.handler.pin(ref.version, False)
     setup.handler.keepers.lose(B, "gone", 0.0)
-    tables.setup.handler._began = -100.0  # its keeper is not waited for
+    tables.setup.handler._began = -100.0  # its supervisor is not waited for
     tables.send(WORKER, other)
     assert tables.know(WORKER, other) and len(tables.known[WORKER]) == 1
 

@@ -181,7 +181,7 @@ async def test_outdated_adapters_and_those_of_earlier_supervisors_are_unloaded(t
 
 
 async def test_adapters_that_were_not_reported_may_be_in_use(tmp_path: Path) -> None:
-    """Keepers skip versions: requests name the one before until they hear of the new one."""
+    """Supervisors skip versions: requests name the one before until they hear of the new one."""
     async with loading(tmp_path) as (server, loader):
         for step in (0, OLDEST, 4 * OLDEST):
             await loader.load(version(tmp_path, step))

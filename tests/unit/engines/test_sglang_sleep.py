@@ -99,7 +99,7 @@ async def test_after_an_answer_that_was_lost_nobody_knows_what_a_server_holds(
 
 @pytest.mark.parametrize("path", [RESUME, DISK, CONTINUE])
 async def test_a_server_whose_wake_fails_is_left_alone(tmp_path: Path, path: str) -> None:
-    """A second release, or a second return, would end it; its keeper does that anyway."""
+    """A second release, or a second return, would end it; its supervisor does that anyway."""
     async with loading(tmp_path) as (script, loader, ref):
         await loader.sleep()
         script.says(path, 500)

@@ -1,4 +1,4 @@
-"""When a keeper gives its server up, by what loads and looks tell it; the server is scripted."""
+"""When a supervisor gives its server up, by what loads and looks tell it; the server is scripted."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def keep(
 
 @asynccontextmanager
 async def attached_supervisor(directory: Path, url: str, shifts: bool = False) -> AsyncIterator[Keeper]:
-    """A keeper that is given a server which is there already."""
+    """A supervisor that is given a server which is there already."""
     Qwen2Config(vocab_size=64, architectures=["Qwen2ForCausalLM"]).save_pretrained(directory)
     rollout = {"max_tokens": 64, "max_new_tokens": 64}
     base = {"name": "t", "model": {"path": str(directory)}, "data": {"train": "d"}, "rollout": rollout}
@@ -157,7 +157,7 @@ def answering(script: Script, **state: Any) -> None:
 async def test_what_a_load_left_whose_supervisor_died_is_no_version(
     tmp_path: Path, paused: bool, label: str
 ) -> None:
-    """A new keeper of such a server finds it paused, with the label of the version before."""
+    """A new supervisor of such a server finds it paused, with the label of the version before."""
     async with scripted() as script, attached_supervisor(tmp_path, script.url) as supervisor:
         answering(script, paused=paused, label="e1-v1")
         server = await supervisor._start()
