@@ -65,19 +65,21 @@ def assumed(config: RunConfig, name: str, gpus: int) -> Rates:
     """
     count = parameters(name)
     layers = SIZES[name][2]
-    tp = config.engine.tp
+    tensor_parallel = config.engine.tp
     recorded = answers(config)
     lengths = [turn.tokens for group in recorded for (turn,) in group]
     tokens = float(np.mean(lengths)) + PROMPT
-    kv = 2 * 2 * layers * COMMON["num_key_value_heads"] * COMMON["head_dim"] * (PROMPT + np.mean(lengths) / 2)
-    share = SHARED if gpus < config.engine.servers * tp + config.trainer.ranks else 1.0
-    memory = share * DECODE_USE * tp * BANDWIDTH
-    decode = share * DECODE_USE * tp * FLOPS
+    kv_bytes = (
+        2 * 2 * layers * COMMON["num_key_value_heads"] * COMMON["head_dim"] * (PROMPT + np.mean(lengths) / 2)
+    )
+    share = SHARED if gpus < config.engine.servers * tensor_parallel + config.trainer.ranks else 1.0
+    memory = share * DECODE_USE * tensor_parallel * BANDWIDTH
+    decode = share * DECODE_USE * tensor_parallel * FLOPS
     passes = 8 if config.trainer.activation_checkpointing == "full" else 6
     return Rates(
         recorded=recorded,
         base=2 * count / memory,
-        share=float(kv) / memory + 2 * count / decode,
+        share=float(kv_bytes) / memory + 2 * count / decode,
         assumed=False,
         episode_s=passes * count * tokens / (share * TRAIN_USE * FLOPS),
         commit_s=COMMIT,

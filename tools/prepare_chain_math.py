@@ -40,12 +40,12 @@ def make_chain(rng: random.Random, length: int) -> Chain:
     operations = []
     values = []
     while len(values) < length:
-        op = rng.choice(("plus", "minus", "times"))
-        b = rng.randint(2, 9) if op == "times" else rng.randint(1, 99)
-        result = {"plus": value + b, "minus": value - b, "times": value * b}[op]
+        operation = rng.choice(("plus", "minus", "times"))
+        operand = rng.randint(2, 9) if operation == "times" else rng.randint(1, 99)
+        result = {"plus": value + operand, "minus": value - operand, "times": value * operand}[operation]
         if 0 <= result <= LARGEST:
             value = result
-            operations.append((op, b))
+            operations.append((operation, operand))
             values.append(value)
 
     return Chain(start, tuple(operations), tuple(values))

@@ -320,7 +320,7 @@ def play(case: Case, bench: RestBench) -> tuple[str, bool]:
     engine = bench.resting
     later = [record.at - records[0].at for record in records[1:]]
     both = any(len(set(versions)) > 1 for versions in engine.spans)
-    ok = isinstance(end, Finished) and (both or engine.went_on > 0) and not engine.anew
+    passed = isinstance(end, Finished) and (both or engine.went_on > 0) and not engine.anew
 
     cells = (
         case.client,
@@ -336,7 +336,7 @@ def play(case: Case, bench: RestBench) -> tuple[str, bool]:
         if isinstance(end, Finished)
         else f"**failed**: {getattr(end, 'detail', '')}",
     )
-    return f"| {' | '.join(cells)} |".replace("\n", " "), ok
+    return f"| {' | '.join(cells)} |".replace("\n", " "), passed
 
 
 def main() -> int:

@@ -145,7 +145,7 @@ def embedded(model: Path) -> Open:
 
 
 class Served:
-    """A server as in a run: a supervisor loads weights into the server, and a worker samples from its pool."""
+    """A server as in a run: a supervisor loads weights into it, and a worker samples from its pool."""
 
     def __init__(self, url: str, mode: PauseMode, salt: str = "a run", replay: bool = False) -> None:
         config = sglang_config(MAX_LEN, mode, replay=replay)

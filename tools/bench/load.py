@@ -316,14 +316,14 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
 def main() -> None:
     options = arguments()
     figures = measure(options)
-    ms = [" / ".join(f"{1000 * value:.1f}" for value in figures[kind]) for kind in ("wall", "cpu")]
+    quantiles_ms = [" / ".join(f"{1000 * value:.1f}" for value in figures[kind]) for kind in ("wall", "cpu")]
     header = ["workers × servers", "in flight", "episodes", "episodes/s", "MiB/s"]
     header += ["CPU s per 1,000: loop + others", "turns of the loop"]
     header += ["turn p50 / p99 / p99.9 / max, ms", "the same, CPU", "MiB", "peers' share of a core"]
     size = f"{options.workers} × {options.servers}"
     line = [size, f"{options.workers * options.slots:,}", f"{options.episodes:,}", f"{figures['rate']:.0f}"]
     line += [f"{figures['bytes'] / 2**20:.1f}", f"{figures['loop']:.2f} + {figures['other']:.2f}"]
-    line += [f"{figures['turns']:,}", *ms]
+    line += [f"{figures['turns']:,}", *quantiles_ms]
     line += [" / ".join(f"{value / 2**20:.0f}" for value in figures["memory"]), f"{figures['share']:.2f}"]
     print(table(header, [line]))
 

@@ -176,15 +176,19 @@ def leaks(steps: int, run_dir: Path, overrides: list[str]) -> int:
     for resource, resource_samples in sorted(samples.items()):
         early = [value for step, value in resource_samples if EARLY <= step < EARLY + WINDOW]
         late_values = [value for step, value in resource_samples if steps - WINDOW <= step < steps]
-        a = statistics.median(early)
-        b = statistics.median(late_values)
+        early_median = statistics.median(early)
+        late_median = statistics.median(late_values)
         early_maximum = max(early)
-        more = max(late_values)
-        grew = b > a * (1 + GROWTH) if "MB" in resource else more > early_maximum
+        late_maximum = max(late_values)
+        grew = late_median > early_median * (1 + GROWTH) if "MB" in resource else late_maximum > early_maximum
         grown |= grew
 
         lines.append(
-            [resource, *(f"{value:.0f}" for value in (a, b, early_maximum, more)), "**grew**" * grew]
+            [
+                resource,
+                *(f"{value:.0f}" for value in (early_median, late_median, early_maximum, late_maximum)),
+                "**grew**" * grew,
+            ]
         )
 
     shifts = max(row.get("shift/count", 0.0) for row in rows(run_dir / name))

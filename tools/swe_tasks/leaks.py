@@ -27,7 +27,7 @@ PACKED: dict[bytes, Callable[[bytes], bytes]] = {
 
 
 def contents(root: str | Path) -> Iterator[tuple[str, bytes]]:
-    """Read all files below a directory, packed ones also unpacked, and all objects of repositories."""
+    """Yield all files below a directory, packed files also unpacked, and all objects of repositories."""
     for directory, directories, files in os.walk(root):
         for name in sorted(files):
             path = os.path.join(directory, name)
@@ -54,7 +54,7 @@ def unpacked(path: str, data: bytes) -> Iterator[tuple[str, bytes]]:
 
 
 def leak(files: Iterable[tuple[str, bytes]], mutation: Mutation) -> str:
-    """Name a file that has the line as it was, or a compiled one with all names of the function."""
+    """Name a file that has the original line, or a compiled file with all names of the function."""
     line = mutation.before.strip().encode()
     names = [bytes([len(name.encode())]) + name.encode() for name in mutation.names]  # as marshal writes them
     for path, data in files:

@@ -32,8 +32,10 @@ SHORTEST = 10
 
 
 class Mutation(NamedTuple):
-    """Describes a bug: `line` (from 1) is `after` instead of `before`. `function`: its qualified name, with
-    the names that the function binds."""
+    """A bug: `line` (from 1) is `after` instead of `before`.
+
+    `function`: the qualified name of its function, with the names that the function binds.
+    """
 
     kind: str
     line: int
@@ -81,8 +83,8 @@ def functions(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, Function]]
 
 
 def inside(function: Function) -> Iterator[ast.AST]:
-    """Walk the statements and expressions that run when it is called, but for annotations, texts, and
-    functions and classes inside."""
+    """Walk the statements and expressions that run when the function is called, without annotations,
+    texts, and inner functions and classes."""
     todo: list[ast.AST] = list(function.body)
     while todo:
         node = todo.pop()
@@ -94,7 +96,8 @@ def inside(function: Function) -> Iterator[ast.AST]:
 
 
 def names(function: Function) -> tuple[str, ...]:
-    """List what its bytecode must hold whatever compiled it: its name, those of arguments and variables."""
+    """List the names that the function's bytecode holds under any compiler: its own name, and names of
+    arguments and variables."""
     bound = {node.arg for node in ast.walk(function.args) if isinstance(node, ast.arg)}
     bound |= {n.id for n in inside(function) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
     return tuple(sorted({function.name, *bound}, key=lambda name: (-len(name), name)))
@@ -196,7 +199,10 @@ def operator(left: ast.expr, right: ast.expr, lines: list[bytes], kind: str) -> 
 
 
 def text(node: ast.expr | ast.stmt, lines: list[bytes]) -> str:
-    """The source of a node of one line; of another one, what cannot be parsed."""
+    """Return the source of a node of one line.
+
+    For a node of more lines, return text that cannot be parsed.
+    """
     if node.lineno != node.end_lineno:
         return "?"
     return lines[node.lineno - 1][node.col_offset : node.end_col_offset].decode()

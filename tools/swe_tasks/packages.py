@@ -98,8 +98,11 @@ class PackageError(AsyncrlError):
 
 @dataclass
 class Package:
-    """Describes a package. `tree`: its files. `tests`: its tests as they lie in /tests of a sandbox.
-    `passing`: the CPU seconds of each test that always passes. `covering`: those that run a line."""
+    """A package.
+
+    `tree`: its files. `tests`: its tests as they lie in /tests of a sandbox. `passing`: the CPU seconds of
+    each test that always passes. `covering`: the tests that run a line.
+    """
 
     name: str
     tree: Path
@@ -156,7 +159,7 @@ class Package:
 
 @dataclass(frozen=True)
 class Bug:
-    """Describes a mutation of a file that tests found. `messages`: the last words of each that fails."""
+    """A mutation of a file that tests detect. `messages`: the last words of each failing test."""
 
     path: str
     mutation: Mutation
@@ -165,7 +168,7 @@ class Bug:
 
 
 def fetch(requirement: str, directory: Path) -> Path:
-    """Have pip download a source distribution, unless `requirement` is the path of one."""
+    """Download a source distribution by pip, unless `requirement` is the path of a distribution."""
     if Path(requirement).is_file():
         return Path(requirement)
     words = ("download", "-q", "--no-deps", "--no-binary", ":all:", "-d", str(directory), requirement)
@@ -180,8 +183,10 @@ def fetch(requirement: str, directory: Path) -> Path:
 
 
 def unpack(requirement: str, directory: Path) -> Package:
-    """Fetch a source distribution, unpack it in a new directory, and lay out its tests. PackageError where it
-    has none."""
+    """Fetch a source distribution, unpack it in a new directory, and lay out its tests.
+
+    PackageError: the package has no tests.
+    """
     directory.mkdir()
     sdist = fetch(requirement, directory)
     try:
@@ -217,14 +222,17 @@ def is_test(path: Path | PurePosixPath) -> bool:
 
 
 def directory_of_tests(file: PurePosixPath) -> PurePosixPath:
-    """Return the outermost directory around a test file that has such a name, or the one that it lies in."""
+    """Return the outermost directory around a test file with a name for tests, or the directory of the
+    file."""
     around = [directory for directory in file.parents if TEST_DIRECTORY.fullmatch(directory.name)]
     return around[-1] if around else file.parent
 
 
 def lay_out(package: Package, files: set[str], target: Path) -> None:
-    """Copy test files, and what lies beside them, to their places in `target`, as modules of no package. Of
-    files beside tests at the top, which has the package, too, only conftest.py is copied."""
+    """Copy test files, and the files beside them, to `target`, as modules of no package.
+
+    Of the files beside tests at the top, which the package has, too, only conftest.py is copied.
+    """
     target.mkdir(parents=True, exist_ok=True)
     (target / "pytest.ini").write_text(PYTEST_INI)
 
@@ -261,8 +269,10 @@ def restore(path: str, line: int, text: str) -> str:
 
 
 async def installed_copies(image: Image, modules: list[str]) -> dict[str, str]:
-    """Return which of these modules and packages the image's own Python imports, and from where. Such a
-    module would be tested instead of the package. A directory without `__init__.py` does not count."""
+    """Return the modules and packages that the image's own Python imports, with their paths.
+
+    Such a module would be tested instead of the package. A directory without `__init__.py` does not count.
+    """
     async with Jail(LIMITS, image=image) as box:
         run_result = await box.run(
             "shell", f"python3 -I -c {shlex.quote(FIND_MODULES)} {shlex.join(modules)}", 60
@@ -284,8 +294,11 @@ async def run_tests(
     lines: bool = False,
     change: str = "",
 ) -> dict[str, Any]:
-    """Run tests (none: all) on the package in a sandbox, changed by a command. `seed` orders what is hashed.
-    Empty when they do not end, or one takes so many seconds of CPU. PackageError where pytest finds none."""
+    """Run tests (empty: all) on the package in a sandbox, changed by a command.
+
+    `seed` orders hashed values. Returns nothing if the tests do not end, or a test takes too many seconds of
+    CPU. PackageError: pytest finds no tests.
+    """
     result = "/tmp/result.json"
     names = "/tmp/names"
     chosen = [f"@{names}"] if tests else ["--continue-on-collection-errors", "/tests"]
@@ -343,8 +356,11 @@ async def learn(image: Image, package: Package) -> None:
 
 
 def candidates(package: Package, seed: int) -> list[tuple[str, Mutation]]:
-    """List mutations of lines that tests run, and that the package has once, all kinds in turn. A line more
-    or less, as of a test that depends on the time, leaves the others in their order."""
+    """List mutations of lines that tests run and that are unique in the package, all kinds in turn.
+
+    A line more or less, as of a test that depends on the time, leaves the order of the other mutations
+    unchanged.
+    """
     everything = b"\n".join(path.read_bytes() for path in sorted(package.tree.rglob("*")) if path.is_file())
     kinds: dict[str, list[tuple[str, Mutation]]] = defaultdict(list)
     for path in sorted({path for path, _ in package.covering}):
@@ -363,8 +379,9 @@ def candidates(package: Package, seed: int) -> list[tuple[str, Mutation]]:
 
 
 async def try_bug(image: Image, package: Package, path: str, mutation: Mutation) -> Bug | None:
-    """Run the tests that cover a line, and others of their files, twice with the bug, then those that are to
-    be named once without. A Bug if some of the covering tests fail each time with it, and some tests pass."""
+    """Run the tests that cover a line, and other tests of their files, twice with the bug, then the tests
+    to be named once without the bug. Returns a Bug if some covering tests fail each time with the bug, and
+    some tests pass."""
     covering = package.covering[path, mutation.line]
     files = {test.partition("::")[0] for test in covering}
     unrelated_tests = [
