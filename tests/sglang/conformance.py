@@ -96,9 +96,9 @@ class Versions:
             assert span.start == position < span.end and span.kv_version <= span.version
             position = span.end
             if span.kv_version == span.version:
-                own = slice(span.start, span.end)
-                expected = self.logprobs(span.version, request, generation)[own]
-                torch.testing.assert_close(recorded[own], expected, atol=TOLERANCE, rtol=0)
+                tokens_of_span = slice(span.start, span.end)
+                expected = self.logprobs(span.version, request, generation)[tokens_of_span]
+                torch.testing.assert_close(recorded[tokens_of_span], expected, atol=TOLERANCE, rtol=0)
                 compared += span.end - span.start
         assert position == len(generation.ids) == len(generation.logprobs)
         return compared

@@ -60,12 +60,12 @@ class Trained:
         return publish(tensors, self.directory, PolicyVersion(1, step), adapters.specs)
 
     def gap(self, ids: tuple[int, ...], logprobs: tuple[float, ...], agent: str = "") -> float:
-        known = agent in self.agents
-        with nullcontext() if known else self.policy.base():
+        has_adapter = agent in self.agents
+        with nullcontext() if has_adapter else self.policy.base():
             scores = score(self.policy, ids, self.world.device)
-        end = (len(ids) - 1) * (self.agents.index(agent) + 1 if known else 1)
-        own = scores[end - len(logprobs) : end]
-        return max(abs(a - b) for a, b in zip(own, logprobs, strict=True))
+        end = (len(ids) - 1) * (self.agents.index(agent) + 1 if has_adapter else 1)
+        own_scores = scores[end - len(logprobs) : end]
+        return max(abs(a - b) for a, b in zip(own_scores, logprobs, strict=True))
 
 
 @pytest.fixture(scope="module")
@@ -106,10 +106,10 @@ async def test_the_base_reads_turns_while_versions_load_and_finds_their_prefixes
             before = read.cached_tokens, read.prompt_tokens
             scores = await reader.read(row, len(sampled.ids), 4)
             shares.append((read.cached_tokens - before[0]) / (read.prompt_tokens - before[1]))
-            own = tuple(np.frombuffer(scores.logprobs, "<f4").tolist())
-            gaps.append(trained.gap(row, own, "nobody"))
-        ended = [task.result() for task in running if task.done()]
-        assert len(ended) < 3, "they were to last"
+            base_logprobs = tuple(np.frombuffer(scores.logprobs, "<f4").tolist())
+            gaps.append(trained.gap(row, base_logprobs, "nobody"))
+        ended_turns = [task.result() for task in running if task.done()]
+        assert len(ended_turns) < 3, "they were to last"
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
@@ -144,16 +144,16 @@ async def test_requests_of_one_batch_are_computed_with_the_adapter_of_their_agen
         client.mark(version)
         probe = await weight_loader.score(text)
         assert trained.gap(text, probe[:39], "planner") < CLOSE > trained.gap(text, probe[39:], "coder")
-        asked = [(ask(prompt(30, seed), 64, f"{seed}"), agent) for agent in agents for seed in range(2)]
-        turns = await under_way(client, *(replace(request, agent=agent) for request, agent in asked))
+        requests = [(ask(prompt(30, seed), 64, f"{seed}"), agent) for agent in agents for seed in range(2)]
+        turns = await under_way(client, *(replace(request, agent=agent) for request, agent in requests))
         assert not any(turn.done() for turn in turns), "all were to run at once"
-        for (request, own), turn in zip(asked, turns, strict=True):
+        for (request, own_agent), turn in zip(requests, turns, strict=True):
             generation = await turn
             assert generation.spans == (VersionSpan(0, 64, 1, 1),)
             row = request.ids + generation.ids
             logprobs = generation.logprobs
             gaps = {agent: trained.gap(row, logprobs, agent) for agent in agents}
-            assert {agent for agent, gap in gaps.items() if gap < CLOSE} == {own}
+            assert {agent for agent, gap in gaps.items() if gap < CLOSE} == {own_agent}
 
 
 async def test_a_server_that_sleeps_wakes_with_its_base_and_turns_keep_their_adapters(

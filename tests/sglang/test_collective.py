@@ -183,7 +183,7 @@ async def test_nothing_sampled_behind_a_push_that_was_cut_is_taken(server, versi
         await until(lambda: running(broadcast_server.api, len(requests)))
         load = asyncio.create_task(broadcast_server.load(trainer.ref))
         await broadcast_server.watched.event.wait()
-        held = asyncio.create_task(worker.generate(ask(prompt(9), 20, "held")))
+        held_request = asyncio.create_task(worker.generate(ask(prompt(9), 20, "held")))
         await asyncio.sleep(0)
         assert not await broadcast_server.api.ready()
         trainer.end()
@@ -195,7 +195,7 @@ async def test_nothing_sampled_behind_a_push_that_was_cut_is_taken(server, versi
         partials = [await lost(task) for task in tasks]
         for request, partial in zip(requests, partials, strict=True):
             assert versions.check(request, partial) == len(partial.ids)
-        assert (await lost(held)).ids == ()
+        assert (await lost(held_request)).ids == ()
         assert (await lost(worker.generate(ask(prompt(9), 20)))).ids == ()
         await broadcast_server.load(offer(sender, versions, 2))
         worker.mark(PolicyVersion(EPOCH, 2))
@@ -244,9 +244,9 @@ async def test_weights_of_another_model_are_an_error(server, versions, sender):
     async with keeping(server) as broadcast_server:
         tensors = versions.tensors(1)
         name = next(name for name in tensors if "embed_tokens" in name)
-        wrong = tensors | {name: tensors[name][:-1].contiguous()}
+        wrong_tensors = tensors | {name: tensors[name][:-1].contiguous()}
         with pytest.raises(WeightsError, match="partially updated"):
-            await broadcast_server.load(sender.offer(snapshot_of(wrong, PolicyVersion(EPOCH, 4))))
+            await broadcast_server.load(sender.offer(snapshot_of(wrong_tensors, PolicyVersion(EPOCH, 4))))
         await broadcast_server.load(offer(sender, versions, 3))
         await broadcast_server.check(versions, 3)
 

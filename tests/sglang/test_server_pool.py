@@ -78,8 +78,8 @@ class Site:
         missing = {server.url for server in without}
         self.pool.update_table(
             [
-                EngineEntry(url, url, "1", PolicyVersion(0, held), True)
-                for url, held in self.held.items()
+                EngineEntry(url, url, "1", PolicyVersion(0, version), True)
+                for url, version in self.held.items()
                 if url not in missing
             ]
         )
@@ -98,16 +98,16 @@ class Site:
 
 @asynccontextmanager
 async def site(mode: PauseMode, *servers: SGLangServer) -> AsyncIterator[Site]:
-    made = Site(mode, *servers)
+    new_site = Site(mode, *servers)
     try:
         async with asyncio.timeout(DEADLINE):
-            for loader in made.loaders.values():
+            for loader in new_site.loaders.values():
                 await loader.api.flush_cache(wait=10)  # labels come again, as they never do in a run
-            yield made
+            yield new_site
     finally:
-        for loader in made.loaders.values():
+        for loader in new_site.loaders.values():
             await loader.close()
-        await made.pool.close()
+        await new_site.pool.close()
 
 
 async def checked(versions: Versions, turns: list[Turn]) -> list[list[int]]:
@@ -203,12 +203,12 @@ async def test_a_turn_goes_on_after_a_part_of_it_with_newer_weights(
 
     async with site("in_place", survivor) as s:
         await s.load(survivor, versions, 0)
-        ((request, other),) = s.start(1)
-        whole = await s.pool.generate(replace(request, session="w", part_seconds=0.1, on_part=on_part))
-        assert len(parts) > 2 and len((await other).ids) == len(whole.ids)
+        ((request, uncut_turn),) = s.start(1)
+        whole_turn = await s.pool.generate(replace(request, session="w", part_seconds=0.1, on_part=on_part))
+        assert len(parts) > 2 and len((await uncut_turn).ids) == len(whole_turn.ids)
         for part in parts:
             count = len(part.ids)
-            assert (part.ids, part.logprobs) == (whole.ids[:count], whole.logprobs[:count])
+            assert (part.ids, part.logprobs) == (whole_turn.ids[:count], whole_turn.logprobs[:count])
             assert versions.check(request, part) == count
         await s.load(survivor, versions, 1)
         part = parts[len(parts) // 2]

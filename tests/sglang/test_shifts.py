@@ -34,7 +34,7 @@ def test_a_server_and_the_trainer_take_turns(tmp_path: Path) -> None:
     assert trained and not [*at_once(run.path)]
     assert len([*awake(run)]) >= 4
     for start, end in awake(run):
-        assert not [one for one in trained if min(one[1], end) - max(one[0], start) > CLOCKS]
+        assert not [span for span in trained if min(span[1], end) - max(span[0], start) > CLOCKS]
     last = [row for row in run.rows() if "engine/0/requests" in row][-1]
     assert last["engine/0/requests"] > 64
     assert [last[f"engine/0/{name}"] for name in ("lost", "moved", "retracted")] == [0, 0, 0]

@@ -85,8 +85,8 @@ def used(rows: list[dict[str, float]]) -> list[dict[str, float]]:
 def test_a_pretrained_model_has_one_distribution_in_server_and_trainer(tmp_path: Path) -> None:
     """In float32, where no rounding hides another model."""
     needs_smollm2()
-    one = ("total_steps=1", "model.dtype=float32", "engine.servers=1")
-    with Run(tmp_path, *SGLANG, *FEW, *one, experiment="smollm2") as run:
+    one_step = ("total_steps=1", "model.dtype=float32", "engine.servers=1")
+    with Run(tmp_path, *SGLANG, *FEW, *one_step, experiment="smollm2") as run:
         run.wait(DEADLINE)
         summary = run.completed(1)
     assert summary["logprob_diff_max_same_version"] < 1e-4 and summary["logprob_tokens_compared"] > 0
@@ -96,14 +96,14 @@ def test_a_pretrained_model_has_one_distribution_in_server_and_trainer(tmp_path:
 
 def assert_refused(tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wrong keys and another model are found before a run starts. (Exit codes: tests/integration.)"""
-    other = shutil.copytree(DEMO, tmp_path / "other")
-    sizes = json.loads((other / "config.json").read_text())
-    (other / "config.json").write_text(json.dumps(sizes | {"vocab_size": sizes["vocab_size"] + 8}))
+    other_model = shutil.copytree(DEMO, tmp_path / "other")
+    sizes = json.loads((other_model / "config.json").read_text())
+    (other_model / "config.json").write_text(json.dumps(sizes | {"vocab_size": sizes["vocab_size"] + 8}))
     monkeypatch.setenv("WRONG", "open barley")
     for api, admin, model, complaint in (
         ("KEY", "WRONG", DEMO, "key"),
         ("WRONG", "ADMIN", DEMO, "key"),
-        ("KEY", "ADMIN", other, "vocab_size"),
+        ("KEY", "ADMIN", other_model, "vocab_size"),
     ):
         engine = {"name": "sglang", "urls": [url], "api_key_env": api, "admin_key_env": admin}
         required = {"name": "x", "model": {"path": str(model)}, "data": {"train": "t.parquet"}}
@@ -147,8 +147,8 @@ def test_servers_supervisors_and_the_coordinator_die_in_mid_run(
         summary = run.summary()
         assert summary["outcome"] == "stopped" and summary["conserved"]
         assert set(trained_uids(run.path).values()) == {1}
-        late = summary["steps"] * 16 - summary["flow"]["trained"]  # members of partial groups
-        assert 0 <= late < 16
+        late_episodes = summary["steps"] * 16 - summary["flow"]["trained"]  # members of partial groups
+        assert 0 <= late_episodes < 16
         restarted = [line for line in run.text().splitlines() if "is restarted" in line]
         assert any("engine-0 was killed" in line for line in restarted) is replaced
         assert any("engine-1 ended" in line for line in restarted)

@@ -191,13 +191,13 @@ async def test_an_unfinished_load_breaks_the_engine_until_one_succeeds(
         before = loader._end_of_pause
         deadline = loader._deadline
 
-        async def late() -> bool:
+        async def is_late() -> bool:
             return loader._end_of_pause is not before
 
         with frozen(server):
             loader._deadline = 0.5
             load = asyncio.create_task(engine.load(refs[1]))
-            await until(late)
+            await until(is_late)
         with pytest.raises(WeightsError, match=r"e0-v1 failed \(WeightsError: it took longer than 0.5 s"):
             await load
         loader._deadline = deadline

@@ -52,12 +52,12 @@ class Kept:
 @asynccontextmanager
 async def kept(server: SGLangServer, *keys: str, **settings: Any) -> AsyncIterator[Kept]:
     """Within the deadline of one test."""
-    made = Kept(ServerApi(server.url, *keys), **settings)
+    new_server = Kept(ServerApi(server.url, *keys), **settings)
     try:
         async with asyncio.timeout(DEADLINE):
-            yield made
+            yield new_server
     finally:
-        await made.close()
+        await new_server.close()
 
 
 @asynccontextmanager
