@@ -162,10 +162,10 @@ def test_hung_worlds_cost_a_thread_each_and_are_limited(slow: Any, monkeypatch: 
         slow.inside.clear()
         step = asyncio.create_task(world.step(Message("assistant", "1")))
         assert await asyncio.to_thread(slow.inside.wait, 30)
-        for late in (step, asyncio.create_task(world.close())):
+        for late_task in (step, asyncio.create_task(world.close())):
             await settle()
-            late.cancel()
-            await asyncio.wait([late], timeout=30)
+            late_task.cancel()
+            await asyncio.wait([late_task], timeout=30)
 
     async def run() -> None:
         await hang()

@@ -77,10 +77,12 @@ class Pool:
 
     def _make_room(self) -> None:
         for family, server in list(self.shared.items()):
-            if sum(each.alive for each in (*self.shared.values(), *self.own)) >= MOST:
+            if sum(each_server.alive for each_server in (*self.shared.values(), *self.own)) >= MOST:
                 self.shared.pop(family)
                 server.kill()
-        assert sum(each.alive for each in self.own) < MOST, f"at most {MOST} servers at once: stop one first"
+        assert sum(each_server.alive for each_server in self.own) < MOST, (
+            f"at most {MOST} servers at once: stop one first"
+        )
 
     def _spawn(self, model: Path, *arguments: str, wait: bool = True) -> SGLangServer:
         self._started += 1

@@ -104,7 +104,9 @@ class Site:
             return replace(ask(prompt(20, index), new, f"{index}", index), watch=watch)
 
         requests = [request(index) for index in range(count)]
-        turns = [(each, asyncio.create_task(self.pool.generate(each))) for each in requests]
+        turns = [
+            (each_request, asyncio.create_task(self.pool.generate(each_request))) for each_request in requests
+        ]
         await asyncio.gather(*(event.wait() for event in begin_events))
         return turns
 

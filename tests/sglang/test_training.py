@@ -163,7 +163,7 @@ def kill(process: psutil.Process) -> None:
     family = [process, *process.children(recursive=True)]
     os.kill(process.pid, signal.SIGKILL)
     psutil.wait_procs(family, 60)
-    assert not any(alive(each) for each in family), "processes of the killed one are left"
+    assert not any(alive(each_process) for each_process in family), "processes of the killed one are left"
 
 
 def alive(process: psutil.Process) -> bool:

@@ -129,8 +129,8 @@ async def test_a_look_leaves_a_server_as_it_is_and_an_owner_ends_what_the_last_o
                 await task
             assert all(span.version == 1 for span in lost.value.partial.spans)
             await owner.load(refs[0])
-            found = await attach(config, server.url)  # it was not paused
-            async with in_use(loader(config, 0, found)) as again:
+            second_server = await attach(config, server.url)  # it was not paused
+            async with in_use(loader(config, 0, second_server)) as again:
                 assert await again.api.weight_label() == refs[0].label
 
 
