@@ -69,8 +69,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         lines = []
         for line in process.stderr:  # it ends when the process does; pytest's timeout is the deadline
             lines.append(line)
-            if found := re.search(r"running on (http://[\d.:]+)", line):
-                yield found[1]
+            if match := re.search(r"running on (http://[\d.:]+)", line):
+                yield match[1]
                 return
         raise AssertionError("the server did not start:\n" + "".join(lines))
     finally:

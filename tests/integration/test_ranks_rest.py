@@ -122,9 +122,9 @@ class Run:
     @contextmanager
     def ranks(self, size: int) -> Iterator[None]:
         """They end in order when the body has stopped them."""
-        given = self.coordinator.endpoints, size, f"{self.folder}/rendezvous"
+        arguments = self.coordinator.endpoints, size, f"{self.folder}/rendezvous"
         config = replace(self.config, trainer=replace(self.config.trainer, ranks=size))
-        ranks = [FORKED.Process(target=_rank, args=(config, rank, *given)) for rank in range(size)]
+        ranks = [FORKED.Process(target=_rank, args=(config, rank, *arguments)) for rank in range(size)]
         for process in ranks:
             process.start()
         self.coordinator.ranks = ranks
@@ -182,17 +182,17 @@ def test_ranks_rest_when_ordered_and_train_as_ever(size: int, run: Run, world: W
         coordinator.plan(request, "end")
         assert not coordinator.until(trainer.Checkpointed).resting
         assert coordinator.until(trainer.Checkpointed, resting=True).step == 1
-        found = disk.read(ref)[1]
+        published = disk.read(ref)[1]
     phases = {f"timing_s/{name}" for name in ("rest", "wait_devices", "wake")}
     assert phases <= commit.metrics.keys() and ref.version == (EPOCH, 1)
-    who = "" if size == 1 else "rank 0, which waits for "
-    assert f"{who}trajectories of step 0, at rest while engines sample" in coordinator.waits
+    waiting_rank = "" if size == 1 else "rank 0, which waits for "
+    assert f"{waiting_rank}trajectories of step 0, at rest while engines sample" in coordinator.waits
     learner = make_learner(run.config, world, "float32")
     for part in (run.episodes[:half], run.episodes[half:]):
         learner.accumulate(part)
     learner.finish()
     for name, tensor in full_state(learner.policy).items():
-        assert torch.allclose(found[name], tensor, atol=1e-4), name
+        assert torch.allclose(published[name], tensor, atol=1e-4), name
     for rank in range(size):
         lines = run.lines(rank)
         names = [line.name for line in lines]
@@ -203,7 +203,7 @@ def test_ranks_rest_when_ordered_and_train_as_ever(size: int, run: Run, world: W
             for line in lines
             if line.name in ("rest", "wait_devices", "wake", "wait_data", "train", "step")
         ]
-        assert all(one.end <= other.start + 1e-3 for one, other in pairwise(spans)), "they overlap"
+        assert all(span.end <= next_span.start + 1e-3 for span, next_span in pairwise(spans)), "they overlap"
 
 
 def test_a_stop_saves_what_rests(run: Run) -> None:

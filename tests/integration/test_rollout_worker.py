@@ -170,9 +170,9 @@ def test_a_fenced_episode_says_nothing_more(
     (hub.send if word is Cancel else hub.send_bulk)(word(attempt))
     hub.until(lambda: hub.beat and hub.beat.held == (), "empty heartbeat")
     engine().gate.set()
-    other = hub.assign("f", sample())
-    hub.expect(Finished, attempt=other)
-    assert {record.attempt for record in hub.seen(Generated)} == {other}
+    other_attempt = hub.assign("f", sample())
+    hub.expect(Finished, attempt=other_attempt)
+    assert {record.attempt for record in hub.seen(Generated)} == {other_attempt}
     assert "e/0" in engine().released
     assert ("e" in forgotten) == (word is Cancel)  # a worker that is fenced may go on with it
 
@@ -346,7 +346,7 @@ def test_a_turn_goes_on_after_its_parts_when_its_worker_is_killed(
         hub.pump(1)
         assert hub.beat is not None and hub.beat.tokens == len(turn.ids) - durable
         hub.assign("b", sample(), key=KEY)
-        whole = hub.turn(hub.expect(Generated))
-    assert (turn.ids, turn.context, turn.stop) == (whole.ids, whole.context, whole.stop)
-    assert turn.logprobs == pytest.approx(whole.logprobs, abs=2e-5)
+        whole_turn = hub.turn(hub.expect(Generated))
+    assert (turn.ids, turn.context, turn.stop) == (whole_turn.ids, whole_turn.context, whole_turn.stop)
+    assert turn.logprobs == pytest.approx(whole_turn.logprobs, abs=2e-5)
     assert {span.version for span in turn.spans} == {0} and turn.spans[-1].end == len(turn.ids)
