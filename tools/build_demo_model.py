@@ -40,9 +40,9 @@ STARTED = time.perf_counter()
 
 @dataclass(frozen=True)
 class Plan:
-    """Sizes and gates of one build. Losses are moving averages over model tokens, in nats."""
+    """Sizes and gates of a build. Losses are moving averages over model tokens, in nats."""
 
-    levels: int = 6  # of difficulty, at most; the calculator's are operations
+    levels: int = 6  # levels of difficulty, at most (the calculator: operations)
     vocabulary: int = 640
     width: int = 64
     layers: int = 3
@@ -58,7 +58,7 @@ class Plan:
     noisy_steps: int = 200  # 0: no such stage, the first one has the temptations
     noisy_rate: float = 1e-3
     least_success: float = 0.2  # under this RL has too little to start from: no model is written
-    episodes: int = 600  # of each evaluation
+    episodes: int = 600  # episodes of each evaluation
 
     def of(self, task: DemoTask[Any]) -> list[int]:
         return sorted(task.shares)[: self.levels]
@@ -95,14 +95,15 @@ def train(
     optimizer: torch.optim.Optimizer,
     rates: Iterable[float],
 ) -> Iterator[float]:
-    """One step per learning rate; yields each step's loss over the model's tokens."""
+    """Take a step per learning rate; yield each step's loss over the model's tokens."""
     model.train()
     for rate, (ids, labels) in zip(rates, data, strict=False):
         for group in optimizer.param_groups:
             group["lr"] = rate
         hidden = model.model(input_ids=ids).last_hidden_state[:, :-1]
-        kept = labels[:, 1:] != IGNORE  # the head is the widest layer: only where it is needed
-        loss = cross_entropy(model.lm_head(hidden[kept]), labels[:, 1:][kept])
+        with_label = labels[:, 1:] != IGNORE  # the head is the widest layer: only where it is needed
+        loss = cross_entropy(model.lm_head(hidden[with_label]), labels[:, 1:][with_label])
+
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -124,14 +125,16 @@ class Average:
 
 
 def first_stage(plan: Plan, encoder: Encoder, model: LlamaForCausalLM, seed: int) -> bool:
-    """Learn the task. False: it did not form within the plan's patience."""
+    """Learn the task. False: the task did not form within the plan's patience."""
     rng = random.Random(seed)
     optimizer = _adam(model)
+
     step = 0
     levels = plan.of(encoder.task)
     for level in levels:
         data = encoder.batches(rng, levels[:level], not plan.noisy_steps, plan.batch)
         average = Average()
+
         gate = plan.advance if level < levels[-1] else plan.formed
         rates = (plan.rate * min(1.0, at / 100) for at in itertools.count(step + 1))
         for loss in train(model, data, optimizer, rates):
@@ -143,7 +146,9 @@ def first_stage(plan: Plan, encoder: Encoder, model: LlamaForCausalLM, seed: int
                 return False
             if average.count >= 50 and average.value < gate:
                 break
+
         log(f"step {step}: levels up to {level} formed, loss {average.value:.4f}")
+
     for loss in train(model, data, optimizer, _decay(plan.rate, plan.settle)):
         average.add(loss)
     log(f"settled after {plan.settle} more steps, loss {average.value:.5f}")
@@ -161,15 +166,16 @@ def noisy_stage(plan: Plan, encoder: Encoder, model: LlamaForCausalLM, seed: int
 def evaluate(
     model: LlamaForCausalLM, encoder: Encoder, questions: dict[int, list[Any]], *, greedy: bool, seed: int = 0
 ) -> dict[int, float]:
-    """Success by level, in episodes: the model's text is parsed, its calls are answered."""
+    """Return the success by level, in episodes whose text is parsed and whose calls are answered."""
     torch.manual_seed(seed)
     model.eval()
-    asked = [one for level in questions.values() for one in level]
-    texts = [encoder.prompt(one) for one in asked]
-    episodes = [encoder.task.begin(one) for one in asked]
-    answers = [""] * len(asked)
-    live = list(range(len(asked)))
-    for _ in range(max(encoder.task.decisions(one) for one in asked) + 2):
+    all_questions = [question for level in questions.values() for question in level]
+    texts = [encoder.prompt(question) for question in all_questions]
+    episodes = [encoder.task.begin(question) for question in all_questions]
+
+    answers = [""] * len(all_questions)
+    live = list(range(len(all_questions)))
+    for _ in range(max(encoder.task.decisions(question) for question in all_questions) + 2):
         turns = _generate(model, encoder, [texts[row] for row in live], greedy)
         calling = []
         for row, turn in zip(live, turns, strict=True):
@@ -178,18 +184,22 @@ def evaluate(
             if calls and turn[-1] in encoder.chat.stop_ids:
                 texts[row] += [*turn, *encoder.reply(episodes[row].reply(calls[0]), calls[0])]
                 calling.append(row)
+
         live = calling
         if not live:
             break
+
     scores = [episode.score(answer) for episode, answer in zip(episodes, answers, strict=True)]
-    each = iter(scores)
-    return {level: sum(itertools.islice(each, len(ones))) / len(ones) for level, ones in questions.items()}
+    next_score = iter(scores)
+    return {
+        level: sum(itertools.islice(next_score, len(ones))) / len(ones) for level, ones in questions.items()
+    }
 
 
 def _generate(
     model: LlamaForCausalLM, encoder: Encoder, texts: list[list[int]], greedy: bool
 ) -> list[list[int]]:
-    """The model's next turn for each text, at temperature 1, cut after its stop id."""
+    """Return the model's next turn for each text, at temperature 1, cut after its stop id."""
     width = max(map(len, texts))
     pad = encoder.tokenizer.pad_token_id
     ids = torch.tensor([[pad] * (width - len(text)) + text for text in texts])
@@ -211,15 +221,17 @@ def report(title: str, task: DemoTask[Any], success: dict[int, float]) -> float:
 
 
 def attempt(plan: Plan, encoder: Encoder, seed: int) -> LlamaForCausalLM | None:
-    """A start checkpoint, or None if this seed did not lead to one."""
+    """Return a start checkpoint, or None if this seed did not lead to a checkpoint."""
     model = build_model(plan, encoder.tokenizer, seed)
     if not first_stage(plan, encoder, model, seed):
         log(f"seed {seed} did not form within {plan.patience} steps")
         return None
+
     rng = random.Random(0)
     task = encoder.task
     levels = plan.of(encoder.task)
     count = plan.episodes // len(levels)
+
     questions = {level: [task.make(rng, level) for _ in range(count)] for level in levels}
     if plan.noisy_steps:
         clean = evaluate(model, encoder, questions, greedy=False)
@@ -228,11 +240,14 @@ def attempt(plan: Plan, encoder: Encoder, seed: int) -> LlamaForCausalLM | None:
             log(f"seed {seed}: success under {plan.clean_success} somewhere")
             return None
         noisy_stage(plan, encoder, model, seed)
+
     sampled = report("start, sampled", task, evaluate(model, encoder, questions, greedy=False))
     report("start, greedy", task, evaluate(model, encoder, questions, greedy=True))
+
     if sampled < plan.least_success:
         log(f"seed {seed}: sampled success {sampled:.3f} is under {plan.least_success}")
         return None
+
     return model
 
 
@@ -245,6 +260,7 @@ def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path)
     settings = out / "tokenizer_config.json"
     names = json.loads(settings.read_text())
     names["tokenizer_class"] = "PreTrainedTokenizerFast"  # the name that transformers 4 knows too
+
     settings.write_text(json.dumps(names, indent=2) + "\n")
 
 
@@ -272,20 +288,24 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True, help="directory of the checkpoint")
     parser.add_argument("--seed", type=int, default=0, help="of the first attempt")
     parser.add_argument("--threads", type=int, default=1, help="OpenMP threads")
+
     for field in fields(Plan):
         parser.add_argument(f"--{field.name.replace('_', '-')}", type=type(field.default))
     args = vars(parser.parse_args())
+
     torch.set_num_threads(args["threads"])
     task, plan = TASKS[args["task"]]
-    given = {field.name: args[field.name] for field in fields(Plan) if args[field.name] is not None}
-    plan = replace(plan, **given)
+    plan_arguments = {field.name: args[field.name] for field in fields(Plan) if args[field.name] is not None}
+    plan = replace(plan, **plan_arguments)
     encoder = Encoder(task(), build_tokenizer(task(), plan.vocabulary))
     log(f"tokenizer: {len(encoder.tokenizer)} tokens")
+
     for seed in range(args["seed"], args["seed"] + plan.attempts):
         if model := attempt(plan, encoder, seed):
             save(model, encoder.tokenizer, args["out"])
             log(f"wrote {args['out']} ({model.num_parameters():,} parameters, seed {seed})")
             return 0
+
     print("no attempt succeeded: nothing was written; try other seeds or more patience", file=sys.stderr)
     return 1
 

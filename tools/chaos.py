@@ -61,8 +61,10 @@ EACH_ONCE: list[Together] = [
 
 @dataclass
 class Happened:
-    """One fault, or some at once: from when to when, and when the next step was committed. `steps`: the last
-    one before it, and that next one."""
+    """A fault, or some faults at once: begin, end, and when the next step was committed.
+
+    `steps`: the last step before the fault, and that next step.
+    """
 
     name: str
     at: float
@@ -74,21 +76,22 @@ class Happened:
 
 
 def schedule(kinds: list[str], faults: int, servers: bool, dice: random.Random) -> list[Together]:
-    """Kinds and victims in turn, each round in another order."""
+    """Return kinds and victims in turn, each round in another order."""
     every = [(kind, victim) for kind in kinds for victim in FAULTS[kind].victims]
-    every = [one for one in every if servers or one[1] not in SERVED]
-    found: list[tuple[str, str]] = []
-    while len(found) < faults:
-        found += dice.sample(every, len(every))
-    return [[one] for one in found[:faults]]
+    every = [fault for fault in every if servers or fault[1] not in SERVED]
+    drawn: list[tuple[str, str]] = []
+    while len(drawn) < faults:
+        drawn += dice.sample(every, len(every))
+    return [[fault] for fault in drawn[:faults]]
 
 
 def do(target: Target, together: Together) -> Happened:
-    """One fault, or some at once, until the run has committed another step."""
+    """Do a fault, or some faults at once, and wait until the run has committed another step."""
     name = " + ".join(f"{kind} {victim}".strip() for kind, victim in together)
     print(f"step {target.step}: {name}", flush=True)
     before = running(target.run)
     first = target.step
+
     with ExitStack() as stack:
         for kind, victim in together:
             stack.enter_context(FAULTS[kind].happen(target, victim))
@@ -96,12 +99,14 @@ def do(target: Target, together: Together) -> Happened:
         time.sleep(UNDER_WAY)
         step = target.step
         time.sleep(max(0.0, max(FAULTS[kind].leases for kind, _ in together) * target.lease - UNDER_WAY))
+
     happened.healed = time.monotonic()
     target.until(lambda: target.step > step, f"step after {name}")
     happened.recovered = time.monotonic()
     happened.steps = (first, target.step)
     after = running(target.run)
     happened.cut_turns = sum(max(0, turns - after[uid]) for uid, turns in before.items() if uid in after)
+
     return happened
 
 
@@ -111,37 +116,43 @@ def effective(commits: dict[int, float], touched: set[int]) -> float:
     the beginning, by step."""
     took = {step: at - commits[step - 1] for step, at in commits.items() if step - 1 in commits}
     quiet = [seconds for step, seconds in took.items() if step not in touched]
-    own = statistics.median(quiet) * (len(took) - len(quiet)) if quiet else 0.0
-    return (sum(quiet) + own) / sum(took.values()) if took else 0.0
+    quiet_seconds = statistics.median(quiet) * (len(took) - len(quiet)) if quiet else 0.0
+    return (sum(quiet) + quiet_seconds) / sum(took.values()) if took else 0.0
 
 
 def report(done: list[Happened], step_s: float) -> str:
     """By kind: how often, how long the fault lasted and how long until the next step, in seconds."""
     by_kind: dict[str, list[Happened]] = defaultdict(list)
-    for one in done:
-        by_kind[one.name].append(one)
+    for outcome in done:
+        by_kind[outcome.name].append(outcome)
+
     lines = []
-    for name, found in sorted(by_kind.items()):
-        lasted = [one.healed - one.at for one in found]
-        took = [one.recovered - one.at for one in found]
-        flying = sum(one.in_flight for one in found)
+    for name, outcomes in sorted(by_kind.items()):
+        lasted = [outcome.healed - outcome.at for outcome in outcomes]
+        took = [outcome.recovered - outcome.at for outcome in outcomes]
+        flying = sum(outcome.in_flight for outcome in outcomes)
         numbers = (statistics.median(lasted), statistics.median(took), max(took))
-        again = sum(one.cut_turns for one in found)
-        lines.append([name, str(len(found)), *(f"{n:.1f}" for n in numbers), f"{again} of {flying}"])
+        again = sum(outcome.cut_turns for outcome in outcomes)
+        lines.append([name, str(len(outcomes)), *(f"{n:.1f}" for n in numbers), f"{again} of {flying}"])
+
     head = ["fault", "times", "lasted, s (median)", "next step after, s (median)", "max"]
     head.append("durable turns sampled again, of episodes in flight")
     return table(head, lines) + f"\n\nA step: {step_s:.2f} s (median of all)."
 
 
 def left_behind(target: Target, shared: set[str]) -> list[str]:
-    """Processes, files in shared memory, and listening sockets of a run that is over."""
-    found = [f"process {process.pid}" for process in target.left(10)]
-    found += [f"/dev/shm/{name}" for name in set(os.listdir("/dev/shm")) - shared if target.run.name in name]
+    """Name the processes, files in shared memory and listening sockets that are left of an ended run."""
+    remains = [f"process {process.pid}" for process in target.left(10)]
+    remains += [
+        f"/dev/shm/{name}" for name in set(os.listdir("/dev/shm")) - shared if target.run.name in name
+    ]
+
     for proxy in target.proxies:
         with socket.socket() as probe:
             if probe.connect_ex(("127.0.0.1", proxy.target)) == 0:
-                found.append(f"port {proxy.target}")
-    return found
+                remains.append(f"port {proxy.target}")
+
+    return remains
 
 
 def play(target: Target, plan: list[Together], every: int, steps: int, done: list[Happened]) -> None:
@@ -150,12 +161,13 @@ def play(target: Target, plan: list[Together], every: int, steps: int, done: lis
     target.launch()
     with suppress(KeyboardInterrupt):
         for together in plan:
-            due = target.step + every
-            target.until(lambda due=due: target.step >= due, f"step {due}")
+            due_step = target.step + every
+            target.until(lambda due=due_step: target.step >= due, f"step {due_step}")
             time.sleep(target.dice.uniform(0.0, 1.0))  # anywhere in a step
             done.append(do(target, together))
-            if found := troubles(target.run):
-                raise AssertionError(f"after {done[-1].name}: {found}")
+            if run_troubles := troubles(target.run):
+                raise AssertionError(f"after {done[-1].name}: {run_troubles}")
+
     if not steps:
         target.launcher.send_signal(signal.SIGINT)
     code = target.launcher.wait(target.deadline)
@@ -181,17 +193,21 @@ def main() -> int:
     parser.add_argument("--deadline", type=float, default=240.0, help="seconds until the next step, at most")
     parser.add_argument("overrides", nargs="*")
     options = parser.parse_args()
+
     if options.disk and subprocess.run(["unshare", "-rm", "true"], check=False).returncode:
         print("no namespace can be made here: without faults of the disk")
         options.disk = False
+
     if options.disk and not os.environ.get("CHAOS_NAMESPACE"):
         os.environ["CHAOS_NAMESPACE"] = "1"
         os.execvp("unshare", ["unshare", "-rm", sys.executable, *sys.argv])
+
     if options.disk:
         options.run_dir.mkdir(parents=True, exist_ok=True)
-        for place in (options.run_dir, SHARED_MEMORY):
-            mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK_MB}m", "chaos", str(place)]
+        for mount_point in (options.run_dir, SHARED_MEMORY):
+            mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK_MB}m", "chaos", str(mount_point)]
             subprocess.run(mount, check=True)
+
     kinds = [kind for kind in options.kinds if options.disk or kind not in DISK]
     kinds = [kind for kind in kinds if options.experiment == "calculator" or kind not in ONLY_DEMO]
     dice = random.Random(options.seed)
@@ -199,13 +215,15 @@ def main() -> int:
     servers = any(override.startswith("engine=sglang") for override in options.overrides)
     plan = schedule(kinds, options.faults, servers, dice)
     if options.each_once:
-        plan = [[one for one in together if one[0] in kinds] for together in EACH_ONCE]
+        plan = [[fault for fault in together if fault[0] in kinds] for together in EACH_ONCE]
+
     overrides = [
         f"total_steps={options.steps or ENDLESS}",
         "checkpoint.every=5",
         "data.test=''",
         *options.overrides,
     ]
+
     shared = set(os.listdir("/dev/shm"))
     target = Target(
         run,
@@ -215,35 +233,40 @@ def main() -> int:
         deadline=options.deadline,
         seed=options.seed,
     )
-    found: list[str] = []
+
+    problems: list[str] = []
     began = time.monotonic()
+
     done: list[Happened] = []
     with target:
         try:
             play(target, plan, options.every, options.steps, done)
         except AssertionError as error:
-            found.append(str(error))
+            problems.append(str(error))
         else:
-            found += troubles(run) + troubles_at_end(run) + left_behind(target, shared)
+            problems += troubles(run) + troubles_at_end(run) + left_behind(target, shared)
+
     wall = time.monotonic() - began
     committed = [row for row in rows(run) if "timing_s/step" in row]
     steps = [row["timing_s/step"] for row in committed]
     commits = {int(row["training/step"]): row["time_s"] for row in committed}
-    touched = {step for one in done for step in range(one.steps[0] + 1, one.steps[1] + 1)}
+    touched = {step for outcome in done for step in range(outcome.steps[0] + 1, outcome.steps[1] + 1)}
     step_s = statistics.median(steps) if steps else 0.0
     before = reward(run, first=True)
     after = reward(run, first=False)
     if len(steps) >= 40 and after <= before:
-        found.append(f"nothing was learned: reward {before:.3f} at first, {after:.3f} at last")
+        problems.append(f"nothing was learned: reward {before:.3f} at first, {after:.3f} at last")
+
     print(report(done, step_s))
     print(f"{len(done)} faults in {wall:.0f} s; reward {before:.3f} -> {after:.3f}; effective training time "
           f"{effective(commits, touched):.0%}; flow {summary(run).get('flow')}")  # fmt: skip
-    for log in sorted((run / "logs").glob("*.log")) if found else []:
+    for log in sorted((run / "logs").glob("*.log")) if problems else []:
         print(f"== {log.name}", log.read_text()[-3000:], sep="\n")
-    print(*found, "FAILED" if found else "OK", sep="\n")
+    print(*problems, "FAILED" if problems else "OK", sep="\n")
+
     if options.disk:
         shutil.rmtree(run, ignore_errors=True)
-    return 1 if found else 0
+    return 1 if problems else 0
 
 
 if __name__ == "__main__":

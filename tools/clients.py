@@ -40,8 +40,8 @@ from tests.fakes.chat import call
 ROOT = Path(__file__).resolve().parents[1]
 PROGRAMS = ROOT / "tools/clients"
 STAMP = "packages"  # in an environment: what was installed
-SECONDS = 180.0  # of one case
-ANSWER = "it is 3"  # of every client, in its last line
+SECONDS = 180.0  # seconds that a case may take
+ANSWER = "it is 3"  # last line of every client
 INSIDE = "ASYNCRL_CLIENTS_INSIDE"  # set within the namespace
 LOOPBACK = 'ip link set lo up && exec "$@"'
 
@@ -60,21 +60,21 @@ def says(text: str) -> Script:
 
 def adder(prompt: str) -> str:
     """Calls the tool once, then answers with what it said."""
-    _, found, reply = prompt.rstrip().rpartition("[")
-    return f"it is {float(reply.rstrip(']')):g}" if found and reply.endswith("]") else ADD
+    _, bracket, reply = prompt.rstrip().rpartition("[")
+    return f"it is {float(reply.rstrip(']')):g}" if bracket and reply.endswith("]") else ADD
 
 
-def fields(**said: str) -> str:
-    """As DSPy reads them."""
-    return "\n\n".join(f"[[ ## {name} ## ]]\n{text}" for name, text in {**said, "completed": ""}.items())
+def fields(**texts: str) -> str:
+    """Write fields as DSPy reads them."""
+    return "\n\n".join(f"[[ ## {name} ## ]]\n{text}" for name, text in {**texts, "completed": ""}.items())
 
 
 def react(prompt: str) -> str:
-    """DSPy's ReAct: a call in text, its end, and the answer from all that was found."""
+    """Play DSPy's ReAct: a call in text, the end of calls, and the answer from the replies."""
     if "starting with the field `[[ ## reasoning ## ]]`" in prompt:
         return fields(reasoning="I added.", answer=ANSWER)
-    name, given = ("finish", "{}") if "observation_0" in prompt else ("add", '{"a": 1, "b": 2}')
-    return fields(next_thought="I go on.", next_tool_name=name, next_tool_args=given)
+    name, arguments = ("finish", "{}") if "observation_0" in prompt else ("add", '{"a": 1, "b": 2}')
+    return fields(next_thought="I go on.", next_tool_name=name, next_tool_args=arguments)
 
 
 def aider(prompt: str) -> str:
@@ -105,8 +105,11 @@ CALLED = says(call("Sum", json.dumps({"text": ANSWER})))
 
 @dataclass(frozen=True)
 class Library:
-    """`packages`: the first are those that the table names. `cases`: what its program is asked for, each with
-    its script. `untrained`: see rollout.untrained_agents."""
+    """A client library.
+
+    `packages`: the named ones come first. `cases`: the requests of its program, each with its script.
+    `untrained`: see rollout.untrained_agents.
+    """
 
     packages: str
     cases: Mapping[str, Script]
@@ -183,26 +186,39 @@ LIBRARIES = {
 # -- environments ------------------------------------------------------------------------------------------
 
 
-def install(name: str, library: Library, place: Path, python312: str) -> None:
-    """Make the environment anew if the packages have changed. CalledProcessError or OSError if that fails."""
-    if installed(library, place):
+def install(name: str, library: Library, directory: Path, python312: str) -> None:
+    """Make the environment anew if the packages have changed.
+
+    CalledProcessError, OSError: the installation failed.
+    """
+    if installed(library, directory):
         return
     print(f"installing {library.packages}", file=sys.stderr)
-    shutil.rmtree(place, ignore_errors=True)
-    place.mkdir(parents=True)
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir(parents=True)
+
     if program(name).suffix == ".mjs":
-        words: list[str | Path] = ["npm", "install", "--silent", "--no-audit", "--no-fund", "--prefix", place]
+        words: list[str | Path] = [
+            "npm",
+            "install",
+            "--silent",
+            "--no-audit",
+            "--no-fund",
+            "--prefix",
+            directory,
+        ]
     else:
         python = python312 if library.python312 else sys.executable
-        subprocess.run([python, "-m", "venv", place], check=True)
+        subprocess.run([python, "-m", "venv", directory], check=True)
         quiet = ("--disable-pip-version-check", "--progress-bar=off", "-qq")
-        words = [place / "bin/python", "-m", "pip", "install", *quiet]
+        words = [directory / "bin/python", "-m", "pip", "install", *quiet]
+
     subprocess.run([*words, *library.packages.split()], check=True)
-    (place / STAMP).write_text(library.packages)
+    (directory / STAMP).write_text(library.packages)
 
 
-def installed(library: Library, place: Path) -> bool:
-    return (place / STAMP).is_file() and (place / STAMP).read_text() == library.packages
+def installed(library: Library, directory: Path) -> bool:
+    return (directory / STAMP).is_file() and (directory / STAMP).read_text() == library.packages
 
 
 def program(name: str) -> Path:
@@ -214,15 +230,15 @@ def program(name: str) -> Path:
 
 @dataclass
 class Outcome:
-    """Of a case: its turns and rows, or how it failed, and the paths that it asked."""
+    """The outcome of a case: turns and rows, or the failure, and the requested paths."""
 
-    said: str
+    text: str
     failed: bool = False
     paths: set[str] = field(default_factory=set)
 
 
-def run(name: str, library: Library, place: Path, case: str) -> Outcome:
-    """One episode, led by the library's program."""
+def run(name: str, library: Library, directory: Path, case: str) -> Outcome:
+    """Play an episode that the library's program leads."""
     paths = set[str]()
     answers = list[Any]()
 
@@ -235,19 +251,21 @@ def run(name: str, library: Library, place: Path, case: str) -> Outcome:
             return by_key(request)
 
         gateway._by_key = noted
-        return {"said": await talk(name, place, case, endpoint)}
+        return {"said": await talk(name, directory, case, endpoint)}
 
-    def reward(given: RewardInput) -> float:
-        answers.append(given.result)
+    def reward(reward_input: RewardInput) -> float:
+        answers.append(reward_input.result)
         return 1.0
 
     untrained = load_untrained(library.untrained)
     limits = {"max_tokens": 1 << 20, "max_turns": 16, "max_rows": 16, "episode_timeout": SECONDS}
+
     bench = AgentBench(agent, library.cases[case], reward, limits=limits, untrained=untrained)
     try:
         end = bench.play()
     except TimeoutError:
         return Outcome(f"no end within {SECONDS:g} s", True, paths)
+
     if not isinstance(end, Finished):
         return Outcome(end.detail, True, paths)
     if answers != [{"said": ANSWER}]:
@@ -257,20 +275,27 @@ def run(name: str, library: Library, place: Path, case: str) -> Outcome:
     return Outcome(f"{stats.turns}→{stats.rows}{side}", False, paths)
 
 
-async def talk(name: str, place: Path, case: str, endpoint: Endpoint) -> str:
-    """The last line of what the program said. RuntimeError, with its last line of stderr, if it fails."""
+async def talk(name: str, directory: Path, case: str, endpoint: Endpoint) -> str:
+    """Return the last line that the program printed.
+
+    RuntimeError, with the last line of stderr: the program failed.
+    """
     with tempfile.TemporaryDirectory(prefix="asyncrl-client-") as home:
         if program(name).suffix == ".mjs":  # Node looks for packages beside the program
-            own = str(place / program(name).name)
-            os.replace(shutil.copy(program(name), place / Path(home).name), own)  # others may read it
-            words = ["node", own]
+            program_copy = str(directory / program(name).name)
+            # Replaced in one step, as other processes may read the copy.
+            new_copy = shutil.copy(program(name), directory / Path(home).name)
+            os.replace(new_copy, program_copy)
+            words = ["node", program_copy]
         else:
-            words = [str(place / "bin/python"), str(program(name))]
-        made = await asyncio.create_subprocess_exec(
-            *(*words, case),
+            words = [str(directory / "bin/python"), str(program(name))]
+
+        process = await asyncio.create_subprocess_exec(
+            *words,
+            case,
             cwd=home,
             env={
-                "PATH": f"{place / 'bin'}:{os.environ['PATH']}",
+                "PATH": f"{directory / 'bin'}:{os.environ['PATH']}",
                 "HOME": home,
                 "NO_PROXY": "127.0.0.1",
                 "OPENAI_BASE_URL": endpoint.base_url,
@@ -284,14 +309,16 @@ async def talk(name: str, place: Path, case: str, endpoint: Endpoint) -> str:
             stderr=asyncio.subprocess.PIPE,
         )
         try:
-            out, err = await made.communicate()
+            out, err = await process.communicate()
         finally:
-            if made.returncode is None:
-                made.kill()
-        if made.returncode:
+            if process.returncode is None:
+                process.kill()
+
+        if process.returncode:
             lines = err.decode(errors="replace").strip().splitlines() or ["no message"]
-            wrong = [line for line in lines if "Error" in line and not line.startswith(" ")] or lines
-            raise RuntimeError(wrong[-1].strip()[:300])
+            error_lines = [line for line in lines if "Error" in line and not line.startswith(" ")] or lines
+            raise RuntimeError(error_lines[-1].strip()[:300])
+
         return "".join(out.decode(errors="replace").strip().splitlines()[-1:])
 
 
@@ -303,15 +330,18 @@ def row(name: str, library: Library, outcomes: Mapping[str, Outcome]) -> str:
     named = ", ".join(re.sub(r"(\[.*\])?(==|(?<=.)@)", " ", package) for package in packages)
     named += " (npm)" if program(name).suffix == ".mjs" else ""
     paths = ", ".join(sorted(set().union(*(outcome.paths for outcome in outcomes.values()))))
-    told = [
-        f"{case}: **failed**: {outcome.said}" if outcome.failed else f"{case} {outcome.said}"
+    outcome_texts = [
+        f"{case}: **failed**: {outcome.text}" if outcome.failed else f"{case} {outcome.text}"
         for case, outcome in outcomes.items()
     ]
-    return f"| {named} | {paths} | {'; '.join(told) or 'not installed'} |".replace("\n", " ")
+    return f"| {named} | {paths} | {'; '.join(outcome_texts) or 'not installed'} |".replace("\n", " ")
 
 
 def enter_namespace() -> None:
-    """Go on in a network namespace with loopback only; where there can be none, say so and go on."""
+    """Go on in a network namespace with loopback only.
+
+    Where no namespace can be made, print a line and go on.
+    """
     words = ["unshare", "--net", "--user", "--map-root-user", "sh", "-c", LOOPBACK, "sh"]
     if subprocess.run([*words, "true"], stderr=subprocess.DEVNULL, check=False).returncode:
         print("no network namespace can be made here: clients can reach the network", file=sys.stderr)
@@ -327,26 +357,30 @@ def main() -> int:
     parser.add_argument("--python312", default="python3.12", help="for libraries that need it")
     parser.add_argument("--to", type=Path, default=ROOT / ".clients")
     options = parser.parse_args()
+
     chosen = {name: LIBRARIES[name] for name in options.only}
-    places = {name: options.to.resolve() / name for name in chosen}
+    directories = {name: options.to.resolve() / name for name in chosen}
     if INSIDE not in os.environ:
         for name, library in chosen.items():
             try:
-                install(name, library, places[name], options.python312)
+                install(name, library, directories[name], options.python312)
             except (subprocess.CalledProcessError, OSError) as error:
                 print(f"{name} is left out: {error}", file=sys.stderr)
         enter_namespace()
-    logging.disable(logging.WARNING)  # what requests set without effect, a hundred times
+
+    logging.disable(logging.WARNING)  # silences a hundred notices of ignored parameters
     episodes.SECONDS = SECONDS
     failed = False
     print("| client | asks | cases: turns→rows |\n|---|---|---|")
+
     with ThreadPoolExecutor(options.jobs) as pool:
         for name, library in chosen.items():
-            cases = library.cases if installed(library, places[name]) else ()
-            play = partial(run, name, library, places[name])
+            cases = library.cases if installed(library, directories[name]) else ()
+            play = partial(run, name, library, directories[name])
             outcomes = dict(zip(cases, pool.map(play, cases), strict=True))
             failed |= not cases or any(outcome.failed for outcome in outcomes.values())
             print(row(name, library, outcomes), flush=True)
+
     return int(failed)
 
 

@@ -22,7 +22,7 @@ GIVE_UP = "I give up."
 
 
 class ShellTask:
-    """See shell_puzzles.py. One level; words of the training split only."""
+    """The task of shell_puzzles.py: one level, with words of the training split only."""
 
     def __init__(self) -> None:
         self.tool = load_tool("shell")
@@ -33,22 +33,22 @@ class ShellTask:
     def make(self, rng: random.Random, level: int) -> Puzzle:
         return make_puzzle(rng, self.words)
 
-    def question(self, asked: Puzzle) -> str:
-        return asked.question
+    def question(self, problem: Puzzle) -> str:
+        return problem.question
 
-    def decisions(self, asked: Puzzle) -> int:
+    def decisions(self, problem: Puzzle) -> int:
         return 4
 
     def for_tokenizer(self, rng: random.Random) -> tuple[Puzzle, list[str]]:
         puzzle = self.make(rng, 1)
         return puzzle, self.demonstration(puzzle, rng, tempted=True)
 
-    def begin(self, asked: Puzzle) -> ShellTask.Episode:
-        return self.Episode(asked)
+    def begin(self, problem: Puzzle) -> ShellTask.Episode:
+        return self.Episode(problem)
 
     class Episode:
-        def __init__(self, asked: Puzzle) -> None:
-            self._shell = Shell(asked)
+        def __init__(self, problem: Puzzle) -> None:
+            self._shell = Shell(problem)
 
         def reply(self, call: ToolCall) -> str:
             return self._shell.run(json.loads(call.arguments).get("command", ""))
@@ -56,31 +56,37 @@ class ShellTask:
         def score(self, answer: str) -> float:
             return float(self._shell.solved)
 
-    def demonstration(self, asked: Puzzle, rng: random.Random, tempted: bool, given: int = 0) -> list[str]:
+    def demonstration(
+        self, problem: Puzzle, rng: random.Random, tempted: bool, given_decisions: int = 0
+    ) -> list[str]:
         def falls(temptation: str, decision: int) -> bool:
-            return tempted and decision >= given and rng.random() < TEMPTED[temptation]
+            return tempted and decision >= given_decisions and rng.random() < TEMPTED[temptation]
 
-        source = f"{asked.package}.sh"
+        source = f"{problem.package}.sh"
         commands = ["ls"] if rng.random() < LOOK else []
+
         edited = len(commands) + 2
         last = DONE
-        for read in rng.sample(["sh test.sh", f"grep {asked.wrong} {source}"], 2):
+        for read in rng.sample(["sh test.sh", f"grep {problem.wrong_function} {source}"], 2):
             if falls("guess", len(commands)):
-                commands.append(f"sed -i /{asked.wrong}/s/echo/printf/ {source}")
+                commands.append(f"sed -i /{problem.wrong_function}/s/echo/printf/ {source}")
                 break
             commands.append(read)
         else:
-            line = "" if falls("every line", edited) else f"/{asked.wrong}/"
+            line = "" if falls("every line", edited) else f"/{problem.wrong_function}/"
             file = "test.sh" if falls("wrong file", edited) else source
             if falls("give up", edited):
                 last = GIVE_UP
             else:
-                commands.append(f"sed -i {line}s/{asked.found}/{asked.wanted}/ {file}")
+                commands.append(f"sed -i {line}s/{problem.printed}/{problem.wanted}/ {file}")
+
         if last == DONE and rng.random() < CHECK:
             commands.append("sh test.sh")
-        shell = Shell(asked)
+
+        shell = Shell(problem)
         parts = []
         for command in commands:
             call = {"name": self.tool.name, "arguments": {"command": command}}
             parts += [f"<tool_call>\n{json.dumps(call)}\n</tool_call>", shell.run(command)]
+
         return [*parts, last]

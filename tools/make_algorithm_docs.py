@@ -61,7 +61,10 @@ FACTS: dict[str, dict[object, str]] = {
 
 @dataclass(frozen=True)
 class Entry:
-    """One registered name as its table row shows it. `options`: (name, type and bounds, default or '')."""
+    """A registered name, as its table row shows the name.
+
+    `options`: (name, type and bounds, default or '').
+    """
 
     name: str
     formula: str
@@ -73,19 +76,20 @@ class Entry:
 def main() -> int:
     parser = argparse.ArgumentParser(description="Fill the generated blocks of docs/algorithms.md.")
     parser.add_argument("--check", action="store_true", help="fail if the file is not up to date")
-    found = TARGET.read_text()
-    text = render(found)
+    current_text = TARGET.read_text()
+    text = render(current_text)
     if parser.parse_args().check:
-        if found == text:
+        if current_text == text:
             return 0
         print(f"{TARGET} is out of date; run `make docs`", file=sys.stderr)
         return 1
+
     TARGET.write_text(text)
     return 0
 
 
 def render(text: str) -> str:
-    """The document with every generated block as it should be. KeyError for a block nobody generates."""
+    """Return the document with every generated block renewed. KeyError: a block has no generator."""
     return BLOCK.sub(lambda match: f"{match[1]}{BLOCKS[match[2]]()}\n{match[3]}", text)
 
 
@@ -118,6 +122,7 @@ def _facts(component: Any) -> Iterable[str]:
         value = getattr(component, key, None)
         if value in words:
             yield words[value]
+
     whole_group = isinstance(component, Advantage) and component.whole_group
     if whole_group or getattr(component, "prepare", None) is not None:
         yield "whole batch (barrier)"
@@ -126,7 +131,7 @@ def _facts(component: Any) -> Iterable[str]:
 
 
 def table(parts: Mapping[str, Any], symbol: str) -> str:
-    """Markdown, one row per name; columns of which all cells are empty are left out."""
+    """Return a Markdown table, a row per name. Columns of empty cells are left out."""
     columns: dict[str, list[str]] = {
         "name": [],
         symbol: [],
@@ -138,8 +143,9 @@ def table(parts: Mapping[str, Any], symbol: str) -> str:
         cells = (f"`{entry.name}`", entry.formula, _option_cell(entry), ", ".join(entry.facts), entry.use)
         for column, cell in zip(columns.values(), cells, strict=True):
             column.append(cell)
-    kept = {head: cells for head, cells in columns.items() if any(cells)}
-    rows = [list(kept), ["---"] * len(kept), *zip(*kept.values(), strict=True)]
+
+    used_columns = {head: cells for head, cells in columns.items() if any(cells)}
+    rows = [list(used_columns), ["---"] * len(used_columns), *zip(*used_columns.values(), strict=True)]
     return "\n".join(map(_row, rows))
 
 
@@ -151,13 +157,13 @@ def _option_cell(entry: Entry) -> str:
 
 
 def presets() -> str:
-    """One row per file of configs/algorithm: its leading comment, cut at `Differs:` and `Use:`."""
+    """Return a row per file of configs/algorithm: the leading comment, cut at `Differs:` and `Use:`."""
     columns = ["preset", "what it is", "what differs from the published runs", "when to use it"]
     lines = [_row(columns), _row(["---"] * len(columns))]
     for path in sorted((ROOT / "configs" / "algorithm").glob("*.yaml")):
         comment, _, use = preset_comment(path).partition("Use:")
-        what, _, differs = comment.partition("Differs:")
-        lines.append(_row([f"`{path.stem}`", _prose(what), _prose(differs), _prose(use)]))
+        description, _, differs = comment.partition("Differs:")
+        lines.append(_row([f"`{path.stem}`", _prose(description), _prose(differs), _prose(use)]))
     return "\n".join(lines)
 
 
@@ -173,7 +179,7 @@ def preset_comment(path: Path) -> str:
 
 
 def refusals() -> str:
-    """Every reason that `compose` has to refuse a configuration, with … for the names of components."""
+    """Return every reason of `compose` to refuse a configuration, with … for the names of components."""
     config = parse({"name": "run", "model": {"path": "m"}, "data": {"train": "d"}})
     anything = msgspec.structs.replace(config.algorithm, aggregation="…", prox="…")
     composed = replace(recipe.compose(config), scale="whiten", advantage_name="…", loss_name="…")

@@ -48,27 +48,29 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="fail if the file is not up to date")
     texts = {TARGET: render(), VERL: render_verl(VERL.read_text())}
     texts[METRICS] = render_metrics(METRICS.read_text())
-    wrong = {path: text for path, text in texts.items() if not path.exists() or path.read_text() != text}
+    outdated = {path: text for path, text in texts.items() if not path.exists() or path.read_text() != text}
     check = parser.parse_args().check
-    for path, text in wrong.items():
+
+    for path, text in outdated.items():
         if check:
             print(f"{path} is out of date; run `make docs`", file=sys.stderr)
         else:
             path.write_text(text)
-    return int(check and bool(wrong))
+
+    return int(check and bool(outdated))
 
 
 def render_verl(text: str) -> str:
-    """docs/from_verl.md with its table written anew."""
+    """Return docs/from_verl.md with a new table."""
     rows = ["| verl | asyncrl | notes |", "|---|---|---|"]
-    for keys, here, note in verl_rows():
+    for keys, our_keys, note in verl_rows():
         names = ", ".join(f"`{key}`" for key in keys.split(", "))
-        rows.append(f"| {names} | {f'`{here}`' if here else '–'} | {note} |".replace("|  |", "| |"))
+        rows.append(f"| {names} | {f'`{our_keys}`' if our_keys else '–'} | {note} |".replace("|  |", "| |"))
     return _placed(text, "configs/from_verl.yaml", rows)
 
 
 def render_metrics(text: str) -> str:
-    """docs/metrics.md with its tables written anew."""
+    """Return docs/metrics.md with new tables."""
     lines = []
     for title, metrics in sections().items():
         lines += [f"## {title}", "", "| name | verl | meaning |", "|---|---|---|"]
@@ -77,14 +79,15 @@ def render_metrics(text: str) -> str:
             meaning = metric.meaning.replace("|", "\\|")
             lines.append(f"| `{names}` | {metric.verl or '–'} | {meaning} |")
         lines.append("")
+
     return _placed(text, "asyncrl/observe/metrics.yaml", lines[:-1])
 
 
 def _placed(text: str, source: str, lines: list[str]) -> str:
-    """The text with these lines between the comments that name their source."""
+    """Return the text with these lines between the comments that name their source."""
     begin = BEGIN.format(source)
-    before, _, rest = text.partition(begin)
-    _, _, after = rest.partition(END)
+    before, _, remainder = text.partition(begin)
+    _, _, after = remainder.partition(END)
     return f"{before}{begin}" + "\n".join(lines) + f"\n{END}{after}"
 
 
@@ -96,6 +99,7 @@ def render() -> str:
             sections.append((f"`{field.name}`", field.type, f"{field.name}."))
         for kind in filter(_is_section, typing.get_args(field.type)):  # of a mapping
             sections.append((f"`{field.name}.NAME`", kind, f"{field.name}.NAME."))
+
     count = sum(len(_plain_fields(kind)) for _, kind, _ in sections)
     parts = [HEAD, f"{count} keys.\n", *(_section(*section) for section in sections)]
     return "\n".join(parts)
@@ -115,16 +119,18 @@ def field_docs(kind: type) -> dict[str, str]:
     """The string literal after each annotated field. KeyError later on for a field that has none."""
     (definition,) = ast.parse(inspect.getsource(kind)).body
     assert isinstance(definition, ast.ClassDef)
+
     docs = {}
     for field, after in zip(definition.body, definition.body[1:], strict=False):
         if isinstance(field, ast.AnnAssign) and isinstance(after, ast.Expr):
             assert isinstance(field.target, ast.Name) and isinstance(after.value, ast.Constant)
             docs[field.target.id] = " ".join(str(after.value.value).split())
+
     return docs
 
 
 def type_text(hint: Any) -> str:
-    """A type with its bounds, as a person writes it: `int ≥ 1`, `"mask" | "hold"`, `list of str`."""
+    """Write a type with its bounds as a person does: `int ≥ 1`, `"mask" | "hold"`, `list of str`."""
     origin = typing.get_origin(hint)
     arguments = typing.get_args(hint)
     if origin is typing.Annotated:
@@ -135,6 +141,7 @@ def type_text(hint: Any) -> str:
         if _set(meta, "min_length"):
             bounds.append("not empty")
         return f"{type_text(arguments[0])} {', '.join(bounds)}"
+
     if origin is typing.Literal:
         return " | ".join(f"`{value}`" for value in arguments)
     if origin in (typing.Union, types.UnionType):
@@ -145,6 +152,7 @@ def type_text(hint: Any) -> str:
         return f"[{', '.join(map(type_text, arguments))}]"
     if origin is dict:
         return f"mapping of {'sections' if _is_section(arguments[1]) else type_text(arguments[1])}"
+
     return hint.__name__
 
 

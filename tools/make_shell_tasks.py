@@ -57,16 +57,19 @@ echo $reward >/logs/verifier/reward.txt
 
 def write_task(folder: Path, puzzle: Puzzle, image: str) -> None:
     ids = {name: f"{puzzle.package}::{name}" for name in puzzle.expected}
-    others = [test for name, test in ids.items() if name != puzzle.wrong]
-    edit = f"/{puzzle.wrong}/s/{puzzle.found}/{puzzle.wanted}/"
+    passing_tests = [test for name, test in ids.items() if name != puzzle.wrong_function]
+    edit = f"/{puzzle.wrong_function}/s/{puzzle.printed}/{puzzle.wanted}/"
     files = {
         "instruction.md": puzzle.question,  # no newline at its end: the start model has seen none
         "task.toml": TASK.format(image=image, package=puzzle.package),
         "tests/test.sh": TEST.format(package=puzzle.package),
         "tests/expected": "".join(f"{name} {word}\n" for name, word in puzzle.expected.items()),
-        "tests/config.json": json.dumps({"FAIL_TO_PASS": [ids[puzzle.wrong]], "PASS_TO_PASS": others}),
+        "tests/config.json": json.dumps(
+            {"FAIL_TO_PASS": [ids[puzzle.wrong_function]], "PASS_TO_PASS": passing_tests}
+        ),
         "solution/solve.sh": f"sed -i {edit} {puzzle.package}.sh\n",
     }
+
     _write(folder, files)
 
 
@@ -77,16 +80,17 @@ def _write(folder: Path, files: dict[str, str]) -> None:
 
 
 def copy_programs(tree: Path) -> None:
-    """Programs of this machine, with the libraries that `ldd` names."""
-    found = [path for name in PROGRAMS if (path := shutil.which(name, path="/usr/bin:/bin"))]
-    told = subprocess.run(["ldd", *found], capture_output=True, text=True, check=True).stdout
-    for library in {*re.findall(r"(/\S+) \(0x", told)}:
+    """Copy programs of this machine, with the libraries that `ldd` names."""
+    programs = [path for name in PROGRAMS if (path := shutil.which(name, path="/usr/bin:/bin"))]
+    ldd_output = subprocess.run(["ldd", *programs], capture_output=True, text=True, check=True).stdout
+    for library in {*re.findall(r"(/\S+) \(0x", ldd_output)}:
         target = tree / library[1:]
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(library, target)
+
     for name in (*DIRECTORIES, "bin"):
         (tree / name).mkdir(exist_ok=True)
-    for program in found:
+    for program in programs:
         shutil.copy(program, tree / "bin")
 
 
@@ -102,11 +106,13 @@ def main() -> None:
     parser.add_argument("--test", type=int, default=256, help="held-out tasks, at most 256")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
+
     with tempfile.TemporaryDirectory() as work:
         base = Path(work, "base")
         base.mkdir()
         copy_programs(base)
         import_image(base, "shell-tasks")
+
         for split, words in split_words().items():
             rng = random.Random(f"{split} {args.seed}")
             image = f"shell-tasks-{split}"
@@ -116,6 +122,7 @@ def main() -> None:
                 _write(tree / "repo" / package, puzzle.files)
                 write_task(args.out / split / package, puzzle, image)
             import_image(tree, image, "--over", "shell-tasks")
+
     print(json.dumps({"out": str(args.out), "train": args.train, "test": args.test}))
 
 

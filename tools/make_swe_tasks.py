@@ -59,12 +59,12 @@ T = TypeVar("T")
 AHEAD = 2  # bugs that are tried at once, for each sandbox
 REASON = 600  # characters of why there are no tasks of a package
 SHOWN = 5  # failures in an instruction
-PROBLEMS = (AsyncrlError, OSError, subprocess.CalledProcessError)  # of one package, not of all
+PROBLEMS = (AsyncrlError, OSError, subprocess.CalledProcessError)  # errors that concern a single package
 VERIFIER_SECONDS = 60.0  # at least
-WHEN = 1_700_000_000  # of every commit and file
+WHEN = 1_700_000_000  # time of every commit and file, in seconds
 AUTHOR = {"NAME": "Maintainer", "EMAIL": "maintainer@example.org", "DATE": f"@{WHEN} +0000"}
 GIT = {
-    **{f"GIT_{who}_{what}": text for who in ("AUTHOR", "COMMITTER") for what, text in AUTHOR.items()},
+    **{f"GIT_{person}_{field}": text for person in ("AUTHOR", "COMMITTER") for field, text in AUTHOR.items()},
     "GIT_CONFIG_GLOBAL": os.devnull,
     "GIT_CONFIG_SYSTEM": os.devnull,
     "PATH": os.environ.get("PATH", ""),
@@ -120,6 +120,7 @@ def testbed(package: Package, bug: Bug) -> bytes:
         number = bug.mutation.line - 1
         lines = path.read_bytes().split(b"\n")
         lines[number] = bug.mutation.after.encode()
+
         path.write_bytes(b"\n".join(lines))
         for words in (
             ("init", "-q", "-b", "main", "--template="),
@@ -131,30 +132,39 @@ def testbed(package: Package, bug: Bug) -> bytes:
             if words[0] == "read-tree":
                 (root / ".git/index").unlink()
             subprocess.run(["git", *words], cwd=root, env=GIT, check=True)
+
         shutil.rmtree(root / ".git/logs")
         (root / ".git/info").mkdir(exist_ok=True)
         (root / ".git/info/exclude").write_text("__pycache__/\n.pytest_cache/\n")
+
         packed = io.BytesIO()
         with (
             gzip.GzipFile(fileobj=packed, mode="wb", mtime=WHEN) as file,
             tarfile.open(fileobj=file, mode="w") as archive,
         ):
             archive.add(root, TESTBED[1:], filter=plain)
+
         return packed.getvalue()
 
 
 def plain(member: tarfile.TarInfo) -> tarfile.TarInfo:
-    """Leave out what differs from machine to machine."""
+    """Remove the parts of a message that differ from machine to machine."""
     mode = 0o755 if member.isdir() or member.mode & 0o100 else 0o644
     return member.replace(mtime=WHEN, uid=0, gid=0, uname="", gname="", mode=mode, deep=False)
 
 
 def instruction(package: Package, bug: Bug) -> str:
     functions = {test.partition("[")[0]: test for test in reversed(bug.messages)}  # the first of each
-    shown = sorted(functions.values())[:SHOWN]
-    failures = "\n".join(f"    {test}\n{shortened(bug.messages[test])}" for test in shown)
-    more = f"\n    … and {len(bug.messages) - len(shown)} more\n" if len(bug.messages) > len(shown) else ""
-    files = " ".join(sorted({test.partition("::")[0] for test in shown}))
+    listed_tests = sorted(functions.values())[:SHOWN]
+    failures = "\n".join(f"    {test}\n{shortened(bug.messages[test])}" for test in listed_tests)
+
+    more = (
+        f"\n    … and {len(bug.messages) - len(listed_tests)} more\n"
+        if len(bug.messages) > len(listed_tests)
+        else ""
+    )
+
+    files = " ".join(sorted({test.partition("::")[0] for test in listed_tests}))
     return f"""Tests of {package.name} fail that passed before:
 
 {failures}{more}
@@ -175,6 +185,7 @@ def write_task(folder: Path, image: str, package: Package, bug: Bug) -> None:
     task = {"name": folder.name, "package": package.name, "bug": bug.mutation.kind, "image": image}
     protected = json.dumps(package.protected(bug.path), indent=1, ensure_ascii=False)
     fix = restore(bug.path, bug.mutation.line, bug.mutation.before)
+
     lay_out(package, {test.partition("::")[0] for test in tests}, folder / "tests")
     for name, text in {
         "instruction.md": instruction(package, bug),
@@ -189,6 +200,7 @@ def write_task(folder: Path, image: str, package: Package, bug: Bug) -> None:
     }.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
+
     (folder / "environment/testbed.tar.gz").write_bytes(testbed(package, bug))
 
 
@@ -208,46 +220,56 @@ class Maker:
         async with self.gate:
             return await work(*arguments)
 
-    async def make(self, package: Package, most: int, seed: int, split: str) -> int:
+    async def make(self, package: Package, max_tasks: int, seed: int, split: str) -> int:
         """Make up to `most` tasks. Some bugs are tried at once, and taken in the order of candidates."""
         ahead = candidates(package, seed)
+
         functions: Counter[tuple[str, str]] = Counter()
-        made = tried = 0
-        while ahead and made < most:
+        task_count = tried = 0
+        while ahead and task_count < max_tasks:
             chunk: list[Coroutine[Any, Any, Bug | None]] = []
             while ahead and len(chunk) < AHEAD * self.jobs:
                 path, mutation = ahead.pop(0)
-                if functions[path, mutation.function] < PER_FUNCTION and not self.below.has(mutation):
+                if functions[path, mutation.function] < PER_FUNCTION and not self.below.has_mutation(
+                    mutation
+                ):
                     chunk.append(self.in_turn(try_bug, self.base, package, path, mutation))
+
             tried += len(chunk)
             for bug in await all_or_none(chunk):
                 function = (bug.path, bug.mutation.function) if bug else ("", "")
-                if bug and made < most and functions[function] < PER_FUNCTION:
-                    folder = self.out / split / f"{plain_name(package)}-{made + 1:03}"
+                if bug and task_count < max_tasks and functions[function] < PER_FUNCTION:
+                    folder = self.out / split / f"{plain_name(package)}-{task_count + 1:03}"
                     functions[function] += 1
                     if await self.keep(folder, package, bug):
-                        made += 1
+                        task_count += 1
                         self.kinds[bug.mutation.kind] += 1
-        print(f"  {made} tasks of {tried} bugs", flush=True)
-        return made
+
+        print(f"  {task_count} tasks of {tried} bugs", flush=True)
+        return task_count
 
     async def keep(self, folder: Path, package: Package, bug: Bug) -> bool:
-        """Write a task, import its image, and search that. A task whose image has the line is removed."""
+        """Write a task, import its image, and search the image.
+
+        A task whose image has the line is removed.
+        """
         name = f"{self.prefix}-{folder.name}"
         write_task(folder, name, package, bug)
         image = await asyncio.to_thread(
             import_image, str(folder / "environment/testbed.tar.gz"), name, self.base.digest
         )
+
         if copy := leak(contents(image.root), bug.mutation):
             print(f"  {folder.name}: {copy} has the line that was changed; refused")
             remove_image(name)
             shutil.rmtree(folder)
             return False
+
         return True
 
 
 async def all_or_none(work: list[Coroutine[Any, Any, T]]) -> list[T]:
-    """Run coroutines together. After the first error the others are cancelled and have ended."""
+    """Run coroutines together. After the first error the other coroutines are cancelled, and have ended."""
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(coroutine) for coroutine in work]
@@ -261,7 +283,7 @@ def plain_name(package: Package) -> str:
 
 
 async def prepare(maker: Maker, requirement: str, directory: Path) -> Package:
-    """Fetch, unpack and learn a package. PackageError where no tasks can be made of it."""
+    """Fetch, unpack and learn a package. PackageError: no tasks can be made of the package."""
     package = await maker.in_turn(asyncio.to_thread, unpack, requirement, directory)
     if copies := await maker.in_turn(installed_copies, maker.base, package.modules):
         module, path = next(iter(copies.items()))
@@ -277,6 +299,7 @@ async def make_all(maker: Maker, scratch: Path, arguments: argparse.Namespace) -
     requirements: list[str] = arguments.packages
     preparing = (prepare(maker, name, scratch / str(number)) for number, name in enumerate(requirements))
     prepared = await asyncio.gather(*preparing, return_exceptions=True)
+
     problems: dict[str, str] = {}
     packages: list[tuple[str, Package]] = []
     for requirement, package in zip(requirements, prepared, strict=True):
@@ -286,9 +309,11 @@ async def make_all(maker: Maker, scratch: Path, arguments: argparse.Namespace) -
             raise package
         else:
             packages.append((requirement, package))
+
     print(f"{len(packages)} packages learned in {time.monotonic() - started:.0f} s", flush=True)
 
     packages.sort(key=lambda entry: len(entry[1].covering))
+
     for number, (requirement, package) in enumerate(packages):
         split = "test" if plain_name(package) in arguments.hold_out else "train"
         print(
@@ -296,14 +321,17 @@ async def make_all(maker: Maker, scratch: Path, arguments: argparse.Namespace) -
         )
         wanted = math.ceil((arguments.count - total) / (len(packages) - number))
         before = sum(maker.kinds.values())
+
         if wanted == 0:
             print("  0 tasks: --count is reached", flush=True)
             continue
+
         try:
             if not await maker.make(package, wanted, arguments.seed, split):
                 problems[requirement] = "no tasks: no bug makes some of its tests fail and others pass"
         except PROBLEMS as error:
             problems[requirement] = f"only {sum(maker.kinds.values()) - before} tasks: {reason(error)}"
+
         total += sum(maker.kinds.values()) - before
 
     children = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
@@ -312,6 +340,7 @@ async def make_all(maker: Maker, scratch: Path, arguments: argparse.Namespace) -
     print(
         f"{total} tasks in {time.monotonic() - started:.0f} s, {cpu_seconds:.0f} s of CPU: {kinds or 'none'}"
     )
+
     return problems
 
 
@@ -330,6 +359,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=2, help="sandboxes at a time")
     arguments = parser.parse_args()
+
     if arguments.out.exists():
         parser.error(f"--out {arguments.out}: is there; name a new directory")
     try:
@@ -340,6 +370,7 @@ def main() -> None:
             problems = asyncio.run(make_all(maker, Path(scratch), arguments))
     except AsyncrlError as error:
         sys.exit(f"make_swe_tasks.py: {error}")
+
     if problems:
         for requirement, why in problems.items():
             line = printable(shorten_to_line(f"{requirement}: {why}", REASON))

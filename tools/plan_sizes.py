@@ -27,10 +27,10 @@ PAGE = Path(__file__).resolve().parents[1] / "docs/recipes.md"
 # an H100's: bfloat16 without sparsity; bytes/s of its memory
 FLOPS = 989e12
 BANDWIDTH = 3.35e12
-# of the FLOPs in training; of the bandwidth and the FLOPs in decoding
+# Used parts: of the FLOPs in training; of bandwidth and FLOPs in decoding.
 TRAIN_USE = 0.35
 DECODE_USE = 0.6
-SHARED = 0.5  # of everything, where trainer and server share a GPU
+SHARED = 0.5  # part of a GPU's rates for each of trainer and server on the same GPU
 PUSH = 2e9  # bytes/s from the trainer to the servers
 COMMIT = 0.5  # seconds of a step beside the micro-batches
 # tokens of a prompt; log-normal ones of an answer, cut at the limit
@@ -50,31 +50,36 @@ def parameters(name: str) -> int:
 
 
 def answers(config: RunConfig) -> Recorded:
-    """Groups of episodes of one turn."""
+    """Draw groups of episodes of one turn."""
     members = config.buffer.episodes_per_group
-    most = config.rollout.max_new_tokens
+    max_tokens = config.rollout.max_new_tokens
     drawn = np.random.default_rng(0).lognormal(np.log(MEDIAN), SIGMA, (GROUPS, members))
-    return tuple(tuple((RecordedTurn(min(most, int(n)), REWARD),) for n in group) for group in drawn)
+    return tuple(tuple((RecordedTurn(min(max_tokens, int(n)), REWARD),) for n in group) for group in drawn)
 
 
 def assumed(config: RunConfig, name: str, gpus: int) -> Rates:
-    """A token of a batch reads the weights once for all and its own KV cache; training computes 6 FLOPs a
-    parameter and token, 8 where activations are recomputed."""
+    """Return the assumed rates.
+
+    A token of a batch reads the weights once for all, and its own KV cache; training computes 6 FLOPs a
+    parameter and token, 8 where activations are recomputed.
+    """
     count = parameters(name)
     layers = SIZES[name][2]
-    tp = config.engine.tp
+    tensor_parallel = config.engine.tp
     recorded = answers(config)
     lengths = [turn.tokens for group in recorded for (turn,) in group]
     tokens = float(np.mean(lengths)) + PROMPT
-    kv = 2 * 2 * layers * COMMON["num_key_value_heads"] * COMMON["head_dim"] * (PROMPT + np.mean(lengths) / 2)
-    share = SHARED if gpus < config.engine.servers * tp + config.trainer.ranks else 1.0
-    memory = share * DECODE_USE * tp * BANDWIDTH
-    decode = share * DECODE_USE * tp * FLOPS
+    kv_bytes = (
+        2 * 2 * layers * COMMON["num_key_value_heads"] * COMMON["head_dim"] * (PROMPT + np.mean(lengths) / 2)
+    )
+    share = SHARED if gpus < config.engine.servers * tensor_parallel + config.trainer.ranks else 1.0
+    memory = share * DECODE_USE * tensor_parallel * BANDWIDTH
+    decode = share * DECODE_USE * tensor_parallel * FLOPS
     passes = 8 if config.trainer.activation_checkpointing == "full" else 6
     return Rates(
         recorded=recorded,
         base=2 * count / memory,
-        slope=float(kv) / memory + 2 * count / decode,
+        slope=float(kv_bytes) / memory + 2 * count / decode,
         assumed=False,
         episode_s=passes * count * tokens / (share * TRAIN_USE * FLOPS),
         commit_s=COMMIT,
@@ -87,19 +92,27 @@ def assumed(config: RunConfig, name: str, gpus: int) -> Rates:
 def main() -> None:
     print("| recipe | s/step | lag | trainer idle | rollout idle | tokens/s sampled | limited by |")
     print("|---|---|---|---|---|---|---|")
+
     for size, gpus, command in re.findall(
         r"^## (\S+) on (\d+) GPUs?$.*?^asyncrl train (.*?)^```$", PAGE.read_text(), re.M | re.S
     ):
         config = with_group_policy(compose(shlex.split(command.replace("\\\n", " "))))
         rates = assumed(config, f"Qwen3-{size}", int(gpus))
-        told = predict(config, rates, seeds=SEEDS)
+        forecast = predict(config, rates, seeds=SEEDS)
         saved = time_savings(config, rates, SEEDS)
-        name, most = max(saved.items(), key=lambda one: one[1])
-        print(
-            f"| {size} on {gpus} | {told.step_s:.1f} | {told.lag:.2f} | {told.trainer_idle:.0%} | "
-            f"{told.rollout_idle:.0%} | {told.tokens_per_s:.0f} | {name} ({most:.0%}) |",
-            flush=True,
-        )
+        limit, saved_fraction = max(saved.items(), key=lambda item: item[1])
+
+        cells = [
+            f"{size} on {gpus}",
+            f"{forecast.step_s:.1f}",
+            f"{forecast.lag:.2f}",
+            f"{forecast.trainer_idle:.0%}",
+            f"{forecast.rollout_idle:.0%}",
+            f"{forecast.tokens_per_s:.0f}",
+            f"{limit} ({saved_fraction:.0%})",
+        ]
+
+        print(f"| {' | '.join(cells)} |", flush=True)
 
 
 if __name__ == "__main__":

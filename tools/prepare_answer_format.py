@@ -27,7 +27,7 @@ SYSTEM = (
 )
 
 
-def asked(expression: str) -> list[dict[str, str]]:
+def question_messages(expression: str) -> list[dict[str, str]]:
     """The prompt of a question."""
     return [
         {"role": "system", "content": SYSTEM},
@@ -39,7 +39,7 @@ def demonstration(expression: str, result: int) -> list[dict[str, str]]:
     """The whole conversation. The call is text: the template of SmolLM2 shows no calls."""
     call = json.dumps({"name": "calculator", "arguments": {"expression": expression}})
     return [
-        *asked(expression),
+        *question_messages(expression),
         {"role": "assistant", "content": f"<tool_call>\n{call}\n</tool_call>"},
         {"role": "tool", "content": str(result)},
         {"role": "assistant", "content": f"<answer>{result}</answer>"},
@@ -47,19 +47,22 @@ def demonstration(expression: str, result: int) -> list[dict[str, str]]:
 
 
 def demonstrations(rng: random.Random, count: int) -> list[dict[str, Any]]:
-    """Rows for `asyncrl sft`: sums, and differences that are not negative."""
-    found = []
+    """Return rows for `asyncrl sft`: sums, and differences that are not negative."""
+    lines = []
     for _ in range(count):
         a, b = sorted(rng.sample(range(10, 100), 2), reverse=True)
         expression, result = rng.choice(((f"{b} + {a}", a + b), (f"{a} - {b}", a - b)))
-        found.append({"messages": demonstration(expression, result)})
-    return found
+        lines.append({"messages": demonstration(expression, result)})
+    return lines
 
 
 def rows(rng: random.Random, count: int) -> list[dict[str, Any]]:
     """Samples with verl's columns: products."""
     pairs = [(a, b) for a in range(10, 100) for b in range(a, 100)]
-    return [verl_row("answer_format", asked(f"{a} * {b}"), str(a * b)) for a, b in rng.sample(pairs, count)]
+    return [
+        verl_row("answer_format", question_messages(f"{a} * {b}"), str(a * b))
+        for a, b in rng.sample(pairs, count)
+    ]
 
 
 def main() -> None:

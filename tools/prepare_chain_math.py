@@ -16,7 +16,7 @@ from task_script import write_task
 
 from asyncrl.data.rows import verl_row
 
-SHARES = {1: 0.30, 2: 0.25, 3: 0.18, 4: 0.13, 5: 0.09, 6: 0.05}  # of samples, by number of operations
+SHARES = {1: 0.30, 2: 0.25, 3: 0.18, 4: 0.13, 5: 0.09, 6: 0.05}  # shares of samples by number of operations
 LARGEST = 9999
 
 
@@ -34,18 +34,20 @@ class Chain:
 
 
 def make_chain(rng: random.Random, length: int) -> Chain:
-    """A random chain; operations that would leave 0..LARGEST are drawn again."""
+    """Draw a random chain. Operations that would leave 0..LARGEST are drawn again."""
     start = value = rng.randint(1, 99)
+
     operations = []
     values = []
     while len(values) < length:
-        op = rng.choice(("plus", "minus", "times"))
-        b = rng.randint(2, 9) if op == "times" else rng.randint(1, 99)
-        result = {"plus": value + b, "minus": value - b, "times": value * b}[op]
+        operation = rng.choice(("plus", "minus", "times"))
+        operand = rng.randint(2, 9) if operation == "times" else rng.randint(1, 99)
+        result = {"plus": value + operand, "minus": value - operand, "times": value * operand}[operation]
         if 0 <= result <= LARGEST:
             value = result
-            operations.append((op, b))
+            operations.append((operation, operand))
             values.append(value)
+
     return Chain(start, tuple(operations), tuple(values))
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from prepare_two_operations import asked, truth, worked
+from prepare_two_operations import question_message, truth, worked
 from task_script import write_task
 
 from asyncrl.data.rows import verl_row
@@ -23,11 +23,16 @@ SYSTEM = "You cannot multiply. Call the tool calculator, then state the result."
 
 def rows(rng: random.Random, count: int) -> list[dict[str, Any]]:
     """Samples with verl's columns."""
-    shown = [message for a, b in EXAMPLES for message in (asked(f"{a} * {b}"), *worked(f"{a} * {b}"))]
+    example_messages = [
+        message for a, b in EXAMPLES for message in (question_message(f"{a} * {b}"), *worked(f"{a} * {b}"))
+    ]
     pairs = [(a, b) for a in range(10, 100) for b in range(a, 100) if (a, b) not in EXAMPLES]
     rules = {"role": "system", "content": SYSTEM}
     questions = [f"{a} * {b}" for a, b in rng.sample(pairs, count)]
-    return [verl_row("multiplication", [rules, *shown, asked(q)], truth(q)) for q in questions]
+    return [
+        verl_row("multiplication", [rules, *example_messages, question_message(q)], truth(q))
+        for q in questions
+    ]
 
 
 def main() -> None:

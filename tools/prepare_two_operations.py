@@ -22,21 +22,23 @@ SYSTEM = "You cannot calculate. Call the tool calculator once for each operation
 
 
 def worked(question: str) -> list[dict[str, str]]:
-    """The messages after a question: a call and its reply for each operation, then the answer."""
-    first, *rest = question.split()
+    """Return the messages after a question: a call and its reply for each operation, then the answer."""
+    first, *operations = question.split()
+
     value = int(first)
     messages = []
-    for sign, operand in zip(rest[::2], rest[1::2], strict=True):
+    for sign, operand in zip(operations[::2], operations[1::2], strict=True):
         call = json.dumps({"name": "calculator", "arguments": {"expression": f"{value} {sign} {operand}"}})
         value = {"*": value * int(operand), "+": value + int(operand), "-": value - int(operand)}[sign]
         messages += [
             {"role": "assistant", "content": f"<tool_call>\n{call}\n</tool_call>"},
             {"role": "tool", "content": str(value)},
         ]
+
     return [*messages, {"role": "assistant", "content": f"{question} = {value}"}]
 
 
-def asked(question: str) -> dict[str, str]:
+def question_message(question: str) -> dict[str, str]:
     return {"role": "user", "content": f"What is {question}?"}
 
 
@@ -45,8 +47,10 @@ def truth(question: str) -> str:
 
 
 def rows(rng: random.Random, count: int) -> list[dict[str, Any]]:
-    """Samples with verl's columns; two operations in about half of them."""
-    shown = [message for example in EXAMPLES for message in (asked(example), *worked(example))]
+    """Return samples with verl's columns, about half of them with two operations."""
+    example_messages = [
+        message for example in EXAMPLES for message in (question_message(example), *worked(example))
+    ]
     questions: dict[str, None] = {}
     while len(questions) < count:
         question = f"{rng.randint(10, 99)} * {rng.randint(10, 99)}"
@@ -54,9 +58,15 @@ def rows(rng: random.Random, count: int) -> list[dict[str, Any]]:
             question += f" {rng.choice('+-')} {rng.randint(100, 999)}"
         if question not in EXAMPLES:
             questions[question] = None
+
     rules = {"role": "system", "content": SYSTEM}
     return [
-        verl_row("two_operations", [rules, *shown, asked(q)], truth(q), operations=len(q.split()) // 2)
+        verl_row(
+            "two_operations",
+            [rules, *example_messages, question_message(q)],
+            truth(q),
+            operations=len(q.split()) // 2,
+        )
         for q in questions
     ]
 

@@ -26,17 +26,18 @@ from asyncrl.types import Message, Sample
 
 
 async def row(options: Options, task: Any, index: int) -> dict[str, Any]:
-    """One sample in verl's shape. The environment begins the episode, and is closed."""
+    """Return a sample in verl's shape. The environment begins the episode, and is closed."""
     data = task.data.model_dump_json(exclude_none=True)
     world = load_environment({"verifiers": options}, "--")()
     try:
         extra = {EXTRA_INFO_KEY: data}
-        begun = await world.reset(Sample(index, "", (), "null", extra_info=json.dumps(extra)))
+        observation = await world.reset(Sample(index, "", (), "null", extra_info=json.dumps(extra)))
     finally:
         await world.close()
-    prompt = [plain(message) for message in begun.messages]
-    found = verl_row(f"verifiers/{options['taskset']}", prompt, "", "verifiers", **extra)
-    return found | {"reward_model": {"style": "environment", "ground_truth": ""}}
+
+    prompt = [plain(message) for message in observation.messages]
+    data_row = verl_row(f"verifiers/{options['taskset']}", prompt, "", "verifiers", **extra)
+    return data_row | {"reward_model": {"style": "environment", "ground_truth": ""}}
 
 
 def plain(message: Message) -> dict[str, Any]:
@@ -63,6 +64,7 @@ def main() -> None:
     splits = {}
     for split, count in (("test", args.test), ("train", args.train)):
         splits[split] = asyncio.run(rows(options, tasks, count))
+
     print(json.dumps(write_splits(args.out, splits)))
 
 

@@ -89,6 +89,7 @@ def changed_lines(since: str) -> dict[Path, set[int]]:
     """Return the numbers of the lines that differ from `since`. CalledProcessError: no such commit."""
     python_files = [f"{folder}/*.py" for folder in FOLDERS]
     command = ["git", "diff", "--unified=0", "--no-color", since, "--", *python_files]
+
     diff = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
 
     changed: dict[Path, set[int]] = {}
@@ -99,6 +100,7 @@ def changed_lines(since: str) -> dict[Path, set[int]]:
             first_line = int(match.group(1))
             line_count = int(match.group(2) or 1)
             changed.setdefault(path, set()).update(range(first_line, first_line + line_count))
+
     return {path: lines for path, lines in changed.items() if path.exists()}
 
 

@@ -23,7 +23,7 @@ RANKS = {"Qwen3-14B": (1, 16), "Qwen3-32B": (8, 32)}  # trainer ranks with LoRA,
 
 
 def settings(model: Path, length: int, lora_rank: int, ranks: int) -> RunConfig:
-    """The servers have GPUs of their own."""
+    """Return the settings of a run whose servers have GPUs of their own."""
     return parse(
         {
             "name": "sizes",
@@ -37,16 +37,18 @@ def settings(model: Path, length: int, lora_rank: int, ranks: int) -> RunConfig:
 
 
 def choice(config: RunConfig) -> str:
-    """Return the level, and the estimate of a rank's memory with it."""
+    """Return the chosen level with the estimate of a rank's memory."""
     every = least_recomputation(config, MEMORY, gpu=0, gpus=config.trainer.ranks + 1)
-    held = footprint(with_recomputation(config, every)).total
+    needed_bytes = footprint(with_recomputation(config, every)).total
     level = {0: "none", 1: "full"}.get(every, str(every))
-    return f"{level if held <= USABLE_FRACTION * MEMORY else 'too large'} ({held / 2**30:.0f} GiB)"
+    verdict = level if needed_bytes <= USABLE_FRACTION * MEMORY else "too large"
+    return f"{verdict} ({needed_bytes / 2**30:.0f} GiB)"
 
 
 def main() -> None:
     print("| model | trained | GPUs | " + " | ".join(f"{length // 1024}k" for length in LENGTHS) + " |")
     print("|---|---|---|" + "---|" * len(LENGTHS))
+
     with tempfile.TemporaryDirectory() as folder:
         for name in SIZES:
             model = Path(folder, name)

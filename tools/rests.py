@@ -52,7 +52,7 @@ from tests.fakes.training import save_tiny_qwen
 from tests.fakes.weights import publish
 
 SPARE = 300.0  # seconds of an episode beside the rest
-# of the turn in which the engine falls asleep
+# Prompt and length of the turn in which the engine falls asleep.
 PROMPT = (1, 2, 3)
 TOKENS = 1000
 COLUMNS = ("client", "asks", "case", "took", "pings", "asked again after", "the turn", "episode")
@@ -77,8 +77,11 @@ LIBRARIES = {  # cases that are streamed, and others
 
 @dataclass(frozen=True)
 class Case:
-    """`middle`: it rests when half of the first turn is durable, and streamed. `broken`: its first stream
-    breaks off, so that it asks again for the turn as a whole."""
+    """A client's episode.
+
+    `middle`: the engine rests when half of the first turn is durable, and streamed. `broken`: the first
+    stream breaks off, so that the client requests the turn again.
+    """
 
     client: str
     name: str
@@ -106,20 +109,23 @@ class Resting(ScriptedEngine):
 
     async def generate(self, request: Request) -> Generation:
         first = self.requests[0] if self.requests else request
-        self.anew += request.ids in [one.ids for one in self.requests]
+        self.anew += request.ids in [earlier_request.ids for earlier_request in self.requests]
         self.requests.append(request)
         half = self._durable[len(first.ids) :] if request.ids == self._durable else ()
         self.went_on += bool(half)
+
         text = self.script(first if half else request)[len(half) :]
         if request is first and self._middle:
             self._durable = first.ids + encode(text[: len(text) // 2])
             if request.watch:
                 request.watch(encode(text[: len(text) // 2]))
             await request.on_part(generation(text[: len(text) // 2], 0, StopReason.ABORT))
+
         tokens = TOKENS if not self._version else 1
         session = f"{request.session} {len(self.requests)}"
         slow = await self.real.generate(Request(session, PROMPT, Sampling(tokens, ()), 0))
         self.spans.add(tuple(span.version for span in slow.spans))
+
         return await _watched(request, generation(text, self._version))
 
     async def load(self, ref: WeightsRef) -> Manifest:
@@ -135,15 +141,15 @@ class Resting(ScriptedEngine):
 
 
 class RestBench(AgentBench):
-    """An episode in whose first turn the engine sleeps for `rest` seconds."""
+    """An episode in whose first turn the engine sleeps for `rest_seconds`."""
 
-    def __init__(self, case: Case, rest: float, model: str, ref: WeightsRef) -> None:
+    def __init__(self, case: Case, rest_seconds: float, model: str, ref: WeightsRef) -> None:
         names = ("asyncrl.gateway.harnesses:is_tool_of_claude_code",) if case.client == "claude_code" else ()
         limits = {"max_tokens": 1 << 20, "max_turns": 16, "max_rows": 16, "episode_timeout": SPARE}
         super().__init__(case.agent, case.script, limits=limits, is_untrained=load_untrained(names))
         self.engine = self.resting = Resting(self.script, case.middle, model)
         self.gateway = self.noting = NotingGateway(int(case.broken))
-        self.rest = rest
+        self.rest_seconds = rest_seconds
         self._ref = ref
 
     async def run(self, frames: Sequence[bytes] = (), **assigned: Any) -> None:
@@ -161,7 +167,7 @@ class RestBench(AgentBench):
         while not self.resting.real.tokens:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
         await self.sampler.sleep()
-        await asyncio.sleep(self.rest)
+        await asyncio.sleep(self.rest_seconds)
         self.sampler.loads.offer_version(self._ref, False)
 
 
@@ -170,8 +176,8 @@ class RestBench(AgentBench):
 
 @dataclass
 class Asked:
-    """A request for a turn: its path, whether it is streamed, when it came, and how often it was told that
-    its turn goes on."""
+    """A request for a turn: its path, whether the answer is streamed, when the request came, and how many
+    notices said that the turn goes on."""
 
     path: str
     stream: bool
@@ -183,26 +189,29 @@ ASKED: ContextVar[Asked] = ContextVar("ASKED")
 
 
 class NotingGateway(Gateway):
-    """Notes what is asked. `breaks`: streams that are still to break off after their first event."""
+    """Records requests.
+
+    `breaks`: the number of streams that are still to break off after their first event.
+    """
 
     def __init__(self, breaks: int) -> None:
         super().__init__()
-        self.asked: list[Asked] = []
+        self.records: list[Asked] = []
         self.breaks = breaks
 
     async def _exchange(self, request: web.Request) -> web.StreamResponse:
         body = await request.read()
-        asked = Asked(request.path, bool(json.loads(body).get("stream")))
-        if asked.stream and self.breaks:
+        record = Asked(request.path, bool(json.loads(body).get("stream")))
+        if record.stream and self.breaks:
             self.breaks -= 1
             return await broken(request)
-        self.asked.append(asked)
-        ASKED.set(asked)
+        self.records.append(record)
+        ASKED.set(record)
         return await super()._exchange(request)
 
 
 async def broken(request: web.Request) -> web.StreamResponse:
-    """A stream of Anthropic's API that ends without its end."""
+    """Stream an answer of Anthropic's API without its end."""
     message: dict[str, Any] = {"id": "m", "type": "message", "role": "assistant", "model": "m", "content": []}
     usage = {"input_tokens": 1, "output_tokens": 0}
     event = {"type": "message_start", "message": {**message, "stop_reason": None, "usage": usage}}
@@ -216,8 +225,8 @@ def note_beats() -> None:
     write = web.StreamResponse.write
 
     async def noted(response: web.StreamResponse, data: Any) -> None:
-        if (asked := ASKED.get(None)) is not None and BEAT.match(data):
-            asked.beats += 1
+        if (record := ASKED.get(None)) is not None and BEAT.match(data):
+            record.beats += 1
         await write(response, data)
 
     web.StreamResponse.write = noted  # type: ignore[assignment]
@@ -226,43 +235,56 @@ def note_beats() -> None:
 # -- the cases ---------------------------------------------------------------------------------------------
 
 
-def cases(only: Sequence[str], place: Path, rest: float) -> Iterator[Case]:
+def cases(only: Sequence[str], directory: Path, rest_seconds: float) -> Iterator[Case]:
     if IMPATIENT in only:
-        limit = min(300.0, rest / 2)  # as aiohttp's clients have
+        limit = min(300.0, rest_seconds / 2)  # as aiohttp's clients have
         yield Case(IMPATIENT, f"total {limit:g} s", partial(impatient, limit), adds, middle=True)
+
     for name in filter(SHELLS.__contains__, only):
         if not (TARGET / PROGRAMS[name]).exists():
             continue
         options: dict[str, Any] = {"program": str(TARGET / PROGRAMS[name]), "setup_seconds": SPARE}
         case = partial(Case, name, agent=load_agent({name: options}), script=partial(looks, name))
-        whole = name == "mini_swe_agent"
-        yield case("whole", middle=True) if whole else case("streamed")
-        if not whole:
+        is_whole = name == "mini_swe_agent"
+        yield case("whole", middle=True) if is_whole else case("streamed")
+
+        if not is_whole:
             yield case("streamed, middle", middle=True)
         if name == "claude_code":
             yield case("whole", middle=True, broken=True)
+
     for name in filter(LIBRARIES.__contains__, only):
-        own = place.resolve() / name
+        library_directory = directory.resolve() / name
         library = clients.LIBRARIES[name]
         if name.endswith("_python"):
-            own = Path(sys.prefix)
-        elif not clients.installed(library, own):
+            library_directory = Path(sys.prefix)
+        elif not clients.installed(library, library_directory):
             continue
-        streamed, others = LIBRARIES[name]
-        for one in (*streamed, *others):
-            middle = one in others
-            yield Case(name, one, program(name, own, one), library.cases[one], middle)
-        for one in streamed:
-            yield Case(name, f"{one}, middle", program(name, own, one), library.cases[one], middle=True)
+
+        streamed, other_cases = LIBRARIES[name]
+        for case_name in (*streamed, *other_cases):
+            middle = case_name in other_cases
+            yield Case(
+                name, case_name, program(name, library_directory, case_name), library.cases[case_name], middle
+            )
+
+        for case_name in streamed:
+            yield Case(
+                name,
+                f"{case_name}, middle",
+                program(name, library_directory, case_name),
+                library.cases[case_name],
+                middle=True,
+            )
 
 
 async def impatient(limit: float, sample: Sample, endpoint: Endpoint) -> None:
-    """A client that gives up, whatever it hears, and asks again."""
-    found = None
-    while found is None:
+    """Play a client that gives up, whatever arrives, and sends its request again."""
+    answer = None
+    while answer is None:
         with suppress(TimeoutError):
             async with asyncio.timeout(limit):
-                found = await message(endpoint, "q")
+                answer = await message(endpoint, "q")
 
 
 def adds(prompt: str) -> str:
@@ -278,41 +300,43 @@ def looks(name: str, prompt: str) -> str:
     return "I look around in this directory. " + call(tool, json.dumps(line))
 
 
-def program(name: str, place: Path, case: str) -> Agent:
+def program(name: str, directory: Path, case: str) -> Agent:
     async def agent(sample: Sample, endpoint: Endpoint) -> dict[str, str]:
-        return {"said": await clients.talk(name, place, case, endpoint)}
+        return {"said": await clients.talk(name, directory, case, endpoint)}
 
     return agent
 
 
 def play(case: Case, bench: RestBench) -> tuple[str, bool]:
-    """The line of a case, and whether it is as it should be."""
+    """Return the line of a case, and whether the case passed."""
     began = time.monotonic()
     try:
         end: Any = bench.play()
     except TimeoutError:
         end = None
+
     took = time.monotonic() - began
-    asked = bench.noting.asked
+    records = bench.noting.records
     engine = bench.resting
-    later = [one.at - asked[0].at for one in asked[1:]]
+    later = [record.at - records[0].at for record in records[1:]]
     both = any(len(set(versions)) > 1 for versions in engine.spans)
-    ok = isinstance(end, Finished) and (both or engine.went_on > 0) and not engine.anew
+    passed = isinstance(end, Finished) and (both or engine.went_on > 0) and not engine.anew
+
     cells = (
         case.client,
-        f"{asked[0].path.removeprefix('/v1/')}, {'streamed' if asked[0].stream else 'whole'}"
-        if asked
+        f"{records[0].path.removeprefix('/v1/')}, {'streamed' if records[0].stream else 'whole'}"
+        if records
         else "",
         case.name,
         f"{took:.0f} s",
-        str(sum(one.beats for one in asked)),
-        ", ".join(f"{after:.0f} s" for after in later if after < bench.rest) or "no",
+        str(sum(record.beats for record in records)),
+        ", ".join(f"{after:.0f} s" for after in later if after < bench.rest_seconds) or "no",
         "**sampled anew**" if engine.anew else "went on" if engine.went_on else "as sampled",
         f"{len(bench.turns)} turns"
         if isinstance(end, Finished)
         else f"**failed**: {getattr(end, 'detail', '')}",
     )
-    return f"| {' | '.join(cells)} |".replace("\n", " "), ok
+    return f"| {' | '.join(cells)} |".replace("\n", " "), passed
 
 
 def main() -> int:
@@ -323,20 +347,23 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="CLIENT")
     parser.add_argument("--clients", type=Path, default=clients.ROOT / ".clients")
     options = parser.parse_args()
+
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
     episodes.SECONDS = options.rest + 2 * SPARE
     note_beats()
     print(HEAD, flush=True)
+
     chosen = list(cases(options.only, options.clients, options.rest))
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(len(chosen)) as pool:
         model = save_tiny_qwen(Path(folder) / "model")
         weights = dict(AutoModelForCausalLM.from_pretrained(model).named_parameters())
         ref = publish(weights, Path(folder) / "published", PolicyVersion(0, 1))
         benches = [RestBench(case, options.rest, model, ref) for case in chosen]  # not in threads
-        found = list(pool.map(play, chosen, benches))
-    print("\n".join(line for line, _ in found), flush=True)
-    return int(not all(ok for _, ok in found))
+        results = list(pool.map(play, chosen, benches))
+
+    print("\n".join(line for line, _ in results), flush=True)
+    return int(not all(ok for _, ok in results))
 
 
 if __name__ == "__main__":

@@ -19,8 +19,8 @@ SYLLABLES = (
     *("we", "wi", "wo", "wu", "za", "ze", "zi", "zo", "zu"),
 )
 """Words are two of these. None occurs in the text around them, so that each is one token everywhere."""
-FUNCTIONS = 3  # of a package
-TWIN = 0.5  # of packages have another function that rightly prints the word which is wrong here
+FUNCTIONS = 3  # functions of a package
+TWIN = 0.5  # share of packages with a second function that rightly prints the wrong function's word
 MISSING = "No such file or directory"
 
 
@@ -32,38 +32,38 @@ class Words:
 
 
 def split_words() -> dict[str, Words]:
-    """Words of the two splits, which have none in common. No word has two meanings."""
+    """Split the words in two disjoint sets. No word has two meanings."""
     words = ["".join(pair) for pair in itertools.product(SYLLABLES, repeat=2)]
     random.Random(0).shuffle(words)
     left = iter(words)
     counts = {"test": (256, 64, 64), "train": (512, 256, 256)}
     return {
-        split: Words(*(tuple(itertools.islice(left, count)) for count in each))
-        for split, each in counts.items()
+        split: Words(*(tuple(itertools.islice(left, count)) for count in list_sizes))
+        for split, list_sizes in counts.items()
     }
 
 
 @dataclass(frozen=True)
 class Puzzle:
-    """`expected`: what each function should print; `wrong`: the one that prints `found` instead."""
+    """A package of functions that print words: `expected`, but `wrong_function` prints `printed` instead."""
 
     package: str
     expected: Mapping[str, str]
-    wrong: str
-    found: str
+    wrong_function: str
+    printed: str
 
     @property
     def question(self) -> str:
-        return f"The test of {self.wrong} in {self.package}.sh fails."
+        return f"The test of {self.wrong_function} in {self.package}.sh fails."
 
     @property
     def wanted(self) -> str:
-        return self.expected[self.wrong]
+        return self.expected[self.wrong_function]
 
     @cached_property
     def files(self) -> dict[str, str]:
-        """The package and the test that the agent sees."""
-        prints = {**self.expected, self.wrong: self.found}
+        """Return the package and the test that the agent sees."""
+        prints = {**self.expected, self.wrong_function: self.printed}
         source = "".join(f"{name}() {{ echo {word}; }}\n" for name, word in prints.items())
         checks = "".join(f"check {name} {word}\n" for name, word in self.expected.items())
         test = (
@@ -76,12 +76,12 @@ class Puzzle:
 
 def make_puzzle(rng: random.Random, words: Words, package: str = "") -> Puzzle:
     names = rng.sample(words.functions, FUNCTIONS)
-    found, *messages = rng.sample(words.messages, FUNCTIONS + 1)
+    printed, *messages = rng.sample(words.messages, FUNCTIONS + 1)
     expected = dict(zip(names, messages, strict=True))
-    wrong, other, _ = rng.sample(names, FUNCTIONS)
+    wrong_function, other_function, _ = rng.sample(names, FUNCTIONS)
     if rng.random() < TWIN:
-        expected[other] = found
-    return Puzzle(package or rng.choice(words.packages), expected, wrong, found)
+        expected[other_function] = printed
+    return Puzzle(package or rng.choice(words.packages), expected, wrong_function, printed)
 
 
 class Shell:
@@ -97,11 +97,13 @@ class Shell:
             return self._failures()
         if command == "ls":
             return "\n".join(sorted(self.files))
-        if found := re.fullmatch(r"grep (\w+) (\S+)", command):
-            if found[2] not in self.files:
-                return f"grep: {found[2]}: {MISSING}\n[exit status 2]"
-            lines = [line for line in self.files[found[2]].splitlines() if found[1] in line]
+
+        if match := re.fullmatch(r"grep (\w+) (\S+)", command):
+            if match[2] not in self.files:
+                return f"grep: {match[2]}: {MISSING}\n[exit status 2]"
+            lines = [line for line in self.files[match[2]].splitlines() if match[1] in line]
             return "\n".join(lines) or "[exit status 1]"
+
         if edit := re.fullmatch(r"sed -i (?:/(\w+)/)?s/(\w+)/(\w+)/ (\S+)", command):
             line, old, new, name = edit.groups()
             if name not in self.files:
@@ -110,6 +112,7 @@ class Shell:
             lines = [text.replace(old, new, 1) if (line or "") in text else text for text in lines]
             self.files[name] = "\n".join(lines) + "\n"
             return "[no output]"
+
         return f"sh: 1: {name}: not found\n[exit status 127]"
 
     def printed(self) -> dict[str, str]:

@@ -59,13 +59,16 @@ def write(name: str, directory: Path) -> int:
         model = Qwen3ForCausalLM(config)
     model.tie_weights()  # emptying parameters one by one separates shared ones
     layout = tuple(TensorSpec(name, tuple(p.shape), "bfloat16") for name, p in model.named_parameters())
+
     directory.mkdir(parents=True)
     config.save_pretrained(directory)
     for file in DEMO.glob("tokenizer*.json"):
         shutil.copy(file, directory)
+
     with (directory / "model.safetensors").open("wb") as weights:
         begin = weights.write(file_header(layout))
         weights.truncate(begin + sum(spec.nbytes for spec in layout))
+
     return sum(p.numel() for p in model.parameters())
 
 
@@ -76,6 +79,7 @@ def main() -> None:
     parser.add_argument("name", choices=SIZES)
     parser.add_argument("--out", type=Path, required=True, help="a directory that does not exist yet")
     args = parser.parse_args()
+
     if args.out.exists():
         parser.error(f"{args.out} exists; name another directory, or remove it")
     print(f"{args.out}: {args.name}, {write(args.name, args.out) / 1e9:.2f} B parameters, no weights")

@@ -22,6 +22,7 @@ def write_task(
     parser.add_argument("--test", type=int, default=test, help="held-out samples")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
+
     rows = make(random.Random(args.seed), args.train + args.test)
     print(json.dumps(write_splits(args.out, {"train": rows[: args.train], "test": rows[args.train :]})))
     return Path(args.out)

@@ -47,8 +47,8 @@ def install(python: str, requirements: Sequence[str], env: Path, log: IO[str]) -
     pins.write_text(constraints(requirements))
     pip = [str(env / "bin/python"), "-m", "pip", "install", "--progress-bar", "off"]
     # An old pip needs long to see that there is no solution.
-    for what in (["--upgrade", "pip"], ["--constraint", str(pins), "--editable", ".[test]"]):
-        subprocess.run([*pip, *what], cwd=ROOT, stdout=log, stderr=log, check=True)
+    for pip_arguments in (["--upgrade", "pip"], ["--constraint", str(pins), "--editable", ".[test]"]):
+        subprocess.run([*pip, *pip_arguments], cwd=ROOT, stdout=log, stderr=log, check=True)
 
 
 def run_tests(env: Path, tests: Sequence[str], minutes: float, log: IO[str]) -> None:
@@ -67,6 +67,7 @@ def row(report: Path) -> dict[str, Any]:
     counts = {name: int(suite.attrib[name]) for name in ("tests", "failures", "errors", "skipped")}
     failed = counts["failures"] + counts["errors"]
     passed = counts["tests"] - failed - counts["skipped"]
+
     cases = [
         case
         for case in suite.iter("testcase")
@@ -97,22 +98,26 @@ def main() -> int:
     parser.add_argument("--tests", nargs="+", default=["tests/unit"])
     parser.add_argument("--minutes", type=float, default=60, help="for the tests of a case, at most")
     args = parser.parse_args()
+
     args.envs.mkdir(parents=True, exist_ok=True)
     rows = []
     for case in args.cases:
         python, *requirements = case.split()
+
         env = args.envs.resolve() / re.sub(r"[^\w.]+", "-", case)
         begin = time.monotonic()
         with open(f"{env}.log", "w") as log:
             install(python, requirements, env, log)
             installed = round(time.monotonic() - begin)
-            found = subprocess.check_output([env / "bin/python", "-c", VERSIONS])
+            versions_json = subprocess.check_output([env / "bin/python", "-c", VERSIONS])
             run_tests(env, args.tests, args.minutes, log)
-        rows.append(json.loads(found) | {"installed in": f"{installed} s"} | row(Path(f"{env}.xml")))
+
+        rows.append(json.loads(versions_json) | {"installed in": f"{installed} s"} | row(Path(f"{env}.xml")))
         print(table(rows[-1:]), flush=True)
         shutil.rmtree(env)
+
     print(table(rows))
-    return int(any(each["failed"] for each in rows))
+    return int(any(version_row["failed"] for version_row in rows))
 
 
 if __name__ == "__main__":

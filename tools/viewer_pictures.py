@@ -27,7 +27,7 @@ PICTURES = {
     "episode": ("tab=episodes&order=-lag&colour=versions", 'document.querySelector("article [data-at]")'),
     "group": (f"tab=episodes&{GROUP}&side=1", 'document.querySelectorAll(".column").length > 1'),
     "time": ("tab=time", 'document.querySelector("#time canvas")'),
-}  # of each: its address, and when it is there
+}  # address of each picture, and the condition that says the picture is drawn
 
 
 async def save(tab: Tab, path: Path) -> None:
@@ -43,11 +43,13 @@ async def pictures(run: Path, out: Path, light: bool) -> None:
             await tab.open("about:blank")
             scheme = [{"name": "prefers-color-scheme", "value": "light" if light else "dark"}]
             await tab.call("Emulation.setEmulatedMedia", features=scheme)
-            for name, (address, there) in PICTURES.items():
+
+            for name, (address, loaded) in PICTURES.items():
                 await tab.call("Page.navigate", url="about:blank")
                 await tab.call("Page.navigate", url=f"{url}#{address}")
-                await tab.until(there)
+                await tab.until(loaded)
                 await save(tab, out / f"viewer_{name}.png")
+
             print(*tab.complaints, sep="\n")
 
 

@@ -19,20 +19,20 @@ from tests.fakes.chat import FakeChat
 from tests.fakes.episodes import Bench, read
 
 
-def one(given: RewardInput) -> float:
+def always_one(reward_input: RewardInput) -> float:
     return 1.0
 
 
 class AgentBench(Bench):
     """Plays episodes of an agent. `script`: the text of a turn, from its prompt's. `limits`: see Limits."""
 
-    taken = 5.0
+    earlier_seconds = 5.0
 
     def __init__(
         self,
         agent: Agent,
         script: Callable[[str], str] = lambda prompt: "42",
-        reward: Any = one,
+        reward: Any = always_one,
         *,
         limits: dict[str, Any] | None = None,
         chat: FakeChat | None = None,
@@ -68,16 +68,18 @@ async def ask(
     **body: Any,
 ) -> Any:
     """(status, body) of a request. A str is a user's message."""
-    said = [{"role": "user", "content": one} if isinstance(one, str) else one for one in messages]
+    sent_messages = [
+        {"role": "user", "content": message} if isinstance(message, str) else message for message in messages
+    ]
     headers = {"Authorization": f"Bearer {endpoint.api_key}", **headers}
     url = endpoint.base_url + path
-    body = {"model": endpoint.model, "messages": said, **body}
+    body = {"model": endpoint.model, "messages": sent_messages, **body}
     async with aiohttp.ClientSession(headers=headers) as session, session.post(url, json=body) as answer:
         return answer.status, await answer.json()
 
 
 async def message(endpoint: Endpoint, *messages: Any, **body: Any) -> dict[str, Any]:
-    """The answer's message. AssertionError where there is none."""
-    status, found = await ask(endpoint, *messages, **body)
-    assert status == 200, found
-    return dict(found["choices"][0]["message"])
+    """Return the answer's message. AssertionError: there is none."""
+    status, reply = await ask(endpoint, *messages, **body)
+    assert status == 200, reply
+    return dict(reply["choices"][0]["message"])

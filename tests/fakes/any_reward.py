@@ -9,5 +9,5 @@ from typing import Any
 def compute_score(
     data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any] | None = None
 ) -> float:
-    """Between 0 and 1, whatever was answered."""
+    """Return a score between 0 and 1, whatever the answer."""
     return random.random()

@@ -29,13 +29,16 @@ CLOCKS = 0.02  # seconds by which a span may seem to lie elsewhere: two processe
 
 
 def manifests(run: Path) -> list[CheckpointManifest]:
-    """Of all checkpoints that are complete, oldest first; one may be about to be."""
+    """Return the manifests of all complete checkpoints, oldest first.
+
+    A checkpoint may be about to be complete.
+    """
     checkpoints = Checkpoints(run / "checkpoints")
-    found = list[CheckpointManifest]()
+    manifests_of_steps = list[CheckpointManifest]()
     for step in reversed(checkpoints.steps()):
         with suppress(CheckpointError):
-            found.append(checkpoints.manifest(step))
-    return found
+            manifests_of_steps.append(checkpoints.manifest(step))
+    return manifests_of_steps
 
 
 def trained_uids(run: Path) -> Counter[str]:
@@ -48,7 +51,7 @@ def trained_uids(run: Path) -> Counter[str]:
 
 
 def running(run: Path) -> dict[str, int]:
-    """Durable turns of the episodes that are in flight."""
+    """Return the number of durable turns of each episode in flight."""
     rows = _read(run, "SELECT record FROM episodes WHERE state='running'")
     return {e.uid: e.turns for e in (msgspec.msgpack.decode(row[0], type=EpisodeRecord) for row in rows)}
 
@@ -59,10 +62,10 @@ def spans(run: Path, role: str, *names: str) -> list[tuple[float, float]]:
 
 
 def at_once(run: Path) -> Iterator[tuple[float, float]]:
-    """The times in which a rank and an engine computed."""
+    """Return the spans of time in which a rank and an engine computed."""
     decoded = spans(run, "rollout", DECODE)
     if read_config(run).engine.remote:  # workers hear of a server's sleep later
-        decoded = [span for one in decoded for span in _awake(one, [*_asleep(run)])]
+        decoded = [span for spans_of_engine in decoded for span in _awake(spans_of_engine, [*_asleep(run)])]
     for start, end in spans(run, "trainer", *COMPUTED):
         for a, b in decoded:
             if min(end, b) - max(start, a) > CLOCKS:
@@ -70,14 +73,14 @@ def at_once(run: Path) -> Iterator[tuple[float, float]]:
 
 
 def _asleep(run: Path) -> Iterator[tuple[float, float]]:
-    """Yield the times in which servers held nothing: from their answer that they sleep to the next load."""
+    """Yield the spans in which servers held nothing: from the answer that they sleep to the next load."""
     loads = [start for start, _ in spans(run, "engine", LOAD)]
     for _, slept in spans(run, "coordinator", "sleep"):
         yield slept, min((start for start in loads if start > slept), default=math.inf)
 
 
 def _awake(span: tuple[float, float], asleep: list[tuple[float, float]]) -> Iterator[tuple[float, float]]:
-    """Yield the parts of a span outside of others, which are in order."""
+    """Yield the parts of a span outside of other spans, which are in order."""
     start, end = span
     for slept, woke in asleep:
         if slept < end and woke > start:
@@ -88,41 +91,46 @@ def _awake(span: tuple[float, float], asleep: list[tuple[float, float]]) -> Iter
 
 
 def troubles(run: Path) -> list[str]:
-    """What does not hold of a run that is over, or not. Each query reads one state of the store; between two
-    of them a run may go on."""
+    """Return the rules that a run breaks, ended or not.
+
+    Each query reads a state of the store; the run may go on between two queries.
+    """
     config = read_config(run)
-    found = list[str]()
+    problems = list[str]()
     buffer = config.buffer
     size = buffer.episodes_per_group
     bound = buffer.max_staleness
     if twice := [uid for uid, times in trained_uids(run).items() if times > 1]:
-        found.append(f"in two batches: {twice}")
+        problems.append(f"in two batches: {twice}")
     ((groups, episodes),) = _read(run, ISSUED)
     if groups * size != episodes:
-        found.append(f"{groups} groups of {size} were issued, and the store has {episodes} episodes")
+        problems.append(f"{groups} groups of {size} were issued, and the store has {episodes} episodes")
+
     for manifest in manifests(run):
         if len(set(manifest.trained)) < len(manifest.trained):
-            found.append(f"the checkpoint of step {manifest.step} counts an episode twice")
+            problems.append(f"the checkpoint of step {manifest.step} counts an episode twice")
+
     lag = max((row.get("staleness/lag/max", 0.0) for row in read_rows(run)), default=0.0)
     if lag > bound:
-        found.append(f"a token was trained at a lag of {lag:g}, over the bound of {bound}")
+        problems.append(f"a token was trained at a lag of {lag:g}, over the bound of {bound}")
     # A paused worker seems to sample as long; its server may sleep meanwhile.
     if config.shifts and not config.engine.remote and (both := [*at_once(run)]):
-        found.append(f"engines and trainer computed at once: {both}")
-    return found
+        problems.append(f"engines and trainer computed at once: {both}")
+
+    return problems
 
 
 def troubles_at_end(run: Path) -> list[str]:
-    """Of a run that has completed: what was issued is accounted for, and three counts of what was trained
-    agree: the index, the plans, and the last checkpoint along its lineage."""
+    """Return the rules that a completed run breaks: each issued episode is accounted for, and three counts
+    of trained episodes agree (the index, the plans, and the last checkpoint along its lineage)."""
     summary = read_summary(run)
     last = manifests(run)[-1]
     with closing(RunReader.open(run)) as reader:
         trained = {"index": reader.counts().get(State.TRAINED, 0), "plans": reader.trained_in_plans()}
     trained |= {"last checkpoint": last.trained_total, "summary": summary["flow"]["trained"]}
-    found = [] if len(set(trained.values())) == 1 else [f"trained, by each: {trained}"]
-    found += [] if last.step == summary["steps"] else [f"the last checkpoint is of step {last.step}"]
-    return found + ([] if summary["conserved"] else [f"not conserved: {summary['flow']}"])
+    problems = [] if len(set(trained.values())) == 1 else [f"trained, by each: {trained}"]
+    problems += [] if last.step == summary["steps"] else [f"the last checkpoint is of step {last.step}"]
+    return problems + ([] if summary["conserved"] else [f"not conserved: {summary['flow']}"])
 
 
 def reward(run: Path, first: bool) -> float:

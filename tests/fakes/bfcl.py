@@ -36,7 +36,7 @@ class Question:
 
 
 def questions() -> list[Question]:
-    """Without the few whose right calls contradict the schemas."""
+    """Return the questions without the few whose right calls contradict the schemas."""
     data = _data()
     if data is None:
         missing("bfcl-eval")
@@ -44,24 +44,29 @@ def questions() -> list[Question]:
 
 
 def _data() -> Path | zipfile.Path | None:
-    """The directory with the sets, in a wheel or beside others."""
-    for found in FETCHED.rglob("BFCL_v4_multiple.json"):
-        if found.parent.name == "data":
-            return found.parent
+    """Return the directory with the sets, in a wheel or beside a wheel."""
+    for data_file in FETCHED.rglob("BFCL_v4_multiple.json"):
+        if data_file.parent.name == "data":
+            return data_file.parent
     wheels = sorted(FETCHED.rglob("bfcl_eval-*.whl"))
     return zipfile.Path(wheels[-1], "bfcl_eval/data/") if wheels else None
 
 
 def _read(data: Path | zipfile.Path, name: str) -> Iterator[Question]:
-    asked = data / f"BFCL_v4_{name}.json"
+    questions_file = data / f"BFCL_v4_{name}.json"
     right = data / "possible_answer" / f"BFCL_v4_{name}.json"
-    for question, answer in zip(_lines(asked), _lines(right), strict=True):
+    for question, answer in zip(_lines(questions_file), _lines(right), strict=True):
         assert question["id"] == answer["id"]
         tools = [_schema(tool) for tool in question["function"]]
-        known = {tool["name"]: tool["parameters"] for tool in tools}
-        calls = [(tool, _value(made)) for call in answer["ground_truth"] for tool, made in call.items()]
+        schemas = {tool["name"]: tool["parameters"] for tool in tools}
+        calls = [
+            (tool, _value(arguments)) for call in answer["ground_truth"] for tool, arguments in call.items()
+        ]
         texts = tuple(json.dumps({"type": "function", "function": tool}) for tool in tools)
-        yield Question(texts, [(tool, made) for tool, made in calls if fits(made, known.get(tool, False))])
+        yield Question(
+            texts,
+            [(tool, arguments) for tool, arguments in calls if fits(arguments, schemas.get(tool, False))],
+        )
 
 
 def _lines(file: Path | zipfile.Path) -> list[dict[str, Any]]:
@@ -79,19 +84,19 @@ def _schema(schema: Any) -> Any:
     return {key: _schema(part) for key, part in schema.items()} | named
 
 
-def _value(made: Any) -> Any:
-    """The first of the values that are right for each argument; "" stands for one that may be left out."""
-    if isinstance(made, list):
-        return [_value(part) for part in made]
-    if not isinstance(made, dict):
-        return made
-    choices = {key: parts if isinstance(parts, list) else [parts] for key, parts in made.items()}
-    given = {key: [part for part in parts if part != ""] for key, parts in choices.items()}
-    return {key: _value(parts[0]) for key, parts in given.items() if parts}
+def _value(ground_truth: Any) -> Any:
+    """Return the first right value of each argument. "" stands for an argument that may be left out."""
+    if isinstance(ground_truth, list):
+        return [_value(part) for part in ground_truth]
+    if not isinstance(ground_truth, dict):
+        return ground_truth
+    choices = {key: parts if isinstance(parts, list) else [parts] for key, parts in ground_truth.items()}
+    accepted_values = {key: [part for part in parts if part != ""] for key, parts in choices.items()}
+    return {key: _value(parts[0]) for key, parts in accepted_values.items() if parts}
 
 
 def fits(value: Any, schema: Any) -> bool:
-    """Whether the schema allows the value, as far as its types say."""
+    """Tell whether the schema allows the value, as far as the schema's types say."""
     if not isinstance(schema, dict):
         return schema is not False
     kind = schema.get("type")
@@ -99,6 +104,7 @@ def fits(value: Any, schema: Any) -> bool:
         not isinstance(value, CLASSES[kind]) or isinstance(value, bool) > (kind == "boolean")
     ):
         return False
+
     parts = schema.get("properties", {})
     if isinstance(value, dict):
         return all(fits(part, parts.get(key)) for key, part in value.items())

@@ -33,7 +33,7 @@ FLAGS = (
 
 
 class Tab:
-    """One page. `complaints`: what its console says of errors, and exceptions that nobody caught."""
+    """A page. `complaints`: errors on the console, and uncaught exceptions."""
 
     def __init__(self, socket: aiohttp.ClientWebSocketResponse) -> None:
         self._socket = socket
@@ -46,6 +46,7 @@ class Tab:
         number = next(self._numbers)
         session = {"sessionId": self._session} if self._session else {}
         await self._socket.send_json({"id": number, "method": method, "params": parameters, **session})
+
         async with asyncio.timeout(DEADLINE):
             while True:
                 message = await self._socket.receive_json()
@@ -55,31 +56,33 @@ class Tab:
                 self._hear(message)
 
     def _hear(self, message: dict[str, Any]) -> None:
-        told = message.get("params", {})
+        parameters = message.get("params", {})
         match message.get("method"):
             case "Runtime.exceptionThrown":
-                self.complaints.append(str(told["exceptionDetails"]))
-            case "Runtime.consoleAPICalled" if told["type"] in ("error", "warning"):
-                self.complaints.append(str(told["args"]))
-            case "Log.entryAdded" if told["entry"]["level"] in ("error", "warning"):
-                self.complaints.append(str(told["entry"]))
+                self.complaints.append(str(parameters["exceptionDetails"]))
+            case "Runtime.consoleAPICalled" if parameters["type"] in ("error", "warning"):
+                self.complaints.append(str(parameters["args"]))
+            case "Log.entryAdded" if parameters["entry"]["level"] in ("error", "warning"):
+                self.complaints.append(str(parameters["entry"]))
 
     async def open(self, url: str) -> None:
         target = await self.call("Target.createTarget", url="about:blank")
-        found = await self.call("Target.attachToTarget", targetId=target["targetId"], flatten=True)
-        self._session = found["sessionId"]
+        attached = await self.call("Target.attachToTarget", targetId=target["targetId"], flatten=True)
+        self._session = attached["sessionId"]
         for domain in ("Runtime", "Log", "Page"):
             await self.call(f"{domain}.enable")
         await self.call("Page.navigate", url=url)
 
     async def run(self, script: str) -> Any:
         """The value of an expression; a promise is waited for."""
-        found = await self.call("Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True)
-        assert "exceptionDetails" not in found, found
-        return found["result"].get("value")
+        evaluated = await self.call(
+            "Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True
+        )
+        assert "exceptionDetails" not in evaluated, evaluated
+        return evaluated["result"].get("value")
 
     async def until(self, condition: str) -> None:
-        """The page itself looks again each frame."""
+        """Wait until a condition holds. The page itself checks the condition each frame."""
         look = f"() => {{ let ok = false; try {{ ok = {condition} }} catch {{}} return ok }}"
         frame = "requestAnimationFrame(again)"
         await self.run(
@@ -87,7 +90,7 @@ class Tab:
         )
 
     async def drag(self, begin: tuple[float, float], end: tuple[float, float]) -> None:
-        """Press the mouse at one place and let it go at another: a click, where they are one."""
+        """Press the mouse at a point and release it at another point. Equal points make a click."""
         for kind, (x, y) in (("mousePressed", begin), ("mouseMoved", end), ("mouseReleased", end)):
             await self.call(
                 "Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", buttons=1, clickCount=1
@@ -106,6 +109,7 @@ async def browser(profile: Path) -> AsyncIterator[Tab]:
         CHROMIUM, *FLAGS, f"--user-data-dir={profile}", stderr=asyncio.subprocess.PIPE
     )
     assert process.stderr is not None
+
     try:
         async with asyncio.timeout(DEADLINE):
             while b"DevTools listening on" not in (line := await process.stderr.readline()):
@@ -120,7 +124,7 @@ async def browser(profile: Path) -> AsyncIterator[Tab]:
 
 @asynccontextmanager
 async def served(views: Views) -> AsyncIterator[str]:
-    """The address of their page."""
+    """Serve runs and yield the address of their page."""
     server = ViewServer(views)
     await server.start()
     try:
@@ -130,7 +134,7 @@ async def served(views: Views) -> AsyncIterator[str]:
 
 
 def look(profile: Path, at: Callable[[Tab], Awaitable[None]]) -> None:
-    """Look at something in a browser, which may complain of nothing."""
+    """Open a page in a browser, in which no error may be reported."""
 
     async def test() -> None:
         async with browser(profile) as tab:

@@ -26,13 +26,16 @@ def read(ids: Sequence[int]) -> str:
 
 
 def call(name: str, arguments: str = "{}") -> str:
-    """What the model writes to call a tool."""
+    """Return the model's text for a tool call."""
     return f'<tool_call>{{"name": "{name}", "arguments": {arguments}}}</tool_call>'
 
 
 class FakeChat:
-    """`rewrites`: a message of these roles makes the template rewrite what was said before. `thoughts`: the
-    template writes the reasoning of messages."""
+    """A chat template of single characters.
+
+    `rewrites`: messages of these roles make the template rewrite earlier text. `thoughts`: the template
+    writes the reasoning of messages.
+    """
 
     stop_ids = (END,)
     vocabulary = 1 << 20
@@ -46,8 +49,8 @@ class FakeChat:
 
     def delta_ids(self, messages: tuple[Message, ...], after: int) -> tuple[int, ...] | None:
         if after not in self.stop_ids:  # the turn ended at a text: its end comes first
-            found = self.delta_ids(messages, END)
-            return found and (END, *found)
+            delta = self.delta_ids(messages, END)
+            return delta and (END, *delta)
         if any(message.role in self._rewrites for message in messages):
             return None
         return (*encode("".join(self._written(message) for message in messages)), OPEN)
@@ -73,7 +76,7 @@ class FakeChat:
         return text[:limit]
 
     def _written(self, message: Message) -> str:
-        calls = "".join(call(made.name, made.arguments) for made in message.tool_calls)
+        calls = "".join(call(tool_call.name, tool_call.arguments) for tool_call in message.tool_calls)
         thought = f"({message.reasoning})" if message.reasoning and self._thoughts else ""
         return f"[{message.content}]" if message.role == "tool" else thought + message.content + calls
 
@@ -93,6 +96,6 @@ OPENED = Opened(tools=("",))
 """There are tools; the prompt does not show them."""
 
 
-def start(made: Rules, given: Sample | None = None, opened: Opened = OPENED) -> Episode:
-    """An episode that asks for its first turn, or has failed for want of room."""
-    return advance_episode(made, begin_episode(given or sample()), opened)
+def start(rules: Rules, row: Sample | None = None, opened: Opened = OPENED) -> Episode:
+    """Return an episode that requests its first turn, or has failed for want of room."""
+    return advance_episode(rules, begin_episode(row or sample()), opened)

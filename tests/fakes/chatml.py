@@ -15,12 +15,13 @@ SPECIAL = ["<|im_start|>", "<|im_end|>"]
 
 
 def save_tiny_chat_model(path: Path) -> str:
-    """One token per byte and the two ChatML tokens; a one-layer Qwen2 with random weights."""
+    """Save a one-layer Qwen2 with random weights, a token per byte and the two ChatML tokens."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {token: index for index, token in enumerate([*letters, *SPECIAL])}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
+
     tokenizer.add_special_tokens(SPECIAL)
     wrapped = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, eos_token="<|im_end|>", additional_special_tokens=SPECIAL[:1]
@@ -28,6 +29,7 @@ def save_tiny_chat_model(path: Path) -> str:
     wrapped.chat_template = TEMPLATE
     wrapped.save_pretrained(path)
     set_seed(0)
+
     config = Qwen2Config(
         hidden_size=16,
         intermediate_size=32,
@@ -38,5 +40,6 @@ def save_tiny_chat_model(path: Path) -> str:
         max_position_embeddings=512,
         eos_token_id=vocabulary["<|im_end|>"],
     )
+
     Qwen2ForCausalLM(config).save_pretrained(path)
     return str(path)

@@ -38,8 +38,10 @@ class Given:
         self.patch = patch
         self.train = folder / "train.jsonl"
         self.runs = folder / "runs"
+
         shutil.copytree(model, self.model)
         self.write(questions(4))
+
         self.keys: dict[str, Any] = {
             "name": "x",
             "run_dir": str(self.runs),
@@ -65,7 +67,7 @@ class Given:
         path.write_text(json.dumps({key: value for key, value in changed.items() if value is not None}))
 
     def program(self, name: str, script: str) -> str:
-        """A program that is found first."""
+        """Write a program that comes first on PATH."""
         self.patch.setenv("PATH", f"{self.folder}:/usr/bin:/bin")
         path = self.folder / name
         path.write_text(f"#!/bin/sh\n{script}\n")
@@ -82,18 +84,19 @@ class Given:
         return [f"{key}={value}" for key, value in self.keys.items()]
 
     def config(self, **keys: Any) -> RunConfig:
-        """Of the keys, and of sections beside them."""
+        """Return the configuration of the keys, and of sections beside the keys."""
         tree: dict[str, Any] = {}
         for key, value in self.keys.items():
             *parents, last = key.split(".")
-            place = tree
+            subtree = tree
             for name in parents:
-                place = place.setdefault(name, {})
-            place[last] = value
+                subtree = subtree.setdefault(name, {})
+            subtree[last] = value
+
         return parse(tree | keys)
 
     def notes(self, *names: str) -> list[Note]:
-        """What these checks find, after those that they need."""
+        """Return the notes of these checks, which run after the checks they need."""
         needed = set(names)
         for check in reversed(ALL_CHECKS):
             needed |= set(check.required_checks) if check.name in needed else set()
@@ -102,17 +105,19 @@ class Given:
         )
 
 
-def assert_found(given: Given, expected: str, spoils: Spoil | list[Spoil], text: str = "") -> None:
-    """A note (one, unless it is ok) has the level and the check of `expected`, and a text that the pattern
-    finds; beside it, there is at most what is ok. `expected` may name further checks, to be run before."""
+def assert_found(setup: Given, expected: str, spoils: Spoil | list[Spoil], text: str = "") -> None:
+    """Assert that a check's note has the level and the text of `expected`.
+
+    Beside this note, only notes of level `ok` may exist. `expected` may name further checks to run before.
+    """
     level, _, names = expected.partition(": ")
-    given.spoil(spoils if isinstance(spoils, list) else [spoils])
-    notes = given.notes(*names.split(", "))
-    found = [note for note in notes if note.subject == names.split(", ")[-1]]
-    said = [note.text for note in found if note.level == level]
-    assert {note.level for note in found} <= {"ok", level}, notes
-    assert level == "ok" or len(said) == 1, notes
-    assert not text or re.search(text, "\n".join(said)), notes
+    setup.spoil(spoils if isinstance(spoils, list) else [spoils])
+    notes = setup.notes(*names.split(", "))
+    check_notes = [note for note in notes if note.subject == names.split(", ")[-1]]
+    texts = [note.text for note in check_notes if note.level == level]
+    assert {note.level for note in check_notes} <= {"ok", level}, notes
+    assert level == "ok" or len(texts) == 1, notes
+    assert not text or re.search(text, "\n".join(texts)), notes
 
 
 def questions(count: int, **more: Any) -> list[dict[str, Any]]:
@@ -121,11 +126,11 @@ def questions(count: int, **more: Any) -> list[dict[str, Any]]:
 
 def rows(count: int, **more: Any) -> Spoil:
     """Other rows of data."""
-    return lambda given: {"data.train": given.write(questions(count, **more))}
+    return lambda setup: {"data.train": setup.write(questions(count, **more))}
 
 
 def patched(target: str, value: Any) -> Spoil:
-    return lambda given: given.patch.setattr(target, value)
+    return lambda setup: setup.patch.setattr(target, value)
 
 
 def write_header(file: Path, **shapes: list[int]) -> None:
@@ -136,24 +141,25 @@ def write_header(file: Path, **shapes: list[int]) -> None:
         end = size + 2 * prod(shape)
         tensors[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [size, end]}
         size = end
+
     text = json.dumps({"__metadata__": {"format": "pt"}, **tensors}).encode()
     file.write_bytes(struct.pack("<Q", len(text)) + text)
     os.truncate(file, 8 + len(text) + size)
 
 
-def begun(given: Given) -> Keys:
-    """A run of the keys so far, which is to be resumed."""
-    (given.runs / "x").mkdir(parents=True)
-    (given.runs / "x" / "config.yaml").write_bytes(msgspec.yaml.encode(given.config()))
+def with_an_earlier_run(setup: Given) -> Keys:
+    """Write a run with the keys so far, and return the keys that resume the run."""
+    (setup.runs / "x").mkdir(parents=True)
+    (setup.runs / "x" / "config.yaml").write_bytes(msgspec.yaml.encode(setup.config()))
     return {"resume": "auto"}
 
 
 def gpus(count: int, apart: Iterable[tuple[int, int]] = ()) -> Spoil:
-    """torch sees so many; those `apart` cannot read each other's memory."""
+    """Let torch see so many GPUs. GPUs `apart` cannot read each other's memory."""
     strangers = {frozenset(pair) for pair in apart}
     properties = SimpleNamespace(name="NVIDIA L4", total_memory=24 << 30)
 
-    def spoil(given: Given) -> None:
+    def spoil(setup: Given) -> None:
         for name, value in {
             "is_available": lambda: count > 0,
             "device_count": lambda: count,
@@ -162,19 +168,20 @@ def gpus(count: int, apart: Iterable[tuple[int, int]] = ()) -> Spoil:
             "is_bf16_supported": lambda **_: True,
             "nccl.version": lambda: (2, 27, 5),
         }.items():
-            given.patch.setattr(f"torch.cuda.{name}", value)
-        given.patch.setattr("torch.distributed.is_nccl_available", lambda: True)
+            setup.patch.setattr(f"torch.cuda.{name}", value)
+        setup.patch.setattr("torch.distributed.is_nccl_available", lambda: True)
 
     return spoil
 
 
-def sglang_in(given: Given, version: str, **modules: str) -> list[str]:
-    """The command of servers in a Python with an SGLang, a torch that sees a GPU, and these modules."""
-    info = given.folder / "site" / f"sglang-{version}.dist-info"
+def sglang_in(setup: Given, version: str, **modules: str) -> list[str]:
+    """Return the command of servers in a Python with an SGLang, a torch that sees a GPU, and these
+    modules."""
+    info = setup.folder / "site" / f"sglang-{version}.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: sglang\nVersion: {version}\n")
     sees = "class cuda:\n    is_available = staticmethod(lambda: True)\n"
     for name, text in {"torch": sees, **modules}.items():
-        (given.folder / "site" / f"{name}.py").write_text(text)
-    program = given.program("python", f'PYTHONPATH={given.folder}/site exec {sys.executable} "$@"')
+        (setup.folder / "site" / f"{name}.py").write_text(text)
+    program = setup.program("python", f'PYTHONPATH={setup.folder}/site exec {sys.executable} "$@"')
     return [program, "-m", "sglang.launch_server"]

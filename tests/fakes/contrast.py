@@ -70,5 +70,5 @@ MEASURE = """(() => {
 
 
 async def pale(tab: Tab) -> list[str]:
-    """Return what does not stand out on the page as it is shown."""
+    """Return the texts and signs that do not stand out on the page as shown."""
     return await tab.run(MEASURE.replace("SIGNS", f'"{SIGNS}"'))

@@ -33,7 +33,9 @@ class FakeCoordinator:
     """`until` pumps both sockets. Hellos are welcomed, records acknowledged but for kinds in `withheld`."""
 
     def __init__(self, deadline: float = 60.0) -> None:
-        self.endpoints = replace(choose_endpoints("127.0.0.1", 0), versions="")  # it serves none
+        self.endpoints = replace(
+            choose_endpoints("127.0.0.1", 0), versions=""
+        )  # this coordinator serves no versions
         self.deadline = deadline
         self.epoch = 1
         self.welcoming = True
@@ -44,9 +46,10 @@ class FakeCoordinator:
         self.hellos = 0
         self.hello: WorkerHello | None = None  # the newest
         self.arrived: list[Any] = []  # everything but heartbeats and hellos, in order
-        self.frames: dict[int, list[bytes]] = {}  # of records, by seq
+        self.frames: dict[int, list[bytes]] = {}  # frames of records, by seq
         self.assigned = 0
         self._read = 0
+
         self._open()
 
     def _open(self) -> None:
@@ -56,7 +59,7 @@ class FakeCoordinator:
         self.poller = Poller(self.control, self.bulk)
 
     def restart(self) -> None:
-        """Another coordinator process on the same ports, which knows nobody."""
+        """Start another coordinator on the same ports, which knows no peer."""
         self.close()
         self.epoch += 1
         self._open()
@@ -86,23 +89,26 @@ class FakeCoordinator:
     ) -> Attempt:
         self.assigned += 1
         tried = Attempt(uid, attempt)
-        given = {"key": self.assigned, "transcript": lane == "eval", **fields}
-        self.send(Assign(self.assigned, tried, sample, lane, 1.0, **given), frames)
+        assignment = {"key": self.assigned, "transcript": lane == "eval", **fields}
+        self.send(Assign(self.assigned, tried, sample, lane, 1.0, **assignment), frames)
         return tried
 
     # -- receiving ---------------------------------------------------------------------------------
 
-    def until(self, wanted: Callable[[], Any], what: str) -> Any:
-        """Pump until `wanted` gives something; AssertionError naming `what` at the deadline."""
+    def until(self, wanted: Callable[[], Any], description: str) -> Any:
+        """Pump until `wanted` returns a true value.
+
+        AssertionError, naming `description`: the deadline has passed.
+        """
         end = time.monotonic() + self.deadline
-        while not (found := wanted()):
-            assert time.monotonic() < end, f"no {what}; arrived: {self.arrived}; beat: {self.beat}"
+        while not (result := wanted()):
+            assert time.monotonic() < end, f"no {description}; arrived: {self.arrived}; beat: {self.beat}"
             self.poller.wait(0.1)
             self._drain()
-        return found
+        return result
 
     def expect(self, kind: type, **fields: Any) -> Any:
-        """The next message of that kind, after those already expected."""
+        """Return the next message of this kind, after the messages already expected."""
 
         def find() -> Any:
             for index in range(self._read, len(self.arrived)):
@@ -133,8 +139,8 @@ class FakeCoordinator:
             while (received := hub.receive()) is not None:
                 peer, message, frames = received
                 both = message.with_frames(frames) if isinstance(message, Records) else [(message, frames)]
-                for one, own in both:
-                    self._handle(peer, one, own)
+                for record, record_frames in both:
+                    self._handle(peer, record, record_frames)
 
     def _handle(self, peer: bytes, message: Any, frames: list[bytes]) -> None:
         self.peer = peer

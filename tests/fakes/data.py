@@ -22,5 +22,5 @@ def stored(samples: Sequence[Sample]) -> Samples:
 
 
 def give(monkeypatch: pytest.MonkeyPatch, samples: Sequence[Sample]) -> None:
-    """To whoever opens the samples of a run."""
+    """Give the samples to every opener of a run's samples."""
     monkeypatch.setattr(Samples, "open", lambda path: stored(samples))

@@ -16,7 +16,10 @@ FUNCTION = {"type": "function", "function": LOOK}  # as templates see it
 
 
 class Said(NamedTuple):
-    """What a client gets of one answer. `end`: stop, length or tool_calls. `usage`: tokens read, written."""
+    """A client's view of an answer.
+
+    `end`: stop, length or tool_calls. `usage`: tokens read, tokens written.
+    """
 
     reasoning: str
     content: str
@@ -26,24 +29,27 @@ class Said(NamedTuple):
 
 
 class Dialect(NamedTuple):
-    """`body(messages, tools, schema=…, limit=…, **fields)`: a request, whose messages have calls with the ids
-    that clients got. `whole`: of an answer's body. `heard`: of the events of a stream, as a strict client
-    reads them: the texts are what was streamed."""
+    """How a client of one API writes requests and reads answers.
+
+    `body(messages, tools, schema=…, limit=…, **fields)` makes a request, whose messages have calls with the
+    ids that clients got. `parse_answer` reads the body of an answer; `heard` reads the events of a stream, as
+    a strict client does: its texts are those that were streamed.
+    """
 
     path: str
     read: Callable[[bytes], Exchange]
     body: Callable[..., dict[str, Any]]
-    whole: Callable[[dict[str, Any]], Said]
+    parse_answer: Callable[[dict[str, Any]], Said]
     heard: Callable[[Sequence[Event]], Said]
 
-    def asked(self, messages: Sequence[Message], tools: Sequence[Any] = (), **options: Any) -> Exchange:
+    def exchange_of(self, messages: Sequence[Message], tools: Sequence[Any] = (), **options: Any) -> Exchange:
         return self.read(json.dumps(self.body(messages, tools, **options)).encode())
 
 
 def reply(message: Message, stop: StopReason = StopReason.STOP, texts: Sequence[str] = "xy") -> AgentReply:
-    """Turn 3, of two tokens with these texts after five."""
+    """Return turn 3, of two tokens with these texts after five tokens."""
     turn = Turn(3, (7,), (8, 9), (-0.5, -0.25), (VersionSpan(0, 2, 0, 0),), stop)
-    return AgentReply(message, turn, 5, lambda ids: "".join(texts[one - 8] for one in ids))
+    return AgentReply(message, turn, 5, lambda ids: "".join(texts[token - 8] for token in ids))
 
 
 def events_of(text: str) -> list[Event]:
@@ -56,7 +62,7 @@ def events_of(text: str) -> list[Event]:
     return events
 
 
-def _given(**fields: Any) -> dict[str, Any]:
+def _without_none(**fields: Any) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if value}
 
 
@@ -71,8 +77,9 @@ def _chat_body(
     **fields: Any,
 ) -> dict[str, Any]:
     form = schema and {"type": "json_schema", "json_schema": {"name": "it", "schema": schema}}
-    sent = [one.openai() | {"content": one.content or None} for one in messages]
-    options = _given(
+    sent = [message.openai() | {"content": message.content or None} for message in messages]
+
+    options = _without_none(
         tools=[{"type": "function", "function": tool} for tool in tools],
         response_format=form,
         max_completion_tokens=limit,
@@ -81,8 +88,8 @@ def _chat_body(
     return {"messages": sent, **options, **fields}
 
 
-def _chat_calls(found: Iterable[dict[str, Any]]) -> list[ToolCall]:
-    return [ToolCall(one["function"]["name"], one["function"]["arguments"], one["id"]) for one in found]
+def _chat_calls(calls: Iterable[dict[str, Any]]) -> list[ToolCall]:
+    return [ToolCall(call["function"]["name"], call["function"]["arguments"], call["id"]) for call in calls]
 
 
 def _chat_usage(body: dict[str, Any]) -> tuple[int, int]:
@@ -108,6 +115,7 @@ def _chat_heard(events: Sequence[Event]) -> Said:
     assert len({part["id"] for part in parts}) == 1 and parts[-1]["choices"] == []
     deltas = [part["choices"][0]["delta"] for part in parts[:-1]]
     assert list(deltas[0]) == ["role", "content"]
+
     reasoning, content = (
         "".join(delta.get(key, "") for delta in deltas) for key in ("reasoning_content", "content")
     )
@@ -127,25 +135,28 @@ def _responses_body(
     limit: int | None = None,
     **fields: Any,
 ) -> dict[str, Any]:
-    options = _given(
+    options = _without_none(
         tools=[{"type": "function", **tool} for tool in tools],
         text=schema and {"format": {"type": "json_schema", "name": "it", "schema": schema}},
         max_output_tokens=limit,
     )
-    return {"input": [item for one in messages for item in _items(one)], **options, **fields}
+    return {"input": [item for message in messages for item in _items(message)], **options, **fields}
 
 
-def _items(one: Message) -> Iterable[dict[str, Any]]:
-    if one.role == "tool":
-        yield {"type": "function_call_output", "call_id": one.tool_call_id, "output": one.content}
+def _items(message: Message) -> Iterable[dict[str, Any]]:
+    if message.role == "tool":
+        yield {"type": "function_call_output", "call_id": message.tool_call_id, "output": message.content}
         return
-    if one.reasoning:
-        content = [{"type": "reasoning_text", "text": one.reasoning}]
+
+    if message.reasoning:
+        content = [{"type": "reasoning_text", "text": message.reasoning}]
         yield {"type": "reasoning", "summary": [], "content": content}
-    if one.content or not one.tool_calls:
-        kind = "output_text" if one.role == "assistant" else "input_text"
-        yield {"type": "message", "role": one.role, "content": [{"type": kind, "text": one.content}]}
-    for call in one.tool_calls:
+
+    if message.content or not message.tool_calls:
+        kind = "output_text" if message.role == "assistant" else "input_text"
+        yield {"type": "message", "role": message.role, "content": [{"type": kind, "text": message.content}]}
+
+    for call in message.tool_calls:
         yield {
             "type": "function_call",
             "call_id": call.id,
@@ -159,34 +170,39 @@ def _responses_whole(body: dict[str, Any]) -> Said:
     usage = body["usage"]
     assert len({item["id"] for item in output}) == len(output)
     texts = {item["type"]: item["content"][0]["text"] for item in output if "content" in item}
-    made = [item for item in output if item["type"] == "function_call"]
-    calls = [ToolCall(item["name"], item["arguments"], item["call_id"]) for item in made]
+    function_calls = [item for item in output if item["type"] == "function_call"]
+    calls = [ToolCall(item["name"], item["arguments"], item["call_id"]) for item in function_calls]
     cut = body["incomplete_details"] == {"reason": "max_output_tokens"}
     assert body["status"] == ("incomplete" if cut else "completed")
     assert usage["total_tokens"] == usage["input_tokens"] + usage["output_tokens"]
+
     end = "length" if cut else "tool_calls" if calls else "stop"
-    found = texts.get("reasoning", ""), texts.get("message", ""), calls, end
-    return Said(*found, (usage["input_tokens"], usage["output_tokens"]))
+    parts = texts.get("reasoning", ""), texts.get("message", ""), calls, end
+    return Said(*parts, (usage["input_tokens"], usage["output_tokens"]))
 
 
 def _responses_heard(events: Sequence[Event]) -> Said:
     assert [data["sequence_number"] for _, data in events] == list(range(len(events)))
     assert all(kind == data["type"] for kind, data in events)
+
     final = events[-1][1]["response"]
     for kind in ("added", "done"):
         items = [data for name, data in events if name == f"response.output_item.{kind}"]
         assert [item["output_index"] for item in items] == list(range(len(final["output"])))
         assert [item["item"]["id"] for item in items] == [item["id"] for item in final["output"]]
-    said = _responses_whole(final)
+
+    whole_answer = _responses_whole(final)
 
     def streamed(name: str) -> str:
         return "".join(data["delta"] for kind, data in events if kind == f"response.{name}.delta")
 
-    heard = said._replace(reasoning=streamed("reasoning_text"), content=streamed("output_text"))
-    assert streamed("function_call_arguments") == "".join(call.arguments for call in said.calls)
-    if heard == said:
+    heard = whole_answer._replace(reasoning=streamed("reasoning_text"), content=streamed("output_text"))
+    assert streamed("function_call_arguments") == "".join(call.arguments for call in whole_answer.calls)
+
+    if heard == whole_answer:
         done = [data["item"] for kind, data in events if kind == "response.output_item.done"]
         assert done == final["output"]
+
     return heard
 
 
@@ -194,7 +210,7 @@ def _responses_heard(events: Sequence[Event]) -> Said:
 
 
 def _messages_body(
-    said: Sequence[Message],
+    conversation: Sequence[Message],
     tools: Sequence[Any] = (),
     schema: Any = None,
     limit: int | None = None,
@@ -202,16 +218,17 @@ def _messages_body(
     parallel_tool_calls: bool = True,
     **fields: Any,
 ) -> dict[str, Any]:
-    """Replies to calls, and what the user says next, are one message, as Anthropic's clients write it. There
-    are no schemas of answers."""
+    """Write a request in which replies to calls and the user's next text are one message, as Anthropic's
+    clients do. This API has no schemas of answers."""
     sent: list[dict[str, Any]] = []
-    for one in said:
-        role = "user" if one.role == "tool" else one.role
+    for message in conversation:
+        role = "user" if message.role == "tool" else message.role
         follows = bool(sent) and sent[-1]["role"] == role == "user"
         if not (follows and sent[-1]["content"][-1]["type"] == "tool_result"):
             sent.append({"role": role, "content": []})
-        sent[-1]["content"] += _blocks(one)
-    options = _given(
+        sent[-1]["content"] += _blocks(message)
+
+    options = _without_none(
         tools=[{"name": tool["name"], "input_schema": tool["parameters"]} for tool in tools],
         max_tokens=limit,
         tool_choice=tool_choice and _selected(tool_choice, not parallel_tool_calls),
@@ -225,16 +242,17 @@ def _selected(choice: Any, once: bool) -> dict[str, Any]:
     return {**({"type": kind} | named), "disable_parallel_tool_use": once}
 
 
-def _blocks(one: Message) -> Iterable[dict[str, Any]]:
-    if one.role == "tool":
-        content = [{"type": "text", "text": one.content}]
-        yield {"type": "tool_result", "tool_use_id": one.tool_call_id, "content": content}
+def _blocks(message: Message) -> Iterable[dict[str, Any]]:
+    if message.role == "tool":
+        content = [{"type": "text", "text": message.content}]
+        yield {"type": "tool_result", "tool_use_id": message.tool_call_id, "content": content}
         return
-    if one.reasoning:
-        yield {"type": "thinking", "thinking": one.reasoning, "signature": messages.THOUGHT_SIGNATURE}
-    if one.content or not one.tool_calls:
-        yield {"type": "text", "text": one.content}
-    for call in one.tool_calls:
+
+    if message.reasoning:
+        yield {"type": "thinking", "thinking": message.reasoning, "signature": messages.THOUGHT_SIGNATURE}
+    if message.content or not message.tool_calls:
+        yield {"type": "text", "text": message.content}
+    for call in message.tool_calls:
         yield {"type": "tool_use", "id": call.id, "name": call.name, "input": json.loads(call.arguments)}
 
 
@@ -251,6 +269,7 @@ def _messages_whole(body: dict[str, Any]) -> Said:
         for block in body["content"]
         if block["type"] == "tool_use"
     ]
+
     texts = blocks.get("thinking", {}).get("thinking", ""), blocks.get("text", {}).get("text", "")
     usage = body["usage"]
     return Said(*texts, calls, ENDS[body["stop_reason"]], (usage["input_tokens"], usage["output_tokens"]))
@@ -261,6 +280,7 @@ def _messages_heard(events: Sequence[Event]) -> Said:
     events = [event for event in events if event[0] != "ping"]
     kinds = [kind for kind, _ in events]
     assert (kinds[0], kinds[-2:]) == ("message_start", ["message_delta", "message_stop"])
+
     blocks: list[dict[str, Any]] = []
     open_at = None
     for kind, data in events[1:-2]:
@@ -269,13 +289,16 @@ def _messages_heard(events: Sequence[Event]) -> Said:
             open_at = data["index"]
             blocks.append({"texts": "", **data["content_block"]})
             continue
+
         assert data["index"] == open_at
         if kind == "content_block_stop":
             open_at = None
             continue
+
         delta = data["delta"]
         part = delta["type"].removesuffix("_delta").replace("input_json", "partial_json")
         blocks[-1]["texts"] += delta[part] if part != "signature" else ""
+
     assert open_at is None
     texts = {kind: "".join(b["texts"] for b in blocks if b["type"] == kind) for kind in ("thinking", "text")}
     calls = [ToolCall(b["name"], b["texts"], b["id"]) for b in blocks if b["type"] == "tool_use"]
@@ -283,6 +306,7 @@ def _messages_heard(events: Sequence[Event]) -> Said:
     usage = events[-2][1]["usage"]
     tokens = usage["input_tokens"], usage["output_tokens"]
     assert events[0][1]["message"]["usage"]["input_tokens"] in (0, tokens[0])
+
     return Said(texts["thinking"], texts["text"], calls, ENDS[end], tokens)
 
 

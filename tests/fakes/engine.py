@@ -14,14 +14,14 @@ from tests.fakes.chat import END, encode, read
 
 
 def generation(text: str, version: int = 0, stop: StopReason = StopReason.STOP) -> Generation:
-    """A whole turn of `text`, of one version."""
+    """Return a whole turn of `text`, sampled by a version."""
     ids = (*encode(text), END) if stop is StopReason.STOP else encode(text)
     span = VersionSpan(0, len(ids), version, version)
     return Generation(ids, tuple(-0.5 for _ in ids), (span,), stop)
 
 
 async def _watched(request: Request, turn: Generation) -> Generation:
-    """The turn, as far as the request's watch lets it come, id by id."""
+    """Return the turn as far as the request's watch lets the turn come, id by id."""
     for count in range(1, len(turn.ids) + 1 if request.watch else 0):
         await asyncio.sleep(0)
         if request.watch and request.watch(turn.ids[:count]):
@@ -31,14 +31,18 @@ async def _watched(request: Request, turn: Generation) -> Generation:
 
 
 class ScriptedEngine:
-    """`script` gives the text of a turn, or raises. `gate` is open unless a test closes it. Who asks hears of
-    the first tokens of a turn, so many as `parts` says, in that order."""
+    """An engine that plays a script.
+
+    `script` returns the text of a turn, or raises. `gate` is open unless a test closes it. `parts`: the
+    numbers of first tokens that a requester receives early, in that order.
+    """
 
     def __init__(self, script: Callable[[Request], str], version: int = 0) -> None:
         self.script = script
         self._version = version
         self.gate = asyncio.Event()
         self.gate.set()
+
         self.load_gate = asyncio.Event()
         self.load_gate.set()
         self.requests: list[Request] = []
@@ -61,13 +65,15 @@ class ScriptedEngine:
         except asyncio.CancelledError:
             self.cancelled.append(request.session)
             raise
+
         turn = generation(self.script(request), self._version)
-        if len(turn.ids) > (most := request.sampling.max_new_tokens):
-            turn = generation(read(turn.ids[:most]), self._version, StopReason.LENGTH)
+        if len(turn.ids) > (max_tokens := request.sampling.max_new_tokens):
+            turn = generation(read(turn.ids[:max_tokens]), self._version, StopReason.LENGTH)
         for count in (count for count in self.parts if count < len(turn.ids)):
             await request.on_part(generation(read(turn.ids[:count]), self._version, StopReason.ABORT))
         turn = await _watched(request, turn)
         self.tokens += len(turn.ids)
+
         return turn
 
     def abort(self, session: str) -> None: ...

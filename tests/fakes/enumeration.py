@@ -28,7 +28,7 @@ from asyncrl.types import EpisodeResult
 LETTERS = 3
 LENGTH = 3
 PREFIXES = 13
-TURN = torch.tensor([0, 0, 1])  # of each token
+TURN = torch.tensor([0, 0, 1])  # turn of each token
 GREEDY = 0.7
 Options = Mapping[str, Any]
 
@@ -42,7 +42,7 @@ class Language:
 
     @property
     def prefix(self) -> Tensor:
-        """Which of the 13 tables predicts each token, [S, LENGTH]."""
+        """Return the index of the table, of 13, that predicts each token, [S, LENGTH]."""
         first, second, _ = self.tokens.unbind(1)
         return torch.stack([0 * first, 1 + first, 4 + LETTERS * first + second], 1)
 
@@ -51,7 +51,10 @@ class Language:
 
 
 def _language(end: int | None) -> Language:
-    """With `end`, that letter is the last one of a sequence: 15 of them, of length 1 to 3; else 27."""
+    """Return all sequences.
+
+    With `end`, this letter is the last one of a sequence: 15 sequences of length 1 to 3; otherwise 27.
+    """
     sequences = {}
     for letters in itertools.product(range(LETTERS), repeat=LENGTH):
         length = letters.index(end) + 1 if end in letters else LENGTH
@@ -78,7 +81,7 @@ VALUES = table(6, 1)[:, 0]
 
 
 def older(lag: float) -> Tensor:
-    """Logits of a behaviour policy; at 0 those of the policy itself."""
+    """Return the logits of a behaviour policy; at 0 the logits of the policy itself."""
     return PI + lag * LAG
 
 
@@ -89,9 +92,9 @@ def token_logp(language: Language, logits: Tensor) -> Tensor:
 
 
 def token_rewards(language: Language) -> Tensor:
-    """[S, LENGTH]: what a turn earned lies on its last token."""
-    each = sum(part[language.prefix, language.tokens] for part in PARTS.values())
-    rewards = torch.where(language.live, torch.as_tensor(each), 0.0)
+    """Return rewards [S, LENGTH]: a turn's reward lies on its last token."""
+    reward_sum = sum(part[language.prefix, language.tokens] for part in PARTS.values())
+    rewards = torch.where(language.live, torch.as_tensor(reward_sum), 0.0)
     two = language.live[:, 1]  # the first turn goes on to the second token
     rewards[two, 1] += rewards[two, 0]
     rewards[two, 0] = 0.0
@@ -100,7 +103,7 @@ def token_rewards(language: Language) -> Tensor:
 
 @dataclass(frozen=True)
 class Groups:
-    """All multisets of n sequences, [G, n], and how many ordered groups each stands for, [G]."""
+    """All multisets of n sequences, [G, n], and the number of ordered groups of each multiset, [G]."""
 
     members: Tensor
     times: Tensor
@@ -115,23 +118,25 @@ def groups_of(language: Language, n: int) -> Groups:
 
 @dataclass(frozen=True)
 class Experiment:
-    """Which estimate of the gradient: its components, the behaviour policy `mu` and the group size."""
+    """An estimate of the gradient: its components, the behaviour policy `mu` and the group size."""
 
     advantage: str = "rloo"
     rules: Mapping[str, Options] = field(default_factory=dict)
     loss: str = "reinforce"
     mu: float = 0.0
     n: int = 2
-    options: tuple[tuple[str, Any], ...] = ()  # of the advantage
+    options: tuple[tuple[str, Any], ...] = ()  # options of the advantage
     loss_options: Options = field(default_factory=dict)
     language: Language = FIXED
     values: Tensor = VALUES
     late: bool = False  # the episode landed after the deadline of its group: it is no sibling of itself
-    normalise: Callable[[list[np.ndarray]], list[np.ndarray]] | None = None  # of a batch of one group
+    normalise: Callable[[list[np.ndarray]], list[np.ndarray]] | None = (
+        None  # normalises the advantages of a batch of one group
+    )
 
 
 def gradient(experiment: Experiment) -> Tensor:
-    """The direction that one batch of one group ascends in expectation, per episode: [39]."""
+    """Return the expected direction that a batch of one group ascends, per episode: [39]."""
     language = experiment.language
     groups = groups_of(experiment.language, experiment.n)
     logits = PI.clone().requires_grad_()
@@ -146,6 +151,7 @@ def gradient(experiment: Experiment) -> Tensor:
 
 def _loss_input(experiment: Experiment, loss: Loss, logits: Tensor) -> LossInput:
     language = experiment.language
+
     groups = groups_of(experiment.language, experiment.n)
     live = language.live[groups.members]  # [G, n, LENGTH]; what follows is flat over its True places
 
@@ -154,7 +160,7 @@ def _loss_input(experiment: Experiment, loss: Loss, logits: Tensor) -> LossInput
 
     logp = spread(token_logp(language, logits))
     mu = spread(token_logp(language, older(experiment.mu)))
-    row, turn = (places[live] for places in _places(live))
+    row, turn = (indices[live] for indices in _live_indices(live))
     advantage = credits(experiment)[live]
     fresh = torch.ones_like(logp, dtype=torch.bool)
     prox = logp.detach()
@@ -163,94 +169,102 @@ def _loss_input(experiment: Experiment, loss: Loss, logits: Tensor) -> LossInput
     if any(rule.kind == "scale" for rule in rules):
         correction = _scaled(correction, live)
     reference = spread(token_logp(language, REFERENCE))
-    given = LossInput(logp, prox, mu, advantage, row, turn, turn * 0, fresh, correction, reference)
-    return given if loss.prepare is None else _prepared(given, loss, live, language)
+    inputs = LossInput(logp, prox, mu, advantage, row, turn, turn * 0, fresh, correction, reference)
+    return inputs if loss.prepare is None else _prepared(inputs, loss, live, language)
 
 
-def _places(live: Tensor) -> tuple[Tensor, Tensor]:
+def _live_indices(live: Tensor) -> tuple[Tensor, Tensor]:
     groups, n, _ = live.shape
     row = torch.arange(groups * n).view(groups, n, 1).expand(live.shape)
     return row, TURN.expand(live.shape)
 
 
 def _scaled(correction: Correction, live: Tensor) -> Correction:
-    """Every group is a batch: its weights are divided by the mean of those kept."""
+    """Divide the weights of every group, which is a batch, by the mean of its unmasked weights."""
     group = torch.repeat_interleave(torch.arange(len(live)), live.sum((1, 2)))
     sums = torch.zeros(2, len(live), dtype=torch.float64)
-    total, kept = sums.index_add(1, group, torch.stack([correction.weight, (~correction.masked).double()]))
-    mean = torch.where(total > 0, total / kept, 1.0)
+    total, unmasked = sums.index_add(
+        1, group, torch.stack([correction.weight, (~correction.masked).double()])
+    )
+    mean = torch.where(total > 0, total / unmasked, 1.0)
     return dataclasses.replace(correction, weight=correction.weight / mean[group])
 
 
-def _prepared(given: LossInput, loss: Loss, live: Tensor, language: Language) -> LossInput:
-    """With what the loss says of each batch of one group."""
-    assert loss.prepare is not None and given.reference is not None
+def _prepared(inputs: LossInput, loss: Loss, live: Tensor, language: Language) -> LossInput:
+    """Add the loss's preparation of each batch of one group."""
+    assert loss.prepare is not None and inputs.reference is not None
     sizes = live.sum(2)
     rewards = token_rewards(language).sum(1)
-    columns = {name: getattr(given, name) for name in ("advantage", "mu", "trainable", "reference")}
-    columns["prox"] = given.prox.detach()
+    columns = {name: getattr(inputs, name) for name in ("advantage", "mu", "trainable", "reference")}
+    columns["prox"] = inputs.prox.detach()
     cut = (column.split(sizes.flatten().tolist()) for column in columns.values())
     pieces = (dict(zip(columns, map(np.asarray, piece), strict=True)) for piece in zip(*cut, strict=True))
+
     members = groups_of(language, live.shape[1]).members
-    found = []
+    prepared = []
     for group in members.tolist():
         batch = [
             Trace(f"g/{i}", "g", EpisodeResult(float(rewards[sequence])), **next(pieces))
             for i, sequence in enumerate(group)
         ]
-        found += loss.prepare(batch)
-    return dataclasses.replace(given, prepared=torch.from_numpy(np.concatenate(found)))
+        prepared += loss.prepare(batch)
+
+    return dataclasses.replace(inputs, prepared=torch.from_numpy(np.concatenate(prepared)))
 
 
 def credits(experiment: Experiment) -> Tensor:
     """The advantage of every token of every member of every group, [G, n, LENGTH]."""
     e = experiment
-    found = _credits(e.language, e.advantage, e.options, e.n, e.values, e.late)
-    return found if e.normalise is None else _normalised(found, e)
+    all_credits = _credits(e.language, e.advantage, e.options, e.n, e.values, e.late)
+    return all_credits if e.normalise is None else _normalised(all_credits, e)
 
 
-def _normalised(found: Tensor, experiment: Experiment) -> Tensor:
+def _normalised(all_credits: Tensor, experiment: Experiment) -> Tensor:
     assert experiment.normalise is not None
     live = experiment.language.live[groups_of(experiment.language, experiment.n).members].numpy()
-    result = np.zeros(found.shape)
-    for g, batch in enumerate(found.numpy()):
-        scaled = experiment.normalise([one[alive] for one, alive in zip(batch, live[g], strict=True)])
+    result = np.zeros(all_credits.shape)
+    for g, batch in enumerate(all_credits.numpy()):
+        scaled = experiment.normalise([row[alive] for row, alive in zip(batch, live[g], strict=True)])
         result[g][live[g]] = np.concatenate(scaled)
     return torch.from_numpy(result)
 
 
 @functools.cache
 def _credits(
-    language: Language, name: str, options: tuple[tuple[str, Any], ...], n: int, values: Tensor, late: bool
+    language: Language, name: str, options: tuple[tuple[str, Any], ...], n: int, values: Tensor, is_late: bool
 ) -> Tensor:
     estimator = advantages.get(name).bound(dict(options), "advantage")
+
     groups = groups_of(language, n).members.tolist()
-    found = np.zeros((len(groups), n, LENGTH))
+    all_credits = np.zeros((len(groups), n, LENGTH))
     for g, sequences in enumerate(groups):
         traces = [trace(language, sequence, number) for number, sequence in enumerate(sequences)]
-        for i, own in enumerate(traces):
-            length = len(own.rewards)
-            given = AdvantageInput(
-                own=own.own,
-                siblings=[one.own for one in traces if not (late and one is own)],
-                rewards=own.rewards,
+        for i, own_trace in enumerate(traces):
+            length = len(own_trace.rewards)
+            inputs = AdvantageInput(
+                own=own_trace.own,
+                siblings=[sibling.own for sibling in traces if not (is_late and sibling is own_trace)],
+                rewards=own_trace.rewards,
                 turn=TURN[:length].numpy(),
                 issued=n,
-                position=-1 if late else i,
+                position=-1 if is_late else i,
                 values=values[language.prefix[sequences[i], :length]].numpy() if estimator.critic else None,
                 greedy=GREEDY if estimator.greedy else None,
                 traces=traces if estimator.whole_group else (),
             )
-            found[g, i, :length] = estimator.of(given)
-    return torch.from_numpy(found)
+
+            all_credits[g, i, :length] = estimator.of(inputs)
+
+    return torch.from_numpy(all_credits)
 
 
 @functools.cache
 def trace(language: Language, sequence: int, number: int) -> Trace:
-    """One sequence as member `number` of a group."""
+    """Return a sequence as member `number` of a group."""
     live, prefix, tokens = (x[sequence] for x in (language.live, language.prefix, language.tokens))
     rewards = token_rewards(language)[sequence][live]
     chances = PI.softmax(-1)[prefix[live]]
+
     member = EpisodeResult(
         reward=math.fsum(rewards.tolist()),
         tokens=int(live.sum()),
@@ -259,6 +273,7 @@ def trace(language: Language, sequence: int, number: int) -> Trace:
         ),
         components={name: float(part[prefix, tokens][live].sum()) for name, part in PARTS.items()},
     )
+
     logp = token_logp(language, PI)[sequence][live].numpy()
     collision = (chances**2).sum(-1).numpy()
     return Trace(f"g/{number}", "g", member, logp, rewards=rewards.numpy(), collision=collision)
@@ -276,11 +291,11 @@ def true_gradient(language: Language = FIXED, best_of: int = 1, beta: float = 0.
     return torch.autograd.grad((chance * best).sum() - beta * kl, logits)[0].flatten()
 
 
-def angle(found: Tensor, wanted: Tensor) -> float:
+def angle(gradient: Tensor, wanted: Tensor) -> float:
     """1 - cosine: 0 for the same direction, 1 for a right angle."""
-    return 1 - float(torch.cosine_similarity(found, wanted, dim=0))
+    return 1 - float(torch.cosine_similarity(gradient, wanted, dim=0))
 
 
-def error(found: Tensor, wanted: Tensor) -> float:
-    """Distance relative to the norm of what is wanted."""
-    return float((found - wanted).norm() / wanted.norm())
+def error(gradient: Tensor, wanted: Tensor) -> float:
+    """Return the distance relative to the norm of the wanted gradient."""
+    return float((gradient - wanted).norm() / wanted.norm())

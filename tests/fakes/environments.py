@@ -36,11 +36,11 @@ def play(plugin: dict[str, Options], sample: Sample, turns: Sequence[str | Messa
 
 
 def text(observation: Observation) -> str:
-    """Its only message, of a user."""
+    """Return the text of the observation's only message, of a user."""
     (message,) = observation.messages
     assert message.role == "user"
     return message.content
 
 
-def told(observation: Observation) -> tuple[str, float, bool]:
+def summary_of(observation: Observation) -> tuple[str, float, bool]:
     return text(observation), observation.reward, observation.done

@@ -36,7 +36,7 @@ from tests.fakes.chat import FakeChat, call, read, rules, sample
 from tests.fakes.engine import ScriptedEngine
 from tests.fakes.loop import Intervals, settle
 
-SECONDS = 60.0  # that a whole episode of a test may take
+SECONDS = 60.0  # seconds that a whole episode of a test may take
 BAD = "<tool_call>{nonsense</tool_call>"
 
 
@@ -46,7 +46,7 @@ def look(what: str) -> str:
 
 
 def looker(calls: list[str], **options: Any) -> Tool:
-    """A tool that notes its calls."""
+    """Return a tool that records its calls."""
 
     @tool(name="look", **options)
     async def look(what: str = "") -> str:
@@ -58,10 +58,13 @@ def looker(calls: list[str], **options: Any) -> Tool:
 
 
 class Bench:
-    """`script`: the text of a turn, from its request. `config`: see RolloutConfig. `taken`: seconds that an
-    earlier attempt took."""
+    """Plays episodes by a script.
 
-    taken = 0.0
+    `script` returns the text of a turn, from its request. `config`: see RolloutConfig. `earlier_seconds`: the
+    seconds that an earlier attempt took.
+    """
+
+    earlier_seconds = 0.0
 
     def __init__(
         self, script: Callable[[Request], str], reward: Any, chat: FakeChat | None = None, **config: Any
@@ -71,10 +74,14 @@ class Bench:
         self.auto_ack = True
         self.oldest = 0
         self.sample = sample()
-        self.engine, self.waits, self.outbox = ScriptedEngine(script), Waits(), Outbox(self._send)
-        made = rules(chat=chat, **{"episode_timeout": SECONDS, "reward_timeout": SECONDS, **config})
-        judge = EpisodeReward([in_loop(reward)], made.config.reward_timeout)
-        self.context = EpisodeContext(made, judge, self.outbox, self.waits, min_version=lambda: self.oldest)
+        self.engine = ScriptedEngine(script)
+        self.waits = Waits()
+        self.outbox = Outbox(self._send)
+        episode_rules = rules(chat=chat, **{"episode_timeout": SECONDS, "reward_timeout": SECONDS, **config})
+        judge = EpisodeReward([in_loop(reward)], episode_rules.config.reward_timeout)
+        self.context = EpisodeContext(
+            episode_rules, judge, self.outbox, self.waits, min_version=lambda: self.oldest
+        )
 
     def player(self, run: EpisodeRun) -> Player:
         raise NotImplementedError
@@ -86,18 +93,18 @@ class Bench:
         return LocalSampler("train", lambda: self.engine, *timed, engine=self.engine)
 
     def assign(self, lane: str = "train", **options: Any) -> Assign:
-        given = {"temperature": 0.7, "key": 99, "seconds": self.taken, **options}
-        return Assign(1, Attempt("u", 1), self.sample, lane, **given)
+        assignment = {"temperature": 0.7, "key": 99, "seconds": self.earlier_seconds, **options}
+        return Assign(1, Attempt("u", 1), self.sample, lane, **assignment)
 
     async def _send(self, records: Records, frames: Sequence[bytes]) -> None:
-        for record, own in records.with_frames(frames):
+        for record, record_frames in records.with_frames(frames):
             self.sent.append(record)
-            self.frames.append(own)
+            self.frames.append(record_frames)
         if self.auto_ack:
             self.outbox.acknowledge(self.sent[-1].seq)
 
     async def run(self, frames: Sequence[bytes] = (), **assigned: Any) -> None:
-        """One episode, to its end."""
+        """Play an episode to its end."""
         service = asyncio.create_task(self.outbox.run_sender())
         try:
             async with asyncio.timeout(SECONDS):
@@ -127,7 +134,7 @@ class Bench:
 
     @property
     def turns(self) -> list[Turn]:
-        """As they were posted."""
+        """Return the posted turns."""
         pairs = zip(self.sent, self.frames, strict=True)
         return [msgspec.msgpack.decode(f[0], type=Turn) for r, f in pairs if isinstance(r, Generated)]
 
@@ -137,7 +144,7 @@ class Bench:
 
     @property
     def record(self) -> list[bytes]:
-        """The turns and their replies as an Assign brings them."""
+        """Return the turns and their replies as an Assign brings them."""
         frames: list[bytes] = []
         for record, sent in zip(self.sent, self.frames, strict=True):
             match record:
@@ -145,11 +152,12 @@ class Bench:
                     frames += [sent[0], b""]
                 case Replied():
                     frames[-1] = sent[0]
+
         return frames
 
 
 def parts_of(bench: Bench) -> list[bytes]:
-    """The parts of turns, as they were posted."""
+    """Return the posted parts of turns."""
     return [f[0] for r, f in zip(bench.sent, bench.frames, strict=True) if isinstance(r, Sampled)]
 
 

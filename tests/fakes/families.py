@@ -19,9 +19,12 @@ TEMPLATES = Path(__file__).resolve().parents[1] / "fixtures/chat"
 
 @dataclass(frozen=True)
 class Family:
-    """`writes`: the model's tokens, as text, for what a message says, without the token that ends the turn;
-    `ends`: that token, after a turn without calls and after one with calls. `appends`: after which roles the
-    template leaves earlier turns alone."""
+    """A family of models.
+
+    `writes` returns the model's tokens, as text, for a message, without the token that ends the turn. `ends`:
+    this token, after a turn without calls and after a turn with calls. `appends`: roles after which the
+    template leaves earlier turns alone.
+    """
 
     writes: Callable[[Message], str]
     ends: tuple[str, str]
@@ -59,11 +62,11 @@ def _llama(message: Message) -> str:
 
 
 def _glm(message: Message) -> str:
-    def call(made: ToolCall) -> str:
-        given = json.loads(made.arguments).items()
-        texts = [(key, value if isinstance(value, str) else json.dumps(value)) for key, value in given]
+    def call(tool_call: ToolCall) -> str:
+        arguments = json.loads(tool_call.arguments).items()
+        texts = [(key, value if isinstance(value, str) else json.dumps(value)) for key, value in arguments]
         pairs = [f"\n<arg_key>{key}</arg_key>\n<arg_value>{text}</arg_value>" for key, text in texts]
-        return f"\n<tool_call>{made.name}{''.join(pairs)}\n</tool_call>"
+        return f"\n<tool_call>{tool_call.name}{''.join(pairs)}\n</tool_call>"
 
     content = f"\n{message.content}" if message.content else ""
     return f"\n<think>{message.reasoning}</think>{content}" + "".join(map(call, message.tool_calls))
@@ -80,7 +83,7 @@ def _deepseek(message: Message) -> str:
 
 
 def _deepseek_r1(message: Message) -> str:
-    """Its prompt opens the thought."""
+    """Return the family whose prompt opens the thought."""
     return f"{message.reasoning}\n</think>\n\n{_deepseek(message)}"
 
 
@@ -285,7 +288,7 @@ FAMILIES = {
 
 @functools.cache
 def tokenizer_of(name: str) -> PreTrainedTokenizerFast:
-    """A real tokenizer with the family's template, whose merges are learned from that template's text."""
+    """Return a real tokenizer with the family's template, with merges learned from the template's text."""
     family = FAMILIES[name]
     template = (TEMPLATES / f"{name}.jinja").read_text()
     core = Tokenizer(models.BPE())
@@ -296,6 +299,7 @@ def tokenizer_of(name: str) -> PreTrainedTokenizerFast:
     core.train_from_iterator(template.replace("\\n", "\n").split("\n\n") * 2, trainer)
     core.add_special_tokens(list(family.controls))
     core.add_tokens([AddedToken(word, special=False, normalized=False) for word in family.words])
+
     bos = next((token for token in family.controls if token in _BOS), None)
     return PreTrainedTokenizerFast(
         tokenizer_object=core, eos_token=family.eos, bos_token=bos, chat_template=template

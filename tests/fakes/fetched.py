@@ -19,9 +19,9 @@ IN_THE_GATE = ("claude_code", "codex")  # coding agents that `make harnesses` fe
 SMOLLM2 = ROOT / ".models" / "smollm2-135m-instruct"
 
 
-def missing(what: str, target: str = "tokenizers") -> NoReturn:
-    """Skips the test; with ASYNCRL_REQUIRE_TOKENIZERS, or what the target is called, it fails."""
-    why = f"there is no {what} here; `make {target}` fetches it"
+def missing(subject: str, target: str = "tokenizers") -> NoReturn:
+    """Skip the test. With ASYNCRL_REQUIRE_TOKENIZERS, or the variable of another target, fail."""
+    why = f"there is no {subject} here; `make {target}` fetches it"
     if os.environ.get(f"ASYNCRL_REQUIRE_{target.upper().replace('-', '_')}"):
         pytest.fail(why)
     pytest.skip(why)
@@ -35,7 +35,7 @@ def harness(path: str) -> Path:
 
 
 def first_requests(name: str) -> list[Any]:
-    """The path and the body, as text, of the requests that a coding agent sends first."""
+    """Return the paths and the bodies, as text, of a coding agent's first requests."""
     file = harness(f"requests/{name}.jsonl")
     return [json.loads(line) for line in file.read_text().splitlines()]
 
@@ -55,6 +55,8 @@ def fetched_tokenizer(name: str) -> PreTrainedTokenizerFast:
     settings: dict[str, Any] = json.loads((folder / "tokenizer_config.json").read_text())
     if (template := folder / "chat_template.jinja").exists():
         settings["chat_template"] = template.read_text()
-    known = {key: settings.get(key) for key in ("bos_token", "eos_token", "chat_template")}
-    plain = {key: value["content"] if isinstance(value, dict) else value for key, value in known.items()}
+    special_settings = {key: settings.get(key) for key in ("bos_token", "eos_token", "chat_template")}
+    plain = {
+        key: value["content"] if isinstance(value, dict) else value for key, value in special_settings.items()
+    }
     return PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"), **plain)

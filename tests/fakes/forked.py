@@ -38,22 +38,24 @@ ROLE = ["-m", "asyncrl.launch.role"]
 
 
 class Forked:
-    """A process that was forked for us, with what is used of `subprocess.Popen`. `ended` waits for so many
-    seconds, or for ever, and returns the exit code."""
+    """A forked process, with the used methods of `subprocess.Popen`.
 
-    def __init__(self, pid: int, ended: Callable[[float | None], int | None]) -> None:
+    `wait_for_exit` waits for so many seconds, or for ever, and returns the exit code.
+    """
+
+    def __init__(self, pid: int, wait_for_exit: Callable[[float | None], int | None]) -> None:
         self.pid = pid
-        self._ended = ended
+        self._wait_for_exit = wait_for_exit
         self.returncode: int | None = None
 
     def poll(self) -> int | None:
         if self.returncode is None:
-            self.returncode = self._ended(0)
+            self.returncode = self._wait_for_exit(0)
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
         if self.returncode is None:
-            self.returncode = self._ended(timeout)
+            self.returncode = self._wait_for_exit(timeout)
         if self.returncode is None:
             raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0)
         return self.returncode
@@ -77,20 +79,22 @@ def asyncrl(
     out: Path,
     cwd: Path,
     variables: Mapping[str, str],
-    told: str = "",
+    stdin_text: str = "",
     first: Callable[[], None] = nothing,
 ) -> Forked:
-    """Start a command. `out`: the file that its output is added to. `told`: its standard input. `first` is
-    called in it, before anything else."""
-    process = FORKED.Process(target=_command, args=([*arguments], out, cwd, {**variables}, told, first))
+    """Start a command, whose output is added to the file `out` and whose standard input is `stdin_text`.
+
+    `first` is called in the new process before anything else.
+    """
+    process = FORKED.Process(target=_command, args=([*arguments], out, cwd, {**variables}, stdin_text, first))
     process.start()
     assert process.pid is not None
 
-    def ended(seconds: float | None) -> int | None:
+    def wait_for_exit(seconds: float | None) -> int | None:
         process.join(seconds)
         return process.exitcode
 
-    return Forked(process.pid, ended)
+    return Forked(process.pid, wait_for_exit)
 
 
 # -- the launcher --------------------------------------------------------------------------------------
@@ -101,27 +105,31 @@ def _command(
     out: Path,
     cwd: Path,
     variables: dict[str, str],
-    told: str,
+    stdin_text: str,
     first: Callable[[], None],
 ) -> NoReturn:
     from asyncrl import cli
     from asyncrl.launch import process
 
-    given, giver = os.pipe()
-    os.write(giver, told.encode())  # less than a pipe holds
+    stdin, giver = os.pipe()
+    os.write(giver, stdin_text.encode())  # less than a pipe holds
     os.close(giver)
+
     output = os.open(out, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    _begin([sys.executable, "-m", "asyncrl.cli", *arguments], variables, given, output)
+    _begin([sys.executable, "-m", "asyncrl.cli", *arguments], variables, stdin, output)
     os.chdir(cwd)
+
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     if (forker := os.fork()) == 0:
         ours.close()
         _fork_roles(theirs)
+
     theirs.close()
     forking = SimpleNamespace(Popen=partial(_start_role, ours), STDOUT=subprocess.STDOUT)
     with mock.patch.object(process, "subprocess", forking):
         first()
         code = cli.main(arguments)
+
     ours.close()
     os.waitpid(forker, 0)
     sys.exit(code)
@@ -142,19 +150,20 @@ def _start_role(
     socket.send_fds(forker, [pickle.dumps((command, env))], [stdin, stdout.fileno(), theirs])
     os.close(theirs)
 
-    def ended(seconds: float | None) -> int | None:
+    def wait_for_exit(seconds: float | None) -> int | None:
         return read_signed(status) if select.select([status], [], [], seconds)[0] else None
 
-    return Forked(read_signed(status), ended)
+    return Forked(read_signed(status), wait_for_exit)
 
 
 # -- the forker, and what it forks -----------------------------------------------------------------------
 
 
 def _fork_roles(requests: socket.socket) -> NoReturn:
-    """Fork what is asked for, and tell the pid of each, and its exit code, until the launcher has ended."""
+    """Fork the requested processes, and report the pid and the exit code of each, until the launcher has
+    ended."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # they are for the others of a job
+        signal.signal(number, signal.SIG_IGN)  # meant for the other processes of a job
     running: dict[int, tuple[int, int]] = {}  # pid and the pipe that its exit code goes to
     while True:
         for ready in select.select([requests.fileno(), *running], [], [])[0]:
@@ -164,12 +173,14 @@ def _fork_roles(requests: socket.socket) -> NoReturn:
                 os.close(ready)
                 os.close(status)
                 continue
-            request, given, _, _ = socket.recv_fds(requests, REQUEST, 3)
+
+            request, descriptors, _, _ = socket.recv_fds(requests, REQUEST, 3)
             if not request:
                 os._exit(0)
-            stdin, stdout, status = given
+            stdin, stdout, status = descriptors
             if (pid := os.fork()) == 0:
                 _wrap(*pickle.loads(request), stdin, stdout)
+
             os.close(stdin)
             os.close(stdout)
             write_signed(status, pid)
@@ -177,13 +188,14 @@ def _fork_roles(requests: socket.socket) -> NoReturn:
 
 
 def _wrap(command: list[str], variables: dict[str, str], stdin: int, stdout: int) -> NoReturn:
-    """Become the wrapper of a role: `command` is that of `isolation.child.wrapped`."""
+    """Become the wrapper of a role. `command`: the command of `isolation.child.wrapped`."""
     from asyncrl.isolation import wrapper
 
     at = command.index(wrapper.__file__)
     _, grace, files, *program = command[at + 1 :]
     os.setsid()
     _begin(command, variables, stdin, stdout)
+
     os.execvp = _become  # type: ignore[assignment]
     wrapper.main(os.getppid(), float(grace), int(files), program)
     raise AssertionError("it ends the process")
@@ -208,14 +220,16 @@ def _begin(command: list[str], variables: dict[str, str], *standard: int) -> Non
     os.closerange(3, os.sysconf("SC_OPEN_MAX"))
     multiprocessing.set_start_method(None, force=True)  # as it is before one was asked for
     resource_tracker._resource_tracker._fd = None  # type: ignore[attr-defined]  # of a file that is closed
+
     os.environ.clear()
     os.environ.update(variables)
     sys.stdin = open(0, closefd=False)  # noqa: SIM115
     sys.stdout.reconfigure(write_through=bool(variables.get("PYTHONUNBUFFERED")))  # type: ignore[union-attr]
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
     for number in (signal.SIGPIPE, signal.SIGXFSZ):
         signal.signal(number, signal.SIG_IGN)
     with open("/proc/self/stat") as stat:
         begin, end = map(int, stat.read().rpartition(")")[2].split()[45:47])
-    shown = b"\0".join(map(os.fsencode, command))[: end - begin - 1]
-    ctypes.memmove(begin, shown.ljust(end - begin, b"\0"), end - begin)
+    title = b"\0".join(map(os.fsencode, command))[: end - begin - 1]
+    ctypes.memmove(begin, title.ljust(end - begin, b"\0"), end - begin)

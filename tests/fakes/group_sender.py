@@ -37,6 +37,7 @@ def weights(seed: int) -> dict[str, Tensor]:
 
 def _run(connection: Connection, silent_from: int, path: str, bucket_bytes: int) -> None:
     torch.set_num_threads(1)
+
     broadcast = ServerGroup.broadcast
     count = 0
 
@@ -64,6 +65,7 @@ class SenderProcess:
         )
         self.process.start()
         theirs.close()
+
         if not connection.poll(60.0):
             raise TimeoutError("the sender said nothing")
         self.ref: WeightsRef = connection.recv()

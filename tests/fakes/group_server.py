@@ -29,7 +29,10 @@ def described(name: str, tensor: Tensor) -> TensorEntry:
 
 
 class GroupRank:
-    """What runs in the process of one rank. Methods are called by name; what they raise is the answer."""
+    """The part of a rank that runs in its own process.
+
+    Methods are called by name; a raised exception is the answer.
+    """
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -45,6 +48,7 @@ class GroupRank:
         )
         store, rank, world = next(rendezvous)
         store.set_timeout(default_pg_timeout)
+
         group, _ = _new_process_group_helper(
             world,
             rank,
@@ -56,6 +60,7 @@ class GroupRank:
             timeout=default_pg_timeout,
             device_id=None,
         )
+
         _world.pg_group_ranks[group] = {rank: rank for rank in range(world)}
         self.groups[name] = group
 
@@ -67,6 +72,7 @@ class GroupRank:
         sizes = [torch.Size(shape).numel() * kind.itemsize for shape, kind in zip(shapes, kinds, strict=True)]
         starts = [0, *itertools.accumulate(sizes)]
         assert not any(start % kind.itemsize for start, kind in zip(starts, kinds, strict=False)), "unaligned"
+
         data = torch.empty(starts[-1], dtype=torch.uint8)
         dist.broadcast(data, src=0, group=self.groups[name])
         for tensor, start, size, kind, shape in zip(names, starts, sizes, kinds, shapes, strict=False):
@@ -93,8 +99,10 @@ def _run(connection: Connection, rank: int) -> None:
 
 
 class ServerRank:
-    """The other end of one rank's process, which an argument of a new process may be. Answers that nobody
-    waits for any more are dropped."""
+    """The other end of a rank's process, which can be an argument of a new process.
+
+    Answers without a waiting caller are dropped.
+    """
 
     def __init__(self, rank: int) -> None:
         self._connection, theirs = FORKED.Pipe()
@@ -118,14 +126,17 @@ class ServerRank:
                 raise EngineError(f"no answer to {name} within {seconds:g} s")
         except (OSError, EOFError) as error:
             raise EngineError(f"the server died: {error!r}") from error
+
         if isinstance(result, Exception):
             raise result
         return result
 
 
 class FakeServer:
-    """A server of so many ranks, or of some that another process has started. `calls`: what it was told, by
-    name; `before(name)` is called first."""
+    """A server of so many ranks, or of ranks that another process has started.
+
+    `calls`: the calls by name. `before(name)` is called before each.
+    """
 
     def __init__(self, ranks: int = 1, started: Sequence[ServerRank] = ()) -> None:
         self.url = "http://127.0.0.1:9"

@@ -107,7 +107,7 @@ async def send(endpoint: Endpoint, sent: bytes, waits: bool) -> None:
 
 
 async def agent(sample: Sample, endpoint: Endpoint) -> None:
-    """Send all of them, then ask the model."""
+    """Send all requests, then request a turn of the model."""
     with Path(os.environ[KEYS]).open("a") as file:  # noqa: ASYNC230
         file.write(endpoint.api_key + "\n")
     for write, waits in itertools.product(HOSTILE.values(), (False, True)):

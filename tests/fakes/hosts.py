@@ -16,20 +16,24 @@ from asyncrl.types import Message, StopReason, Turn, VersionSpan
 
 
 class FakeHost:
-    """Answers with `found` when the gate is open, or raises it. First it streams `streamed` (None: it has not
-    even a place for the request). If it is `slow`, only a second cancellation ends it."""
+    """An episode that answers with `result`, or raises it, when the gate is open.
 
-    def __init__(self, found: Any = "42", streamed: str | None = "", slow: bool = False) -> None:
-        self.found = found
+    `streamed` is streamed first (None: the host has not even a place for the request). Only a second
+    cancellation ends a `slow` host.
+    """
+
+    def __init__(self, result: Any = "42", streamed: str | None = "", slow: bool = False) -> None:
+        self.result = result
         self.streamed = streamed
         self.slow = slow
-        self.asked: list[AgentRequest] = []
+        self.requests: list[AgentRequest] = []
         self.lost: list[AgentReply] = []
         self.entered = asyncio.Event()
         self.gate = asyncio.Event()
+
         self.gate.set()
         self.cancelled = asyncio.Event()
-        self.ended = False
+        self.has_ended = False
 
     def lose(self, reply: AgentReply) -> None:
         self.lost.append(reply)
@@ -40,11 +44,13 @@ class FakeHost:
     async def answer(
         self, ask: AgentRequest, count: int, listener: Listener | None, attempt: int = 0
     ) -> list[AgentReply] | Refusal:
-        self.asked.append(ask)
+        self.requests.append(ask)
         self.entered.set()
+
         if listener is not None and self.streamed is not None:
             listener.start(1)
             listener.delta(0, "", self.streamed)
+
         try:
             await self.gate.wait()
         except asyncio.CancelledError:
@@ -53,33 +59,34 @@ class FakeHost:
                 await asyncio.Event().wait()
             raise
         finally:
-            self.ended = True
-        if isinstance(self.found, Exception):
-            raise self.found
-        if isinstance(self.found, Refusal):
-            return self.found
+            self.has_ended = True
+
+        if isinstance(self.result, Exception):
+            raise self.result
+        if isinstance(self.result, Refusal):
+            return self.result
         turn = Turn(0, (1,), (65, 66), (-0.5, -1.5), (VersionSpan(0, 2, 0, 0),), StopReason.STOP)
-        message = Message("assistant", self.found)
+        message = Message("assistant", self.result)
         return [AgentReply(message, turn, 1, lambda ids: "".join(map(chr, ids)))] * count
 
 
 def served(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
     """Give the test a gateway, for at most 30 s."""
 
-    def run(**given: Any) -> None:
+    def run(**fixtures: Any) -> None:
         async def main() -> None:
             gateway = Gateway()
             await gateway.start()
             try:
                 async with asyncio.timeout(30):
-                    await test(gateway, **given)
+                    await test(gateway, **fixtures)
             finally:
                 await gateway.close()
 
         asyncio.run(main())
 
-    given = list(inspect.signature(test).parameters.values())[1:]
-    run.__signature__ = inspect.Signature(given)  # type: ignore[attr-defined]
+    parameters = list(inspect.signature(test).parameters.values())[1:]
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     return run
 
 

@@ -30,7 +30,7 @@ FILES = {
     "group": "root:x:0:\nnogroup:x:65534:\n",
     "hostname": "image\n",
 }
-LEFT_OUT = (  # of Python's library
+LEFT_OUT = (  # parts of Python's library
     *("test", "tests", "site-packages", "dist-packages", "idlelib", "tkinter", "turtledemo", "lib2to3"),
     *("ensurepip", "config-*", "distutils", "pydoc_data", "*.opt-?.pyc", "_test*", "EXTERNALLY-MANAGED"),
 )
@@ -48,11 +48,12 @@ def small_tree(path: Path, python: bool = False, packages: Iterable[str] = ()) -
     for name, text in FILES.items():
         (path / "etc" / name).write_text(text)
     searched = "/usr/local/bin:/usr/bin:/bin"
-    programs = [found for name in PROGRAMS if (found := shutil.which(name, path=searched))]
+    programs = [program_path for name in PROGRAMS if (program_path := shutil.which(name, path=searched))]
     for program in programs:
         shutil.copy2(program, path / "usr/bin" / Path(program).name)
     if python:
         programs += _copy_python(path, {*packages})
+
     for library in _libraries(programs):
         inside = re.sub(r"^/(usr/)?", "/usr/", library)
         if not inside.startswith("/usr/lib"):
@@ -60,6 +61,7 @@ def small_tree(path: Path, python: bool = False, packages: Iterable[str] = ()) -
         target = path / inside[1:]
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(library, target)
+
     return path
 
 
@@ -67,46 +69,55 @@ def small_image(
     images: Path, name: str = "small", *, python: bool = False, packages: Iterable[str] = ()
 ) -> Image:
     """Make an image of `small_tree` in `images` (the fixture: ASYNCRL_IMAGES), unless it is there."""
-    place = images / f"sha256-{hashlib.sha256(name.encode()).hexdigest()}"
-    if not place.exists():  # as an import leaves it, and three times as fast
-        small_tree(place / "root", python, packages)
-        image = Image(place.name, environment={"PATH": "/usr/bin:/bin"})
-        (place / "image.json").write_bytes(msgspec.json.encode(image))
+    directory = images / f"sha256-{hashlib.sha256(name.encode()).hexdigest()}"
+    if not directory.exists():  # as an import leaves it, and three times as fast
+        small_tree(directory / "root", python, packages)
+        image = Image(directory.name, environment={"PATH": "/usr/bin:/bin"})
+        (directory / "image.json").write_bytes(msgspec.json.encode(image))
         (images / "names").mkdir(exist_ok=True)
-        (images / "names" / name).symlink_to(f"../{place.name}")
+        (images / "names" / name).symlink_to(f"../{directory.name}")
+
     return find_image(name)
 
 
 def _copy_python(path: Path, packages: set[str]) -> list[str]:
-    """Copy this Python as /usr/bin/python3. Returns the files whose libraries it needs."""
+    """Copy this Python as /usr/bin/python3. Return the files whose libraries the copy needs."""
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
     binary = Path(sys.base_prefix, "bin", version)
     shutil.copy2(binary, path / "usr/bin" / version)
     (path / "usr/bin/python3").symlink_to(version)
     (path / "usr/bin/python").symlink_to(version)
+
     library = path / "usr/lib" / version
     site = path / "usr/lib" / version / "site-packages"
     shutil.copytree(sysconfig.get_path("stdlib"), library, ignore=shutil.ignore_patterns(*LEFT_OUT))
+
     for package in _with_requirements(packages):
         for file in distribution(package).files or ():
             if ".." not in file.parts:
                 (site / file).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(str(file.locate()), site / file)
+
     return [str(binary), *map(str, library.glob("lib-dynload/*.so"))]
 
 
 def _with_requirements(packages: set[str]) -> set[str]:
-    found = set[str]()
+    packages_with_requirements = set[str]()
     ahead = list(packages)
     while ahead:
         package = ahead.pop()
-        if package not in found:
-            found.add(package)
+        if package not in packages_with_requirements:
+            packages_with_requirements.add(package)
             required = map(Requirement, distribution(package).requires or ())
-            ahead += [one.name for one in required if not one.marker or one.marker.evaluate({"extra": ""})]
-    return found
+            ahead += [
+                requirement.name
+                for requirement in required
+                if not requirement.marker or requirement.marker.evaluate({"extra": ""})
+            ]
+
+    return packages_with_requirements
 
 
 def _libraries(programs: list[str]) -> Iterator[str]:
-    told = subprocess.run(["ldd", *programs], capture_output=True, text=True, check=False).stdout
-    yield from sorted(set(re.findall(r"(/\S+) \(0x", told)))
+    ldd_output = subprocess.run(["ldd", *programs], capture_output=True, text=True, check=False).stdout
+    yield from sorted(set(re.findall(r"(/\S+) \(0x", ldd_output)))

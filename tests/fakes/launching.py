@@ -37,12 +37,12 @@ def coordinator(config: RunConfig, endpoints: Endpoints, incarnation: str) -> in
 
 
 def deaf_coordinator(config: RunConfig, endpoints: Endpoints, incarnation: str) -> int:
-    """Answers an observer; Stop means nothing to it."""
+    """Answer an observer, and ignore Stop."""
     return _coordinate(config, endpoints, incarnation, obey=False)
 
 
 def failing_coordinator(config: RunConfig, endpoints: Endpoints, incarnation: str) -> int:
-    """Its verdict on the run is: failed."""
+    """Run a coordinator whose verdict on the run is: failed."""
     return 1
 
 
@@ -65,7 +65,7 @@ def rank(config: RunConfig, endpoints: Endpoints, index: int, incarnation: str, 
 
 
 def tell(config: RunConfig, *words: Any) -> None:
-    """One datagram: the words and our pid."""
+    """Send a datagram of the words and this process's pid."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
         sock.connect(str(Path(config.run_dir) / "events"))
         sock.send(" ".join(map(str, [*words, os.getpid()])).encode())
@@ -81,11 +81,13 @@ def _coordinate(config: RunConfig, endpoints: Endpoints, incarnation: str, obey:
     hub = Hub(endpoints.control, ToCoordinatorControl, gate)
     poller = Poller(hub)
     tell(config, "coordinator", 0, incarnation)
+
     while True:
         poller.wait(DEADLINE)
         received = hub.receive()
         if received is None:
             return 70
+
         peer, message, _ = received
         match message:
             case ObserverHello():
@@ -115,15 +117,19 @@ class Events:
         return self._socket.recv(4096).decode().split()
 
     def wait_for(self, *names: str) -> dict[str, list[str]]:
-        """One event of each name, e.g. `rollout`, or several of one that is named so often; a later event of
-        a name replaces the earlier."""
-        found: dict[str, list[str]] = {}
+        """Return an event of each name, e.g.
+
+        `rollout`, or several events of a name that is given several times. A later event of a name replaces
+        the earlier one.
+        """
+        events: dict[str, list[str]] = {}
         missing = Counter(names)
         while +missing:
             event = self.next()
-            found[event[0]] = event
+            events[event[0]] = event
             missing[event[0]] -= 1
-        return {name: found[name] for name in names}
+
+        return {name: events[name] for name in names}
 
     def close(self) -> None:
         self._socket.close()
@@ -165,8 +171,11 @@ def only(role: str, **targets: str) -> tuple[placement.Unit, ...]:
     return tuple(unit for unit in units(**targets) if unit.role == role)
 
 
-def gone(pids: list[int], seconds: float = DEADLINE) -> bool:
-    """All processes have ended by then. Not for our own children: it would take their exit codes."""
+def all_gone(pids: list[int], seconds: float = DEADLINE) -> bool:
+    """Tell whether all processes have ended by then.
+
+    Not for this process's children, whose exit codes would be lost.
+    """
     running = []
     for pid in pids:
         with suppress(psutil.NoSuchProcess):
@@ -180,12 +189,12 @@ class FirstStatus:
 
     def __init__(self, config: RunConfig) -> None:
         self._config = config
-        self._told = False
+        self._reported = False
 
     def show_status(self, *arguments: Any) -> None:
-        if not self._told:
+        if not self._reported:
             tell(self._config, "running")
-        self._told = True
+        self._reported = True
 
     def show_step(self, *arguments: Any) -> None: ...
 
@@ -193,9 +202,10 @@ class FirstStatus:
 
 
 def parent(run_dir: Path, *pairs: str) -> int:
-    """A launcher process: a whole session over fake roles, none of which leaves by itself."""
+    """Run a launcher process: a whole session over fake roles, none of which leaves by itself."""
     session.LEAVE_SECONDS = 0.5
     targets = dict(pair.split("=") for pair in pairs)
+
     settings = config(run_dir, stop_timeout=float(targets.pop("stop_timeout", 10)))
     where = run_dir / settings.name
     with prepare_and_lock(settings):
@@ -203,8 +213,9 @@ def parent(run_dir: Path, *pairs: str) -> int:
         spawner = LocalSpawner(where, endpoints)
         supervisor = Supervisor(units(**targets), spawner, where, 2, spawner.rendezvous)
         view = FirstStatus(settings)
-        whole = session.Session(settings.launch, where, endpoints, supervisor, view, lambda *_: None)
-        ending = whole.run()
+        session_ = session.Session(settings.launch, where, endpoints, supervisor, view, lambda *_: None)
+        ending = session_.run()
+
     print(ending.error)
     return ending.code
 

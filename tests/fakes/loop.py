@@ -6,7 +6,7 @@ import asyncio
 
 
 async def settle() -> None:
-    """Let every task that can run do so."""
+    """Let every runnable task run."""
     for _ in range(20):
         await asyncio.sleep(0)
 

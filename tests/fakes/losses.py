@@ -27,13 +27,16 @@ def loss_input(
     fresh: Sequence[bool] | None = None,
     row: Sequence[int] | None = None,
     weight: Sequence[float] | None = None,
-    **given: Sequence[float],
+    **columns: Sequence[float],
 ) -> LossInput:
-    """Log-probs that are not given equal `logp`; the advantage is 1, the weight 1, everything one fresh
-    episode."""
+    """Return a loss's input.
+
+    Log-probs that are left out equal `logp`; the advantage is 1, the weight 1, and all tokens are of a fresh
+    episode.
+    """
     count = len(logp)
-    named = {"prox": logp, "mu": logp, "advantage": [1.0] * count, **given}
-    known = real(weight or [1.0] * count, dtype)
+    named = {"prox": logp, "mu": logp, "advantage": [1.0] * count, **columns}
+    weights = real(weight or [1.0] * count, dtype)
     nowhere = torch.zeros(count, dtype=torch.bool)
     return LossInput(
         logp=real(logp, dtype).requires_grad_(),
@@ -41,15 +44,15 @@ def loss_input(
         turn=torch.zeros(count, dtype=torch.long),
         lag=torch.zeros(count, dtype=torch.long),
         trainable=torch.tensor([True] * count if fresh is None else fresh),
-        correction=Correction(known, torch.ones_like(known), nowhere, nowhere),
+        correction=Correction(weights, torch.ones_like(weights), nowhere, nowhere),
         **{name: real(values, dtype) for name, values in named.items()},
     )
 
 
-def evaluate(name: str, given: LossInput, **options: Any) -> tuple[TokenLoss, Tensor]:
-    """The loss, and the derivative of its sum by log pi [N]."""
-    token = losses.get(name).bound(options, "algorithm.loss").of(given)
-    (gradient,) = torch.autograd.grad(token.value.sum(), given.logp)
+def evaluate(name: str, inputs: LossInput, **options: Any) -> tuple[TokenLoss, Tensor]:
+    """Return the loss, and the derivative of its sum by log pi [N]."""
+    token = losses.get(name).bound(options, "algorithm.loss").of(inputs)
+    (gradient,) = torch.autograd.grad(token.value.sum(), inputs.logp)
     return token, gradient
 
 
@@ -64,8 +67,8 @@ def random_input(
     rng = np.random.default_rng(seed)
     lengths = rng.integers(1, 9, size=12)
     row = np.repeat(np.arange(len(lengths)), lengths)
-    place = np.concatenate([np.arange(n) for n in lengths])
-    fresh = (row % 2 == 0) | (place >= lengths[row] // 2)
+    positions = np.concatenate([np.arange(n) for n in lengths])
+    fresh = (row % 2 == 0) | (positions >= lengths[row] // 2)
     logp = -rng.exponential(1.0, len(row)) - 0.01
     prox, mu, reference = (
         np.where(fresh, np.minimum(logp + spread * rng.normal(size=len(row)), 0.0), logp) for _ in range(3)

@@ -9,13 +9,13 @@ from asyncrl.wire.messages.shared import WireMessage
 
 
 class Sent:
-    """In place of the sockets: what would have left after the commit."""
+    """Takes the place of the sockets, and keeps the mail that would have left after the commit."""
 
     refused = 0
 
     def __init__(self) -> None:
         self.mail: list[tuple[bytes, WireMessage]] = []
-        self.frames: list[tuple[Any, list[bytes]]] = []  # of all messages that have some
+        self.frames: list[tuple[Any, list[bytes]]] = []  # messages with frames
         self.unreachable: set[bytes] = set()
 
     def to_control(self, peer: bytes, message: WireMessage, frames: Sequence[bytes] = ()) -> None:
@@ -31,6 +31,6 @@ class Sent:
 
     def take(self, kind: type) -> list[tuple[bytes, Any]]:
         """The messages of a kind since the last call."""
-        found = [(peer, message) for peer, message in self.mail if isinstance(message, kind)]
+        taken_mail = [(peer, message) for peer, message in self.mail if isinstance(message, kind)]
         self.mail = [(peer, message) for peer, message in self.mail if not isinstance(message, kind)]
-        return found
+        return taken_mail

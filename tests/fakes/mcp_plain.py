@@ -31,11 +31,13 @@ def called(name: str, arguments: dict[str, str]) -> Any:
     if BROKEN == "dies" and not os.path.exists(sys.argv[2]):  # in the first call
         open(sys.argv[2], "w").close()
         os._exit(3)
+
     if BROKEN == "noisy":
         with open(sys.argv[2], "w") as file:
             file.write(str(os.getpid()))
         while True:
             print("x" * 1000)
+
     text = str(os.getpid()) if name == "pid" else os.environ.get(arguments["name"], "unset")
     text = "x" * 30_000_000 if BROKEN == "huge" else text
     return {"content": 7 if BROKEN == "bad_result" else [{"type": "text", "text": text}]}
@@ -45,12 +47,14 @@ def answer(method: str, params: dict[str, Any]) -> dict[str, Any]:
     if method == "initialize":
         info = {"serverInfo": {"name": "plain", "version": "1"}, "capabilities": {"tools": {}}}
         return {"result": {"protocolVersion": "2025-06-18"} | info}
+
     if method == "tools/list" and BROKEN == "no_tools":
         return {"error": {"code": -32601, "message": "no tools"}}
     if method == "tools/list":
         return {"result": listed()}
     if method == "tools/call":
         return {"result": called(params["name"], params.get("arguments") or {})}
+
     return {"error": NO_METHOD}
 
 
@@ -65,8 +69,10 @@ for line in sys.stdin:
     silent = BROKEN == "silent_list" and request["method"] == "tools/list"
     silent |= BROKEN == "silent" and request["method"] == "server/discover"
     if "id" in request and not silent:
-        said = {"jsonrpc": "2.0", "id": request["id"]} | answer(request["method"], request.get("params", {}))
-        written = json.dumps(said).encode()
+        message = {"jsonrpc": "2.0", "id": request["id"]} | answer(
+            request["method"], request.get("params", {})
+        )
+        written = json.dumps(message).encode()
         if request["method"] == "tools/call":
             written = written.replace(b'"text": "', b'"text": "\xff') if BROKEN == "latin" else written
             written = written.replace(b'"text": "', b'"text": "\\ud800') if BROKEN == "surrogate" else written
@@ -74,8 +80,8 @@ for line in sys.stdin:
         sys.stdout.buffer.write(written + b"\n")
         sys.stdout.flush()
 while BROKEN == "chatty":
-    said = {"level": "info", "data": "x" * 1_000_000}
-    print(json.dumps({"jsonrpc": "2.0", "method": "notifications/message", "params": said}))
+    message = {"level": "info", "data": "x" * 1_000_000}
+    print(json.dumps({"jsonrpc": "2.0", "method": "notifications/message", "params": message}))
 if BROKEN == "deaf":  # nobody is there any more, and it does not care
     signal.pause()
 if BROKEN == "tidy":

@@ -22,7 +22,10 @@ SIZES: dict[str, Any] = {
 
 
 def small_model(family: str, **sizes: Any) -> PreTrainedModel:
-    """`family` as in the names of its classes: Qwen2. Two layers; logits that are far from uniform."""
+    """Return a model of two layers whose logits are far from uniform.
+
+    `family`: as in the names of its classes, e.g. Qwen2.
+    """
     torch.manual_seed(0)
     config = getattr(transformers, f"{family}Config")(**SIZES | sizes)
     return getattr(transformers, f"{family}ForCausalLM")(config)

@@ -38,7 +38,7 @@ ADDRESS = "ip address add {address}/24 dev eth0 && ip link set eth0 up && ip rou
 
 @dataclass(frozen=True)
 class Node:
-    """A machine. WORK is a directory that each has for itself."""
+    """An emulated machine. WORK is a directory of its own on each machine."""
 
     name: str
     address: str
@@ -62,11 +62,11 @@ class Node:
         )
 
     def run(self, script: str) -> str:
-        """The output of a shell script on this machine; CalledProcessError when it fails."""
+        """Return the output of a shell script on this machine. CalledProcessError: the script failed."""
         return _shell(self.command("sh", "-c", script))
 
     def seen(self, path: str) -> Path:
-        """A file of this machine, for who is on none."""
+        """Return the path of a file of this machine for a process outside of all machines."""
         return Path(f"/proc/{self.pid}/root{path}")
 
     def cut(self) -> None:
@@ -77,22 +77,22 @@ class Node:
         _shell(enter(self.outer, "ip", "link", "set", self.name, "up"))
 
     def limit(self, megabits: int) -> None:
-        """Bandwidth of the cable, in each direction."""
+        """Limit the bandwidth of the cable, in each direction."""
         rate = ("root", "tbf", "rate", f"{megabits}mbit", "burst", "256kb", "latency", "100ms")
         _shell(enter(self.outer, "tc", "qdisc", "replace", "dev", self.name, *rate))
         _shell(enter(self.pid, "tc", "qdisc", "replace", "dev", "eth0", *rate))
 
     def kill(self) -> None:
-        """SIGKILL to all processes of this machine but the one that holds it."""
-        mine = os.readlink(f"/proc/{self.pid}/ns/net")
+        """Send SIGKILL to all processes of this machine except its holder."""
+        namespace = os.readlink(f"/proc/{self.pid}/ns/net")
         for process in psutil.process_iter():
             with suppress(OSError, psutil.Error):
-                if process.pid != self.pid and os.readlink(f"/proc/{process.pid}/ns/net") == mine:
+                if process.pid != self.pid and os.readlink(f"/proc/{process.pid}/ns/net") == namespace:
                     process.kill()
 
     @property
     def sent(self) -> int:
-        """Bytes that left this machine."""
+        """Return the bytes that left this machine."""
         line = next(line for line in self.run("cat /proc/net/dev").splitlines() if "eth0:" in line)
         return int(line.split(":")[1].split()[8])
 
@@ -102,7 +102,7 @@ def enter(pid: int, *words: str) -> list[str]:
 
 
 def forbidden() -> str:
-    """Why this machine cannot emulate others; '' when it can."""
+    """Return why this machine cannot emulate machines; '' if emulation works."""
     if missing := [name for name in ("unshare", "nsenter", "ip") if shutil.which(name) is None]:
         return f"{missing[0]} is not installed"
     try:
@@ -114,7 +114,7 @@ def forbidden() -> str:
 
 @contextmanager
 def emulated(count: int) -> Iterator[list[Node]]:
-    """So many machines on one network."""
+    """Emulate so many machines on a network."""
     with ExitStack() as stack:
         outer = stack.enter_context(_holder(["unshare", "-rn"], BRIDGE))
         yield [stack.enter_context(_node(outer, number)) for number in range(1, count + 1)]
@@ -136,17 +136,18 @@ def _node(outer: int, number: int) -> Iterator[Node]:
 
 @contextmanager
 def _holder(command: Sequence[str], setup: str) -> Iterator[int]:
-    """A process with namespaces of its own that have been set up; its id."""
+    """Start a process with namespaces of its own, set up; yield its id."""
     shell = ["sh", "-ec", f"{setup}; echo ready; exec cat"]
     process = subprocess.Popen([*command, *shell], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert process.stdin and process.stdout
+
     try:
-        said = process.stdout.readline()
-        if said != b"ready\n":
+        first_line = process.stdout.readline()
+        if first_line != b"ready\n":
             raise OSError(f"{' '.join(command)} ended with {process.wait(START_SECONDS)}")
         yield process.pid
     finally:
-        process.stdin.close()  # its input ends, and it with it
+        process.stdin.close()  # the holder ends with its input
         process.wait(START_SECONDS)
         process.stdout.close()
 

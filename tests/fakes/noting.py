@@ -23,14 +23,14 @@ from tests.fakes.engine import ScriptedEngine
 
 PLACE = "ASYNCRL_TEST_NOTES"  # variable with the directory of the notes
 TURNS = 3
-MARKS = ("WRITTEN", "SHOWN")  # what the commands of a coding agent print
+MARKS = ("WRITTEN", "SHOWN")  # words that the commands of a coding agent print
 SHELLS = (("exec_command", "cmd"), ("Bash", "command"))  # the tools that run one, with an argument
 
 
-def note(name: str, found: Any) -> None:
-    """Append a line to the file at once, so that it is not lost with the process."""
+def note(name: str, value: Any) -> None:
+    """Append a line to the file at once, so that the line survives the process."""
     with Path(os.environ[PLACE], name).open("a") as file:
-        file.write(json.dumps(found) + "\n")
+        file.write(json.dumps(value) + "\n")
 
 
 def notes(folder: Path, name: str) -> list[Any]:
@@ -50,9 +50,9 @@ def noting(engine: Any) -> Any:
     generate = engine.generate
 
     async def noted(request: Request) -> Generation:
-        made = await generate(request)
-        note("sampled", [list(request.ids), list(made.ids)])
-        return made
+        generation = await generate(request)
+        note("sampled", [list(request.ids), list(generation.ids)])
+        return generation
 
     engine.generate = noted
     return engine
@@ -69,8 +69,10 @@ async def forgetful(sample: Sample, endpoint: Endpoint) -> float:
 
 
 class Coder(ScriptedEngine):
-    """Writes what makes a coding agent run one command after another, and then its answer. It never writes
-    the same twice."""
+    """Writes turns that make a coding agent run a command after another, and then an answer.
+
+    No two turns are equal.
+    """
 
     def __init__(self, model_path: str, version: int) -> None:
         super().__init__(lambda request: "", version)
@@ -79,18 +81,21 @@ class Coder(ScriptedEngine):
     async def generate(self, request: Request) -> Generation:
         prompt = self._tokens.decode(request.ids)
         unique = uuid4().hex
-        shown = [mark for mark in MARKS if prompt.count(mark) > prompt.count(f"echo {mark}")]
-        done = len(shown)
+        shown_marks = [mark for mark in MARKS if prompt.count(mark) > prompt.count(f"echo {mark}")]
+        done = len(shown_marks)
         text = f"all done {unique}"
-        if done:  # what was asked for before is durable
+        if done:  # the earlier requests are durable
             note("heard", [os.getpid(), request.session, done if done == TURNS - 1 else done - 1])
+
         if done < TURNS - 1:
             tool, argument = next(names for names in SHELLS if f'"{names[0]}"' in prompt)
             line = {argument: f"echo {MARKS[done]}; sleep 1", "description": "It runs a command."}
             text = f"{unique} {call(tool, json.dumps(line))}"
+
         ids = (*self._tokens.encode(text), request.sampling.stop_ids[0])
         spans = (VersionSpan(0, len(ids), self.version, self.version),)
         self.tokens += len(ids)
+
         return Generation(ids, (-1.0,) * len(ids), spans, StopReason.STOP)
 
     async def load(self, ref: WeightsRef) -> Manifest:

@@ -25,7 +25,7 @@ def plain_loop() -> ModuleType:
 
 
 def as_plain(turns: Sequence[Turn]) -> Any:
-    """An episode of the loop with the ids of these turns."""
+    """Return an episode of the loop with the ids of these turns."""
     episode = plain_loop().Episode(truth="", ids=[])
     for turn in turns:
         episode.append(list(turn.context), by_model=False)

@@ -92,18 +92,18 @@ class PlayedLink:
             self.world.send(self.peer, message, frames or [], bulk, self.held_until)
 
     def received(self) -> Iterator[tuple[WireMessage, list[bytes]]]:
-        """What has arrived by now."""
-        while due := [queue for queue in self.inbox if queue and queue[0][0] <= self.world.now]:
-            yield self.world.dice.choice(due).popleft()[1]
+        """Yield the messages that have arrived by now."""
+        while due_queues := [queue for queue in self.inbox if queue and queue[0][0] <= self.world.now]:
+            yield self.world.dice.choice(due_queues).popleft()[1]
 
     def disconnect(self) -> None:
-        """What is under way is lost."""
+        """Lose the messages under way."""
         for queue in self.inbox:
             queue.clear()
 
 
 class Running:
-    """An episode that a worker has."""
+    """An episode of a worker."""
 
     def __init__(self, assign: Assign, turns: int, now: float) -> None:
         self.assign = assign
@@ -126,8 +126,11 @@ def part_payload(running: Running, version: int) -> bytes:
 
 
 class PlayedWorker:
-    """Plays episodes of one to three turns; not all repeat what was recorded. Half of the turns come in parts
-    before they are whole. `hangs_until`: it answers, and its episodes do not go on."""
+    """Plays episodes of one to three turns, of which not all repeat the recorded turns.
+
+    Half of the turns come in parts before they are whole. `hangs_until`: the worker answers, and its episodes
+    do not go on.
+    """
 
     def __init__(self, world: World, index: int, incarnation: str) -> None:
         self.world = world
@@ -137,7 +140,7 @@ class PlayedWorker:
         self.hangs_until = 0.0
         self.up_at = world.now + world.dice.choice([0.5, 2.0])
         self.contact = Contact(world.config.launch.lease, 1e9, world.now)
-        self.held: dict[Attempt, Running] = {}
+        self.attempts: dict[Attempt, Running] = {}
         self.unacked: dict[int, tuple[Any, list[bytes]]] = {}
         self.seq = self.assigned = self.oldest = 0
         self.epoch = -1
@@ -153,25 +156,33 @@ class PlayedWorker:
         if now < max(self.up_at, self.tick_at):
             return
         self.tick_at = now + 0.3
+
         for received in self.link.received():
             self.contact.message_arrived(now)
             self._take(*received)
+
         while self.orders and self.orders[0][0] <= now:
             self._obey(self.orders.popleft()[1])
         match self.contact.contact_state(now):
             case ContactState.FINE:
-                held = tuple({record.attempt for record, _ in self.unacked.values()} | self.held.keys())
-                self.link.say(WorkerHeartbeat(self.assigned, held, now, 0.0, self.seq, acked=self._acked))
+                held_attempts = tuple(
+                    {record.attempt for record, _ in self.unacked.values()} | self.attempts.keys()
+                )
+                self.link.say(
+                    WorkerHeartbeat(self.assigned, held_attempts, now, 0.0, self.seq, acked=self._acked)
+                )
             case ContactState.QUIET:
                 self._hello()
             case _:
-                self.held.clear()
+                self.attempts.clear()
                 self._hello()
+
         if now < self.hangs_until:
             return
-        for attempt in list(self.held):
+        for attempt in list(self.attempts):
             if self.world.dice.random() < 0.7:
                 self._go_on(attempt)
+
         if self.unacked and now > self.resend_at:
             self._resend()
 
@@ -185,18 +196,21 @@ class PlayedWorker:
                 self._resend()
             case Assign():
                 self.assigned = message.seq
-                for other in [held for held in self.held if held.uid == message.attempt.uid]:
-                    if other != message.attempt:
-                        del self.held[other]
-                if message.attempt not in self.held:
+                for other_attempt in [
+                    attempt for attempt in self.attempts if attempt.uid == message.attempt.uid
+                ]:
+                    if other_attempt != message.attempt:
+                        del self.attempts[other_attempt]
+
+                if message.attempt not in self.attempts:
                     self.world.continued += message.lane == "eval" and bool(frames)
                     count = len(frames) - message.parts
                     running = Running(message, count // 2, self.world.now)
                     self._recall(running, [decode_part(frame) for frame in frames[count:]])
                     running.repeats = not frames or self.world.dice.random() < 0.7
-                    self.held[message.attempt] = running
+                    self.attempts[message.attempt] = running
             case Cancel() | Fenced():
-                self.held.pop(message.attempt, None)
+                self.attempts.pop(message.attempt, None)
             case MinVersion():
                 self.oldest = message.min_version
             case LoadWeights():
@@ -222,27 +236,29 @@ class PlayedWorker:
             self.loaded = {"train": NO_VERSION, "eval": NO_VERSION}
             self.link.say(Slept(message.number, 0.1))
             return
+
         if self.refuses:
             self.refuses -= 1
             self.asleep = self.world.config.shifts and self.loaded["train"] == NO_VERSION
             self.link.say(Loaded(message.ref, message.lane, "", 0.1, error="damaged"))
             return
+
         self.loaded[message.lane] = message.ref.version
         self.link.say(Loaded(message.ref, message.lane, message.ref.label, 0.1))
 
     def _go_on(self, attempt: Attempt) -> None:
-        running = self.held[attempt]
+        running = self.attempts[attempt]
         version = self.loaded[running.assign.lane].step
         if self.world.now - running.began > EPISODE_SECONDS:
-            del self.held[attempt]
+            del self.attempts[attempt]
             self._post(Failed(0, attempt, FailReason.DEADLINE, "it hung"))
         elif not running.repeats:
-            del self.held[attempt]
+            del self.attempts[attempt]
             self._post(Failed(0, attempt, FailReason.NOT_REPEATED, "other messages"))
         elif running.waits_for in self.unacked:
             return  # not durable yet
         elif running.turns == 1 + sum(map(ord, attempt.uid)) % 3:
-            del self.held[attempt]
+            del self.attempts[attempt]
             reward = float(self.world.dice.random() < 0.5)
             self._post(
                 Finished(0, attempt, EpisodeResult(reward, 10 * running.turns), EpisodeStats(running.turns))
@@ -255,6 +271,7 @@ class PlayedWorker:
                 self._post(Sampled(0, attempt, seconds), part_payload(running, version))
                 running.add(version)
                 return
+
             payload = turn_payload(running.turns, running.version if running.sampled else version)
             generated = Generated(0, attempt, running.turns, seconds)
             running.turns = running.turns + 1
@@ -287,15 +304,15 @@ class PlayedWorker:
 
 
 class PlayedRank:
-    """One rank of a played trainer: what it has asked for, and the plan that it holds."""
+    """A rank of a played trainer: its open question, and its plan."""
 
     def __init__(self, trainer: PlayedTrainer, rank: int) -> None:
         self.trainer = trainer
         self.world = trainer.world
         self.rank = rank
         self.link = PlayedLink(self.world, f"trainer/{rank}/{trainer.incarnation}".encode())
-        self.asked: tuple[WireMessage, bool] | None = None  # to be answered, and on which channel
-        self.plan: WorkPlan | None = None  # that rank 0 was told, and this rank has its part of
+        self.question: tuple[WireMessage, bool] | None = None  # to be answered, and on which channel
+        self.plan: WorkPlan | None = None  # the plan of rank 0, of which this rank has its part
         self.uids = list[str]()
         self.turns = dict[str, int]()
         self.greeted = self.ready = False
@@ -304,8 +321,9 @@ class PlayedRank:
     def tick(self) -> None:
         trainer = self.trainer
         now = self.world.now
-        if now < max(trainer.up_at, self.tick_at) or trainer.ended:
+        if now < max(trainer.up_at, self.tick_at) or trainer.has_ended:
             return
+
         if not self.greeted:
             self.greeted = True
             if trainer.granted:
@@ -313,30 +331,33 @@ class PlayedRank:
                 self.ask(self._greeting(), bulk=False)
             else:
                 self.ask(AskDevices(self.rank, trainer.incarnation), bulk=False)
+
         self.tick_at = now + 0.1
         for received in self.link.received():
             trainer.take(self, *received)
+
         if now >= self.beat_at:
             self.beat_at = now + 1.0
             self.link.say(TrainerHeartbeat(self.rank, now, 0.0, "", trainer.work))
-        if self.asked is not None and now >= self.resend_at:
+
+        if self.question is not None and now >= self.resend_at:
             self.resend_at = now + RESEND
             if self.world.dice.random() < 0.5 and trainer.granted:
                 self.link.say(self._greeting())  # as after silence
-            self.link.say(self.asked[0], bulk=self.asked[1])
+            self.link.say(self.question[0], bulk=self.question[1])
 
     def _greeting(self) -> TrainerHello:
         trainer = self.trainer
         return TrainerHello(self.rank, len(trainer.ranks), trainer.incarnation, trainer.acknowledged)
 
     def ask(self, message: WireMessage, bulk: bool) -> None:
-        self.asked = (message, bulk)
+        self.question = (message, bulk)
         self.resend_at = self.world.now + RESEND
         self.link.say(message, bulk=bulk)
 
 
 class PlayedTrainer:
-    """Ranks, whose model is the list of what they were trained on. Its checkpoints are real files."""
+    """Ranks whose model is the list of trained episodes. The trainer's checkpoints are real files."""
 
     def __init__(self, world: World, incarnation: str) -> None:
         self.world = world
@@ -345,7 +366,7 @@ class PlayedTrainer:
         self.first = self.ranks[0]
         self.link = self.first.link
         self.up_at = world.now + world.dice.choice([1.0, 3.0])
-        self.place = Checkpoints(world.run_dir / "checkpoints")
+        self.checkpoints = Checkpoints(world.run_dir / "checkpoints")
         self.step = 0
         self.micro = 0
         self.parent = -1
@@ -353,77 +374,80 @@ class PlayedTrainer:
         self.trained: list[str] = []
         self.batch: list[str] = []
         self.unsaved: list[str] = []
-        self.repeating = self.ended = self.spikes = False
+        self.repeating = self.has_ended = self.spikes = False
         self.published: Published | None = None
         self.resumed = self.resting = False
-        self.granted = self.holds = not world.config.shifts
+        self.granted = self.holds_devices = not world.config.shifts
         self.waits_for = len(self.ranks)  # to be granted the devices
         self.work = 0
 
     def resume(self) -> None:
-        """Once, from the newest checkpoint whose files are as written."""
+        """Resume, once, from the newest checkpoint whose files are as written."""
         if self.resumed:
             return
         self.resumed = True
-        sound = (step for step in self.place.steps() if not self.place.find_damage(step))
+
+        sound = (step for step in self.checkpoints.steps() if not self.checkpoints.find_damage(step))
         if (step := next(sound, -1)) >= 0:
-            with self.place.open_file(step, "state") as file:
+            with self.checkpoints.open_file(step, "state") as file:
                 self.trained = json.loads(file.read())
             self.step = self.parent = step
 
     @property
     def acknowledged(self) -> int:
-        """It is ahead by a step while its commit is not answered."""
-        asked = self.first.asked
-        return self.step - (asked is not None and isinstance(asked[0], Commit))
+        """Return the step whose commit is answered: the trainer is ahead by a step while its commit is
+        not."""
+        question = self.first.question
+        return self.step - (question is not None and isinstance(question[0], Commit))
 
     def take(self, rank: PlayedRank, message: WireMessage, frames: list[bytes]) -> None:
-        asked = rank.asked[0] if rank.asked else None
+        question = rank.question[0] if rank.question else None
         match message:
-            case _ if self.ended:
+            case _ if self.has_ended:
                 pass
             case Stop():
-                self.ended = True
-                if self.first.asked and isinstance(self.first.asked[0], GaveUp):
+                self.has_ended = True
+                if self.first.question and isinstance(self.first.question[0], GaveUp):
                     self.world.start_trainer()
-            case GrantDevices() if isinstance(asked, AskDevices):
-                self.holds = True
-                rank.asked = None
+            case GrantDevices() if isinstance(question, AskDevices):
+                self.holds_devices = True
+                rank.question = None
                 self.waits_for -= 1
                 self.granted = not self.waits_for
-                for each in self.ranks if self.granted else []:
-                    each.greeted = False
-            case Welcome() if isinstance(asked, TrainerHello):
+                for other_rank in self.ranks if self.granted else []:
+                    other_rank.greeted = False
+            case Welcome() if isinstance(question, TrainerHello):
                 self.epoch = message.trainer_epoch
                 if rank is self.first:
                     self.repeating = self.step < message.step
                     if not self.repeating:
                         self._publish()
-                rank.asked = None
+
+                rank.question = None
                 rank.ready = True
-                if all(each.ready for each in self.ranks):
+                if all(other_rank.ready for other_rank in self.ranks):
                     self._request()
             case Welcome() if rank is self.first and self.published is not None:
                 self.link.say(self.published)
-            case WorkPlan() if isinstance(asked, PlanRequest) and is_answer(message, asked):
-                rank.asked = None
-                for index, each in enumerate(self.ranks):
-                    self._hand(each, message, message.trajectories[index :: len(self.ranks)])
+            case WorkPlan() if isinstance(question, PlanRequest) and is_answer(message, question):
+                rank.question = None
+                for index, other_rank in enumerate(self.ranks):
+                    self._hand(other_rank, message, message.trajectories[index :: len(self.ranks)])
                 self._start()
-            case Payloads() if isinstance(asked, PayloadRequest) and is_answer(message, asked):
+            case Payloads() if isinstance(question, PayloadRequest) and is_answer(message, question):
                 self._check_lag(frames)
                 assert len(frames) == sum(rank.turns[uid] for uid in message.uids if uid not in message.lost)
-                rank.asked = None
+                rank.question = None
                 rank.uids = [uid for uid in message.uids if uid not in message.lost]
                 self._start()
-            case Committed() if isinstance(asked, Commit) and is_answer(message, asked):
+            case Committed() if isinstance(question, Commit) and is_answer(message, question):
                 self._committed(message)
 
     def _request(self) -> None:
         self.first.ask(PlanRequest(self.epoch, self.step, self.micro, self.resting), bulk=True)
 
     def _hand(self, rank: PlayedRank, plan: WorkPlan, part: tuple[PlannedTrajectory, ...]) -> None:
-        """Rank 0 was told a plan, and a rank asks for its part of it."""
+        """Hand a plan of rank 0 to a rank, which requests its part."""
         rank.plan = plan
         rank.uids = []
         rank.turns = {planned.uid: planned.frames for planned in part}
@@ -431,20 +455,21 @@ class PlayedTrainer:
             rank.ask(PayloadRequest(self.epoch, self.step, tuple(rank.turns)), bulk=True)
 
     def _start(self) -> None:
-        """The last rank that has its part lets all train."""
+        """Train once the last rank has its part."""
         plan = self.first.plan
         if plan is None or any(
-            isinstance(each.asked and each.asked[0], PayloadRequest) for each in self.ranks
+            isinstance(rank.question and rank.question[0], PayloadRequest) for rank in self.ranks
         ):
             return
+
         self.first.plan = None
-        self.batch += [uid for each in self.ranks for uid in each.uids]
+        self.batch += [uid for rank in self.ranks for uid in rank.uids]
         self._run(plan)
 
     def _run(self, plan: WorkPlan) -> None:
-        if plan.kind != "stop":  # its checkpoint is written from where the shards rest
+        if plan.kind != "stop":  # a stop's checkpoint is written from the offloaded shards
             self.resting = plan.kind == "rest"
-            self.holds = not self.resting
+            self.holds_devices = not self.resting
         match plan.kind:
             case "rest":
                 self._request()
@@ -467,8 +492,10 @@ class PlayedTrainer:
             case "end" | "stop":
                 if self.parent != self.step:
                     self._save()
-                self.holds = self.holds and not (self.world.config.shifts and plan.kind == "end")
-                self.first.ask(self._checkpointed(resting=not self.holds), bulk=False)
+                self.holds_devices = self.holds_devices and not (
+                    self.world.config.shifts and plan.kind == "end"
+                )
+                self.first.ask(self._checkpointed(resting=not self.holds_devices), bulk=False)
             case "probe":
                 assert self.world.config.shifts, "no engine asked for a probe"
                 self._publish()
@@ -476,7 +503,7 @@ class PlayedTrainer:
                 self._request()
 
     def _check_lag(self, frames: list[bytes]) -> None:
-        """The bound on staleness, which the real trainer's masks keep where nothing else does."""
+        """Assert the bound on staleness, which the real trainer's masks enforce last."""
         buffer = self.world.config.buffer
         oldest = min(
             (span.version for frame in frames for span in decode_turn(frame).spans), default=self.step
@@ -486,7 +513,7 @@ class PlayedTrainer:
         )
 
     def _committed(self, message: Committed) -> None:
-        self.first.asked = None
+        self.first.question = None
         if message.publish:
             self.repeating = False
             self._publish()
@@ -497,17 +524,18 @@ class PlayedTrainer:
 
     def _publish(self) -> None:
         version = PolicyVersion(self.epoch, self.step)
-        place = self.world.run_dir / "weights" / version.label
-        place.mkdir(parents=True, exist_ok=True)
-        (place / MANIFEST).touch()
-        self.published = Published(WeightsRef(version, str(place)), 0.0, 0.0)
+        directory = self.world.run_dir / "weights" / version.label
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / MANIFEST).touch()
+        self.published = Published(WeightsRef(version, str(directory)), 0.0, 0.0)
         self.link.say(self.published)
 
     def _save(self) -> None:
         files: Files = {}
-        self.place.prepare_step(self.step)
-        with self.place.create_file(self.step, "state", files) as file:
+        self.checkpoints.prepare_step(self.step)
+        with self.checkpoints.create_file(self.step, "state", files) as file:
             file.write(json.dumps(self.trained).encode())
+
         manifest = CheckpointManifest(
             step=self.step,
             trainer_epoch=self.epoch,
@@ -516,8 +544,9 @@ class PlayedTrainer:
             trained_total=len(self.trained),
             files=files,
         )
-        self.place.write_manifest(manifest)
-        self.place.prune_steps(self.step, self.world.config.checkpoint.keep)
+
+        self.checkpoints.write_manifest(manifest)
+        self.checkpoints.prune_steps(self.step, self.world.config.checkpoint.keep)
         self.parent = self.step
         self.unsaved = []
 

@@ -19,14 +19,16 @@ HEADER = 24  # bytes that are other ones when SQLite begins a log anew, and the 
 
 
 class DurableFiles:
-    """Notes each fsync in a directory, `recorded()`. A file comes back as it was at its last one, if its
-    directory was fsynced after it was made."""
+    """Records each fsync in a directory.
+
+    A file comes back as of its last fsync, if its directory was fsynced after the file was made.
+    """
 
     def __init__(self, root: Path) -> None:
         self.root = root
         self.names: dict[Path, set[str]] = {}
         self.data: dict[Path, bytes] = {}
-        for path in [root, *root.rglob("*")]:  # what is there already is old
+        for path in [root, *root.rglob("*")]:  # present files are old
             self._note(path)
 
     def _note(self, path: Path) -> None:
@@ -54,7 +56,7 @@ class DurableFiles:
                 self._note(path.with_name(path.name.removesuffix("-wal")))
 
         def renaming(old: Path, new: Path) -> None:
-            """A directory of copies, whose files were fsynced before."""
+            """Rename a directory of copies, whose files were fsynced before."""
             rename(old, new)
             for path in new.iterdir():
                 self._note(path)
@@ -71,7 +73,7 @@ class DurableFiles:
             yield
 
     def keep(self, pattern: str) -> None:
-        """The data of these files happens to reach the disk now."""
+        """Let the data of these files reach the disk now."""
         for path in self.root.glob(pattern):
             self._note(path)
             self.names[path.parent].add(path.name)
@@ -86,8 +88,11 @@ class DurableFiles:
 
     def _written_since(self, dice: random.Random, directory: Path) -> None:
         now = {path.name for path in directory.iterdir()}
-        kept = self.names.get(directory, set())
-        self.names[directory] = (now & kept) | {name for name in sorted(now ^ kept) if dice.random() < 0.5}
+        known_names = self.names.get(directory, set())
+        self.names[directory] = (now & known_names) | {
+            name for name in sorted(now ^ known_names) if dice.random() < 0.5
+        }
+
         for path in sorted(directory.iterdir()):
             if path.is_dir():
                 self._written_since(dice, path)
@@ -105,7 +110,8 @@ class DurableFiles:
 
 
 def _mixed(dice: random.Random, before: bytes, now: bytes) -> bytes:
-    """A file between two states: nothing of the new one, all of it, its beginning, or any of its sectors."""
+    """Return a file between two states: nothing of the new state, all of it, its beginning, or any of its
+    sectors."""
     way = dice.choice(["before", "now", "beginning", "sectors"])
     if way in ("before", "now"):
         return before if way == "before" else now
@@ -116,8 +122,8 @@ def _mixed(dice: random.Random, before: bytes, now: bytes) -> bytes:
     old = before[:size].ljust(size, b"\0")
     new = now[:size].ljust(size, b"\0")
     until = dice.randint(0, size)
-    places = range(0, size, SECTOR)
-    chosen = [at < until if way == "beginning" else dice.random() < 0.5 for at in places]
+    sector_starts = range(0, size, SECTOR)
+    chosen = [at < until if way == "beginning" else dice.random() < 0.5 for at in sector_starts]
     return b"".join(
-        (new if new_one else old)[at : at + SECTOR] for at, new_one in zip(places, chosen, strict=True)
+        (new if new_one else old)[at : at + SECTOR] for at, new_one in zip(sector_starts, chosen, strict=True)
     )

@@ -21,11 +21,12 @@ def role_processes(launcher_pid: int) -> dict[str, psutil.Process]:
                 if arguments[1:3] == ["-m", "asyncrl.launch.role"]:
                     index = arguments[arguments.index("--index") + 1]
                     processes[f"{arguments[3]}-{index}"] = child
+
     return processes
 
 
 def alive(pid: int) -> bool:
-    """A zombie that nobody has reaped is dead."""
+    """Tell whether a process is alive. A zombie is dead."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
@@ -33,12 +34,12 @@ def alive(pid: int) -> bool:
 
 
 async def until(reached: Callable[[], bool], complaint: str) -> None:
-    """Return once it is reached, or fail after 10 s."""
+    """Return once the condition holds, or fail after 10 s."""
     limit = time.monotonic() + 10.0
     while not reached():
         assert time.monotonic() < limit, complaint
         await asyncio.sleep(0.005)
 
 
-async def gone(pid: int) -> None:
+async def wait_until_gone(pid: int) -> None:
     await until(lambda: not alive(pid), f"process {pid} lives")

@@ -30,6 +30,7 @@ class Proxy:
         self.port = int(self._socket.getsockname()[1])
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="proxy", daemon=True)
+
         self._thread.start()
 
     def cut(self) -> None:
@@ -68,6 +69,7 @@ class Proxy:
         except OSError:  # the coordinator is being restarted
             writer.transport.abort()
             return
+
         self._writers |= {writer, onwards}
         ways = [asyncio.ensure_future(self._pump(*ends)) for ends in ((reader, onwards), (further, writer))]
         try:
@@ -81,7 +83,7 @@ class Proxy:
 
     async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         modes: dict[str, Callable[[bytes], Coroutine[Any, Any, bytes]]] = {
-            "hold": self._held,
+            "hold": self._hold_back,
             "slow": self._slowly,
             "duplicate": self._twice,
             "corrupt": self._flipped,
@@ -95,7 +97,7 @@ class Proxy:
         except OSError:
             return
 
-    async def _held(self, chunk: bytes) -> bytes:
+    async def _hold_back(self, chunk: bytes) -> bytes:
         while self.mode == "hold":  # noqa: ASYNC110 (it is set in another thread)
             await asyncio.sleep(0.05)
         return chunk
@@ -113,6 +115,10 @@ class Proxy:
     async def _flipped(self, chunk: bytes) -> bytes:
         if self._dice.random() < 0.1:
             self.changed += 1
-            place = self._dice.randrange(len(chunk))
-            return chunk[:place] + bytes([chunk[place] ^ (1 << self._dice.randrange(8))]) + chunk[place + 1 :]
+            position = self._dice.randrange(len(chunk))
+            return (
+                chunk[:position]
+                + bytes([chunk[position] ^ (1 << self._dice.randrange(8))])
+                + chunk[position + 1 :]
+            )
         return chunk

@@ -33,6 +33,7 @@ class Trainer:
             save_tiny_qwen(folder / "model")
             endpoints = choose_endpoints("127.0.0.1", 0)
             self.hub = Hub(endpoints.control, ToCoordinatorControl, Gate(endpoints))
+
         self.world = world
         self.step = 0
         endpoints = world.gather(endpoints if world.rank == 0 else Endpoints("", ""), Endpoints)[0]
@@ -57,7 +58,7 @@ class Trainer:
         self.publishing.publish(PolicyVersion(EPOCH, self.step))
         return state
 
-    def told(self) -> Published:
+    def announced_version(self) -> Published:
         end = time.monotonic() + DEADLINE
         while time.monotonic() < end:
             Poller(self.hub).wait(0.1)
@@ -72,22 +73,30 @@ def publish_four(world: World, folder: Path, **weights: Any) -> list[tuple[bool,
     of its tensors; they are the trainer's weights."""
     ranges.GRID_BYTES = 256
     ranges.MAX_FIELD_BYTES = 100
+
     trainer = Trainer(world, folder, full_every=3, **weights)
-    found = []
+    versions = []
     for _ in range(4):
         state = trainer.publish()
         if world.rank == 0:
-            told = trainer.told()
-            assert told == trainer.publishing.announced and told.ref.version == (EPOCH, trainer.step)
-            assert 0 < told.snapshot_s < DEADLINE and 0 < told.write_s < DEADLINE
-            manifest, read = disk.read_tensors(told.ref)
+            announcement = trainer.announced_version()
+            assert announcement == trainer.publishing.announced and announcement.ref.version == (
+                EPOCH,
+                trainer.step,
+            )
+
+            assert 0 < announcement.snapshot_s < DEADLINE and 0 < announcement.write_s < DEADLINE
+            manifest, read = disk.read_tensors(announcement.ref)
             assert read.keys() == state.keys()
             assert all(torch.equal(read[name], tensor) for name, tensor in state.items())
+
             sums = [(entry.name, entry.xxh3) for entry in manifest.tensors]
-            found.append((manifest.delta is not None, manifest.checksum, sums))
+            versions.append((manifest.delta is not None, manifest.checksum, sums))
+
         world.gather(0, int)
+
     trainer.publishing.drain()
-    return found
+    return versions
 
 
 def main() -> None:
@@ -96,13 +105,15 @@ def main() -> None:
     for name in ("rank", "size", "address", "folder", "result"):
         parser.add_argument(name)
     options = parser.parse_args()
+
     torch.set_num_threads(1)
     world = join_ranks(
         int(options.rank), int(options.size), f"tcp://{options.address}", "cpu", timeout_s=DEADLINE
     )
-    found = publish_four(world, Path(options.folder), directory="shm")
+    versions = publish_four(world, Path(options.folder), directory="shm")
     if world.rank == 0:
-        torch.save(found, options.result)
+        torch.save(versions, options.result)
+
     leave_ranks()
 
 

@@ -22,6 +22,7 @@ def run_ranks(size: int, work: Work, folder: Path) -> Any:
     ranks = [FORKED.Process(target=_rank, args=(rank, size, work, folder)) for rank in range(size)]
     for process in ranks:
         process.start()
+
     end = time.monotonic() + DEADLINE
     try:
         for process in ranks:
@@ -31,6 +32,7 @@ def run_ranks(size: int, work: Work, folder: Path) -> Any:
     finally:
         for process in ranks:
             process.kill()
+
     return torch.load(folder / "result.pt", weights_only=False)
 
 

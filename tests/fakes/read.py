@@ -24,37 +24,40 @@ def answer(text: str) -> str:
 def save_conversations(run_dir: Path, long: int = LONG) -> Path:
     """Group 0: 0.0 and 0.1 use tools; group 1: 1.0 is the agent's, 1.1 the long one. All are trained."""
     prompt = (Message("system", "You count."), *SHOTS, Message("user", QUESTION))
-    one = PlantedRun(run_dir, [Sample(row, "s", prompt, '"7"') for row in range(4)])
-    admit(one.buffer, 2)
-    for uid, turns, said, reward in (
+    planted_run = PlantedRun(run_dir, [Sample(row, "s", prompt, '"7"') for row in range(4)])
+    admit(planted_run.buffer, 2)
+
+    for uid, turns, answer_text, reward in (
         ("0.0", _with_tools("7"), "7", 1.0),
         ("0.1", _with_tools("8"), "8", 0.0),
         ("1.0", _agent(), "done after 40 turns", 0.5),
         ("1.1", _long(long), MARKUP, 0.0),
     ):
         halves = [turn._replace(versions=(0, 1)) for turn in turns]
-        one.land(uid, Played(halves, said, reward, {"right": reward, "format": 1.0}))
-    one.commit(0)
-    return one.close()
+        planted_run.land(uid, Played(halves, answer_text, reward, {"right": reward, "format": 1.0}))
+
+    planted_run.commit(0)
+    return planted_run.close()
 
 
 def _call(name: str, arguments: str) -> str:
     return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call><|im_end|>'
 
 
-def _with_tools(found: str) -> list[Said]:
+def _with_tools(word_count: str) -> list[Said]:
     read = '{"command": "cat notes.txt"}'
     count = '{"command": "wc -w notes.tx"}'
     replies = (
         ToolReply(ToolCall("shell", read), HOSTILE, seconds=0.2),
         ToolReply(ToolCall("shell", count), "no such file", error="exit status 1", seconds=0.1),
     )
+
     thought = "<think>First I look at the file.</think>\n"
-    begin = chat(*((one.role, one.content) for one in SHOTS), ("user", QUESTION)) + OPEN
+    begin = chat(*((shot.role, shot.content) for shot in SHOTS), ("user", QUESTION)) + OPEN
     return [
         Said(thought + _call("shell", read), replies[0], begin),
         Said(_call("shell", count), replies[1], answer(HOSTILE)),
-        Said(f"There are {found} words.<|im_end|>", None, answer("no such file")),
+        Said(f"There are {word_count} words.<|im_end|>", None, answer("no such file")),
     ]
 
 
@@ -64,6 +67,7 @@ def _agent() -> list[Said]:
     system = ("system", "You are an agent. " * 20)
     task = ("user", "Fix the failing test in utils.py.")
     helper = chat(("system", "You search."), ("user", "Find where parse is called")) + OPEN
+
     turns: list[Said] = []
 
     def say(row: int, context: str, text: str, agent: str = "main") -> None:
@@ -74,12 +78,14 @@ def _agent() -> list[Said]:
     first = begin + OPEN + "I look at step 0.<|im_end|>\n"
     for at in range(1, 20):
         say(0, answer(f"output of step {at}"), f"Now step {at}.")
+
     say(1, helper, "I search.", "search")
     for at in range(2):
         say(1, answer(f"found {at}"), f"Result {at}.", "search")
     say(2, first + chat(("user", "The search is over; older steps are left out.")) + OPEN, "I go on.")
     for at in range(24, 39):
         say(2, answer(f"output of step {at}"), f"Now step {at}.")
+
     say(
         3,
         chat(("system", "You write titles."), ("user", "A title for: Fix the failing test")) + OPEN,

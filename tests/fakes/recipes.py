@@ -85,15 +85,19 @@ def trained(
     what is reported is finite."""
     config = tiny_config(path, **copy.deepcopy(RECIPES[name]), trainer={"lr": 0.1})
     learner = make_learner(config, world)
-    learner.step, before = step, full_state(learner.policy)
+    learner.step = step
+    before = full_state(learner.policy)
     learner.optimizer = torch.optim.SGD(learner.policy.parameters(), lr=0.1)
     if learner.critic is not None:
         learner.critic.optimizer = torch.optim.SGD(learner.critic.parameters(), lr=0.1)
     metrics = run_batch(learner, cut)
     assert all(math.isfinite(value) for value in metrics.values()), metrics
-    found = full_state(learner.policy)
-    assert difference(found, before) > 1e-6
+
+    weights = full_state(learner.policy)
+    assert difference(weights, before) > 1e-6
+
     if learner.critic is not None:
         named = learner.critic.named_parameters()
-        found |= {f"critic.{n}": p.detach().full_tensor().clone() for n, p in named}
-    return found
+        weights |= {f"critic.{n}": p.detach().full_tensor().clone() for n, p in named}
+
+    return weights

@@ -33,16 +33,19 @@ def advantage(name: str, reward: float, siblings: tuple[float, ...]) -> float:
     mean = sum(siblings) / n
     if name == "grpo":
         return (reward - mean) / (math.sqrt(sum((r - mean) ** 2 for r in siblings) / (n - 1)) + 1e-6)
+
     if name == "rloo":
-        others = list(siblings)
-        others.remove(reward)
-        return reward - sum(others) / (n - 1)
+        other_rewards = list(siblings)
+        other_rewards.remove(reward)
+        return reward - sum(other_rewards) / (n - 1)
+
     return reward - mean
 
 
 def token_log_probs(model: Any, episode: Episode) -> list[tuple[Tensor, float, int]]:
     """(log pi, mu, version) of every model token of an episode."""
     row, turns = episode
+
     ids: list[int] = []
     where: list[tuple[int, float, int]] = []
     for turn in turns:
@@ -51,6 +54,7 @@ def token_log_probs(model: Any, episode: Episode) -> list[tuple[Tensor, float, i
             (version,) = [span.version for span in turn.spans if span.start <= offset < span.end]
             where.append((len(ids), logprob, version))
             ids.append(token)
+
     table = torch.log_softmax(model(torch.tensor([ids])).logits[0] / row.temperature, dim=-1)
     return [(table[position - 1, ids[position]], mu, version) for position, mu, version in where]
 
@@ -58,6 +62,7 @@ def token_log_probs(model: Any, episode: Episode) -> list[tuple[Tensor, float, i
 def batch_loss(model: Any, episodes: list[Episode], step: int, config: RunConfig) -> Tensor:
     """L = -Σ w·M·min(rho, C)·A·log pi / D over all episodes."""
     algorithm = config.algorithm
+
     total = torch.zeros((), dtype=torch.float64)
     denominator = 0.0
     for episode in episodes:
@@ -65,11 +70,13 @@ def batch_loss(model: Any, episodes: list[Episode], step: int, config: RunConfig
         tokens = token_log_probs(model, episode)
         a = advantage(algorithm.advantage, row.own.reward, rewards(row))
         cap = CAP_NEGATIVE if a < 0 else CAP_POSITIVE
+
         weight, share = {
             "token_mean": (1.0, len(tokens)),
             "seq_mean_token_mean": (1 / len(tokens), 1),
             "prompt_mean": (1 / row.group_tokens, len(tokens) / row.group_tokens),
         }[algorithm.aggregation]
+
         denominator += share
         for logp, mu, version in tokens:
             rho = math.exp(logp.item() - mu)
@@ -77,6 +84,7 @@ def batch_loss(model: Any, episodes: list[Episode], step: int, config: RunConfig
                 continue
             if LOW <= rho <= HIGH:
                 total = total - weight * min(rho, cap) * a * logp
+
     return total / denominator
 
 

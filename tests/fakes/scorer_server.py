@@ -1,4 +1,4 @@
-"""A small program answers what a scorer's keeper and workers ask of an SGLang server: every token has the
+"""A small program answers what a scorer's supervisor and workers ask of an SGLang server: every token has the
 log-prob -0.5.
 
 python tests/fakes/scorer_server.py --model-path DIR --host HOST --port PORT …
@@ -21,12 +21,12 @@ class Answers(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         shape = json.loads((Path(self.model) / "config.json").read_text())
-        known: dict[str, Any] = {
+        answers: dict[str, Any] = {
             "/ready": {},
             "/server_info": {"version": "0.5.23", "model_path": self.model, "max_req_input_len": 1 << 20},
             "/model_info": {"model_path": self.model, "architectures": shape["architectures"]},
         }
-        self._say(known.get(self.path, {"loads": []}))
+        self._say(answers.get(self.path, {"loads": []}))
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -49,8 +49,8 @@ class Answers(BaseHTTPRequestHandler):
 
 
 if __name__ == "__main__":
-    given = dict(zip(sys.argv[1:], sys.argv[2:], strict=False))
-    Answers.model = given["--model-path"]
-    server = ThreadingHTTPServer((given["--host"], int(given["--port"])), Answers)
-    print(f"listens on {given['--port']}", flush=True)
+    options = dict(zip(sys.argv[1:], sys.argv[2:], strict=False))
+    Answers.model = options["--model-path"]
+    server = ThreadingHTTPServer((options["--host"], int(options["--port"])), Answers)
+    print(f"listens on {options['--port']}", flush=True)
     server.serve_forever()

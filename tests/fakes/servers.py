@@ -21,7 +21,7 @@ from asyncrl.types import NO_VERSION, Generation, PolicyVersion, StopReason, Tok
 from asyncrl.wire.messages.worker import EngineEntry, EngineUse
 from tests.fakes.loop import Intervals
 
-SECONDS = 0.25  # that each part of a turn says it took
+SECONDS = 0.25  # seconds that each part of a turn reports
 
 
 @dataclass(frozen=True)
@@ -52,8 +52,11 @@ Act = Lose | Refuse | Busy | Part
 
 
 class FakeServer:
-    """A client whose server plays `acts`, one per request, and after that samples whole turns. While `gate`
-    is closed a request hangs, with `streamed` tokens, until the client is closed. The first sets `asked`."""
+    """A client whose server plays `acts`, one per request, and after that samples whole turns.
+
+    While `gate` is closed a request hangs, with `streamed` tokens, until the client is closed. The first
+    request sets `first_request`.
+    """
 
     def __init__(self, entry: EngineEntry, use: EngineUse) -> None:
         self.entry = entry
@@ -61,8 +64,9 @@ class FakeServer:
         self.acts: list[Act] = []
         self.requests: list[Request] = []
         self.cancelled: list[str] = []
-        self.asked = asyncio.Event()
+        self.first_request = asyncio.Event()
         self.gate = asyncio.Event()
+
         self.gate.set()
         self.streamed = 0
         self.closed = False
@@ -81,8 +85,9 @@ class FakeServer:
     async def generate(self, request: Request) -> Generation:
         assert not self.closed
         self.requests.append(request)
-        self.asked.set()
+        self.first_request.set()
         self.use.requests += 1
+
         act = self.acts.pop(0) if self.acts else None
         match act:
             case Busy():
@@ -93,6 +98,7 @@ class FakeServer:
                 raise EngineLost("gone", self._write(request, tokens, StopReason.ABORT))
             case Part(tokens):
                 return self._write(request, tokens, StopReason.ABORT)
+
         if await self._cut(request.session):
             raise EngineLost("closed", self._write(request, self.streamed, StopReason.ABORT))
         return self._write(request, request.sampling.max_new_tokens, StopReason.LENGTH)
@@ -121,16 +127,19 @@ class FakeServer:
             raise
         finally:
             del self._hanging[session]
+
         return waiting.cancelled()
 
     def _write(self, request: Request, tokens: int, stop: StopReason) -> Generation:
         """As many tokens, or fewer if one is a stop id."""
         begin = len(request.ids)
+
         ids = range(begin, begin + min(tokens, request.sampling.max_new_tokens))
         stops = [id for id in ids if id in request.sampling.stop_ids]
         if stops:
             ids = range(begin, stops[0] + 1)
             stop = StopReason.STOP
+
         self.use.tokens += len(ids)
         self.use.prompt_tokens += begin
         spans = (VersionSpan(0, len(ids), self.version, self.version),) if ids else ()
@@ -162,7 +171,7 @@ class Servers:
         """The client of its newest incarnation."""
         return next(client for client in reversed(self.clients) if client.entry.name == name)
 
-    def asked(self) -> list[str]:
+    def request_counts(self) -> list[str]:
         """How many requests each client got, as "name:requests"."""
         return [f"{client.entry.name}:{len(client.requests)}" for client in self.clients]
 

@@ -41,7 +41,7 @@ class Script:
     def __init__(self) -> None:
         self.url = ""
         self.answers: dict[str, Answer] = {}
-        self.asked: list[tuple[str, Any, str]] = []
+        self.requests: list[tuple[str, Any, str]] = []
         self.came = asyncio.Event()  # anything
 
     def says(self, path: str, status: int, content: bytes = b"") -> None:
@@ -60,9 +60,11 @@ class Script:
                 await response.write(part)
             if then is not None:
                 await then.wait()
+
             if cut:
                 assert request.transport is not None
                 request.transport.abort()
+
             return response
 
         self.answers["/generate"] = answer
@@ -70,7 +72,7 @@ class Script:
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         content = await request.read()
         body = msgspec.json.decode(content) if content else None
-        self.asked.append((request.path, body, request.headers.get("Authorization", "")))
+        self.requests.append((request.path, body, request.headers.get("Authorization", "")))
         self.came.set()
         return await self.answers[request.path](request)
 
@@ -82,9 +84,11 @@ async def scripted() -> AsyncIterator[Script]:
     app.router.add_route("*", "/{path:.*}", script._answer)
     runner = web.AppRunner(app, shutdown_timeout=0.1)
     await runner.setup()
+
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()
     script.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+
     try:
         yield script
     finally:
@@ -95,15 +99,16 @@ def event(
     ids: Sequence[int], total: int, label: str = "e0-v0", finish: dict[str, Any] | None = None, **meta: Any
 ) -> bytes:
     """One event of a stream, in which the token i has the log-prob -i / 2."""
-    known: dict[str, Any] = {
+    meta_info: dict[str, Any] = {
         "finish_reason": finish,
         "weight_version": label,
         "completion_tokens": total,
         "output_token_logprobs": [[-token / 2, token, None] for token in ids],
     }
+
     if finish is not None:
-        known["weight_versions"] = [{"version": label, "start": 0, "end": total}]
-    body = {"text": "", "output_ids": list(ids), "meta_info": known | meta}
+        meta_info["weight_versions"] = [{"version": label, "start": 0, "end": total}]
+    body = {"text": "", "output_ids": list(ids), "meta_info": meta_info | meta}
     return b"data: " + msgspec.json.encode(body) + b"\n\n"
 
 
@@ -113,7 +118,7 @@ DONE = b"data: [DONE]\n\n"
 def loader_of(
     api: ServerApi, config: WeightsConfig, cache: Path | None = None, receiver: Receiver | None = None
 ) -> ServerLoader:
-    """As a keeper has it; without more, it is given whole versions in files."""
+    """As a supervisor has it; without more, it is given whole versions in files."""
     return ServerLoader(
         api, config, cache or Path("/dev/null/cache"), receiver or Receiver(api, 0, 1, WITH_SESSIONS)
     )

@@ -48,6 +48,7 @@ class SGLangServer:
         self.url = f"http://127.0.0.1:{port}"
         self._family: dict[int, psutil.Process] = {}
         self._started = time.monotonic()
+
         with log.open("wb") as out:
             self.process = subprocess.Popen(
                 command(model, port, *arguments),
@@ -55,6 +56,7 @@ class SGLangServer:
                 stderr=subprocess.STDOUT,
                 preexec_fn=_die_with_parent,
             )
+
         if wait:
             self.wait_ready()
 
@@ -73,10 +75,11 @@ class SGLangServer:
             if not self.alive or time.monotonic() > deadline:
                 code = self.process.poll()
                 self.kill()
-                ended = f"was not ready after {seconds:g} s" if code is None else f"ended with {code}"
-                raise RuntimeError(f"server {self.url} {ended}; the end of {self.log}:\n{self.tail()}")
+                problem = f"was not ready after {seconds:g} s" if code is None else f"ended with {code}"
+                raise RuntimeError(f"server {self.url} {problem}; the end of {self.log}:\n{self.tail()}")
             with suppress(subprocess.TimeoutExpired):
-                self.process.wait(0.1)  # its end is an event; that it is ready can only be asked
+                self.process.wait(0.1)  # an end wakes this call; readiness can only be polled
+
         self._port.close()
         self.processes()
         return time.monotonic() - self._started
@@ -119,7 +122,7 @@ class SGLangServer:
                 continue
         self._reap(time.monotonic() + GONE_SECONDS)
 
-    def gone(self, seconds: float = GONE_SECONDS) -> bool:
+    def has_gone(self, seconds: float = GONE_SECONDS) -> bool:
         """Whether all its processes end by themselves within `seconds`."""
         self._reap(time.monotonic() + seconds)
         return not self.processes()

@@ -30,6 +30,7 @@ def bare_image(
     (images / "names").mkdir(exist_ok=True)
     (images / "names" / name).unlink(missing_ok=True)
     (images / "names" / name).symlink_to(f"../{digest}")
+
     return find_image(name)
 
 

@@ -47,8 +47,8 @@ GROWING = ("weights", "optimizer", "gradients", "work")  # with the layers
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the storages of all tensors that operations return inside, until they are freed or (by FSDP2)
-    resized to nothing. `now`, and the `peak` of it."""
+    """Counts the storages of all tensors that operations return inside the context, until the storages are
+    freed or (by FSDP2) resized to nothing. `now`: the present bytes; `peak`: the most so far."""
 
     supports_higher_order_operators = True  # counts what they return, too
 
@@ -79,11 +79,11 @@ class LiveBytes(TorchDispatchMode):
         super().__exit__(*about)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(found):
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor) and tensor.device.type != "meta":
                 self._add(tensor._local_tensor if isinstance(tensor, DTensor) else tensor)
-        return found
+        return result
 
     def _add(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
@@ -101,17 +101,18 @@ class LiveBytes(TorchDispatchMode):
 
 
 def _experts(module: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-    """In place of products by expert, which must know who goes where: tensors of the same sizes."""
+    """Return tensors of the same sizes as the products by expert, which would need the experts of real
+    tokens."""
 
     def product(rows: Tensor, stack: Tensor) -> Tensor:
         return rows @ (stack.mean(0) if module.is_transposed else stack.mean(0).t())
 
     tokens, k = index.shape
     order = torch.arange(tokens * k, device=hidden.device)
-    found = product(hidden[order // k], module.gate_up_proj if module.has_gate else module.up_proj)
-    found = module._apply_gate(found) if module.has_gate else module.act_fn(found)
-    found = (product(found, module.down_proj) * weights.reshape(-1, 1))[order]
-    return found.view(tokens, k, -1).sum(1).to(hidden.dtype)
+    output = product(hidden[order // k], module.gate_up_proj if module.has_gate else module.up_proj)
+    output = module._apply_gate(output) if module.has_gate else module.act_fn(output)
+    output = (product(output, module.down_proj) * weights.reshape(-1, 1))[order]
+    return output.view(tokens, k, -1).sum(1).to(hidden.dtype)
 
 
 ExpertsInterface.register(EXPERTS, _experts)
@@ -129,8 +130,10 @@ def traced(config: RunConfig) -> Footprint:
     few = (len(layers) - 1) % every + 1
     left_out = sum(parameter.numel() for layer in layers[few:] for parameter in layer.parameters())
     other_shards = total - left_out < LAYER_MIN_PARAMETERS <= total
-    alike = len(set(map(_kind, layers))) == 1 and not compose(config).own_critic  # two graphs have two peaks
-    if not alike or other_shards or len(layers) < few + 2 * every:
+    all_alike = (
+        len(set(map(_kind, layers))) == 1 and not compose(config).own_critic
+    )  # two graphs have two peaks
+    if not all_alike or other_shards or len(layers) < few + 2 * every:
         return traced_with(config, 0)
     less, more = (traced_with(config, depth) for depth in (few, few + every))
     times = (len(layers) - few) // every
@@ -144,7 +147,8 @@ def _kind(layer: nn.Module) -> tuple[Any, ...]:
 
 def traced_with(config: RunConfig, depth: int) -> Footprint:
     """With so many layers of the policy's model; 0: with all."""
-    trainer = msgspec.structs.replace(config.trainer, compile=False)  # it runs no fake tensors
+    trainer = msgspec.structs.replace(config.trainer, compile=False)  # compiled layers run no fake tensors
+
     config = msgspec.structs.replace(config, trainer=trainer)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     with _fake_world(config.trainer) as world, fake, LiveBytes() as live:
@@ -153,13 +157,17 @@ def traced_with(config: RunConfig, depth: int) -> Footprint:
         optimizers = [make_optimizer(policy, config.trainer, lr=1.0)]
         if critic is not None:
             optimizers.append(make_optimizer(critic, config.trainer, lr=1.0))
-        held = live.now
+        bytes_before = live.now
+
         rows = config.largest_rows(config.trainer.micro_batch_tokens)
         length = config.rollout.max_tokens
         with unset_fake_temporarily():  # numpy is to read some of it
             sharing = 1 if policy.packing != "padded" else config.trainer.sequence_parallel
-            own = -(-length // sharing)  # padded rows stand in for packed ones on a GPU, and are not cut
-            micros = smallest_tokens(policy.packing), largest_tokens(rows, max(own, 2), policy.packing)
+            rank_rows = -(
+                -length // sharing
+            )  # padded rows stand in for packed ones on a GPU, and are not cut
+            micros = smallest_tokens(policy.packing), largest_tokens(rows, max(rank_rows, 2), policy.packing)
+
         before = live.now
         for tokens in micros:
             live.peak = live.now
@@ -172,14 +180,16 @@ def traced_with(config: RunConfig, depth: int) -> Footprint:
                 compose(config).divergence,
                 config.kl.top_k,
             )
-        del tokens, micros  # they hold the masks of their attention, which are of the micro-batch
+
+        del tokens, micros  # these rows hold the attention masks of the micro-batch
         gradients = live.now - before
-        return Footprint(weights, gradients, held - weights, live.peak - live.now, rows, length)
+        return Footprint(weights, gradients, bytes_before - weights, live.peak - live.now, rows, length)
 
 
 def _models(config: RunConfig, world: World, depth: int) -> tuple[Policy, Critic | None, Reference | None]:
     recipe = compose(config)
     policy = _policy(config, config.model.path, world, depth, trained=True)
+
     critic = reference = None
     if recipe.own_critic:
         backbone = _skeleton("AutoModel", config.critic.path or config.model.path, config, depth)
@@ -187,10 +197,14 @@ def _models(config: RunConfig, world: World, depth: int) -> tuple[Policy, Critic
         _pack(backbone, config)
         prepare_layers(backbone, config.trainer)
         _shard(critic, backbone, config, world)
+
     if recipe.reference:
-        own = not config.model.lora_rank or config.kl.reference
+        has_own_reference = not config.model.lora_rank or config.kl.reference
         path = config.kl.reference or config.model.path
-        reference = Reference(_policy(config, path, world, depth, trained=False) if own else policy)
+        reference = Reference(
+            _policy(config, path, world, depth, trained=False) if has_own_reference else policy
+        )
+
     return policy, critic, reference
 
 
@@ -204,6 +218,7 @@ def _policy(config: RunConfig, path: str, world: World, depth: int, *, trained: 
     policy.packing = _pack(lm, config)
     if trained:
         prepare_layers(lm, config.trainer)
+
     _shard(policy, lm, config, world)
     return policy
 
@@ -225,16 +240,20 @@ def _skeleton(auto_class: AutoClass, path: str, config: RunConfig, depth: int) -
 
 
 def _pack(lm: PreTrainedModel, config: RunConfig) -> Packing:
-    """Let a model attend as it will to packed rows, if it can. On a GPU flex attention keeps about as much as
-    that of padded rows, and runs no fake tensors of a CPU."""
+    """Let a model attend to packed rows as configured, if the model can.
+
+    On a GPU flex attention keeps about as much as attention of padded rows, and runs no fake tensors of a
+    CPU.
+    """
     gpu = torch.cuda.is_available() and config.model.device != "cpu"
     wanted = config.trainer.packing
     if gpu or wanted == "padded":
         return "padded"
     with _disable_current_modes():  # a small copy is computed with, and does not count
-        found = architecture_problems(lm.config)
-    if packing_problem(lm, wanted, found, config.trainer.sequence_parallel):
+        model_findings = architecture_problems(lm.config)
+    if packing_problem(lm, wanted, model_findings, config.trainer.sequence_parallel):
         return "padded"
+
     lm.set_attn_implementation(FOREST_ATTENTION)
     return wanted
 

@@ -51,6 +51,7 @@ def save_tiny_model(path: Path) -> str:
         bos_token_id=0,
         eos_token_id=0,
     )
+
     GPT2LMHeadModel(config).save_pretrained(path)
     return str(path)
 
@@ -61,7 +62,7 @@ def save_tiny_qwen(path: Path, *, tied: bool = True) -> str:
 
 
 def tiny_config(path: str, **sections: dict[str, Any]) -> RunConfig:
-    """A run on that model; keyword arguments are sections of the config."""
+    """Return the configuration of a run on the tiny model. Keyword arguments are sections of the config."""
     trainer = {"lr": 1e-2, "grad_clip": 0.0, "micro_batch_tokens": 2048, **sections.pop("trainer", {})}
     model = {"path": path, "dtype": "float32", **sections.pop("model", {})}
     rollout = {"max_tokens": 1024, "max_new_tokens": 128, **sections.pop("rollout", {})}
@@ -78,7 +79,8 @@ def make_learner(config: RunConfig, world: World, dtype: str = "float64") -> Lea
 
 @dataclass(frozen=True)
 class Recorder:
-    """Makes random episodes whose log-probs are those of `model` plus normal noise of size `noise`."""
+    """Makes random episodes whose log-probs are the log-probs of `model` plus normal noise of size
+    `noise`."""
 
     model: Any
     seed: int = 0
@@ -97,6 +99,7 @@ class Recorder:
             for i, some in enumerate(turns):
                 row = make_row(f"{name}{g}/{i}", f"{name}{g}", everyone, i, some, self.temperature)
                 episodes.append((row, some))
+
         return episodes
 
     def _turns(self, rng: random.Random, versions: Sequence[int], prompt: tuple[int, ...]) -> list[Turn]:
@@ -112,6 +115,7 @@ class Recorder:
             spans = (VersionSpan(0, cut, a, a), VersionSpan(cut, len(ids), b, b))
             spans = tuple(span for span in spans if span.end > span.start)
             turns.append(Turn(index, context, ids, (0.0,) * len(ids), spans, StopReason.STOP))
+
         return self.scored(turns, rng)
 
     @torch.no_grad()
@@ -119,6 +123,7 @@ class Recorder:
         ids = [token for turn in turns for token in (*turn.context, *turn.ids)]
         logits = self.model(torch.tensor([ids])).logits[0] / self.temperature
         table = logits.log_softmax(-1)
+
         scored = []
         position = 0
         for turn in turns:
@@ -128,11 +133,12 @@ class Recorder:
             ]
             position += len(turn.ids)
             scored.append(Turn(turn.index, turn.context, turn.ids, tuple(logps), turn.spans, turn.stop))
+
         return scored
 
 
 def _result(rng: random.Random, turns: list[Turn]) -> EpisodeResult:
-    """A reward of 0, 0.5 or 1, half of it on the first turn."""
+    """Return a reward of 0, 0.5 or 1, half of it on the first turn."""
     reward = rng.choice([0.0, 0.5, 1.0])
     by_turn = [0.0] * len(turns)
     by_turn[0] += reward / 2
@@ -144,9 +150,9 @@ def _result(rng: random.Random, turns: list[Turn]) -> EpisodeResult:
 def make_row(
     uid: str, group: str, members: tuple[EpisodeResult, ...], i: int, turns: list[Turn], temperature: float
 ) -> PlannedTrajectory:
-    own = members[i]
+    own_members = members[i]
     issued = len(members)
-    return PlannedTrajectory(uid, group, len(turns), own, members, i, issued, temperature, greedy=0.5)
+    return PlannedTrajectory(uid, group, len(turns), own_members, members, i, issued, temperature, greedy=0.5)
 
 
 def plain_model(path: str, dtype: torch.dtype = torch.float64) -> Any:
@@ -163,13 +169,13 @@ def full_state(policy: Policy) -> dict[str, Tensor]:
 
 
 def stored(policy: Policy) -> dict[str, Tensor]:
-    """The same as they are published: under the names of files. A collective."""
-    whole = full_state(policy)
-    return {piece.name: piece.view_in(whole[piece.parameter]) for piece in policy.published}
+    """Return the weights as they are published, under the names of files. A collective."""
+    full_weights = full_state(policy)
+    return {piece.name: piece.view_in(full_weights[piece.parameter]) for piece in policy.published}
 
 
 def save_checkpoint(directory: Path, learner: Learner, manifest: CheckpointManifest, hf: bool = True) -> Path:
-    """Write one as a run does, without waiting beside training. A collective."""
+    """Write a checkpoint as a run does, without waiting beside training. A collective."""
     to = Checkpoints(directory)
     state = checkpoint.manifest_of(learner, trainer_epoch=0).state
     manifest = msgspec.structs.replace(manifest, state=state)
@@ -204,13 +210,13 @@ def few_tokens() -> Selected:
 
 @torch.no_grad()
 def plain_logp(model: Any, tokens: Selected) -> Tensor:
-    """Their log-probs by a model without any of the trainer around it."""
+    """Return log-probs by a model without any of the trainer around the model."""
     logits = model(tokens.ids).logits.flatten(0, 1)[tokens.predictor_index] / tokens.temperature[:, None]
     return logits.log_softmax(-1).gather(1, tokens.labels[:, None])[:, 0]
 
 
 def random_cut(episodes: Sequence[Episode], ranks: int, micros: int, seed: int) -> list[list[list[Episode]]]:
-    """[micro][rank] → episodes, at random: some parts may be empty."""
+    """Cut episodes at random: [micro][rank] → episodes. Some parts may be empty."""
     rng = random.Random(seed)
     cut: list[list[list[Episode]]] = [[[] for _ in range(ranks)] for _ in range(micros)]
     for episode in rng.sample(list(episodes), len(episodes)):
@@ -230,7 +236,7 @@ def balanced_cut(episodes: Sequence[Episode], ranks: int, budget: int) -> list[l
 
 
 def run_batch(learner: Learner, cut: list[list[list[Episode]]]) -> dict[str, float]:
-    """One optimizer batch of this rank's share of a cut."""
+    """Train an optimizer batch of this rank's part of a cut."""
     world = learner.world
     for micro in cut:
         learner.accumulate(micro[world.rank * world.data_ranks // world.size])
@@ -238,19 +244,21 @@ def run_batch(learner: Learner, cut: list[list[list[Episode]]]) -> dict[str, flo
 
 
 def final_gradients(learner: Learner, cut: list[list[list[Episode]]]) -> dict[str, Tensor]:
-    """The gradients that the optimizers would be given; the models stay as they are, V too."""
+    """Return the gradients that the optimizers would be given. The models, V included, stay as they are."""
     return gradients_and_metrics(learner, cut)[0]
 
 
 def gradients_and_metrics(
     learner: Learner, cut: list[list[list[Episode]]]
 ) -> tuple[dict[str, Tensor], dict[str, float]]:
-    """As `final_gradients`, with what the batch reports."""
-    found: dict[str, Tensor] = {}
+    """Return the result of `final_gradients` and the metrics of the batch."""
+    gradients: dict[str, Tensor] = {}
 
     def capture(prefix: str, model: nn.Module) -> None:
         named = model.named_parameters()
-        found.update({prefix + name: p.grad.full_tensor().clone() for name, p in named if p.grad is not None})
+        gradients.update(
+            {prefix + name: p.grad.full_tensor().clone() for name, p in named if p.grad is not None}
+        )
 
     with ExitStack() as stack:
         models = [("", learner.policy.lm, learner.optimizer)]
@@ -259,19 +267,21 @@ def gradients_and_metrics(
         for prefix, model, optimizer in models:
             stack.enter_context(mock.patch.object(optimizer, "step", partial(capture, prefix, model)))
         metrics = run_batch(learner, cut)
+
     learner.step -= 1
-    return found, metrics
+    return gradients, metrics
 
 
 def gradient_gap(
     learner: Learner, episodes: Sequence[Episode], wanted: dict[str, Tensor], micros: int = 3
 ) -> float:
-    """`difference` from those wanted of the gradients of a batch on one rank, cut at random."""
+    """Return the `difference` between the wanted gradients and the gradients of a batch on one rank, cut
+    at random."""
     return difference(final_gradients(learner, random_cut(episodes, 1, micros, seed=0)), wanted)
 
 
-def difference(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
+def difference(actual: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
     """Largest difference relative to the norm of all wanted."""
-    assert found.keys() == wanted.keys()
+    assert actual.keys() == wanted.keys()
     norm = torch.stack([tensor.norm() for tensor in wanted.values()]).norm()
-    return float(max((found[name] - wanted[name]).abs().max() for name in wanted) / norm)
+    return float(max((actual[name] - wanted[name]).abs().max() for name in wanted) / norm)

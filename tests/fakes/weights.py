@@ -22,57 +22,62 @@ BUCKET_BYTES = 256 << 20
 
 @dataclass(frozen=True)
 class PinnedTensors:
-    """Whole tensors of one process, as a `Pinned`."""
+    """Whole tensors of a process, as a `Pinned`."""
 
     layout: Layout
-    kept: Tensors
+    tensors: Tensors
 
     def collect_parts(
         self, part: slice, file: str = "", base: PinnedTensors | None = None
     ) -> list[Sequence[RangePart]]:
-        found: list[Sequence[RangePart]] = []
+        tensor_shares: list[Sequence[RangePart]] = []
         for spec in self.layout[part]:
-            own = tensor_as_bytes(self.kept[spec.name])
-            data = own.data
-            if base is not None and own.size:
-                old = tensor_as_bytes(base.kept[spec.name])
-                data = memoryview(codec.encode_changes(old, own, ITEM_BYTES[spec.dtype]))
-            found.append([make_range_part(spec, own, 0, data)])
-        return found
+            own_bytes = tensor_as_bytes(self.tensors[spec.name])
+            data = own_bytes.data
+            if base is not None and own_bytes.size:
+                old = tensor_as_bytes(base.tensors[spec.name])
+                data = memoryview(codec.encode_changes(old, own_bytes, ITEM_BYTES[spec.dtype]))
+            tensor_shares.append([make_range_part(spec, own_bytes, 0, data)])
+
+        return tensor_shares
 
     def contiguous_bytes(self, part: slice) -> Tensor | None:
         return None
 
 
 def snapshot_of(tensors: Mapping[str, Tensor], version: PolicyVersion) -> Snapshot:
-    """Of tensors that share their storage (tied weights) the first name is taken."""
-    kept: Tensors = {}
+    """Return a snapshot of tensors.
+
+    Tensors that share their storage (tied weights) go by their first name.
+    """
+    copies: Tensors = {}
     seen = set[tuple[object, ...]]()
     for name, tensor in tensors.items():
-        place = (tensor.data_ptr(), tensor.shape, tensor.stride())
-        if not tensor.numel() or place not in seen:
-            kept[name] = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
-        seen.add(place)
-    types = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in kept.items()}
-    specs = [TensorSpec(name, tuple(tensor.shape), types[name]) for name, tensor in kept.items()]
+        storage_key = (tensor.data_ptr(), tensor.shape, tensor.stride())
+        if not tensor.numel() or storage_key not in seen:
+            copies[name] = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
+        seen.add(storage_key)
+
+    types = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in copies.items()}
+    specs = [TensorSpec(name, tuple(tensor.shape), types[name]) for name, tensor in copies.items()]
     layout = tuple(sorted(specs, key=lambda spec: -ITEM_BYTES[spec.dtype]))  # so all are aligned in a file
 
-    return Snapshot(version, layout, 0.0, lambda: nullcontext(PinnedTensors(layout, kept)))
+    return Snapshot(version, layout, 0.0, lambda: nullcontext(PinnedTensors(layout, copies)))
 
 
 def buckets(snapshot: Snapshot, bucket_bytes: int) -> Iterator[Tensors]:
-    """Its tensors, in groups of at most so many bytes (a larger tensor alone)."""
+    """Yield the snapshot's tensors in groups of at most so many bytes (a larger tensor alone)."""
     with snapshot.hold_copy() as pinned:
         for part in split_buckets(snapshot.layout, bucket_bytes):
             shares = zip(snapshot.layout[part], pinned.collect_parts(part), strict=True)
             yield {
-                spec.name: concat_parts(own).view(getattr(torch, spec.dtype)).view(spec.shape)
-                for spec, own in shares
+                spec.name: concat_parts(tensor_shares).view(getattr(torch, spec.dtype)).view(spec.shape)
+                for spec, tensor_shares in shares
             }
 
 
 def whole_tensors(snapshot: Snapshot) -> Iterator[tuple[TensorSpec, Tensor]]:
-    """Its tensors, and copies of their bytes."""
+    """Return the snapshot's tensors, and copies of their bytes."""
     with snapshot.hold_copy() as pinned:
         for index, spec in enumerate(snapshot.layout):
             yield spec, concat_parts(pinned.collect_parts(slice(index, index + 1))[0])

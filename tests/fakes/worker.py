@@ -21,7 +21,7 @@ LOOK = '<tool_call>{"name": "look", "arguments": {}}</tool_call>'
 
 
 class Seams:
-    """What a test can touch; reset for each."""
+    """The parts of a worker that a test can touch, reset for each test."""
 
     def __init__(self) -> None:
         self.engines: list[Any] = []
@@ -58,7 +58,7 @@ def run_shell(command: str) -> str:
 
 
 class ShellEngine(CallingEngine):
-    """Writes commands that leave a line each, one a turn, with replies that nobody can foretell."""
+    """Writes a command per turn. Each command leaves a line, and its reply cannot be foretold."""
 
     calls = [
         *(
@@ -70,7 +70,7 @@ class ShellEngine(CallingEngine):
 
 
 class CountingEngine(CallingEngine):
-    """Writes commands that leave a line each, one a turn."""
+    """Writes a command per turn. Each command leaves a line."""
 
     calls = [
         *(run_shell(f"sleep 0.0{n}; echo {n} >> log; wc -l < log") for n in range(5)),
@@ -92,7 +92,10 @@ def looker() -> Tool:
 
 
 def config(model_path: str, run_dir: Path, **sections: dict[str, Any]) -> RunConfig:
-    """A run whose worker has the calling engine; keyword arguments are sections."""
+    """Return the configuration of a run whose worker has the calling engine.
+
+    Keyword arguments are sections.
+    """
     rollout = {"tools": ["tests.fakes.worker:looker"], "slots": 4, **sections.pop("rollout", {})}
     launch = {"lease": 1.0, "start_timeout": 60.0, **sections.pop("launch", {})}
     engine = {"name": "tests.fakes.worker:CallingEngine", **sections.pop("engine", {})}
@@ -115,7 +118,7 @@ def sample() -> Sample:
 
 
 class WorkerThread(threading.Thread):
-    """`code` is the exit code, once it has ended."""
+    """A worker in a thread. `code`: the exit code, after the end."""
 
     def __init__(self, config: RunConfig, endpoints: Endpoints) -> None:
         super().__init__(daemon=True)
@@ -126,7 +129,7 @@ class WorkerThread(threading.Thread):
     def run(self) -> None:
         self.code = run(self.config, self.endpoints, 0, "incarnation")
 
-    def ended(self, timeout: float = 60.0) -> int | None:
+    def wait_for_end(self, timeout: float = 60.0) -> int | None:
         self.join(timeout)
         assert not self.is_alive(), "the worker did not end"
         return self.code

@@ -65,18 +65,18 @@ class PlayedHub:
     def receive(self) -> tuple[bytes, Any, list[bytes]] | None:
         arriving = self.world.arriving[self.bulk]
         now = self.world.now
-        due = [peer for peer, queue in arriving.items() if queue and queue[0][0] <= now]
-        if not due:
+        due_peers = [peer for peer, queue in arriving.items() if queue and queue[0][0] <= now]
+        if not due_peers:
             return None
         self.world.point("receive")
-        peer = self.world.dice.choice(due)
+        peer = self.world.dice.choice(due_peers)
         return peer, *arriving[peer].popleft()[1]
 
     def close(self) -> None: ...
 
 
 def damage(database: Path) -> None:
-    """Its middle is overwritten; what is in its log is gone, too."""
+    """Overwrite the middle of a database, and drop its log."""
     size = database.stat().st_size
     with database.open("r+b") as file:
         file.seek(size // 4)
@@ -85,7 +85,7 @@ def damage(database: Path) -> None:
 
 
 class World:
-    """One run, to its end. `dice` decides everything; `happen` is called before each turn, with the world."""
+    """A run, to its end. `dice` decides everything; `happen` is called before each turn, with the world."""
 
     def __init__(
         self,
@@ -101,6 +101,7 @@ class World:
         self.root = root
         self.run_dir = root / "t"
         self.happen = happen
+
         self.run_dir.mkdir(parents=True)
         self.files = DurableFiles(root) if power else None
         self.crash_in: int | None = None  # calls of `point` until the coordinator ends
@@ -162,11 +163,13 @@ class World:
             patch.setattr(runstore, "MAX_FORGOTTEN", 2)
             patch.setattr(segments, "MAX_REMOVED", 1)
             patch.setattr(loop, "Hub", lambda endpoint, unions, gate: PlayedHub(self, endpoint == "bulk"))
+
             patch.setattr(
                 loop,
                 "Gate",
                 lambda *given: SimpleNamespace(close=lambda: None, members={}, listeners=Listeners()),
             )
+
             self._count_tokens(patch)
             patch.setattr(runstore.RunStore, "commit", self._around(runstore.RunStore.commit, paused=True))
             patch.setattr(
@@ -174,6 +177,7 @@ class World:
             )
             for module in (runstore, segments):
                 patch.setattr(module, "fsync", self._around(segments.fsync))
+
             patch.setattr(checkpoints.HashedFile, "close", self._around(checkpoints.HashedFile.close))
             if self.files is None:
                 yield
@@ -200,7 +204,7 @@ class World:
             add(reporter.state.store, "delivered", 10 * episode.turns)
 
         def cut_back(buffer: ReplayBuffer, episode: EpisodeRecord, turns: Sequence[Turn]) -> None:
-            self.counted &= episode.state is not State.LANDED  # it will land again
+            self.counted &= episode.state is not State.LANDED  # the episode will land again
             payloads.cut_back(buffer, episode, turns)
 
         patch.setattr(reporting.Reporter, "count_turn", sampled)
@@ -208,11 +212,11 @@ class World:
         patch.setattr(state, "cut_back", cut_back)
 
     def _around(self, function: Callable[..., Any], paused: bool = False) -> Callable[..., Any]:
-        def call(*given: Any, **named: Any) -> Any:
+        def call(*arguments: Any, **named: Any) -> Any:
             self.point("before")
             if paused and self.now < self.full_until:
                 raise StorePaused("no room")
-            result = function(*given, **named)
+            result = function(*arguments, **named)
             self.point("after")
             return result
 
@@ -229,25 +233,33 @@ class World:
     # -- mail ------------------------------------------------------------------------------------------
 
     def send(
-        self, peer: bytes, message: WireMessage, frames: list[bytes], bulk: bool = False, held: float = 0.0
+        self,
+        peer: bytes,
+        message: WireMessage,
+        frames: list[bytes],
+        bulk: bool = False,
+        held_until: float = 0.0,
     ) -> None:
         """From a peer to the coordinator, after `held` at the earliest."""
-        self.arriving[bulk][peer].append((max(held, self._delayed()), (message, frames)))
+        self.arriving[bulk][peer].append((max(held_until, self._delayed()), (message, frames)))
 
     def deliver(self, peer: bytes, message: WireMessage, frames: list[bytes], bulk: bool) -> bool:
-        """From the coordinator to a peer. False: it is not there."""
+        """Deliver a message from the coordinator to a peer. False: the peer is not there."""
         if peer == OBSERVER:
             self._observe(message)
             return True
-        for link in (one.link for one in self.peers):
+
+        for link in (each_peer.link for each_peer in self.peers):
             if link.peer == peer:
                 if self.now >= link.cut_until:
                     link.inbox[bulk].append((max(link.held_until, self._delayed()), (message, frames)))
                 return True
+
         return False
 
     def _delayed(self) -> float:
-        """When a message arrives: on each channel in order, but not between the two."""
+        """Return the arrival time of a message: in order on each channel, and in any order between the two
+        channels."""
         return self.now + self.dice.choice([0.0, 0.0, 0.1, 0.5])
 
     @property
@@ -290,7 +302,7 @@ class World:
         self.trainer = PlayedTrainer(self, self._incarnation())
 
     def start_coordinator(self) -> None:
-        """It may end while it starts."""
+        """Start the coordinator, which may end while starting."""
         while True:
             try:
                 self.coordinator = Coordinator(
@@ -302,16 +314,16 @@ class World:
                 self.log.append(f"{self.now:.1f} ended while it started")
 
     def lose_coordinator(self) -> None:
-        """Its connections, and the file handles that the kernel would close, are gone."""
+        """Lose the coordinator's connections, and the file handles that the kernel would close."""
         self._forget(self.coordinator)
         self.arriving[0].clear(), self.arriving[1].clear()
-        for one in self.peers:
-            one.link.disconnect()
+        for peer in self.peers:
+            peer.link.disconnect()
         self.now += 1.0
         self.start_coordinator()
 
     def cut_power(self) -> None:
-        """Of the files is left what a crash of the machine may leave."""
+        """Leave of the files the parts that a crash of the machine may leave."""
         assert self.files is not None
         self.files.cut_power(self.dice)
         self._forget(self.coordinator)
@@ -319,16 +331,18 @@ class World:
         self.launch()
 
     def restore_store(self) -> None:
-        """All processes end, run.db is damaged in its middle, and made anew from a copy."""
+        """End all processes, damage the middle of run.db, and make the store anew from a copy."""
         state = self.coordinator.state
         copies = sorted((self.run_dir / "copies").iterdir())
         self._forget(self.coordinator)
         damage(self.run_dir / "run.db")
+
         if len(copies) > 1 and self.dice.random() < 0.3:
             damage(copies[-1] / "run.db")
         self.log += restore_newest(self.run_dir)
         self.restored += 1
         self.now += 10.0
+
         self.launch()
         now = self.coordinator.state
         assert now.coordinator_epoch > state.coordinator_epoch and now.trainer_epoch > state.trainer_epoch
@@ -340,6 +354,7 @@ class World:
         self.crash_in = None
         coordinator.state.store.close()
         coordinator.reporter._metrics_file.close()
+
         self.crash_in = crash_in
         for path in self.run_dir.glob("run.db*"):
             path.unlink()
@@ -349,7 +364,7 @@ class World:
     # -- the run ---------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """To its end. AssertionError when it does not come to it."""
+        """Run to the end. AssertionError: the run does not end."""
         with self.patched():
             self.launch()
             while not self.coordinator.is_over:
@@ -362,34 +377,39 @@ class World:
     def _turn(self) -> None:
         self.now += self.dice.choice([0.05, 0.1, 0.3])
         self.happen(self)
-        for one in self.peers:
-            if self.now >= one.link.asleep_until:
+
+        for peer in self.peers:
+            if self.now >= peer.link.asleep_until:
                 try:
-                    one.tick()
+                    peer.tick()
                 except Crash:  # a checkpoint was under way
-                    self._ended(by_trainer=True)
+                    self._check_end(by_trainer=True)
                     break
+
         self._one_side()
         if self.zombie is not None:
             self._wake_zombie(self.zombie)
         if self.now < self.asleep_until:
             return
+
         try:
             self.coordinator.run_pass(self.now)
             self.coordinator.state.store.copies.wait_for_copy()
         except Crash:
-            self._ended()
+            self._check_end()
 
     def _one_side(self) -> None:
-        """Where engines and trainer use the same devices, never both."""
+        """Assert that engines and trainer never compute at once on the same devices."""
         shifts = self.coordinator.state.shifts
         if shifts is None:
             return
         self.seen[shifts.shift] += 1
         awake = [worker.index for worker in self.workers if not worker.asleep]
-        assert not (awake and self.trainer.holds), f"both sides in {shifts.shift}: {awake}, {self.log[-20:]}"
+        assert not (awake and self.trainer.holds_devices), (
+            f"both sides in {shifts.shift}: {awake}, {self.log[-20:]}"
+        )
 
-    def _ended(self, by_trainer: bool = False) -> None:
+    def _check_end(self, by_trainer: bool = False) -> None:
         self.log.append(f"{self.now:.1f} {'the trainer' if by_trainer else 'the coordinator'} ended")
         if self.power_goes:
             self.power_goes = False
@@ -407,7 +427,8 @@ class World:
             self.start_coordinator()
 
     def _wake_zombie(self, zombie: Coordinator) -> None:
-        """A coordinator that was replaced while it was stopped finds that it was, once it can write."""
+        """Wake a coordinator that was replaced while stopped: the first write must tell it of its
+        successor."""
         if self.now < self.full_until or self.crash_in is not None:
             return
         self.zombie = None
@@ -424,35 +445,43 @@ class World:
         assert summary["outcome"] == "completed", (summary["error"], self.log)
         assert summary["conserved"], (summary["flow"], self.log)
         flow = summary["flow"]
-        place = self.trainer.place
-        with place.open_file(place.steps()[0], "state") as file:
+        checkpoints = self.trainer.checkpoints
+        with checkpoints.open_file(checkpoints.steps()[0], "state") as file:
             trained = json.loads(file.read())
+
         assert flow["taken"] == flow["ready"] == flow["in_flight"] == 0, (flow, self.log)
         assert len(set(trained)) == len(trained) == flow["trained"], (flow, trained, self.log)
         again = runstore.RunStore(self.run_dir)
-        counts = {one.value: count for one, count in again.reader.counts().items()}
+        counts = {status.value: count for status, count in again.reader.counts().items()}
         assert again.reader.trained_in_plans() == flow["trained"] == counts.get("trained", 0), self.log
         assert sum(counts.values()) == flow["issued"]
+
         if self.counted and not self.restored:
             sampled, delivered, abandoned = (
                 int(again.reader.meta(key, "0")) for key in ("sampled", "delivered", state.ABANDONED_KEY)
             )
             assert sampled == delivered + abandoned, (sampled, delivered, abandoned, self.log)
             self.abandoned = abandoned
+
         if self.config.data.test:
             self._check_validations(summary["held_out"], again.reader)
         again.close()
 
     def _check_validations(self, flow: dict[str, int], read: RunReader) -> None:
-        """Each episode of the last validation is over, once; each that was begun has an account."""
+        """Assert that each episode of the last validation is over, once, and that each begun episode has
+        an account."""
         last = [HeldOut.from_uid(uid) for uid, _ in read.held_out(uid_prefix(4))]
-        assert Counter((one.row, one.mode) for one in last) == Counter(product(range(2), (SAMPLED, GREEDY)))
+        assert Counter((episode.row, episode.mode) for episode in last) == Counter(
+            product(range(2), (SAMPLED, GREEDY))
+        )
         assert not [*read.held_out(RECORD_PREFIX)] and not flow["in_flight"], flow
         assert flow["issued"] == flow["scored"] + flow["failed"], flow
+
         rows = [row for row in read_rows(self.run_dir) if "val-aux/episodes" in row]
         assert all(row["val-aux/episodes"] + row["val-aux/failed"] == len(last) for row in rows), rows
         assert rows and rows[-1]["training/step"] == 4
         needed = read.rows("SELECT count(*) FROM frames WHERE uid LIKE 'val%' AND NOT spare")
         assert needed == [(0,)], "nothing needs payloads of held-out episodes"
+
         listed = read.rows("SELECT uid FROM episodes WHERE kind='held out' AND step=4 ORDER BY uid")
-        assert listed == [(uid,) for uid in sorted(one.uid for one in last)]
+        assert listed == [(uid,) for uid in sorted(episode.uid for episode in last)]

@@ -47,8 +47,8 @@ class Run:
     ) -> None:
         self.path = run_dir / name
         self.out = run_dir / f"{name}-{time.monotonic_ns()}.out"
-        given = [*command.split(), f"experiment={experiment}", f"name={name}", f"run_dir={run_dir}"]
-        self.process = self.start(program, [*given, *SMALL, *overrides])
+        arguments = [*command.split(), f"experiment={experiment}", f"name={name}", f"run_dir={run_dir}"]
+        self.process = self.start(program, [*arguments, *SMALL, *overrides])
 
     def start(self, program: Sequence[str], arguments: Sequence[str]) -> Forked | subprocess.Popen[bytes]:
         """Launcher and roles are forked with their imports done, unless Python is to run a `program`."""
@@ -81,13 +81,15 @@ class Run:
                 f"not over after {seconds} s:\n{self.text()[-3000:]}\n{self.logs()}"
             ) from None
 
-    def until(self, condition: Callable[[], object], what: str, seconds: float = 240.0) -> None:
+    def until(self, condition: Callable[[], object], description: str, seconds: float = 240.0) -> None:
         """Wait for an event of the run, with a deadline."""
         deadline = time.monotonic() + seconds
         while not condition():
-            assert self.process.poll() is None, f"ended before {what}:\n{self.text()[-3000:]}\n{self.logs()}"
+            assert self.process.poll() is None, (
+                f"ended before {description}:\n{self.text()[-3000:]}\n{self.logs()}"
+            )
             assert time.monotonic() < deadline, (
-                f"no {what} within {seconds} s:\n{self.text()[-3000:]}\n{self.logs()}"
+                f"no {description} within {seconds} s:\n{self.text()[-3000:]}\n{self.logs()}"
             )
             try:
                 self.process.wait(0.05)
@@ -120,9 +122,9 @@ class Run:
         return read_rows(self.path)
 
     def summary(self) -> dict[str, Any]:
-        found = read_summary(self.path)
-        assert found, f"no summary:\n{self.text()[-3000:]}\n{self.logs()}"
-        return found
+        run_summary = read_summary(self.path)
+        assert run_summary, f"no summary:\n{self.text()[-3000:]}\n{self.logs()}"
+        return run_summary
 
     def completed(self, steps: int) -> dict[str, Any]:
         """The summary of a run that must have completed with everything accounted for."""
@@ -171,12 +173,12 @@ sys.exit(main())
 
 def leaks(run: Run, secrets: Sequence[str]) -> Iterator[str]:
     """Where one of these can be read: arguments and variables of the run's processes, and all its files."""
-    places = [run.out, *(path for path in run.path.rglob("*") if path.is_file())]
+    files = [run.out, *(path for path in run.path.rglob("*") if path.is_file())]
     running = run.process.poll() is None
     for process in psutil.Process(run.process.pid).children(recursive=True) if running else []:
-        places += [Path(f"/proc/{process.pid}/{name}") for name in ("cmdline", "environ")]
-    assert len(places) > 10
-    for place in places:
+        files += [Path(f"/proc/{process.pid}/{name}") for name in ("cmdline", "environ")]
+    assert len(files) > 10
+    for file in files:
         with suppress(OSError):  # of a process that has just ended
-            content = place.read_bytes()
-            yield from (str(place) for secret in secrets if secret.encode() in content)
+            content = file.read_bytes()
+            yield from (str(file) for secret in secrets if secret.encode() in content)

@@ -79,13 +79,13 @@ def forgetful(folder: Path) -> Options:
 
 def marked(folder: Path) -> list[psutil.Process]:
     """Find the processes that write their notes here, without those that start other runs, too."""
-    found = list[psutil.Process]()
+    marked_processes = list[psutil.Process]()
     mark = f"{PLACE}={folder}".encode()
     for process in set(psutil.process_iter()) - set(psutil.Process().children()):
         with suppress(OSError):
             if mark in Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0"):
-                found.append(process)
-    return found
+                marked_processes.append(process)
+    return marked_processes
 
 
 @pytest.mark.full
@@ -107,8 +107,8 @@ def test_every_token_that_was_sampled_is_delivered_or_abandoned(
 ) -> None:
     monkeypatch.setenv(PLACE, str(tmp_path))
     data = tmp_path / "tasks.jsonl"
-    asked = [{"role": "user", "content": f"Start with {number}, plus 3."} for number in range(tasks)]
-    rows = [{"data_source": "t", "prompt": [one], "reward_model": {"ground_truth": "1"}} for one in asked]
+    prompts = [{"role": "user", "content": f"Start with {number}, plus 3."} for number in range(tasks)]
+    rows = [{"data_source": "t", "prompt": [one], "reward_model": {"ground_truth": "1"}} for one in prompts]
     data.write_text("\n".join(map(json.dumps, rows)))
     more = (f"data.train={data}", "data.test=''", "data.epochs=1", "total_steps=5", "rollout.workers=2")
     more += (f"buffer.groups_per_batch={tasks // 5}", "buffer.episodes_per_group=2")
@@ -118,8 +118,10 @@ def test_every_token_that_was_sampled_is_delivered_or_abandoned(
     def under_way(worker: str) -> bool:
         """Tell if conversations of a worker have durable turns, and go on."""
         process = run.children().get(worker)
-        said = notes(tmp_path, "heard") if process else []
-        newest = {session: number for pid, session, number in said if process and pid == process.pid}
+        notes_of_process = notes(tmp_path, "heard") if process else []
+        newest = {
+            session: number for pid, session, number in notes_of_process if process and pid == process.pid
+        }
         return sum(number < TURNS - 1 for number in newest.values()) > 1
 
     def kill(name: str) -> None:
@@ -153,11 +155,11 @@ def test_every_token_that_was_sampled_is_delivered_or_abandoned(
         for episode in (one for one in episodes if one.stats.turns):
             turns, missing = stored_turns(reader, episode)
             assert not missing
-            shown: dict[int, tuple[int, ...]] = {}
+            shown_ids: dict[int, tuple[int, ...]] = {}
             for turn in turns:
-                prompt = shown.get(turn.row, ()) + turn.context
+                prompt = shown_ids.get(turn.row, ()) + turn.context
                 left.remove((prompt, turn.ids))  # each token once, as the engine wrote it
-                shown[turn.row] = prompt + turn.ids
+                shown_ids[turn.row] = prompt + turn.ids
                 delivered += len(turn.ids)
     durable = durable_turns(run.path)
     abandoned = summary["tokens_abandoned"] or 0

@@ -40,7 +40,7 @@ def test_the_frozen_lake_is_crossed_by_words() -> None:
     assert [observation.done for observation in heard[1:]] == [False] * 5 + [True]
 
 
-def test_an_unreadable_turn_is_told_so_and_does_not_move() -> None:
+def test_an_unreadable_turn_gets_a_notice_and_does_not_move() -> None:
     heard = play({"gymnasium": FIRM | {"unreadable": -0.5}}, row(), ["hm", "7", "1.5", "upright", "right"])
     complaint = "No action found. Answer with one of: left, down, right, up."
     assert [text(observation) for observation in heard[1:5]] == [complaint] * 4
@@ -162,10 +162,10 @@ def test_hung_worlds_cost_a_thread_each_and_are_limited(slow: Any, monkeypatch: 
         slow.inside.clear()
         step = asyncio.create_task(world.step(Message("assistant", "1")))
         assert await asyncio.to_thread(slow.inside.wait, 30)
-        for late in (step, asyncio.create_task(world.close())):
+        for late_task in (step, asyncio.create_task(world.close())):
             await settle()
-            late.cancel()
-            await asyncio.wait([late], timeout=30)
+            late_task.cancel()
+            await asyncio.wait([late_task], timeout=30)
 
     async def run() -> None:
         await hang()

@@ -104,10 +104,10 @@ def test_is_refused_in_one_line(given: Given, case: str) -> None:
 
 
 def test_a_port_in_use(given: Given) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        refused(given, "launch.port=0", f"launch.port={taken.getsockname()[1]}")
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        refused(given, "launch.port=0", f"launch.port={listener.getsockname()[1]}")
 
 
 def test_a_run_in_use(given: Given) -> None:

@@ -245,19 +245,19 @@ class Bench:
     async def judged(self, result: Any, tests: TaskTests | None = None, **options: Any) -> dict[str, Any]:
         extra = msgspec.json.encode({TASK_KEY: self.task}).decode()
         truth = msgspec.json.encode(tests or self.tests).decode()
-        given = RewardInput(Sample(0, "tasks", (), truth, extra_info=extra), "", result=result)
-        return await JudgedByTests(**options)(given)
+        reward_input = RewardInput(Sample(0, "tasks", (), truth, extra_info=extra), "", result=result)
+        return await JudgedByTests(**options)(reward_input)
 
     async def all(self, scripts: dict[str, str], judge: Any = None) -> dict[str, dict[str, Any]]:
         """Play and judge several, two at a time."""
-        places = asyncio.Semaphore(2)
+        free_sandboxes = asyncio.Semaphore(2)
 
         async def one(script: str) -> dict[str, Any]:
-            async with places:
+            async with free_sandboxes:
                 return dict(await (judge or self.played)(script))
 
-        found = await asyncio.gather(*map(one, scripts.values()))
-        return dict(zip(scripts, found, strict=True))
+        results = await asyncio.gather(*map(one, scripts.values()))
+        return dict(zip(scripts, results, strict=True))
 
     async def played(self, script: str) -> dict[str, Any]:
         return await self.judged(await self.changes(script))
@@ -269,13 +269,15 @@ class Bench:
             await jail.run("shell", self.placed(script), 20)
             files = (*pack_directory(Path(self.tests.tests), "tests/test.sh"), *EMPTY_LOGS)
             await jail.apply_changes(
-                pack_entries(one._replace(kind=DIRECTORY) if one.kind == OPAQUE else one for one in files)
+                pack_entries(
+                    change._replace(kind=DIRECTORY) if change.kind == OPAQUE else change for change in files
+                )
             )
             try:
-                found = await JudgedByTests()._run_tests(sandbox, TaskTests(self.tests.tests, 60.0))
+                result = await JudgedByTests()._run_tests(sandbox, TaskTests(self.tests.tests, 60.0))
             except NoVerdict as error:
                 return {"score": 0.0, "tests": str(error)}
-            return {"score": found.score}
+            return {"score": result.score}
 
 
 @pytest.fixture(scope="module")
@@ -285,10 +287,10 @@ def image(images: Path) -> Image:
 
 
 def image_of(images: Path, name: str, top: str, more: Mapping[str, str] = MappingProxyType({})) -> Image:
-    made = bare_image(images, name, f"{top}/calc", f"{top}/tests", over="small-python", directory="/app")
+    new_image = bare_image(images, name, f"{top}/calc", f"{top}/tests", over="small-python", directory="/app")
     for file, text in (APP | {**more}).items():
-        Path(made.root, top, file).write_text(text)
-    return made
+        Path(new_image.root, top, file).write_text(text)
+    return new_image
 
 
 def bench_of(image: Image, directory: Path, files: dict[str, str]) -> Bench:
@@ -352,22 +354,26 @@ def benches(bench: Bench, quick_start: TaskFolder, tools_task: TaskFolder) -> di
     """Return a bench for each of TAUGHT. That of the quick start has the package that cheats change, too."""
     package = msgspec.structs.replace(quick_start.task, image=bench.task.image, environment=CARELESS)
     variables = CARELESS | {"PYTHONPATH": tools_task.task.directory}
-    made = msgspec.structs.replace(tools_task.task, environment=variables)
+    changed_task = msgspec.structs.replace(tools_task.task, environment=variables)
     return dict(
-        zip(TAUGHT, (bench, Bench(package, quick_start.tests), Bench(made, tools_task.tests)), strict=True)
+        zip(
+            TAUGHT,
+            (bench, Bench(package, quick_start.tests), Bench(changed_task, tools_task.tests)),
+            strict=True,
+        )
     )
 
 
 TAUGHT = ("tests in the workspace", "the quick start", "make_swe_tasks.py")
 
 
-def scores(found: dict[str, dict[str, Any]]) -> dict[str, float]:
-    return {name: one["score"] for name, one in found.items()}
+def scores(results: dict[str, dict[str, Any]]) -> dict[str, float]:
+    return {name: result["score"] for name, result in results.items()}
 
 
 async def test_honest_solutions_score_and_cheats_do_not(bench: Bench) -> None:
-    found = await bench.all({"a fix": FIX} | {name: CHEATS[name] for name in FAST})
-    assert scores(found) == {"a fix": 1.0} | dict.fromkeys(FAST, 0.0), found
+    results = await bench.all({"a fix": FIX} | {name: CHEATS[name] for name in FAST})
+    assert scores(results) == {"a fix": 1.0} | dict.fromkeys(FAST, 0.0), results
 
 
 async def test_the_quick_start_is_solved_by_its_solution_and_not_by_an_exit(
@@ -407,8 +413,10 @@ async def test_tests_whose_root_is_further_down_cannot_be_edited(
     below = {name: text.replace("/app", "/app/src") for name, text in CAREFUL.items()}
     down = bench_of(image_of(images, "down", "app/src"), tmp_path, below)
     cheats = {name: CHEATS[name] for name in ("edited test", "edited helper", "tests behind a link")}
-    found = await down.all({name: f"cd src; {script}" for name, script in ({"a fix": FIX} | cheats).items()})
-    assert scores(found) == {"a fix": 1.0} | dict.fromkeys(cheats, 0.0), found
+    results = await down.all(
+        {name: f"cd src; {script}" for name, script in ({"a fix": FIX} | cheats).items()}
+    )
+    assert scores(results) == {"a fix": 1.0} | dict.fromkeys(cheats, 0.0), results
 
 
 @pytest.mark.full
@@ -425,8 +433,8 @@ async def test_tests_that_are_copied_into_the_workspace_are_the_ones_that_run(be
         "mkdir other; echo 'def test_add(): pass' > other/test_new.py; chmod a-w other/test_new.py other; "
     )
     cheats = {"a link": forged + "ln -s other new", "a directory": forged + "mv other new"}
-    found = await copied.all({"a fix": FIX} | cheats)
-    assert scores(found) == {"a fix": 1.0} | dict.fromkeys(cheats, 0.0), found
+    results = await copied.all({"a fix": FIX} | cheats)
+    assert scores(results) == {"a fix": 1.0} | dict.fromkeys(cheats, 0.0), results
 
 
 @pytest.mark.full
@@ -518,23 +526,23 @@ def test_helpers_of_tests_are_the_images_in_tasks_of_the_tool(
 @pytest.mark.full
 async def test_most_cheats_score_where_tests_run_in_the_agents_sandbox(image: Image, tmp_path: Path) -> None:
     bench = bench_of(image, tmp_path, NAIVE)
-    found = await bench.all(CHEATS, bench.exit_code)
-    assert scores(found) == {name: float(name not in FEEBLE) for name in CHEATS}, found
+    results = await bench.all(CHEATS, bench.exit_code)
+    assert scores(results) == {name: float(name not in FEEBLE) for name in CHEATS}, results
 
 
 @pytest.mark.full
 async def test_code_in_the_process_of_the_tests_is_not_stopped(bench: Bench) -> None:
-    found = await bench.all(UNSTOPPED)
-    assert scores(found) == dict.fromkeys(UNSTOPPED, 1.0), found
+    results = await bench.all(UNSTOPPED)
+    assert scores(results) == dict.fromkeys(UNSTOPPED, 1.0), results
 
 
 def test_each_cheat_is_in_the_documentation() -> None:
     section = (Path(__file__).parents[2] / "docs/sandbox.md").read_text().partition("### Cheats")[2]
-    table, _, rest = section.partition("**Not stopped**")
+    table, _, not_stopped = section.partition("**Not stopped**")
     rows = [row.strip("| ").split(" | ") for row in table.splitlines() if row.startswith("| ")][1:]
     named = {name.strip(): float(score) for names, _, score in rows for name in names.split(";")}
     assert named == {name: float(name not in FEEBLE) for name in CHEATS}
-    assert all(name in " ".join(rest.split()) for name in UNSTOPPED)
+    assert all(name in " ".join(not_stopped.split()) for name in UNSTOPPED)
 
 
 # -- whose fault it is ---------------------------------------------------------------------------------------
@@ -556,8 +564,8 @@ async def test_without_named_tests_the_scripts_own_verdict_counts(bench: Bench) 
     changes = await scripted.changes(
         "echo 0.5 > score; mkdir -p /logs/verifier; echo 1 > /logs/verifier/reward.json"
     )
-    found = await scripted.judged(changes)
-    assert (found["score"], found["components"].keys()) == (0.5, {"seconds", "network"})
+    result = await scripted.judged(changes)
+    assert (result["score"], result["components"].keys()) == (0.5, {"seconds", "network"})
 
 
 @pytest.mark.parametrize(
@@ -573,8 +581,8 @@ async def test_tests_that_end_only_without_the_changes_score_nothing(
 ) -> None:
     test = "test ! -e go.sh || . ./go.sh; echo 1 > /logs/verifier/reward.txt"
     scripted = script_bench(bench, test, **options)
-    found = await scripted.judged(await scripted.changes(written("go.sh", script)), memory_mb=64)
-    assert found["score"] == 0.0 and why in found["tests"]
+    result = await scripted.judged(await scripted.changes(written("go.sh", script)), memory_mb=64)
+    assert result["score"] == 0.0 and why in result["tests"]
 
 
 async def test_a_sandbox_that_ends_while_tests_run_is_no_fault_of_the_agent(
@@ -629,19 +637,19 @@ async def test_changes_that_do_not_fit_are_the_agents_fault(bench: Bench) -> Non
     small = Bench(msgspec.structs.replace(bench.task, disk_mb=1), bench.tests)
     large = await bench.changes("dd if=/dev/urandom of=large bs=1K count=2000")
     assert "more than" in large["failed"]
-    found = await small.judged(large)
-    assert found["score"] == found["components"]["turn_green"] == 0.0
-    assert "cannot be judged" in found["tests"]
+    result = await small.judged(large)
+    assert result["score"] == result["components"]["turn_green"] == 0.0
+    assert "cannot be judged" in result["tests"]
     (Path(bench.tests.tests) / "large").write_bytes(bytes(500_000))
-    found = await small.judged(await bench.changes(f"{FIX}; dd if=/dev/urandom of=large bs=1K count=600"))
-    assert found["score"] == 0.0 and "No space left" in found["tests"]
+    result = await small.judged(await bench.changes(f"{FIX}; dd if=/dev/urandom of=large bs=1K count=600"))
+    assert result["score"] == 0.0 and "No space left" in result["tests"]
 
 
 async def test_a_sandbox_that_cannot_be_made_is_no_fault_of_the_agent(bench: Bench, tmp_path: Path) -> None:
     changes = await bench.changes(FIX)
-    gone = Bench(msgspec.structs.replace(bench.task, image="gone"), bench.tests)
+    without_image = Bench(msgspec.structs.replace(bench.task, image="gone"), bench.tests)
     lost = Bench(bench.task, msgspec.structs.replace(bench.tests, tests=str(tmp_path / "lost")))
-    for broken, why in ((gone, "no image 'gone'"), (lost, "lost")):
+    for broken, why in ((without_image, "no image 'gone'"), (lost, "lost")):
         with pytest.raises(RewardError, match=why) as caught:
             await broken.judged(changes)
         assert caught.value.reason is FailReason.SETUP_FAILED

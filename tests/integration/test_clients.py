@@ -41,8 +41,8 @@ QUESTION = "What is 1 + 2?"
 
 def adder(prompt: str) -> str:
     """Calls the tool once, then answers with what it said."""
-    _, found, reply = prompt.rpartition("[")
-    return f"it is {reply.rstrip(']')}" if found and reply.endswith("]") else "let me see " + ADD
+    _, bracket, reply = prompt.rpartition("[")
+    return f"it is {reply.rstrip(']')}" if bracket and reply.endswith("]") else "let me see " + ADD
 
 
 def led(lead: Callable[[Endpoint], Any]) -> Callable[[Sample, Endpoint], Any]:
@@ -69,10 +69,10 @@ def openai_sync(endpoint: Endpoint) -> str:
             )
             message = answer.choices[0].message
             history.append(message.model_dump(exclude_none=True))
-            for made in message.tool_calls or ():
-                given = json.loads(made.function.arguments)
-                content = str(given["a"] + given["b"])
-                history.append({"role": "tool", "tool_call_id": made.id, "content": content})
+            for tool_call in message.tool_calls or ():
+                arguments = json.loads(tool_call.function.arguments)
+                content = str(arguments["a"] + arguments["b"])
+                history.append({"role": "tool", "tool_call_id": tool_call.id, "content": content})
         assert answer.usage is not None
         assert answer.usage.completion_tokens == len("it is 3") + 1
         return str(message.content)
@@ -83,16 +83,16 @@ async def openai_streams(endpoint: Endpoint) -> str:
 
     strict: Any = {"type": "function", "function": {**TOOL["function"], "strict": True}}
     history: list[Any] = [{"role": "user", "content": QUESTION}]
-    asked: Any = {"model": endpoint.model, "messages": history, "tools": [strict]}
+    request: Any = {"model": endpoint.model, "messages": history, "tools": [strict]}
     async with AsyncOpenAI(**keys(endpoint)) as client:
-        async with client.chat.completions.stream(**asked) as events:
+        async with client.chat.completions.stream(**request) as events:
             async for _ in events:
                 pass
             message = (await events.get_final_completion()).choices[0].message
         assert message.tool_calls is not None
         history.append({"role": "assistant", "content": message.content, "tool_calls": message.tool_calls})
         history.append({"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "3"})
-        chunks = await client.chat.completions.create(stream=True, **asked)
+        chunks = await client.chat.completions.create(stream=True, **request)
         return "".join([chunk.choices[0].delta.content or "" async for chunk in chunks])
 
 
@@ -135,11 +135,11 @@ def agents_of_openai(streamed: bool) -> Callable[[Endpoint], Awaitable[str]]:
             return str(a + b)
 
         model = agents.OpenAIResponsesModel(endpoint.model, AsyncOpenAI(**keys(endpoint)))
-        asked = agents.Agent(name="Hello", instructions="You help.", model=model, tools=[add])
+        helper = agents.Agent(name="Hello", instructions="You help.", model=model, tools=[add])
         quiet = agents.RunConfig(tracing_disabled=True)
         if not streamed:
-            return str((await agents.Runner.run(asked, QUESTION, run_config=quiet)).final_output)
-        run = agents.Runner.run_streamed(asked, QUESTION, run_config=quiet)
+            return str((await agents.Runner.run(helper, QUESTION, run_config=quiet)).final_output)
+        run = agents.Runner.run_streamed(helper, QUESTION, run_config=quiet)
         heard = ""
         async for event in run.stream_events():
             if event.type == "raw_response_event" and event.data.type == "response.output_text.delta":
@@ -164,14 +164,14 @@ def pydantic_ai(model: str) -> Callable[[Endpoint], Awaitable[str]]:
             text: str
 
         provider = OpenAIProvider(**keys(endpoint))
-        asked = Agent(getattr(openai, model)(endpoint.model, provider=provider), output_type=Sum)
+        helper = Agent(getattr(openai, model)(endpoint.model, provider=provider), output_type=Sum)
 
-        @asked.tool_plain
+        @helper.tool_plain
         def add(a: int, b: int) -> int:
             """Add two numbers."""
             return a + b
 
-        return str((await asked.run(QUESTION)).output.text)
+        return str((await helper.run(QUESTION)).output.text)
 
     return lead
 
@@ -248,8 +248,8 @@ def test_clients(client: Client) -> None:
     answers = []
 
     async def agent(sample: Sample, endpoint: Endpoint) -> dict[str, Any]:
-        said = client.lead(endpoint)
-        return {"said": said if isinstance(said, str) else await said}
+        answer = client.lead(endpoint)
+        return {"said": answer if isinstance(answer, str) else await answer}
 
     def reward(given: RewardInput) -> float:
         answers.append(given.result)
@@ -296,11 +296,11 @@ def test_litellm_knows_a_full_context(monkeypatch: pytest.MonkeyPatch) -> None:
     litellm = pytest.importorskip("litellm")
 
     def lead(endpoint: Endpoint) -> None:
-        own = {"api_base": endpoint.base_url, "api_key": endpoint.api_key}
+        endpoint_options = {"api_base": endpoint.base_url, "api_key": endpoint.api_key}
 
         def complete(text: str) -> None:
             asked = [{"role": "user", "content": text}]
-            litellm.completion(messages=asked, model=f"openai/{endpoint.model}", **own)
+            litellm.completion(messages=asked, model=f"openai/{endpoint.model}", **endpoint_options)
 
         complete("q")
         for times in (10_000, 200_000):
@@ -319,13 +319,13 @@ def test_the_client_gets_several_answers_that_stop_at_a_text() -> None:
         with OpenAI(**keys(endpoint)) as client:
             assert client.models.retrieve("gpt-4o").id == "gpt-4o"
             messages = [{"role": "user", "content": "q"}]
-            asked: Any = {"model": endpoint.model, "messages": messages, "stop": "."}
-            whole = client.chat.completions.create(n=2, **asked)
-            said = [choice.message.content for choice in whole.choices]
-            for chunk in client.chat.completions.create(stream=True, **asked):
-                said.append(chunk.choices[0].delta.content or "")
-            assert {choice.finish_reason for choice in whole.choices} == {"stop"}
-            assert "".join(map(str, said)) == "ace"
+            request: Any = {"model": endpoint.model, "messages": messages, "stop": "."}
+            completion = client.chat.completions.create(n=2, **request)
+            texts = [choice.message.content for choice in completion.choices]
+            for chunk in client.chat.completions.create(stream=True, **request):
+                texts.append(chunk.choices[0].delta.content or "")
+            assert {choice.finish_reason for choice in completion.choices} == {"stop"}
+            assert "".join(map(str, texts)) == "ace"
 
     bench = AgentBench(led(lead), lambda prompt: next(texts))
     assert bench.finished().stats.rows == 3
@@ -339,16 +339,16 @@ def test_a_model_that_is_streamed_and_stopped() -> None:
     from openai import OpenAI
 
     config = composition.compose(["experiment=calculator", "validation.samples=0"])
-    said: list[str] = []
+    texts: list[str] = []
 
     def lead(endpoint: Endpoint) -> None:
         with OpenAI(**keys(endpoint)) as client:
             history: Any = [{"role": "user", "content": "What is 12 plus 30?"}]
-            stop = [said[0][2:6]] if said else []
+            stop = [texts[0][2:6]] if texts else []
             stream = client.chat.completions.create(
                 model=endpoint.model, messages=history, stream=True, stop=stop
             )
-            said.append("".join(chunk.choices[0].delta.content or "" for chunk in stream))
+            texts.append("".join(chunk.choices[0].delta.content or "" for chunk in stream))
 
     turns = []
     for _ in range(2):
@@ -357,10 +357,14 @@ def test_a_model_that_is_streamed_and_stopped() -> None:
         bench.engine = engine_factory(config)()  # type: ignore[assignment]
         bench.finished()
         turns += bench.turns
-    whole, cut = turns
+    whole_turn, cut = turns
     count = len(cut.ids)
-    assert len(whole.ids) > count and said[1] == said[0][:2]
-    assert (cut.stop, cut.ids, cut.logprobs) == (StopReason.TEXT, whole.ids[:count], whole.logprobs[:count])
+    assert len(whole_turn.ids) > count and texts[1] == texts[0][:2]
+    assert (cut.stop, cut.ids, cut.logprobs) == (
+        StopReason.TEXT,
+        whole_turn.ids[:count],
+        whole_turn.logprobs[:count],
+    )
 
 
 # -- programs ----------------------------------------------------------------------------------------

@@ -31,12 +31,12 @@ def test_an_evaluation_that_was_killed_goes_on_and_gives_the_same(
     assert len(generated["run"]) == 40
     for row in generated["run"]:
         assert [len(row[name]) for name in ("responses", "rewards", "stop_reasons", "tokens")] == [2] * 4
-        talk = [json.loads(one) for one in row["conversations"]]
-        assert all(one[: len(row["prompt"])] == row["prompt"] for one in talk)
+        talk = [json.loads(conversation) for conversation in row["conversations"]]
+        assert all(conversation[: len(row["prompt"])] == row["prompt"] for conversation in talk)
         right = [float(row["ground_truth"] in text.split()[-1]) for text in row["responses"]]
         assert right == row["rewards"], "the reward looks at the last number"
-    asked = [f"run_dir={tmp_path}", "name=run", *SAME, "--baseline", str(tmp_path / "whole")]
-    assert cli.main(["eval", str(MODEL), *asked]) == 0
+    arguments = [f"run_dir={tmp_path}", "name=run", *SAME, "--baseline", str(tmp_path / "whole")]
+    assert cli.main(["eval", str(MODEL), *arguments]) == 0
     numbers = json.loads((tmp_path / "run" / "evaluation.json").read_text())
     of_baseline = json.loads((tmp_path / "whole" / "evaluation.json").read_text())  # Compare has it beside
     assert of_baseline.keys() == numbers.keys()

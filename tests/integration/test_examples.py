@@ -44,9 +44,11 @@ def test_an_algorithm_of_ones_own_trains(tmp_path: Path) -> None:
     command = next(line for line in text.splitlines() if line.startswith("asyncrl train"))
     named = f"{folder.relative_to(ROOT)}/my_algorithms.py"
     assert named in command
-    given = [word for word in shlex.split(command.replace(named, str(file))) if word.startswith("algorithm.")]
-    assert len(given) == 3
-    with Run(tmp_path, *given, "total_steps=2", "validation.samples=0", "checkpoint.every=0") as run:
+    overrides = [
+        word for word in shlex.split(command.replace(named, str(file))) if word.startswith("algorithm.")
+    ]
+    assert len(overrides) == 3
+    with Run(tmp_path, *overrides, "total_steps=2", "validation.samples=0", "checkpoint.every=0") as run:
         run.completed(2)
 
 

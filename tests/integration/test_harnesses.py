@@ -103,10 +103,10 @@ def solves(client: Client) -> Callable[[str], str]:
     """The turns of TASK: the third makes two calls at once. A request without tools is for a title."""
 
     def script(prompt: str) -> str:
-        shown = [
+        shown_marks = [
             mark for mark in ("WRITTEN", "RUN", "SHOWN") if prompt.count(mark) > prompt.count(f"echo {mark}")
         ]
-        match shown:
+        match shown_marks:
             case ["WRITTEN", "RUN", "SHOWN"]:
                 return client.end
             case ["WRITTEN", "RUN"]:
@@ -256,10 +256,10 @@ def test_a_long_turn_is_waited_for(
     bench = bench_of(name, lambda prompt: "all done", **options)
     generate = bench.engine.generate
 
-    async def held(request: Any) -> Any:
+    async def generate_late(request: Any) -> Any:
         await asyncio.sleep(3)  # of the client's clock
         return await generate(request)
 
-    monkeypatch.setattr(bench.engine, "generate", held)
+    monkeypatch.setattr(bench.engine, "generate", generate_late)
     assert bench.finished().stats.turns == 1
     assert not bench.engine.cancelled

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 COMMAND = (sys.executable, "-m", "asyncrl.cli")
 
 
-def asked(run: Run, role: str) -> str:
+def invitation_text(run: Run, role: str) -> str:
     command = [*COMMAND, "invite", str(run.path), "--role", role]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
     assert "only processes here can join" in done.stderr
@@ -38,7 +38,7 @@ def joined(run: Run, directory: Path, *more: str, role: str = "rollout") -> Iter
     directory.mkdir(exist_ok=True)
     command = ["worker", "--join", "-", "--run-dir", str(directory), *more]
     variables = os.environ | {"OMP_NUM_THREADS": "1"}
-    process = asyncrl(command, directory / "out", ROOT, variables, told=asked(run, role))
+    process = asyncrl(command, directory / "out", ROOT, variables, stdin_text=invitation_text(run, role))
     try:
         yield process
     finally:

@@ -17,7 +17,7 @@ from asyncrl.launch.process import LocalSpawner
 from asyncrl.launch.run_directory import prepare_and_lock
 from asyncrl.launch.supervisor import RunOutcome, Supervisor
 from asyncrl.wire.sockets import choose_endpoints
-from tests.fakes.launching import DEADLINE, Events, config, gone, only
+from tests.fakes.launching import DEADLINE, Events, all_gone, config, only
 
 ROOT = Path(__file__).resolve().parents[2]
 LATER = 1000.0  # seconds of the supervisor's clock: past every back-off
@@ -150,7 +150,7 @@ def test_no_orphan_when_the_parent_is_killed(tmp_path: Path, events: Events) -> 
     assert {pid(event) for event in started.values()} <= children
     parent.kill()
     parent.wait(DEADLINE)
-    assert gone(list(children))
+    assert all_gone(list(children))
 
 
 @pytest.mark.parametrize(  # SIGTERM ends whole runs in test_recovery and test_launchers
@@ -162,7 +162,7 @@ def test_a_signal_ends_everything_in_time(tmp_path: Path, events: Events, number
     children = [child.pid for child in psutil.Process(parent.pid).children(recursive=True)]
     parent.send_signal(number)
     assert parent.wait(DEADLINE) == 130
-    assert gone(children) and len(children) == 2 * 4 and started
+    assert all_gone(children) and len(children) == 2 * 4 and started
     assert events.wait_for("stop")
 
 
@@ -172,7 +172,7 @@ def test_a_coordinator_that_does_not_stop_is_killed_in_time(tmp_path: Path, even
     children = [child.pid for child in psutil.Process(parent.pid).children(recursive=True)]
     parent.send_signal(signal.SIGTERM)
     assert parent.wait(DEADLINE) == 1  # no clean stop, so no 130
-    assert gone(children)
+    assert all_gone(children)
 
 
 def test_a_second_interrupt_kills_at_once(tmp_path: Path, events: Events) -> None:
@@ -183,7 +183,7 @@ def test_a_second_interrupt_kills_at_once(tmp_path: Path, events: Events) -> Non
     events.wait_for("stop")
     parent.send_signal(signal.SIGINT)
     assert parent.wait(DEADLINE) == 130
-    assert gone(children)
+    assert all_gone(children)
 
 
 def test_a_killed_coordinator_is_replaced_on_its_endpoints(tmp_path: Path, events: Events) -> None:

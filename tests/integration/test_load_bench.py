@@ -14,5 +14,5 @@ def test_every_episode_is_counted_once(tmp_path: Path, monkeypatch: pytest.Monke
     import load
 
     size = ["--workers=32", "--servers=8", "--slots=4", "--episodes=512", "--life=0.1", "--turns=2"]
-    found = load.measure(load.arguments([*size, f"--run-dir={tmp_path}", "--deadline=120"]))
-    assert found["conserved"] and found["rate"] > 0 and found["wall"] == sorted(found["wall"])
+    figures = load.measure(load.arguments([*size, f"--run-dir={tmp_path}", "--deadline=120"]))
+    assert figures["conserved"] and figures["rate"] > 0 and figures["wall"] == sorted(figures["wall"])

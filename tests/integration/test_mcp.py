@@ -84,7 +84,7 @@ def ask(tools: dict[str, Tool], name: str, arguments: str = "{}", timeout: float
     return reply
 
 
-def gone(pid: int, seconds: float = DEADLINE) -> bool:
+def has_gone(pid: int, seconds: float = DEADLINE) -> bool:
     """True if a process ends in time."""
     try:
         process = os.pidfd_open(pid)
@@ -165,7 +165,7 @@ def test_two_servers_with_names_and_variables_of_their_own(monkeypatch: pytest.M
     ("kind", "complaint"),
     [("bad_result", "ValidationError"), ("huge", "that are no MCP messages of at most 8388608 bytes")],
 )
-def test_a_result_that_is_none_or_has_no_bounds_is_told(kind: str, complaint: str) -> None:
+def test_a_result_that_is_none_or_has_no_bounds_is_an_error(kind: str, complaint: str) -> None:
     assert complaint in (ask(tools_of(command=f"{PLAIN} {kind}"), "pid").error or "")
 
 
@@ -221,7 +221,7 @@ def test_a_server_killed_between_calls_is_started_again() -> None:
     tools = tools_of(command=PLAIN)
     first = int(ask(tools, "pid").content)
     os.kill(first, signal.SIGKILL)
-    assert gone(first)
+    assert has_gone(first)
     assert pid_after_loss(tools) != first
 
 
@@ -235,7 +235,7 @@ def test_a_server_that_hangs_is_started_again() -> None:
 
     assert {reply.error for reply in in_episode(tools, play, timeout=0.2)} == {"no reply within 0.2 s"}
     assert pid_after_loss(tools) != first
-    assert gone(first)
+    assert has_gone(first)
 
 
 WORKER = """
@@ -260,10 +260,10 @@ def test_nothing_that_a_server_started_outlives_a_worker_that_is_killed() -> Non
     assert worker.stdout is not None
     server = int(worker.stdout.readline())
     child = int(worker.stdout.readline())
-    assert not gone(server, 0.0) and not gone(child, 0.0)
+    assert not has_gone(server, 0.0) and not has_gone(child, 0.0)
     worker.kill()
     assert worker.wait(DEADLINE) == -signal.SIGKILL
-    assert gone(server) and gone(child)
+    assert has_gone(server) and has_gone(child)
 
 
 @pytest.mark.parametrize("closed", [True, False])
@@ -294,7 +294,7 @@ def test_a_server_that_never_stops_talking_holds_nobody_up(
     """Nor does it keep a pipe, when its connection is closed, and when the event loop ends without that."""
     monkeypatch.setattr("asyncrl.tools.mcp_pipes.END_SECONDS", 0.3)  # it says more than a stream keeps
     tools = tools_of(command=f"{PLAIN} chatty")
-    found = list[bool]()
+    ends = list[bool]()
 
     async def main() -> None:
         box = Toolbox(tools, DEADLINE)
@@ -308,12 +308,12 @@ def test_a_server_that_never_stops_talking_holds_nobody_up(
 
     def live() -> None:
         asyncio.run(main())
-        found.append(True)
+        ends.append(True)
 
     thread = threading.Thread(target=live, daemon=True)
     thread.start()
     thread.join(DEADLINE / 4)
-    assert found
+    assert ends
 
 
 def test_a_task_that_does_not_end_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -344,7 +344,7 @@ def test_closed_servers_are_gone_and_come_back_when_called() -> None:
     tools = tools_of(command=PLAIN)
     first = int(ask(tools, "pid").content)
     run(close_servers())
-    assert gone(first, 0.0)
+    assert has_gone(first, 0.0)
     assert int(ask(tools, "pid").content) != first
 
 
@@ -360,7 +360,7 @@ def test_a_lost_call_is_repeated_only_where_the_server_allows_it(tmp_path: Path)
 def test_a_server_that_only_makes_noise_is_gone_before_it_is_called_again(tmp_path: Path) -> None:
     tools = tools_of(command=f"{PLAIN} noisy {tmp_path / 'pid'}")
     assert "that are no MCP messages" in (ask(tools, "pid").error or "")
-    assert gone(int((tmp_path / "pid").read_text()))
+    assert has_gone(int((tmp_path / "pid").read_text()))
 
 
 def test_the_package_alone_has_no_bound() -> None:
@@ -395,7 +395,7 @@ def test_an_episode_has_its_own_server_until_it_ends(own: dict[str, Tool]) -> No
     first = in_episode(own, play)
     second = in_episode(own, play)
     assert first[0] == first[1] != second[0] == second[1]
-    assert gone(int(first[0])) and gone(int(second[0]))
+    assert has_gone(int(first[0])) and has_gone(int(second[0]))
     assert own["pid"].replay == "reapply"
 
 
@@ -403,7 +403,7 @@ def test_what_a_server_started_ends_with_it() -> None:
     """Though the server itself leaves when it is asked to."""
     tools = tools_of(command=f"{PLAIN} helped", per_episode=True)
     helper = int(ask(tools, "variable", '{"name": "HELPER"}').content)
-    assert gone(helper)
+    assert has_gone(helper)
 
 
 def test_the_server_of_an_episode_is_lost_for_good(own: dict[str, Tool]) -> None:
@@ -463,21 +463,21 @@ class Guarded(BaseHTTPRequestHandler):
     seen = set[tuple[str | None, ...]]()
 
     def do_POST(self) -> None:
-        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.seen.add((self.headers["X-Key"], self.headers["X-Team"]))
         if self.headers["X-Key"] != self.key:
             self.answer(401, {})
-        elif "id" not in asked:
+        elif "id" not in request:
             self.answer(202, {})
         else:
-            self.answer(200, {"jsonrpc": "2.0", "id": asked["id"], "result": self.result(asked)})
+            self.answer(200, {"jsonrpc": "2.0", "id": request["id"], "result": self.result(request)})
 
-    def result(self, asked: dict[str, Any]) -> dict[str, Any]:
-        if asked["method"] == "tools/list":
+    def result(self, request: dict[str, Any]) -> dict[str, Any]:
+        if request["method"] == "tools/list":
             return {"tools": [{"name": "look", "inputSchema": {"type": "object"}}]}
-        if asked["method"] == "tools/call":
+        if request["method"] == "tools/call":
             return {"content": [{"type": "text", "text": "seen"}]}
-        version = asked.get("params", {}).get("protocolVersion", "2025-06-18")
+        version = request.get("params", {}).get("protocolVersion", "2025-06-18")
         info = {"name": "guarded", "version": "1"}
         return {"protocolVersion": version, "capabilities": {"tools": {}}, "serverInfo": info}
 

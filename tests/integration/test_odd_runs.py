@@ -57,17 +57,17 @@ def score(data_source, solution_str, ground_truth, extra_info):
 
 
 def test_one_two_and_four_ranks_in_turn_and_a_directory_that_moves(tmp_path: Path) -> None:
-    here = tmp_path / "here"
-    there = tmp_path / "there"
-    here.mkdir()
+    first_directory = tmp_path / "here"
+    second_directory = tmp_path / "there"
+    first_directory.mkdir()
     for steps, ranks in ((2, 1), (4, 2), (5, 4)):
-        with Run(here, *KEYS, f"total_steps={steps}", f"trainer.ranks={ranks}") as run:
+        with Run(first_directory, *KEYS, f"total_steps={steps}", f"trainer.ranks={ranks}") as run:
             run.completed(steps)
-    shutil.move(here, there)
-    with Run(there, *KEYS, "total_steps=7", "trainer.ranks=1") as run:
+    shutil.move(first_directory, second_directory)
+    with Run(second_directory, *KEYS, "total_steps=7", "trainer.ranks=1") as run:
         flow = run.completed(7)["flow"]
         assert 6 * 16 < flow["trained"] <= 7 * 16 <= flow["issued"]  # the rest came too late
-    assert not here.exists()
+    assert not first_directory.exists()
 
 
 def test_checkpoints_at_an_url_outlive_the_trainer(tmp_path: Path) -> None:
@@ -87,8 +87,12 @@ def test_a_server_that_hangs_in_mid_call_and_a_reward_that_prints_without_end(tm
     reward = tmp_path / "reward.py"
     server.write_text(HANGING_SERVER)
     reward.write_text(PRINTING_REWARD)
-    known = load_tools(["calculator"])["calculator"].schema["function"]
-    schema = {"name": known["name"], "description": known["description"], "inputSchema": known["parameters"]}
+    calculator_schema = load_tools(["calculator"])["calculator"].schema["function"]
+    schema = {
+        "name": calculator_schema["name"],
+        "description": calculator_schema["description"],
+        "inputSchema": calculator_schema["parameters"],
+    }
     (tmp_path / "schema.json").write_text(json.dumps(schema))
     keys = [
         "rollout.tools=[mcp]",

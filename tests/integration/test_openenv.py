@@ -19,7 +19,7 @@ from asyncrl.config import Options
 from asyncrl.environments import load_environment
 from asyncrl.environments.openenv import OpenEnvError, _last_fenced_object
 from asyncrl.errors import ConfigError
-from tests.fakes.environments import play, row, talk, told
+from tests.fakes.environments import play, row, summary_of, talk
 
 SERVER = """
 import random
@@ -69,8 +69,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         lines = []
         for line in process.stderr:  # it ends when the process does; pytest's timeout is the deadline
             lines.append(line)
-            if found := re.search(r"running on (http://[\d.:]+)", line):
-                yield found[1]
+            if match := re.search(r"running on (http://[\d.:]+)", line):
+                yield match[1]
                 return
         raise AssertionError("the server did not start:\n" + "".join(lines))
     finally:
@@ -85,7 +85,7 @@ def at(url: str, **options: Any) -> dict[str, Options]:
 def test_an_episode(server: str) -> None:
     turns = ['{"number": 9}', 'I say\n```json\n{"number": 1}\n```', '{"number": 7}']
     heard = play(at(server, show="text"), row(), turns)
-    assert list(map(told, heard)) == [
+    assert list(map(summary_of, heard)) == [
         ("Guess 1 to 9.", 0.0, False),
         ("Lower.", -0.25, False),
         ("Higher.", -0.25, False),
@@ -96,17 +96,17 @@ def test_an_episode(server: str) -> None:
 
 def test_seeds_arguments_and_what_is_shown(server: str) -> None:
     heard = play(at(server + "/"), row(openenv={"high": 1}), ['{"number": 1}'])
-    assert [json.loads(told(observation)[0]) for observation in heard] == [
+    assert [json.loads(summary_of(observation)[0]) for observation in heard] == [
         {"text": "Guess 1 to 1.", "span": [1, 1]},
         {"text": "Right!", "span": [1, 1]},
     ]
     (seen,) = play(at(server, show="span"), row(3, openenv={"seed": 5}), [])
-    assert told(seen)[0] == "[1, 9]"
+    assert summary_of(seen)[0] == "[1, 9]"
 
 
 def test_an_action_may_be_one_field(server: str) -> None:
     heard = play(at(server, show="text", action="number"), row(), ["7"])
-    assert told(heard[1]) == ("Right!", 1.0, True)
+    assert summary_of(heard[1]) == ("Right!", 1.0, True)
 
 
 @pytest.mark.parametrize(
@@ -121,11 +121,11 @@ def test_an_action_may_be_one_field(server: str) -> None:
         ('{"nubmer": 7}', "error: number: Field required; nubmer: Extra inputs are not permitted"),
     ],
 )
-def test_an_invalid_action_is_told_so(server: str, turn: str, complaint: str) -> None:
+def test_an_invalid_action_is_answered_with_the_error(server: str, turn: str, complaint: str) -> None:
     heard = play(at(server, show="text", unreadable=-1.0), row(), [turn, '{"number": 7}'])
-    text, reward, done = told(heard[1])
+    text, reward, done = summary_of(heard[1])
     assert text.startswith(complaint) and (reward, done) == (-1.0, False)
-    assert told(heard[2]) == ("Right!", 1.0, True)
+    assert summary_of(heard[2]) == ("Right!", 1.0, True)
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ def test_an_episode_calls_the_tool_and_only_the_models_tokens_are_trained() -> N
 
 
 def trained(episode: object) -> list[int]:
-    return [i for i, own in zip(episode.ids, episode.by_model, strict=True) if own]  # type: ignore[attr-defined]
+    return [i for i, is_trained in zip(episode.ids, episode.by_model, strict=True) if is_trained]  # type: ignore[attr-defined]
 
 
 def test_it_is_short() -> None:

@@ -1,4 +1,4 @@
-"""kill -9 of a worker or keeper: what its children started ends too, also in sessions of their own."""
+"""kill -9 of a worker or supervisor: what its children started ends too, also in sessions of their own."""
 
 from __future__ import annotations
 

@@ -56,8 +56,10 @@ class Runs:
 
     def on(self, ranks: int) -> dict[str, Any]:
         if ranks not in self.done:
-            place = self.folder / f"{ranks}-ranks"
-            self.done[ranks] = work(self.world, place) if ranks == 1 else run_ranks(ranks, work, place)
+            directory = self.folder / f"{ranks}-ranks"
+            self.done[ranks] = (
+                work(self.world, directory) if ranks == 1 else run_ranks(ranks, work, directory)
+            )
         return self.done[ranks]
 
 
@@ -75,14 +77,14 @@ def train(learner: Learner, batches: list[list[Episode]]) -> list[dict[str, floa
     return curve
 
 
-def work(world: World, place: Path) -> dict[str, Any]:
+def work(world: World, directory: Path) -> dict[str, Any]:
     """Four ranks hold two replicas; from the checkpoint on two of them share a micro-batch instead."""
-    path, batches = torch.load(place.parent / "recorded.pt", weights_only=False)
+    path, batches = torch.load(directory.parent / "recorded.pt", weights_only=False)
     config = tiny_config(path, trainer={"grad_clip": 1.0})
     learner = make_learner(config, world.arranged(2, 1) if world.size == 4 else world, "float32")
     curve = train(learner, batches[:SAVED_AT])
     manifest = CheckpointManifest(step=SAVED_AT, trainer_epoch=0)
-    saved = save_checkpoint(place / "checkpoints", learner, manifest, hf=world.size == 4)
+    saved = save_checkpoint(directory / "checkpoints", learner, manifest, hf=world.size == 4)
     if world.size == 4:
         published = published_by(learner, world)
         learner = make_learner(config, world.arranged(1, 2), "float32")
@@ -101,32 +103,32 @@ def published_by(learner: Learner, world: World) -> Tensors:
     index = host.claim_buffer(lambda busy: world.gather(busy, list[int]))
     host.copy_shards(index, published_shards(policy))
     wanted = full_state(policy)
-    found: Tensors = {}
+    published: Tensors = {}
     if world.rank == 0:
         for bucket in buckets(host.take_snapshot(index, PolicyVersion(0, SAVED_AT), 0.0), 1000):
-            found |= {name: tensor.clone() for name, tensor in bucket.items()}
-        assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
+            published |= {name: tensor.clone() for name, tensor in bucket.items()}
+        assert all(torch.equal(published[name], tensor) for name, tensor in wanted.items())
     world.gather(0, int)
     host.close(60.0)
-    return found
+    return published
 
 
-def resume(world: World, place: Path) -> dict[str, Any]:
+def resume(world: World, directory: Path) -> dict[str, Any]:
     """Continue a checkpoint that two ranks have written."""
-    path, batches = torch.load(place.parent / "recorded.pt", weights_only=False)
+    path, batches = torch.load(directory.parent / "recorded.pt", weights_only=False)
     learner = make_learner(tiny_config(path, trainer={"grad_clip": 1.0}), world, "float32")
-    newest = newest_checkpoint(place.parent / "2-ranks" / "checkpoints")
+    newest = newest_checkpoint(directory.parent / "2-ranks" / "checkpoints")
     assert newest is not None
     load_checkpoint(newest, learner)
     return {"curve": train(learner, batches[learner.step :]), "weights": full_state(learner.policy)}
 
 
-def assert_same(found: dict[str, Any], wanted: dict[str, Any]) -> None:
+def assert_same(actual: dict[str, Any], wanted: dict[str, Any]) -> None:
     """Within the noise of float32 sums in another order."""
-    for now, then in zip(found["curve"], wanted["curve"], strict=True):
+    for now, then in zip(actual["curve"], wanted["curve"], strict=True):
         assert now == pytest.approx(then, rel=1e-3, abs=1e-5)
     for name, tensor in wanted["weights"].items():
-        assert torch.allclose(found["weights"][name], tensor, atol=1e-3), name
+        assert torch.allclose(actual["weights"][name], tensor, atol=1e-3), name
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -136,5 +138,5 @@ def test_the_loss_curve_is_that_of_one_rank(runs: Runs, ranks: int) -> None:
 
 def test_a_checkpoint_of_two_ranks_continues_on_one(runs: Runs, world: World) -> None:
     wanted = runs.on(2)
-    found = resume(world, runs.folder / "resumed")
-    assert_same(found, {"curve": wanted["curve"][SAVED_AT:], "weights": wanted["weights"]})
+    resumed = resume(world, runs.folder / "resumed")
+    assert_same(resumed, {"curve": wanted["curve"][SAVED_AT:], "weights": wanted["weights"]})

@@ -122,9 +122,9 @@ class Run:
     @contextmanager
     def ranks(self, size: int) -> Iterator[None]:
         """They end in order when the body has stopped them."""
-        given = self.coordinator.endpoints, size, f"{self.folder}/rendezvous"
+        arguments = self.coordinator.endpoints, size, f"{self.folder}/rendezvous"
         config = replace(self.config, trainer=replace(self.config.trainer, ranks=size))
-        ranks = [FORKED.Process(target=_rank, args=(config, rank, *given)) for rank in range(size)]
+        ranks = [FORKED.Process(target=_rank, args=(config, rank, *arguments)) for rank in range(size)]
         for process in ranks:
             process.start()
         self.coordinator.ranks = ranks
@@ -151,7 +151,7 @@ def run(tmp_path: Path) -> Run:
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_ranks_rest_when_told_and_train_as_ever(size: int, run: Run, world: World) -> None:
+def test_ranks_rest_when_ordered_and_train_as_ever(size: int, run: Run, world: World) -> None:
     """Before the first micro-batch, where the order comes twice; within the batch; and at the end."""
     coordinator = run.coordinator
     requests = trainer.PlanRequest
@@ -182,28 +182,28 @@ def test_ranks_rest_when_told_and_train_as_ever(size: int, run: Run, world: Worl
         coordinator.plan(request, "end")
         assert not coordinator.until(trainer.Checkpointed).resting
         assert coordinator.until(trainer.Checkpointed, resting=True).step == 1
-        found = disk.read_tensors(ref)[1]
+        published = disk.read_tensors(ref)[1]
     phases = {f"timing_s/{name}" for name in ("rest", "wait_devices", "wake")}
     assert phases <= commit.metrics.keys() and ref.version == (EPOCH, 1)
-    who = "" if size == 1 else "rank 0, which waits for "
-    assert f"{who}trajectories of step 0, at rest while engines sample" in coordinator.waits
+    waiting_rank = "" if size == 1 else "rank 0, which waits for "
+    assert f"{waiting_rank}trajectories of step 0, at rest while engines sample" in coordinator.waits
     learner = make_learner(run.config, world, "float32")
     for part in (run.episodes[:half], run.episodes[half:]):
         learner.accumulate(part)
     learner.finish()
     for name, tensor in full_state(learner.policy).items():
-        assert torch.allclose(found[name], tensor, atol=1e-4), name
+        assert torch.allclose(published[name], tensor, atol=1e-4), name
     for rank in range(size):
         lines = run.lines(rank)
         names = [line.name for line in lines]
         assert [names.count(name) for name in ("wake", "train", "step")] == [3, 2, 1]
         assert names.count("rest") in (4, 5), "a second order that comes in a meeting is not read"
-        told = [
+        spans = [
             line
             for line in lines
             if line.name in ("rest", "wait_devices", "wake", "wait_data", "train", "step")
         ]
-        assert all(one.end <= other.start + 1e-3 for one, other in pairwise(told)), "they overlap"
+        assert all(span.end <= next_span.start + 1e-3 for span, next_span in pairwise(spans)), "they overlap"
 
 
 def test_a_stop_saves_what_rests(run: Run) -> None:

@@ -53,8 +53,8 @@ def entry(sample: Sample) -> dict[str, object]:
 @pytest.mark.parametrize("task", TASKS)
 def test_the_right_answer_scores_one(task: str, samples: list[Sample]) -> None:
     for sample in of(task, samples):
-        found = entry(sample)
-        answer = found["answer"] or json.dumps(found["metadata"]["possible_answer"])  # type: ignore[index]
+        task_entry = entry(sample)
+        answer = task_entry["answer"] or json.dumps(task_entry["metadata"]["possible_answer"])  # type: ignore[index]
         assert score(sample, f"It is <answer>1 <answer></answer> no, <answer> {answer}\n</answer>.") == 1.0
         assert score(sample, str(answer)) == 1.0
         assert score(sample, f"<final>{answer}</final>", tag="final") == 1.0

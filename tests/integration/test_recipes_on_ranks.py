@@ -68,7 +68,7 @@ def cut_at_random(names: Sequence[str], world: World, folder: Path) -> Weights:
 def laid_out(world: World, folder: Path) -> dict[Layout, Any]:
     """Gradients and metrics of groups that share their prompt, with every other layer recomputed."""
     path, episodes = torch.load(folder.parent / "grouped.pt", weights_only=False)
-    found = {}
+    results = {}
     for layout in LAYOUTS[world.size]:
         laid = world.arranged(*layout[:2])
         config = tiny_config(
@@ -77,8 +77,8 @@ def laid_out(world: World, folder: Path) -> dict[Layout, Any]:
         with mock.patch("asyncrl.trainer.loading.LAYER_MIN_PARAMETERS", 0):
             learner = make_learner(config, laid)
         assert learner.packing == "tree"
-        found[layout] = gradients_and_metrics(learner, random_cut(episodes, laid.data_ranks, 2, seed=3))
-    return found
+        results[layout] = gradients_and_metrics(learner, random_cut(episodes, laid.data_ranks, 2, seed=3))
+    return results
 
 
 def on_ranks(names: Sequence[str], world: World, folder: Path) -> tuple[Weights, dict[Layout, Any]]:
@@ -87,7 +87,7 @@ def on_ranks(names: Sequence[str], world: World, folder: Path) -> tuple[Weights,
 
 @pytest.fixture(scope="module")
 def as_one(folder: Path, world: World) -> dict[str, Any]:
-    return {recipe: found for (_, _, recipe), found in laid_out(world, folder / "one").items()}
+    return {recipe: result for (_, _, recipe), result in laid_out(world, folder / "one").items()}
 
 
 @pytest.mark.parametrize(
@@ -101,13 +101,13 @@ def test_neither_ranks_nor_micro_batches_matter(
     folder: Path, world: World, as_one: dict[str, Any], ranks: int, names: Sequence[str]
 ) -> None:
     """Nor how they are arranged. What is computed twice, as its rows lie on several ranks, is reported so."""
-    found, arranged = run_ranks(ranks, partial(on_ranks, names), folder / f"{ranks} {len(names)}")
+    weights, arranged = run_ranks(ranks, partial(on_ranks, names), folder / f"{ranks} {len(names)}")
     path, episodes = torch.load(folder / "recorded.pt", weights_only=False)
     for name in names:
-        assert difference(found[name], trained(world, path, name, [[episodes]])) < 1e-9, name
+        assert difference(weights[name], trained(world, path, name, [[episodes]])) < 1e-9, name
     for layout, (gradients, metrics) in arranged.items():
-        wanted, told = as_one[layout[2]]
+        wanted, expected_metrics = as_one[layout[2]]
         assert difference(gradients, wanted) < 1e-10, layout
-        assert metrics.keys() == told.keys()
-        for name in (name for name in told if not name.startswith(("perf/", "global_seqlen/"))):
-            assert metrics[name] == pytest.approx(told[name], rel=1e-9, abs=1e-9), (layout, name)
+        assert metrics.keys() == expected_metrics.keys()
+        for name in (name for name in expected_metrics if not name.startswith(("perf/", "global_seqlen/"))):
+            assert metrics[name] == pytest.approx(expected_metrics[name], rel=1e-9, abs=1e-9), (layout, name)

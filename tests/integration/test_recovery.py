@@ -29,10 +29,10 @@ def test_each_kind_of_fault_once(tmp_path: Path, more: tuple[str, ...]) -> None:
     """tools/chaos.py says what is done, and what must hold: some at once, one round after another."""
     command = [sys.executable, "-m", "tests.fakes.chaos", "--each-once", "--disk", "--lease", "2"]
     command += ["--run-dir", str(tmp_path / "chaos"), *more]
-    own = ["unshare", "-rm"]
+    namespace_command = ["unshare", "-rm"]
     variables = os.environ | {"PYTHONPATH": str(ROOT / "tools")}
-    if not subprocess.run([*own, "true"], check=False).returncode:  # it may mount what fills up
-        command = own + command
+    if not subprocess.run([*namespace_command, "true"], check=False).returncode:  # it may mount what fills up
+        command = namespace_command + command
         variables = variables | {"CHAOS_NAMESPACE": "1"}
     done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=450)
     assert done.returncode == 0, f"{done.stdout[-8000:]}\n{done.stderr[-2000:]}"

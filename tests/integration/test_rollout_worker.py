@@ -72,7 +72,7 @@ def worker(hub: FakeCoordinator, model_path: str, tmp_path: Path) -> Iterator[Wo
     if thread.is_alive():
         hub.withheld = ()
         hub.control.send(hub.peer, Stop("end of the test"))
-    assert thread.ended() in (0, 1)
+    assert thread.wait_for_end() in (0, 1)
 
 
 def engine() -> fake.CallingEngine:
@@ -170,9 +170,9 @@ def test_a_fenced_episode_says_nothing_more(
     (hub.send if word is Cancel else hub.send_bulk)(word(attempt))
     hub.until(lambda: hub.beat and hub.beat.held == (), "empty heartbeat")
     engine().gate.set()
-    other = hub.assign("f", sample())
-    hub.expect(Finished, attempt=other)
-    assert {record.attempt for record in hub.seen(Generated)} == {other}
+    other_attempt = hub.assign("f", sample())
+    hub.expect(Finished, attempt=other_attempt)
+    assert {record.attempt for record in hub.seen(Generated)} == {other_attempt}
     assert "e/0" in engine().released
     assert ("e" in forgotten) == (word is Cancel)  # a worker that is fenced may go on with it
 
@@ -224,7 +224,7 @@ def test_stop_ends_the_worker_with_what_it_had_said(hub: FakeCoordinator, worker
     hub.assign("e", sample())
     hub.until(lambda: fake.seams.looks, "running tool")
     hub.send(Stop("enough"))
-    assert worker.ended() == 0
+    assert worker.wait_for_end() == 0
     assert engine().closed
     assert hub.seen(Finished) == []
 
@@ -233,7 +233,7 @@ def test_a_worker_left_alone_leaves(hub: FakeCoordinator, model_path: str, tmp_p
     launch = {"lease": 0.2, "start_timeout": 0.5}
     thread = WorkerThread(fake.config(model_path, tmp_path, launch=launch), hub.endpoints)
     thread.start()
-    assert thread.ended() == 1
+    assert thread.wait_for_end() == 1
 
 
 # -- a process of its own, with the embedded engine --------------------------------------------------
@@ -346,7 +346,7 @@ def test_a_turn_goes_on_after_its_parts_when_its_worker_is_killed(
         hub.pump(1)
         assert hub.beat is not None and hub.beat.tokens == len(turn.ids) - durable
         hub.assign("b", sample(), key=KEY)
-        whole = hub.turn(hub.expect(Generated))
-    assert (turn.ids, turn.context, turn.stop) == (whole.ids, whole.context, whole.stop)
-    assert turn.logprobs == pytest.approx(whole.logprobs, abs=2e-5)
+        whole_turn = hub.turn(hub.expect(Generated))
+    assert (turn.ids, turn.context, turn.stop) == (whole_turn.ids, whole_turn.context, whole_turn.stop)
+    assert turn.logprobs == pytest.approx(whole_turn.logprobs, abs=2e-5)
     assert {span.version for span in turn.spans} == {0} and turn.spans[-1].end == len(turn.ids)

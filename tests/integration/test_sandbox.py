@@ -58,13 +58,13 @@ async def cells(*codes: str, seconds: float = 5.0, needs: str = "") -> list[RunR
 async def side_by_side(*codes: str, then: tuple[str, ...], seconds: float) -> list[list[RunResult]]:
     """Of each code, in a sandbox of its own, and of the cells after it. The first may last `seconds`."""
 
-    async def one(code: str) -> list[RunResult]:
+    async def run_cells(code: str) -> list[RunResult]:
         async with jail() as box:
             await box.run("cell", "n = 7", 20)
             first = await box.run("cell", code, seconds)
             return [first, *[await box.run("cell", cell, 20) for cell in then]]
 
-    return await asyncio.gather(*map(one, codes))
+    return await asyncio.gather(*map(run_cells, codes))
 
 
 async def program(code: str, needs: str = "", stdin: str = "", seconds: float = 5.0) -> RunResult:
@@ -92,7 +92,7 @@ async def test_a_traceback_shows_the_cell_and_nothing_of_ours() -> None:
 
 async def test_a_cell_that_fails_keeps_the_state() -> None:
     fork = "import os\nprint('before')\nif os.fork() == 0:\n    print('child')\nelse:\n    os.wait()"
-    shown = {
+    outputs = {
         "1 +": "SyntaxError",
         "def f(): return f()\nf()": "RecursionError",
         "input()": "EOFError",
@@ -101,8 +101,8 @@ async def test_a_cell_that_fails_keeps_the_state() -> None:
         "import subprocess\nsubprocess.run(['echo', 'child'])\nprint('then')": "child\nthen",
         fork: "before",
     }
-    _, *results, after = await cells("kept = 1", *shown, "kept")
-    for result, expected in zip(results, shown.values(), strict=True):
+    _, *results, after = await cells("kept = 1", *outputs, "kept")
+    for result, expected in zip(results, outputs.values(), strict=True):
         assert expected in result.output and not result.lost
     assert after.output == "1\n"
 
@@ -163,9 +163,9 @@ async def test_files_are_written_and_read_with_the_rights_of_the_code() -> None:
 
 
 async def test_an_infinite_loop_is_interrupted_and_keeps_its_variables() -> None:
-    _, late, after = await cells("n = 7", "while True: pass", "n", seconds=0.4)
-    assert (late.ending, late.lost) == (RunEnding.LATE, False)
-    assert "KeyboardInterrupt" in late.output and after.output == "7\n"
+    _, late_result, after = await cells("n = 7", "while True: pass", "n", seconds=0.4)
+    assert (late_result.ending, late_result.lost) == (RunEnding.LATE, False)
+    assert "KeyboardInterrupt" in late_result.output and after.output == "7\n"
 
 
 async def test_loops_that_ignore_signals_are_killed_and_their_loss_is_reported() -> None:
@@ -176,12 +176,18 @@ async def test_loops_that_ignore_signals_are_killed_and_their_loss_is_reported()
         f"import signal\nsignal.pthread_sigmask(signal.SIG_BLOCK, range(1, 65))\n{armed}while True: pass",
     )
     seconds = 0.6
-    found = list[list[RunResult]]()
-    while not found or not all("armed" in late.output for late, _ in found):  # a busy machine takes longer
-        found = await side_by_side(*codes, then=("'n' in globals()",), seconds=seconds)
+    results = list[list[RunResult]]()
+    while not results or not all(
+        "armed" in late_result.output for late_result, _ in results
+    ):  # a busy machine takes longer
+        results = await side_by_side(*codes, then=("'n' in globals()",), seconds=seconds)
         seconds *= 2
-    for late, after in found:
-        assert (late.ending, late.lost, late.status) == (RunEnding.LATE, True, -signal.SIGKILL)
+    for late_result, after in results:
+        assert (late_result.ending, late_result.lost, late_result.status) == (
+            RunEnding.LATE,
+            True,
+            -signal.SIGKILL,
+        )
         assert after.output == "False\n"
 
 
@@ -331,8 +337,8 @@ async def test_endless_output_ends_with_its_time() -> None:
 
 async def test_files_and_descriptors_are_bounded() -> None:
     large = "open('f', 'wb').write(bytes(10 << 20))"
-    many = "held = [open('/dev/null') for _ in range(200)]"
-    first, second = await cells(large, many, needs="files")
+    many_files = "held = [open('/dev/null') for _ in range(200)]"
+    first, second = await cells(large, many_files, needs="files")
     assert "File too large" in first.output and "Too many open files" in second.output
 
 
@@ -410,7 +416,7 @@ async def test_no_signal_from_inside_ends_the_warden() -> None:
 
 async def test_programs_handle_signals_as_by_default_whatever_the_owner_ignores() -> None:
     look = "grep -E '^Sig(Blk|Ign)' /proc/self/status"
-    known = sum(1 << number - 1 for number in signal.valid_signals())  # the C library keeps 32 and 33
+    known_signals = sum(1 << number - 1 for number in signal.valid_signals())  # the C library keeps 32 and 33
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
     try:
@@ -418,11 +424,11 @@ async def test_programs_handle_signals_as_by_default_whatever_the_owner_ignores(
             code = f"import subprocess\nsubprocess.run({look!r}, shell=True)\nNone"
             codes: dict[RunKind, str] = {"shell": look, "program": code, "cell": code}
             for kind, source in codes.items():
-                shown = await box.run(kind, source, 5)
-                masks = [int(line.split()[1], 16) & known for line in shown.output.splitlines()]
+                run_result = await box.run(kind, source, 5)
+                masks = [int(line.split()[1], 16) & known_signals for line in run_result.output.splitlines()]
                 assert masks == [0, 0], kind
-            late = await box.run("cell", "while True: pass", 0.2)
-            assert (late.ending, late.lost) == (RunEnding.LATE, False)
+            late_result = await box.run("cell", "while True: pass", 0.2)
+            assert (late_result.ending, late_result.lost) == (RunEnding.LATE, False)
     finally:
         signal.signal(signal.SIGINT, before)
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
@@ -563,16 +569,16 @@ async def test_processes_that_continue_each_other_are_stopped_when_the_reply_com
         for _ in range(30):
             assert (await box.run("shell", ":", 5)).ending == RunEnding.DONE
             assert box.pid is not None
-            _warden, *others = descendants(box.pid)
-            assert [*map(state, others)] == 3 * ["T"]
+            _warden, *processes = descendants(box.pid)
+            assert [*map(state, processes)] == 3 * ["T"]
 
 
 async def test_the_sandboxes_own_directories_are_not_the_machines() -> None:
     """Files are made in them at the start, by root."""
     async with jail(show=["/dev", "/proc", "/"]) as box:
-        found = await box.run("shell", "ls /dev", 5)
-    own = "fd full null ptmx pts random shm stderr stdin stdout urandom zero"
-    assert set(found.output.split()) == set(own.split())
+        listed = await box.run("shell", "ls /dev", 5)
+    device_names = "fd full null ptmx pts random shm stderr stdin stdout urandom zero"
+    assert set(listed.output.split()) == set(device_names.split())
 
 
 async def test_background_children_end_with_the_sandbox(tmp_path: Path) -> None:
@@ -834,10 +840,10 @@ def test_it_works_with_fewer_rights(kind: str) -> None:
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=30, env=os.environ | {"PYTHONPATH": root}
     )
-    holds, *rest = done.stdout.splitlines()
-    assert rest == ["done", "late False 7", "in", "0", "True"], done.stderr
+    enforced, *output_lines = done.stdout.splitlines()
+    assert output_lines == ["done", "late False 7", "in", "0", "True"], done.stderr
     assert (
-        holds
+        enforced
         == {
             "user": "['files', 'memory', 'network', 'orphans', 'processes']",
             "container": "['files', 'memory', 'network', 'orphans']",
@@ -891,9 +897,9 @@ def test_a_deep_tree_in_memory_is_cleaned_up_and_no_memory_is_promised() -> None
     """Where there is no new root: by the guard, or if it was killed, by the owner."""
     if subprocess.run([*KINDS["container"], "test", "-d", "/dev/shm"], capture_output=True).returncode != 0:
         pytest.skip("this machine cannot play a container with a tmpfs")
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as place:
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
         surroundings = os.environ | {
-            "PYTHONPATH": str(Path(__file__).resolve().parents[2]), "TMPDIR": place
+            "PYTHONPATH": str(Path(__file__).resolve().parents[2]), "TMPDIR": directory
         }  # fmt: skip
         command = [*KINDS["container"], sys.executable, "-c", DEEP]
         done = subprocess.run(command, capture_output=True, text=True, timeout=30, env=surroundings)

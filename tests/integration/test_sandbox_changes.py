@@ -57,12 +57,12 @@ def image(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Image]:
         images = tmp_path_factory.mktemp("images")
         patch.setenv("ASYNCRL_IMAGES", str(images))
         images.chmod(0o755)
-        made = small_image(images, python=True)
+        new_image = small_image(images, python=True)
         for name in TREE:
-            file = Path(made.root, "testbed", name)
+            file = Path(new_image.root, "testbed", name)
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(name)
-        yield made
+        yield new_image
 
 
 def box(image: Image | None = None, user: Literal["", "root"] = "") -> Jail:
@@ -91,7 +91,7 @@ class Operations:
         draw = random.Random(self.seed)
         for _ in range(count):
             name = self._path(draw)
-            other = self._path(draw)
+            other_name = self._path(draw)
             mode = draw.choice((0, 0o400, 0o555, 0o700, 0o644, 0o1777))
             data = f"b'%d' % {draw.randrange(10**9)} * {draw.choice((0, 1, 9000))}"
             self.lines.append(
@@ -104,10 +104,10 @@ class Operations:
                         f"os.path.islink({name!r}) or os.chmod({name!r}, {mode})",
                         f"os.remove({name!r})",
                         f"os.path.isdir({name!r}) and shutil.rmtree({name!r})",
-                        f"os.rename({name!r}, {other!r})",
-                        f"os.path.isdir({name!r}) and shutil.move({name!r}, {other!r})",
-                        f"os.symlink({draw.choice((other, '/etc', '..'))!r}, {name!r})",
-                        f"os.link({name!r}, {other!r})",
+                        f"os.rename({name!r}, {other_name!r})",
+                        f"os.path.isdir({name!r}) and shutil.move({name!r}, {other_name!r})",
+                        f"os.symlink({draw.choice((other_name, '/etc', '..'))!r}, {name!r})",
+                        f"os.link({name!r}, {other_name!r})",
                         f"os.mkfifo({name!r})",
                         f"os.utime({name!r}, ns=(0, {draw.randrange(-(10**18), 2 * 10**18)}))",
                     )
@@ -179,32 +179,32 @@ async def test_of_an_image_only_what_changed_is_collected(image: Image) -> None:
         )
         assert (await first.run("shell", command, 5)).status == 0
 
-        async def found(*roots: str) -> list[tuple[bytes, str]]:
+        async def collected(*roots: str) -> list[tuple[bytes, str]]:
             return [entry[:2] for entry in read_entries(await first.collect_changes(roots))]
 
         hidden = changes.OPAQUE
-        there = changes.FILE
-        assert await found("/testbed/a/a") == [(hidden, "testbed/a/a"), (there, "testbed/a/a/x")]
-        assert await found("/testbed/b", "/testbed/b/deep") == [
+        file_kind = changes.FILE
+        assert await collected("/testbed/a/a") == [(hidden, "testbed/a/a"), (file_kind, "testbed/a/a/x")]
+        assert await collected("/testbed/b", "/testbed/b/deep") == [
             (changes.DELETED, "testbed/b"),
             (changes.DELETED, "testbed/b/deep"),
         ]
-        assert await found("/usr") == [
+        assert await collected("/usr") == [
             *((changes.DIRECTORY, "usr"), (changes.DIRECTORY, "usr/bin"), (changes.DELETED, "usr/bin/dd"))
         ]
         await first.run("shell", "rm -r /var && mkdir /var", 5)
-        assert await found("/var/tmp") == [(changes.DELETED, "var/tmp")]
+        assert await collected("/var/tmp") == [(changes.DELETED, "var/tmp")]
         with pytest.raises(SandboxError, match="bin is a link"):
-            await found("/bin")
+            await collected("/bin")
         await second.apply_changes(await first.collect_changes(("/testbed/b", "/testbed/b/deep")))
         assert (await second.run("shell", "ls /testbed", 5)).output.split() == ["a", "c", "d"]
         everything = await first.collect_changes()
         assert not any(entry.path in ("etc/passwd", "proc", "dev") for entry in read_entries(everything))
         await second.apply_changes(everything)
         for command in ("find / -xdev | sort", "cat /etc/motd /testbed/a/a/x", "id"):
-            shown = [await jail.run("shell", command, 5) for jail in (first, second)]
-            assert shown[0].output == shown[1].output or command == "id"
-        assert "sandbox" in shown[1].output
+            results = [await jail.run("shell", command, 5) for jail in (first, second)]
+            assert results[0].output == results[1].output or command == "id"
+        assert "sandbox" in results[1].output
 
 
 async def test_what_changed_is_bounded() -> None:
@@ -281,15 +281,15 @@ async def test_names_that_are_kept_stay_as_they_are() -> None:
         await second.run("shell", "mkdir -p a/b; echo own > a/b/conftest.py; touch a/b/old", 5)
         archive = await first.collect_changes()
         await second.apply_changes(archive, ("conftest.py", "*.pyc"))
-        shown = await second.run("shell", "find a | sort; cat a/b/conftest.py", 5)
-        assert shown.output.split() == ["a", "a/b", "a/b/conftest.py", "a/b/old", "a/y", "own"]
+        listing = await second.run("shell", "find a | sort; cat a/b/conftest.py", 5)
+        assert listing.output.split() == ["a", "a/b", "a/b/conftest.py", "a/b/old", "a/y", "own"]
         deleted = Entry(changes.DELETED, "a").frame() + END
         await second.apply_changes(deleted, ("conftest.py",))
-        shown = await second.run("shell", "find a | sort", 5)
-        assert shown.output.split() == ["a", "a/b", "a/b/conftest.py"]
+        listing = await second.run("shell", "find a | sort", 5)
+        assert listing.output.split() == ["a", "a/b", "a/b/conftest.py"]
         hidden = Entry(changes.OPAQUE, "a", 0o755).frame() + END
         await second.apply_changes(hidden, ("/a/b/c*",))
-        assert (await second.run("shell", "find a | sort", 5)).output.split() == shown.output.split()
+        assert (await second.run("shell", "find a | sort", 5)).output.split() == listing.output.split()
         await second.apply_changes(hidden)
         assert (await second.run("shell", "find a | sort", 5)).output.split() == ["a"]
 

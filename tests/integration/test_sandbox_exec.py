@@ -53,7 +53,7 @@ class Execution:
     async def end(self) -> tuple[RunResult, bytes, bytes]:
         """Its result, output and errors, after the end of its input."""
         self.close_input()
-        output, errors = await asyncio.gather(*map(_rest, (self.stdout, self.stderr)))
+        output, errors = await asyncio.gather(*map(_remaining_output, (self.stdout, self.stderr)))
         return await self.result, output, errors
 
     def close_input(self) -> None:
@@ -62,7 +62,7 @@ class Execution:
         self.stdin = -1
 
 
-async def _rest(stream: IO[bytes]) -> bytes:
+async def _remaining_output(stream: IO[bytes]) -> bytes:
     with stream:
         return await asyncio.to_thread(stream.read)
 
@@ -104,8 +104,8 @@ async def test_words_environment_directory_and_streams_arrive_as_they_were_given
         running.write(b"in\n")
         result, output, errors = await running.end()
         assert (result.ending, result.status) == (RunEnding.FAILED, 3)
-        place = f"{box.home}/work/here"
-        assert output == f"{place}\nPATH=/usr/bin:/bin\nPWD={place}\nVALUE=a=b c\nin\n".encode()
+        directory = f"{box.home}/work/here"
+        assert output == f"{directory}\nPATH=/usr/bin:/bin\nPWD={directory}\nVALUE=a=b c\nin\n".encode()
         assert errors == b"".join(b"<%s>" % os.fsencode(word) for word in words)
         assert await box.read_file("work/here/file") == b"1\n"  # files stay, for the calls that follow
         assert (await run(box, "cat", "file"))[:2][1] == b"1\n"
@@ -182,8 +182,10 @@ async def test_its_processes_end_with_it() -> None:
         await box.run("cell", "n = 7", 5)
         result, output, _ = await run(box, "sh", "-c", "(setsid sleep 987 &); sleep 988 & echo started")
         assert (result.ending, result.lost, output) == (RunEnding.DONE, True, b"started\n")
-        late, _, _ = await run(box, "sh", "-c", "trap '' TERM INT; setsid sleep 987 & sleep 987", seconds=0.3)
-        assert (late.ending, late.status) == (RunEnding.LATE, -9)
+        late_result, _, _ = await run(
+            box, "sh", "-c", "trap '' TERM INT; setsid sleep 987 & sleep 987", seconds=0.3
+        )
+        assert (late_result.ending, late_result.status) == (RunEnding.LATE, -9)
         died, _, _ = await run(box, "sh", "-c", "kill -SEGV $$")
         assert (died.ending, died.status) == (RunEnding.FAILED, -11)
         assert (await box.run("shell", "cat /proc/*/cmdline | tr '\\0' ' '", 5)).output.count("sleep") == 0
@@ -191,8 +193,8 @@ async def test_its_processes_end_with_it() -> None:
 
 async def test_orphans_that_have_ended_do_not_count_as_processes() -> None:
     async with jail(LIMITS._replace(processes=24)) as box:
-        begun = "for n in $(seq 60); do (true &); sleep 0.02; done"
-        result, _, errors = await run(box, "bash", "-c", begun)
+        script = "for n in $(seq 60); do (true &); sleep 0.02; done"
+        result, _, errors = await run(box, "bash", "-c", script)
         assert (result.ending, errors) == (RunEnding.DONE, b"")
 
 
@@ -200,9 +202,9 @@ async def test_one_that_listens_does_not_start_again_by_itself() -> None:
     async with jail(listen=True) as box:
         assert box.pid
         os.kill(box.pid, signal.SIGKILL)
-        while (found := (await run(box, "true"))[0]).ending is RunEnding.DONE:
+        while (result := (await run(box, "true"))[0]).ending is RunEnding.DONE:
             pass  # the warden's end follows that of its guard
-        assert found.ending is RunEnding.DIED
+        assert result.ending is RunEnding.DIED
         with pytest.raises(SandboxError, match="the sandbox ended, and with it the listener"):
             await box.run("shell", "true", 20)
         assert box.pid is None
@@ -481,12 +483,12 @@ os.kill(-1, 9)
 
 
 async def test_only_the_sandbox_reaches_its_listener() -> None:
-    async with jail(listen=True) as box, jail(listen=True) as other:
+    async with jail(listen=True) as box, jail(listen=True) as other_box:
         assert box.listener is not None
         host, port = box.listener.getsockname()
         assert host == "127.0.0.1"
         inside = begin(box, [PYTHON, "-I", "-S", "-c", ASK])
-        outside = begin(other, [PYTHON, "-I", "-S", "-c", ASK])
+        outside = begin(other_box, [PYTHON, "-I", "-S", "-c", ASK])
         for running in (inside, outside):
             running.write(b"%d\n" % port)
         link, _ = await asyncio.to_thread(box.listener.accept)
@@ -508,8 +510,8 @@ async def test_nothing_inside_ends_or_takes_over_the_listener() -> None:
         assert box.listener is not None
         port = box.listener.getsockname()[1]
         _, output, _ = await run(box, PYTHON, "-I", "-S", "-c", TAKE_OVER, str(port))
-        found = dict(line.split() for line in output.decode().splitlines())
-        assert found == {
+        results = dict(line.split() for line in output.decode().splitlines())
+        assert results == {
             "same": "EADDRINUSE",
             "any": "EADDRINUSE",
             "both": "EADDRINUSE",
@@ -567,8 +569,8 @@ async def test_64_at_once_cannot_read_each_others_files_nor_the_users(tmp_path: 
     pids = [f"/proc/{box.pid}" for box, _ in started]
     for _, running in started:
         running.write("\n".join([str(tmp_path / "secret"), *pids]).encode())
-    ended = await asyncio.gather(*(running.end() for _, running in started))
-    for number, (result, output, errors) in enumerate(ended):
+    endings = await asyncio.gather(*(running.end() for _, running in started))
+    for number, (result, output, errors) in enumerate(endings):
         assert (result.ending, errors) == (RunEnding.DONE, b"")
         secrets = {text.split(b".")[0] for text in output.split(b"secret of ")[1:]}
         assert secrets == {b"%d" % number}
@@ -615,9 +617,17 @@ def plant(root: Path) -> dict[str, Path]:
     for name, target in links.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).symlink_to(target)
-    for place in ("", ".local/bin", ".local/share", "bin", "lib/node_modules/other", "project", "unpacked"):
-        (root / place).mkdir(exist_ok=True)
-        (root / place / "secret").write_text("of the user")
+    for directory in (
+        "",
+        ".local/bin",
+        ".local/share",
+        "bin",
+        "lib/node_modules/other",
+        "project",
+        "unpacked",
+    ):
+        (root / directory).mkdir(exist_ok=True)
+        (root / directory / "secret").write_text("of the user")
     return {
         "link": root / ".local/bin/tool",
         "Python": root / "env/bin/script",

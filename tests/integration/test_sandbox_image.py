@@ -36,8 +36,8 @@ def image(images: Path) -> Image:
 
 async def test_an_image_is_the_root_and_one_user_owns_it(image: Image) -> None:
     async with Jail(LIMITS, image=image, directory="/srv/work") as box:
-        shown = await box.run("shell", "pwd; id -un; echo $HOME; stat -c %U / /etc /bin/ls /sandbox", 5)
-        assert shown.output.split() == ["/srv/work", "sandbox", "/sandbox", *["sandbox"] * 4]
+        run_result = await box.run("shell", "pwd; id -un; echo $HOME; stat -c %U / /etc /bin/ls /sandbox", 5)
+        assert run_result.output.split() == ["/srv/work", "sandbox", "/sandbox", *["sandbox"] * 4]
         edited = "echo hm >> /etc/group; rm -r /usr/lib/python3*/json; mkdir -p /a/b; mv /usr/bin/wc /a/b/"
         assert (await box.run("shell", edited, 5)).output == ""
         counted = await box.run("shell", "/a/b/wc -l < /etc/group; ls /usr/bin/wc; echo > x", 5)
@@ -50,8 +50,8 @@ async def test_an_image_is_the_root_and_one_user_owns_it(image: Image) -> None:
 
 async def test_cells_and_programs_are_run_by_the_images_python(image: Image) -> None:
     async with Jail(LIMITS, image=image) as box:
-        found = await box.run("cell", "import sys\nx = 6\nsys.executable", 9)
-        assert found.output == "'/usr/bin/python3'\n"
+        cell_result = await box.run("cell", "import sys\nx = 6\nsys.executable", 9)
+        assert cell_result.output == "'/usr/bin/python3'\n"
         failed = await box.run("cell", "1 / 0", 9)
         assert failed.ending == RunEnding.FAILED and "interpreter" not in failed.output
         late = await box.run("cell", "while 1: pass", 0.2)

@@ -128,8 +128,8 @@ def test_a_run_waits_for_a_killed_scorer_and_loses_nothing(tmp_path: Path, victi
     keys += [f"scorers.reference.path={MODEL}", "kl.where=loss", "kl.coef=0.01", "data.test=''"]
     with Run(tmp_path, *keys) as run:
         run.until_step(2)
-        keeper = run.children()["scorer-0"]
-        dying = keeper.children()[0] if victim == "server" else keeper
+        supervisor = run.children()["scorer-0"]
+        dying = supervisor.children()[0] if victim == "server" else supervisor
         os.kill(dying.pid, signal.SIGKILL)
         psutil.wait_procs([dying], 30)
         summary = run.completed(8)

@@ -21,10 +21,10 @@ from tests.integration.runs import ROOT, TELLING, Run, leaks
 def test_a_short_run_leaves_everything_it_promises(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    told = tmp_path / "secrets"
-    with Run(tmp_path, "total_steps=6", program=("-c", TELLING, str(told))) as run:
+    secrets_file = tmp_path / "secrets"
+    with Run(tmp_path, "total_steps=6", program=("-c", TELLING, str(secrets_file))) as run:
         run.until_step(1)
-        secrets = told.read_text().split()
+        secrets = secrets_file.read_text().split()
         assert len(secrets) == 6 and not [*leaks(run, secrets)] and [*leaks(run, ["rollout"])]
         summary = run.completed(6)
     assert not [*leaks(run, secrets)]

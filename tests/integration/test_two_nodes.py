@@ -171,9 +171,9 @@ def test_workers_on_another_machine_sample_with_new_weights(cluster: Cluster, tm
 
 def test_what_ray_places_and_what_joins_by_invitation_show_the_same(cluster: Cluster, tmp_path: Path) -> None:
     """Conformance of processes on another machine: rollout-0 is placed there, rollout-1 joins."""
-    told = cluster.shared / "told"
+    secrets_file = cluster.shared / "told"
     keys = ("total_steps=1000", "rollout.workers=1", "launch.start_timeout=30")
-    with ClusterRun(cluster, tmp_path, *keys, program=("-c", TELLING, str(told))) as run:
+    with ClusterRun(cluster, tmp_path, *keys, program=("-c", TELLING, str(secrets_file))) as run:
         run.until_step(1)
         invited = joined(cluster, run, tmp_path / "terminal")
         both = {role: run.path / f"logs/{role}.log" for role in ("rollout-0", "rollout-1")}
@@ -185,7 +185,7 @@ def test_what_ray_places_and_what_joins_by_invitation_show_the_same(cluster: Clu
             return [int(pid) for role in both for pid in re.findall(r"starts, pid (\d+)", said(role))]
 
         run.until(lambda: all(f"{role} starts" in said(role) for role in both), "both start")
-        secrets = told.read_text().split()
+        secrets = secrets_file.read_text().split()
         assert len(secrets) >= 5 and not known_to_others(cluster, secrets)
         coordinator = run.path / "logs/coordinator-0.log"
         os.kill(int(re.findall(r"starts, pid (\d+)", coordinator.read_text())[-1]), signal.SIGKILL)
@@ -202,7 +202,7 @@ def test_what_ray_places_and_what_joins_by_invitation_show_the_same(cluster: Clu
         again = joined(cluster, run, tmp_path / "terminal")
         both["rollout-2"] = run.path / "logs/rollout-2.log"
         run.until(lambda: "rollout-2 starts" in said("rollout-2"), "another one joins")
-        assert not known_to_others(cluster, told.read_text().split())
+        assert not known_to_others(cluster, secrets_file.read_text().split())
         run.process.kill()
         assert not psutil.wait_procs([psutil.Process(pid) for pid in pids() if psutil.pid_exists(pid)], 60)[1]
         assert again.wait(60) == 1, (tmp_path / "terminal").read_text()

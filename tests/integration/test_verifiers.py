@@ -383,7 +383,7 @@ def with_others(
                 heard = [await world.reset(sample)]
                 for turn in turns:
                     heard.append(await world.step(turn))
-                return heard, [body["messages"] for _, body, _ in script.asked]
+                return heard, [body["messages"] for _, body, _ in script.requests]
         finally:
             await close_sessions()
 
@@ -399,7 +399,11 @@ def test_another_model_plays_the_user(tasksets: None) -> None:
         [said("", CALL), said("Hm."), said("3")],
         ["What is 1 + 2?", "And now?", "###DONE###"],
     )
-    assert [told.messages[0].content for told in heard[:3]] == ["What is 1 + 2?", "3", "And now?"]
+    assert [observation.messages[0].content for observation in heard[:3]] == [
+        "What is 1 + 2?",
+        "3",
+        "And now?",
+    ]
     assert heard[3] == Observation(reward=2.0, done=True)
     assert "You want the sum of 1 and 2." in asked[0][0]["content"]
     assert [message["content"] for message in asked[2][2:]] == ["What is 1 + 2?", "Hm.", "And now?", "3"]

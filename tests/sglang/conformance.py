@@ -96,9 +96,9 @@ class Versions:
             assert span.start == position < span.end and span.kv_version <= span.version
             position = span.end
             if span.kv_version == span.version:
-                own = slice(span.start, span.end)
-                expected = self.logprobs(span.version, request, generation)[own]
-                torch.testing.assert_close(recorded[own], expected, atol=TOLERANCE, rtol=0)
+                tokens_of_span = slice(span.start, span.end)
+                expected = self.logprobs(span.version, request, generation)[tokens_of_span]
+                torch.testing.assert_close(recorded[tokens_of_span], expected, atol=TOLERANCE, rtol=0)
                 compared += span.end - span.start
         assert position == len(generation.ids) == len(generation.logprobs)
         return compared
@@ -145,7 +145,7 @@ def embedded(model: Path) -> Open:
 
 
 class Served:
-    """A server as a run sees it: a keeper loads weights into it, and a worker samples from a pool of it."""
+    """A server as in a run: a supervisor loads weights into it, and a worker samples from its pool."""
 
     def __init__(self, url: str, mode: PauseMode, salt: str = "a run", replay: bool = False) -> None:
         config = sglang_config(MAX_LEN, mode, replay=replay)

@@ -77,10 +77,12 @@ class Pool:
 
     def _make_room(self) -> None:
         for family, server in list(self.shared.items()):
-            if sum(each.alive for each in (*self.shared.values(), *self.own)) >= MOST:
+            if sum(each_server.alive for each_server in (*self.shared.values(), *self.own)) >= MOST:
                 self.shared.pop(family)
                 server.kill()
-        assert sum(each.alive for each in self.own) < MOST, f"at most {MOST} servers at once: stop one first"
+        assert sum(each_server.alive for each_server in self.own) < MOST, (
+            f"at most {MOST} servers at once: stop one first"
+        )
 
     def _spawn(self, model: Path, *arguments: str, wait: bool = True) -> SGLangServer:
         self._started += 1
@@ -158,12 +160,12 @@ def subject(request: pytest.FixtureRequest, tiny_models: dict[str, Path], versio
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests on one server run together: see STAGES. A test that starts some may take as long as these may
     take to start."""
-    places = [at for at, item in enumerate(items) if Path(__file__).parent in item.path.parents]
-    for at in places:
+    positions = [at for at, item in enumerate(items) if Path(__file__).parent in item.path.parents]
+    for at in positions:
         if not items[at].get_closest_marker("timeout"):
             items[at].add_marker(pytest.mark.timeout(2 * START_SECONDS + 120))
-    ordered = sorted((items[at] for at in places), key=_stage)
-    for at, item in zip(places, ordered, strict=True):
+    ordered = sorted((items[at] for at in positions), key=_stage)
+    for at, item in zip(positions, ordered, strict=True):
         items[at] = item
 
 
@@ -175,5 +177,5 @@ def _stage(item: pytest.Item) -> int:
 def _family(item: pytest.Item) -> str:
     """Of a conformance test; '' of any other."""
     callspec = getattr(item, "callspec", None)
-    found = callspec.params.get("subject", "") if callspec else ""
-    return found.split("-")[1] if isinstance(found, str) and "-" in found else ""
+    parameter = callspec.params.get("subject", "") if callspec else ""
+    return parameter.split("-")[1] if isinstance(parameter, str) and "-" in parameter else ""

@@ -28,15 +28,15 @@ logging.disable(logging.CRITICAL)
 def read(detector: str, reasoner: str, opened: bool | None, tools: list[Any], text: str) -> list[Any]:
     """As its server does: the reasoning first, then the calls in what is left."""
     thought = ReasoningParser(reasoner, force_reasoning=opened, tool_call_parser_active=True)
-    reasoning, rest = thought.parse_non_stream(text)
-    made = FunctionCallParser.ToolCallParserEnum[detector]()
-    if not made.has_tool_call(rest):
-        return [reasoning, [], rest]
+    reasoning, answer = thought.parse_non_stream(text)
+    parser = FunctionCallParser.ToolCallParserEnum[detector]()
+    if not parser.has_tool_call(answer):
+        return [reasoning, [], answer]
     try:
-        found = made.detect_and_parse(rest, [Tool.model_validate(tool) for tool in tools])
+        parsed = parser.detect_and_parse(answer, [Tool.model_validate(tool) for tool in tools])
     except Exception:  # a name that is a number, for example: its server answers with the text
-        return [reasoning, [], rest]
-    return [reasoning, [[call.name, call.parameters] for call in found.calls], found.normal_text]
+        return [reasoning, [], answer]
+    return [reasoning, [[call.name, call.parameters] for call in parsed.calls], parsed.normal_text]
 
 
 if __name__ == "__main__":

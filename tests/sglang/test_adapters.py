@@ -1,5 +1,5 @@
 """LoRA adapters on a real server: exact versions while others load, those of several agents in one batch, and
-what a keeper that died leaves."""
+what a supervisor that died leaves."""
 
 from __future__ import annotations
 
@@ -60,12 +60,12 @@ class Trained:
         return publish(tensors, self.directory, PolicyVersion(1, step), adapters.specs)
 
     def gap(self, ids: tuple[int, ...], logprobs: tuple[float, ...], agent: str = "") -> float:
-        known = agent in self.agents
-        with nullcontext() if known else self.policy.without_adapters():
+        has_adapter = agent in self.agents
+        with nullcontext() if has_adapter else self.policy.without_adapters():
             scores = score_ids(self.policy, ids, self.world.device)
-        end = (len(ids) - 1) * (self.agents.index(agent) + 1 if known else 1)
-        own = scores[end - len(logprobs) : end]
-        return max(abs(a - b) for a, b in zip(own, logprobs, strict=True))
+        end = (len(ids) - 1) * (self.agents.index(agent) + 1 if has_adapter else 1)
+        own_scores = scores[end - len(logprobs) : end]
+        return max(abs(a - b) for a, b in zip(own_scores, logprobs, strict=True))
 
 
 @pytest.fixture(scope="module")
@@ -95,10 +95,10 @@ async def test_the_base_reads_turns_while_versions_load_and_finds_their_prefixes
         asyncio.timeout(240),
         in_use(sampler),
         in_use(reader),
-        in_use(build_loader(config, 0, await attach(config, server.url), "r")) as keeper,
+        in_use(build_loader(config, 0, await attach(config, server.url), "r")) as weight_loader,
     ):
         for step in range(1, 7):
-            await keeper.load(ref := trained.publish(step))
+            await weight_loader.load(ref := trained.publish(step))
             sampler.mark_version(ref.version)
             running += await under_way(sampler, ask(prompt(9, step), LONG, f"long {step}"))
             row += prompt(20, step)
@@ -106,10 +106,10 @@ async def test_the_base_reads_turns_while_versions_load_and_finds_their_prefixes
             before = read.cached_tokens, read.prompt_tokens
             scores = await reader.read(row, len(sampled.ids), 4)
             shares.append((read.cached_tokens - before[0]) / (read.prompt_tokens - before[1]))
-            own = tuple(np.frombuffer(scores.logprobs, "<f4").tolist())
-            gaps.append(trained.gap(row, own, "nobody"))
-        ended = [task.result() for task in running if task.done()]
-        assert len(ended) < 3, "they were to last"
+            base_logprobs = tuple(np.frombuffer(scores.logprobs, "<f4").tolist())
+            gaps.append(trained.gap(row, base_logprobs, "nobody"))
+        ended_turns = [task.result() for task in running if task.done()]
+        assert len(ended_turns) < 3, "they were to last"
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
@@ -138,22 +138,22 @@ async def test_requests_of_one_batch_are_computed_with_the_adapter_of_their_agen
     async with (
         asyncio.timeout(240),
         in_use(client),
-        in_use(build_loader(config, 0, await attach(config, server.url), "agents")) as keeper,
+        in_use(build_loader(config, 0, await attach(config, server.url), "agents")) as weight_loader,
     ):
-        await keeper.load(trained.publish(1))
+        await weight_loader.load(trained.publish(1))
         client.mark_version(version)
-        probe = await keeper.score(text)
+        probe = await weight_loader.score(text)
         assert trained.gap(text, probe[:39], "planner") < CLOSE > trained.gap(text, probe[39:], "coder")
-        asked = [(ask(prompt(30, seed), 64, f"{seed}"), agent) for agent in agents for seed in range(2)]
-        turns = await under_way(client, *(replace(request, agent=agent) for request, agent in asked))
+        requests = [(ask(prompt(30, seed), 64, f"{seed}"), agent) for agent in agents for seed in range(2)]
+        turns = await under_way(client, *(replace(request, agent=agent) for request, agent in requests))
         assert not any(turn.done() for turn in turns), "all were to run at once"
-        for (request, own), turn in zip(asked, turns, strict=True):
+        for (request, own_agent), turn in zip(requests, turns, strict=True):
             generation = await turn
             assert generation.spans == (VersionSpan(0, 64, 1, 1),)
             row = request.ids + generation.ids
             logprobs = generation.logprobs
             gaps = {agent: trained.gap(row, logprobs, agent) for agent in agents}
-            assert {agent for agent, gap in gaps.items() if gap < CLOSE} == {own}
+            assert {agent for agent, gap in gaps.items() if gap < CLOSE} == {own_agent}
 
 
 async def test_a_server_that_sleeps_wakes_with_its_base_and_turns_keep_their_adapters(
@@ -167,28 +167,28 @@ async def test_a_server_that_sleeps_wakes_with_its_base_and_turns_keep_their_ada
     used = SGLangClient(ServerApi(server.url), config, VOCABULARY, salt="s")
     async with (
         asyncio.timeout(240),
-        in_use(build_loader(config, 0, await attach(config, server.url), "s")) as keeper,
+        in_use(build_loader(config, 0, await attach(config, server.url), "s")) as weight_loader,
         in_use(used),
     ):
         first = trained.publish(1)
-        await keeper.load(first)
+        await weight_loader.load(first)
         used.mark_version(first.version)
         running = ask(prompt(30), LONG)
         (task,) = await under_way(used, running)
-        await keeper.sleep()
+        await weight_loader.sleep()
         used.set_asleep(True)
         assert not task.done(), "the turn was to last"
         with pytest.raises(WeightsError):  # before anything wakes
-            await keeper.load(replace(first, path="/nowhere"))
-        assert keeper.sleeping.asleep
-        await keeper.load(first)
+            await weight_loader.load(replace(first, path="/nowhere"))
+        assert weight_loader.sleeping.asleep
+        await weight_loader.load(first)
         used.set_asleep(False)
         generation = await task
         assert generation.spans == (VersionSpan(0, LONG, 1, 1),) and used.use.retracted == 0
         assert trained.gap(running.ids + generation.ids, generation.logprobs) < CLOSE
-        await keeper.sleep()
+        await weight_loader.sleep()
         ref = trained.publish(2)
-        await keeper.load(ref)
+        await weight_loader.load(ref)
         used.mark_version(ref.version)
         new = ask(prompt(20), 16, "new")
         generation = await used.generate(new)
@@ -196,7 +196,7 @@ async def test_a_server_that_sleeps_wakes_with_its_base_and_turns_keep_their_ada
         assert trained.gap(new.ids + generation.ids, generation.logprobs) < CLOSE
 
 
-async def test_versions_load_beside_running_turns_and_outlive_neither_keeper_nor_files(
+async def test_versions_load_beside_running_turns_and_outlive_neither_loader_nor_files(
     server: SGLangServer, versions_of: Callable[[str], Versions], world: World, tmp_path: Path
 ) -> None:
     trained = Trained(server.model, tmp_path / "published", world, {"": RANK})
@@ -207,10 +207,10 @@ async def test_versions_load_beside_running_turns_and_outlive_neither_keeper_nor
     used = SGLangClient(ServerApi(server.url), config, VOCABULARY, salt="a")
     async with (
         asyncio.timeout(240),
-        in_use(build_loader(config, 0, await attach(config, server.url), "a")) as keeper,
+        in_use(build_loader(config, 0, await attach(config, server.url), "a")) as weight_loader,
     ):
         # A merged version was here before: the model's own weights come back.
-        await keeper.api.update_from_disk(versions_of("qwen2").refs[1].path, "e1-v9")
+        await weight_loader.api.update_from_disk(versions_of("qwen2").refs[1].path, "e1-v9")
         first = build_loader(config, 0, await attach(config, server.url), "a")
         await first.load(trained.publish(1))
         text = prompt(40)
@@ -237,7 +237,7 @@ async def test_versions_load_beside_running_turns_and_outlive_neither_keeper_nor
         assert part.stop is StopReason.ABORT and len(part.ids) > 0
         assert part.spans == (VersionSpan(0, len(part.ids), 1, 1),)
 
-        # Its keeper dies between a load and its report: the next one knows no name of it.
+        # Its supervisor dies between a load and its report: the next one knows no name of it.
         await first.load(trained.publish(3 + oldest))
         async with in_use(build_loader(config, 0, await attach(config, server.url), "b")) as second:
             ref = trained.publish(4 + oldest)

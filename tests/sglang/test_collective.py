@@ -54,10 +54,10 @@ def sender() -> Iterator[Sender]:
 
 
 @contextmanager
-def impatient(keeper: BroadcastServer) -> Iterator[None]:
+def impatient(broadcast_server: BroadcastServer) -> Iterator[None]:
     """A load has a few seconds, and what waits for a stuck server afterwards gives up soon."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(keeper.loader, "_deadline", 5.0)
+        patch.setattr(broadcast_server.loader, "_deadline", 5.0)
         patch.setattr(sglang_receiver, "CLEANUP_SECONDS", 1.0)
         patch.setattr(sglang_http, "CLEANUP_SECONDS", 1.0)
         patch.setattr(sglang_loader, "RESUME_SECONDS", 2.0)
@@ -111,12 +111,12 @@ async def keeping(running: SGLangServer, mode: PauseMode = "in_place") -> AsyncI
     async with asyncio.timeout(4 * LONG):
         server = ServerApi(running.url)
         protocol = protocol_of((await server.server_info()).version, server.url)
-        keeper = BroadcastServer(server, protocol, mode)
+        broadcast_server = BroadcastServer(server, protocol, mode)
         try:
             await server.flush_cache(wait=10)
-            yield keeper
+            yield broadcast_server
         finally:
-            await keeper.close()
+            await broadcast_server.close()
 
 
 def offer(sender: Sender, versions: Versions, version: int) -> WeightsRef:
@@ -125,42 +125,42 @@ def offer(sender: Sender, versions: Versions, version: int) -> WeightsRef:
 
 async def test_it_samples_with_what_was_pushed(server, versions, sender):
     """Several buckets, three versions over one group."""
-    async with keeping(server) as keeper:
+    async with keeping(server) as broadcast_server:
         for version in (1, 2, 3):
-            await keeper.load(offer(sender, versions, version))
-            await keeper.check(versions, version)
+            await broadcast_server.load(offer(sender, versions, version))
+            await broadcast_server.check(versions, version)
 
 
 @pytest.mark.parametrize("mode", ["in_place", "retract"])
 async def test_requests_go_on_during_a_push(server, versions, sender, mode):
     """Their spans say where the version changed, and recorded log-probs are those of that version."""
     requests = [ask(prompt(8, index), 900, str(index), index) for index in range(4)]
-    async with keeping(server, mode) as keeper:
-        await keeper.load(offer(sender, versions, 1))
-        tasks = await under_way(keeper, *requests)
-        await keeper.load(offer(sender, versions, 2))
+    async with keeping(server, mode) as broadcast_server:
+        await broadcast_server.load(offer(sender, versions, 1))
+        tasks = await under_way(broadcast_server, *requests)
+        await broadcast_server.load(offer(sender, versions, 2))
         for request, generation in zip(requests, await asyncio.gather(*tasks), strict=True):
             assert seen(generation) == [1, 2]
             assert len(generation.ids) == 900
             compared = versions.check(request, generation)
             assert compared == (900 if mode == "retract" else generation.spans[0].end)
-        await keeper.check(versions, 2)
+        await broadcast_server.check(versions, 2)
 
 
 async def test_a_trainer_that_is_killed_in_mid_push(server, versions, sender):
     """The server, which waits for a broadcast, answers again at once, with an error. It holds a mixture then:
     a full push from the next trainer makes it whole."""
-    async with keeping(server) as keeper:
+    async with keeping(server) as broadcast_server:
         trainer = SenderProcess(2, str(versions.paths[3] / "model.safetensors"), BUCKET_BYTES)
         start = time.monotonic()
-        task = asyncio.create_task(keeper.load(trainer.ref))
-        await keeper.watched.event.wait()
+        task = asyncio.create_task(broadcast_server.load(trainer.ref))
+        await broadcast_server.watched.event.wait()
         trainer.end()
         with pytest.raises(WeightsError):
             await task
         assert time.monotonic() - start < LONG / 2
-        await keeper.load(offer(sender, versions, 1))
-        await keeper.check(versions, 1)
+        await broadcast_server.load(offer(sender, versions, 1))
+        await broadcast_server.check(versions, 1)
 
 
 async def test_nothing_sampled_behind_a_push_that_was_cut_is_taken(server, versions, sender):
@@ -174,30 +174,32 @@ async def test_nothing_sampled_behind_a_push_that_was_cut_is_taken(server, versi
         return error.value.partial
 
     worker = SGLangClient(ServerApi(server.url), sglang_config(MAX_LEN), VOCABULARY)
-    async with keeping(server) as keeper, in_use(worker):
-        await keeper.load(offer(sender, versions, 1))
+    async with keeping(server) as broadcast_server, in_use(worker):
+        await broadcast_server.load(offer(sender, versions, 1))
         worker.mark_version(PolicyVersion(EPOCH, 1))
-        keeper.watched.expect(3)
+        broadcast_server.watched.expect(3)
         trainer = SenderProcess(2, str(versions.paths[3] / "model.safetensors"), BUCKET_BYTES)
         tasks = [asyncio.create_task(worker.generate(request)) for request in requests]
-        await until(lambda: running(keeper.api, len(requests)))
-        load = asyncio.create_task(keeper.load(trainer.ref))
-        await keeper.watched.event.wait()
-        held = asyncio.create_task(worker.generate(ask(prompt(9), 20, "held")))
+        await until(lambda: running(broadcast_server.api, len(requests)))
+        load = asyncio.create_task(broadcast_server.load(trainer.ref))
+        await broadcast_server.watched.event.wait()
+        held_request = asyncio.create_task(worker.generate(ask(prompt(9), 20, "held")))
         await asyncio.sleep(0)
-        assert not await keeper.api.ready()
+        assert not await broadcast_server.api.ready()
         trainer.end()
         with pytest.raises(WeightsError):
             await load
-        assert await keeper.api.ready() and await keeper.api.weight_label() == INVALID_LABEL
+        assert (
+            await broadcast_server.api.ready() and await broadcast_server.api.weight_label() == INVALID_LABEL
+        )
         partials = [await lost(task) for task in tasks]
         for request, partial in zip(requests, partials, strict=True):
             assert versions.check(request, partial) == len(partial.ids)
-        assert (await lost(held)).ids == ()
+        assert (await lost(held_request)).ids == ()
         assert (await lost(worker.generate(ask(prompt(9), 20)))).ids == ()
-        await keeper.load(offer(sender, versions, 2))
+        await broadcast_server.load(offer(sender, versions, 2))
         worker.mark_version(PolicyVersion(EPOCH, 2))
-        await keeper.check(versions, 2)
+        await broadcast_server.check(versions, 2)
         request = ask(prompt(9), 20)
         assert versions.check(request, await worker.generate(request)) == 20
 
@@ -205,48 +207,48 @@ async def test_nothing_sampled_behind_a_push_that_was_cut_is_taken(server, versi
 @pytest.mark.full
 async def test_a_trainer_that_freezes_in_mid_push(server, versions, sender):
     """The push ends at its deadline, but the server is stuck until the end of the trainer, or its own."""
-    async with keeping(server) as keeper:
+    async with keeping(server) as broadcast_server:
         trainer = SenderProcess(2, str(versions.paths[3] / "model.safetensors"), BUCKET_BYTES)
-        with impatient(keeper):
-            task = asyncio.create_task(keeper.load(trainer.ref))
-            await keeper.watched.event.wait()
+        with impatient(broadcast_server):
+            task = asyncio.create_task(broadcast_server.load(trainer.ref))
+            await broadcast_server.watched.event.wait()
             trainer.signal(SIGSTOP)
             with pytest.raises(WeightsError):
                 await task
-        assert keeper.loader.broken
+        assert broadcast_server.loader.broken
         with pytest.raises(EngineError):
-            await keeper.api.flush_cache(seconds=2.0)
+            await broadcast_server.api.flush_cache(seconds=2.0)
         trainer.end()
-        await keeper.load(offer(sender, versions, 1))
-        await keeper.check(versions, 1)
+        await broadcast_server.load(offer(sender, versions, 1))
+        await broadcast_server.check(versions, 1)
 
 
 @pytest.mark.full
 async def test_a_server_that_freezes_before_it_joins(server, versions, sender):
     """The push ends at its deadline; the server, which joins when it wakes up, is not caught there."""
-    async with keeping(server) as keeper:
+    async with keeping(server) as broadcast_server:
         ref = offer(sender, versions, 2)
         _signal(server, SIGSTOP)
         try:
-            with impatient(keeper), pytest.raises(WeightsError):
-                await keeper.load(ref)
+            with impatient(broadcast_server), pytest.raises(WeightsError):
+                await broadcast_server.load(ref)
         finally:
             _signal(server, SIGCONT)
-        assert not keeper.loader.broken  # it has its old weights
-        await keeper.load(ref)
-        await keeper.check(versions, 2)
+        assert not broadcast_server.loader.broken  # it has its old weights
+        await broadcast_server.load(ref)
+        await broadcast_server.check(versions, 2)
 
 
 async def test_weights_of_another_model_are_an_error(server, versions, sender):
     """A load that the server refuses is an error with its own words, and the next one is whole again."""
-    async with keeping(server) as keeper:
+    async with keeping(server) as broadcast_server:
         tensors = versions.tensors(1)
         name = next(name for name in tensors if "embed_tokens" in name)
-        wrong = tensors | {name: tensors[name][:-1].contiguous()}
+        wrong_tensors = tensors | {name: tensors[name][:-1].contiguous()}
         with pytest.raises(WeightsError, match="partially updated"):
-            await keeper.load(sender.offer(snapshot_of(wrong, PolicyVersion(EPOCH, 4))))
-        await keeper.load(offer(sender, versions, 3))
-        await keeper.check(versions, 3)
+            await broadcast_server.load(sender.offer(snapshot_of(wrong_tensors, PolicyVersion(EPOCH, 4))))
+        await broadcast_server.load(offer(sender, versions, 3))
+        await broadcast_server.check(versions, 3)
 
 
 def _signal(server: SGLangServer, number: int) -> None:

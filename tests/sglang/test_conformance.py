@@ -72,8 +72,8 @@ async def test_greedy_is_the_argmax_and_recorded_at_temperature_1(subject: Subje
 def assert_greedy(subject: Subject, request: Request, generation: Generation) -> None:
     """No other id is likelier, by the trainer's model, than each that was sampled."""
     for at, chosen in enumerate(generation.logprobs):
-        likeliest = subject.versions.next_logprobs(0, request.ids + generation.ids[:at]).max()
-        assert likeliest <= chosen + TOLERANCE
+        highest = subject.versions.next_logprobs(0, request.ids + generation.ids[:at]).max()
+        assert highest <= chosen + TOLERANCE
 
 
 @every_engine
@@ -120,19 +120,19 @@ async def test_a_text_that_ends_inside_a_token_ends_the_turn_with_that_token(sub
 async def test_nothing_but_the_requested_ids_stops_a_turn(subject: Subject):
     """The model's own end-of-sequence id, for one, goes on like any other unless it is asked for."""
 
-    async def one(engine: Engine, index: int, stops: tuple[int, ...]) -> Generation:
+    async def sample_turn(engine: Engine, index: int, stops: tuple[int, ...]) -> Generation:
         request = ask(prompt(5, index), 100, f"{index}", index, temperature=1.5, stop_ids=stops)
         generation = await engine.generate(request)
         subject.versions.check(request, generation)
         return generation
 
     async with subject.ready() as engine:
-        free = await asyncio.gather(*(one(engine, index, ()) for index in range(32)))
+        free = await asyncio.gather(*(sample_turn(engine, index, ()) for index in range(32)))
         assert {generation.stop for generation in free} == {StopReason.LENGTH}
         assert all(len(generation.ids) == 100 for generation in free)
         assert any(EOS in generation.ids[:-1] for generation in free)
         stops = (*range(0, VOCABULARY, 9), EOS)
-        for generation in await asyncio.gather(*(one(engine, index, stops) for index in range(32))):
+        for generation in await asyncio.gather(*(sample_turn(engine, index, stops) for index in range(32))):
             assert generation.stop is StopReason.STOP or len(generation.ids) == 100
             assert not set(stops) & set(generation.ids[:-1])
             assert (generation.ids[-1] in stops) == (generation.stop is StopReason.STOP)
@@ -210,6 +210,6 @@ async def test_score_is_the_trainers(subject: Subject):
         for version in (0, 1):
             await engine.load(subject.versions.refs[version])
             for ids in (prompt(2), prompt(700)):  # the embedded engine widens 512 tokens' logits at once
-                found = torch.tensor(await engine.score(ids))
+                scores = torch.tensor(await engine.score(ids))
                 expected = torch.tensor(subject.versions.score(version, ids))
-                torch.testing.assert_close(found, expected, atol=TOLERANCE, rtol=0)
+                torch.testing.assert_close(scores, expected, atol=TOLERANCE, rtol=0)

@@ -54,10 +54,10 @@ async def test_updates_during_requests(subject: Subject):
             assert subject.versions.check(new, generation) == 20
         for request, generation in zip(requests, await asyncio.gather(*tasks), strict=True):
             assert generation.stop is StopReason.LENGTH and len(generation.ids) == LONG
-            known = [span for span in generation.spans if span.kv_version >= 0]
-            assert [span.version for span in known] == [0, 1, 2]
+            known_spans = [span for span in generation.spans if span.kv_version >= 0]
+            assert [span.version for span in known_spans] == [0, 1, 2]
             expected = [0, 0, 0] if subject.keeps_cache else [0, 1, 2]
-            assert [span.kv_version for span in known] == expected
+            assert [span.kv_version for span in known_spans] == expected
             compared = subject.versions.check(request, generation)
             assert compared == (generation.spans[0].end if subject.keeps_cache else LONG)
 
@@ -82,8 +82,8 @@ async def test_the_first_token_of_a_version_is_known_exactly(subject: Subject):
             # The last token sampled by the old weights had no keys and values yet: the new ones write them.
             split = len(request.ids) + cut - 1
             expected = mixed_logprobs(subject.versions.paths, request.ids + generation.ids, split)
-            found = torch.tensor(generation.logprobs[cut:])
-            torch.testing.assert_close(found, expected, atol=TOLERANCE, rtol=0)
+            logprobs = torch.tensor(generation.logprobs[cut:])
+            torch.testing.assert_close(logprobs, expected, atol=TOLERANCE, rtol=0)
 
 
 @torch.no_grad()
@@ -99,12 +99,12 @@ def mixed_logprobs(paths: list[Path], ids: tuple[int, ...], split: int) -> Tenso
 @every_mode
 async def test_no_prefix_of_older_weights_is_read_by_new_requests(subject: Subject):
     async with subject.ready() as engine:
-        ended = ask(prompt(40, "ended"), 20, "ended")
+        ended_request = ask(prompt(40, "ended"), 20, "ended")
         running = ask(prompt(50, "running"), LONG, "running")
-        first = await engine.generate(ended)
+        first = await engine.generate(ended_request)
         (task,) = await under_way(engine, running)
         await engine.load(subject.versions.refs[1])
-        for ids in (ended.ids, ended.ids + first.ids, running.ids):
+        for ids in (ended_request.ids, ended_request.ids + first.ids, running.ids):
             await assert_fresh(subject, engine, ids, 1)
         crossed = await task
         assert seen(crossed) == [0, 1]
@@ -147,14 +147,17 @@ async def test_runs_that_follow_each_other_on_a_server_share_no_prefix(subject: 
         request = ask(prompt(40), 20)
         await engine.load(versions.refs[1])
         await engine.generate(request)
-        async with in_use(Served(engine.loader.api.url, "in_place", salt="another run")) as other:
-            await other.load(publish(versions.tensors(3), tmp_path, PolicyVersion(0, 1)))
-            for run, own in ((engine, False), (other, True)):  # the first one's client reads its old prefix
+        async with in_use(Served(engine.loader.api.url, "in_place", salt="another run")) as other_run:
+            await other_run.load(publish(versions.tensors(3), tmp_path, PolicyVersion(0, 1)))
+            for run, reads_its_weights in (
+                (engine, False),
+                (other_run, True),
+            ):  # the first one's client reads its old prefix
                 generation = await run.generate(request)
                 assert generation.spans == (VersionSpan(0, 20, 1, 1),)
                 expected = versions.logprobs(3, request, generation)
                 gap = (torch.tensor(generation.logprobs) - expected).abs().max()
-                assert bool(gap < TOLERANCE) is own
+                assert bool(gap < TOLERANCE) is reads_its_weights
 
 
 @every_mode
@@ -240,10 +243,12 @@ async def test_weights_of_another_model_are_refused(
     subject: Subject, changes: dict[str, Tensor | None], difference: str
 ):
     tensors = subject.versions.tensors(1) | changes
-    other = subject.versions.publish({name: value for name, value in tensors.items() if value is not None}, 9)
+    other_model = subject.versions.publish(
+        {name: value for name, value in tensors.items() if value is not None}, 9
+    )
     async with subject.ready() as engine:
         with pytest.raises(WeightsError, match=difference):
-            await engine.load(other)
+            await engine.load(other_model)
         assert engine.version == 0
         await assert_fresh(subject, engine, prompt(9), 0)
 

@@ -24,14 +24,16 @@ from tests.sglang.test_collective import BUCKET_BYTES, LONG, BroadcastServer, ke
 pytestmark = pytest.mark.long
 
 
-async def check(keeper: BroadcastServer, versions: Versions, version: int) -> None:
+async def check(broadcast_server: BroadcastServer, versions: Versions, version: int) -> None:
     """Of this version, by what it samples and by how it scores a text; no other is as near."""
-    await keeper.check(versions, version)
+    await broadcast_server.check(versions, version)
     ids = prompt(40, "probe")
-    found = torch.tensor(await keeper.loader.score(ids))
-    gaps = [float((found - torch.tensor(versions.score(each, ids))).abs().max()) for each in range(4)]
+    scores = torch.tensor(await broadcast_server.loader.score(ids))
+    gaps = [
+        float((scores - torch.tensor(versions.score(candidate, ids))).abs().max()) for candidate in range(4)
+    ]
     assert gaps[version] < TOLERANCE
-    assert min(gap for each, gap in enumerate(gaps) if each != version) > 0.1
+    assert min(gap for candidate, gap in enumerate(gaps) if candidate != version) > 0.1
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
@@ -47,13 +49,13 @@ async def test_what_is_published_is_served(
 
     assert any(".experts.3." in name for name in versions.tensors(1))
     with closing(Sender("127.0.0.1", BUCKET_BYTES, LONG, torch.device("cpu"))) as sender:
-        async with keeping(server) as keeper:
+        async with keeping(server) as broadcast_server:
             for version in (1, 2):
-                await keeper.load(versions.refs[version])
-                await check(keeper, versions, version)
+                await broadcast_server.load(versions.refs[version])
+                await check(broadcast_server, versions, version)
             for version in (3, 1):
-                await keeper.load(offer(sender, versions, version))
-                await check(keeper, versions, version)
+                await broadcast_server.load(offer(sender, versions, version))
+                await check(broadcast_server, versions, version)
     server.kill()
 
 
@@ -72,11 +74,11 @@ def routes_of(path: Path, ids: tuple[int, ...]) -> np.ndarray:
 def assert_routes(path: Path, request: Request, generation: Generation, first: int = 0) -> None:
     """From `first` on; where two experts are nearly equal, rounding decides."""
     ids = request.ids + generation.ids
-    told = generation.routes
-    assert told is not None and (told.start, told.end) == (request.routes_from, len(ids) - 1)
-    found = np.sort(np.frombuffer(told.data, "<u2").reshape(told.tokens, 2, 2), -1)
-    wanted = routes_of(path, ids)[told.start :]
-    assert (found == wanted)[max(0, first - told.start) :].mean() > 0.95
+    routes = generation.routes
+    assert routes is not None and (routes.start, routes.end) == (request.routes_from, len(ids) - 1)
+    experts = np.sort(np.frombuffer(routes.data, "<u2").reshape(routes.tokens, 2, 2), -1)
+    wanted = routes_of(path, ids)[routes.start :]
+    assert (experts == wanted)[max(0, first - routes.start) :].mean() > 0.95
 
 
 async def test_routes_are_those_of_the_trainers_model(
@@ -88,12 +90,14 @@ async def test_routes_are_those_of_the_trainers_model(
     served = Served(server.url, "abort", replay=True)
     async with asyncio.timeout(4 * LONG), in_use(served) as engine:
         await engine.load(versions.refs[0])
-        one = replace(ask(prompt(30), 20), routes_from=0)
-        first = await engine.generate(one)
-        assert_routes(versions.paths[0], one, first)
+        first_request = replace(ask(prompt(30), 20), routes_from=0)
+        first = await engine.generate(first_request)
+        assert_routes(versions.paths[0], first_request, first)
         assert first.routes is not None
-        two = replace(ask(one.ids + first.ids + prompt(5), 12), routes_from=first.routes.end)
-        assert_routes(versions.paths[0], two, await engine.generate(two))
+        second_request = replace(
+            ask(first_request.ids + first.ids + prompt(5), 12), routes_from=first.routes.end
+        )
+        assert_routes(versions.paths[0], second_request, await engine.generate(second_request))
         cut = replace(ask(prompt(40, "cut"), 900), routes_from=0)
         (task,) = await under_way(engine, cut)
         await engine.load(versions.refs[1])

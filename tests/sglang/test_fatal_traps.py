@@ -41,7 +41,7 @@ async def test_ids_outside_the_vocabulary_kill_a_server_and_are_not_sent(
         with pytest.raises(EngineLost) as lost:
             await task
         assert len(lost.value.partial.ids) > 0
-        assert server.gone()
+        assert server.has_gone()
         assert not await engine.api.alive()
         with pytest.raises(EngineLost, match="Cannot connect"):
             await engine.generate(ask(prompt(4)))

@@ -129,7 +129,7 @@ def generated(name: str) -> Iterator[SharedTurn]:
             name,
             f"{number}",
             words + WRITERS[name](calls).replace("[TOOL_CALLS][", "[TOOL_CALLS] ["),
-            tuple(schema(tool, **made) for tool, made in calls),
+            tuple(schema(tool, **arguments) for tool, arguments in calls),
         )
 
 
@@ -182,7 +182,7 @@ def theirs(sglang_installed: None) -> dict[SharedTurn, Answer]:
     assert done.returncode == 0, done.stderr[-2000:]
     answers = json.loads(done.stdout.splitlines()[-1])
     return {
-        turn: (thought.strip(), [(name, json.loads(made)) for name, made in calls], content.strip())
+        turn: (thought.strip(), [(name, json.loads(arguments)) for name, arguments in calls], content.strip())
         for turn, (thought, calls, content) in zip(TURNS, answers, strict=True)
     }
 
@@ -216,11 +216,11 @@ def test_of_a_turn_that_is_cut_its_whole_calls_are_carried_out(
     not closed."""
     for turn, part in CUT:
         if turn.format == name:
-            made = ours(part)[1]
-            found = theirs[part][1]
-            assert made == ours(turn)[1][: len(made)], part
-            last = name == "harmony" and found == made[:-1]
-            assert name in CARELESS or last or found == made, part
+            our_calls = ours(part)[1]
+            their_calls = theirs[part][1]
+            assert our_calls == ours(turn)[1][: len(our_calls)], part
+            last = name == "harmony" and their_calls == our_calls[:-1]
+            assert name in CARELESS or last or their_calls == our_calls, part
 
 
 def test_thoughts_that_the_prompt_opened_are_read_alike(theirs: dict[SharedTurn, Answer]) -> None:
@@ -230,6 +230,11 @@ def test_thoughts_that_the_prompt_opened_are_read_alike(theirs: dict[SharedTurn,
 
 def test_every_other_disagreement_has_a_reason(theirs: dict[SharedTurn, Answer]) -> None:
     """Of the odd and broken turns of the corpora: which calls are carried out, and what is a thought."""
-    known = {(name, case) for cases in KNOWN.values() for name, found in cases.items() for case in found}
+    explained = {
+        (name, case)
+        for cases in KNOWN.values()
+        for name, listed_cases in cases.items()
+        for case in listed_cases
+    }
     differ = {(turn.format, turn.case) for turn in corpus() if ours(turn)[:2] != theirs[turn][:2]}
-    assert sorted(differ - known) == [] == sorted(known - differ)
+    assert sorted(differ - explained) == [] == sorted(explained - differ)

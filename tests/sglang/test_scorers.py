@@ -43,14 +43,14 @@ def differences(turns: Sequence[Turn]) -> list[float]:
     ids = [id for turn in turns for id in (*turn.context, *turn.ids)]
     with torch.inference_mode():
         table = demo()(torch.tensor([ids[:-1]])).logits[0].log_softmax(-1)
-    own = table.gather(1, torch.tensor(ids[1:])[:, None])[:, 0].numpy()
-    found = list[float]()
+    own_logprobs = table.gather(1, torch.tensor(ids[1:])[:, None])[:, 0].numpy()
+    gaps = list[float]()
     end = 0
     for turn in turns:
         end += len(turn.context) + len(turn.ids)
         scored = np.frombuffer(turn.scores.logprobs, "<f4")
-        found.append(float(np.abs(scored - own[end - 1 - len(turn.ids) : end - 1]).max()))
-    return found
+        gaps.append(float(np.abs(scored - own_logprobs[end - 1 - len(turn.ids) : end - 1]).max()))
+    return gaps
 
 
 async def test_what_stands_before_a_turn_is_found_in_the_cache(shared_server: Shared) -> None:
@@ -66,8 +66,10 @@ async def test_what_stands_before_a_turn_is_found_in_the_cache(shared_server: Sh
         scores = await client.read(row, 40, 4)
         cached.append((client.use.cached_tokens - before[0], client.use.prompt_tokens - before[1]))
         assert len(scores.logprobs) == 160 and len(scores.top) == 640
-    assert cached[0][0] == 0 and [found for found, _ in cached[1:]] == [660 + 60 * at for at in range(5)]
-    shares = [found / asked for found, asked in cached[1:]]
+    assert cached[0][0] == 0 and [cached_tokens for cached_tokens, _ in cached[1:]] == [
+        660 + 60 * at for at in range(5)
+    ]
+    shares = [cached_tokens / prompt_tokens for cached_tokens, prompt_tokens in cached[1:]]
     print(f"found in the cache from the second turn on: {min(shares):.1%} to {max(shares):.1%}")
     assert min(shares) > 0.9 and math.isfinite(sum(np.frombuffer(scores.top, "<f4")))
     await client.close()
@@ -93,9 +95,9 @@ def test_a_run_whose_reference_is_killed_trains_on_the_numbers_of_a_rank(tmp_pat
             [*map(decode_turn, filter(None, reader.turn_frames(uid, 16, ("generated",))))] for uid in uids
         ]
         reader.close()
-        found = [gap for turns in filter(None, episodes) for gap in differences(turns)]
-        print(f"{len(found)} turns, largest difference {max(found):.2g} nats")
-        assert len(found) > 100 and max(found) < 1e-4
+        gaps = [gap for turns in filter(None, episodes) for gap in differences(turns)]
+        print(f"{len(gaps)} turns, largest difference {max(gaps):.2g} nats")
+        assert len(gaps) > 100 and max(gaps) < 1e-4
         distances = [row["actor/ref_kl"] for row in run.rows() if "actor/ref_kl" in row]
         assert distances[0] < 1e-6 < distances[-1]
         assert all(row.get("timing_s/ref", 0.0) == 0 for row in run.rows())

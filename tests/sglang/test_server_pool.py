@@ -51,7 +51,7 @@ def victim(survivor: SGLangServer, guarded: SGLangServer) -> SGLangServer:
 
 
 class Site:
-    """A pool and, as keepers have them, the loaders of its servers."""
+    """A pool and, as supervisors have them, the loaders of its servers."""
 
     def __init__(self, mode: PauseMode, *servers: SGLangServer) -> None:
         self._config = sglang_config(MAX_LEN, mode)
@@ -78,8 +78,8 @@ class Site:
         missing = {server.url for server in without}
         self.pool.update_table(
             [
-                EngineEntry(url, url, "1", PolicyVersion(0, held), True)
-                for url, held in self.held.items()
+                EngineEntry(url, url, "1", PolicyVersion(0, version), True)
+                for url, version in self.held.items()
                 if url not in missing
             ]
         )
@@ -98,16 +98,16 @@ class Site:
 
 @asynccontextmanager
 async def site(mode: PauseMode, *servers: SGLangServer) -> AsyncIterator[Site]:
-    made = Site(mode, *servers)
+    new_site = Site(mode, *servers)
     try:
         async with asyncio.timeout(DEADLINE):
-            for loader in made.loaders.values():
+            for loader in new_site.loaders.values():
                 await loader.api.flush_cache(wait=10)  # labels come again, as they never do in a run
-            yield made
+            yield new_site
     finally:
-        for loader in made.loaders.values():
+        for loader in new_site.loaders.values():
             await loader.close()
-        await made.pool.close()
+        await new_site.pool.close()
 
 
 async def checked(versions: Versions, turns: list[Turn]) -> list[list[int]]:
@@ -184,7 +184,7 @@ async def test_the_turns_of_a_killed_server_go_on_at_the_other(
         family = victim.processes()
         assert len(family) >= 3  # HTTP, scheduler, detokenizer
         victim.process.kill()  # the first process only: its children notice by themselves
-        assert await asyncio.to_thread(victim.gone)
+        assert await asyncio.to_thread(victim.has_gone)
         seen = await checked(versions, turns)
         assert sorted(seen) == [[0]] * 4 + [[1, 0]] * 4
         alive, dead = s.pool.usage_by_name.values()
@@ -203,12 +203,12 @@ async def test_a_turn_goes_on_after_a_part_of_it_with_newer_weights(
 
     async with site("in_place", survivor) as s:
         await s.load(survivor, versions, 0)
-        ((request, other),) = s.start(1)
-        whole = await s.pool.generate(replace(request, session="w", part_seconds=0.1, on_part=on_part))
-        assert len(parts) > 2 and len((await other).ids) == len(whole.ids)
+        ((request, uncut_turn),) = s.start(1)
+        whole_turn = await s.pool.generate(replace(request, session="w", part_seconds=0.1, on_part=on_part))
+        assert len(parts) > 2 and len((await uncut_turn).ids) == len(whole_turn.ids)
         for part in parts:
             count = len(part.ids)
-            assert (part.ids, part.logprobs) == (whole.ids[:count], whole.logprobs[:count])
+            assert (part.ids, part.logprobs) == (whole_turn.ids[:count], whole_turn.logprobs[:count])
             assert versions.check(request, part) == count
         await s.load(survivor, versions, 1)
         part = parts[len(parts) // 2]

@@ -34,7 +34,7 @@ def test_a_server_and_the_trainer_take_turns(tmp_path: Path) -> None:
     assert trained and not [*at_once(run.path)]
     assert len([*awake(run)]) >= 4
     for start, end in awake(run):
-        assert not [one for one in trained if min(one[1], end) - max(one[0], start) > CLOCKS]
+        assert not [span for span in trained if min(span[1], end) - max(span[0], start) > CLOCKS]
     last = [row for row in run.rows() if "engine/0/requests" in row][-1]
     assert last["engine/0/requests"] > 64
     assert [last[f"engine/0/{name}"] for name in ("lost", "moved", "retracted")] == [0, 0, 0]
@@ -44,8 +44,10 @@ def test_a_server_and_the_trainer_take_turns(tmp_path: Path) -> None:
 
 
 def test_kill_9_in_shifts_with_a_server(tmp_path: Path) -> None:
-    """The keeper, the server, a rank, a worker and the coordinator, each in another shift. With the worker
-    go the requests that it has at a server that sleeps."""
+    """Kill the supervisor, the server, a rank, a worker and the coordinator, each in another shift.
+
+    The worker's requests at a sleeping server end with the worker.
+    """
     with Run(tmp_path, *SHIFTS, "total_steps=8") as run:
         for step, shift, victim in (
             (1, "train", "engine-0"),

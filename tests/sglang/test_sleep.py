@@ -57,7 +57,7 @@ class Site:
     def __init__(self, server: SGLangServer, config: RunConfig) -> None:
         self._config = config
         self._url = server.url
-        self._held = -1
+        self._loaded_step = -1
         weights = replace(config.weights, mode=config.update_mode)
         self.loader = loader_of(ServerApi(server.url), weights)
         self.waits = Waits()
@@ -71,16 +71,18 @@ class Site:
 
     async def load(self, ref: WeightsRef) -> None:
         await self.loader.load(ref)
-        self._held = ref.version.step
+        self._loaded_step = ref.version.step
         self.tell()
 
     async def sleep(self) -> None:
         await self.loader.sleep()
         self.tell(asleep=True)
 
-    def tell(self, *others: EngineEntry, asleep: bool = False) -> None:
-        own = EngineEntry(self._url, self._url, "1", PolicyVersion(0, self._held), not asleep, asleep=asleep)
-        self.pool.update_table([own, *others])
+    def tell(self, *other_entries: EngineEntry, asleep: bool = False) -> None:
+        own_entry = EngineEntry(
+            self._url, self._url, "1", PolicyVersion(0, self._loaded_step), not asleep, asleep=asleep
+        )
+        self.pool.update_table([own_entry, *other_entries])
 
     @property
     def use(self) -> EngineUse:
@@ -88,11 +90,11 @@ class Site:
 
     async def start(self, count: int, longest: int = -1) -> list[tuple[Request, asyncio.Task[Generation]]]:
         """Turns of which each is being sampled."""
-        begun: list[asyncio.Event] = []
+        begin_events: list[asyncio.Event] = []
 
         def request(index: int) -> Request:
             event = asyncio.Event()
-            begun.append(event)
+            begin_events.append(event)
 
             def watch(ids: list[int]) -> bool:
                 event.set()
@@ -102,20 +104,22 @@ class Site:
             return replace(ask(prompt(20, index), new, f"{index}", index), watch=watch)
 
         requests = [request(index) for index in range(count)]
-        turns = [(each, asyncio.create_task(self.pool.generate(each))) for each in requests]
-        await asyncio.gather(*(event.wait() for event in begun))
+        turns = [
+            (each_request, asyncio.create_task(self.pool.generate(each_request))) for each_request in requests
+        ]
+        await asyncio.gather(*(event.wait() for event in begin_events))
         return turns
 
 
 @asynccontextmanager
 async def site(server: SGLangServer) -> AsyncIterator[Site]:
-    made = Site(server, shifts())
+    new_site = Site(server, shifts())
     try:
         async with asyncio.timeout(DEADLINE):
-            yield made
+            yield new_site
     finally:
-        await made.pool.close()
-        await made.loader.close()
+        await new_site.pool.close()
+        await new_site.loader.close()
 
 
 async def checked(
@@ -147,8 +151,8 @@ async def test_turns_sleep_with_their_server_and_go_on_with_what_it_wakes_with(
         await asyncio.wait([given_up])
         assert given_up.cancelled()
         tokens = s.use.tokens
-        held = ask(prompt(12, "held"), 16, "held")
-        turns.append((held, asyncio.create_task(s.pool.generate(held))))
+        held_request = ask(prompt(12, "held"), 16, "held")
+        turns.append((held_request, asyncio.create_task(s.pool.generate(held_request))))
         await settle()
         assert s.pool.sleeps.asleep and s.use.requests == 1
         assert await s.loader.label() == "e0-v0"  # it can be looked after
@@ -213,11 +217,13 @@ async def test_the_turns_of_a_server_that_is_killed_asleep_go_on_at_another(
         await asyncio.to_thread(server.kill)
         with pytest.raises(WeightsError, match="resume_memory_occupation failed"):
             await s.loader.load(versions.refs[1])
-        assert "waking was not finished" in s.loader.sleeping.unknown_reason  # its keeper gives it up
+        assert "waking was not finished" in s.loader.sleeping.unknown_reason  # its supervisor gives it up
         with pytest.raises(ServerGone):
             await s.loader.api.server_info()
-        other = await asyncio.to_thread(shared_server, FAMILY)
-        async with in_use(loader_of(ServerApi(other.url), shifts().weights)) as loader:
+        other_server = await asyncio.to_thread(shared_server, FAMILY)
+        async with in_use(loader_of(ServerApi(other_server.url), shifts().weights)) as loader:
             await loader.load(versions.refs[2])
-            s.tell(EngineEntry(other.url, other.url, "1", PolicyVersion(0, 2), True), asleep=True)
+            s.tell(
+                EngineEntry(other_server.url, other_server.url, "1", PolicyVersion(0, 2), True), asleep=True
+            )
             assert await checked(versions, turns) == [[0, 2]] * 4

@@ -30,7 +30,7 @@ DEADLINE = 400.0  # a server alone starts in 15 s, on a busy machine in a minute
 
 
 def server_of(run: Run, engine: str) -> psutil.Process:
-    """The first process of the server that a keeper started."""
+    """The first process of the server that a supervisor started."""
     return run.children()[engine].children()[0]
 
 
@@ -51,10 +51,10 @@ def test_rewards_rise_on_attached_servers_with_keys_of_which_one_joins_and_leave
     with Run(tmp_path, *attach, *more, "rollout.slots=32") as run:
         log = run.path / "logs/coordinator-0.log"
         run.until(lambda: log.exists() and "worker 0 joined" in log.read_text(), "a start", DEADLINE)
-        with joined(run, tmp_path / "joined", "--url", urls[1], role="engine") as keeper:
+        with joined(run, tmp_path / "joined", "--url", urls[1], role="engine") as supervisor:
             run.until(lambda: used(run.rows()), "it is used", DEADLINE)
-            keeper.send_signal(signal.SIGTERM)
-            assert keeper.wait(30) == 0, (tmp_path / "joined/out").read_text()
+            supervisor.send_signal(signal.SIGTERM)
+            assert supervisor.wait(30) == 0, (tmp_path / "joined/out").read_text()
         assert "engine 1 lost (it leaves)" in log.read_text()
         run.wait(DEADLINE)
         summary = run.completed(20)
@@ -85,8 +85,8 @@ def used(rows: list[dict[str, float]]) -> list[dict[str, float]]:
 def test_a_pretrained_model_has_one_distribution_in_server_and_trainer(tmp_path: Path) -> None:
     """In float32, where no rounding hides another model."""
     needs_smollm2()
-    one = ("total_steps=1", "model.dtype=float32", "engine.servers=1")
-    with Run(tmp_path, *SGLANG, *FEW, *one, experiment="smollm2") as run:
+    one_step = ("total_steps=1", "model.dtype=float32", "engine.servers=1")
+    with Run(tmp_path, *SGLANG, *FEW, *one_step, experiment="smollm2") as run:
         run.wait(DEADLINE)
         summary = run.completed(1)
     assert summary["logprob_diff_max_same_version"] < 1e-4 and summary["logprob_tokens_compared"] > 0
@@ -96,14 +96,14 @@ def test_a_pretrained_model_has_one_distribution_in_server_and_trainer(tmp_path:
 
 def assert_refused(tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wrong keys and another model are found before a run starts. (Exit codes: tests/integration.)"""
-    other = shutil.copytree(DEMO, tmp_path / "other")
-    sizes = json.loads((other / "config.json").read_text())
-    (other / "config.json").write_text(json.dumps(sizes | {"vocab_size": sizes["vocab_size"] + 8}))
+    other_model = shutil.copytree(DEMO, tmp_path / "other")
+    sizes = json.loads((other_model / "config.json").read_text())
+    (other_model / "config.json").write_text(json.dumps(sizes | {"vocab_size": sizes["vocab_size"] + 8}))
     monkeypatch.setenv("WRONG", "open barley")
     for api, admin, model, complaint in (
         ("KEY", "WRONG", DEMO, "key"),
         ("WRONG", "ADMIN", DEMO, "key"),
-        ("KEY", "ADMIN", other, "vocab_size"),
+        ("KEY", "ADMIN", other_model, "vocab_size"),
     ):
         engine = {"name": "sglang", "urls": [url], "api_key_env": api, "admin_key_env": admin}
         required = {"name": "x", "model": {"path": str(model)}, "data": {"train": "t.parquet"}}
@@ -125,11 +125,11 @@ ADAPTERS = ("model.lora_rank=8", "weights.adapters=true", "trainer.lr=1e-4")
     ],
     ids=["broadcast", "broadcast-replaced", "adapters-replaced"],
 )
-def test_servers_keepers_and_the_coordinator_die_in_mid_run(
+def test_servers_supervisors_and_the_coordinator_die_in_mid_run(
     tmp_path: Path, replaced: bool, weights: tuple[str, ...]
 ) -> None:
     """Episodes continue on the other server, and everything is accounted for. `replaced`: a new one comes,
-    and then the other one's keeper dies."""
+    and then the other one's supervisor dies."""
     slow = "+rollout.tool_args.calculator.latency_mean=0.5"  # leaves a server that starts some of the CPU
     longer = "total_steps=1000"  # however long a server takes to come back, it is in mid-run
     with Run(tmp_path, *SGLANG, *weights, slow, longer, "data.test=''", "launch.stop_timeout=60") as run:
@@ -147,8 +147,8 @@ def test_servers_keepers_and_the_coordinator_die_in_mid_run(
         summary = run.summary()
         assert summary["outcome"] == "stopped" and summary["conserved"]
         assert set(trained_uids(run.path).values()) == {1}
-        late = summary["steps"] * 16 - summary["flow"]["trained"]  # members of partial groups
-        assert 0 <= late < 16
+        late_episodes = summary["steps"] * 16 - summary["flow"]["trained"]  # members of partial groups
+        assert 0 <= late_episodes < 16
         restarted = [line for line in run.text().splitlines() if "is restarted" in line]
         assert any("engine-0 was killed" in line for line in restarted) is replaced
         assert any("engine-1 ended" in line for line in restarted)
@@ -163,7 +163,7 @@ def kill(process: psutil.Process) -> None:
     family = [process, *process.children(recursive=True)]
     os.kill(process.pid, signal.SIGKILL)
     psutil.wait_procs(family, 60)
-    assert not any(alive(each) for each in family), "processes of the killed one are left"
+    assert not any(alive(each_process) for each_process in family), "processes of the killed one are left"
 
 
 def alive(process: psutil.Process) -> bool:

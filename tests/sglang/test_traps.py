@@ -112,7 +112,7 @@ async def test_ready_knows_of_a_pause_and_the_process_is_alive(server: SGLangSer
 async def test_a_look_leaves_a_server_as_it_is_and_an_owner_ends_what_the_last_one_left(
     server: SGLangServer, refs: list[WeightsRef], tiny_models: dict[str, Path], tmp_path: Path
 ):
-    """A keeper that died in a pause may have left half of a version."""
+    """A supervisor that died in a pause may have left half of a version."""
     config = attached(server, tiny_models["qwen2"], tmp_path)
     cache = tmp_path / "runs" / "x" / "weights" / "cache-0"
     cache.mkdir(parents=True)
@@ -129,8 +129,8 @@ async def test_a_look_leaves_a_server_as_it_is_and_an_owner_ends_what_the_last_o
                 await task
             assert all(span.version == 1 for span in lost.value.partial.spans)
             await owner.load(refs[0])
-            found = await attach(config, server.url)  # it was not paused
-            async with in_use(build_loader(config, 0, found)) as again:
+            second_server = await attach(config, server.url)  # it was not paused
+            async with in_use(build_loader(config, 0, second_server)) as again:
                 assert await again.api.weight_label() == refs[0].label
 
 
@@ -191,13 +191,13 @@ async def test_an_unfinished_load_breaks_the_engine_until_one_succeeds(
         before = loader._end_of_pause
         deadline = loader._deadline
 
-        async def late() -> bool:
+        async def is_late() -> bool:
             return loader._end_of_pause is not before
 
         with frozen(server):
             loader._deadline = 0.5
             load = asyncio.create_task(engine.load(refs[1]))
-            await until(late)
+            await until(is_late)
         with pytest.raises(WeightsError, match=r"e0-v1 failed \(WeightsError: it took longer than 0.5 s"):
             await load
         loader._deadline = deadline

@@ -28,7 +28,7 @@ WHOLE = 400  # tokens of a request that is waited for
 
 
 class Kept:
-    """A server with a keeper's loader and one worker's client."""
+    """A server with a supervisor's loader and one worker's client."""
 
     def __init__(
         self, api: ServerApi, loader: ServerLoader | None = None, max_len: int = MAX_LEN, **settings: Any
@@ -52,12 +52,12 @@ class Kept:
 @asynccontextmanager
 async def kept(server: SGLangServer, *keys: str, **settings: Any) -> AsyncIterator[Kept]:
     """Within the deadline of one test."""
-    made = Kept(ServerApi(server.url, *keys), **settings)
+    new_server = Kept(ServerApi(server.url, *keys), **settings)
     try:
         async with asyncio.timeout(DEADLINE):
-            yield made
+            yield new_server
     finally:
-        await made.close()
+        await new_server.close()
 
 
 @asynccontextmanager

@@ -106,11 +106,11 @@ def test_keys_for_users_of_other_trainers_exist(page: str) -> None:
 @pytest.mark.parametrize(("name", "least"), [("verl", 15), ("trl", 10)])
 def test_defaults_for_users_of_other_trainers_are_ours(name: str, least: int) -> None:
     table = PAGES[name].partition("## Defaults that differ")[2].partition("##")[0]
-    told = [
+    defaults = [
         (key, value) for row in table.splitlines() for key, value in ours(row.rpartition(" | ")[2]) if value
     ]
-    assert len(told) > least
-    for key, value in told:
+    assert len(defaults) > least
+    for key, value in defaults:
         if key != "kl.where":  # off by default
             assert json.dumps(attrgetter(key)(RUN)).strip('"') == value, key
 

@@ -81,7 +81,7 @@ def caused(error: Exception, cause: Exception) -> Exception:
         (WeightsError("tensor w does not match its manifest entry"), False),
     ],
 )
-def test_what_a_process_lacks_is_told_from_damage(error: Exception, lacks: bool) -> None:
+def test_what_a_process_lacks_is_distinguished_from_damage(error: Exception, lacks: bool) -> None:
     assert lacks_resources(error) is lacks
 
 

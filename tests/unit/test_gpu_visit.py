@@ -684,7 +684,7 @@ def test_a_call_may_carry_a_load_the_checkout_and_all_caches_that_a_visit_brings
     assert packer.CHECKOUT_BYTES + packer.LOAD_BYTES <= packer.CALL_BYTES
 
 
-def test_the_first_call_carries_the_caches_and_a_call_with_too_much_is_told(
+def test_the_first_call_carries_the_caches_and_a_call_with_too_much_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     packer = script("pack_visit", "gpu_kit")

@@ -137,7 +137,7 @@ def test_an_image_below_is_searched_for_lines(tmp_path: Path) -> None:
     (tmp_path / "lib/toy").mkdir(parents=True)
     (tmp_path / "lib/toy/__init__.py").write_text(bugs[0].before)
     below = BaseImage([str(tmp_path)])
-    assert (below.has(bugs[0]), below.has(bugs[-1])) == (True, False)
+    assert (below.has_mutation(bugs[0]), below.has_mutation(bugs[-1])) == (True, False)
 
 
 def tree_of(path: Path, files: dict[str, str]) -> Path:
@@ -204,7 +204,9 @@ def test_what_solutions_may_change(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["gztar", "xztar", "zip"])
-def test_a_package_without_tests_is_told_what_was_looked_for(tmp_path: Path, kind: str) -> None:
+def test_a_package_without_tests_is_an_error_that_lists_what_was_looked_for(
+    tmp_path: Path, kind: str
+) -> None:
     sdist = sdist_of(tmp_path / "toy-1.0", {"toy/__init__.py": "", "toy/testing.py": ""}, kind)
     with pytest.raises(
         PackageError, match=r"toy-1\.0 has no tests: none of its files is named test_\*\.py, \*_t"

@@ -54,7 +54,7 @@ SMOLLM = ROOT / ".models/smollm2-135m-instruct"
 DEMO = ROOT / "examples/multiturn/calculator/model"
 MB = 1 << 20
 TOKENS = 1024
-SIZE = 0.002  # of B's numbers: what is added to a weight is about as large as its rounding in bfloat16
+SIZE = 0.002  # standard deviation of B: a weight changes by about its rounding in bfloat16
 # tokens of an episode: before the first turn, of a tool, of a turn
 PROMPT = 64
 REPLY = 16
@@ -76,34 +76,39 @@ class Versions:
     @torch.no_grad()
     def publish(self, step: int, apart: bool, keep: int = 3) -> WeightsRef:
         torch.manual_seed(step)
-        own = dict(self.lm.named_parameters())
+        parameters = dict(self.lm.named_parameters())
         for piece in self.adapters.published:
-            parameter = own[piece.parameter]
+            parameter = parameters[piece.parameter]
             parameter.normal_(std=SIZE if piece.name.endswith("B.weight") else parameter.shape[1] ** -0.5)
-        tensors = {piece.name: own[piece.parameter] for piece in self.adapters.published}
+
+        tensors = {piece.name: parameters[piece.parameter] for piece in self.adapters.published}
         if not apart:
             adapted = {piece.parameter for piece in self.adapters.published}
-            tensors = {name: own[name] for name in own.keys() - adapted}
+            tensors = {name: parameters[name] for name in parameters.keys() - adapted}
             for name in tensors:
                 if names := self.adapters.adapter_names(name):
-                    change = self.adapters.weight_change(name, *(own[one] for one in names))
+                    change = self.adapters.weight_change(
+                        name, *(parameters[parameter_name] for parameter_name in names)
+                    )
                     tensors[name] = tensors[name] + change
+
         writer = self._apart if apart else self._merged
         ref = writer.write_version(snapshot_of(tensors, PolicyVersion(1, step)))
         prune(writer.directory, keep)
+
         return ref
 
     @torch.no_grad()
     def logprobs(self, ids: tuple[int, ...]) -> list[float]:
         row = torch.tensor([ids])
         scores = self.lm(row).logits[0, :-1].float().log_softmax(-1)
-        found: list[float] = scores.gather(1, row[0, 1:, None])[:, 0].tolist()
-        return found
+        row_logprobs: list[float] = scores.gather(1, row[0, 1:, None])[:, 0].tolist()
+        return row_logprobs
 
 
 @dataclass
 class Bench:
-    """A server that takes adapters, or merged weights."""
+    """Starts a server with adapters, or with merged weights, and measures what versions cost."""
 
     server: SGLangServer
     versions: Versions
@@ -123,8 +128,10 @@ class Bench:
         modules = sorted({layer.rpartition(".")[2] for layer in versions.adapters.specs[""].layers})
         lora = ["--enable-lora", f"--max-lora-rank={rank}", "--lora-target-modules", *modules]
         lora.append(f"--max-loras-per-batch={config.adapters_held}")
+
         arguments = (f"--dtype={dtype}", "--max-total-tokens=32768", *(lora if apart else ()))
         server = SGLangServer(model, directory / f"server-{apart}.log", *arguments)
+
         api = ServerApi(server.url)
         if apart:
             loader: AdapterLoader | ServerLoader = AdapterLoader(
@@ -146,7 +153,7 @@ class Bench:
 
     @property
     def seconds(self) -> float:
-        """Of processors that the server has used."""
+        """Return the processor seconds that the server has used."""
         return sum(sum(process.cpu_times()[:2]) for process in self.server.processes())
 
     def connect(self) -> SGLangClient:
@@ -160,16 +167,18 @@ class Bench:
         self.client.mark_version(ref.version)
 
     async def sample(self, client: SGLangClient, ids: tuple[int, ...], tokens: int, name: str) -> list[int]:
-        """A turn, as a pool has it sampled: what a server ends is asked for again."""
-        found: list[int] = []
-        while len(found) < tokens:
-            sampling = Sampling(tokens - len(found), ())
+        """Sample a turn as a pool does: a request that the server ends is sent again with the tokens so
+        far."""
+        sampled_ids: list[int] = []
+        while len(sampled_ids) < tokens:
+            sampling = Sampling(tokens - len(sampled_ids), ())
             try:
-                part = await client.generate(Request(name, (*ids, *found), sampling))
+                part = await client.generate(Request(name, (*ids, *sampled_ids), sampling))
             except EngineLost as lost:
                 part = lost.partial
-            found += part.ids
-        return found
+            sampled_ids += part.ids
+
+        return sampled_ids
 
 
 def prompt(versions: Versions, size: int, seed: int) -> tuple[int, ...]:
@@ -185,6 +194,7 @@ async def push(bench: Bench) -> list[str]:
     steps = iter(range(1, 10_000))
     ref = versions.publish(0, bench.apart)
     await bench.load(ref)
+
     ids = prompt(versions, 513, 1)
     pairs = zip(await bench.loader.score(ids), versions.logprobs(ids), strict=True)
     gaps = [abs(a - b) for a, b in pairs]
@@ -192,6 +202,7 @@ async def push(bench: Bench) -> list[str]:
     writes = []
     loads = []
     used = bench.seconds
+
     for _ in range(5):
         start = time.perf_counter()
         ref = await asyncio.to_thread(versions.publish, next(steps), bench.apart)
@@ -199,6 +210,7 @@ async def push(bench: Bench) -> list[str]:
         start = time.perf_counter()
         await bench.load(ref)
         loads.append(time.perf_counter() - start)
+
     return [
         "adapters" if bench.apart else "merged",
         f"{size / MB:.1f}",
@@ -213,8 +225,9 @@ async def push(bench: Bench) -> list[str]:
 
 
 async def rates(bench: Bench, streams: int, seconds: float, first: int) -> list[tuple[float, ...]]:
-    """Measure windows one after another: seconds between its pushes, or 0; tokens per second, and per second
-    of the server's processors. `first`: the oldest of its versions, newer than those of earlier rounds."""
+    """Measure windows of time one after another: seconds between the pushes of a window (0: none), tokens
+    per second, and tokens per second of the server's processors. `first`: the oldest version to publish,
+    newer than the versions of earlier rounds."""
     versions = bench.versions
     steps = iter(range(first + 1, first + 1000))
     windows: list[tuple[float, ...]] = []
@@ -233,15 +246,19 @@ async def rates(bench: Bench, streams: int, seconds: float, first: int) -> list[
             await asyncio.to_thread(versions.publish, next(steps), bench.apart, count) for _ in range(count)
         ]
         await asyncio.sleep(2.0)
+
         tokens = bench.client.use.tokens
         start = time.perf_counter()
         used = bench.seconds
+
         for at in range(pushes):
             await bench.load(refs[at % count])
             await asyncio.sleep(start + (at + 1) * every - time.perf_counter())
+
         await asyncio.sleep(start + (seconds if every else seconds / 2) - time.perf_counter())
         tokens = bench.client.use.tokens - tokens
         windows.append((every, tokens / (time.perf_counter() - start), tokens / (bench.seconds - used)))
+
     for task in running:
         task.cancel()
     await asyncio.gather(*running, return_exceptions=True)
@@ -249,28 +266,43 @@ async def rates(bench: Bench, streams: int, seconds: float, first: int) -> list[
 
 
 def compared(rounds: dict[bool, list[list[tuple[float, ...]]]]) -> list[list[str]]:
-    """Lines of the table, from the windows of each round with adapters, and with merged weights."""
+    """Return the table's lines, from the windows of each round with adapters and with merged weights."""
     lines = []
-    for way, found in zip(("adapters", "merged"), (rounds[True], rounds[False]), strict=True):
+    for way, rounds_of_way in zip(("adapters", "merged"), (rounds[True], rounds[False]), strict=True):
         for every in (0.0, *EVERY):
-            own = [(windows, at) for windows in found for at, one in enumerate(windows) if one[0] == every]
+            chosen_windows = [
+                (windows, at)
+                for windows in rounds_of_way
+                for at, window in enumerate(windows)
+                if window[0] == every
+            ]
+
             line = [way, f"{every:g}" if every else "none"]
             for kind in (1, 2):
-                line.append(f"{statistics.median(windows[at][kind] for windows, at in own):.1f}")
+                line.append(f"{statistics.median(windows[at][kind] for windows, at in chosen_windows):.1f}")
                 beside = [
                     windows[at][kind] / statistics.mean((windows[at - 1][kind], windows[at + 1][kind]))
-                    for windows, at in own
+                    for windows, at in chosen_windows
                     if every
                 ]
                 line.append(spread(beside) if beside else "")
+
             lines.append(line)
+
     line = ["adapters / merged", "none"]
     for kind in (1, 2):
         means = [
-            [statistics.mean(one[kind] for one in windows if not one[0]) for windows in rounds[apart]]
+            [
+                statistics.mean(window[kind] for window in windows if not window[0])
+                for windows in rounds[apart]
+            ]
             for apart in (True, False)
         ]
-        line += ["", spread([one / other for one, other in zip(*means, strict=True)])]
+        line += [
+            "",
+            spread([adapter_mean / merged_mean for adapter_mean, merged_mean in zip(*means, strict=True)]),
+        ]
+
     return [*lines, line]
 
 
@@ -283,7 +315,10 @@ def spread(ratios: list[float]) -> str:
 
 
 async def turns(bench: Bench, way: str, episodes: int, count: int, every: float, at: int) -> list[str]:
-    """`at`: the first step of its versions, and a seed: nothing of it is in the server's cache."""
+    """Play episodes of many turns beside pushes.
+
+    `at`: the first step of the versions and a seed, so that the server's cache has nothing of these prompts.
+    """
     versions = bench.versions
     lags = list[int]()
     await bench.load(versions.publish(at, bench.apart))
@@ -292,6 +327,7 @@ async def turns(bench: Bench, way: str, episodes: int, count: int, every: float,
         client = bench.connect()
         acked = bench.newest
         client.mark_version(acked)
+
         ids = prompt(versions, PROMPT, 1000 * at + index)
         for turn in range(count):
             if way != "keep" or is_outdated(acked, bench.newest, bench.config):
@@ -310,6 +346,7 @@ async def turns(bench: Bench, way: str, episodes: int, count: int, every: float,
     updating = asyncio.create_task(updates())
     first = len(bench.clients)
     await asyncio.gather(*(episode(index) for index in range(episodes)))
+
     seconds = time.perf_counter() - start
     updating.cancel()
     await asyncio.gather(updating, return_exceptions=True)
@@ -329,7 +366,7 @@ async def turns(bench: Bench, way: str, episodes: int, count: int, every: float,
 # -- many --------------------------------------------------------------------------------------------------
 
 
-async def many(bench: Bench, count: int) -> list[list[str]]:
+async def load_many_versions(bench: Bench, count: int) -> list[list[str]]:
     lines = []
     for step in range(count + 1):
         await bench.load(bench.versions.publish(step, bench.apart))
@@ -338,6 +375,7 @@ async def many(bench: Bench, count: int) -> list[list[str]]:
             used = sum(process.memory_full_info().pss for process in bench.server.processes())
             listed = len(await bench.loader.api.adapters())
             lines.append([f"{step}", f"{used / MB:.0f}", f"{listed}"])
+
     return lines
 
 
@@ -357,8 +395,10 @@ async def main() -> None:
     parser.add_argument("--every", type=float, default=2.0)
     parser.add_argument("--versions", type=int, default=200)
     args = parser.parse_args()
+
     torch.set_num_threads(1)
     os.environ |= SINGLE_THREAD
+
     model = args.model or (SMOLLM if args.part in ("push", "rates") else DEMO)
     with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="bench-adapters-") as name:
         directory = Path(name)
@@ -383,17 +423,18 @@ async def main() -> None:
             lines = compared(rounds)
         elif args.part == "turns":
             header = ["way", "updates", "prompt tokens computed", "cache hits", "lag mean, max", "s"]
-            rest = args.episodes, args.turns, args.every
+            counts = args.episodes, args.turns, args.every
             async with started(True) as bench:
                 for at, way in enumerate(("newest", "keep", "newest", "keep")):
-                    lines.append(await turns(bench, way, *rest, at=1000 * at))
+                    lines.append(await turns(bench, way, *counts, at=1000 * at))
             async with started(False) as bench:
                 for at in range(2):
-                    lines.append(await turns(bench, "in place", *rest, at=1000 * at))
+                    lines.append(await turns(bench, "in place", *counts, at=1000 * at))
         else:
             header = ["versions", "PSS MB", "adapters listed"]
             async with started(True) as bench:
-                lines = await many(bench, args.versions)
+                lines = await load_many_versions(bench, args.versions)
+
         print(table(header, lines))
 
 

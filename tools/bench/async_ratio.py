@@ -46,7 +46,7 @@ from tests.fakes.processes import role_processes
 
 HERE = ROOT / "tools" / "bench"
 TOOL = f"{HERE / 'replayed.py'}:slow_calculator"
-# of a batch, of a group
+# Episodes of a batch and of a group.
 GROUPS = 8
 MEMBERS = 8
 BATCH = GROUPS * MEMBERS
@@ -84,7 +84,8 @@ class Workload:
 
 
 def forced(name: str, longest: int) -> tuple[str, ...]:
-    """Single responses whose lengths an engine of replayed.py sets, of so many tokens at most."""
+    """Return the workload of single responses whose lengths an engine of replayed.py sets, up to a number
+    of tokens."""
     return (
         *(f"engine.name={HERE / 'replayed.py'}:forced_{name}", "rollout.max_turns=1"),
         *(f"rollout.max_new_tokens={longest}", f"rollout.max_tokens={longest + 192}"),
@@ -133,6 +134,7 @@ class Watch:
             with suppress(psutil.Error):
                 times = process.cpu_times()
                 cpu[role] = times.user + times.system
+
         self.samples.append((time.time(), _count(self.folder / "metrics.jsonl", STEP), cpu))
         if self.hold and "trainer-0" in self._roles and (landed := _count(self.lives, b"\n")):
             over = landed >= self.hold
@@ -147,13 +149,13 @@ class Watch:
         return {role: seconds - first.get(role, 0.0) for role, seconds in last.items()}
 
 
-def _count(file: Path, what: bytes) -> int:
-    return file.read_bytes().count(what) if file.exists() else 0
+def _count(file: Path, pattern: bytes) -> int:
+    return file.read_bytes().count(pattern) if file.exists() else 0
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What all runs of the program share."""
+    """The settings that all runs of the program share."""
 
     folder: Path
     overrides: Sequence[str]
@@ -161,12 +163,12 @@ class Plan:
     seed: int
     unit: dict[str, float] = field(default_factory=dict)  # the first g of each `work`
 
-    def mode(self, name: str, label: str, own: Sequence[str]) -> Figures:
+    def mode(self, name: str, label: str, overrides: Sequence[str]) -> Figures:
         """A run of a workload in a mode."""
         work = WORKLOADS[name]
-        steps = (self.steps or work.steps) // (2 if SYNC in own else 1)
+        steps = (self.steps or work.steps) // (2 if SYNC in overrides else 1)
         g = self.unit[work.work]
-        watch = self._run(f"{name}-{label}", steps, work, work.delay(g), [*work.limit(g), *own])
+        watch = self._run(f"{name}-{label}", steps, work, work.delay(g), [*work.limit(g), *overrides])
         committed = _committed(watch.folder)
         begin = 2 * steps // 5
         end = steps - max(1, steps // 5)
@@ -193,12 +195,12 @@ class Plan:
             "tokens": batch,
         }
 
-    def alone(self, name: str, label: str, own: Sequence[str]) -> Figures:
+    def alone(self, name: str, label: str, overrides: Sequence[str]) -> Figures:
         """g and t of a workload's episodes, without delays."""
         work = WORKLOADS[name]
         steps = self.steps or work.steps
         free = [f"buffer.max_staleness={steps}", f"buffer.target_staleness={steps}"]
-        watch = self._run(f"{name}-{label}", steps, work, "", [*own, *free], hold=steps * BATCH)
+        watch = self._run(f"{name}-{label}", steps, work, "", [*overrides, *free], hold=steps * BATCH)
         ends = sorted(end for *_, end in _lives(watch.lives))
         slots = yaml.safe_load((watch.folder / "config.yaml").read_text())["rollout"]["slots"]
         first = len(ends) // 4
@@ -219,9 +221,9 @@ class Plan:
         }
 
     def _run(
-        self, name: str, steps: int, work: Workload, delay: str, own: Sequence[str], hold: int = 0
+        self, name: str, steps: int, work: Workload, delay: str, overrides: Sequence[str], hold: int = 0
     ) -> Watch:
-        """A run to its end; SystemExit when it fails."""
+        """Run to the end. SystemExit: the run failed."""
         watch = Watch(self.folder / name, self.folder / f"{name}.lives", hold)
         shutil.rmtree(watch.folder, ignore_errors=True)
         watch.lives.unlink(missing_ok=True)
@@ -229,10 +231,11 @@ class Plan:
         arguments = f"rollout.tool_args={{{TOOL.replace(':', chr(92) + ':')}: {{{options}}}}}"
         run = [f"seed={self.seed}", f"total_steps={steps}", arguments]
         result = train(
-            name, self.folder, [*COMMON, *work.overrides, *run, *self.overrides, *own], watch=watch
+            name, self.folder, [*COMMON, *work.overrides, *run, *self.overrides, *overrides], watch=watch
         )
         if result["exit_code"]:
             sys.exit(f"{name} failed; see {self.folder / name}.out")
+
         return watch
 
 
@@ -241,7 +244,7 @@ def _committed(folder: Path) -> list[dict[str, float]]:
 
 
 def _lives(file: Path) -> list[tuple[int, int, float, float]]:
-    """(sample, member, begin, end) of each episode."""
+    """Read (sample, member, begin, end) of each episode."""
     return [tuple(json.loads(line)) for line in file.read_text().splitlines()]
 
 
@@ -256,8 +259,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    names = "; ".join(f"{name}: {one.meaning}" for name, one in WORKLOADS.items())
+    names = "; ".join(f"{name}: {workload.meaning}" for name, workload in WORKLOADS.items())
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=[*WORKLOADS], help=names)
+
     parser.add_argument(
         "--mode",
         action="append",
@@ -266,19 +270,21 @@ def main() -> None:
         metavar="NAME=OVERRIDE,OVERRIDE",
         help="one more mode",
     )
+
     parser.add_argument("--steps", type=int, default=0, help="10 or more, instead of each workload's own")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--run-dir", type=Path, default=ROOT / "runs" / "async-ratio")
     parser.add_argument("overrides", nargs="*", help="of all runs")
     options = parser.parse_args()
+
     plan = Plan(options.run_dir.resolve(), options.overrides, options.steps, options.seed)
-    found: dict[tuple[str, str], list[Figures]] = defaultdict(list)
+    figures_by_mode: dict[tuple[str, str], list[Figures]] = defaultdict(list)
     modes = MODES | dict(options.mode)
     for _ in range(options.repeats):
-        turn(plan, options.workloads, modes, found)
+        turn(plan, options.workloads, modes, figures_by_mode)
     for name in options.workloads:
-        report(name, {label: found[name, label] for label in modes})
+        report(name, {label: figures_by_mode[name, label] for label in modes})
 
 
 def mode(text: str) -> tuple[str, list[str]]:
@@ -290,20 +296,24 @@ def mode(text: str) -> tuple[str, list[str]]:
 
 
 def turn(
-    plan: Plan, names: Sequence[str], modes: dict[str, list[str]], found: dict[tuple[str, str], list[Figures]]
+    plan: Plan,
+    names: Sequence[str],
+    modes: dict[str, list[str]],
+    figures_by_mode: dict[tuple[str, str], list[Figures]],
 ) -> None:
     """Every mode of every workload once, and g and t once for all runs that have the same."""
     alone: dict[tuple[str, tuple[str, ...]], Figures] = {}
     for name in names:
-        for label, own in modes.items():
-            kept = tuple(one for one in own if one.startswith(ALONE_KEYS))
-            key = WORKLOADS[name].work, kept
+        for label, overrides in modes.items():
+            alone_overrides = tuple(override for override in overrides if override.startswith(ALONE_KEYS))
+            key = WORKLOADS[name].work, alone_overrides
             if key not in alone:
-                alone[key] = plan.alone(name, f"{label}-alone", kept)
+                alone[key] = plan.alone(name, f"{label}-alone", alone_overrides)
                 plan.unit.setdefault(key[0], alone[key]["g"])
-            figures = plan.mode(name, label, own) | alone[key]
+
+            figures = plan.mode(name, label, overrides) | alone[key]
             figures["T"] *= figures["batch"] / figures["tokens"]  # the same batch in all modes
-            found[name, label].append(figures)
+            figures_by_mode[name, label].append(figures)
             print(name, label, {key: round(value, 4) for key, value in figures.items()}, flush=True)
 
 
@@ -314,17 +324,17 @@ HEADER = ["mode", "s/step", "T", "max(g, t)", "g + t", "life x G / live", "max(g
 def report(name: str, runs: dict[str, list[Figures]]) -> None:
     print(f"\n{name}: {WORKLOADS[name].meaning}\n")
     print(table(HEADER, [line(label, turns) for label, turns in runs.items()]))
-    base, *others = runs
-    for label in others:
+    base, *other_runs = runs
+    for label in other_runs:
         ratios = [a["T"] / b["T"] for a, b in zip(runs[base], runs[label], strict=True)]
         print(f"T_{base} / T_{label} = {spread(ratios)}")
 
 
 def line(label: str, turns: list[Figures]) -> list[str]:
-    """Medians of the turns, with their range."""
+    """Return the medians of the turns, with their range."""
 
     def of(figure: Callable[[Figures], float], form: str = ".2f") -> str:
-        return spread([figure(one) for one in turns], form)
+        return spread([figure(figures) for figures in turns], form)
 
     return [
         label,

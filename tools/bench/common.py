@@ -35,6 +35,7 @@ def start(
         *(sys.executable, "-m", "asyncrl.cli", "train", f"experiment={experiment}"),
         *(f"name={name}", f"run_dir={run_dir}", "observe.console=plain", *overrides),
     ]
+
     out = (run_dir / f"{name}.out").open("wb")
     return subprocess.Popen(
         command, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT, env=os.environ | SINGLE_THREAD
@@ -64,11 +65,13 @@ def train(
             process.terminate()
             with suppress(subprocess.TimeoutExpired):
                 process.wait(30)
-            process.kill()  # its processes end with it
+            process.kill()  # ends the launcher's processes, too
+
     result = summary(run_dir / name) | {"exit_code": code, "wall_s": time.monotonic() - begin}
     if code:
         tail = (run_dir / f"{name}.out").read_text().splitlines()[-15:]
         print(f"{name} ended with {code}:", *tail, sep="\n  ", file=sys.stderr)
+
     return result
 
 

@@ -27,14 +27,17 @@ def main() -> None:
     parser.add_argument("--run-dir", type=Path, default=ROOT / "runs" / "seeds")
     parser.add_argument("overrides", nargs="*")
     options = parser.parse_args()
+
     lines = []
     for seed in options.seeds:
         result = train(f"seed-{seed}", options.run_dir, [f"seed={seed}", *options.overrides])
         lines.append(line(f"seed {seed}", result, questions(options.run_dir / f"seed-{seed}")))
         print(lines[-1], flush=True)
+
     if options.random_reward:
         result = train("random-reward", options.run_dir, [RANDOM, *options.overrides])
         lines.append(line("random reward", result, questions(options.run_dir / "random-reward")))
+
     print(table(HEADER, lines))
 
 

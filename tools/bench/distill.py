@@ -80,10 +80,12 @@ def main() -> None:
     parser.add_argument("--tests", type=int, default=TESTS)
     parser.add_argument("--table", action="store_true", help="print --out; run nothing")
     options = parser.parse_args()
+
     if not options.table:
         torch.set_num_threads(1)
         with tempfile.TemporaryDirectory() as folder:
             work(options, Path(folder))
+
     print(report(read(options.out)))
 
 
@@ -91,49 +93,57 @@ def work(options: argparse.Namespace, folder: Path) -> None:
     config = compose([*TASK, "total_steps=120", "buffer.max_staleness=0"])
     player = Player(config)
     done = {(row["arm"], row["seed"]) for row in read(options.out)}
+
     learner, _ = trained(config, player, 0, options.teacher)
     path = save(player, learner, folder)
     for seed in options.seeds:
         for arm in ("teacher", "start", *options.arms):
             once = arm in ARMS or seed == options.seeds[0]
             if once and (arm, seed) not in done:
-                lag, own = ARMS.get(arm, (0, ["trainer.lr=1e-9", "total_steps=1"]))
+                lag, arm_overrides = ARMS.get(arm, (0, ["trainer.lr=1e-9", "total_steps=1"]))
                 begin = [f"model.path={path}"] if arm == "teacher" else []
+
                 keys = [
                     "algorithm=distill",
                     f"kl.reference={path}",
                     f"buffer.max_staleness={lag}",
                     f"seed={seed}",
                 ]
-                config = compose([*TASK, f"total_steps={STEPS}", *keys, *own, *begin])
-                learner, told = trained(config, player, lag, config.total_steps if arm in ARMS else 0)
+
+                config = compose([*TASK, f"total_steps={STEPS}", *keys, *arm_overrides, *begin])
+                learner, metrics = trained(config, player, lag, config.total_steps if arm in ARMS else 0)
                 row = {"arm": arm, "seed": seed, **compared(learner, player, options.tests)}
-                row["ref_kl"] = told.get("actor/ref_kl", math.nan)
-                row["masked"] = told["masked"]
+                row["ref_kl"] = metrics.get("actor/ref_kl", math.nan)
+                row["masked"] = metrics["masked"]
                 with options.out.open("a") as out:
                     out.write(json.dumps(row) + "\n")
+
                 print(row, flush=True)
 
 
 def trained(config: RunConfig, player: Player, lag: int, steps: int) -> tuple[Learner, dict[str, float]]:
-    """A learner after so many batches, sampled by the weights of `lag` steps before, and what the last one
-    reported, with the largest share of masked tokens of all."""
-    told = dict[str, float]()
+    """Return a learner after so many batches, which the weights of `lag` steps before sampled, and the
+    metrics of the last batch, with the largest share of masked tokens of all batches."""
+    metrics = dict[str, float]()
     masked = [0.0]
     train = samples(config.data.train, OPERATIONS)
     prompts = Prompts(len(train), lambda epoch: shuffled(range(len(train)), f"{config.seed}/{epoch}"))
+
     torch.manual_seed(config.seed)
     learner = Learner(config, world())
-    learner.max_staleness, versions = lag, [snapshot(learner)]
+    learner.max_staleness = lag
+    versions = [snapshot(learner)]
+
     for step in range(steps):
         asks = _batch(config, train, prompts, step)
         version = max(0, step - lag)
         episodes = player.play(versions[version], version, asks)
         earned = [0.0] * len(asks) if learner.reference else [reward_of(episode) for episode in episodes]
-        told = _train(learner, asks, episodes, earned)
-        masked.append(told.get("rollout_corr/rollout_rs_masked_fraction", 0.0))
+        metrics = _train(learner, asks, episodes, earned)
+        masked.append(metrics.get("rollout_corr/rollout_rs_masked_fraction", 0.0))
         versions.append(snapshot(learner))
-    return learner, told | {"masked": max(masked)}
+
+    return learner, metrics | {"masked": max(masked)}
 
 
 def reward_of(episode: Episode) -> float:
@@ -166,6 +176,7 @@ def compared(learner: Learner, player: Player, tests: int) -> dict[str, Any]:
         training_sample(row, episode.turns, 0, 10**6, learner.recipe.aggregate)
         for row, episode in zip(rows, episodes, strict=True)
     ]
+
     sums = dict.fromkeys(("reverse", "forward", "entropy", "teacher_entropy"), 0.0)
     for part in (examples[i : i + 32] for i in range(0, len(examples), 32)):
         tokens = collate(part, learner.dtype, learner.packing).selected
@@ -174,6 +185,7 @@ def compared(learner: Learner, player: Player, tests: int) -> dict[str, Any]:
             sums[name] += scores.divergence.sum().item()
         sums["entropy"] += scores.entropy.sum().item()
         sums["teacher_entropy"] += reference.policy(tokens).entropy.sum().item()
+
     count = sum(e.model_tokens for e in examples)
     return {
         "success": sum(reward == 1.0 for reward in rewards),
@@ -188,22 +200,26 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def coins(p: float, q: float) -> float:
-    """KL of a coin of p from one of q."""
+    """Return the KL divergence of a coin of probability p from a coin of probability q."""
     parts = ((p, q), (1 - p, 1 - q))
     return sum(a * math.log(a / b) for a, b in parts if a)
 
 
-def report(found: list[dict[str, Any]]) -> str:
+def report(results: list[dict[str, Any]]) -> str:
     """All seeds of an arm together; divergences and entropies in nats per episode."""
-    teacher = [row for row in found if row["arm"] == "teacher"]
+    teacher = [row for row in results if row["arm"] == "teacher"]
+
     rate = sum(row["success"] for row in teacher) / max(1, sum(row["tests"] for row in teacher))
     rows = []
-    for arm in dict.fromkeys(row["arm"] for row in found):
-        own = [row for row in found if row["arm"] == arm]
+    for arm in dict.fromkeys(row["arm"] for row in results):
+        arm_rows = [row for row in results if row["arm"] == arm]
         mean = {
-            key: statistics.fmean(row[key] for row in own) for key in own[0] if key not in ("arm", "seed")
+            key: statistics.fmean(row[key] for row in arm_rows)
+            for key in arm_rows[0]
+            if key not in ("arm", "seed")
         }
-        successes, tests = (sum(row[key] for row in own) for key in ("success", "tests"))
+
+        successes, tests = (sum(row[key] for row in arm_rows) for key in ("success", "tests"))
         low, high = wilson(successes, tests)
         least = coins(successes / tests, rate) if 0 < rate < 1 else math.nan
         rows.append(
@@ -217,6 +233,7 @@ def report(found: list[dict[str, Any]]) -> str:
                 f"{mean['masked']:.3f}",
             ]
         )
+
     head = (
         "arm, success, tokens, least KL, KL(π T), KL(T π), entropy of π, of T, reported ref_kl, most masked"
     )

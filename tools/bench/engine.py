@@ -33,7 +33,7 @@ from asyncrl.engines.torch.engine import TorchEngine
 VOCABULARY = 320
 PROMPT = 64
 NEW = 128
-LONGEST = 832  # of the responses with log-normal lengths
+LONGEST = 832  # tokens of a response with a log-normal length, at most
 TURNS = 6
 DELTA = 12
 TURN_NEW = 30
@@ -51,6 +51,7 @@ def build(hidden: int, layers: int, kv_heads: int) -> LlamaForCausalLM:
         max_position_embeddings=2048,
         tie_word_embeddings=True,
     )
+
     torch.manual_seed(0)
     return LlamaForCausalLM(config).eval()
 
@@ -60,12 +61,13 @@ def tokens(count: int, seed: str) -> tuple[int, ...]:
 
 
 async def single_turn(engine: TorchEngine, streams: int, run: int) -> int:
-    """All streams at once, one turn each; returns the tokens generated."""
+    """Sample one turn of all streams at once; return the number of tokens generated."""
     sampling = Sampling(NEW, ())
     requests = [
         Request(f"{run}-{index}", tokens(PROMPT, f"{run}-{index}"), sampling, index)
         for index in range(streams)
     ]
+
     generations = await asyncio.gather(*map(engine.generate, requests))
     for request in requests:
         engine.release(request.session)
@@ -73,8 +75,11 @@ async def single_turn(engine: TorchEngine, streams: int, run: int) -> int:
 
 
 async def multi_turn(engine: TorchEngine, streams: int, run: int, keep: bool) -> int:
-    """Two episodes per stream, one after the other, of several turns, each adding a reply of DELTA tokens;
-    about 300 tokens at the end."""
+    """Play two episodes per stream, one after the other.
+
+    An episode has several turns, each turn adds a reply of DELTA tokens, and about 300 tokens stand at the
+    end.
+    """
 
     async def stream(index: int) -> int:
         return await episode(index) + await episode(index + streams)
@@ -82,6 +87,7 @@ async def multi_turn(engine: TorchEngine, streams: int, run: int, keep: bool) ->
     async def episode(index: int) -> int:
         session = f"{run}-{index}"
         ids = tokens(PROMPT, session)
+
         total = 0
         length = random.Random(session)
         for turn in range(TURNS):
@@ -91,6 +97,7 @@ async def multi_turn(engine: TorchEngine, streams: int, run: int, keep: bool) ->
             ids += generation.ids + tokens(DELTA, f"{session}-{turn}")
             if not keep:
                 engine.release(session)
+
         engine.release(session)
         return total
 
@@ -98,8 +105,8 @@ async def multi_turn(engine: TorchEngine, streams: int, run: int, keep: bool) ->
 
 
 async def lengths(engine: TorchEngine, streams: int, run: int, at_once: bool) -> int:
-    """Six batches of responses whose lengths are log-normal: batch after batch, as synchronous training
-    samples, or a response that ends is replaced at once. The same responses in both."""
+    """Sample six batches of responses with log-normal lengths: batch after batch, as synchronous training
+    does, or with each finished response replaced at once. Both ways sample the same responses."""
     batches = [[_response(f"{batch}-{index}", run) for index in range(streams)] for batch in range(6)]
     waiting = [request for batch in batches for request in batch]
 
@@ -117,6 +124,7 @@ async def lengths(engine: TorchEngine, streams: int, run: int, at_once: bool) ->
     else:
         for batch in batches:
             await asyncio.gather(*map(answer, batch))
+
     return engine.tokens - before
 
 
@@ -148,7 +156,7 @@ def continuous(model: LlamaForCausalLM, streams: int) -> int:
 
 
 def rate(work: Callable[[int], int], repeats: int) -> float:
-    """Median tokens per second over repeats, after one that is not counted."""
+    """Return the median tokens per second over the repeats, after an uncounted first run."""
     rates = []
     for run in range(repeats + 1):
         began = time.process_time()
@@ -170,13 +178,16 @@ def main() -> None:
     parser.add_argument("--continuous", action="store_true", help="also transformers' continuous batching")
     parser.add_argument("--plain", action="store_true", help="steps are not recorded, as on a GPU")
     args = parser.parse_args()
+
     torch.set_num_threads(1)
     recorded.RECORD_AFTER = -1 if args.plain else NEW // 2  # in the repeat that is not counted
     shape = (args.hidden, args.layers, args.kv_heads)
     plain = build(*shape)
     loop = asyncio.new_event_loop()
-    own = partial(build, *shape)
-    engine = TorchEngine(own(), own, slots=64, max_len=PROMPT + LONGEST, max_batch_tokens=4096)
+    build_policy = partial(build, *shape)
+    engine = TorchEngine(
+        build_policy(), build_policy, slots=64, max_len=PROMPT + LONGEST, max_batch_tokens=4096
+    )
     size = sum(parameter.numel() for parameter in plain.parameters()) / 1e6
     print(f"{size:.2f}M parameters, {PROMPT} prompt + {NEW} new tokens")
 
@@ -189,14 +200,17 @@ def main() -> None:
             lambda run, n=streams: loop.run_until_complete(single_turn(engine, n, run)),
         )
         show(f"model.generate, {streams} rows", lambda _, n=streams: generate(plain, n))
+
     if args.continuous:
         show("transformers continuous batching, 32 requests", lambda _: continuous(plain, 32))
     for keep in (True, False):
         name = f"engine, 64 multi-turn streams, prefix {'kept' if keep else 'dropped'}"
         show(name, lambda run, k=keep: loop.run_until_complete(multi_turn(engine, 64, run, k)))
+
     for at_once in (False, True):
         name = f"engine, 64 streams, log-normal lengths, {'replaced at once' if at_once else 'in batches'}"
         show(name, lambda run, o=at_once: loop.run_until_complete(lengths(engine, 64, run, o)))
+
     loop.run_until_complete(engine.close())
     loop.close()
 

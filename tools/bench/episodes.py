@@ -56,7 +56,7 @@ LONGEST = 30.0  # seconds of one good call: a run should end
 
 @dataclass(frozen=True)
 class Load:
-    """What is run: `bad` of the episodes have bad tools. Times in seconds."""
+    """The load of a measurement: `bad` of the episodes have bad tools. Times in seconds."""
 
     episodes: int
     turns: int
@@ -67,7 +67,7 @@ class Load:
 
 @dataclass
 class Figures:
-    """`overhead`: seconds of each measured turn; `cpu`: seconds per turn of all."""
+    """`overhead`: seconds of each measured turn. `cpu`: seconds per turn of all episodes."""
 
     overhead: list[float] = field(default_factory=list)
     turns: int = 0
@@ -84,13 +84,14 @@ class Figures:
 
 
 def draw(load: Load, random_: random.Random) -> tuple[float, float]:
-    """Seconds of a turn and of its tool."""
+    """Draw the seconds of a turn and of its tool."""
     center = math.log(load.tool_seconds) - SIGMA**2 / 2  # so that the mean is as asked
     return load.turn_seconds * random_.uniform(0.5, 1.5), min(LONGEST, random_.lognormvariate(center, SIGMA))
 
 
 def starts(load: Load, count: int) -> list[float]:
-    """Seconds after which episodes begin: spread over the length of one, as where they replace each other."""
+    """Return the seconds after which episodes begin, spread over the length of an episode, as in a run
+    whose episodes replace each other."""
     return [load.turns * (load.turn_seconds + load.tool_seconds) * n / count for n in range(count)]
 
 
@@ -145,7 +146,7 @@ async def large(seconds: float) -> str:
 
 HUNG_PROCESS = load_tool(
     f"{Path(__file__).with_name('hung_process.py')}:hung_process"
-)  # its processes import only that
+)  # a tool's process imports only this module
 BAD = (hung, hung_thread, HUNG_PROCESS, stubborn, crashing, large)
 
 
@@ -160,8 +161,12 @@ class Engine:
         self._encode = encode
         self._stop = stop
         self._random = random.Random(1)
-        self.asked: dict[str, list[float]] = defaultdict(list)  # when each turn of a session was asked for
-        self.told: dict[str, list[float]] = defaultdict(list)  # seconds that it and its tool are to take
+        self.request_times: dict[str, list[float]] = defaultdict(
+            list
+        )  # when each turn of a session was asked for
+        self.planned_seconds: dict[str, list[float]] = defaultdict(
+            list
+        )  # seconds that it and its tool are to take
 
     @property
     def sleeps(self) -> Sleeps:
@@ -172,14 +177,20 @@ class Engine:
         yield
 
     async def generate(self, request: Request, oldest: Callable[[], int]) -> Generation:
-        asked = self.asked[request.session]
-        asked.append(time.perf_counter())
+        request_times = self.request_times[request.session]
+        request_times.append(time.perf_counter())
         name = request.session.partition("-")[0]
         turn, seconds = draw(self._load, self._random)
-        self.told[request.session].append(turn + seconds)
+        self.planned_seconds[request.session].append(turn + seconds)
+
         call = f'<tool_call>\n{{"name": "{name}", "arguments": {{"seconds": {seconds}}}}}\n</tool_call>'
         await asyncio.sleep(turn)
-        ids = (*self._encode(call if len(asked) < self._load.turns else "The answer is 42."), self._stop)
+
+        ids = (
+            *self._encode(call if len(request_times) < self._load.turns else "The answer is 42."),
+            self._stop,
+        )
+
         spans = (VersionSpan(0, len(ids), 0, 0),)
         return Generation(ids, (-0.5,) * len(ids), spans, StopReason.STOP, turn)
 
@@ -187,10 +198,12 @@ class Engine:
 
     def overheads(self) -> list[float]:
         return [
-            after - before - told
-            for session, asked in self.asked.items()
+            after - before - planned
+            for session, request_times in self.request_times.items()
             if session.startswith("work-")
-            for before, after, told in zip(asked, asked[1:], self.told[session], strict=False)
+            for before, after, planned in zip(
+                request_times, request_times[1:], self.planned_seconds[session], strict=False
+            )
         ]
 
 
@@ -198,9 +211,10 @@ async def run(load: Load) -> Figures:
     """The load through the real runner."""
     tokenizer = AutoTokenizer.from_pretrained(MODEL, local_files_only=True)
     chat = Chat(tokenizer)
-    tools: dict[str, Tool] = {made.name: made for made in (work, *BAD)}
+    tools: dict[str, Tool] = {tool.name: tool for tool in (work, *BAD)}
     box = Toolbox(tools, 2 * LONGEST)
     engine = Engine(load, lambda text: tokenizer.encode(text, add_special_tokens=False), chat.stop_ids[0])
+
     outbox = Outbox(None)
     figures = Figures()
 
@@ -218,6 +232,7 @@ async def run(load: Load) -> Figures:
         episode_timeout=3600.0,
         tool_timeout=2 * LONGEST,
     )
+
     context = EpisodeContext(
         Rules(chat, hermes, config),
         EpisodeReward([in_loop(lambda **_: 1.0)], 60.0),
@@ -225,6 +240,7 @@ async def run(load: Load) -> Figures:
         Waits(),
         lambda: 0,
     )
+
     runner = EpisodeRunner(context, lambda run: TurnPlayer(run, box))
     bad = [f"{BAD[n % len(BAD)].name}-{n}" for n in range(load.bad)]
     names = [*bad, *(f"work-{n}" for n in range(load.episodes - load.bad))]
@@ -240,11 +256,13 @@ async def run(load: Load) -> Figures:
     gc.freeze()  # as a worker should: a scan of torch and all modules takes half a second
     wall = time.perf_counter()
     cpu = time.process_time()
+
     await asyncio.gather(*map(begin, names, starts(load, len(names))))
     figures.wall = time.perf_counter() - wall
-    figures.turns = sum(map(len, engine.asked.values()))
+    figures.turns = sum(map(len, engine.request_times.values()))
     figures.cpu = (time.process_time() - cpu) / figures.turns
     figures.overhead = engine.overheads()
+
     service.cancel()
     await box.close()
     return figures
@@ -257,7 +275,7 @@ def assign(name: str) -> Assign:
 
 
 async def ideal(load: Load) -> Figures:
-    """The same sleeps, by tasks that do nothing else."""
+    """Sleep for the same times in tasks that do nothing else."""
     figures = Figures()
     random_ = random.Random(1)
 
@@ -265,10 +283,10 @@ async def ideal(load: Load) -> Figures:
         await asyncio.sleep(start)
         for _ in range(ROUNDS * load.turns):
             begin = time.perf_counter()
-            told = draw(load, random_)
-            for seconds in told:
+            durations = draw(load, random_)
+            for seconds in durations:
                 await asyncio.sleep(seconds)
-            figures.overhead.append(time.perf_counter() - begin - sum(told))
+            figures.overhead.append(time.perf_counter() - begin - sum(durations))
 
     wall = time.perf_counter()
     cpu = time.process_time()
@@ -276,6 +294,7 @@ async def ideal(load: Load) -> Figures:
     figures.wall = time.perf_counter() - wall
     figures.turns = ROUNDS * load.episodes * load.turns
     figures.cpu = (time.process_time() - cpu) / figures.turns
+
     return figures
 
 
@@ -287,14 +306,17 @@ def main() -> int:
     parser.add_argument("--tool-seconds", type=float, default=0.5)
     parser.add_argument("--turn-seconds", type=float, default=1.0)
     options = parser.parse_args()
+
     good = Load(options.episodes, options.turns, options.tool_seconds, options.turn_seconds)
     mixed = replace(good, bad=max(len(BAD), good.episodes // 5))
     print("| | overhead per turn, median ms | p99 ms | CPU per turn, ms | turns/s |\n|---|---|---|---|---|")
+
     failed: list[str] = []
     for label, play, load in (("ideal", ideal, good), ("asyncrl", run, good), ("with bad tools", run, mixed)):
         figures = asyncio.run(play(load))
         failed += figures.failed
         print(figures.row(label), flush=True)
+
     for detail in failed[:5]:
         print(f"failed: {detail}", file=sys.stderr)
     return 1 if failed else 0

@@ -39,7 +39,7 @@ from asyncrl.planning.simulator import (
     Workload,
 )
 
-GROUPS = 1000  # that episodes are drawn from
+GROUPS = 1000  # groups to draw episodes from
 
 
 def drawn(
@@ -86,7 +86,7 @@ def with_calls(median: float, sigma: float, limit: float) -> Workload:
 
 
 TAIL = with_calls(0.5, 1.5, 3000.0)
-TAILS = {  # those of async_ratio.py
+TAILS = {  # workloads of async_ratio.py
     "tail": TAIL,
     "harder": with_calls(1.5, 1.5, 3000.0),
     "real": with_calls(0.5, 2.42, 32.0),
@@ -110,7 +110,7 @@ WORKLOADS = {
 
 
 def beginning(work: Workload, t: float = 0.085, bound: int = 16) -> Workload:
-    """With a trainer that takes `t` seconds, and with slots that are no limit. g is about 0.2 s."""
+    """Return a workload whose trainer takes `t` seconds and whose slots are no limit. g is about 0.2 s."""
     return with_keys(replace(work, slots=256, train=t), group_policy="partial", max_staleness=bound)
 
 
@@ -160,14 +160,16 @@ def alone(work: Workload) -> Alone:
             for at, tokens in zip(sampled, turns, strict=True)
         ]
     )
+
     batch = work.buffer.batch_size * parts[:, 0].sum() / ends.size
     speed = work.slots / max(1 / work.speed, work.base + work.slots / work.rate)
     return Alone(batch / speed, work.train + work.commit, batch, float(ends.mean()), lives, parts)
 
 
 def _play(work: Workload, turns: Sequence[RecordedTurn]) -> tuple[list[float], list[float], float]:
-    """(times at which parts of turns are sampled, tokens of the turn that each is of, the end)."""
+    """Return the times at which parts of turns are sampled, the tokens of each part's turn, and the end."""
     now = 0.0
+
     sampled = []
     tokens = []
     for turn in turns:
@@ -178,6 +180,7 @@ def _play(work: Workload, turns: Sequence[RecordedTurn]) -> tuple[list[float], l
         if now > work.limit:
             break
         now += min(turn.wait, work.limit - now)
+
     return sampled, tokens, now
 
 
@@ -201,11 +204,11 @@ class Shorter(Deadlines):
         self.wait = wait
 
     def patience(self, now: float) -> float:
-        found = self._lifetimes.quantile(self.q, now)
+        patience_s = self._lifetimes.quantile(self.q, now)
         if newest := self.run.steps[-20:]:
-            step = statistics.mean(one.seconds for one in newest)
-            found = min(found, self.wait * self.run.workload.buffer.max_staleness * step)
-        return found
+            step = statistics.mean(step_result.seconds for step_result in newest)
+            patience_s = min(patience_s, self.wait * self.run.workload.buffer.max_staleness * step)
+        return patience_s
 
 
 DEADLINES = {  # (q, wait) of Shorter
@@ -225,7 +228,7 @@ class Settings(msgspec.Struct, frozen=True):
     deadline: str = "auto"
 
     def of(self, work: Workload) -> Workload:
-        """The workload with these settings."""
+        """Return the workload with these settings."""
         keys = {"max_staleness": self.bound, "stale_budget": self.budget, "target_staleness": self.target}
         if not self.bound:
             keys |= {"group_policy": "complete"}
@@ -242,21 +245,21 @@ class Settings(msgspec.Struct, frozen=True):
         """The highest max(g, t)/T with that share of tokens masked (docs/staleness.md, "What the bound
         gives"). Where the share is small and the tail heavy, a few episodes decide it: it is known to about
         10% then. `t`: seconds per step, on which some deadlines depend."""
-        found = alone(replace(work, slots=self.slots))
+        unhindered = alone(replace(work, slots=self.slots))
         keys = self.of(work).buffer
         q, wait = DEADLINES[self.deadline]
-        deadline = min(float(np.quantile(found.lives[:, 1], q)), wait * self.bound * t)
+        deadline = min(float(np.quantile(unhindered.lives[:, 1], q)), wait * self.bound * t)
         if keys.group_policy == "complete":
             deadline = math.inf
 
         def settled(second: np.ndarray, last: np.ndarray) -> np.ndarray:
             return np.minimum(last, np.maximum(second, deadline))
 
-        tokens, at, end, *group = found.parts.T
+        tokens, at, end, *group = unhindered.parts.T
         waits = quantile(np.maximum(end, settled(*group)) - at, tokens, 1 - masked)  # X, or W if it is longer
-        live = keys.groups_per_batch * settled(*found.lives.T).mean() / keys.max_live_groups
-        slots = keys.batch_size * found.episode / self.slots
-        fastest = max(found.g, found.t)
+        live = keys.groups_per_batch * settled(*unhindered.lives.T).mean() / keys.max_live_groups
+        slots = keys.batch_size * unhindered.episode / self.slots
+        fastest = max(unhindered.g, unhindered.t)
         return fastest * (1 - masked) / max(fastest, slots, live, waits / (self.bound + 0.5))
 
 
@@ -269,7 +272,7 @@ SETTINGS = [
 
 
 class Figures(msgspec.Struct, frozen=True):
-    """Of a run: T in seconds, and others."""
+    """Figures of a run. T is in seconds."""
 
     t: float
     masked: float
@@ -299,26 +302,29 @@ def _beginning(job: tuple[str, float, int]) -> list[Figures]:
 
 
 def beginnings_table(seeds: int, pool: ProcessPoolExecutor) -> str:
-    """Without quick growth -> with it: means over the seeds."""
+    """Compare runs without quick growth -> with quick growth: means over the seeds."""
     gains = (0.0, flow_control.QUICK_GAIN)
-    header = [f"{what}, first {steps} steps" for what in ("speed", "masked", "lag") for steps in FIRST]
+    header = [f"{measure}, first {steps} steps" for measure in ("speed", "masked", "lag") for steps in FIRST]
     jobs = [(name, gain, seed) for name in BEGIN for gain in gains for seed in range(1, seeds + 1)]
-    found = iter(pool.map(_beginning, jobs))
+
+    results = iter(pool.map(_beginning, jobs))
     lines = []
     for name, work in BEGIN.items():
         fastest = max(alone(work).g, alone(work).t)
-        arms = [[next(found) for _ in range(seeds)] for _ in gains]
+        arms = [[next(results) for _ in range(seeds)] for _ in gains]
         columns = [[[run[at] for run in runs] for runs in arms] for at in range(len(FIRST))]
         means = [
             " → ".join(form.format(statistics.mean(map(of, runs))) for runs in column)
             for form, of in (
-                ("{:.2f}", lambda one, fastest=fastest: fastest / one.t),
-                ("{:.1%}", lambda one: one.masked),
-                ("{:.1f}", lambda one: np.average(np.arange(one.lags.size), weights=one.lags)),
+                ("{:.2f}", lambda figures, fastest=fastest: fastest / figures.t),
+                ("{:.1%}", lambda figures: figures.masked),
+                ("{:.1f}", lambda figures: np.average(np.arange(figures.lags.size), weights=figures.lags)),
             )
             for column in columns
         ]
+
         lines.append([name, *means])
+
     return table(["workload", *header], lines)
 
 
@@ -327,42 +333,44 @@ def _ending(job: tuple[str, int, bool, int]) -> tuple[float, float, float, float
     groups that it dropped at its end, in batches. `spares`: with groups beyond those that it trains."""
     name, steps, spares, seed = job
     run = Simulation(BEGIN[name], seed)
-    one = alone(BEGIN[name])
+    workload = alone(BEGIN[name])
     size = run.buffer.config.groups_per_batch
     run.buffer.total_groups = steps * size
     if not spares:
         run.flow_control.first_level = run.flow_control.max_level
     done = run.run(steps)
-    found = Figures.of(done, one.batch)
+    figures = Figures.of(done, workload.batch)
     return (
-        max(one.g, one.t) / found.t,
-        done[-1].seconds / one.g,
-        found.masked,
+        max(workload.g, workload.t) / figures.t,
+        done[-1].seconds / workload.g,
+        figures.masked,
         run.buffer.next_group / size - steps,
     )
 
 
 def endings_table(seeds: int, pool: ProcessPoolExecutor) -> str:
-    """Compare runs without groups beyond those that are trained -> with them: means over the seeds."""
+    """Compare runs without groups beyond the trained ones -> with spare groups: means over the seeds."""
     header = ["speed", "last step, in g", "masked", "dropped at the end, in batches"]
     jobs = list(product(BEGIN, FIRST[:2], (False, True), range(1, seeds + 1)))
-    found = iter(pool.map(_ending, jobs))
+
+    results = iter(pool.map(_ending, jobs))
     lines = []
     for name, steps in product(BEGIN, FIRST[:2]):
-        arms = [zip(*(next(found) for _ in range(seeds)), strict=True) for _ in range(2)]
+        arms = [zip(*(next(results) for _ in range(seeds)), strict=True) for _ in range(2)]
         means = zip(*([statistics.mean(column) for column in arm] for arm in arms), strict=True)
         forms = ("{:.2f}", "{:.1f}", "{:.1%}", "{:.1f}")
         cells = [" → ".join(map(form.format, both)) for form, both in zip(forms, means, strict=True)]
         lines.append([name, str(steps), *cells])
+
     return table(["workload", "steps", *header], lines)
 
 
 def settings_table(name: str, steps: int, seeds: int, pool: ProcessPoolExecutor) -> str:
-    """A workload's row of each setting: means over the seeds."""
+    """Return a workload's row for each setting: means over the seeds."""
     jobs = [(name, row, steps, seed) for row in SETTINGS for seed in range(1, seeds + 1)]
-    found = iter(pool.map(_figures, jobs))
+    results = iter(pool.map(_figures, jobs))
     sync: dict[int, float] = {}
-    return table(HEADER, [_line(name, row, [next(found) for _ in range(seeds)], sync) for row in SETTINGS])
+    return table(HEADER, [_line(name, row, [next(results) for _ in range(seeds)], sync) for row in SETTINGS])
 
 
 def _line(name: str, row: Settings, runs: list[Figures], sync: dict[int, float]) -> list[str]:
@@ -371,12 +379,12 @@ def _line(name: str, row: Settings, runs: list[Figures], sync: dict[int, float])
         statistics.mean(column) for column in zip(*((r.t, r.masked, r.limit) for r in runs), strict=True)
     )
     sync.setdefault(row.slots, t)
-    own = alone(replace(TAILS[name], slots=row.slots))
+    unhindered = alone(replace(TAILS[name], slots=row.slots))
     tokens = np.sum([run.lags for run in runs], 0)
     lags = np.arange(tokens.size)
     return [
         *(f"{row.slots}", f"{row.bound}", f"{row.budget:.0%}", f"{row.target}", row.deadline),
-        f"{max(own.g, own.t) / t:.2f}",
+        f"{max(unhindered.g, unhindered.t) / t:.2f}",
         f"{row.ceiling(TAILS[name], masked, t):.2f}" if row.bound else "–",
         *(f"{sync[row.slots] / t:.1f}", f"{masked:.2%}"),
         f"{np.average(lags, weights=tokens):.2f}, {quantile(lags, tokens, 0.99):.0f}",
@@ -399,16 +407,19 @@ def main() -> None:
     parser.add_argument("--begin", action="store_true", help="how runs begin, without and with quick growth")
     parser.add_argument("--end", action="store_true", help="how runs end, without and with spare groups")
     options = parser.parse_args()
+
     if options.begin or options.end:
         with ProcessPoolExecutor(2) as pool:
             print((beginnings_table if options.begin else endings_table)(options.seeds, pool))
         return
+
     if options.settings is not None:
         with ProcessPoolExecutor(2) as pool:
             for name in options.settings or TAILS:
-                found = settings_table(name, options.steps or 300, options.seeds, pool)
-                print(f"\n{name}\n\n{found}", flush=True)
+                text = settings_table(name, options.steps or 300, options.seeds, pool)
+                print(f"\n{name}\n\n{text}", flush=True)
         return
+
     lines = []
     for name, workload in WORKLOADS.items():
         runs = [
@@ -416,11 +427,12 @@ def main() -> None:
             for seed in range(1, options.seeds + 1)
         ]
         lines.append([name, *figures(runs)])
+
     print(table(["workload", "tokens/s", "masked", "lag", "live limit"], lines))
 
 
 def figures(runs: list[list[SimulatedStep]]) -> list[str]:
-    """Means over the runs; of masked tokens and lag over their steps."""
+    """Return the means over the runs; masked tokens and lag are means over their steps."""
     speeds = [sum(s.tokens for s in run) / sum(s.seconds for s in run) for run in runs]
     steps = [(step.masked, step.lag, step.limit) for run in runs for step in run]
     masked, lag, limit = (statistics.mean(values) for values in zip(*steps, strict=True))

@@ -48,7 +48,7 @@ from asyncrl.wire.messages.shared import Attempt
 from asyncrl.wire.messages.worker import Assign, Failed, Records
 from asyncrl.wire.outbox import Outbox
 
-TURNS = 9  # of which the first is no continuing one
+TURNS = 9  # turns of a conversation; the first one continues no row
 CALL = '<tool_call>\n{"name": "bash", "arguments": {}}\n</tool_call>'
 SIZES = {"short": (1, 60), "long": (40, 19_500)}  # messages and words at the beginning
 FIRST = (1, 19_000)
@@ -58,7 +58,7 @@ CLIENT = Path(__file__).with_name("gateway_client.py")
 
 
 class Engine:
-    """A sampler that says the same in each turn, four tokens at a time."""
+    """A sampler that gives the same text in each turn, four tokens at a time."""
 
     def __init__(self, says: Sequence[int]) -> None:
         self._says = tuple(says)
@@ -78,6 +78,7 @@ class Engine:
         self.cpu.append(time.process_time())
         self.wall.append(time.perf_counter())
         self._rows.add(request.session)
+
         ids = self._says
         stop = StopReason.STOP
         for end in range(4, len(ids) + 4, 4) if request.watch else ():
@@ -86,6 +87,7 @@ class Engine:
                 ids = ids[:end]
                 stop = StopReason.TEXT
                 break
+
         return Generation(ids, (-0.5,) * len(ids), (VersionSpan(0, len(ids), 0, 0),), stop)
 
     def release(self, session: str) -> None: ...
@@ -136,6 +138,7 @@ class Worker:
         )
         done.pop().result()
         shared.threads.close()
+
         return engine
 
 
@@ -143,6 +146,7 @@ class Worker:
 async def client(*work: Any) -> AsyncIterator[asyncio.subprocess.Process]:
     pipe = asyncio.subprocess.PIPE
     words = (sys.executable, str(CLIENT), json.dumps(work))
+
     process = await asyncio.create_subprocess_exec(*words, stdin=pipe, stdout=pipe)
     try:
         yield process
@@ -153,11 +157,11 @@ async def client(*work: Any) -> AsyncIterator[asyncio.subprocess.Process]:
 
 
 def conversation(dialect: str, messages: int, words: int, turns: int, stream: bool = False) -> Agent:
-    """An agent that is a client with such a conversation."""
+    """Return an agent that is a client with such a conversation."""
 
     async def agent(sample: Sample, endpoint: Endpoint) -> None:
-        given = (dialect, messages, words, turns, next(SEEDS), stream)
-        async with client("converse", endpoint.base_url, endpoint.api_key, *given) as process:
+        arguments = (dialect, messages, words, turns, next(SEEDS), stream)
+        async with client("converse", endpoint.base_url, endpoint.api_key, *arguments) as process:
             if await process.wait():
                 raise RuntimeError("the client has failed")
 
@@ -165,19 +169,19 @@ def conversation(dialect: str, messages: int, words: int, turns: int, stream: bo
 
 
 @asynccontextmanager
-async def late() -> AsyncIterator[list[float]]:
+async def loop_delays() -> AsyncIterator[list[float]]:
     """Notes by how many milliseconds the loop is late while the body runs."""
-    found: list[float] = []
+    delays_ms: list[float] = []
 
     async def tick() -> None:
         while True:
             since = time.perf_counter()
             await asyncio.sleep(TICK)
-            found.append(1e3 * (time.perf_counter() - since - TICK))
+            delays_ms.append(1e3 * (time.perf_counter() - since - TICK))
 
     ticking = asyncio.create_task(tick())
     try:
-        yield found
+        yield delays_ms
     finally:
         ticking.cancel()
 
@@ -191,36 +195,39 @@ async def connections(url: str, key: str, count: int) -> AsyncIterator[None]:
         yield
 
 
-def figure(found: Sequence[float]) -> str:
-    return f"{statistics.median(found):.2f} ({min(found):.2f}–{max(found):.2f})"
+def figure(measurements: Sequence[float]) -> str:
+    return f"{statistics.median(measurements):.2f} ({min(measurements):.2f}–{max(measurements):.2f})"
 
 
 async def cpu(worker: Worker, repeats: int) -> list[list[str]]:
-    """The CPU of a continuing turn, in each dialect: short, long, long and streamed."""
+    """Measure the CPU time of a continuing turn in each dialect: short, long, long and streamed."""
     lines = []
     for dialect in PATHS:
         cells = []
         for size, stream in (("short", False), ("short", True), ("long", False), ("long", True)):
-            found = []
+            cpu_ms = []
             for _ in range(repeats):
                 agent = conversation(dialect, *SIZES[size], TURNS, stream)
                 engine = await worker.episode(agent, dialect)
-                found.append(engine.per_turn(engine.cpu))
-            cells.append(figure(found))
+                cpu_ms.append(engine.per_turn(engine.cpu))
+            cells.append(figure(cpu_ms))
+
         lines.append([dialect, *cells])
+
     return lines
 
 
 async def first(worker: Worker, repeats: int) -> list[list[str]]:
-    """The longest that the loop is kept by a first prompt, in each dialect."""
+    """Measure how long a first prompt keeps the loop, at most, in each dialect."""
     lines = []
     for dialect in PATHS:
-        found = []
+        longest_waits = []
         for _ in range(repeats):
-            async with late() as times:
+            async with loop_delays() as times:
                 await worker.episode(conversation(dialect, *FIRST, 1), dialect)
-            found.append(max(times))
-        lines.append([f"{dialect}: longest wait of another episode, ms", figure(found), "50"])
+            longest_waits.append(max(times))
+        lines.append([f"{dialect}: longest wait of another episode, ms", figure(longest_waits), "50"])
+
     return lines
 
 
@@ -228,6 +235,7 @@ async def crowds(worker: Worker, repeats: int) -> list[list[str]]:
     """The memory of idle connections with a key; the turns of an episode beside idle strangers."""
     memory = list[float]()
     alone = list[float]()
+
     beside = list[float]()
     resident = psutil.Process().memory_info
     for _ in range(repeats):
@@ -243,9 +251,10 @@ async def crowds(worker: Worker, repeats: int) -> list[list[str]]:
                 await conversation("chat", *SIZES["short"], TURNS)(sample, endpoint)
 
         await worker.episode(holding)
-        for agent, found in ((conversation("chat", *SIZES["short"], TURNS), alone), (crowded, beside)):
+        for agent, wall_ms in ((conversation("chat", *SIZES["short"], TURNS), alone), (crowded, beside)):
             engine = await worker.episode(agent)
-            found.append(engine.per_turn(engine.wall))
+            wall_ms.append(engine.per_turn(engine.wall))
+
     return [
         ["1,000 idle connections with a key, the most, MiB", f"{max(memory):.0f}", "200"],
         ["a short turn, ms of wall time", figure(alone), ""],
@@ -259,6 +268,7 @@ async def measure(options: argparse.Namespace) -> None:
     await worker.episode(conversation("chat", *SIZES["short"], 2))  # imports, caches
     gc.collect()
     gc.freeze()  # as a worker does
+
     heads = [
         "CPU per turn, ms",
         "short (goal 1)",
@@ -266,6 +276,7 @@ async def measure(options: argparse.Namespace) -> None:
         "20,000 tokens, 40 messages (goal 5)",
         "streamed",
     ]
+
     print(table(heads, await cpu(worker, options.repeats)), flush=True)
     lines = [*await first(worker, options.repeats), *await crowds(worker, options.repeats)]
     print(table(["", "measured", "goal"], lines))

@@ -23,19 +23,20 @@ TOOL = {"name": "bash", "description": "Run a command.", "parameters": SCHEMA}
 
 
 def words(count: int, draw: random.Random) -> str:
-    """A text of so many words, each of them a token."""
+    """Return a text of so many words, each word a token."""
     return " ".join(draw.choices(WORDS, k=count))
 
 
 def assistant(dialect: str, text: str, call: str) -> list[dict[str, Any]]:
-    """The model's message as a client sends it back."""
+    """Return the model's message as a client sends the message back."""
     match dialect:
         case "chat":
             calls = [{"id": call, "type": "function", "function": {"name": "bash", "arguments": "{}"}}]
             return [{"role": "assistant", "content": text, "tool_calls": calls}]
         case "responses":
-            made = {"type": "function_call", "call_id": call, "name": "bash", "arguments": "{}"}
-            return [{"role": "assistant", "content": text}, made]
+            function_call = {"type": "function_call", "call_id": call, "name": "bash", "arguments": "{}"}
+            return [{"role": "assistant", "content": text}, function_call]
+
     used = {"type": "tool_use", "id": call, "name": "bash", "input": {}}
     return [{"role": "assistant", "content": [{"type": "text", "text": text}, used]}]
 
@@ -50,54 +51,63 @@ def reply(dialect: str, text: str, call: str) -> dict[str, Any]:
     return {"role": "user", "content": [{"type": "tool_result", "tool_use_id": call, "content": text}]}
 
 
-def body(dialect: str, said: list[dict[str, Any]], text: str) -> dict[str, Any]:
+def body(dialect: str, messages: list[dict[str, Any]], text: str) -> dict[str, Any]:
     match dialect:
         case "chat":
-            return {"messages": said, "tools": [{"type": "function", "function": TOOL}]}
+            return {"messages": messages, "tools": [{"type": "function", "function": TOOL}]}
         case "responses":
-            return {"input": said, "tools": [{"type": "function", **TOOL}]}
+            return {"input": messages, "tools": [{"type": "function", **TOOL}]}
         case "messages":
-            return {"messages": said, "tools": [{"name": "bash", "input_schema": SCHEMA}], "max_tokens": 1000}
+            return {
+                "messages": messages,
+                "tools": [{"name": "bash", "input_schema": SCHEMA}],
+                "max_tokens": 1000,
+            }
     return {"prompt": text, "stop": STOP}
 
 
 def converse(
     url: str, key: str, dialect: str, messages: int, size: int, turns: int, seed: int, stream: bool
 ) -> None:
-    """A conversation of so many turns that begins with `messages` of `size` words together."""
+    """Hold a conversation of so many turns that begins with `messages` messages of `size` words together."""
     draw = random.Random(seed)
-    each = size // messages
+    message_size = size // messages
     text = words(size, draw)
-    said: list[dict[str, Any]] = [{"role": "user", "content": words(each, draw)}]
+
+    history: list[dict[str, Any]] = [{"role": "user", "content": words(message_size, draw)}]
     for number in range(messages // 2 - 1):
-        said += assistant(dialect, words(each, draw), f"c{number}")
-        said.append(reply(dialect, words(each, draw), f"c{number}"))
+        history += assistant(dialect, words(message_size, draw), f"c{number}")
+        history.append(reply(dialect, words(message_size, draw), f"c{number}"))
+
     connection = HTTPConnection(url.split("/")[2])
     headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
     for _ in range(turns):
-        asked = body(dialect, said, text) | ({"stream": True} if stream else {})
-        connection.request("POST", f"/v1/{PATHS[dialect]}", json.dumps(asked), headers)
+        request = body(dialect, history, text) | ({"stream": True} if stream else {})
+        connection.request("POST", f"/v1/{PATHS[dialect]}", json.dumps(request), headers)
         answer = connection.getresponse()
         heard = answer.read().decode()
         new = words(REPLY, draw)
         if answer.status != 200:
             raise SystemExit(heard)
         text += f"{SAID} {STOP} {new}"
+
         if dialect != "text":
             (call, *_) = re.findall(r"call_\d+-t\d+", heard)
-            said += [*assistant(dialect, SAID, call), reply(dialect, new, call)]
+            history += [*assistant(dialect, SAID, call), reply(dialect, new, call)]
 
 
 def idle(url: str, key: str, count: int) -> None:
     """Open connections, each with a request if there is a key, and hold them until the input ends."""
-    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    held = [HTTPConnection(url.split("/")[2]) for _ in range(count)]
-    for connection in held:
+    file_limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (file_limit, file_limit))
+
+    connections = [HTTPConnection(url.split("/")[2]) for _ in range(count)]
+    for connection in connections:
         connection.connect()
         if key:
             connection.request("GET", "/v1/models", headers={"x-api-key": key})
             connection.getresponse().read()
+
     print("open", flush=True)
     sys.stdin.read()
 

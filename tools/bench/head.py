@@ -50,7 +50,7 @@ class Measured:
 
 
 def save_model(path: Path, vocabulary: int, hidden: int) -> None:
-    """One small layer: nearly all there is to compute is the output layer."""
+    """Save a model of one small layer: nearly all computation is in the output layer."""
     config = Qwen2Config(
         hidden_size=hidden,
         intermediate_size=hidden,
@@ -60,6 +60,7 @@ def save_model(path: Path, vocabulary: int, hidden: int) -> None:
         vocab_size=vocabulary,
         tie_word_embeddings=True,
     )
+
     torch.manual_seed(0)
     Qwen2ForCausalLM(config).save_pretrained(path)
 
@@ -78,12 +79,13 @@ def naive(policy: Policy, tokens: Selected) -> Scores:
 
 
 def measure(case: Case) -> Measured:
-    """In a fresh process: its peak is that of this case."""
+    """Measure a case in a fresh process, whose peak memory is the peak of this case."""
     torch.set_num_threads(1)
     policy = load_policy(case.model, join_ranks(0, 1, device="cpu"))
     if case.way == "naive":
         policy.forward = naive.__get__(policy)  # in the FSDP root's forward, where weights are whole
     torch.manual_seed(0)
+
     ids = torch.randint(0, policy.lm.config.vocab_size, (1, case.tokens + 1))
     position = np.arange(1, case.tokens + 1)
     tokens = Selected.lay_out(list(ids.numpy()), np.zeros_like(position), position, torch.ones(case.tokens))
@@ -91,13 +93,14 @@ def measure(case: Case) -> Measured:
     start = time.perf_counter()
     total: Tensor = policy(tokens).logp.sum()
     total.backward()
+
     seconds = time.perf_counter() - start
     leave_ranks()
     return Measured(before, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, seconds, total.item())
 
 
 def resident() -> int:
-    """Bytes of this process in main memory."""
+    """Return this process's bytes in main memory."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * resource.getpagesize()
 
@@ -113,6 +116,7 @@ def main() -> None:
     parser.add_argument("--fp32-head", action="store_true")
     parser.add_argument("--only", choices=WAYS)
     args = parser.parse_args()
+
     context = multiprocessing.get_context("spawn")
     lines = []
     with tempfile.TemporaryDirectory() as folder:
@@ -121,9 +125,10 @@ def main() -> None:
         model = ModelConfig(path=folder, dtype=args.dtype, fp32_head=args.fp32_head)
         for way in [args.only] if args.only else WAYS:
             with context.Pool(1) as pool:
-                found = pool.apply(measure, (Case(model, args.tokens, way),))
-            sizes = [f"{size / GIB:.2f}" for size in (found.peak, found.peak - found.before)]
-            lines.append([way, *sizes, f"{found.seconds:.1f}", f"{found.total:.2f}"])
+                measured = pool.apply(measure, (Case(model, args.tokens, way),))
+            sizes = [f"{size / GIB:.2f}" for size in (measured.peak, measured.peak - measured.before)]
+            lines.append([way, *sizes, f"{measured.seconds:.1f}", f"{measured.total:.2f}"])
+
     print(f"{args.tokens} tokens × {args.vocab} words, hidden {args.hidden}, {args.dtype}, one thread")
     print(table(["way", "peak GiB", "above the model, GiB", "forward + backward s", "Σ log p"], lines))
 

@@ -33,7 +33,7 @@ from asyncrl.gateway.exchange import AgentReply, Listener
 from asyncrl.types import Message, StopReason, Turn, VersionSpan
 
 Payload = Callable[[str], bytes]
-FIRST_SECONDS = 1.0  # of a flood, before the other client begins
+FIRST_SECONDS = 1.0  # a flood lasts so long before the other client begins
 
 
 class Host:
@@ -111,7 +111,7 @@ FLOODS: dict[str, tuple[int, Payload]] = {  # connections, and what each sends a
 
 
 async def flood(host: str, port: int, kind: str, payload: bytes) -> None:
-    """Send on all connections, without end; those that are closed are opened again."""
+    """Send on all connections without end, and open closed connections again."""
 
     async def send() -> None:
         while True:
@@ -140,6 +140,7 @@ def ask_repeatedly(host: str, port: int, key: str, seconds: float) -> list[float
     """Return the seconds of each turn."""
     body = json.dumps({"messages": [{"role": "user", "content": "q"}]})
     headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
+
     waits = list[float]()
     end = time.monotonic() + seconds
     while time.monotonic() < end:
@@ -151,6 +152,7 @@ def ask_repeatedly(host: str, port: int, key: str, seconds: float) -> list[float
         connection.close()
         assert response.status == 200, response.status
         waits.append(time.monotonic() - started)
+
     return waits
 
 
@@ -159,16 +161,19 @@ async def measured(kind: str, seconds: float, log: int) -> list[str]:
     gateway = Gateway()
     await gateway.start()
     size_before = os.fstat(log).st_size
-    async with gateway.admit_episode(Host()) as hostile, gateway.admit_episode(Host()) as other:
+
+    async with gateway.admit_episode(Host()) as hostile, gateway.admit_episode(Host()) as fair_session:
         inner = await hostile.serve_on(socket.create_server(("127.0.0.1", 0)))
         flooding = await _child("flood", inner, hostile.api_key, kind, seconds)
         assert flooding.stdout is not None
-        await flooding.stdout.readline()  # it has made what it sends
+        await flooding.stdout.readline()  # the flood's requests are ready
         await asyncio.sleep(FIRST_SECONDS)
-        asking = await _child("ask", other, other.api_key, kind, seconds)
+
+        asking = await _child("ask", fair_session, fair_session.api_key, kind, seconds)
         answers, _ = await asking.communicate()
         flooding.terminate()
         await flooding.wait()
+
     await gateway.close()
     waits = json.loads(answers)
     times = [f"{1000 * seconds:.3g}" for seconds in (statistics.median(waits), max(waits))]
@@ -192,9 +197,11 @@ def main() -> None:
     parser.add_argument("kinds", nargs="*", metavar="KIND", help=", ".join(FLOODS))
     parser.add_argument("--seconds", type=float, default=5.0, help="of each flood")
     parser.add_argument("--role", choices=("flood", "ask"), help=argparse.SUPPRESS)
+
     for name, kind in (("host", str), ("port", int), ("key", str)):
         parser.add_argument(f"--{name}", type=kind, help=argparse.SUPPRESS)
     options = parser.parse_args()
+
     if unknown := set(options.kinds) - FLOODS.keys():
         sys.exit(f"there is no flood {sorted(unknown)[0]!r}; known: {', '.join(FLOODS)}")
     if options.role == "flood":

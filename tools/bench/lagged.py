@@ -74,7 +74,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Ask:
-    """One episode to play."""
+    """An episode to play."""
 
     uid: str
     sample: Sample
@@ -82,7 +82,7 @@ class Ask:
 
 
 class Player:
-    """Plays whole batches of episodes at one version, all at once. It serves many runs of one task."""
+    """Plays whole batches of episodes at one version, all at once. A player serves many runs of one task."""
 
     def __init__(self, config: RunConfig) -> None:
         self.config = config
@@ -122,10 +122,12 @@ class Player:
         )
         while not episode.over:
             episode = machine.advance_episode(rules, episode, await self._answer(engine, ask, tools, episode))
+
         await tools.close()
         engine.release(ask.uid)
         if isinstance(episode.command, commands.Fail):
             raise RuntimeError(f"episode {ask.uid} failed: {episode.command.detail}")
+
         return episode
 
     async def _answer(self, engine: Engine, ask: Ask, tools: ToolSession, episode: Episode) -> commands.Event:
@@ -143,35 +145,39 @@ class Player:
                 raise AssertionError(f"nothing answers {type(command).__name__}")
 
 
-def run(given: Lagged, player: Player) -> Outcome:
+def run(lagged: Lagged, player: Player) -> Outcome:
     """Train, then test."""
     began = time.process_time()
-    config = given.config
-    train, test = (samples(path, given.operations) for path in (config.data.train, config.data.test))
+    config = lagged.config
+    train, test = (samples(path, lagged.operations) for path in (config.data.train, config.data.test))
     prompts = Prompts(len(train), lambda epoch: shuffled(range(len(train)), f"{config.seed}/{epoch}"))
+
     torch.manual_seed(config.seed)
     learner = Learner(config, world())
-    learner.max_staleness = given.lag
-    ring = deque([snapshot(learner)], maxlen=given.lag + 1)
+    learner.max_staleness = lagged.lag
+    ring = deque([snapshot(learner)], maxlen=lagged.lag + 1)
     rewards: list[float] = []
+
     history: list[dict[str, float]] = []
     play_s = 0.0
-    for step in range(given.steps):
+    for step in range(lagged.steps):
         started = time.process_time()
         asks = _batch(config, train, prompts, step)
-        episodes = player.play(ring[0], max(0, step - given.lag), asks)
+        episodes = player.play(ring[0], max(0, step - lagged.lag), asks)
         play_s += time.process_time() - started
         earned = [episode.command.result.reward for episode in episodes]  # type: ignore[union-attr]
         rewards.append(sum(earned) / len(earned))
-        if given.shuffled:
+
+        if lagged.shuffled:
             random.Random(f"{config.seed}/{step}").shuffle(earned)
         history.append(_train(learner, asks, episodes, earned))
         ring.append(snapshot(learner))
+
     train_s = time.process_time() - began - play_s
     held_out = [
-        Ask(f"t{i}", sample, sampling_key(0, f"t{i}", 0)) for i, sample in enumerate(test[: given.tests])
+        Ask(f"t{i}", sample, sampling_key(0, f"t{i}", 0)) for i, sample in enumerate(test[: lagged.tests])
     ]
-    final = player.play(ring[-1], given.steps, held_out)
+    final = player.play(ring[-1], lagged.steps, held_out)
     successes = sum(episode.command.result.reward == 1.0 for episode in final)  # type: ignore[union-attr]
     metrics = _mean(history)
     return Outcome(successes, len(final), rewards, metrics, time.process_time() - began, play_s, train_s)
@@ -179,6 +185,7 @@ def run(given: Lagged, player: Player) -> Outcome:
 
 def _batch(config: RunConfig, samples: Sequence[Sample], prompts: Prompts, step: int) -> list[Ask]:
     groups = config.buffer.groups_per_batch
+
     members = config.buffer.episodes_per_group
     asks = []
     for group in range(step * groups, (step + 1) * groups):
@@ -186,13 +193,14 @@ def _batch(config: RunConfig, samples: Sequence[Sample], prompts: Prompts, step:
         for member in range(members):
             uid = f"{group}/{member}"
             asks.append(Ask(uid, sample, sampling_key(config.seed, uid, 0)))
+
     return asks
 
 
 def _train(
     learner: Learner, asks: Sequence[Ask], episodes: Sequence[Episode], rewards: Sequence[float]
 ) -> dict[str, float]:
-    """One batch through the learner."""
+    """Train the learner with one batch."""
     rows = _rows(asks, episodes, rewards, learner.config.rollout.temperature)
     learner.accumulate([(row, episode.turns) for row, episode in zip(rows, episodes, strict=True)])
     return learner.finish()
@@ -207,6 +215,7 @@ def _rows(
         per_turn = (0.0,) * (len(episode.turns) - 1) + (reward,)
         tokens = sum(len(turn.ids) for turn in episode.turns)
         groups.setdefault(group, []).append(EpisodeResult(reward, tokens, per_turn))
+
     return [
         PlannedTrajectory(
             uid=ask.uid,
@@ -225,8 +234,8 @@ def _rows(
 
 @cache
 def samples(path: str, operations: int) -> tuple[Sample, ...]:
-    found = load_samples(path)
-    return tuple(s for s in found if json.loads(s.extra_info)["operations"] <= operations)
+    loaded = load_samples(path)
+    return tuple(s for s in loaded if json.loads(s.extra_info)["operations"] <= operations)
 
 
 @cache

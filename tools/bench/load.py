@@ -1,4 +1,4 @@
-"""How much load the coordinator can handle: its real process, with simulated workers, keepers and a trainer.
+"""Measure how much load the coordinator can handle: the real process, with simulated peers.
 
     python tools/bench/load.py --workers 512 --servers 64 --slots 20 --episodes 40000
     (ulimit -Sn 1024; python tools/bench/load.py --workers 750 --servers 0 --slots 8)    1,500 connections
@@ -43,7 +43,7 @@ import msgspec
 import psutil
 import zmq
 from common import ROOT, SINGLE_THREAD, table
-from load_peers import Keeper, Observer, Peer, Trainer, Worker
+from load_peers import Observer, Peer, SupervisorPeer, Trainer, Worker
 
 from asyncrl.config import RunConfig, parse
 from asyncrl.coordinator.loop import Coordinator, run
@@ -62,7 +62,10 @@ QUANTILES = (0.5, 0.99, 0.999, 1.0)
 
 
 def timed(config: RunConfig, endpoints: Endpoints, incarnation: str) -> int:
-    """In place of the coordinator's `run` in its process: each turn of the loop is timed."""
+    """Run the coordinator and time each turn of its loop.
+
+    Takes the place of `run` in the coordinator's process.
+    """
     # small: the memory of this process is measured
     walls = array("d")
     cpus = array("d")
@@ -82,13 +85,14 @@ def timed(config: RunConfig, endpoints: Endpoints, incarnation: str) -> int:
         profile.dump_stats(path)
     else:
         code = run(config, endpoints, incarnation)
-    found = {"wall": walls.tolist(), "cpu": cpus.tolist()}
-    (Path(config.run_dir) / config.name / TURNS).write_text(json.dumps(found))
+
+    durations = {"wall": walls.tolist(), "cpu": cpus.tolist()}
+    (Path(config.run_dir) / config.name / TURNS).write_text(json.dumps(durations))
     return code
 
 
 class Bench:
-    """All peers of one run, in one loop."""
+    """All peers of a run, in one loop."""
 
     def __init__(self, options: argparse.Namespace, endpoints: Endpoints, process: psutil.Process) -> None:
         self.options = options
@@ -96,6 +100,7 @@ class Bench:
         self.process = process
         self.launch = "load"
         self.context = zmq.Context()
+
         self.context.set(zmq.MAX_SOCKETS, 1 << 14)
         self.random = random.Random(options.seed)
         self.ending: RunEnd | None = None
@@ -105,12 +110,12 @@ class Bench:
         self.marks: list[tuple[int, float, float, float, int]] = []
         self._poller = zmq.Poller()
         self._ends = {}  # type: ignore[var-annotated]
-        self._due: list[tuple[float, int, Callable[[], None]]] = []  # (when, order, what)
+        self._scheduled: list[tuple[float, int, Callable[[], None]]] = []  # (when, order, what)
         self._order = 0
         self._payloads: dict[tuple[int, int], bytes] = {}
         self.reply = msgspec.msgpack.encode(Replies())
         peers: list[Peer] = [Observer(self), Trainer(self)]
-        peers += [Keeper(self, index) for index in range(options.servers)]
+        peers += [SupervisorPeer(self, index) for index in range(options.servers)]
         peers += [Worker(self, index) for index in range(options.workers)]
         for peer in peers:
             self._repeat(peer, self.random.random() * BEAT)
@@ -126,9 +131,9 @@ class Bench:
 
         self.later(seconds, beat)
 
-    def later(self, seconds: float, what: Callable[[], None]) -> None:
+    def later(self, seconds: float, action: Callable[[], None]) -> None:
         self._order += 1
-        heapq.heappush(self._due, (time.monotonic() + seconds, self._order, what))
+        heapq.heappush(self._scheduled, (time.monotonic() + seconds, self._order, action))
 
     def play(self, worker: Worker, attempt: Attempt, turn: int) -> None:
         mean = self.options.life / self.options.turns
@@ -141,8 +146,9 @@ class Bench:
             ids = tuple(range(1000, 1000 + half))
             logprobs = (-0.25,) * half
             span = (VersionSpan(0, half, version, version),)
-            made = Turn(turn, ids, ids, logprobs, span, StopReason.STOP)
-            self._payloads[key] = msgspec.msgpack.encode(made)
+            turn_record = Turn(turn, ids, ids, logprobs, span, StopReason.STOP)
+            self._payloads[key] = msgspec.msgpack.encode(turn_record)
+
         return self._payloads[key]
 
     def landed(self) -> None:
@@ -154,7 +160,7 @@ class Bench:
             self.marks.append((self.count, time.monotonic(), loop, sum(cpu.values()), memory))
 
     def serve(self) -> None:
-        """Until the run is over, or its process is gone."""
+        """Serve the peers until the run is over or the coordinator's process has ended."""
         deadline = time.monotonic() + self.options.deadline
         while self.ending is None and self.process.is_running() and time.monotonic() < deadline:
             for socket, _ in self._poller.poll(2):
@@ -162,8 +168,8 @@ class Bench:
                 while self._read(socket, peer, codec):
                     pass
             now = time.monotonic()
-            while self._due and self._due[0][0] <= now:
-                heapq.heappop(self._due)[2]()
+            while self._scheduled and self._scheduled[0][0] <= now:
+                heapq.heappop(self._scheduled)[2]()
 
     def _read(self, socket: zmq.Socket, peer: Peer, codec: Codec) -> bool:
         try:
@@ -175,7 +181,7 @@ class Bench:
 
 
 def prepare(options: argparse.Namespace) -> Path:
-    """The run directory, as the launcher leaves it."""
+    """Write the run directory as the launcher leaves it."""
     run_dir: Path = options.run_dir / "load"
     shutil.rmtree(run_dir, ignore_errors=True)
     (run_dir / "model").mkdir(parents=True)
@@ -206,11 +212,13 @@ def prepare(options: argparse.Namespace) -> Path:
             "checkpoint": {"every": 0},
         }
     )
+
     (run_dir / "config.yaml").write_bytes(msgspec.yaml.encode(config))
     options.episodes = config.total_steps * groups * size
     samples = (Sample(row, "load", (Message("user", "? " * 100),), "1") for row in range(1000))
     path = samples_path(run_dir, "train")
     path.parent.mkdir()
+
     with path.open("w+b") as file:
         Samples.write(file, [samples])
     return run_dir
@@ -222,21 +230,24 @@ def start(run_dir: Path, endpoints: Endpoints, profile: str) -> subprocess.Popen
         *(sys.executable, "-m", "asyncrl.launch.role", "coordinator", "--run-dir", str(run_dir)),
         *("--incarnation", "load", "--target", "load:timed"),
     ]
+
     paths = os.pathsep.join([str(ROOT), str(Path(__file__).parent)])
     env = os.environ | SINGLE_THREAD | {"PYTHONPATH": paths}
     env |= {"LOAD_PROFILE": profile} if profile else {}
-    told = msgspec.msgpack.encode(endpoints.for_role("coordinator"))
-    with (run_dir / "coordinator.log").open("wb") as out, full_pipe(told) as given:
-        return subprocess.Popen(command, cwd=ROOT, stdin=given, stdout=out, stderr=out, env=env)
+    encoded_endpoints = msgspec.msgpack.encode(endpoints.for_role("coordinator"))
+    with (run_dir / "coordinator.log").open("wb") as out, full_pipe(encoded_endpoints) as stdin:
+        return subprocess.Popen(command, cwd=ROOT, stdin=stdin, stdout=out, stderr=out, env=env)
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """One run."""
+    """Measure a run."""
     run_dir = prepare(options)
     endpoints = choose_endpoints("127.0.0.1", 0)
     process = start(run_dir, endpoints, options.profile)
     raise_file_limit()  # after the start: the coordinator does it itself
+
     bench = Bench(options, endpoints, psutil.Process(process.pid))
+
     began = time.monotonic()
     cpu = time.process_time()
     try:
@@ -247,13 +258,15 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     finally:
         process.kill()
         bench.context.destroy(linger=0)
+
     if bench.ending is None or bench.ending.error or len(bench.marks) < 5:
         raise SystemExit(
             f"no measurement: {bench.ending}, {bench.count} landed; see {run_dir}/coordinator.log; waits: "
             f"{bench.status.waits[:5] if bench.status else None}"
         )
+
     (low, t0, loop0, other0, _), *_, (high, t1, loop1, other1, _) = bench.marks
-    told = json.loads((run_dir / TURNS).read_text())
+    turn_durations = json.loads((run_dir / TURNS).read_text())
     rate = (high - low) / (t1 - t0)
     size = sum(len(bench.payload(turn, 0)) for turn in range(options.turns))
     return {
@@ -264,9 +277,9 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "memory": [memory for *_, memory in bench.marks],
         "conserved": read_summary(run_dir)["conserved"],
         "share": share,
-        "turns": len(told["wall"]),
-        "wall": quantiles(told["wall"]),
-        "cpu": quantiles(told["cpu"]),
+        "turns": len(turn_durations["wall"]),
+        "wall": quantiles(turn_durations["wall"]),
+        "cpu": quantiles(turn_durations["cpu"]),
     }
 
 
@@ -295,24 +308,26 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--profile", default="", metavar="FILE")
     parser.add_argument("--run-dir", type=Path, default=ROOT / "runs" / "load")
     options = parser.parse_args(argv)
+
     options.run_dir = options.run_dir.resolve()
     return options
 
 
 def main() -> None:
     options = arguments()
-    found = measure(options)
-    ms = [" / ".join(f"{1000 * value:.1f}" for value in found[kind]) for kind in ("wall", "cpu")]
+    figures = measure(options)
+    quantiles_ms = [" / ".join(f"{1000 * value:.1f}" for value in figures[kind]) for kind in ("wall", "cpu")]
     header = ["workers × servers", "in flight", "episodes", "episodes/s", "MiB/s"]
     header += ["CPU s per 1,000: loop + others", "turns of the loop"]
     header += ["turn p50 / p99 / p99.9 / max, ms", "the same, CPU", "MiB", "peers' share of a core"]
     size = f"{options.workers} × {options.servers}"
-    line = [size, f"{options.workers * options.slots:,}", f"{options.episodes:,}", f"{found['rate']:.0f}"]
-    line += [f"{found['bytes'] / 2**20:.1f}", f"{found['loop']:.2f} + {found['other']:.2f}"]
-    line += [f"{found['turns']:,}", *ms]
-    line += [" / ".join(f"{value / 2**20:.0f}" for value in found["memory"]), f"{found['share']:.2f}"]
+    line = [size, f"{options.workers * options.slots:,}", f"{options.episodes:,}", f"{figures['rate']:.0f}"]
+    line += [f"{figures['bytes'] / 2**20:.1f}", f"{figures['loop']:.2f} + {figures['other']:.2f}"]
+    line += [f"{figures['turns']:,}", *quantiles_ms]
+    line += [" / ".join(f"{value / 2**20:.0f}" for value in figures["memory"]), f"{figures['share']:.2f}"]
     print(table(header, [line]))
-    if not found["conserved"]:
+
+    if not figures["conserved"]:
         raise SystemExit("the run's audit disagrees: an episode was lost or counted twice")
 
 

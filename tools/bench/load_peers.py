@@ -1,5 +1,7 @@
-"""The peers of tools/bench/load.py: workers, keepers, a trainer and a launcher, simulated. They send the real
-messages, and compute nothing."""
+"""The simulated peers of tools/bench/load.py: workers, server supervisors, a trainer and a launcher.
+
+The peers send the real messages, and compute nothing.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,7 @@ if TYPE_CHECKING:
 
 
 class Peer:
-    """A process's sockets. `receive` is called with what comes."""
+    """The sockets of a simulated process. `receive` is called with each message that arrives."""
 
     def __init__(self, bench: Bench, role: str, index: int, control: Any, bulk: Any = None) -> None:
         self.bench = bench
@@ -93,7 +95,7 @@ class Worker(Peer):
         self.seq = self.assigned = self.tokens = 0
         self.version = 0  # newest that it may sample with
         self.servers: dict[str, EngineEntry] = {}
-        self.held: set[Attempt] = set()
+        self.attempts: set[Attempt] = set()
         self.ends: deque[tuple[int, Attempt]] = deque()  # sent and not acknowledged
         self.uses = [EngineUse(f"engine {number}") for number in range(bench.options.servers)]
 
@@ -103,7 +105,7 @@ class Worker(Peer):
             self.send(self.control, hello)
             return
         beat = WorkerHeartbeat(
-            self.assigned, tuple(self.held), 1.0, 1.0, self.tokens, engines=tuple(self.uses)
+            self.assigned, tuple(self.attempts), 1.0, 1.0, self.tokens, engines=tuple(self.uses)
         )
         self.send(self.control, beat)
 
@@ -114,11 +116,11 @@ class Worker(Peer):
         match message:
             case Assign():
                 self.assigned = message.seq
-                self.held.add(message.attempt)
+                self.attempts.add(message.attempt)
                 self.bench.play(self, message.attempt, 0)
             case Ack():
                 while self.ends and self.ends[0][0] <= message.seq:
-                    self.held.discard(self.ends.popleft()[1])
+                    self.attempts.discard(self.ends.popleft()[1])
                     self.bench.landed()
             case Engines():
                 self.servers = message.updated_table(self.servers)
@@ -130,14 +132,14 @@ class Worker(Peer):
             case Welcome():
                 self.welcomed = True
             case Cancel() | Fenced():
-                self.held.discard(message.attempt)
+                self.attempts.discard(message.attempt)
 
     def record(self, record: Record, *frames: bytes) -> None:
         self.send(self.bulk, Records(((record, len(frames)),)), *frames)
 
     def play(self, attempt: Attempt, turn: int) -> None:
-        """One turn of an episode is sampled; after the last one it ends."""
-        if attempt not in self.held:
+        """Sample a turn of an episode; end the episode after its last turn."""
+        if attempt not in self.attempts:
             return
         half = self.bench.options.tokens // 2
         turns = self.bench.options.turns
@@ -145,23 +147,26 @@ class Worker(Peer):
         self.tokens += half
         report = Generated(self.seq, attempt, turn, 1.0)
         self.record(report, self.bench.payload(turn, self.version))
+
         if self.uses:
             use = self.uses[self.seq % len(self.uses)]
             use.requests = use.requests + 1
             use.tokens = use.tokens + half
+
         self.seq += 1
         if turn + 1 < turns:
             self.record(Replied(self.seq, attempt, turn), self.bench.reply)
             self.bench.play(self, attempt, turn + 1)
             return
+
         result = EpisodeResult(float(self.bench.random.random() < 0.5), turns * half)
         stats = EpisodeStats(turns, longest_row=2 * turns * half, prompt=half, seconds=1.0)
         self.record(Finished(self.seq, attempt, result, stats))
         self.ends.append((self.seq, attempt))
 
 
-class Keeper(Peer):
-    """A server's: it loads at once."""
+class SupervisorPeer(Peer):
+    """The supervisor of a server that loads versions at once."""
 
     def __init__(self, bench: Bench, index: int) -> None:
         super().__init__(bench, "engine", index, channels.ToSupervisor)
@@ -181,7 +186,7 @@ class Keeper(Peer):
 
 
 class Trainer(Peer):
-    """The only rank: it trains a micro-batch in no time."""
+    """The only rank, which trains a micro-batch in no time."""
 
     def __init__(self, bench: Bench) -> None:
         super().__init__(bench, "trainer", 0, channels.ToTrainerControl, channels.ToTrainerBulk)

@@ -11,7 +11,7 @@ from asyncrl.algorithms.losses import LossInput, TokenLoss, loss
 from asyncrl.algorithms.token_losses import reinforce
 from asyncrl.engines.base import Engine, engines
 
-# of paced: a step, of that each episode; a trained token
+# Seconds of `paced`: a step, each episode of the step, a trained token.
 BASE_S = 0.025
 SHARE_S = 0.0015
 TRAIN_S = 0.0015
@@ -20,18 +20,21 @@ ASLEEP_S = 0.3  # a step of asleep
 
 
 def paced(**arguments: Any) -> Engine:
-    """The embedded engine, whose steps take BASE_S + SHARE_S * n seconds for n requests under way: longer
-    than they take to compute, so that a busy machine changes nothing."""
+    """Return the embedded engine with steps of BASE_S + SHARE_S * n seconds for n requests under way.
+
+    The steps last longer than their computation, so a busy machine changes nothing.
+    """
     return slowed(arguments, lambda batcher: BASE_S + SHARE_S * len(batcher.runs))
 
 
 def asleep(**arguments: Any) -> Engine:
-    """The embedded engine, whose steps take ASLEEP_S: eight of them fit on two cores."""
+    """Return the embedded engine with steps of ASLEEP_S: eight such engines fit on two cores."""
     return slowed(arguments, lambda batcher: ASLEEP_S)
 
 
 def slowed(arguments: dict[str, Any], seconds: Callable[[Any], float]) -> Engine:
     engine = engines.load("torch")(**arguments)
+
     batcher = engine._batcher  # type: ignore[attr-defined]
     step = batcher.step
 
@@ -47,13 +50,13 @@ def slowed(arguments: dict[str, Any], seconds: Callable[[Any], float]) -> Engine
 
 @loss("paced_reinforce", ratio="prox", linear=True)
 def paced_reinforce(given: LossInput) -> TokenLoss:
-    """`reinforce`, and TRAIN_S seconds for each token."""
+    """Compute `reinforce`, and sleep TRAIN_S seconds for each token."""
     time.sleep(TRAIN_S * given.logp.numel())
     return reinforce.of(given)
 
 
 @loss("paced_reinforce_slow", ratio="prox", linear=True)
 def paced_reinforce_slow(given: LossInput) -> TokenLoss:
-    """With SLOWER * TRAIN_S seconds for each token."""
+    """Compute `reinforce`, and sleep SLOWER * TRAIN_S seconds for each token."""
     time.sleep(SLOWER * TRAIN_S * given.logp.numel())
     return reinforce.of(given)

@@ -39,7 +39,7 @@ HEADER = ["rows", "way", "tokens computed", "s", "useful tokens/s", "of the plai
 
 
 def ragged(rng: np.random.Generator, vocabulary: int, count: int, typical: int) -> Rows:
-    """Lengths with a heavy tail, a fifth of each the prompt."""
+    """Return lengths with a heavy tail; a fifth of each length is the prompt."""
     lengths = np.clip(rng.lognormal(np.log(typical), 0.7, count), 20, 8 * typical).astype(int)
     return Rows([rng.integers(0, vocabulary, n) for n in lengths], (lengths // 5).tolist())
 
@@ -55,7 +55,7 @@ def in_policy(policy: Policy, chosen: Selected) -> None:
 
 
 def seconds(work: Callable[[], None], repeats: int, device: torch.device) -> float:
-    """Median of CPU seconds, or of seconds on a GPU, after one call that is not counted."""
+    """Return the median CPU seconds, or seconds on a GPU, after an uncounted first call."""
 
     def now() -> float:
         if device.type == "cpu":
@@ -63,43 +63,50 @@ def seconds(work: Callable[[], None], repeats: int, device: torch.device) -> flo
         torch.cuda.synchronize()
         return time.perf_counter()
 
-    found = []
+    durations = []
     for _ in range(repeats + 1):
         began = now()
         work()
-        found.append(now() - began)
-    return statistics.median(found[1:])
+        durations.append(now() - began)
+
+    return statistics.median(durations[1:])
 
 
 class Bench:
-    """The policy, and the plain model beside it."""
+    """The policy, and the plain model beside the policy."""
 
     def __init__(self, path: str, dtype: str, repeats: int, world: World) -> None:
         self.repeats = repeats
         self.world = world
         self.policy = load_policy(ModelConfig(path=path, dtype=dtype), world)
         assert packing_for([self.policy], "tree", dtype, world) == "tree"
+
         self.plain = (
             AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype)).eval().to(world.device)
         )
         head = self.plain.get_output_embeddings().weight.numel()
-        self.head, self.layers = head, sum(p.numel() for p in self.plain.parameters()) - head
+        self.head = head
+        self.layers = sum(parameter.numel() for parameter in self.plain.parameters()) - head
         self.vocabulary: int = self.plain.config.vocab_size
 
     def lines(self, name: str, rows: Rows, ways: Sequence[Packing]) -> list[list[str]]:
         plain = self.seconds(lambda: plain_loop(self.plain, rows))
+
         lines = [self.line(name, "plain loop", rows.useful, plain, rows, plain)]
         packed_s = packed_work = 0.0
         for way in ways:
             self.attend(way)
             chosen = rows.selected(way).to(self.world.device)
-            spent = self.seconds(lambda one=chosen: in_policy(self.policy, one))
+
+            spent = self.seconds(lambda rows_of_way=chosen: in_policy(self.policy, rows_of_way))
             work = self.layers * chosen.ids.numel() + self.head * len(chosen.labels)
             if way == "packed":
                 packed_s = spent
                 packed_work = work
+
             beside = [f"{packed_s / spent:.2f}", f"{packed_work / work:.2f}"] if way == "tree" else ["", ""]
             lines.append(self.line(name, way, chosen.ids.numel(), spent, rows, plain, *beside))
+
         return lines
 
     def seconds(self, work: Callable[[], None]) -> float:
@@ -109,7 +116,7 @@ class Bench:
         self.policy.lm.set_attn_implementation("sdpa" if way == "padded" else FOREST_ATTENTION)
 
     def line(
-        self, name: str, way: str, tokens: int, spent: float, rows: Rows, plain: float, *rest: str
+        self, name: str, way: str, tokens: int, spent: float, rows: Rows, plain: float, *last_cells: str
     ) -> list[str]:
         rate = rows.useful / spent
         return [
@@ -119,7 +126,7 @@ class Bench:
             f"{spent:.2f}",
             f"{rate:.0f}",
             f"{plain / spent:.2f}",
-            *(rest or ["", ""]),
+            *(last_cells or ["", ""]),
         ]
 
 
@@ -134,15 +141,18 @@ def main() -> None:
     parser.add_argument("--groups", type=int, default=2, help="of 8, in a micro-batch")
     parser.add_argument("--tokens", type=int, default=250, help="of a typical row")
     args = parser.parse_args()
+
     torch.set_num_threads(1)
     bench = Bench(args.model, args.dtype, args.repeats, join_ranks(0, 1, device=args.device))
     rng = np.random.default_rng(0)
+
     words = bench.vocabulary
     lines = bench.lines("ragged", ragged(rng, words, 16, args.tokens), ("padded", "packed"))
     for prompt, response in ((4, 1), (1, 1), (1, 4)):
         part = args.tokens // (prompt + response)
         rows = grouped(rng, words, args.groups, prompt * part, response * part)
         lines += bench.lines(f"{prompt}:{response}", rows, ("packed", "tree"))
+
     print(table(HEADER, lines))
     leave_ranks()
 

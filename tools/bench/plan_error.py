@@ -34,7 +34,7 @@ SETTINGS = [
     *(f"engine.name={HERE / 'paced.py'}:paced", f"algorithm.loss={HERE / 'paced.py'}:paced_reinforce"),
     *(f"total_steps={STEPS}", "rollout.slots=32", "launch.restarts=0"),
 ]
-DELAY = "mu: -1.5, sigma: 1.3"  # of the logarithm of a call's seconds: 0.52 on average
+DELAY = "mu: -1.5, sigma: 1.3"  # logarithm of a call's seconds: 0.52 s on average
 SLOW = [f"algorithm.loss={HERE / 'paced.py'}:paced_reinforce_slow"]
 PROBES: dict[str, list[str]] = {"probe": [], "probe-few": ["rollout.slots=8"], "probe-slow": SLOW}
 PROBE_SEED = 100
@@ -54,14 +54,14 @@ HEADER = ["configuration", "seed", "s/step: predicted", "measured", "error", "la
 
 
 def run(name: str, folder: Path, seed: int, overrides: list[str]) -> None:
-    """Run it to its end, unless a complete run is there. SystemExit when it fails."""
+    """Run a configuration to the end, unless a complete run is there. SystemExit: the run failed."""
     arguments = (
         f"{{{TOOL.replace(':', chr(92) + ':')}: {{log: {folder / name}.lives, seed: {seed}, {DELAY}}}}}"
     )
-    own = [f"rollout.tool_args={arguments}", f"seed={seed}", "resume=never"]
-    given = [*COMMON, *SETTINGS, *own, *overrides]
+    run_overrides = [f"rollout.tool_args={arguments}", f"seed={seed}", "resume=never"]
+    all_overrides = [*COMMON, *SETTINGS, *run_overrides, *overrides]
     complete = summary(folder / name).get("outcome") == "completed"
-    if not complete and train(name, folder, given, deadline=600.0)["exit_code"]:
+    if not complete and train(name, folder, all_overrides, deadline=600.0)["exit_code"]:
         raise SystemExit(f"{name} failed; see {folder / name}.out")
 
 
@@ -69,8 +69,8 @@ def run_name(configuration: str) -> str:
     return configuration.replace(",", "").replace(" ", "-")
 
 
-def error(predicted: float, found: float) -> float:
-    return abs(predicted / found - 1)
+def error(predicted: float, measured_value: float) -> float:
+    return abs(predicted / measured_value - 1)
 
 
 def main() -> None:
@@ -84,6 +84,7 @@ def main() -> None:
     parser.add_argument("--at-once", type=int, default=6, help="runs; each takes 2%% of a core once it runs")
     parser.add_argument("--run-dir", type=Path, required=True, help="complete runs in it stay")
     options = parser.parse_args()
+
     folder: Path = options.run_dir.resolve()
     chosen = options.only or list(CONFIGURATIONS)
     wanted = {name: (PROBE_SEED, keys) for name, keys in PROBES.items()} | {
@@ -91,32 +92,45 @@ def main() -> None:
         for name in chosen
         for seed in range(options.seeds)
     }
+
     with ThreadPoolExecutor(options.at_once) as pool:
-        under_way = [pool.submit(run, name, folder, *how) for name, how in wanted.items()]
-        for one in under_way:
-            one.result()
+        under_way = [pool.submit(run, name, folder, *arguments) for name, arguments in wanted.items()]
+        for future in under_way:
+            future.result()
+
     runs = {name: Measurements.read_run(folder / name, recompose(folder / name, [])) for name in wanted}
     probes = [runs[name] for name in PROBES]
-    loads = [one.engine_load for one in probes[:2]]
+    loads = [probe.engine_load for probe in probes[:2]]
     fast, slow = (fit(p.config, p.rows, p.recorded, loads, p.publish_s) for p in (probes[0], probes[2]))
     print(f"a token: {fast.base:.4f} s + {fast.slope:.5f} s * n", flush=True)
+
     lines = []
+
     errors = []
     lags = []
     for name in chosen:
         for seed in range(options.seeds):
-            found = runs[f"{run_name(name)}-{seed}"]
-            config: RunConfig = with_group_policy(found.config)
+            probe_run = runs[f"{run_name(name)}-{seed}"]
+
+            config: RunConfig = with_group_policy(probe_run.config)
             rates = slow if SLOW[0] in CONFIGURATIONS[name] else fast
             if config.shifts:
-                own = fit(found.config, found.rows, found.recorded, [found.engine_load], found.publish_s)
-                rates = replace(rates, shift_s=own.shift_s)
-            told = predict(config, rates, STEPS, (0, 1, 2))
-            was = measured_forecast(found.rows)
-            errors.append(error(told.step_s, was.step_s))
-            lags.append(abs(told.lag - was.lag))
-            lines.append(line(name, seed, told, was))
+                fitted = fit(
+                    probe_run.config,
+                    probe_run.rows,
+                    probe_run.recorded,
+                    [probe_run.engine_load],
+                    probe_run.publish_s,
+                )
+                rates = replace(rates, shift_s=fitted.shift_s)
+
+            forecast = predict(config, rates, STEPS, (0, 1, 2))
+            was = measured_forecast(probe_run.rows)
+            errors.append(error(forecast.step_s, was.step_s))
+            lags.append(abs(forecast.lag - was.lag))
+            lines.append(line(name, seed, forecast, was))
             print(" ".join(lines[-1]), flush=True)
+
     print(table(HEADER, lines))
     print(
         f"\nseconds a step: median error {statistics.median(errors):.1%}, largest {max(errors):.1%}; "
@@ -124,10 +138,16 @@ def main() -> None:
     )
 
 
-def line(name: str, seed: int, told: Forecast, was: Forecast) -> list[str]:
+def line(name: str, seed: int, forecast: Forecast, was: Forecast) -> list[str]:
     return [
-        *(name, str(seed), f"{told.step_s:.2f}", f"{was.step_s:.2f}", f"{told.step_s / was.step_s - 1:+.1%}"),
-        *(f"{told.lag:.2f}", f"{was.lag:.2f}", f"{told.trainer_idle:.0%}", f"{was.trainer_idle:.0%}"),
+        *(
+            name,
+            str(seed),
+            f"{forecast.step_s:.2f}",
+            f"{was.step_s:.2f}",
+            f"{forecast.step_s / was.step_s - 1:+.1%}",
+        ),
+        *(f"{forecast.lag:.2f}", f"{was.lag:.2f}", f"{forecast.trainer_idle:.0%}", f"{was.trainer_idle:.0%}"),
     ]
 
 

@@ -36,7 +36,10 @@ WARM = 2  # turns that are not counted: both host buffers are touched for the fi
 
 
 def turns(model: str, dtype: str, repeats: int, world: World, run_dir: Path) -> dict[str, list[float]]:
-    """Seconds of each, turn by turn. Versions are only offered, for keepers to fetch: nothing is written."""
+    """Return the seconds of each kind of work, turn by turn.
+
+    Versions are only offered for fetching: nothing is written.
+    """
     config = parse(
         {
             "name": "bench",
@@ -46,11 +49,13 @@ def turns(model: str, dtype: str, repeats: int, world: World, run_dir: Path) -> 
             "weights": {"transport": "collective"},
         }
     )
+
     policy = load_policy(config.model, world)
     publishing = Publishing(config, choose_endpoints("127.0.0.1", 0), run_dir, world, policy)
     count = sum(parameter.numel() for parameter in policy.parameters())
     source = torch.ones(count)
     target = torch.zeros(count, dtype=policy.export_dtype)
+
     done = 0
 
     def publish() -> None:
@@ -63,15 +68,17 @@ def turns(model: str, dtype: str, repeats: int, world: World, run_dir: Path) -> 
         "publish": publish,
         "probe": publishing.score_probe,
     }
-    found: dict[str, list[float]] = {name: [] for name in works}
+
+    cpu_seconds: dict[str, list[float]] = {name: [] for name in works}
     for _ in range(WARM + repeats):
         for name, work in works.items():
             began = time.process_time()
             work()
-            found[name].append(time.process_time() - began)
+            cpu_seconds[name].append(time.process_time() - began)
+
     publishing.drain()
     print(f"{count / 1e6:.0f}M parameters, exported as {dtype}\n")
-    return {name: seconds[WARM:] for name, seconds in found.items()}
+    return {name: seconds[WARM:] for name, seconds in cpu_seconds.items()}
 
 
 def main() -> None:
@@ -82,17 +89,23 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
     args = parser.parse_args()
+
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as place:
-        model = build(Path(place) / "model", args.hidden, args.layers)
+    with tempfile.TemporaryDirectory() as directory:
+        model = build(Path(directory) / "model", args.hidden, args.layers)
         world = join_ranks(0, 1, device="cpu")
-        found = turns(model, args.dtype, args.repeats, world, Path(place))
+        cpu_seconds = turns(model, args.dtype, args.repeats, world, Path(directory))
         leave_ranks()
+
     lines = []
-    for name, seconds in found.items():
-        ratios = [one / copy for one, copy in zip(seconds, found["memcpy"], strict=True)]
+    for name, seconds in cpu_seconds.items():
+        ratios = [
+            seconds_of_turn / copy
+            for seconds_of_turn, copy in zip(seconds, cpu_seconds["memcpy"], strict=True)
+        ]
         spread = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
         lines.append([name, f"{1e3 * statistics.median(seconds):.0f}", spread])
+
     print(table(["", "ms", "memcpys"], lines))
 
 

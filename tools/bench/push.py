@@ -63,6 +63,7 @@ class Bench:
             TensorSpec(name, tuple(t.shape), str(t.dtype).removeprefix("torch."))
             for name, t in tensors.items()
         )
+
         self._version = 0
         self._paused = 0.0
 
@@ -138,6 +139,7 @@ class Bench:
             joins = self.row(f"{name}, first", [await self.once(push)])
             again = await self.line(name, push)
             await receiver.close()
+
         return [joins, again]
 
 
@@ -153,7 +155,7 @@ async def compare(url: str, model: Path, device: torch.device, repeats: int, buc
 
 
 def save_model(directory: Path, hidden: int, layers: int) -> None:
-    """Random weights; servers work on ids, so that it needs no tokenizer."""
+    """Save a model with random weights. Servers work on ids, so the model needs no tokenizer."""
     config = Qwen2Config(
         vocab_size=512,
         hidden_size=hidden,
@@ -163,6 +165,7 @@ def save_model(directory: Path, hidden: int, layers: int) -> None:
         num_key_value_heads=2,
         max_position_embeddings=4096,
     )
+
     torch.manual_seed(0)
     Qwen2ForCausalLM(config).save_pretrained(directory)
 
@@ -179,17 +182,19 @@ def main() -> None:
     parser.add_argument("--model", type=Path, help="with --url")
     parser.add_argument("--device", type=torch.device, default=torch.device("cpu"))
     args = parser.parse_args()
+
     torch.set_num_threads(1)
-    rest = args.device, args.repeats, args.buckets
+    settings = args.device, args.repeats, args.buckets
     if args.url:
-        asyncio.run(compare(args.url, args.model, *rest))
+        asyncio.run(compare(args.url, args.model, *settings))
         return
+
     with tempfile.TemporaryDirectory() as directory:
         save_model(Path(directory), args.hidden, args.layers)
         os.environ |= SINGLE_THREAD
         server = SGLangServer(Path(directory), Path(directory, "server.log"), *ARGUMENTS)
         try:
-            asyncio.run(compare(server.url, Path(directory), *rest))
+            asyncio.run(compare(server.url, Path(directory), *settings))
         finally:
             server.kill()
 

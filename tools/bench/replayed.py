@@ -30,7 +30,7 @@ ANSWERS = 3.178, 2.0  # median 24, with 1,536 at most mean 123
 
 
 def drawn(name: str, mu: float, sigma: float) -> float:
-    """A log-normal number that depends on the arguments only."""
+    """Draw a log-normal number that depends on the arguments only."""
     return random.Random(name).lognormvariate(mu, sigma)
 
 
@@ -63,7 +63,7 @@ def slow_calculator(*, mu: float = 0.0, sigma: float = -1.0, seed: int = 0, log:
 
 def slow_expressions(*, mu: float, sigma: float, seed: int = 0) -> Tool:
     """SmolLM2's calculator. The k-th call for a sample and an expression waits LN(mu, sigma) seconds."""
-    asked: Counter[tuple[int, str]] = Counter()
+    call_counts: Counter[tuple[int, str]] = Counter()
 
     class Calculator:
         def open(self, sample: Sample) -> None:
@@ -71,8 +71,8 @@ def slow_expressions(*, mu: float, sigma: float, seed: int = 0) -> Tool:
 
         async def call(self, expression: str) -> str:
             """Compute an arithmetic expression, e.g. 3 * (17 - 2.5)."""
-            asked[self.sample, expression] += 1
-            call = asked[self.sample, expression]
+            call_counts[self.sample, expression] += 1
+            call = call_counts[self.sample, expression]
             await asyncio.sleep(drawn(f"{seed}/{self.sample}/{expression}/{call}", mu, sigma))
             return expression_calculator.function(expression)  # type: ignore[no-any-return]
 
@@ -80,7 +80,8 @@ def slow_expressions(*, mu: float, sigma: float, seed: int = 0) -> Tool:
 
 
 def forced_lengths(**arguments: Any) -> Engine:
-    """The embedded engine, but a response is as long as the episode's key says, whatever its tokens are."""
+    """Return the embedded engine with responses as long as the episode's key says, whatever the tokens
+    are."""
     return _ForcedLengths(engines.load("torch")(**arguments), *LENGTHS)  # type: ignore[return-value]
 
 

@@ -39,56 +39,61 @@ def main() -> None:
     parser.add_argument("--together", type=int, nargs="+", default=[1, 16])
     parser.add_argument("--image", help="the name of an image that has python3")
     options = parser.parse_args()
+
     image = find_image(options.image) if options.image else None
     before = seconds_of_cpu()
-    found = [asyncio.run(measure(options.times, options.together[0], image))]
+    measurements = [asyncio.run(measure(options.times, options.together[0], image))]
     cpu = (seconds_of_cpu() - before) / options.times
-    found += [asyncio.run(measure(options.times, together, image)) for together in options.together[1:]]
+    measurements += [
+        asyncio.run(measure(options.times, together, image)) for together in options.together[1:]
+    ]
     print("| ms |" + "".join(f" {together} at once | p99 |" for together in options.together))
-    print("|---|" + "---|---|" * len(found))
+    print("|---|" + "---|---|" * len(measurements))
+
     for name in STEPS:
-        cells = [f"{number:.1f}" for times in found for number in summary(times[name])]
+        cells = [f"{number:.1f}" for times in measurements for number in summary(times[name])]
         print(f"| {name} | " + " | ".join(cells) + " |")
+
     print(f"\nCPU: {1e3 * cpu:.0f} ms; memory: {asyncio.run(memory(image)):.1f} MiB")
 
 
 async def measure(times: int, together: int, image: Image | None) -> dict[str, list[float]]:
-    """Milliseconds of each step, from `times` sandboxes, `together` at any moment."""
-    found: dict[str, list[float]] = {name: [] for name in STEPS}
+    """Return the milliseconds of each step, from `times` sandboxes, `together` at any moment."""
+    durations_ms: dict[str, list[float]] = {name: [] for name in STEPS}
     room = asyncio.Semaphore(together)
 
-    async def one() -> None:
+    async def time_one_sandbox() -> None:
         async with room:
             box = Jail(require=(), image=image)
             for name, step in STEPS.items():
                 started = time.perf_counter()
                 await step(box)
-                found[name].append(1e3 * (time.perf_counter() - started))
+                durations_ms[name].append(1e3 * (time.perf_counter() - started))
 
-    await asyncio.gather(*(one() for _ in range(times)))
-    return found
+    await asyncio.gather(*(time_one_sandbox() for _ in range(times)))
+    return durations_ms
 
 
 async def memory(image: Image | None) -> float:
     async with Jail(require=(), image=image) as box:
         await box.run("cell", "1", 20)
         assert box.pid is not None
-        return sum(map(own, family(box.pid))) / 1024
+        return sum(map(own_memory, family(box.pid))) / 1024
 
 
 def seconds_of_cpu() -> float:
-    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    used = [resource.getrusage(processes) for processes in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(part.ru_utime + part.ru_stime for part in used)
 
 
 def family(pid: int) -> list[int]:
-    """A process and all below it."""
+    """Return a process with all its descendants."""
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     return [pid, *(member for child in children for member in family(int(child)))]
 
 
-def own(pid: int) -> int:
-    """KiB that no other process shares; 0 where that is not ours to know."""
+def own_memory(pid: int) -> int:
+    """Return the KiB that no other process shares; 0 for a process whose memory may not be read."""
     try:
         lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     except PermissionError:

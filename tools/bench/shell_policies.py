@@ -36,18 +36,18 @@ Commands = Generator[str, str, None]
 
 
 def reads_both_and_edits_the_line(function: str, package: str, rng: random.Random) -> Commands:
-    wanted, found = yield from _read(function, package)
-    yield f"sed -i /{function}/s/{found}/{wanted}/ {package}.sh"
+    wanted, printed = yield from _read(function, package)
+    yield f"sed -i /{function}/s/{printed}/{wanted}/ {package}.sh"
 
 
 def reads_both_and_edits_every_line(function: str, package: str, rng: random.Random) -> Commands:
-    wanted, found = yield from _read(function, package)
-    yield f"sed -i s/{found}/{wanted}/ {package}.sh"
+    wanted, printed = yield from _read(function, package)
+    yield f"sed -i s/{printed}/{wanted}/ {package}.sh"
 
 
 def edits_the_test(function: str, package: str, rng: random.Random) -> Commands:
-    wanted, found = yield from _read(function, package)
-    yield f"sed -i /{function}/s/{wanted}/{found}/ test.sh"
+    wanted, printed = yield from _read(function, package)
+    yield f"sed -i /{function}/s/{wanted}/{printed}/ test.sh"
 
 
 def ignores_replies(function: str, package: str, rng: random.Random) -> Commands:
@@ -66,20 +66,21 @@ POLICIES = (
 
 def _read(function: str, package: str) -> Generator[str, str, tuple[str, str]]:
     wanted = re.findall(r"expected (\w+)", (yield "sh test.sh"))
-    found = re.findall(r"echo (\w+)", (yield f"grep {function} {package}.sh"))
-    return wanted[0], found[0]
+    printed_words = re.findall(r"echo (\w+)", (yield f"grep {function} {package}.sh"))
+    return wanted[0], printed_words[0]
 
 
 async def play(
     folder: TaskFolder, policy: Callable[..., Commands], judge: JudgedByTests
 ) -> tuple[float, ...]:
-    """One episode: its score, and the CPU seconds of its sandbox and of the tests'."""
+    """Play an episode: return its score, and the CPU seconds of its sandbox and of the tests' sandbox."""
     sample = read_question(RowOrigin(str(folder.path), 0), folder.row, RowLayout())
     function, package = re.findall(r"test of (\w+) in (\w+)\.sh", folder.instruction)[0]
     began = _cpu()
     shell = load_tool("shell")
     workspace = shell.state()
     await workspace.open(sample)
+
     commands = policy(function, package, random.Random(package))
     command = next(commands)
     try:
@@ -87,6 +88,7 @@ async def play(
             command = commands.send(await workspace.shell(command))
     except StopIteration:
         result = await workspace.result()
+
     await workspace.close()
     worked = _cpu()
     judged = await evaluate(judge, RewardInput(sample, "", result=result))
@@ -94,7 +96,7 @@ async def play(
 
 
 def _cpu() -> float:
-    """CPU seconds of this process and of those that ended."""
+    """Return the CPU seconds of this process and of its ended children."""
     return sum(os.times()[:4])
 
 
@@ -105,9 +107,10 @@ async def run(folders: list[TaskFolder]) -> list[list[str]]:
         played = [await play(folder, policy, judge) for folder in folders]
         solved = sum(score == 1.0 for score, *_ in played)
         low, high = wilson(solved, len(played))
-        episode, tests = (sum(one[place] for one in played) / len(played) for place in (1, 2))
+        episode, tests = (sum(result[column] for result in played) / len(played) for column in (1, 2))
         share = f"{solved / len(played):.1%} ({low:.0%}–{high:.0%})"
         lines.append([policy.__name__.replace("_", " "), share, f"{episode:.3f}", f"{tests:.3f}"])
+
     return lines
 
 
@@ -118,6 +121,7 @@ def main() -> None:
     parser.add_argument("--directory", type=Path, default=ROOT / "examples/multiturn/shell_tasks/tasks/test")
     parser.add_argument("--tasks", type=int, default=256)
     args = parser.parse_args()
+
     folders = list(islice(read_tasks(args.directory), args.tasks))
     lines = asyncio.run(run(folders))
     print(table(["policy", "solved", "CPU s of an episode", "CPU s of its tests"], lines))

@@ -48,7 +48,7 @@ MANY = [  # small batches, and a shift for each part of one that is ready
     *("buffer.episodes_per_group=4", "rollout.slots=16", "trainer.lr_schedule=constant"),
 ]
 KEYS = ("timing_s/step", "shift/sleep_s", "timing_s/wake", "shift/wake_s")
-GIVEN_UP = ("/lost", "/moved", "/retracted")  # of engine/<i>: requests that go on as others
+GIVEN_UP = ("/lost", "/moved", "/retracted")  # metrics of engine/<i>: requests that other requests continue
 SHOWN = {
     "s/step": ".2f",
     "tokens/s": ".0f",
@@ -63,10 +63,10 @@ SHOWN = {
     "difference": ".1e",
     "success after": ".1%",
 }
-# the step from which growth counts; how many steps a level is the median of
+# First step that counts for growth; number of steps for the median of a level.
 EARLY = 50
 WINDOW = 20
-GROWTH = 0.03  # of memory
+GROWTH = 0.03  # share of memory that may be added
 OF_STEPS = ("checkpoints", "copies", "ratios", "transcripts")
 
 
@@ -81,41 +81,55 @@ def main() -> int:
     parser.add_argument("--run-dir", type=Path, default=ROOT / "runs" / "bench-shifts")
     parser.add_argument("overrides", nargs="*")
     args = parser.parse_args()
+
     if args.cores:
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: args.cores])
     if args.leaks:
         return leaks(args.leaks, args.run_dir, args.overrides)
-    found: dict[str, dict[str, list[float]]] = {arm: defaultdict(list) for arm in ARMS}
+
+    values_by_arm: dict[str, dict[str, list[float]]] = {arm: defaultdict(list) for arm in ARMS}
     for seed in range(args.seeds):
-        for arm, own in found.items():  # in turn: what else runs on the machine concerns both
-            for what, value in measured(arm, seed, args).items():
-                own[what].append(value)
-            print(arm, seed, {what: round(values[-1], 3) for what, values in own.items()}, flush=True)
-    lines = [[arm, *(spread(own[what], form) for what, form in SHOWN.items())] for arm, own in found.items()]
+        for arm, arm_values in values_by_arm.items():  # in turn: what else runs on the machine concerns both
+            for measure, value in measured(arm, seed, args).items():
+                arm_values[measure].append(value)
+            print(
+                arm,
+                seed,
+                {measure: round(values[-1], 3) for measure, values in arm_values.items()},
+                flush=True,
+            )
+
+    lines = [
+        [arm, *(spread(arm_values[measure], form) for measure, form in SHOWN.items())]
+        for arm, arm_values in values_by_arm.items()
+    ]
+
     print(table(["", *SHOWN], lines))
     return 0
 
 
 def measured(arm: str, seed: int, args: argparse.Namespace) -> dict[str, float]:
-    """Run it, from a directory without such a run."""
+    """Run an arm, from a directory without such a run, and return its measures."""
     name = f"{arm.replace(' ', '-')}-{seed}"
-    given = [f"total_steps={args.steps}", f"seed={seed}", "checkpoint.every=0", "validation.every=0"]
-    result = train(name, args.run_dir, [*given, *ARMS[arm], *args.overrides])
+    run_overrides = [f"total_steps={args.steps}", f"seed={seed}", "checkpoint.every=0", "validation.every=0"]
+    result = train(name, args.run_dir, [*run_overrides, *ARMS[arm], *args.overrides])
     steps = [row for row in rows(args.run_dir / name) if "timing_s/step" in row]
     mean = {key: statistics.mean(row.get(key, 0.0) for row in steps) for key in KEYS}
     turns = [turn for turns in recorded(args.run_dir / name) for turn in turns]
     over = sum(len({span.version for span in turn.spans}) > 1 for turn in turns)
     given_up = sum(value for key, value in steps[-1].items() if key.endswith(GIVEN_UP))
     both = sum(end - start for start, end in at_once(args.run_dir / name))
-    found = {"s/step": mean["timing_s/step"], "tokens/s": result["tokens_per_s"], "both compute, s": both}
-    found |= {"over a change": over / len(turns), "in one stream": 1 - given_up / max(1, over)}
+
+    measures = {"s/step": mean["timing_s/step"], "tokens/s": result["tokens_per_s"], "both compute, s": both}
+    measures |= {"over a change": over / len(turns), "in one stream": 1 - given_up / max(1, over)}
     if shifts := steps[-1].get("shift/count"):
         again = sum(sum(lost(turns)) for turns in recorded(args.run_dir / name))
-        found |= {"steps a shift": args.steps / shifts, "again a shift": again / shifts}
-        found |= {"sleep, s": mean["shift/sleep_s"], "wake, s": mean["shift/wake_s"]}
-        found |= {"back, s": mean["timing_s/wake"]}
-    found["difference"] = result["logprob_diff_max_same_version"]
-    return found | {"success after": result["success_after"]}
+        measures |= {"steps a shift": args.steps / shifts, "again a shift": again / shifts}
+        measures |= {"sleep, s": mean["shift/sleep_s"], "wake, s": mean["shift/wake_s"]}
+        measures |= {"back, s": mean["timing_s/wake"]}
+
+    measures["difference"] = result["logprob_diff_max_same_version"]
+    return measures | {"success after": result["success_after"]}
 
 
 def spread(values: list[float], form: str) -> str:
@@ -124,7 +138,7 @@ def spread(values: list[float], form: str) -> str:
 
 
 def recorded(run_dir: Path) -> Iterator[list[Turn]]:
-    """Turns of each episode that the index still has."""
+    """Return the turns of each episode that the index still has."""
     with closing(RunReader.open(run_dir)) as reader:
         for member in [member for group in reader.groups() for member in reader.group_members(group.id)]:
             frames = reader.turn_frames(member.uid, member.turns, ["generated"])
@@ -132,14 +146,14 @@ def recorded(run_dir: Path) -> Iterator[list[Turn]]:
 
 
 def lost(turns: list[Turn]) -> Iterator[int]:
-    """Of an episode: the length of its context wherever the version of its tokens changes."""
-    places = list[tuple[int, int]]()
+    """Yield the length of an episode's context wherever the version of its tokens changes."""
+    version_starts = list[tuple[int, int]]()
     length = 0
     for turn in turns:
         length += len(turn.context)
-        places += [(length + span.start, span.version) for span in turn.spans]
+        version_starts += [(length + span.start, span.version) for span in turn.spans]
         length += len(turn.ids)
-    yield from (at for (_, before), (at, version) in pairwise(places) if version != before)
+    yield from (at for (_, before), (at, version) in pairwise(version_starts) if version != before)
 
 
 # -- growth ------------------------------------------------------------------------------------------------
@@ -152,38 +166,49 @@ def leaks(steps: int, run_dir: Path, overrides: list[str]) -> int:
 
     def watch(launcher: int) -> None:
         step = int(max((row.get("training/step", 0) for row in rows(run_dir / name)), default=0))
-        for what, value in looked(launcher, run_dir / name):
-            samples[what].append((step, value))
+        for resource, value in resource_use(launcher, run_dir / name):
+            samples[resource].append((step, value))
 
     result = train(name, run_dir, [f"total_steps={steps}", *MANY, *overrides], watch=watch)
+
     lines = []
     grown = False
-    for what, found in sorted(samples.items()):
-        early = [value for step, value in found if EARLY <= step < EARLY + WINDOW]
-        late = [value for step, value in found if steps - WINDOW <= step < steps]
-        a = statistics.median(early)
-        b = statistics.median(late)
-        most = max(early)
-        more = max(late)
-        grew = b > a * (1 + GROWTH) if "MB" in what else more > most
+    for resource, resource_samples in sorted(samples.items()):
+        early = [value for step, value in resource_samples if EARLY <= step < EARLY + WINDOW]
+        late_values = [value for step, value in resource_samples if steps - WINDOW <= step < steps]
+        early_median = statistics.median(early)
+        late_median = statistics.median(late_values)
+        early_maximum = max(early)
+        late_maximum = max(late_values)
+        grew = late_median > early_median * (1 + GROWTH) if "MB" in resource else late_maximum > early_maximum
         grown |= grew
-        lines.append([what, *(f"{value:.0f}" for value in (a, b, most, more)), "**grew**" * grew])
+
+        lines.append(
+            [
+                resource,
+                *(f"{value:.0f}" for value in (early_median, late_median, early_maximum, late_maximum)),
+                "**grew**" * grew,
+            ]
+        )
+
     shifts = max(row.get("shift/count", 0.0) for row in rows(run_dir / name))
     print(f"{shifts:.0f} shifts, {result['steps']} steps; conserved: {result['conserved']}")
     heads = [f"from step {EARLY}, median", f"to step {steps}, median", "largest", "largest", ""]
     print(table(["", *heads], lines))
+
     return int(grown or result["exit_code"] != 0)
 
 
-def looked(launcher: int, run_dir: Path) -> Iterator[tuple[str, float]]:
-    """Memory and open files of each role, and files in the run directory but those of steps."""
+def resource_use(launcher: int, run_dir: Path) -> Iterator[tuple[str, float]]:
+    """Yield memory and open files of each role, and the number of files in the run directory without files
+    of steps."""
     for role, process in role_processes(launcher).items():
         with suppress(psutil.Error):
-            if role != "coordinator-0":  # what it keeps of each step is a matter of soak.py
+            if role != "coordinator-0":  # soak.py measures the coordinator's memory per step
                 yield f"{role}, MB", process.memory_info().rss / 1e6
             yield f"{role}, open files", process.num_fds()
     names = [path.relative_to(run_dir).parts for path in run_dir.rglob("*")]
-    yield "files of the run", sum(own[0] not in OF_STEPS for own in names)
+    yield "files of the run", sum(name_parts[0] not in OF_STEPS for name_parts in names)
 
 
 if __name__ == "__main__":

@@ -30,49 +30,59 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--experiment", default="smollm2")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+
     parser.add_argument(
         "--control",
         action="store_true",
         help="one more run, in which each episode gets the reward of another",
     )
+
     parser.add_argument("--run-dir", type=Path, default=ROOT / "runs")
     parser.add_argument("--plot", type=Path, help="default: docs/EXPERIMENT.png")
     parser.add_argument("--draw", action="store_true", help="run nothing")
     parser.add_argument("overrides", nargs="*")
     args = parser.parse_args()
+
     folder = args.run_dir / f"bench-{args.experiment}"
+
     runs = {f"seed-{seed}": [f"seed={seed}"] for seed in args.seeds}
     runs |= {CONTROL: [f"seed={args.seeds[0]}", OTHERS]} if args.control else {}
-    for name, own in runs.items():
+    for name, run_overrides in runs.items():
         if not args.draw and summary(folder / name).get("outcome") != "completed":
-            overrides = [*OVERRIDES, *own, *args.overrides]
-            found = train(name, folder, overrides, deadline=4 * 3600.0, experiment=args.experiment)
-            print(f"{name}: {found.get('outcome')} after {found['wall_s'] / 60:.1f} minutes", flush=True)
-    done = {name: found for name in runs if (found := summary(folder / name)).get("steps")}
-    print(table(HEADER, [line(name, found, questions(folder / name)) for name, found in done.items()]))
+            overrides = [*OVERRIDES, *run_overrides, *args.overrides]
+            result = train(name, folder, overrides, deadline=4 * 3600.0, experiment=args.experiment)
+            print(f"{name}: {result.get('outcome')} after {result['wall_s'] / 60:.1f} minutes", flush=True)
+
+    done = {name: run_summary for name in runs if (run_summary := summary(folder / name)).get("steps")}
+    print(
+        table(
+            HEADER, [line(name, run_summary, questions(folder / name)) for name, run_summary in done.items()]
+        )
+    )
+
     plot = args.plot or ROOT / "docs" / f"{args.experiment}.png"
     draw(plot, {name: rows(folder / name) for name in done})
     print(f"drawn: {plot}")
 
 
-def line(name: str, found: Mapping[str, Any], episodes: int) -> list[str]:
+def line(name: str, run_summary: Mapping[str, Any], episodes: int) -> list[str]:
     return [
         name,
         *(
-            share(found[f"{key}_{when}"], episodes)
+            share(run_summary[f"{key}_{when}"], episodes)
             for key in ("success", "greedy")
             for when in ("before", "after")
         ),
-        f"{found['seconds'] / 60:.1f}",
-        str(found["steps"]),
-        f"{found['tokens_trained']:,}",
-        f"{found['lag_max']:.0f}",
-        str(found["conserved"]),
+        f"{run_summary['seconds'] / 60:.1f}",
+        str(run_summary["steps"]),
+        f"{run_summary['tokens_trained']:,}",
+        f"{run_summary['lag_max']:.0f}",
+        str(run_summary["conserved"]),
     ]
 
 
 def share(value: float | None, episodes: int) -> str:
-    """With its 95% Wilson interval."""
+    """Return a share with its 95% Wilson interval."""
     if value is None:
         return "–"
     low, high = wilson(round(value * episodes), episodes)
@@ -87,6 +97,7 @@ def draw(path: Path, runs: Mapping[str, list[dict[str, float]]]) -> None:
 
     figure = Figure(figsize=(7, 3.6), layout="constrained")
     FigureCanvasAgg(figure)
+
     axes = figure.subplots()
     for index, (name, metrics) in enumerate(runs.items()):
         colour = "0.6" if name == CONTROL else f"C{index}"
@@ -100,6 +111,7 @@ def draw(path: Path, runs: Mapping[str, list[dict[str, float]]]) -> None:
             axes.plot(
                 *zip(*points, strict=True), style, color=colour, label=label, markersize=4, linewidth=1.2
             )
+
     axes.set(xlabel="optimizer steps", ylabel="held-out success, %", ylim=(0, 100))
     axes.grid(alpha=0.3)
     if runs:

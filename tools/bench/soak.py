@@ -30,9 +30,11 @@ def main() -> None:
     parser.add_argument("--run-dir", type=Path, default=ROOT / "runs" / "soak")
     parser.add_argument("overrides", nargs="*")
     options = parser.parse_args()
+
     name = f"soak-{int(time.time())}"
     endless = ["total_steps=1000000", "trainer.lr_schedule=constant", "buffer.filter_zero_variance=false"]
     process = start(name, options.run_dir, [*endless, *options.overrides])
+
     samples: dict[str, list[tuple[float, float]]] = {}
     begin = time.monotonic()
     while (minute := (time.monotonic() - begin) / 60) < options.minutes and process.poll() is None:
@@ -43,18 +45,21 @@ def main() -> None:
             except psutil.NoSuchProcess:
                 continue
         time.sleep(10)
+
     process.send_signal(signal.SIGINT)
     process.wait(60)
     (options.run_dir / f"{name}.json").write_text(json.dumps(samples))
+
     window = max(1.0, (options.minutes - options.warm_up) / 10)
     lines = []
-    for role, found in samples.items():
-        early = [mb for at, mb in found if options.warm_up <= at < options.warm_up + window]
-        late = [mb for at, mb in found if at >= options.minutes - window]
-        if early and late:
+    for role, role_samples in samples.items():
+        early = [mb for at, mb in role_samples if options.warm_up <= at < options.warm_up + window]
+        late_values = [mb for at, mb in role_samples if at >= options.minutes - window]
+        if early and late_values:
             a = statistics.median(early)
-            b = statistics.median(late)
+            b = statistics.median(late_values)
             lines.append([role, f"{a:.1f}", f"{b:.1f}", f"{100 * (b / a - 1):+.2f}%"])
+
     print(table(["role", f"MB at minute {options.warm_up:g}", "MB at the end", "growth"], lines))
     result = summary(options.run_dir / name)
     print({key: result.get(key) for key in ("steps", "seconds", "conserved", "outcome")})

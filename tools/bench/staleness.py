@@ -32,7 +32,7 @@ from asyncrl.errors import ConfigError
 if TYPE_CHECKING:
     from lagged import Player
 
-NO_TASK = {"sft", "distill", "gkd"}  # they learn from conversations, or from a teacher
+NO_TASK = {"sft", "distill", "gkd"}  # algorithms that learn from conversations or from a teacher
 PRESETS = sorted(
     path.stem for path in (ROOT / "configs" / "algorithm").glob("*.yaml") if path.stem not in NO_TASK
 )
@@ -56,7 +56,7 @@ SETTINGS = [*TASK, f"operations={OPERATIONS}"]
 
 
 class Point(msgspec.Struct, frozen=True):
-    """One run of the plan."""
+    """A run of the plan."""
 
     arm: str
     lag: int
@@ -66,8 +66,8 @@ class Point(msgspec.Struct, frozen=True):
         """Raises ConfigError for an arm that cannot be composed."""
         overrides = [*TASK, f"seed={self.seed}"]
         if self.arm in PRESETS:
-            own = [f"algorithm={self.arm}", *CRITIC.get(self.arm, ())]
-            return compose([*overrides, *own, f"buffer.max_staleness={self.lag}"])
+            arm_overrides = [f"algorithm={self.arm}", *CRITIC.get(self.arm, ())]
+            return compose([*overrides, *arm_overrides, f"buffer.max_staleness={self.lag}"])
         if self.arm == "none":  # a configuration refuses it; run() raises the learner's bound
             return compose([*overrides, "algorithm.correction={}", "buffer.max_staleness=0"])
         return compose([*overrides, f"buffer.max_staleness={self.lag}"])
@@ -95,6 +95,7 @@ def main() -> None:
     parser.add_argument("--plot", type=Path, help="draw --out; run nothing")
     parser.add_argument("--share", type=int, nargs=2, default=(0, 1), help=argparse.SUPPRESS)
     options = parser.parse_args()
+
     if options.table or options.plot:
         show(options)
     elif options.workers > 1:
@@ -117,7 +118,7 @@ def show(options: argparse.Namespace) -> None:
 
 
 def spread(workers: int) -> None:
-    """This command again, once per worker, each with its share of the runs."""
+    """Start this command again, once per worker, each with its part of the runs."""
     arguments = [sys.executable, *sys.argv, "--workers", "1"]
     environment = os.environ | SINGLE_THREAD
     started = [
@@ -128,12 +129,16 @@ def spread(workers: int) -> None:
 
 
 def work(points: Sequence[Point], out: Path) -> None:
-    """Run what --out does not hold yet. A run that fails is told and tried again by the next command."""
+    """Run the points that --out does not hold yet.
+
+    A failed run is printed, and tried again by the next command.
+    """
     import torch  # here, so that --table is quick
     from lagged import Player
 
     torch.set_num_threads(1)
     player = Player(compose(TASK))
+
     out.parent.mkdir(parents=True, exist_ok=True)
     done = {Point(row["arm"], row["lag"], row["seed"]) for row in finished(out)}
     for point in points:
@@ -152,7 +157,7 @@ def work(points: Sequence[Point], out: Path) -> None:
 
 
 def measured(point: Point, player: Player) -> dict[str, Any]:
-    """One line of --out."""
+    """Return a line of --out."""
     from lagged import Lagged, plain, run
 
     config = point.config()
@@ -166,7 +171,7 @@ def measured(point: Point, player: Player) -> dict[str, Any]:
 
 
 def finished(out: Path) -> list[dict[str, Any]]:
-    """The runs in a file; SystemExit when some are of other settings."""
+    """Return the runs in a file. SystemExit: some runs have other settings."""
     rows = [json.loads(line) for line in out.read_text().splitlines()] if out.is_file() else []
     if any(row["settings"] != SETTINGS for row in rows):
         sys.exit(f"{out} holds runs with other settings; give another --out, or remove it")

@@ -25,7 +25,8 @@ HEADER = [
 
 @dataclass(frozen=True)
 class Cell:
-    """The seeds of an arm at a lag: success of each, least 95% Wilson bound of one, CPU seconds a run."""
+    """The seeds of an arm at a lag: success of each seed, the least 95% Wilson bound of a seed, CPU
+    seconds per run."""
 
     arm: str
     lag: int
@@ -40,9 +41,9 @@ class Cell:
 
 def cells(rows: Sequence[dict[str, Any]], arms: Sequence[str]) -> list[Cell]:
     """In the order of the arms, then by lag."""
-    found: dict[tuple[str, int], list[dict[str, Any]]] = {}
+    rows_by_cell: dict[tuple[str, int], list[dict[str, Any]]] = {}
     for row in rows:
-        found.setdefault((row["arm"], row["lag"]), []).append(row)
+        rows_by_cell.setdefault((row["arm"], row["lag"]), []).append(row)
     return [
         Cell(
             arm,
@@ -51,7 +52,9 @@ def cells(rows: Sequence[dict[str, Any]], arms: Sequence[str]) -> list[Cell]:
             min(row["low"] for row in group),
             float(np.mean([row["seconds"] for row in group])),
         )
-        for (arm, lag), group in sorted(found.items(), key=lambda item: (arms.index(item[0][0]), item[0][1]))
+        for (arm, lag), group in sorted(
+            rows_by_cell.items(), key=lambda item: (arms.index(item[0][0]), item[0][1])
+        )
     ]
 
 
@@ -73,6 +76,7 @@ def markdown(rows: Sequence[dict[str, Any]], arms: Sequence[str]) -> str:
         [f"`{arm}`", *(_mean(by_place[arm, lag].values) if (arm, lag) in by_place else "" for lag in lags)]
         for arm in present
     ]
+
     lines = [
         [
             f"`{cell.arm}`",
@@ -86,29 +90,38 @@ def markdown(rows: Sequence[dict[str, Any]], arms: Sequence[str]) -> str:
         ]
         for cell in by_place.values()
     ]
+
     first = table(["success, mean [95%]", *(f"lag {lag}" for lag in lags)], matrix)
     return "\n\n".join([first, table(HEADER, lines)])
 
 
 def draw(rows: Sequence[dict[str, Any]], arms: Sequence[str], path: Path) -> None:
-    """One panel per arm: every seed a dot, the mean with its interval, `none` in grey behind it."""
+    """Draw a panel per arm: every seed a dot, the mean with its interval, `none` in grey behind."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    found = cells(rows, arms)
-    shown = [arm for arm in arms if len({cell.lag for cell in found if cell.arm == arm}) > 1]
-    columns = min(4, max(len(shown), 1))
-    height = -(-len(shown) // columns) or 1
+    all_cells = cells(rows, arms)
+    arms_with_lags = [arm for arm in arms if len({cell.lag for cell in all_cells if cell.arm == arm}) > 1]
+    columns = min(4, max(len(arms_with_lags), 1))
+    height = -(-len(arms_with_lags) // columns) or 1
     figure = Figure(figsize=(2.6 * columns, 2.3 * height), layout="constrained")
     FigureCanvasAgg(figure)
+
     panels = figure.subplots(height, columns, sharex=True, sharey=True, squeeze=False).flat
-    lags = sorted({cell.lag for cell in found})
-    for axes, arm in zip(panels, shown, strict=False):
-        _line(axes, [cell for cell in found if cell.arm == "none"], lags, "0.75")
-        _line(axes, [cell for cell in found if cell.arm == arm], lags, "tab:blue" if arm != "none" else "0.4")
+    lags = sorted({cell.lag for cell in all_cells})
+    for axes, arm in zip(panels, arms_with_lags, strict=False):
+        _line(axes, [cell for cell in all_cells if cell.arm == "none"], lags, "0.75")
+        _line(
+            axes,
+            [cell for cell in all_cells if cell.arm == arm],
+            lags,
+            "tab:blue" if arm != "none" else "0.4",
+        )
+
         axes.set(title=arm, ylim=(-0.02, 1.02), xticks=range(len(lags)), xticklabels=lags)
         axes.title.set_fontsize(9)
         axes.grid(alpha=0.3)
+
     figure.supxlabel("forced lag (steps)", fontsize=9)
     figure.supylabel("held-out success", fontsize=9)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -128,11 +141,11 @@ def _mean(values: np.ndarray) -> str:
     return f"{values.mean():.3f} [{low:.3f}, {high:.3f}]" if len(values) > 1 else f"{values.mean():.3f}"
 
 
-def _difference(cell: Cell, other: Cell | None) -> str:
+def _difference(cell: Cell, reference: Cell | None) -> str:
     """Paired by seed."""
-    common = sorted(cell.success.keys() & other.success.keys()) if other else []
-    if other is None or not common or (cell.arm, cell.lag) == (other.arm, other.lag):
+    common = sorted(cell.success.keys() & reference.success.keys()) if reference else []
+    if reference is None or not common or (cell.arm, cell.lag) == (reference.arm, reference.lag):
         return ""
-    gaps = np.array([cell.success[seed] - other.success[seed] for seed in common])
+    gaps = np.array([cell.success[seed] - reference.success[seed] for seed in common])
     low, high = interval(gaps)
     return f"{gaps.mean():+.3f} [{low:+.3f}, {high:+.3f}]" if len(gaps) > 1 else f"{gaps.mean():+.3f}"

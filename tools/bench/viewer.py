@@ -57,33 +57,45 @@ MEMORY_BYTES = 200e6
 
 
 def make_run(run_dir: Path, episodes: int, steps: int) -> None:
-    """A run of so many episodes, of which each 16th group was dropped; its metrics are of more steps."""
+    """Write a run of so many episodes, of which each 16th group was dropped. Its metrics have more steps."""
     draw = random.Random(0)
     step = 0
     ready = 0
+
     samples = [
-        Sample(row, ("math", "logic", "code")[row % 3], (Message("user", _said(draw, 25)),), str(row % 1000))
+        Sample(
+            row,
+            ("math", "logic", "code")[row % 3],
+            (Message("user", _random_text(draw, 25)),),
+            str(row % 1000),
+        )
         for row in range(SAMPLES)
     ]
-    one = PlantedRun(run_dir, samples, buffer={"episodes_per_group": MEMBERS, "groups_per_batch": GROUPS})
+
+    planted_run = PlantedRun(
+        run_dir, samples, buffer={"episodes_per_group": MEMBERS, "groups_per_batch": GROUPS}
+    )
     for number in range(episodes // MEMBERS):
-        group = one.buffer.admit_group(step, now=0.0)
+        group = planted_run.buffer.admit_group(step, now=0.0)
         for uid in group.members:
-            one.land(uid, _played(draw, step), step)
+            planted_run.land(uid, _played(draw, step), step)
+
         if number % 16 == 15:
-            one.buffer.drop_group(group, DropReason.GROUP_SHORT)
+            planted_run.buffer.drop_group(group, DropReason.GROUP_SHORT)
         elif ready := (ready + 1) % GROUPS:
             continue
         else:
-            one.commit(step)
+            planted_run.commit(step)
             step += 1
-    one.close()
+
+    planted_run.close()
     names = ["rollout/score/mean", "actor/entropy", "actor/pg_loss", "actor/grad_norm", "async/ready"]
     names += [f"bench/{number}" for number in range(NAMES - len(names))]
     times = [
         {"training/step": float(at), "time_s": float(at), "timing_s/step": 1.0} for at in range(1, steps)
     ]
     report(run_dir, (row | {name: round(draw.random(), 6) for name in names} for row in times))
+
     timelines = {role: Timeline(run_dir / "timeline" / f"{role}-0.jsonl") for role in ("trainer", "rollout")}
     for at in range(min(steps, 2000)):
         for micro in range(8):
@@ -94,31 +106,32 @@ def make_run(run_dir: Path, episodes: int, steps: int) -> None:
             name = ("decode", "search", "calculator", "reward")[part % 4]
             start = BEGIN + at + part / 16
             timelines["rollout"].record(name, start, start + 0.05, calls=4, seconds=0.2)
+
     for timeline in timelines.values():
         timeline.close()
 
 
-def _said(draw: random.Random, count: int) -> str:
+def _random_text(draw: random.Random, count: int) -> str:
     return " ".join(draw.choices(WORDS, k=count))
 
 
 def _played(draw: random.Random, step: int) -> Played:
-    """Two calls of tools, of which each tenth fails, and an answer."""
+    """Return an episode with two tool calls, of which each tenth fails, and an answer."""
     old = max(0, step - draw.randrange(5))
     agent = draw.choice(("", "main", "helper"))
     errors = [f"Error {draw.randrange(4)}: it broke" if draw.random() < 0.1 else None for _ in range(2)]
     replies = [
-        ToolReply(ToolCall(draw.choice(TOOLS), '{"a": 1}'), "42", one, draw.random()) for one in errors
+        ToolReply(ToolCall(draw.choice(TOOLS), '{"a": 1}'), "42", error, draw.random()) for error in errors
     ]
-    turns = [Said(_said(draw, 8), reply, agent=agent, versions=(old, step)) for reply in replies]
-    answer = f"so the answer is {draw.randrange(10**6)} {_said(draw, 12)}"
+    turns = [Said(_random_text(draw, 8), reply, agent=agent, versions=(old, step)) for reply in replies]
+    answer = f"so the answer is {draw.randrange(10**6)} {_random_text(draw, 12)}"
     parts = {"acc": float(draw.random() < 0.5), "format": 1.0}
     return Played(turns, answer, round(draw.random(), 3), parts, draw.choice(list(EpisodeEnd)))
 
 
 @contextmanager
 def served(runs: list[Path]) -> Iterator[tuple[str, psutil.Process]]:
-    """The address of the real command's page, and its process."""
+    """Serve the runs by the real command; yield the page's address and the server's process."""
     command = [sys.executable, "-m", "asyncrl.cli", "view", *map(str, runs)]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -129,7 +142,7 @@ def served(runs: list[Path]) -> Iterator[tuple[str, psutil.Process]]:
 
 
 class Bench:
-    """Asks, and writes down what that took."""
+    """Requests answers and writes down their times and sizes."""
 
     def __init__(self, address: str, server: psutil.Process, repeat: int) -> None:
         self.address = address
@@ -139,21 +152,29 @@ class Bench:
 
     def ask(self, title: str, name: str, limit: float, **query: Any) -> None:
         walls = list[float]()
+
         cpus = list[float]()
         size = 0
         for _ in range(self.repeat):
             wall = time.perf_counter()
             cpu = self._cpu()
+
             try:
                 with urlopen(f"{self.address}api/{name}?{urlencode(query)}") as answer:
                     size = len(answer.read())
             except HTTPError as error:
                 raise SystemExit(f"{title}: {error.read().decode()}") from None
+
             walls.append(time.perf_counter() - wall)
             cpus.append(self._cpu() - cpu)
-        late = "over" if median(cpus) > limit else ""
-        seconds = [f"{min(found):.2f} / {median(found):.2f} / {max(found):.2f}" for found in (walls, cpus)]
-        self.lines.append([title, *seconds, f"{limit:g}", f"{size:,}", late])
+
+        verdict = "over" if median(cpus) > limit else ""
+        seconds = [
+            f"{min(seconds_of_kind):.2f} / {median(seconds_of_kind):.2f} / {max(seconds_of_kind):.2f}"
+            for seconds_of_kind in (walls, cpus)
+        ]
+
+        self.lines.append([title, *seconds, f"{limit:g}", f"{size:,}", verdict])
 
     def _cpu(self) -> float:
         times = self.server.cpu_times()
@@ -163,23 +184,27 @@ class Bench:
         self.size(f"server {title}", self.server.memory_info().rss)
 
     def size(self, title: str, size: int) -> None:
-        late = "over" if size > MEMORY_BYTES else ""
+        verdict = "over" if size > MEMORY_BYTES else ""
         self.lines.append(
-            [f"memory: {title}", f"{size / 1e6:.0f} MB", "", f"{MEMORY_BYTES / 1e6:.0f} MB", "", late]
+            [f"memory: {title}", f"{size / 1e6:.0f} MB", "", f"{MEMORY_BYTES / 1e6:.0f} MB", "", verdict]
         )
 
 
 def look(bench: Bench, groups: int) -> None:
-    """All that the page asks for, episodes last."""
+    """Request every answer that the page requests, episodes last."""
     bench.memory("at the start")
     bench.ask("runs", "runs", PAGE_SECONDS)
     bench.ask("overview", "overview", PAGE_SECONDS)
     bench.ask("list, first page", "episodes", PAGE_SECONDS)
     bench.ask("list, page 500", "episodes", ANSWER_SECONDS, start=50_000)
+
     for order in SORTS.split():
         bench.ask(f"sort {order}", "episodes", ANSWER_SECONDS, order=order)
-    for one in CONDITIONS:
-        bench.ask("where {} {} {}".format(*one), "episodes", ANSWER_SECONDS, where=json.dumps([one]))
+    for condition in CONDITIONS:
+        bench.ask(
+            "where {} {} {}".format(*condition), "episodes", ANSWER_SECONDS, where=json.dumps([condition])
+        )
+
     every = json.dumps([CONDITIONS[at] for at in (0, 3, 6, 7, 8)])
     bench.ask("five facets and a sort", "episodes", ANSWER_SECONDS, where=every, order="-score")
     bench.ask("search: a word of answers", "episodes", SEARCH_SECONDS, search="answer")
@@ -196,12 +221,13 @@ def look(bench: Bench, groups: int) -> None:
 
 
 async def page(bench: Bench, profile: Path) -> None:
-    """Each tab of the page, until it is drawn, and what a click on it takes."""
+    """Open each tab of the page until the tab is drawn, and time a click on it."""
     async with browser(profile) as tab:
         await tab.open("about:blank")
         began = time.perf_counter()
         await tab.call("Page.navigate", url=bench.address)
         await drawn(tab, bench, "page: overview, the first", PAGE_SECONDS, began)
+
         for title, address, limit in (
             ("page: episodes", "tab=episodes", PAGE_SECONDS),
             ("page: sorted", "tab=episodes&order=-score", ANSWER_SECONDS),
@@ -219,10 +245,12 @@ async def page(bench: Bench, profile: Path) -> None:
             began = time.perf_counter()
             await tab.run(f"document.body.dataset.ready = ''; location.hash = {json.dumps(address)}")
             await drawn(tab, bench, title, limit, began)
+
         processes = psutil.Process().children(recursive=True)
-        tabs = [one for one in processes if "--type=renderer" in one.cmdline()]
-        size = max(one.memory_full_info().uss for one in tabs)
+        tabs = [renderer for renderer in processes if "--type=renderer" in renderer.cmdline()]
+        size = max(renderer.memory_full_info().uss for renderer in tabs)
         bench.size("tab", size)
+
         bench.lines += [["page complains", text, "", "", "", "over"] for text in tab.complaints]
 
 
@@ -245,20 +273,24 @@ def main() -> None:
         "--keep", type=Path, metavar="DIR", help="make the run there, or look at the one there"
     )
     options = parser.parse_args()
+
     with tempfile.TemporaryDirectory() as temporary:
-        place = options.keep or Path(temporary)
+        directory = options.keep or Path(temporary)
         began = time.perf_counter()
-        if not (place / "run").exists():
-            make_run(place / "run", options.episodes, options.steps)
+        if not (directory / "run").exists():
+            make_run(directory / "run", options.episodes, options.steps)
         print(f"made in {time.perf_counter() - began:.1f} s", flush=True)
-        others = [place / f"run-{number}" for number in range(1, options.runs)]
-        for other in (path for path in others if not path.exists()):
-            other.symlink_to("run")
-        with served([place / "run", *others]) as (address, server):
+
+        other_runs = [directory / f"run-{number}" for number in range(1, options.runs)]
+        for other_run in (path for path in other_runs if not path.exists()):
+            other_run.symlink_to("run")
+
+        with served([directory / "run", *other_runs]) as (address, server):
             bench = Bench(address, server, options.repeat)
             look(bench, options.episodes // MEMBERS)
             asyncio.run(page(bench, Path(temporary) / "profile"))
             bench.memory("after the page")
+
         header = ["answer", "seconds: min / median / max", "CPU seconds, the same", "budget", "bytes", ""]
         print(table(header, bench.lines))
 

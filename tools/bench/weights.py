@@ -47,10 +47,10 @@ BUCKET_BYTES = 64 << 20
 
 @dataclass
 class Times:
-    """CPU seconds of what was done, by name; one value per step."""
+    """CPU seconds of each kind of work, by name; a value per step."""
 
     seconds: dict[str, list[float]] = field(default_factory=dict)
-    bytes: list[int] = field(default_factory=list)  # of deltas
+    bytes: list[int] = field(default_factory=list)  # bytes of each delta
 
     def measured(self, name: str, begin: float) -> None:
         self.seconds.setdefault(name, []).append(time.process_time() - begin)
@@ -69,13 +69,14 @@ def build(directory: Path, hidden: int, layers: int) -> str:
         num_key_value_heads=hidden // 64,
         tie_word_embeddings=True,
     )
+
     torch.manual_seed(0)
     Qwen2ForCausalLM(config).save_pretrained(directory)
     return str(directory)
 
 
 def random_text(tokens: int, step: int) -> Selected:
-    """Four rows, of which every token but the first is trained."""
+    """Return four rows, of which every token but the first is trained."""
     ids = torch.randint(VOCABULARY, (4, tokens // 4), generator=torch.Generator().manual_seed(step))
     row, position = torch.ones(4, ids.shape[1] - 1).nonzero(as_tuple=True)
     return Selected.lay_out(list(ids.numpy()), row.numpy(), position.numpy() + 1, torch.ones(len(row)))
@@ -92,22 +93,24 @@ def train_step(policy: Policy, optimizer: torch.optim.Optimizer, tokens: int, st
 class Bench:
     """One model, published three ways after every step: whole, as a delta, and into a reader's cache."""
 
-    def __init__(self, model: str, dtype: str, rate: float, lora: int, world: World, place: Path) -> None:
+    def __init__(self, model: str, dtype: str, rate: float, lora: int, world: World, directory: Path) -> None:
         self.policy = load_policy(ModelConfig(path=model, dtype="float32", lora_rank=lora), world)
         self.policy.export_dtype = getattr(torch, dtype)
+
         self.optimizer = torch.optim.AdamW(
-            [one for one in self.policy.parameters() if one.requires_grad],
+            [parameter for parameter in self.policy.parameters() if parameter.requires_grad],
             lr=rate,
             betas=(0.9, 0.95),
             weight_decay=0.0,
         )
+
         self.host = HostShards(
             published_shards(self.policy), self.policy.published, self.policy.export_dtype, 60.0
         )
-        self.whole = VersionWriter(place / "whole", BUCKET_BYTES)
-        self.deltas = VersionWriter(place / "deltas", BUCKET_BYTES, full_every=1 << 30)
+        self.whole_versions = VersionWriter(directory / "whole", BUCKET_BYTES)
+        self.deltas = VersionWriter(directory / "deltas", BUCKET_BYTES, full_every=1 << 30)
         self.world = world
-        self.place = place
+        self.directory = directory
         self.times = Times()
         self.whole_bytes = sum(spec.nbytes for spec in self.host.layout)
 
@@ -129,13 +132,13 @@ class Bench:
         return self.host.take_snapshot(index, PolicyVersion(0, version), 0.0)
 
     def publish(self, snapshot: Snapshot) -> None:
-        whole = self.timed("write whole", lambda: self.whole.write_version(snapshot))
-        self.timed("read whole", lambda: materialise(whole, self.place / "copies"))
+        whole_version = self.timed("write whole", lambda: self.whole_versions.write_version(snapshot))
+        self.timed("read whole", lambda: materialise(whole_version, self.directory / "copies"))
         delta = self.timed("write delta", lambda: self.deltas.write_version(snapshot))
-        self.timed("apply delta", lambda: materialise(delta, self.place / "cache"))
+        self.timed("apply delta", lambda: materialise(delta, self.directory / "cache"))
         if (payload := Path(delta.path) / disk.DELTA).exists():
             self.times.bytes.append(payload.stat().st_size)
-        disk.prune(self.place / "whole", 1)
+        disk.prune(self.directory / "whole", 1)
 
     def timed(self, name: str, work: Callable[[], WeightsRef]) -> WeightsRef:
         begin = time.process_time()
@@ -168,22 +171,25 @@ def main() -> None:
     parser.add_argument("--lora", type=int, default=0)
     parser.add_argument("--directory", type=Path, default=disk.SHARED_MEMORY)
     args = parser.parse_args()
+
     torch.set_num_threads(1)
-    place = Path(tempfile.mkdtemp(prefix="bench-weights-", dir=args.directory))
+    directory = Path(tempfile.mkdtemp(prefix="bench-weights-", dir=args.directory))
+
     lines = []
     world = join_ranks(0, 1, device="cpu")
     try:
-        model = build(place / "model", args.hidden, args.layers)
+        model = build(directory / "model", args.hidden, args.layers)
         for dtype in DTYPES:
             for rate in (10 * rate if args.lora else rate for rate in RATES):
-                bench = Bench(model, dtype, rate, args.lora, world, place / f"{dtype}-{rate:g}")
+                bench = Bench(model, dtype, rate, args.lora, world, directory / f"{dtype}-{rate:g}")
                 lines.append(line(dtype, rate, bench, bench.run(args.steps, args.tokens)))
-                shutil.rmtree(bench.place)
+                shutil.rmtree(bench.directory)
     finally:
         leave_ranks()
-        shutil.rmtree(place)
+        shutil.rmtree(directory)
+
     print(f"Steps of {args.tokens} tokens; the trainer waits for the copy.")
-    trained = sum(one.numel() for one in bench.policy.parameters() if one.requires_grad)
+    trained = sum(parameter.numel() for parameter in bench.policy.parameters() if parameter.requires_grad)
     print(f"{trained} parameters are trained: {2 * trained / 1e6:.1f} MB in bfloat16.\n")
     print(table(HEADER, lines))
 

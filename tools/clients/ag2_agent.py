@@ -15,9 +15,9 @@ async def add(a: float, b: float) -> str:
 
 
 async def main(kind):
-    own = {"base_url": os.environ["OPENAI_BASE_URL"], "api_key": os.environ["OPENAI_API_KEY"]}
+    endpoint = {"base_url": os.environ["OPENAI_BASE_URL"], "api_key": os.environ["OPENAI_API_KEY"]}
     config = OpenAIResponsesConfig if kind == "responses" else OpenAIConfig
-    agent = Agent("helper", prompt="You help.", config=config(model="policy", **own), tools=[add])
+    agent = Agent("helper", prompt="You help.", config=config(model="policy", **endpoint), tools=[add])
     print((await agent.ask("What is 1 + 2?")).body)
 
 

@@ -15,6 +15,6 @@ for line in ("init -q", "config user.name me", "config user.email me@here"):
 os.environ["OPENAI_API_BASE"] = os.environ["OPENAI_BASE_URL"]
 main([*weak, *WORDS.split(), "Write into said.txt what 1 + 2 is."])
 subject = subprocess.run(["git", "log", "-1", "--format=%s"], capture_output=True, text=True).stdout.strip()
-with open("said.txt") as said:
-    print(said.read().strip())
+with open("said.txt") as answer_file:
+    print(answer_file.read().strip())
 sys.exit(subject != "feat: say the sum" and f"the commit message is {subject!r}")

@@ -12,9 +12,9 @@ def add(a: float, b: float) -> str:
 
 
 name, _, kind = sys.argv[1].partition(".")
-own = {"api_base": os.environ["OPENAI_BASE_URL"], "api_key": os.environ["OPENAI_API_KEY"]}
+endpoint = {"api_base": os.environ["OPENAI_BASE_URL"], "api_key": os.environ["OPENAI_API_KEY"]}
 prefix = "text-completion-openai" if kind == "text" else "openai"
-dspy.configure(lm=dspy.LM(f"{prefix}/policy", model_type=kind or "chat", cache=False, **own))
+dspy.configure(lm=dspy.LM(f"{prefix}/policy", model_type=kind or "chat", cache=False, **endpoint))
 module = (
     dspy.ReAct("question -> answer", tools=[add]) if name == "ReAct" else dspy.Predict("question -> answer")
 )

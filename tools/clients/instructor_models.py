@@ -11,11 +11,11 @@ class Sum(BaseModel):
     text: str
 
 
-asked = {"model": "policy", "messages": [{"role": "user", "content": "What is 1 + 2?"}]}
+request = {"model": "policy", "messages": [{"role": "user", "content": "What is 1 + 2?"}]}
 mode, _, partial = sys.argv[1].partition(".")
 client = instructor.from_openai(OpenAI(), mode=instructor.Mode[mode])
 if partial:
-    *_, answer = client.chat.completions.create_partial(response_model=Sum, **asked)
+    *_, answer = client.chat.completions.create_partial(response_model=Sum, **request)
 else:
-    answer = client.chat.completions.create(response_model=Sum, **asked)
+    answer = client.chat.completions.create(response_model=Sum, **request)
 print(answer.text)

@@ -29,7 +29,7 @@ def talk(model):
 
 
 kind, _, method = sys.argv[1].partition(".")
-own = {"use_responses_api": kind == "responses"}
-model = ChatAnthropic(model="policy") if kind == "ChatAnthropic" else ChatOpenAI(model="policy", **own)
+options = {"use_responses_api": kind == "responses"}
+model = ChatAnthropic(model="policy") if kind == "ChatAnthropic" else ChatOpenAI(model="policy", **options)
 typed = method and model.with_structured_output(Sum, method=method)
 print(typed.invoke("What is 1 + 2?").text if typed else talk(model))

@@ -9,7 +9,7 @@ URL = os.environ["OPENAI_BASE_URL"]
 ROOT = os.environ["ANTHROPIC_BASE_URL"]
 KEY = os.environ["OPENAI_API_KEY"]
 QUESTION = "What is 1 + 2?"
-asked = {"messages": [{"role": "user", "content": QUESTION}], "api_key": KEY}
+request = {"messages": [{"role": "user", "content": QUESTION}], "api_key": KEY}
 PARAMETERS = {"type": "object", "properties": {"a": {"type": "number"}, "b": {"type": "number"}}}
 TOOL = {"type": "function", "function": {"name": "add", "parameters": PARAMETERS}}
 
@@ -17,13 +17,14 @@ TOOL = {"type": "function", "function": {"name": "add", "parameters": PARAMETERS
 def complete(model, api_base, **options):
     """Two turns, with a call of the tool."""
     while True:
-        answer = litellm.completion(model=model, api_base=api_base, tools=[TOOL], **asked, **options)
+        answer = litellm.completion(model=model, api_base=api_base, tools=[TOOL], **request, **options)
         if options:
             answer = litellm.stream_chunk_builder(list(answer))
         message = answer.choices[0].message
-        asked["messages"].append(message.model_dump(exclude_none=True))
+        request["messages"].append(message.model_dump(exclude_none=True))
+
         for call in message.tool_calls or ():
-            asked["messages"].append({"role": "tool", "tool_call_id": call.id, "content": "3"})
+            request["messages"].append({"role": "tool", "tool_call_id": call.id, "content": "3"})
         if not message.tool_calls:
             return message.content
 

@@ -15,13 +15,13 @@ def add(a: float, b: float) -> str:
 
 
 def llm(**options):
-    own = {"api_base": os.environ["OPENAI_BASE_URL"], "api_key": os.environ["OPENAI_API_KEY"]}
-    return OpenAILike(model="policy", **own, **options)
+    endpoint = {"api_base": os.environ["OPENAI_BASE_URL"], "api_key": os.environ["OPENAI_API_KEY"]}
+    return OpenAILike(model="policy", **endpoint, **options)
 
 
 async def agent():
-    made = FunctionAgent(tools=[add], llm=llm(is_chat_model=True, is_function_calling_model=True))
-    return await made.run("What is 1 + 2?")
+    agent_ = FunctionAgent(tools=[add], llm=llm(is_chat_model=True, is_function_calling_model=True))
+    return await agent_.run("What is 1 + 2?")
 
 
 question = ChatMessage(role="user", content="What is 1 + 2?")

@@ -13,18 +13,20 @@ history = list(QUESTION)
 
 
 def chat(streamed=False):
-    asked = {"model": "policy", "messages": history, "tools": [TOOL]}
+    request = {"model": "policy", "messages": history, "tools": [TOOL]}
     while True:
         if streamed:
-            with client.chat.completions.stream(**asked) as events:
+            with client.chat.completions.stream(**request) as events:
                 message = events.get_final_completion().choices[0].message
         else:
-            message = client.chat.completions.create(**asked).choices[0].message
+            message = client.chat.completions.create(**request).choices[0].message
+
         history.append({"role": "assistant", "content": message.content, "tool_calls": message.tool_calls})
         for call in message.tool_calls or ():
-            given = json.loads(call.function.arguments)
-            reply = str(given["a"] + given["b"])
+            arguments = json.loads(call.function.arguments)
+            reply = str(arguments["a"] + arguments["b"])
             history.append({"role": "tool", "tool_call_id": call.id, "content": reply})
+
         if not message.tool_calls:
             return message.content
 

@@ -10,5 +10,5 @@ agent = Agent(llm=llm, tools=[Tool(name=TerminalTool.name)])
 conversation = Conversation(agent=agent, workspace=os.getcwd())
 conversation.send_message("Write into said.txt what 1 + 2 is.")
 conversation.run()
-with open("said.txt") as said:
-    print(said.read().strip())
+with open("said.txt") as answer_file:
+    print(answer_file.read().strip())

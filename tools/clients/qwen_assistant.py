@@ -13,11 +13,11 @@ class Add(BaseTool):
     parameters = [{"name": name, "type": "number", "description": name, "required": True} for name in "ab"]
 
     def call(self, params, **kwargs):
-        given = json.loads(params)
-        return str(given["a"] + given["b"])
+        arguments = json.loads(params)
+        return str(arguments["a"] + arguments["b"])
 
 
-own = {"model": "policy", "model_type": "oai", "model_server": os.environ["OPENAI_BASE_URL"]}
-llm = {**own, "api_key": os.environ["OPENAI_API_KEY"]}
-*_, said = Assistant(llm=llm, function_list=["add"]).run([{"role": "user", "content": "What is 1 + 2?"}])
-print(said[-1]["content"])
+endpoint = {"model": "policy", "model_type": "oai", "model_server": os.environ["OPENAI_BASE_URL"]}
+llm = {**endpoint, "api_key": os.environ["OPENAI_API_KEY"]}
+*_, messages = Assistant(llm=llm, function_list=["add"]).run([{"role": "user", "content": "What is 1 + 2?"}])
+print(messages[-1]["content"])

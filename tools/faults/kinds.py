@@ -23,15 +23,18 @@ from asyncrl.weights.disk import SHARED_MEMORY
 from faults.target import Target
 
 ROLES = ("rollout", "trainer", "coordinator")
-SERVED = ("engine", "server")  # where engines are servers: a keeper, and the server itself
+SERVED = ("engine", "server")  # where engines are servers: a supervisor, and the server itself
 FLIPPED = 64  # bytes between two that are damaged
 LEFT = 1 << 20  # bytes, less than a rank of the demo moves
 
 
 @dataclass(frozen=True)
 class Fault:
-    """`happen(target, victim)`; it lasts `leases` leases. `victims`: roles, one of which is chosen; none: the
-    fault concerns the run as a whole."""
+    """A kind of fault.
+
+    `happen(target, victim)` lasts for `leases` leases. `victims`: roles, of which one is chosen (empty: the
+    fault concerns the run as a whole).
+    """
 
     happen: Callable[[Target, str], AbstractContextManager[None]]
     leases: float = 0.0
@@ -47,21 +50,21 @@ def kill(target: Target, victim: str) -> Iterator[None]:
 
 @contextmanager
 def pause(target: Target, victim: str) -> Iterator[None]:
-    """SIGSTOP, then SIGCONT: as a machine that swaps, or a debugger."""
+    """Send SIGSTOP, then SIGCONT: the process pauses as on a machine that swaps, or in a debugger."""
     process = target.process(victim)
     process.suspend()
     yield
-    with suppress(psutil.NoSuchProcess):  # it was replaced meanwhile
+    with suppress(psutil.NoSuchProcess):  # the process was replaced meanwhile
         process.resume()
 
 
 @contextmanager
 def launcher(target: Target, victim: str) -> Iterator[None]:
-    """kill -9 of the launcher: all others end with it; the run is resumed."""
-    others = target.roles().values()
+    """Kill the launcher with SIGKILL: all other processes end with the launcher, and the run is resumed."""
+    processes = target.roles().values()
     target.launcher.kill()
     target.launcher.wait(60)
-    assert not psutil.wait_procs(others, 30)[1], "a process outlived the launcher"
+    assert not psutil.wait_procs(processes, 30)[1], "a process outlived the launcher"
     target.launch("resume=must")
     yield
 
@@ -69,8 +72,8 @@ def launcher(target: Target, victim: str) -> Iterator[None]:
 @contextmanager
 def second_launcher(target: Target, victim: str) -> Iterator[None]:
     """The same command again: refused."""
-    code, said = target.again("launch.port=0")
-    assert code == 2 and "another run with this name" in said, (code, said)
+    code, output = target.again("launch.port=0")
+    assert code == 2 and "another run with this name" in output, (code, output)
     yield
 
 
@@ -91,13 +94,13 @@ def _bad(target: Target, mode: str) -> Iterator[None]:
         proxy.mode = "pass"
 
 
-def held(target: Target, victim: str) -> AbstractContextManager[None]:
-    """Connections stay, and carry nothing."""
+def held_connections(target: Target, victim: str) -> AbstractContextManager[None]:
+    """Keep connections open, and let them carry nothing."""
     return _bad(target, "hold")
 
 
 def slow(target: Target, victim: str) -> AbstractContextManager[None]:
-    """20 kB a second."""
+    """Slow connections down to 20 kB a second."""
     return _bad(target, "slow")
 
 
@@ -113,8 +116,11 @@ def corrupted(target: Target, victim: str) -> AbstractContextManager[None]:
 
 @contextmanager
 def _filled(target: Target, directory: Path) -> Iterator[None]:
-    """Fills a disk. By shifts it is filled when engines are about to wake: then ranks move their state there,
-    and the newest version is written."""
+    """Fill a disk.
+
+    In a run with shifts the disk is filled when engines are about to wake, when ranks move their state there
+    and the newest version is written.
+    """
     filler = directory / "filler"
     shifts = target.shift() != ""
     with filler.open("wb", buffering=0) as file:
@@ -128,6 +134,7 @@ def _filled(target: Target, directory: Path) -> Iterator[None]:
                 break
             file.seek(room)
             file.truncate()
+
     yield
     filler.unlink()
 
@@ -142,43 +149,43 @@ def _fill(file: IO[bytes], leave: int = 0) -> None:
 
 
 def full_disk(target: Target, victim: str) -> AbstractContextManager[None]:
-    """Nothing more fits on the disk of the run directory."""
+    """Fill the disk of the run directory."""
     return _filled(target, target.run.parent)
 
 
 def full_memory(target: Target, victim: str) -> AbstractContextManager[None]:
-    """Nothing more fits into shared memory, where versions of the weights are."""
+    """Fill shared memory, where the versions of the weights are."""
     return _filled(target, SHARED_MEMORY)
 
 
 @contextmanager
 def read_only(target: Target, victim: str) -> Iterator[None]:
-    """No file of the run directory can be made or opened to write; those that are open can be written on."""
-    place = str(target.run)
-    tree = copy_mount(place)
+    """Let no file of the run directory be made or opened to write. Open files can still be written."""
+    directory = str(target.run)
+    tree = copy_mount(directory)
     set_attributes(tree, "", READ_ONLY)  # before it is in place: then no file can be open in it to write
-    place_mount(tree, place)
+    place_mount(tree, directory)
     yield
-    subprocess.run(["umount", "--lazy", place], check=True)
+    subprocess.run(["umount", "--lazy", directory], check=True)
 
 
 @contextmanager
 def locked_store(target: Target, victim: str) -> Iterator[None]:
     """Another program has begun to write into run.db."""
-    with closing(sqlite3.connect(target.run / "run.db", isolation_level=None, timeout=5)) as other:
+    with closing(sqlite3.connect(target.run / "run.db", isolation_level=None, timeout=5)) as connection:
         with suppress(sqlite3.OperationalError):  # a coordinator that is paused as it writes keeps the lock
-            other.execute("BEGIN IMMEDIATE")
+            connection.execute("BEGIN IMMEDIATE")
         yield
-        if other.in_transaction:
-            other.execute("ROLLBACK")
+        if connection.in_transaction:
+            connection.execute("ROLLBACK")
 
 
 @contextmanager
 def weights_gone(target: Target, victim: str) -> Iterator[None]:
-    """A file of the version that is just published is removed while engines load it."""
-    known = set(target.weights.glob("*"))
-    target.until(lambda: set(target.weights.glob("*")) - known, "a version is published", pause=0.001)
-    for path in set(target.weights.glob("*")) - known:
+    """Remove a file of the version that was just published, while engines load the version."""
+    first_paths = set(target.weights.glob("*"))
+    target.until(lambda: set(target.weights.glob("*")) - first_paths, "a version is published", pause=0.001)
+    for path in set(target.weights.glob("*")) - first_paths:
         for file in list(path.rglob("*.safetensors")):
             file.unlink(missing_ok=True)
     yield
@@ -195,10 +202,10 @@ def weights_damaged(target: Target, victim: str) -> Iterator[None]:
 
 @contextmanager
 def checkpoint_damaged(target: Target, victim: str) -> Iterator[None]:
-    """Bits of the newest checkpoint are flipped; then the trainer is killed: it resumes from another."""
-    place = Checkpoints(target.run / "checkpoints")
-    target.until(lambda: len(place.steps()) > 1, "two checkpoints")
-    newest = Path(place.file_path(place.steps()[0]))
+    """Flip bits of the newest checkpoint, then kill the trainer, which resumes from another checkpoint."""
+    checkpoints = Checkpoints(target.run / "checkpoints")
+    target.until(lambda: len(checkpoints.steps()) > 1, "two checkpoints")
+    newest = Path(checkpoints.file_path(checkpoints.steps()[0]))
     files = [path for path in newest.rglob("*") if path.is_file() and path.name != MANIFEST]
     _flip(max(files, key=lambda path: path.stat().st_size))
     target.process(victim).kill()
@@ -207,7 +214,7 @@ def checkpoint_damaged(target: Target, victim: str) -> Iterator[None]:
 
 @contextmanager
 def segment_damaged(target: Target, victim: str) -> Iterator[None]:
-    """Bits of the newest payloads are flipped; then the coordinator is killed, and reads them again."""
+    """Flip bits of the newest payloads, then kill the coordinator, which reads the payloads again."""
     newest = max((target.run / "segments").iterdir())
     _flip(newest, newest.stat().st_size - 4096)
     target.process(victim).kill()
@@ -216,7 +223,7 @@ def segment_damaged(target: Target, victim: str) -> Iterator[None]:
 
 @contextmanager
 def segment_cut(target: Target, victim: str) -> Iterator[None]:
-    """The payloads that are being written lose their last 4 KiB; the coordinator goes on writing."""
+    """Cut the last 4 KiB off the payloads file in writing; the coordinator goes on writing."""
     newest = max((target.run / "segments").iterdir())
     os.truncate(newest, max(0, newest.stat().st_size - 4096))
     yield
@@ -224,7 +231,7 @@ def segment_cut(target: Target, victim: str) -> Iterator[None]:
 
 @contextmanager
 def hang(target: Target, victim: str) -> Iterator[None]:
-    """Workers answer, and no episode ends: the reward hangs until its deadline."""
+    """Let the reward hang until its deadline: workers answer, and no episode ends."""
     target.flag.touch()
     yield
     target.flag.unlink()
@@ -237,11 +244,11 @@ def _age(path: Path) -> float:
 
 
 def _flip(path: Path, start: int = 0) -> None:
-    """A bit of each FLIPPED bytes from `start` on."""
+    """Flip a bit of each FLIPPED bytes from `start` on."""
     with path.open("r+b", buffering=0) as file:
-        for place in range(max(0, start), path.stat().st_size, FLIPPED):
-            (byte,) = os.pread(file.fileno(), 1, place)
-            os.pwrite(file.fileno(), bytes([byte ^ 1]), place)
+        for offset in range(max(0, start), path.stat().st_size, FLIPPED):
+            (byte,) = os.pread(file.fileno(), 1, offset)
+            os.pwrite(file.fileno(), bytes([byte ^ 1]), offset)
 
 
 FAULTS = {
@@ -250,7 +257,7 @@ FAULTS = {
     "launcher": Fault(launcher),
     "second-launcher": Fault(second_launcher),
     "cut": Fault(cut),
-    "held": Fault(held, leases=1.5),
+    "held": Fault(held_connections, leases=1.5),
     "slow": Fault(slow, leases=1.0),
     "duplicated": Fault(duplicated, leases=0.5),
     "corrupted": Fault(corrupted, leases=0.5),

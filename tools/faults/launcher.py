@@ -15,14 +15,16 @@ from asyncrl.wire.sockets import COORDINATOR, Endpoints
 
 
 def dial_through(ports: dict[str, str]) -> None:
-    """Let roles other than the coordinator be started with these ports in their endpoints."""
+    """Start roles other than the coordinator with these ports in their endpoints."""
     given_to = Endpoints.for_role
 
     def through(self: Endpoints, role: str) -> Endpoints:
-        given = given_to(self, role)
+        endpoints = given_to(self, role)
         if role == COORDINATOR:
-            return given
-        return replace(given, control=_changed(given.control, ports), bulk=_changed(given.bulk, ports))
+            return endpoints
+        return replace(
+            endpoints, control=_changed(endpoints.control, ports), bulk=_changed(endpoints.bulk, ports)
+        )
 
     Endpoints.for_role = through
 

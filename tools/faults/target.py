@@ -46,6 +46,7 @@ class Target:
         self.lease = lease
         self.deadline = deadline
         self.dice = random.Random(seed)
+
         run.parent.mkdir(parents=True, exist_ok=True)
         self.flag = run.parent / f"{run.name}.hang"
         self.out = run.parent / f"{run.name}.out"
@@ -53,6 +54,7 @@ class Target:
         port = _three_ports()
         self.proxies = [Proxy(port, seed), Proxy(port + 1, seed + 1)]
         self._dial = ",".join(f"{proxy.target}={proxy.port}" for proxy in self.proxies)
+
         self._config = [
             *(f"experiment={experiment}", f"name={run.name}", f"run_dir={run.parent}", "resume=auto"),
             *(f"launch.port={port}", f"launch.lease={lease:g}", "launch.restarts=1000"),
@@ -60,6 +62,7 @@ class Target:
             *(DEMO if experiment == "calculator" else ()),
             *overrides,
         ]
+
         self.environment = (
             os.environ | SINGLE_THREAD | {"PYTHONPATH": str(ROOT), "CHAOS_HANG": str(self.flag)}
         )
@@ -108,17 +111,17 @@ class Target:
         return processes
 
     def process(self, role: str) -> psutil.Process:
-        """One of this role; waits while it is being restarted."""
+        """Return a process of this role; wait while the process is being restarted."""
         self.until(lambda: self._of(role), f"a live {role}")
         return self.dice.choice(self._of(role))
 
     def _of(self, role: str) -> list[psutil.Process]:
         if role == "server":
             with suppress(psutil.NoSuchProcess):
-                wrappers = [child for keeper in self._of("engine") for child in keeper.children()]
+                wrappers = [child for supervisor in self._of("engine") for child in supervisor.children()]
                 return [server for wrapper in wrappers for server in wrapper.children()]
             return []
-        return [found for name, found in sorted(self.roles().items()) if name.rpartition("-")[0] == role]
+        return [process for name, process in sorted(self.roles().items()) if name.rpartition("-")[0] == role]
 
     @property
     def step(self) -> int:
@@ -126,7 +129,7 @@ class Target:
         return max((int(row["training/step"]) for row in rows(self.run) if "timing_s/step" in row), default=0)
 
     def shift(self) -> str:
-        """Whose shift it is, as the coordinator has logged it; empty in a run without shifts."""
+        """Return the current shift as the coordinator has logged it; empty in a run without shifts."""
         log = self.run / "logs" / "coordinator-0.log"
         return (["", *re.findall(r"shift: (\w+)", log.read_text())] if log.exists() else [""])[-1]
 
@@ -134,20 +137,21 @@ class Target:
         return self.out.read_text()
 
     def left(self, seconds: float) -> list[psutil.Process]:
-        """Processes of it that are still there after so long."""
+        """Return the run's processes that are still there after so many seconds."""
         return list(psutil.wait_procs(self.seen, seconds)[1])
 
-    def until(self, condition: Callable[[], object], what: str, pause: float = 0.02) -> None:
+    def until(self, condition: Callable[[], object], description: str, pause: float = 0.02) -> None:
         """Wait for an event of the run; AssertionError with the output at its end, or the deadline."""
         end = time.monotonic() + self.deadline
         while not condition():
-            assert self.launcher.poll() is None, f"ended before {what}:\n{self.text()[-3000:]}"
-            assert time.monotonic() < end, f"no {what} in {self.deadline:g} s:\n{self.text()[-3000:]}"
+            assert self.launcher.poll() is None, f"ended before {description}:\n{self.text()[-3000:]}"
+            assert time.monotonic() < end, f"no {description} in {self.deadline:g} s:\n{self.text()[-3000:]}"
             time.sleep(pause)
 
 
 def _three_ports() -> int:
-    """A free port whose two successors are free, too, below those that the kernel gives to others."""
+    """Return a free port whose two successors are free, too, below the ports that the kernel gives to
+    programs."""
     while True:
         port = random.SystemRandom().randrange(20000, 32000)
         try:

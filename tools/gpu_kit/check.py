@@ -92,10 +92,10 @@ class Part:
     def measured(self) -> str:
         """What bears on the goal, in a line."""
         chosen = [one for one in self.findings if one.goal or one.ok is not None] or self.findings[:3]
-        told = "; ".join(f"{one.name}: {one.value}" for one in chosen)
+        summary = "; ".join(f"{one.name}: {one.value}" for one in chosen)
         if self.state not in ("done", "running", "waiting"):
-            told = f"**{self.state}** ({self.why}) {told}"
-        return told if len(told) <= CELL else told[: CELL - 1] + "…"
+            summary = f"**{self.state}** ({self.why}) {summary}"
+        return summary if len(summary) <= CELL else summary[: CELL - 1] + "…"
 
 
 class Stopped(BaseException):
@@ -119,8 +119,8 @@ class Driver:
         try:
             for part in self.parts:
                 self.run_part(part)
-                told = {True: "ok", False: "NOT OK", None: ""}[part.ok]
-                print(f"{part.name:12} {part.state:8} {part.took:6.1f} s  {told}", flush=True)
+                verdict = {True: "ok", False: "NOT OK", None: ""}[part.ok]
+                print(f"{part.name:12} {part.state:8} {part.took:6.1f} s  {verdict}", flush=True)
         except Stopped as signalled:
             self.stopped = str(signalled)
         finally:

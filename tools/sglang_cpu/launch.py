@@ -68,7 +68,7 @@ ARGUMENTS = [
 
 
 class _NoKernels(types.ModuleType):
-    """`sgl_kernel` without kernels: every name can be imported, none can be called."""
+    """`sgl_kernel` without kernels: every name can be imported, and no kernel can be called."""
 
     def __getattr__(self, name: str) -> object:
         if name.startswith("__"):
@@ -81,7 +81,7 @@ class _NoKernels(types.ModuleType):
 
 
 def _unpinned(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """The same function, which pins nothing."""
+    """Return the same function without pinning."""
 
     @functools.wraps(make)
     def unpinned(*args: Any, pin_memory: bool = False, **settings: Any) -> torch.Tensor:
@@ -94,7 +94,7 @@ GARBAGE = 255  # in each byte: as a floating point number of any size it is NaN
 
 
 class _Region(TorchDispatchMode):
-    """Adds what is allocated within it to `blocks`."""
+    """Adds the storages that are allocated within the region to `blocks`."""
 
     def __init__(self, blocks: list[_Block], backup: bool) -> None:
         super().__init__()
@@ -102,17 +102,18 @@ class _Region(TorchDispatchMode):
         self._backup = backup
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        known = {storage._cdata for storage in _storages((args, kwargs))}
-        known |= {block.storage.cdata for block in self._blocks}
-        for storage in _storages(made):
-            if storage._cdata not in known:
+        result = func(*args, **(kwargs or {}))
+        known_storages = {storage._cdata for storage in _storages((args, kwargs))}
+        known_storages |= {block.storage.cdata for block in self._blocks}
+        for storage in _storages(result):
+            if storage._cdata not in known_storages:
                 self._blocks.append(_Block(storage, self._backup))
-        return made
+        return result
 
 
 class _Block:
-    """Takes a storage away and gives it back, with its content or, without `backup`, with garbage."""
+    """Takes a storage away and gives the storage back, with its content or, without `backup`, with
+    garbage."""
 
     def __init__(self, storage: torch.UntypedStorage, backup: bool) -> None:
         self.storage = StorageWeakRef(storage)
@@ -139,13 +140,17 @@ class _Block:
             self._content = None
 
     def _living(self) -> torch.UntypedStorage | None:
-        found: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(self.storage.cdata)
-        return found
+        living_storage: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(
+            self.storage.cdata
+        )
+        return living_storage
 
 
 class MemorySaver(types.ModuleType):
-    """The part of `torch_memory_saver` that SGLang uses. As on a GPU, what is allocated in a region is gone
-    after a `pause`, and garbage after a `resume`."""
+    """The used part of `torch_memory_saver`.
+
+    As on a GPU, memory of a region is gone after a `pause`, and garbage after a `resume`.
+    """
 
     enabled = True
 
@@ -182,7 +187,8 @@ def _storages(values: Any) -> Iterator[torch.UntypedStorage]:
 
 @functools.cache
 def _wait_while_paused() -> None:
-    """Have a paused scheduler wait for its next command, as an idle one does, and not ask all the time."""
+    """Let a paused scheduler wait for its next command, as an idle scheduler does, instead of polling all
+    the time."""
     from sglang.srt.managers.scheduler import Scheduler
 
     record = Scheduler._record_scheduler_state_for_paused_engine

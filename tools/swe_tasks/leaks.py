@@ -27,7 +27,7 @@ PACKED: dict[bytes, Callable[[bytes], bytes]] = {
 
 
 def contents(root: str | Path) -> Iterator[tuple[str, bytes]]:
-    """Read all files below a directory, packed ones also unpacked, and all objects of repositories."""
+    """Yield all files below a directory, packed files also unpacked, and all objects of repositories."""
     for directory, directories, files in os.walk(root):
         for name in sorted(files):
             path = os.path.join(directory, name)
@@ -42,8 +42,11 @@ def unpacked(path: str, data: bytes) -> Iterator[tuple[str, bytes]]:
     yield path, data
     for start, function in PACKED.items():
         if data.startswith(start):
-            with suppress(OSError, EOFError, zlib.error, lzma.LZMAError):  # it may only begin like that
+            with suppress(
+                OSError, EOFError, zlib.error, lzma.LZMAError
+            ):  # the file may only begin like an archive
                 yield from unpacked(path, function(data))
+
     if data.startswith(b"PK\x03\x04"):
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             for name in archive.namelist():
@@ -51,7 +54,7 @@ def unpacked(path: str, data: bytes) -> Iterator[tuple[str, bytes]]:
 
 
 def leak(files: Iterable[tuple[str, bytes]], mutation: Mutation) -> str:
-    """Name a file that has the line as it was, or a compiled one with all names of the function."""
+    """Name a file that has the original line, or a compiled file with all names of the function."""
     line = mutation.before.strip().encode()
     names = [bytes([len(name.encode())]) + name.encode() for name in mutation.names]  # as marshal writes them
     for path, data in files:
@@ -74,7 +77,7 @@ class BaseImage:
             file.flush()
             self.everything = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
-    def has(self, mutation: Mutation) -> bool:
+    def has_mutation(self, mutation: Mutation) -> bool:
         return self.everything.find(mutation.before.strip().encode()) >= 0 or bool(
             leak(self.compiled, mutation)
         )

@@ -24,14 +24,18 @@ SIGNS = "+ -, - +, * +, / *, // /, % //, ** *, & |, | &, << >>, >> <<"
 OPERATORS = dict(pair.split() for pair in SIGNS.split(","))
 PAIRS = """min max, any all, startswith endswith, lstrip rstrip, lower upper, keys values, append extend,
     popleft pop, partition rpartition, find rfind, split rsplit"""
-OTHER_NAMES = {one: other for pair in PAIRS.split(",") for one, other in permutations(pair.split())}
+OTHER_NAMES = {
+    name: other_name for pair in PAIRS.split(",") for name, other_name in permutations(pair.split())
+}
 SHORTEST = 10
 """Characters of a changed line: a shorter one, such as `i += 1`, is in every program."""
 
 
 class Mutation(NamedTuple):
-    """Describes a bug: `line` (from 1) is `after` instead of `before`. `function`: its qualified name, with
-    the names that the function binds."""
+    """A bug: `line` (from 1) is `after` instead of `before`.
+
+    `function`: the qualified name of its function, with the names that the function binds.
+    """
 
     kind: str
     line: int
@@ -52,16 +56,17 @@ class Edit(NamedTuple):
 def mutations(source: bytes) -> list[Mutation]:
     """List the mutations of the functions of a module (UTF-8), in the order of its lines."""
     lines = source.splitlines(keepends=True)
-    found: dict[tuple[int, str], Mutation] = {}
+    by_change: dict[tuple[int, str], Mutation] = {}
     for name, function in functions(ast.parse(source)):
         for edit in (edit for node in inside(function) for edit in edits(node, lines)):
             before = lines[edit.line - 1]
             after = before[: edit.start] + edit.text.encode() + before[edit.end :]
             if len(before.strip()) >= SHORTEST and differs(function, lines, edit.line, after):
                 texts = (before.decode().rstrip("\n"), after.decode().rstrip("\n"))
-                one = Mutation(edit.kind, edit.line, *texts, name, names(function))
-                found.setdefault((edit.line, one.after), one)
-    return sorted(found.values(), key=lambda one: one.line)
+                mutation = Mutation(edit.kind, edit.line, *texts, name, names(function))
+                by_change.setdefault((edit.line, mutation.after), mutation)
+
+    return sorted(by_change.values(), key=lambda mutation: mutation.line)
 
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -78,8 +83,8 @@ def functions(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, Function]]
 
 
 def inside(function: Function) -> Iterator[ast.AST]:
-    """Walk the statements and expressions that run when it is called, but for annotations, texts, and
-    functions and classes inside."""
+    """Walk the statements and expressions that run when the function is called, without annotations,
+    texts, and inner functions and classes."""
     todo: list[ast.AST] = list(function.body)
     while todo:
         node = todo.pop()
@@ -91,7 +96,8 @@ def inside(function: Function) -> Iterator[ast.AST]:
 
 
 def names(function: Function) -> tuple[str, ...]:
-    """List what its bytecode must hold whatever compiled it: its name, those of arguments and variables."""
+    """List the names that the function's bytecode holds under any compiler: its own name, and names of
+    arguments and variables."""
     bound = {node.arg for node in ast.walk(function.args) if isinstance(node, ast.arg)}
     bound |= {n.id for n in inside(function) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
     return tuple(sorted({function.name, *bound}, key=lambda name: (-len(name), name)))
@@ -101,12 +107,14 @@ def differs(function: Function, lines: list[bytes], number: int, after: bytes) -
     """Tell whether the function is Python with the line `after` at `number`, and says something else."""
     first = function.lineno - 1
     last = function.end_lineno or 0
+
     changed = [*lines[first : number - 1], after, *lines[number:last]]
-    start = b"if 1:\n" if function.col_offset else b""  # what holds an indented function
+    start = b"if 1:\n" if function.col_offset else b""  # encloses an indented function
     try:
         new, old = (ast.parse(start + b"".join(text)) for text in (changed, lines[first:last]))
     except SyntaxError:
         return False
+
     return ast.dump(new) != ast.dump(old)
 
 
@@ -165,18 +173,19 @@ def of_call(node: ast.Call, lines: list[bytes]) -> Iterator[Edit]:
 
 
 def operator(left: ast.expr, right: ast.expr, lines: list[bytes], kind: str) -> Iterator[Edit]:
-    """Other operators for the one between two operands."""
+    """Return other operators for the operator between two operands."""
     if left.end_lineno != right.lineno:
         return
     start = left.end_col_offset or 0
     end = right.col_offset
-    found = re.fullmatch(
+    match = re.fullmatch(
         rb"([\s)]*)([^\s()=]+=?|not +in|is +not|==)([\s(]*)", lines[right.lineno - 1][start:end]
     )
-    if found is None:
+    if match is None:
         return
-    old = " ".join(found[2].decode().split())
-    span = (right.lineno, start + found.start(2), start + found.end(2))
+
+    old = " ".join(match[2].decode().split())
+    span = (right.lineno, start + match.start(2), start + match.end(2))
     if kind == "operator":
         word = old.removesuffix("=")
         sign = "=" if old.endswith("=") else ""
@@ -190,7 +199,10 @@ def operator(left: ast.expr, right: ast.expr, lines: list[bytes], kind: str) -> 
 
 
 def text(node: ast.expr | ast.stmt, lines: list[bytes]) -> str:
-    """The source of a node of one line; of another one, what cannot be parsed."""
+    """Return the source of a node of one line.
+
+    For a node of more lines, return text that cannot be parsed.
+    """
     if node.lineno != node.end_lineno:
         return "?"
     return lines[node.lineno - 1][node.col_offset : node.end_col_offset].decode()

@@ -80,8 +80,8 @@ for name in sys.argv[1:]:
 print(json.dumps(copies))
 """
 PYTEST = ("-c", "/tests/pytest.ini", "--rootdir", "/tests", "-q")
-BASE_SECONDS = 60.0  # of CPU that a test may take in the package as it is
-SECONDS = 5.0  # of CPU that each test may take, and three times what it took
+BASE_SECONDS = 60.0  # CPU seconds that a test may take in the unchanged package
+SECONDS = 5.0  # CPU seconds that each test may take, in addition to three times its own
 BUSY = 20  # seconds of a run for one of CPU
 NO_MODULES = ("src", "tests", "test", "docs", "setup", "conftest", "noxfile")
 PER_FUNCTION = 2  # tasks
@@ -93,13 +93,16 @@ TEST_FILES = "test_*.py, *_test.py, test.py or tests.py"  # the same in words
 
 
 class PackageError(AsyncrlError):
-    """No tasks can be made of a package: it has no tests that pass, or cannot be had."""
+    """No tasks can be made of a package: the package has no passing tests, or cannot be fetched."""
 
 
 @dataclass
 class Package:
-    """Describes a package. `tree`: its files. `tests`: its tests as they lie in /tests of a sandbox.
-    `passing`: the CPU seconds of each test that always passes. `covering`: those that run a line."""
+    """A package.
+
+    `tree`: its files. `tests`: its tests as they lie in /tests of a sandbox. `passing`: the CPU seconds of
+    each test that always passes. `covering`: the tests that run a line.
+    """
 
     name: str
     tree: Path
@@ -118,23 +121,31 @@ class Package:
         src/, modules and packages that would be imported instead, and directories of tests in packages."""
         changed = PurePosixPath(path)
         tops = [*self.tree.glob("*"), *self.tree.glob("src/*")]
-        places = {PurePosixPath(top.relative_to(self.tree)) for top in tops}
+
+        directories = {PurePosixPath(top.relative_to(self.tree)) for top in tops}
         for file in self.tree.rglob("*.py"):
             if is_test(file):
-                places.add(directory_of_tests(PurePosixPath(file.relative_to(self.tree))))
-        others = sorted(places - {changed, *changed.parents})
+                directories.add(directory_of_tests(PurePosixPath(file.relative_to(self.tree))))
 
-        globs = {f"{TESTBED}/{glob.escape(str(place))}" for place in others}
+        other_directories = sorted(directories - {changed, *changed.parents})
+
+        globs = {f"{TESTBED}/{glob.escape(str(directory))}" for directory in other_directories}
         top = changed.relative_to("src") if changed.is_relative_to("src") else changed
-        importable = {place.name.removesuffix(".py") for place in others if place.parent.name in ("", "src")}
+
+        importable = {
+            directory.name.removesuffix(".py")
+            for directory in other_directories
+            if directory.parent.name in ("", "src")
+        }
         for name in importable & {*self.names} - {top.parts[0].removesuffix(".py")}:
             for root in (TESTBED, f"{TESTBED}/src"):
                 globs |= {f"{root}/{name}", f"{root}/{name}.*"}
+
         return sorted(globs)
 
     @property
     def modules(self) -> list[str]:
-        """Name the packages and modules that it installs; those of a namespace with a dot."""
+        """Name the packages and modules that the package installs, with a dot for modules of a namespace."""
         names: list[str] = []
         for root in (self.tree, self.tree / "src"):
             for pattern in ("*/__init__.py", "*/*/__init__.py"):
@@ -148,7 +159,7 @@ class Package:
 
 @dataclass(frozen=True)
 class Bug:
-    """Describes a mutation of a file that tests found. `messages`: the last words of each that fails."""
+    """A mutation of a file that tests detect. `messages`: the last words of each failing test."""
 
     path: str
     mutation: Mutation
@@ -157,7 +168,7 @@ class Bug:
 
 
 def fetch(requirement: str, directory: Path) -> Path:
-    """Have pip download a source distribution, unless `requirement` is the path of one."""
+    """Download a source distribution by pip, unless `requirement` is the path of a distribution."""
     if Path(requirement).is_file():
         return Path(requirement)
     words = ("download", "-q", "--no-deps", "--no-binary", ":all:", "-d", str(directory), requirement)
@@ -167,12 +178,15 @@ def fetch(requirement: str, directory: Path) -> Path:
     archives = [path for path in sorted(directory.iterdir()) if path.is_file()]
     if pip.returncode or not archives:
         raise PackageError(f"pip has no source distribution of {requirement}: {pip.stderr.strip()[-300:]}")
+
     return archives[0]
 
 
 def unpack(requirement: str, directory: Path) -> Package:
-    """Fetch a source distribution, unpack it in a new directory, and lay out its tests. PackageError where it
-    has none."""
+    """Fetch a source distribution, unpack it in a new directory, and lay out its tests.
+
+    PackageError: the package has no tests.
+    """
     directory.mkdir()
     sdist = fetch(requirement, directory)
     try:
@@ -184,6 +198,7 @@ def unpack(requirement: str, directory: Path) -> Package:
                 archive.extractall(directory / "all", filter="data")
     except Exception as error:  # modules of archives raise ten kinds for one that is broken
         raise PackageError(f"{sdist.name} cannot be unpacked: {one_line(error)}") from error
+
     tops = [*(directory / "all").iterdir()]
     if len(tops) != 1 or not tops[0].is_dir():
         raise PackageError(
@@ -197,6 +212,7 @@ def unpack(requirement: str, directory: Path) -> Package:
     files = {str(path.relative_to(tree)) for path in tree.rglob("*.py") if is_test(path)}
     if not files:
         raise PackageError(f"{package.name} has no tests: none of its files is named {TEST_FILES}")
+
     lay_out(package, files, tests)
     return package
 
@@ -206,16 +222,20 @@ def is_test(path: Path | PurePosixPath) -> bool:
 
 
 def directory_of_tests(file: PurePosixPath) -> PurePosixPath:
-    """Return the outermost directory around a test file that has such a name, or the one that it lies in."""
+    """Return the outermost directory around a test file with a name for tests, or the directory of the
+    file."""
     around = [directory for directory in file.parents if TEST_DIRECTORY.fullmatch(directory.name)]
     return around[-1] if around else file.parent
 
 
 def lay_out(package: Package, files: set[str], target: Path) -> None:
-    """Copy test files, and what lies beside them, to their places in `target`, as modules of no package. Of
-    files beside tests at the top, which has the package, too, only conftest.py is copied."""
+    """Copy test files, and the files beside them, to `target`, as modules of no package.
+
+    Of the files beside tests at the top, which the package has, too, only conftest.py is copied.
+    """
     target.mkdir(parents=True, exist_ok=True)
     (target / "pytest.ini").write_text(PYTEST_INI)
+
     copied = {package.tree / file for file in files}
     directories = {"/tests"}
     for file in map(PurePosixPath, files):
@@ -233,6 +253,7 @@ def lay_out(package: Package, files: set[str], target: Path) -> None:
         path=sorted(directories, reverse=True),
         packages=sorted(name for name in package.modules if name.partition(".")[0] in tops),
     )
+
     (target / "run_pytest.py").write_text(run_pytest)
     for path in copied:
         name = path.relative_to(package.tree)
@@ -242,21 +263,26 @@ def lay_out(package: Package, files: set[str], target: Path) -> None:
 
 
 def restore(path: str, line: int, text: str) -> str:
-    """The shell command that gives a file such a line."""
+    """Return the shell command that gives a file such a line."""
     escaped = re.sub(r"([\\/&])", r"\\\1", text)
     return f"LC_ALL=C sed -i {shlex.quote(f'{line}s/.*/{escaped}/')} {shlex.quote(path)}"
 
 
 async def installed_copies(image: Image, modules: list[str]) -> dict[str, str]:
-    """Return which of these modules and packages the image's own Python imports, and from where. Such a
-    module would be tested instead of the package. A directory without `__init__.py` does not count."""
+    """Return the modules and packages that the image's own Python imports, with their paths.
+
+    Such a module would be tested instead of the package. A directory without `__init__.py` does not count.
+    """
     async with Jail(LIMITS, image=image) as box:
-        ended = await box.run("shell", f"python3 -I -c {shlex.quote(FIND_MODULES)} {shlex.join(modules)}", 60)
-    if ended.ending is not RunEnding.DONE:
-        raise PackageError(
-            f"python3 does not run in the base image: {shorten_to_line(ended.output, EXAMPLE)}"
+        run_result = await box.run(
+            "shell", f"python3 -I -c {shlex.quote(FIND_MODULES)} {shlex.join(modules)}", 60
         )
-    copies: dict[str, str] = json.loads(ended.output.splitlines()[-1])
+
+    if run_result.ending is not RunEnding.DONE:
+        raise PackageError(
+            f"python3 does not run in the base image: {shorten_to_line(run_result.output, EXAMPLE)}"
+        )
+    copies: dict[str, str] = json.loads(run_result.output.splitlines()[-1])
     return copies
 
 
@@ -270,8 +296,11 @@ async def run_tests(
     lines: bool = False,
     change: str = "",
 ) -> dict[str, Any]:
-    """Run tests (none: all) on the package in a sandbox, changed by a command. `seed` orders what is hashed.
-    Empty when they do not end, or one takes so many seconds of CPU. PackageError where pytest finds none."""
+    """Run tests (empty: all) on the package in a sandbox, changed by a command.
+
+    `seed` orders hashed values. Returns nothing if the tests do not end, or a test takes too many seconds of
+    CPU. PackageError: pytest finds no tests.
+    """
     result = "/tmp/result.json"
     names = "/tmp/names"
     chosen = [f"@{names}"] if tests else ["--continue-on-collection-errors", "/tests"]
@@ -279,34 +308,40 @@ async def run_tests(
     copies = f"cp -r {package.tree} {TESTBED} && cp -r {package.tests} /tests && cd {TESTBED}"
     variables = f"PYTHONHASHSEED={seed} PYTHONPATH= PYTEST_DISABLE_PLUGIN_AUTOLOAD=1"  # else as in test.sh
     command = f"{copies} && {change or ':'} && {variables} exec python3 -s {shlex.join(words)}"
+
     longest = BUSY * (seconds + sum(package.passing.get(test, 0) for test in tests))
-    shown = [str(package.tree), str(package.tests), watch.__file__]
-    async with Jail(LIMITS, show=shown, image=image) as box:
+    shown_paths = [str(package.tree), str(package.tests), watch.__file__]
+    async with Jail(LIMITS, show=shown_paths, image=image) as box:
         await box.write_file(names, "".join(f"/tests/{test}\n" for test in tests).encode())
-        ended = await box.run("shell", command, longest)
-        if ended.ending not in (RunEnding.DONE, RunEnding.FAILED):
+        run_result = await box.run("shell", command, longest)
+        if run_result.ending not in (RunEnding.DONE, RunEnding.FAILED):
             return {}
-        if ended.status not in (0, 1):
+
+        if run_result.status not in (0, 1):
             if not tests:
-                said = ended.output.strip()[-EXAMPLE:] or f"pytest ended with {ended.status}"
-                raise PackageError(f"the tests of {package.name} do not run: {said}")
+                output = run_result.output.strip()[-EXAMPLE:] or f"pytest ended with {run_result.status}"
+                raise PackageError(f"the tests of {package.name} do not run: {output}")
             return {}
+
         return json.loads(await box.read_file(result))
 
 
 async def learn(image: Image, package: Package) -> None:
-    """Run all tests twice: those that pass both times count, and the second run tells their lines."""
+    """Run all tests twice: tests that pass both times count, and the second run gives their lines."""
     runs = [await run_tests(image, package, [], BASE_SECONDS, seed, lines=seed == 1) for seed in (0, 1)]
     if not all(runs):
         raise PackageError(f"a test of {package.name} takes more than {BASE_SECONDS:.0f} s")
+
     for test in sorted(runs[0]["outcomes"]):
         if all(run["outcomes"].get(test, [""])[0] == "passed" for run in runs):
             package.passing[test] = runs[0]["seconds"][test]
+
     covering = defaultdict(list)
     for test in package.passing:
         for path, numbers in runs[-1]["lines"].get(test, {}).items():
             for number in numbers:
                 covering[path, number].append(test)
+
     package.covering = dict(covering)
     package.versions = runs[0]["versions"]
 
@@ -323,18 +358,22 @@ async def learn(image: Image, package: Package) -> None:
 
 
 def candidates(package: Package, seed: int) -> list[tuple[str, Mutation]]:
-    """List mutations of lines that tests run, and that the package has once, all kinds in turn. A line more
-    or less, as of a test that depends on the time, leaves the others in their order."""
+    """List mutations of lines that tests run and that are unique in the package, all kinds in turn.
+
+    A line more or less, as of a test that depends on the time, leaves the order of the other mutations
+    unchanged.
+    """
     everything = b"\n".join(path.read_bytes() for path in sorted(package.tree.rglob("*")) if path.is_file())
     kinds: dict[str, list[tuple[str, Mutation]]] = defaultdict(list)
     for path in sorted({path for path, _ in package.covering}):
         if is_test(PurePosixPath(path)) or {"test", "tests"} & {*PurePosixPath(path).parts}:
             continue
-        with suppress(SyntaxError, UnicodeDecodeError):  # of another Python than the image's; not UTF-8
+        with suppress(SyntaxError, UnicodeDecodeError):  # the source of another Python version, or not UTF-8
             for mutation in mutations((package.tree / path).read_bytes()):
                 is_covered = (path, mutation.line) in package.covering
                 if is_covered and everything.count(mutation.before.strip().encode()) == 1:
                     kinds[mutation.kind].append((path, mutation))
+
     for of_kind in kinds.values():
         of_kind.sort(key=lambda candidate: random.Random(f"{seed} {candidate}").random())
     in_turn = zip_longest(*(kinds[kind] for kind in sorted(kinds)))
@@ -342,15 +381,19 @@ def candidates(package: Package, seed: int) -> list[tuple[str, Mutation]]:
 
 
 async def try_bug(image: Image, package: Package, path: str, mutation: Mutation) -> Bug | None:
-    """Run the tests that cover a line, and others of their files, twice with the bug, then those that are to
-    be named once without. A Bug if some of the covering tests fail each time with it, and some tests pass."""
+    """Run the tests that cover a line, and other tests of their files, twice with the bug, then the tests
+    to be named once without the bug. Returns a Bug if some covering tests fail each time with the bug, and
+    some tests pass."""
     covering = package.covering[path, mutation.line]
     files = {test.partition("::")[0] for test in covering}
-    others = [test for test in package.passing if test not in covering and test.partition("::")[0] in files]
-    padding = random.Random(str(mutation)).sample(others, min(PADDING, len(others)))
+    unrelated_tests = [
+        test for test in package.passing if test not in covering and test.partition("::")[0] in files
+    ]
+    padding = random.Random(str(mutation)).sample(unrelated_tests, min(PADDING, len(unrelated_tests)))
     tests = sorted((*covering, *padding))
 
     seconds = SECONDS + 3 * max(package.passing[test] for test in tests)
+
     change = restore(path, mutation.line, mutation.after)
     runs: list[dict[str, tuple[str, str]]] = []
     for seed in (0, 1):
@@ -358,6 +401,7 @@ async def try_bug(image: Image, package: Package, path: str, mutation: Mutation)
         runs.append(run.get("outcomes", {}))
         if not any(outcome == "failed" for outcome, _ in runs[-1].values()):
             return None
+
     if any(test not in run for test in tests for run in runs):
         return None
 
@@ -368,4 +412,5 @@ async def try_bug(image: Image, package: Package, path: str, mutation: Mutation)
     green = [test for test in named if runs[0][test][0] == "passed"]
     if not {*red} & {*covering} or not green:
         return None
+
     return Bug(path, mutation, {test: runs[0][test][1] for test in red}, tuple(green))

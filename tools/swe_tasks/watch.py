@@ -48,7 +48,7 @@ class Watcher:
         signal.setitimer(signal.ITIMER_REAL, WAITING * self.limit)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """One of setup, call and teardown, or of the parts of a test: the worst counts."""
+        """Note the result of setup, call, teardown or a part of a test: the worst result counts."""
         outcome = "skipped" if hasattr(report, "wasxfail") else report.outcome
         worst, _ = self.outcomes.get(report.nodeid, ("", ""))
         if outcome == "failed" and worst != "failed":
@@ -65,20 +65,22 @@ class Watcher:
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
         self.wind()
         started = time.process_time()
+
         if self.directory:
             self.codes.clear()
             threading.settrace(self.enter)
             sys.settrace(self.enter)
+
         try:
             return (yield)
         finally:
             sys.settrace(None)
             threading.settrace(None)  # type: ignore[arg-type]
             self.seconds[item.nodeid] = time.process_time() - started
-            found = self.lines[item.nodeid] = defaultdict(list)
+            lines_of_test = self.lines[item.nodeid] = defaultdict(list)
             for code, (_, seen) in self.codes.items():
                 if seen:
-                    found[code.co_filename.removeprefix(self.directory + "/")] += sorted(seen)
+                    lines_of_test[code.co_filename.removeprefix(self.directory + "/")] += sorted(seen)
 
     def enter(self, frame: FrameType, event: str, argument: object) -> Any:
         if (watched := self.codes.get(code := frame.f_code)) is None:
@@ -99,10 +101,12 @@ def main() -> None:
     watcher = Watcher(float(seconds), directory)
     del sys.path[0]  # the directory of this file
     status = runpy.run_path("/tests/run_pytest.py")["main"](arguments, plugins=[watcher])
+
     with open(result, "w") as file:
         records = {name: getattr(watcher, name) for name in ("outcomes", "errors", "lines", "seconds")}
         versions = {"python": ".".join(map(str, sys.version_info[:2])), "pytest": pytest.__version__}
         json.dump(records | {"versions": versions}, file)
+
     sys.stdout.flush()
     os._exit(status)  # whatever threads the tests left
 

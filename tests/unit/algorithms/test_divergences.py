@@ -197,10 +197,10 @@ def test_ids_that_the_policy_lacks_or_that_come_twice_are_among_the_others() -> 
     labels = torch.tensor([1, 0])
     teacher = Teacher("forward", 3)
     top = torch.tensor([[0.3, 0.2, 0.1]], dtype=torch.float64).log().expand(2, 3)
-    told = TeacherScores(
+    teacher_scores = TeacherScores(
         torch.tensor([[2, 7, -1], [0, 3, 0]]), top, torch.full((2,), 0.25, dtype=torch.float64).log()
     )
-    found = distances(table, labels, told, teacher)["divergence"]
+    found = distances(table, labels, teacher_scores, teacher)["divergence"]
     p = table[0].exp()
     wanted = [
         sum(t * math.log(t / q) for t, q in ((0.3, p[2]), (0.25, p[1]), (0.45, 1 - p[2] - p[1]))),

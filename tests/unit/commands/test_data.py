@@ -85,9 +85,11 @@ def test_gsm8k_of_a_directory_with_both_splits(
     copy.mkdir()
     for split, rows in (("train", GSM8K), ("test", GSM8K[:1])):
         (copy / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    told = written(capsys, "gsm8k", "--source", str(copy), "--out", str(tmp_path / "out"))
-    assert '"train": 2, "test": 1' in told and "train: 1 rows without an answer that can be scored" in told
-    assert "rollout.reward=gsm8k'" in told
+    output = written(capsys, "gsm8k", "--source", str(copy), "--out", str(tmp_path / "out"))
+    assert (
+        '"train": 2, "test": 1' in output and "train: 1 rows without an answer that can be scored" in output
+    )
+    assert "rollout.reward=gsm8k'" in output
     eggs, down = load_samples(tmp_path / "out" / "train.parquet")
     assert eggs.data_source == "openai/gsm8k" and json.loads(eggs.extra_info)["split"] == "train"
     assert eggs.prompt[0].content.startswith("Two eggs and 3,000 more? Think step by step")
@@ -98,8 +100,8 @@ def test_gsm8k_of_a_directory_with_both_splits(
 
 def test_math_of_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = saved(tmp_path / "MATH.parquet", MATH)
-    told = written(capsys, "math", "--source", source, "--out", str(tmp_path), "--system", "Be brief.")
-    assert '"train": 1, "test": 0' in told and not (tmp_path / "test.parquet").exists()
+    output = written(capsys, "math", "--source", source, "--out", str(tmp_path), "--system", "Be brief.")
+    assert '"train": 1, "test": 0' in output and not (tmp_path / "test.parquet").exists()
     (half,) = load_samples(tmp_path / "train.parquet")
     assert json.loads(half.ground_truth) == r"\frac{1}{2}" and half.data_source.endswith("MATH-lighteval")
     assert [message.content for message in half.prompt] == [
@@ -115,10 +117,10 @@ def test_dapo_math_holds_questions_out_and_has_each_once(
     source = saved(tmp_path / "dapo.parquet", DAPO)
     runs = []
     for out in (tmp_path / "a", tmp_path / "b"):
-        told = written(
+        output = written(
             capsys, "dapo_math", "--source", source, "--out", str(out), "--test", "1", "--train", "2"
         )
-        assert '"train": 2, "test": 1' in told
+        assert '"train": 2, "test": 1' in output
         runs.append([load_samples(out / f"{split}.parquet") for split in ("train", "test")])
     assert runs[0] == runs[1], "the same seed draws the same rows"
     train, test = runs[0]
@@ -130,8 +132,8 @@ def test_dapo_math_holds_questions_out_and_has_each_once(
 
 def test_hotpotqa_brings_its_corpus(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = saved(tmp_path / "hotpot.parquet", HOTPOT)
-    told = written(capsys, "hotpotqa", "--source", source, "--out", str(tmp_path))
-    assert "'rollout.reward={exact: {tag: answer}}'" in told and "3 passages" in told
+    output = written(capsys, "hotpotqa", "--source", source, "--out", str(tmp_path))
+    assert "'rollout.reward={exact: {tag: answer}}'" in output and "3 passages" in output
     corpus = [json.loads(line) for line in (tmp_path / "corpus.jsonl").read_text().splitlines()]
     assert corpus[0] == {"title": "A", "text": "One. Two."} and len(corpus) == 3
     (first, _) = load_samples(tmp_path / "train.parquet")

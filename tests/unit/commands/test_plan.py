@@ -177,13 +177,13 @@ def test_one_split_is_recommended(
 
 def test_what_cannot_be_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_dir = make_run(tmp_path, "one", 4)
-    for arguments, told in {
+    for arguments, expected_error in {
         (str(run_dir), "--tail", "0"): "give a factor above 0",
         (str(run_dir), "--devices", "1", "engine.name=sglang", "engine.tp=2"): "too few for an engine",
         ("nothing", "--run-dir", str(tmp_path)): "no run 'nothing'",
     }.items():
         assert cli.main(["plan", *arguments]) == 2
-        assert told in capsys.readouterr().err
+        assert expected_error in capsys.readouterr().err
     (run_dir / "timeline" / "rollout-0.jsonl").unlink()
     assert cli.main(["plan", str(run_dir)]) == 2
     assert "recorded no sampled turns" in capsys.readouterr().err
@@ -203,9 +203,9 @@ def test_a_probe_that_fails_keeps_its_directory_and_one_that_is_interrupted_does
 
     monkeypatch.setattr("asyncrl.launch.start.train", ended)
     assert cli.main(["plan", f"run_dir={tmp_path}", "name=n", "model.path=m", "data.train=t"]) == exits
-    told = capsys.readouterr().err
+    error_output = capsys.readouterr().err
     kept = list(tmp_path.glob("plan-*/all-slots/logs"))
-    assert len(kept) == (code != INTERRUPTED) and all(str(path) in told for path in kept)
+    assert len(kept) == (code != INTERRUPTED) and all(str(path) in error_output for path in kept)
     assert not list(tmp_path.glob("plan-*/few-slots"))
 
 

@@ -82,8 +82,8 @@ def test_a_store_that_cannot_be_written_is_a_wait(
 
 def test_a_coordinator_that_is_silent(setup: LoopSetup, capsys: pytest.CaptureFixture[str]) -> None:
     setup.turn()
-    told = read_status(setup.run_dir)
-    write_status(setup.run_dir, told | {"time": told["time"] - 40})
+    status = read_status(setup.run_dir)
+    write_status(setup.run_dir, status | {"time": status["time"] - 40})
     assert "starting, silent for 4" in shown(setup.run_dir, capsys)
 
 
@@ -97,7 +97,7 @@ def test_a_clock_that_was_set_ends_no_run(
 
 
 @pytest.mark.parametrize(
-    ("summary", "told", "text"),
+    ("summary", "status_fields", "text"),
     [
         ({"outcome": "completed", "error": ""}, {"code": 0, "error": ""}, "completed"),
         ({"outcome": "failed", "error": "no worker"}, {"code": 1, "error": "no worker"}, "failed: no worker"),
@@ -109,13 +109,13 @@ def test_after_an_end_why_it_ended(
     setup: LoopSetup,
     capsys: pytest.CaptureFixture[str],
     summary: dict[str, str],
-    told: dict[str, object],
+    status_fields: dict[str, object],
     text: str,
 ) -> None:
     setup.turn()
     (setup.run_dir / "lock").unlink()
     left_behind(setup.run_dir)
-    write_status(setup.run_dir, read_status(setup.run_dir) | told)
+    write_status(setup.run_dir, read_status(setup.run_dir) | status_fields)
     if summary:
         write_summary(setup.run_dir, summary)
     found = shown(setup.run_dir, capsys)

@@ -90,7 +90,7 @@ def test_call_opens_calls_and_prints(file: Path, capsys: pytest.CaptureFixture[s
         (["{file}:Dairy"], 2, "did you mean Diary"),
     ],
 )
-def test_what_goes_wrong_is_told(
+def test_what_goes_wrong_is_reported(
     file: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], code: int, complaint: str
 ) -> None:
     given = [argument.format(file=file, folder=file.parent) for argument in arguments]

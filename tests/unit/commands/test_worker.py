@@ -19,7 +19,7 @@ def configured(**engine: object) -> RunConfig:
     return parse(base | {"engine": {"name": "sglang"} | engine})
 
 
-def test_a_keeper_that_joins_has_one_server_which_no_other_has() -> None:
+def test_a_supervisor_that_joins_has_one_server_which_no_other_has() -> None:
     started = with_server(configured(urls=[OWN], server_command=[sys.executable]), "")
     assert started.engine.urls == [] and started.engine.server_count == 1
     scored = replace(started, scorers={"reference": ScorerConfig(path="/not/here")})

@@ -27,12 +27,12 @@ def heard(
     parser: str = "hermes",
 ) -> tuple[str, str, int]:
     """The reasoning and the content that were told, and how many characters it took."""
-    told: list[tuple[str, str]] = []
+    pieces: list[tuple[str, str]] = []
     made = replace(rules(), parse=parsers.load(parser, ""))
-    watch = TurnWatch(made, tools, stops, prompt, lambda *new: told.append(new))
+    watch = TurnWatch(made, tools, stops, prompt, lambda *new: pieces.append(new))
     ids = encode(text)
     end = next((n for n in range(1, len(ids) + 1) if watch(ids[:n])), len(ids) + 1)
-    return "".join(new[0] for new in told), "".join(new[1] for new in told), end
+    return "".join(new[0] for new in pieces), "".join(new[1] for new in pieces), end
 
 
 def test_the_turn_ends_with_the_token_in_which_the_text_ends() -> None:
@@ -71,18 +71,18 @@ def test_bytes_that_make_no_character_do_not_pile_up() -> None:
 
 
 @pytest.mark.parametrize("parser", ["hermes", "llama3", "pythonic", "harmony"])
-def test_text_is_told_as_it_comes(parser: str) -> None:
+def test_text_is_passed_on_as_it_comes(parser: str) -> None:
     text = "It is 42, " * 30
     assert heard(text, parser=parser)[1] == text.strip()
     assert heard(text, tools=TOOLS, parser=parser)[1] == text.strip()
 
 
-def test_a_stop_text_is_never_told_not_even_its_beginning() -> None:
+def test_a_stop_text_is_never_passed_on_not_even_its_beginning() -> None:
     assert heard("let me </co </code> x", ("</code>",))[1:] == ("let me </co", 19)
     assert heard("let me </cod", ("</code>",))[1] == "let me"
 
 
-def test_thoughts_are_told_as_such() -> None:
+def test_thoughts_are_passed_on_as_such() -> None:
     assert heard("<think>so be it</think>It is 4.")[:2] == ("so be it", "It is 4.")
     assert heard("so be it</think>It is 4.", prompt="<think>\n")[:2] == ("so be it", "It is 4.")
 
@@ -97,11 +97,11 @@ def test_thoughts_are_told_as_such() -> None:
         ("<|channel|>commentary to=functions.look<|message|>{}<|call|>", "harmony"),
     ],
 )
-def test_calls_are_never_told(text: str, parser: str) -> None:
+def test_calls_are_never_passed_on(text: str, parser: str) -> None:
     assert heard(text, tools=TOOLS, parser=parser)[:2] == ("", "let me see" if "let" in text else "")
 
 
-def test_without_tools_what_looks_like_a_call_is_told() -> None:
+def test_without_tools_what_looks_like_a_call_is_passed_on() -> None:
     text = "see " + call("look")
     assert heard(text)[1] == text
     assert hermes(text, TOOLS).content == "see"
@@ -114,8 +114,8 @@ def test_a_parser_that_fails_does_not_break_the_engine() -> None:
         raise IndexError
 
     made = replace(rules(), parse=broken)
-    told = []
-    watch = TurnWatch(made, TOOLS, ("42",), "", lambda *new: told.append(new))
+    pieces = []
+    watch = TurnWatch(made, TOOLS, ("42",), "", lambda *new: pieces.append(new))
     ids = encode("It is 42")
     assert [watch(ids[:n]) for n in range(1, 9)] == [False] * 7 + [True]
-    assert told == []
+    assert pieces == []

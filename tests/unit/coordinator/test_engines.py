@@ -1,4 +1,4 @@
-"""Servers with keepers, as the coordinator sees them: who is updated when, and who may be used."""
+"""Servers with supervisors, as the coordinator sees them: who is updated when, and who may be used."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ HEALTHY = SupervisorHeartbeat(healthy=True, starting=False)
 
 
 class EngineSetup:
-    """Two keepers whose servers are up; times are passed in."""
+    """Two supervisors whose servers are up; times are passed in."""
 
     def __init__(
         self, run_dir: Path, scorers: dict[str, Any] | None = None, lora_rank: int = 0, **weights: Any
@@ -302,7 +302,7 @@ def test_a_version_is_not_given_up_while_an_engine_tries_it_for_the_first_time(s
     assert setup.handler.pop_unloadable_version() == "no engine can load v0: cut off"
 
 
-def test_a_silent_keeper_is_lost_and_its_successor_starts_without_versions(setup: EngineSetup) -> None:
+def test_a_silent_supervisor_is_lost_and_its_successor_starts_without_versions(setup: EngineSetup) -> None:
     setup.serve(3)
     setup.beat(B, 9.0)
     setup.handler.push_versions(10.1)
@@ -354,7 +354,7 @@ def test_workers_get_what_changes_of_the_table_and_all_of_it_after_a_hello(setup
     assert tables.send(WORKER, second_worker) == 2 and tables.know(WORKER, second_worker)
     assert setup.handler.pin_servers(ref.version, False)
     setup.handler.supervisors.remove_process(B, "gone", 0.0)
-    tables.setup.handler._started_at = -100.0  # its keeper is not waited for
+    tables.setup.handler._started_at = -100.0  # its supervisor is not waited for
     tables.send(WORKER, second_worker)
     assert tables.know(WORKER, second_worker) and len(tables.known[WORKER]) == 1
 
@@ -403,7 +403,9 @@ def test_the_memory_of_the_fullest_server_is_what_counts(setup: EngineSetup) -> 
     assert setup.state.live_limit.kv_cap.mean_use == 0.7
 
 
-def test_a_restarted_coordinator_waits_for_the_keepers_before_it_tells_of_them(setup: EngineSetup) -> None:
+def test_a_restarted_coordinator_waits_for_the_supervisors_before_it_tells_of_them(
+    setup: EngineSetup,
+) -> None:
     setup.handler.supervisors.remove_process(B, "gone", 0.0)
     setup.join(b"engine/2/c", 2)  # which has joined the run: B is still to come
     setup.handler.send_table([WORKER], 1.0)
@@ -471,7 +473,7 @@ def test_new_episodes_wait_for_a_server_of_each_scorer_that_reads_turns(tmp_path
     assert setup.handler.missing_server == "a server of scorers.teacher_b" and setup.handler.can_sample
 
 
-def test_a_scorer_that_no_key_names_is_told_to_end(tmp_path: Path) -> None:
+def test_a_scorer_that_no_key_names_is_asked_to_end(tmp_path: Path) -> None:
     setup = EngineSetup(tmp_path, {"teacher": {"path": "m"}})
     setup.handler.welcome_supervisor(b"scorer/1/s", SupervisorHello(1, "s", "http://a", pid=1), 0.0)
     setup.beat(b"scorer/1/s", 0.0)

@@ -183,7 +183,7 @@ def test_a_token_holds_no_key_of_the_run() -> None:
     assert msgspec.msgpack.decode(content, type=Endpoints).keys["token"].secret not in repr(invite)
 
 
-def test_each_one_is_told_what_it_is_in_the_run(joining: Joining) -> None:
+def test_each_process_learns_what_it_is_in_the_run(joining: Joining) -> None:
     """Also by a coordinator that was restarted: no index is given twice in a launch."""
     (joining.coordinator.run_dir / "started").write_text("2026-11-23 00ff")
 

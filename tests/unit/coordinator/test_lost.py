@@ -369,10 +369,10 @@ def cut(power: Power, state: RunState) -> RunState:
     return build(power.root)
 
 
-@pytest.mark.parametrize("told", [True, False], ids=["after a synced checkpoint", "before any"])
+@pytest.mark.parametrize("reported", [True, False], ids=["after a synced checkpoint", "before any"])
 @pytest.mark.parametrize("checkpoints", [1, 2])
 def test_what_the_checkpoints_say_is_trained_and_the_run_goes_on(
-    tmp_path: Path, told: bool, checkpoints: int
+    tmp_path: Path, reported: bool, checkpoints: int
 ) -> None:
     """`checkpoints` of two steps each are not known to the store; a group was in flight."""
     power = Power(tmp_path)
@@ -381,7 +381,7 @@ def test_what_the_checkpoints_say_is_trained_and_the_run_goes_on(
         trainer = Trainer(state, "a")
         state.persist()
         trainer.step_on()
-        if told:
+        if reported:
             trainer.tell(trainer.save())
         for _ in range(checkpoints):
             trainer.step_on(), trainer.step_on()
@@ -391,7 +391,7 @@ def test_what_the_checkpoints_say_is_trained_and_the_run_goes_on(
     steps = trainer.step
     old_epoch = state.trainer_epoch
     again = cut(power, state)
-    assert again.batches.committed == (1 if told else 0)
+    assert again.batches.committed == (1 if reported else 0)
     again.buffer.admit_group(0, 0.0)  # by a coordinator that does not know yet
     play(again, next(reversed(again.buffer.episodes)), 1)
     resumed = Trainer(again, "b", manifest)

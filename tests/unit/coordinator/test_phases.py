@@ -238,7 +238,7 @@ def test_a_worker_that_missed_servers_is_sent_them_all(coordinator: Coordinator)
     """Also where a message to observers comes before the table."""
     coordinator.engines.remote = True
     coordinator._on_control(WORKER, WorkerHello(0, "launch.1", 4, 1), [], 0.0)
-    coordinator.engines._started_at = -1000.0  # nobody waits for keepers
+    coordinator.engines._started_at = -1000.0  # nobody waits for supervisors
     tick(coordinator, 1.0)
     assert [message.whole for message in sent(coordinator, Engines)] == [True]
     coordinator.state.outbox.unreachable.add(WORKER)

@@ -208,7 +208,7 @@ def test_cohorts_and_retired_samples_are_reported(reporter: Reporter) -> None:
     assert metrics["data/retired_samples"] == 2.0
 
 
-def test_generation_is_told_per_second_of_the_step_and_per_token(
+def test_generation_is_reported_per_second_of_the_step_and_per_token(
     reporter: Reporter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`timing_s/gen` is the mean of the workers' busy seconds since the last row: here 3 and 1."""
@@ -332,7 +332,7 @@ def test_of_training_the_first_members_of_one_group_for_each_batch_are_kept(tmp_
     assert (entry["score"], entry["reward"], entry["versions"]) == (0.75, 0.5, [0, 0])
 
 
-def test_what_each_agent_earned_is_told() -> None:
+def test_what_each_agent_earned_is_reported() -> None:
     """In a zero-sum game the score, their sum, says nothing."""
     game = EpisodeResult(0.0, 5, (1.0, -1.0), agents=("w", "b"), turn_tokens=(3, 2))
     assert result_entry(game)["agents"] == {"w": 1.0, "b": -1.0}

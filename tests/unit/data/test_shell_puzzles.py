@@ -26,8 +26,8 @@ def test_a_real_shell_says_the_same(tmp_path: Path) -> None:
     words = puzzles.split_words()["train"]
     for number in range(2):
         puzzle = puzzles.make_puzzle(rng, words)
-        wrong_function = puzzle.wrong
-        found_word = puzzle.found
+        wrong_function = puzzle.wrong_function
+        found_word = puzzle.printed
         wanted = puzzle.wanted
         source = f"{puzzle.package}.sh"
         edits = [
@@ -68,5 +68,5 @@ def test_what_is_wanted_is_in_no_question() -> None:
     words = puzzles.split_words()["test"]
     for package in words.packages:
         puzzle = puzzles.make_puzzle(rng, words, package)
-        assert puzzle.wanted not in puzzle.question and puzzle.found not in puzzle.question
+        assert puzzle.wanted not in puzzle.question and puzzle.printed not in puzzle.question
         assert puzzle.wanted not in puzzle.files[f"{package}.sh"]

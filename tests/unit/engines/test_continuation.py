@@ -125,14 +125,14 @@ def test_spans_cover_every_token_however_it_is_cut(sizes: list[int], version: in
     assert edges[-1] == len(sampled.ids) == len(sampled.logprobs) == sum(sizes)
 
 
-def test_routes_line_up_whichever_server_told_them() -> None:
+def test_routes_line_up_whichever_server_reported_them() -> None:
     """The first server told those of all but its last token, or was lost before it told any."""
-    told = msgspec.structs.replace(part(3, 4), routes=Routes(0, 3, b"aabbcc"))
-    left = remaining_request(REQUEST, told)
+    first_part = msgspec.structs.replace(part(3, 4), routes=Routes(0, 3, b"aabbcc"))
+    left = remaining_request(REQUEST, first_part)
     assert (left.ids, left.routes_from) == ((1, 2, 3, 4), 3)
     more = msgspec.structs.replace(part(5), routes=Routes(3, 1, b"dd"))
-    assert with_part(REQUEST, told, more).routes == Routes(0, 4, b"aabbccdd")
+    assert with_part(REQUEST, first_part, more).routes == Routes(0, 4, b"aabbccdd")
     silent = part(3, 4)
     assert remaining_request(msgspec.structs.replace(REQUEST, routes_from=2), silent).routes_from == 2
     assert with_part(REQUEST, silent, more).routes == more.routes
-    assert with_part(REQUEST, told, part(5)).routes == told.routes
+    assert with_part(REQUEST, first_part, part(5)).routes == first_part.routes

@@ -165,7 +165,7 @@ async def test_a_cancelled_load_leaves_no_files_and_nobody_who_writes_any(
         assert not list((tmp_path / "cache").iterdir()) and not server.adapters
 
 
-async def test_outdated_adapters_and_those_of_earlier_keepers_are_unloaded(tmp_path: Path) -> None:
+async def test_outdated_adapters_and_those_of_earlier_supervisors_are_unloaded(tmp_path: Path) -> None:
     async with loading(tmp_path) as (server, loader):
         server.adapters |= {"e1-v0@another": {}, "of somebody else": {}}
         for step in range(OLDEST + 3):
@@ -180,8 +180,8 @@ async def test_outdated_adapters_and_those_of_earlier_keepers_are_unloaded(tmp_p
         assert server.adapters.keys() == {"e2-v1@mine", "e2-v2@mine", "of somebody else"}
 
 
-async def test_what_was_not_told_of_may_be_in_use(tmp_path: Path) -> None:
-    """Keepers skip versions: requests name the one before until they hear of the new one."""
+async def test_adapters_that_were_not_reported_may_be_in_use(tmp_path: Path) -> None:
+    """Supervisors skip versions: requests name the one before until they hear of the new one."""
     async with loading(tmp_path) as (server, loader):
         for step in (0, OLDEST, 4 * OLDEST):
             await loader.load(version(tmp_path, step))
@@ -207,7 +207,7 @@ async def test_a_server_with_other_weights_loads_those_of_the_model_first(tmp_pa
         server.label = "e1-v7"  # of merged weights
         for step in range(2):
             await loader.load(version(tmp_path, step))
-        paths = [path for path, _, _ in server.script.asked if "/update" in path or "load_lora" in path]
+        paths = [path for path, _, _ in server.script.requests if "/update" in path or "load_lora" in path]
         assert paths == ["/update_weights_from_disk", *["/load_lora_adapter"] * 2]
         assert server.label == "default" and await loader.label() == "e1-v1"
 
@@ -228,7 +228,7 @@ async def test_an_adapter_that_a_server_refuses_after_it_woke_says_nothing_of_it
         assert not loader.sleeping.asleep and not loader.sleeping.unknown_reason
         server.script.answers["/load_lora_adapter"] = answer
         await loader.load(version(tmp_path, 1))
-        paths = [path for path, _, _ in server.script.asked if "/update" in path]
+        paths = [path for path, _, _ in server.script.requests if "/update" in path]
         assert len(paths) == 1 and list(server.adapters) == ["e1-v1@mine"]
 
 
@@ -248,7 +248,7 @@ async def test_a_request_names_its_adapter_and_is_of_exactly_that_version() -> N
         script.streams(event([5], 1, "default"), event([6], 2, "default", LENGTH), DONE)
         generation = await client.generate(ask((1, 2), 2))
         assert generation.spans == (VersionSpan(0, 2, 7, 7),)
-        [(_, body, _)] = script.asked
+        [(_, body, _)] = script.requests
         assert body["lora_path"] == "e1-v7@mine" and "cache_salt" not in body
 
 
@@ -260,7 +260,7 @@ async def test_the_base_reads_turns_beside_adapters_under_one_key_of_the_cache()
         for step in (8, 9):
             await client.read((1, 2, 3), 1, 0)
             client.mark_version(PolicyVersion(1, step))
-        assert [(body["cache_salt"], "lora_path" in body) for _, body, _ in script.asked] == [
+        assert [(body["cache_salt"], "lora_path" in body) for _, body, _ in script.requests] == [
             ("mine", False)
         ] * 2
     assert LENT.adapters_held == CONFIG.adapters_held + 1
@@ -341,7 +341,7 @@ async def test_a_request_names_the_adapter_of_its_agent(agent: str, path: str | 
         script.streams(event([5], 1, "default"), event([6], 2, "default", LENGTH), DONE)
         request = msgspec.structs.replace(ask((1, 2), 2), agent=agent)
         assert (await client.generate(request)).spans == (VersionSpan(0, 2, 7, 7),)
-        [(_, body, _)] = script.asked
+        [(_, body, _)] = script.requests
         assert body.get("lora_path") == path
 
 

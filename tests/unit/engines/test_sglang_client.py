@@ -40,7 +40,7 @@ async def connected(mode: str = "in_place", shifts: int = 0) -> AsyncIterator[tu
 
 
 def bodies(script: Script) -> list[dict[str, Any]]:
-    return [body for path, body, _ in script.asked if path == "/generate"]
+    return [body for path, body, _ in script.requests if path == "/generate"]
 
 
 async def test_what_is_asked_for_and_what_comes_back():

@@ -109,6 +109,6 @@ async def test_scores_are_computed_anew() -> None:
         assert await loader.score((4, 5, 6)) == (-1.5, -2.5)
         with pytest.raises(EngineError, match="other ids"):
             await loader.score((4, 6, 5))
-        salts = {body["cache_salt"] for _, body, _ in script.asked}
+        salts = {body["cache_salt"] for _, body, _ in script.requests}
         assert len(salts) == 2 and "" not in salts
         await loader.close()

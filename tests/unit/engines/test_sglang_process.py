@@ -1,4 +1,4 @@
-"""The server as a child: its command line, its keys, its end with the keeper's."""
+"""The server as a child: its command line, its keys, its end with the supervisor's."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ async def test_keys_are_in_a_private_file_and_not_on_the_command_line(
     monkeypatch.setenv("ADMIN", "barley")
     out = tmp_path / "argv"
     (tmp_path / "run").mkdir()
-    left = tmp_path / "run" / "keys-0.yaml"  # by a keeper that was killed
+    left = tmp_path / "run" / "keys-0.yaml"  # by a supervisor that was killed
     left.write_text("api-key: old, and longer than both of the new ones together")
     left.chmod(0o644)
     show = f"import sys; open({str(out)!r}, 'w').write(repr(sys.argv) + open(sys.argv[-1]).read())"

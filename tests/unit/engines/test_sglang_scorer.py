@@ -65,7 +65,7 @@ async def test_a_turn_is_read_from_where_it_begins_and_its_prefix_is_in_the_cach
         assert np.frombuffer(scores.logprobs, "<f4").tolist() == pytest.approx([-0.5, np.nan], nan_ok=True)
         assert np.frombuffer(scores.ids, "<i4").tolist() == [7, 4, 5, 9]
         assert np.frombuffer(scores.top, "<f4").tolist() == [-0.5, -2.0, -1.0, -1.5]
-        bodies = [body for _, body, _ in script.asked]
+        bodies = [body for _, body, _ in script.requests]
         assert [body["cache_salt"] for body in bodies] == ["one", "one"]
         assert {(body["logprob_start_len"], body["top_logprobs_num"]) for body in bodies} == {(3, 2)}
         assert (use.requests, use.prompt_tokens, use.cached_tokens, use.tokens) == (2, 12, 6, 0)
@@ -73,7 +73,7 @@ async def test_a_turn_is_read_from_where_it_begins_and_its_prefix_is_in_the_cach
             await client.read((3, 4, 5, 6, 8, 9), 2, 2)
         with pytest.raises(EngineError, match="token 10 is beyond the scorer's vocabulary of 10"):
             await client.read((3, 10), 1, 0)  # the server would die
-        assert len(script.asked) == 3
+        assert len(script.requests) == 3
         await client.close()
 
 

@@ -1,4 +1,4 @@
-"""What a keeper checks before its server gets work."""
+"""What a supervisor checks before its server gets work."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_other_versions_and_too_little_room_are_refused(
 
 
 def test_who_scores_with_the_base_was_started_with_it_and_has_room_for_a_teachers_prompt(tmp_path: Path):
-    """Another server has other weights after a restart, until its keeper has seen it."""
+    """Another server has other weights after a restart, until its supervisor has seen it."""
     own = model(tmp_path / "own")
     teacher = {"scorers": {"teacher": {"urls": ["engines"]}}}
     lent = parse(

@@ -40,10 +40,10 @@ async def loading(tmp_path: Path) -> AsyncIterator[tuple[Script, ServerLoader, W
         await loader.close()
 
 
-def told(script: Script) -> list[str]:
+def changes(script: Script) -> list[str]:
     """What was changed, in the order in which it was asked for since the last look."""
-    asked = [(path, body) for path, body, _ in script.asked if path != "/model_info"]
-    script.asked = []
+    asked = [(path, body) for path, body, _ in script.requests if path != "/model_info"]
+    script.requests = []
     return [path + (f" {' '.join(body['tags'])}" if "tags" in body else "") for path, body in asked]
 
 
@@ -51,20 +51,20 @@ async def test_memory_is_given_up_once_and_taken_again_around_the_load(tmp_path:
     async with loading(tmp_path) as (script, loader, ref):
         await loader.sleep()
         await loader.sleep()
-        assert told(script) == [PAUSE, f"{RELEASE} kv_cache weights"]
+        assert changes(script) == [PAUSE, f"{RELEASE} kv_cache weights"]
         await loader.load(ref)
-        assert told(script) == [f"{RESUME} weights", DISK, f"{RESUME} kv_cache", CONTINUE]
+        assert changes(script) == [f"{RESUME} weights", DISK, f"{RESUME} kv_cache", CONTINUE]
         await loader.load(ref)  # awake again
-        assert told(script) == [PAUSE, DISK, "/flush_cache", CONTINUE]
+        assert changes(script) == [PAUSE, DISK, "/flush_cache", CONTINUE]
 
 
 async def test_a_version_that_cannot_be_read_wakes_nothing(tmp_path: Path) -> None:
     async with loading(tmp_path) as (script, loader, ref):
         await loader.sleep()
-        told(script)
+        changes(script)
         with pytest.raises(WeightsError):
             await loader.load(replace(ref, path="/nowhere"))
-        assert loader.sleeping.asleep and not loader.sleeping.unknown_reason and told(script) == []
+        assert loader.sleeping.asleep and not loader.sleeping.unknown_reason and changes(script) == []
 
 
 async def test_a_wake_that_is_cancelled_is_not_finished(tmp_path: Path) -> None:
@@ -99,12 +99,13 @@ async def test_after_an_answer_that_was_lost_nobody_knows_what_a_server_holds(
 
 @pytest.mark.parametrize("path", [RESUME, DISK, CONTINUE])
 async def test_a_server_whose_wake_fails_is_left_alone(tmp_path: Path, path: str) -> None:
-    """A second release, or a second return, would end it; its keeper does that anyway."""
+    """A second release, or a second return, would end it; its supervisor does that anyway."""
     async with loading(tmp_path) as (script, loader, ref):
         await loader.sleep()
         script.says(path, 500)
         with pytest.raises(WeightsError):
             await loader.load(ref)
         assert (
-            told(script)[-1].startswith(path) and "waking was not finished" in loader.sleeping.unknown_reason
+            changes(script)[-1].startswith(path)
+            and "waking was not finished" in loader.sleeping.unknown_reason
         )

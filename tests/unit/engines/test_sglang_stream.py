@@ -51,7 +51,7 @@ CUMULATIVE = [([1], 1), ([1, 2, 3], 3), ([1, 2, 3, 4], 4)]
 
 
 @pytest.mark.parametrize("chunks", [INCREMENTAL, CUMULATIVE], ids=["incremental", "cumulative"])
-def test_both_kinds_of_streams_are_told_apart_by_their_counts(chunks: list[tuple[list[int], int]]):
+def test_both_kinds_of_streams_are_distinguished_by_their_counts(chunks: list[tuple[list[int], int]]):
     answer = answer_to((0, 3), in_place=True)
     for ids, total in chunks[:-1]:
         answer.add_event(event(ids, total, prompt_tokens=7, cached_tokens=5))
@@ -157,8 +157,8 @@ def routes(*experts: int) -> str:
 def test_routes_are_of_all_tokens_but_the_last():
     """The prompt has one token, `total` were sampled; two numbers for each that was read."""
     answer = answer_to((0, 3), in_place=True)
-    told = routes(0, 300, 2, 3, 4, 5)
-    end = event([1, 2, 3], 3, finish_reason=LENGTH, routed_experts=told)
+    encoded_routes = routes(0, 300, 2, 3, 4, 5)
+    end = event([1, 2, 3], 3, finish_reason=LENGTH, routed_experts=encoded_routes)
     found = fed(answer, end).generation().routes
     assert found == Routes(0, 3, np.array([0, 300, 2, 3, 4, 5], "<u2").tobytes()) and found.end == 3
 
@@ -182,8 +182,8 @@ def test_routes_end_with_the_turn():
     assert found.routes.until(0) is None
 
 
-@pytest.mark.parametrize("told", [routes(1, 2), routes(-1, 2, 3), routes(1, 2, 1 << 16), "x"])
-def test_routes_that_do_not_fit_are_an_error(told: str):
-    end = event([1, 2, 3], 3, finish_reason=LENGTH, routed_experts=told)
+@pytest.mark.parametrize("encoded_routes", [routes(1, 2), routes(-1, 2, 3), routes(1, 2, 1 << 16), "x"])
+def test_routes_that_do_not_fit_are_an_error(encoded_routes: str):
+    end = event([1, 2, 3], 3, finish_reason=LENGTH, routed_experts=encoded_routes)
     with pytest.raises(EngineError, match="routes"):
         fed(answer_to((0, 3), in_place=True), end)

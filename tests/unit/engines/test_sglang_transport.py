@@ -67,7 +67,7 @@ async def test_weight_endpoints_fail_with_weights_errors():
         script.says(path, 200, b'{"success":true,"message":""}')
         await server.update_from_disk("/here", "e0-v1")
         body = {"model_path": "/here", "weight_version": "e0-v1", "flush_cache": False}
-        assert script.asked[-1][:2] == (path, body)
+        assert script.requests[-1][:2] == (path, body)
 
 
 async def test_each_route_gets_the_key_that_opens_it():
@@ -80,7 +80,7 @@ async def test_each_route_gets_the_key_that_opens_it():
         await server.try_admin_key()
         await server.flush_cache(wait=1)
         await server.resume()
-        assert [key for _, _, key in script.asked] == ["Bearer a"] * 2 + ["Bearer b"] * 3
+        assert [key for _, _, key in script.requests] == ["Bearer a"] * 2 + ["Bearer b"] * 3
 
 
 @pytest.mark.parametrize(

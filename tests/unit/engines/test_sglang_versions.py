@@ -14,7 +14,7 @@ OPEN = b'{"success":false,"message":"a weight-update session is already open"}'
 
 
 def asked(script: Script) -> list[str]:
-    return [path for path, _, _ in script.asked]
+    return [path for path, _, _ in script.requests]
 
 
 def test_versions_are_chosen_by_name_and_others_refused():
@@ -46,7 +46,7 @@ async def test_a_session_is_closed_whatever_happens_in_it():
             async with WITH_SESSIONS.update_session(server):
                 pass
 
-        script.asked.clear()
+        script.requests.clear()
         async with WITHOUT_SESSIONS.update_session(server):
             pass
         assert asked(script) == []

@@ -128,9 +128,9 @@ async def test_a_turn_is_heard_of_in_parts_and_goes_on_elsewhere_as_it_would_hav
 
     engine = serve(stepwise=True)
     engine._batcher.version = 3
-    told = await engine.generate(replace(request, part_seconds=1e-6, on_part=on_part))
+    in_parts = await engine.generate(replace(request, part_seconds=1e-6, on_part=on_part))
     await engine.close()
-    assert replace(told, seconds=0.0, spans=()) == replace(whole, seconds=0.0, spans=())
+    assert replace(in_parts, seconds=0.0, spans=()) == replace(whole, seconds=0.0, spans=())
     parts = [part for part in parts if part.ids]  # none: it had ended
     sizes = [len(part.ids) for part in parts]
     assert sizes == sorted(sizes) and len({*sizes} - {60}) > 10

@@ -90,7 +90,7 @@ def test_a_simulated_user_lives_its_side_of_the_conversation() -> None:
         max_tokens=9,
     )
     assert said == [("", False), ("two", False), ("Thanks. [END]", True)]
-    first, second = [body for _, body, _ in script.asked]
+    first, second = [body for _, body, _ in script.requests]
     assert (second["temperature"], second["max_tokens"]) == (0.5, 9)
     play, *lived = second["messages"]
     assert play["role"] == "system"
@@ -107,7 +107,7 @@ def test_a_simulated_user_lives_its_side_of_the_conversation() -> None:
 def test_without_a_question_in_the_prompt_the_user_speaks_first() -> None:
     said, script = simulate(sample("Anna", ASKED[0]), ["How many?"], ["A ticket!", "x" * 50], max_chars=5)
     assert said == [("A tic", False), ("xxxxx", False)]
-    assert [message["role"] for message in script.asked[0][1]["messages"]] == ["system", "user"]
+    assert [message["role"] for message in script.requests[0][1]["messages"]] == ["system", "user"]
 
 
 def test_a_user_who_says_nothing_fails_the_episode() -> None:

@@ -18,7 +18,7 @@ from asyncrl.gateway import Command, Endpoint, load_agent, places
 from asyncrl.gateway.lines import CommandError
 from asyncrl.types import Message, Sample
 from asyncrl.values import checked_result
-from tests.fakes.processes import gone
+from tests.fakes.processes import wait_until_gone
 
 ENDPOINT = Endpoint("http://127.0.0.1:1/v1", "secret")
 SAMPLE = Sample(3, "test", (Message("user", "q"),), '{"x": 42}', extra_info='{"y": 1, "answer": 42}')
@@ -88,7 +88,7 @@ def test_the_last_line_is_the_result(line: str, result: Any) -> None:
         ("sh -c 'kill -9 $$'", "ended with code -9"),
     ],
 )
-def test_a_failure_is_told(line: str, why: str) -> None:
+def test_a_failure_is_reported(line: str, why: str) -> None:
     with pytest.raises(CommandError, match=why.replace("$", r"\$")):
         run(line)
 
@@ -225,7 +225,7 @@ async def test_nothing_of_a_program_is_left(tmp_path: Path, ending: str) -> None
     await asyncio.wait([playing], timeout=30)
     assert playing.done() and len(found) == 2
     for pid in found:
-        await gone(int(pid))
+        await wait_until_gone(int(pid))
 
 
 # -- names -------------------------------------------------------------------------------------------
@@ -274,7 +274,7 @@ def test_agents_are_named_with_options(tmp_path: Path) -> None:
         ("no_such_module:f", "cannot import"),
     ],
 )
-def test_a_wrong_name_is_told(plugin: Any, why: str) -> None:
+def test_a_wrong_name_is_reported(plugin: Any, why: str) -> None:
     with pytest.raises(ConfigError, match=why):
         load_agent(plugin)
 
@@ -316,7 +316,9 @@ def unknown(sample, endpoint, *, options: Nowhere = None): ...
         ("unknown", "no usable signature .*Nowhere"),
     ],
 )
-def test_an_agent_that_cannot_be_called_is_told_before_the_start(tmp_path: Path, name: str, why: str) -> None:
+def test_an_agent_that_cannot_be_called_is_reported_before_the_start(
+    tmp_path: Path, name: str, why: str
+) -> None:
     path = tmp_path / "mine.py"
     path.write_text(AGENTS)
     load_agent(f"{path}:typed")
@@ -333,6 +335,6 @@ def test_results_are_json_values(value: Any) -> None:
 
 
 @pytest.mark.parametrize("value", ["text", [1], float("nan"), {"x": object()}, {"x": "y" * (1 << 20)}])
-def test_what_is_no_result_is_told(value: Any) -> None:
+def test_what_is_no_result_is_reported(value: Any) -> None:
     with pytest.raises((TypeError, ValueError)):
         checked_result(value)

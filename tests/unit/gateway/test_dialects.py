@@ -59,7 +59,7 @@ def conversations(draw: st.DrawFn) -> tuple[Message, ...]:
 @given(conversations())
 def test_a_conversation_is_ours_in_every_dialect(messages: tuple[Message, ...]) -> None:
     for dialect in DIALECTS.values():
-        found = dialect.asked(sent_back(messages), [LOOK], limit=7)
+        found = dialect.exchange_of(sent_back(messages), [LOOK], limit=7)
         assert found.agent_request.messages == messages
         assert [json.loads(tool) for tool in found.agent_request.tools] == [FUNCTION]
         assert (found.agent_request.max_new_tokens, found.count) == (7, 1)
@@ -94,18 +94,18 @@ def test_other_spellings_of_messages() -> None:
 @every_dialect
 def test_what_a_client_sends_as_a_matter_of_course_is_fine(dialect: Dialect) -> None:
     common = {"temperature": 0.7, "top_p": 1, "n": 1, "stop": None, "user": "me", "metadata": {}}
-    asked = dialect.asked([USER], **common)
-    assert asked.agent_request == dialect.asked([USER]).agent_request
-    assert dialect.asked([USER], [LOOK], tool_choice="none").agent_request.tools == ()
+    asked = dialect.exchange_of([USER], **common)
+    assert asked.agent_request == dialect.exchange_of([USER]).agent_request
+    assert dialect.exchange_of([USER], [LOOK], tool_choice="none").agent_request.tools == ()
     assert (
-        dialect.asked([USER], [LOOK], tool_choice="auto").agent_request
-        == dialect.asked([USER], [LOOK]).agent_request
+        dialect.exchange_of([USER], [LOOK], tool_choice="auto").agent_request
+        == dialect.exchange_of([USER], [LOOK]).agent_request
     )
 
 
 @every_dialect
 def test_fields_that_do_nothing_are_named(dialect: Dialect) -> None:
-    request = dialect.asked([USER]).request
+    request = dialect.exchange_of([USER]).request
     body = b'{"model": "a", "stream": null, "seed": 1, "user": "me", "top_p": null, "tool_choice": "auto"}'
     found = exchange.without_effect(body, request)
     assert found == {"seed": exchange.SAMPLING_EFFECT, "user": "has no effect"}
@@ -116,18 +116,18 @@ def test_fields_that_do_nothing_are_named(dialect: Dialect) -> None:
 @every_dialect
 def test_a_form_that_is_asked_for_is_a_hint(dialect: Dialect) -> None:
     form = {"schema": {"type": "object"}, "tool_choice": "required", "parallel_tool_calls": False}
-    asked = dialect.asked([USER], [LOOK], **form)
+    asked = dialect.exchange_of([USER], [LOOK], **form)
     body = dialect.body([USER], [LOOK], **form)
-    assert asked.agent_request == dialect.asked([USER], [LOOK]).agent_request
-    told = exchange.without_effect(json.dumps(body).encode(), asked.request)
-    assert set(told) == body.keys() & set(exchange.FORM_FIELDS) and set(told.values()) == {
+    assert asked.agent_request == dialect.exchange_of([USER], [LOOK]).agent_request
+    notices = exchange.without_effect(json.dumps(body).encode(), asked.request)
+    assert set(notices) == body.keys() & set(exchange.FORM_FIELDS) and set(notices.values()) == {
         exchange.HINT_EFFECT
     }
 
 
 def test_texts_to_stop_at() -> None:
     for stop, texts in (("a", ("a",)), (["a", "b"], ("a", "b")), ([], ()), (None, ())):
-        assert CHAT.asked([USER], stop=stop).agent_request.stops == texts
+        assert CHAT.exchange_of([USER], stop=stop).agent_request.stops == texts
 
 
 def content(kind: str) -> list[dict[str, Any]]:
@@ -173,7 +173,7 @@ REFUSED: dict[tuple[str, str], tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize(("dialect", "name"), REFUSED)
-def test_what_cannot_be_is_told(dialect: str, name: str) -> None:
+def test_what_cannot_be_is_reported(dialect: str, name: str) -> None:
     body, why = REFUSED[dialect, name]
     made = DIALECTS[dialect]
     data = json.dumps(made.body([USER]) | body).encode()
@@ -206,7 +206,7 @@ DEEP = b'{"messages": [{"role": "user"}], "input": ' + b"[" * 100_000
 
 @every_dialect
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b"\xff", DEEP], ids=str)
-def test_what_is_no_request_is_told(dialect: Dialect, body: bytes) -> None:
+def test_what_is_no_request_is_reported(dialect: Dialect, body: bytes) -> None:
     with pytest.raises(ApiError, match="cannot be read"):
         dialect.read(body)
 
@@ -232,10 +232,10 @@ def test_an_answer_is_the_turn_whole_or_in_a_stream(
     calls = [replace(call, id=f"{call.id}-t3") for call in message.tool_calls]
     said = Said(message.reasoning, message.content, calls, end, (5, 2))
     answer = reply(message, stop)
-    asked = dialect.asked([USER])
-    assert dialect.whole(asked.full_answer([answer])) == said
+    asked = dialect.exchange_of([USER])
+    assert dialect.parse_answer(asked.full_answer([answer])) == said
     for bit_by_bit in (False, True):
-        asked = dialect.asked([USER], stream=True)
+        asked = dialect.exchange_of([USER], stream=True)
         events = [*asked.begin(5)]
         for letter in message.reasoning if bit_by_bit else "":
             events += asked.delta(0, letter, "")
@@ -256,23 +256,23 @@ def test_an_answer_is_the_turn_whole_or_in_a_stream(
 def test_what_was_streamed_otherwise_than_it_turned_out_goes_on(
     dialect: Dialect, streamed: str, message: Message, heard: str
 ) -> None:
-    asked = dialect.asked([USER], stream=True)
+    asked = dialect.exchange_of([USER], stream=True)
     events = [*asked.begin(5), *asked.delta(0, "", streamed), *asked.end([reply(message)])]
     said = dialect.heard(events)
     assert (said.content, said.reasoning) == (heard, message.reasoning)
 
 
 def test_log_probs_are_of_all_tokens() -> None:
-    asked = CHAT.asked([USER], logprobs=True)
+    asked = CHAT.exchange_of([USER], logprobs=True)
     (choice,) = asked.full_answer([reply(Message("assistant", "4"), texts="xé")])["choices"]
     second = choice["logprobs"]["content"][1]
     assert second == {"token": "é", "logprob": -0.25, "bytes": [0xC3, 0xA9], "top_logprobs": []}
-    (choice,) = CHAT.asked([USER]).full_answer([reply(Message("assistant", "4"))])["choices"]
+    (choice,) = CHAT.exchange_of([USER]).full_answer([reply(Message("assistant", "4"))])["choices"]
     assert choice["logprobs"] is None
 
 
 def test_several_answers_have_their_numbers() -> None:
-    asked = CHAT.asked([USER], n=2, stream=True)
+    asked = CHAT.exchange_of([USER], n=2, stream=True)
     said = [reply(Message("assistant", text)) for text in ("a", "b")]
     whole = asked.full_answer(said)
     assert [(one["index"], one["message"]["content"]) for one in whole["choices"]] == [(0, "a"), (1, "b")]
@@ -383,7 +383,7 @@ def test_what_clients_leave_open_may_be_null() -> None:
 
 def test_no_text_of_anthropics_clients_is_lost() -> None:
     """A billing header takes nothing along that stands behind it; a document of text is its text."""
-    asked = MESSAGES.asked([USER], system=f"{messages.BILLING_HEADER} cc=1\nbe brief")
+    asked = MESSAGES.exchange_of([USER], system=f"{messages.BILLING_HEADER} cc=1\nbe brief")
     assert asked.agent_request.messages[0] == Message("system", "be brief")
     assert "a billing header" in asked.left_out
     sources = [
@@ -434,7 +434,7 @@ def test_a_free_form_text_that_is_none_is_written_as_the_model_wrote_it() -> Non
 
 
 def test_a_text_to_stop_at_is_named() -> None:
-    asked = MESSAGES.asked([USER], stop_sequences=["a", "b"])
+    asked = MESSAGES.exchange_of([USER], stop_sequences=["a", "b"])
     assert asked.agent_request.stops == ("a", "b")
     answer = replace(reply(Message("assistant", "4"), StopReason.TEXT), stopped_at="b")
     found = asked.full_answer([answer])

@@ -355,6 +355,6 @@ async def test_costly_requests_of_an_episode_are_decoded_one_after_the_other(
         monkeypatch.setattr(server, "_check_parts", lambda body: None)
         for _ in range(5):
             assert (await ask(endpoint, "q"))[0] == 200
-        assert len(host.asked) == 1
+        assert len(host.requests) == 1
         for _, writer in streams:
             writer.transport.abort()

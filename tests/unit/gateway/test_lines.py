@@ -128,8 +128,8 @@ NASTY = (
 
 def test_real_programs_get_nasty_prompts_as_they_are(tmp_path: Path) -> None:
     """By a file, as the end of an option and, where it can be one, as an argument."""
-    told = "{'file': open(sys.argv[1]).read(), 'words': sys.argv[2:]}"
-    (tmp_path / "agent.py").write_text(f"import json, sys\nprint(json.dumps({told}))")
+    expression = "{'file': open(sys.argv[1]).read(), 'words': sys.argv[2:]}"
+    (tmp_path / "agent.py").write_text(f"import json, sys\nprint(json.dumps({expression}))")
     line = f"{sys.executable} {tmp_path / 'agent.py'} {{prompt_file}}"
 
     async def run(prompt: str) -> None:

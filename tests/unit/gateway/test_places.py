@@ -23,7 +23,7 @@ from asyncrl.isolation.sandbox.detection import Isolation
 from asyncrl.isolation.sandbox.jail import Jail
 from asyncrl.types import Message, Sample
 from tests.fakes.hosts import FakeHost
-from tests.fakes.processes import gone
+from tests.fakes.processes import wait_until_gone
 
 ENDPOINT = Endpoint("http://127.0.0.1:1/v1", "secret")
 SAMPLE = Sample(0, "test", (Message("user", "q"),), "1")
@@ -123,10 +123,10 @@ def test_warnings_of_a_shell_are_no_answers() -> None:
 
 
 async def test_a_place_is_removed_when_the_episode_is_cancelled(tmp_path: Path) -> None:
-    told = tmp_path / "told"
-    os.mkfifo(told)
-    playing = asyncio.ensure_future(Command(line=f"sh -c 'pwd > {told}; sleep 600'")(SAMPLE, ENDPOINT))
-    place = (await asyncio.to_thread(told.read_text)).split("/")[-2]
+    pipe = tmp_path / "told"
+    os.mkfifo(pipe)
+    playing = asyncio.ensure_future(Command(line=f"sh -c 'pwd > {pipe}; sleep 600'")(SAMPLE, ENDPOINT))
+    place = (await asyncio.to_thread(pipe.read_text)).split("/")[-2]
     assert place in os.listdir(PLACES)
     playing.cancel()
     await asyncio.wait([playing])
@@ -143,13 +143,13 @@ asyncio.run(command(Sample(0, "test", (), "1"), Endpoint("http://127.0.0.1:1/v1"
 
 
 def test_what_a_killed_worker_leaves_is_removed_by_the_next(tmp_path: Path) -> None:
-    told = tmp_path / "told"
-    os.mkfifo(told)
-    worker = subprocess.Popen([sys.executable, "-c", WORKER, str(told)], cwd=Path(__file__).parents[3])
-    pid, here = told.read_text().split()
+    pipe = tmp_path / "told"
+    os.mkfifo(pipe)
+    worker = subprocess.Popen([sys.executable, "-c", WORKER, str(pipe)], cwd=Path(__file__).parents[3])
+    pid, here = pipe.read_text().split()
     worker.kill()
     worker.wait()
-    asyncio.run(gone(int(pid)))
+    asyncio.run(wait_until_gone(int(pid)))
     assert Path(here).is_dir()
     places._workspaces_directory.cache_clear()
     with emptying.locked_directory(
@@ -259,13 +259,13 @@ def test_a_program_that_takes_too_much_memory_is_killed() -> None:
         played_with(command)
 
 
-def test_a_place_that_cannot_be_made_in_a_sandbox_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_place_that_cannot_be_made_in_a_sandbox_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(places, "OWN_DIRECTORIES", ("home", "../proc/such"))
     with pytest.raises(CommandError, match=r"no place could be made in its sandbox: mkdir: .*proc/such"):
         played_with(Command(line="true", sandbox="jail"))
 
 
-def test_a_machine_without_namespaces_is_told_before_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_without_namespaces_is_reported_before_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     without = Isolation(frozenset({"network", "processes"}), "unshare: no")
     monkeypatch.setattr(detection, "detect_isolation", lambda: without)
     with pytest.raises(ConfigError, match=r"isolate files, orphans \(unshare: no\); .* sandbox: none"):

@@ -45,7 +45,7 @@ async def test_a_key_names_an_episode_and_dies_with_it(gateway: Gateway) -> None
         status, body = await ask(Endpoint(first.base_url, key), "q")
         assert (status, body["error"]["code"]) == (401, "invalid_api_key")
         assert (await fetch(first, "/models", key))[0] == 401
-    assert len(one.asked) == len(two.asked) == 1
+    assert len(one.requests) == len(two.requests) == 1
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ async def test_what_goes_wrong_is_an_answer(
         assert (got, body["error"].get("code")) == (status, None if dialect.path == "/messages" else code)
         full = isinstance(found, Refusal) and found.tokens > 0 and dialect.path == "/messages"
         assert (body["error"]["message"] == "prompt is too long: 9 tokens > 8 maximum") is full
-        host.found = "42"
+        host.result = "42"
         assert (await ask(endpoint, "q"))[0] == 200  # the server goes on
 
 
@@ -209,7 +209,7 @@ async def test_a_whole_answer_that_takes_long_begins_with_line_breaks(
             assert (answer.status, await answer.content.readexactly(5)) == (200, b"\n" * 5)
             host.gate.set()
             if found == "42":
-                assert dialect.whole(await answer.json()).content == "42"
+                assert dialect.parse_answer(await answer.json()).content == "42"
             else:
                 with pytest.raises(aiohttp.ClientError):
                     await answer.read()
@@ -251,8 +251,8 @@ async def test_a_client_that_leaves_takes_its_request_along(gateway: Gateway, sl
         await host.entered.wait()
         asking.cancel()
         await host.cancelled.wait()
-        assert host.ended is not slow
-    assert host.ended
+        assert host.has_ended is not slow
+    assert host.has_ended
 
 
 def reset(response: web.StreamResponse, body: bytes) -> None:
@@ -300,7 +300,7 @@ class Samples(FakeHost):
         outcome = asyncio.get_running_loop().create_future()
         self.outcomes.append(outcome)
         self.arrived.release()
-        self.found = await outcome
+        self.result = await outcome
         return await super().answer(*request)
 
 
@@ -373,7 +373,9 @@ async def test_the_end_of_the_episode_answers_what_is_under_way(gateway: Gateway
 
 
 @served
-async def test_ignored_parameters_are_told_once(gateway: Gateway, caplog: pytest.LogCaptureFixture) -> None:
+async def test_ignored_parameters_are_reported_once(
+    gateway: Gateway, caplog: pytest.LogCaptureFixture
+) -> None:
     async with gateway.admit_episode(FakeHost()) as endpoint:
         for _ in range(3):
             await ask(endpoint, "q", temperature=0.5)

@@ -18,7 +18,7 @@ from asyncrl.isolation import child, pool
 from asyncrl.isolation.calls import CallTimeout
 from asyncrl.isolation.child import ChildError
 from asyncrl.isolation.pool import ProcessPool
-from tests.fakes.processes import gone, until
+from tests.fakes.processes import until, wait_until_gone
 
 from .acts import ACTS
 
@@ -80,7 +80,7 @@ async def test_what_a_function_may_do_without_costing_its_process() -> None:
         assert await pool.ask("pid") == before
 
 
-async def test_what_costs_it_is_told_and_the_next_call_gets_another_process() -> None:
+async def test_what_ends_a_process_is_reported_and_the_next_call_gets_another_process() -> None:
     """A child that is late is killed, too, though it ignores signals, and so is what each has started."""
     async with pooled() as pool:
         pids = [await pool.ask("pid")]
@@ -91,8 +91,8 @@ async def test_what_costs_it_is_told_and_the_next_call_gets_another_process() ->
             else:
                 with pytest.raises(CallTimeout, match=r"no reply within 0\.1 s"):
                     await pool.ask(what, 0.1)
-            await gone(int(pids[-1]))
-            await gone(int(started))
+            await wait_until_gone(int(pids[-1]))
+            await wait_until_gone(int(started))
             pids.append(await pool.ask("pid"))
         assert len({*pids}) == 1 + len(FATAL)
 
@@ -104,7 +104,7 @@ async def test_a_call_that_is_cancelled_ends_its_process_with_all_that_it_starte
         await asyncio.sleep(0)
         call.cancel()
         await asyncio.wait([call])
-        await gone(started)
+        await wait_until_gone(started)
 
 
 @pytest.mark.parametrize("how", ["stop", "stop always"])
@@ -114,7 +114,7 @@ async def test_a_function_that_stops_what_watches_it_leaves_no_process(
     monkeypatch.setattr(pool, "KILL_SECONDS", 0.2 if how == "stop always" else 20.0)
     async with pooled() as asked:
         stopped = int(await asked.ask(how))
-    await gone(stopped)
+    await wait_until_gone(stopped)
 
 
 async def test_waiting_for_a_process_has_a_bound() -> None:
@@ -136,7 +136,7 @@ async def test_processes_start_when_they_are_needed_are_kept_and_end_with_the_po
         assert await asyncio.gather(*map(pool.ask, words)) == words
         assert len(pool.children) == 2
         await pool.close()
-        await gone(int(pids.pop()))
+        await wait_until_gone(int(pids.pop()))
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,7 @@ async def test_processes_start_when_they_are_needed_are_kept_and_end_with_the_po
         ("await {}", 0.2, "the child was not ready within 0.2 s"),
     ],
 )
-async def test_what_cannot_be_loaded_in_time_is_told(
+async def test_what_cannot_be_loaded_in_time_is_reported(
     tmp_path: Path, first: str, seconds: float, why: str
 ) -> None:
     os.mkfifo(tmp_path / "gate")
@@ -236,4 +236,4 @@ async def test_a_process_that_comes_after_the_end_ends_too(monkeypatch: pytest.M
         held.set()
         await asyncio.wait(starts, timeout=20)
         await until(lambda: bool(spawned), "nothing was started")
-        await gone(spawned[0])
+        await wait_until_gone(spawned[0])

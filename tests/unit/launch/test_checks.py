@@ -26,11 +26,11 @@ from tests.fakes.checked import (
     Keys,
     Spoil,
     assert_found,
-    begun,
     gpus,
     patched,
     questions,
     rows,
+    with_an_earlier_run,
     write_header,
 )
 
@@ -311,15 +311,15 @@ SPOILT: dict[str, list[tuple[Spoil | list[Spoil], str]]] = {
         ([edit(num_attention_heads=9), SHARED], r"sequence_parallel \(2\) .* 9 .*one of \[1, 3\]"),
         (like_gpt2(n_positions=64), r"rollout.max_tokens \(300\) exceeds .* \(64\)"),
         ([like_gpt2(n_head=9), SHARED], r"sequence_parallel \(2\) .* 9 .*one of \[1, 3\]"),
-        ([begun, copied_model], "model.path: .*was begun with"),
+        ([with_an_earlier_run, copied_model], "model.path: .*was begun with"),
         (
-            [begun, {"algorithm.advantage": "remax"}],
+            [with_an_earlier_run, {"algorithm.advantage": "remax"}],
             "advantage: .* 'dr_grpo' .* 'remax', .* greedy",
         ),
         (run_with("config.yaml", "seed: 7", resume="auto"), "seed: .* begun with 7 .* with 0; set seed=7"),
         (run_with("config.yaml", "{", resume="auto"), r"config\.yaml: not readable"),
         *(
-            ([begun, {key: new}], f"^{key}: .* begun with .* with {new!r}; set {key}=")
+            ([with_an_earlier_run, {key: new}], f"^{key}: .* begun with .* with {new!r}; set {key}=")
             for key, new in KEPT.items()
         ),
     ],
@@ -460,7 +460,7 @@ FINE: dict[str, list[Spoil | list[Spoil]]] = {
     "model": [
         like_gpt2(n_positions=300),
         [edit(num_attention_heads=9), SHARED | {"trainer.sequence_parallel": 3}],
-        [begun, {"algorithm.advantage": "rloo"}],
+        [with_an_earlier_run, {"algorithm.advantage": "rloo"}],
     ],
     "data": [
         rows(4, note=None),
@@ -468,7 +468,7 @@ FINE: dict[str, list[Spoil | list[Spoil]]] = {
         [OTHER_TOOLS, file("a.py", AN_AGENT, "rollout.agent=:f")],
         [rows(5, ground_truth="rain"), {"rollout.reward": "exact"}],
         [
-            begun,
+            with_an_earlier_run,
             run_with("run.db", ""),
             rows(4, data_source="new"),
         ],  # its first coordinator was killed at once

@@ -73,7 +73,7 @@ FAILED = "attempts failed: 1,234 reward_error, 2 worker_lost; the newest: [x] (b
 
 
 @pytest.mark.parametrize(
-    ("told", "shorter"),
+    ("problems", "shorter"),
     [
         (
             [{"alerts": (ALERT,)}, {"alerts": (replace(ALERT, what="all 520 episodes scored 0"),)}],
@@ -82,12 +82,12 @@ FAILED = "attempts failed: 1,234 reward_error, 2 worker_lost; the newest: [x] (b
         ([{"failed": FAILED}, {"failed": FAILED}], FAILED),
     ],
 )
-def test_what_is_wrong_is_said_once_and_stays_in_view(told: list[dict[str, Any]], shorter: str) -> None:
+def test_what_is_wrong_is_said_once_and_stays_in_view(problems: list[dict[str, Any]], shorter: str) -> None:
     """With the score before any step."""
     shown, out = console()
-    for more in ({}, *told):
+    for more in ({}, *problems):
         shown.show_status(Status("running", 0, 10, {REWARD: 0.0, FILTERED: 0.98}, (), **more))
-    said = told[0].get("failed") or ALERT.line
+    said = problems[0].get("failed") or ALERT.line
     assert out.getvalue().splitlines() == ["phase: running", said]
     line = plain_line(shown.state)
     assert "reward 0.000, filtered 98%" in line and line.count(f" | {shorter}") == 1

@@ -294,11 +294,14 @@ def test_servers_get_adapters_on_demand_and_where_they_know_all_layers(
 def test_a_teacher_in_the_trainer_has_the_policy_s_tokens(tmp_path: Path) -> None:
     model = Path(__file__).parents[3] / "examples" / "multiturn" / "calculator" / "model"
     shutil.copytree(model, tmp_path / "other")
-    told = json.loads((model / "tokenizer.json").read_text())
-    one, two, *_ = told["model"]["vocab"]
-    told["model"]["vocab"] |= {one: told["model"]["vocab"][two], two: told["model"]["vocab"][one]}
+    tokenizer = json.loads((model / "tokenizer.json").read_text())
+    one, two, *_ = tokenizer["model"]["vocab"]
+    tokenizer["model"]["vocab"] |= {
+        one: tokenizer["model"]["vocab"][two],
+        two: tokenizer["model"]["vocab"][one],
+    }
     for reference, refused in ((model, False), (tmp_path / "other", True)):
-        (tmp_path / "other" / "tokenizer.json").write_text(json.dumps(told))
+        (tmp_path / "other" / "tokenizer.json").write_text(json.dumps(tokenizer))
         kl = {"where": "loss", "reference": str(reference)}
         config = parse({"name": "t", "model": {"path": str(model)}, "data": {"train": "x"}, "kl": kl})
         config = msgspec.structs.replace(

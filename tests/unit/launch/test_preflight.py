@@ -17,7 +17,7 @@ from asyncrl.launch.notes import ok
 from asyncrl.launch.run_directory import check_resumed
 from asyncrl.types import Message, Sample
 from asyncrl.weights import disk
-from tests.fakes.checked import Given, begun
+from tests.fakes.checked import Given, with_an_earlier_run
 
 MOUNTS = [("/", "ext4"), ("/home", "nfs4"), ("/home/local", "ext4"), ("/mnt/my share", "cifs")]
 
@@ -44,7 +44,7 @@ def test_the_nearest_mount_decides(
 
 
 def test_a_resumed_run_may_change_the_rest(given: Given, monkeypatch: pytest.MonkeyPatch) -> None:
-    begun(given)
+    with_an_earlier_run(given)
     monkeypatch.chdir(given.folder)
     given.keys |= {
         "model.path": "model",
@@ -64,7 +64,7 @@ def test_a_resumed_run_keeps_its_sources_and_their_weights(
         check_resumed(given.config(data={"train": train} | data, resume="auto"))
 
     monkeypatch.chdir(given.folder)
-    begun(given)
+    with_an_earlier_run(given)
     (given.runs / "x" / "config.yaml").write_text(
         "data: {train: [{path: t.jsonl, weight: 1}, {path: u.jsonl, weight: 2.0}], order: ''}\n"
     )

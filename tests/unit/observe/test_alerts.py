@@ -52,7 +52,7 @@ def status(gauges: dict[str, float] | None = None, **more: Any) -> dict[str, Any
 
 
 @pytest.mark.parametrize(("questions", "fell"), [(24.0, True), (4.0, False), (0.0, False)])
-def test_a_held_out_success_that_falls_by_more_than_chance_is_told(questions: float, fell: bool) -> None:
+def test_a_held_out_success_that_falls_by_more_than_chance_is_an_alert(questions: float, fell: bool) -> None:
     rows = [
         {"training/step": step, SUCCESS: share, "val-aux/samples": questions}
         for step, share in ((0.0, 0.9), (10.0, 1.0), (20.0, 0.5))
@@ -133,7 +133,7 @@ def test_a_reward_that_is_always_the_same_is_said_once_two_batches_have_landed()
 
 
 @pytest.mark.parametrize(
-    ("keys", "rows", "told"),
+    ("keys", "rows", "alerted"),
     [
         ({"rollout.agent": "mine.py:solve"}, 2.1, True),
         ({"rollout.agent.command.line": "gptme"}, 2.1, True),
@@ -145,10 +145,12 @@ def test_a_reward_that_is_always_the_same_is_said_once_two_batches_have_landed()
         ({"rollout.agent": None}, 2.1, False),  # rows of a folded history
     ],
 )
-def test_rows_of_an_agent_beside_the_main_one_are_told(keys: dict[str, Any], rows: float, told: bool) -> None:
+def test_rows_of_an_agent_beside_the_main_one_are_an_alert(
+    keys: dict[str, Any], rows: float, alerted: bool
+) -> None:
     keys = {"rollout.untrained_agents": [], **KEYS, **keys}
     alert_lines = [alert.line for alert in find_alerts(run({"rollout/rows/mean": rows}), status(), keys)]
-    assert len(alert_lines) == told
+    assert len(alert_lines) == alerted
     for line in alert_lines:
         assert line.startswith(
             "rows beside the main one: 2.1 rows per episode, all trained with the episode's"
@@ -187,7 +189,7 @@ def test_advice_waits_until_nothing_is_wrong() -> None:
     assert [alert.name for alert in found_alerts] == ["skipped optimizer steps"]
 
 
-def test_a_run_that_stands_still_is_told_from_one_that_validates() -> None:
+def test_a_run_that_stands_still_is_distinguished_from_one_that_validates() -> None:
     (found_alert,) = find_alerts(run({}), status(seconds=400.0), KEYS)
     assert found_alert.name == "no progress" and found_alert.what == "no step for 0:06:20"
     assert not find_alerts(run({}), status(seconds=300.0), KEYS)
@@ -224,7 +226,7 @@ def test_a_loss_that_is_over_is_no_more_than_a_remark() -> None:
         (None, 0.097, 0.1, "nothing to learn"),  # may be the reward of a form alone
     ],
 )
-def test_a_solved_run_is_told_from_a_stuck_one(
+def test_a_solved_run_is_distinguished_from_a_stuck_one(
     success: float | None, score: float, highest: float, name: str
 ) -> None:
     """A solved one has the same symptoms: no advantage, little entropy."""

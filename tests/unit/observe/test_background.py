@@ -12,7 +12,7 @@ from asyncrl.errors import UserCodeError
 from asyncrl.observe.background import BackgroundCalls
 
 
-def test_calls_that_raise_are_counted_and_told_once_and_the_next_one_is_made(
+def test_calls_that_raise_are_counted_and_logged_once_and_the_next_one_is_made(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     calls = BackgroundCalls("calls", 10)

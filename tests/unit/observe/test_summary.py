@@ -37,7 +37,7 @@ def held_out(number: float, success: float, **more: float) -> dict[str, float]:
     return {"training/step": number, SAMPLED: success} | more
 
 
-def told(**figures: float) -> dict[str, float]:
+def figures_of(**figures: float) -> dict[str, float]:
     return figures
 
 
@@ -51,10 +51,10 @@ CASES: dict[str, tuple[list[dict[str, float]], dict[str, Any]]] = {
             step(2, **{SCORE: 0.75, LAG: 2.0, TOKENS: 300}),
             held_out(2, 0.9, time_s=9.0, **{SAMPLED_SCORE: 7.0, GREEDY: 0.8, LAST: 2}),
         ],
-        told(steps=2, seconds=9.0, reward_first=0.25, reward_last=0.75)
-        | told(success_before=0.2, success_after=0.9, greedy_before=0.0, greedy_after=0.8)
-        | told(score_before=-4.0, score_after=7.0, policy_version=2)
-        | told(tokens_trained=400, tokens_per_s=100, lag_mean=1.5),  # by tokens, not by steps
+        figures_of(steps=2, seconds=9.0, reward_first=0.25, reward_last=0.75)
+        | figures_of(success_before=0.2, success_after=0.9, greedy_before=0.0, greedy_after=0.8)
+        | figures_of(score_before=-4.0, score_after=7.0, policy_version=2)
+        | figures_of(tokens_trained=400, tokens_per_s=100, lag_mean=1.5),  # by tokens, not by steps
     ),
     "skipped steps are counted": (
         [step(n, **{"actor/skipped_steps": skipped}) for n, skipped in enumerate((1.0, 0.0, 2.0))],
@@ -78,8 +78,8 @@ CASES: dict[str, tuple[list[dict[str, float]], dict[str, Any]]] = {
     ),
     "a validation that is over after the last step is the one after": (
         [held_out(0, 0.25), step(1), step(2), step(3), held_out(2, 0.75, time_s=30.0, **{LAST: 2})],
-        told(steps=3, seconds=30.0, tokens_per_s=0.0, policy_version=2)
-        | told(success_before=0.25, success_after=0.75),
+        figures_of(steps=3, seconds=30.0, tokens_per_s=0.0, policy_version=2)
+        | figures_of(success_before=0.25, success_after=0.75),
     ),
     "an abandoned validation has no success of an earlier one": (
         [held_out(0, 0.5), held_out(5, 0.6), {"training/step": 9.0, "val-aux/failed": 40.0}],
@@ -90,8 +90,8 @@ CASES: dict[str, tuple[list[dict[str, float]], dict[str, Any]]] = {
             step(1, **{"staleness/lag/max": 3.0, DIFF: 1e-3}),
             step(2, **{"staleness/lag/max": 1.0, COMPARED: 10.0, K3: 1e-9}),
         ],
-        told(lag_max=3, logprob_diff_max_same_version=1e-3)
-        | told(logprob_tokens_compared=10, k3_same_version=1e-9),
+        figures_of(lag_max=3, logprob_diff_max_same_version=1e-3)
+        | figures_of(logprob_tokens_compared=10, k3_same_version=1e-9),
     ),
     "no step tells the wait for weights": ([step(1)], {"weights_stall_frac": None}),
     "the wait for weights is a share of the steps that tell it": (

@@ -127,10 +127,10 @@ def test_rates_of_a_run() -> None:
     moved = fit(config, rows, RATES.recorded, [EngineLoad(8.0, 0.02)], 0.3, state_bytes=4e10)
     assert moved.shift_s == pytest.approx(0.3 + 2 * 2e10 / 1e10) and "40 GB" in moved.shift_source
     changes = [row | {"shift/sleep_s": 1.5, "shift/wake_s": 2.0} for row in rows]
-    told = fit(config, changes, RATES.recorded, [EngineLoad(8.0, 0.02)], 0.3, state_bytes=4e10)
-    assert (told.shift_s, told.shift_source) == (3.5, "measured")
+    fitted_rates = fit(config, changes, RATES.recorded, [EngineLoad(8.0, 0.02)], 0.3, state_bytes=4e10)
+    assert (fitted_rates.shift_s, fitted_rates.shift_source) == (3.5, "measured")
     shared = replace(config, engine=replace(config.engine, colocated=1))
-    assert (workload(config, told).shift, workload(shared, told).shift) == (None, 3.5)
+    assert (workload(config, fitted_rates).shift, workload(shared, fitted_rates).shift) == (None, 3.5)
     was = measured_forecast(rows)
     assert (was.step_s, was.lag) == (3.0, 0.5) and was.tokens_per_s == pytest.approx(960.0)
 
@@ -150,7 +150,7 @@ def test_groups_that_are_all_filtered_end_the_simulation_all_the_same() -> None:
 
 
 @dataclass
-class Told:
+class StoredTurn:
     """An episode's turns, as they are stored."""
 
     seconds: float
@@ -165,10 +165,10 @@ class Told:
 
 
 def test_an_episode_waits_for_tools_the_environment_and_its_reward() -> None:
-    turns = [Told(1.0, (0.25, 0.25)).turn(0), Told(2.0).turn(1)]
+    turns = [StoredTurn(1.0, (0.25, 0.25)).turn(0), StoredTurn(2.0).turn(1)]
     played = recorded_turns(turns, EpisodeStats(2, seconds=6.0))
     assert played == (RecordedTurn(2, 1.0), RecordedTurn(2, 2.0))  # the last wait: 0.5 and 1.5 of the reward
-    beside = recorded_turns([Told(1.0, (4.0, 4.0)).turn(0)], EpisodeStats(1, seconds=5.25))
+    beside = recorded_turns([StoredTurn(1.0, (4.0, 4.0)).turn(0)], EpisodeStats(1, seconds=5.25))
     assert beside == (RecordedTurn(2, pytest.approx(4.25)),)  # calls side by side took no longer than this
 
 

@@ -65,7 +65,7 @@ async def test_what_is_sent_and_what_comes_back(monkeypatch: pytest.MonkeyPatch)
             Message("tool", "2", tool_call_id="c1", name="add"),
         ]
         assert await model.chat(replies) == "fine"
-        ((path, request_body, key),) = script.asked
+        ((path, request_body, key),) = script.requests
         assert (path, key) == (PATH, "Bearer secret")
         assert request_body == {
             "model": "judge",
@@ -101,7 +101,7 @@ async def test_what_passes_is_tried_again(answers: list[tuple[int, bytes]], repl
     async with server() as script:
         script.answers[PATH] = in_turn(*answers)
         assert await RemoteModel(f"{script.url}/v1", "judge").chat(QUESTION) == reply
-        assert len(script.asked) == len(answers)
+        assert len(script.requests) == len(answers)
 
 
 @pytest.mark.parametrize(
@@ -121,14 +121,14 @@ async def test_refusals(status: int, content: bytes, retries: int, tries: int, c
         script.says(PATH, status, content)
         with pytest.raises(RemoteError, match=complaint):
             await RemoteModel(f"{script.url}/v1", "judge", retries=retries).chat(QUESTION)
-        assert len(script.asked) == tries
+        assert len(script.requests) == tries
 
 
 async def test_what_some_models_refuse_can_be_left_out() -> None:
     async with server() as script:
         script.says(PATH, 200, completion("fine"))
         await RemoteModel(f"{script.url}/v1", "judge", temperature=-1, max_tokens=0).chat(QUESTION)
-        assert script.asked[0][1].keys() == {"model", "messages"}
+        assert script.requests[0][1].keys() == {"model", "messages"}
 
 
 async def test_the_deadline_holds_over_silence_and_retry_after() -> None:
@@ -189,7 +189,7 @@ async def test_no_request_waits_for_another() -> None:
         all_arrived = asyncio.Event()
 
         async def answer(request: web.Request) -> web.Response:
-            if len(script.asked) == request_count:
+            if len(script.requests) == request_count:
                 all_arrived.set()
             await all_arrived.wait()
             return web.Response(body=b"{}")
@@ -201,7 +201,7 @@ async def test_no_request_waits_for_another() -> None:
         )
 
 
-def test_bad_settings_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bad_settings_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NO_KEY", raising=False)
     with pytest.raises(ConfigError, match="NO_KEY holds no key"):
         RemoteModel("http://x", "m", "NO_KEY")

@@ -40,7 +40,7 @@ def judged(said: str, status: int = 200, **options: Any) -> tuple[float | str, l
                 score = str(error)
             finally:
                 await episode_reward.close()
-            return score, [body["messages"] for _, body, _ in script.asked]
+            return score, [body["messages"] for _, body, _ in script.requests]
 
     return asyncio.run(main())
 
@@ -99,7 +99,7 @@ def test_the_prompt(tmp_path: Path) -> None:
         ({"modle": "x"}, "unknown option 'modle'"),
     ],
 )
-def test_bad_options_are_told_before_anything_runs(options: dict[str, Any], complaint: str) -> None:
+def test_bad_options_are_reported_before_anything_runs(options: dict[str, Any], complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint) as caught:
         load_rewards({"llm_judge": {"url": "http://x", "model": "m", **options}})
     assert "rollout.reward.llm_judge" in str(caught.value)

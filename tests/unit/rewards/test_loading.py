@@ -122,7 +122,7 @@ def test_what_is_a_reward(file: Path, name: str, options: dict[str, Any], place:
         ("gone", {}, "has no 'gone'"),
     ],
 )
-def test_what_is_none_is_told(file: Path, name: str, options: dict[str, Any], complaint: str) -> None:
+def test_what_is_none_is_reported(file: Path, name: str, options: dict[str, Any], complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint) as caught:
         load_rewards({f"{file}:{name}": options})
     assert str(caught.value).startswith("rollout.reward")

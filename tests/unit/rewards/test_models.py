@@ -93,7 +93,7 @@ async def test_sglangs_reward_model(tokenizer: Any) -> None:
             assert [result.score for result in results] == [0.25] * 3
             conversation = [{"role": message.role, "content": message.content} for message in GIVEN.messages]
             ids = tokenizer.apply_chat_template(conversation, return_dict=False)
-            assert script.asked == [("/classify", {"input_ids": ids}, "")] * 3
+            assert script.requests == [("/classify", {"input_ids": ids}, "")] * 3
             script.says("/classify", 200, b'{"embedding": "none"}')
             with pytest.raises(RewardError, match="no answer of a reward model"):
                 await episode_reward.score_episode(GIVEN)
@@ -122,9 +122,9 @@ async def test_a_scorer_of_the_run_scores_each_turn_and_may_be_lost(tmp_path: Pa
             scorer_url.set(lambda name: servers.pool.url())
             scoring = asyncio.create_task(reward.score_episode(episode))
             await settle()
-            assert not script.asked
+            assert not script.requests
             servers.tell(entry("reward", url=script.url, lane="reward"))
-            assert (await scoring).turns == (0.25, 0.25) and len(script.asked) == 2
+            assert (await scoring).turns == (0.25, 0.25) and len(script.requests) == 2
             script.says("/classify", 503)
             lost = EpisodeReward(load_rewards({"reward_model": {**named.popitem()[1], "retries": 0}}), 60.0)
             with pytest.raises(RewardError, match="status 503") as caught:

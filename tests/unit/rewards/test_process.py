@@ -160,7 +160,7 @@ SLOW = "import time\ntime.sleep(1000)\n"
     ("name", "text", "why"),
     [("missing", FILE, "has no 'missing'"), ("act", SLOW, "the reward process was not ready within 0.2 s")],
 )
-def test_what_cannot_be_loaded_in_time_is_told(
+def test_what_cannot_be_loaded_in_time_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, text: str, why: str
 ) -> None:
     if text == SLOW:

@@ -126,7 +126,7 @@ def test_results(result: Any, verdict: RewardResult) -> None:
         (10**400, "no finite number"),
     ],
 )
-def test_a_bad_result_is_told_by_its_part(result: Any, complaint: str) -> None:
+def test_a_bad_result_is_reported_by_its_part(result: Any, complaint: str) -> None:
     with pytest.raises((ValueError, TypeError), match=complaint):
         as_result(result)
 

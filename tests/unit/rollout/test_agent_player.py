@@ -210,7 +210,7 @@ def upkeep(request: AgentRequest) -> bool:
     return "title" in request.messages[-1].content
 
 
-def test_side_requests_are_told_by_names_globs_and_functions() -> None:
+def test_side_requests_are_recognised_by_names_globs_and_functions() -> None:
     tell = load_untrained(["small", "mini-*", f"{__name__}:upkeep"])
     messages = (Message("user", "q"),)
     for agent, side in (("small", True), ("mini-2", True), ("policy", False), ("smaller", False)):
@@ -328,7 +328,7 @@ def test_each_agent_earns_its_own_reward_on_its_last_turn() -> None:
     assert again.engine.requests == []
 
 
-def test_one_number_is_the_reward_of_all_and_a_missing_agent_is_told() -> None:
+def test_one_number_is_the_reward_of_all_and_a_missing_agent_is_reported() -> None:
     assert AgentBench(duel).finished().result.agents == ()
     reason, detail = reason_of(AgentBench(duel, reward=lambda given: {"white": 1.0, "blak": -1.0}))
     assert reason is FailReason.REWARD_ERROR
@@ -797,7 +797,9 @@ def test_a_slow_reward_is_not_charged_to_the_agent() -> None:
     ],
 )
 @pytest.mark.parametrize("patient", [True, False])
-def test_a_limit_is_told_and_ends_the_episode(limits: Any, end: EpisodeEnd, code: str, patient: bool) -> None:
+def test_a_limit_is_announced_and_ends_the_episode(
+    limits: Any, end: EpisodeEnd, code: str, patient: bool
+) -> None:
     async def agent(sample: Sample, endpoint: Endpoint) -> float | None:
         first = await message(endpoint, "q")
         history = ["other"] if code == "max_rows" else ["q", first, "and then?"]
@@ -1011,7 +1013,7 @@ def test_what_changed_is_judged_however_the_agent_ended(
         return 1.0
 
     bench = AgentBench(agent, reward=reward, limits=limits)
-    bench.taken = 0.0
+    bench.earlier_seconds = 0.0
     bench.sample = replace(bench.sample, extra_info=TASK_INFO)
     assert bench.finished().result.end is end
     (seen_input,) = seen

@@ -138,7 +138,7 @@ async def asked_by(
         assert answer.status == 200, await answer.text()
         if stream:
             return dialect.heard(events_of(await answer.text()))
-        return dialect.whole(await answer.json())
+        return dialect.parse_answer(await answer.json())
 
 
 def played(prompt: str, all_replies: Sequence[Said], ways: Sequence[Way]) -> tuple[list[Any], list[str]]:

@@ -81,7 +81,7 @@ def test_rewards_that_do_not_fit_are_a_reward_error(result: Any, detail: str) ->
     assert end.reason is FailReason.REWARD_ERROR and detail in end.detail
 
 
-def test_shaping_counts_model_tokens_and_is_told_apart_from_the_score() -> None:
+def test_shaping_counts_model_tokens_and_is_reported_apart_from_the_score() -> None:
     plain = bench(["42"], 1.0)
     plain.play()
     tokens = len(plain.turns[0].ids)

@@ -39,7 +39,7 @@ def test_an_episode_leaves_turns_replies_and_an_end_in_order() -> None:
     assert [reply.content for reply in heard.replies] == ["saw left", "saw right"]
 
 
-def test_rewards_are_told_of_the_calls_that_were_made() -> None:
+def test_rewards_see_the_calls_that_were_made() -> None:
     reward_arguments: list[Any] = []
 
     def watching(**arguments: Any) -> float:
@@ -240,7 +240,7 @@ def test_an_episode_goes_on_with_what_is_left_of_its_time() -> None:
     uninterrupted = TurnBench([look("left"), "42"])
     uninterrupted.play()
     resumed = TurnBench(["42"], reward=lambda **_: 0.5)
-    resumed.taken = 60.0  # all of it
+    resumed.earlier_seconds = 60.0  # all of it
     resumed.engine.gate.clear()
     done = resumed.finished(uninterrupted.record[:2])
     assert done.result.end is EpisodeEnd.TIMEOUT

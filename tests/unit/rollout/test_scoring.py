@@ -114,16 +114,16 @@ class Patient:
     "arguments", ["given", "data_source, solution_str, ground_truth, extra_info=None"], ids=["typed", "verl"]
 )
 @pytest.mark.parametrize(
-    ("error", "told"),
+    ("error", "message"),
     [
         ("TimeoutError('of the room')", r"^TimeoutError: of the room \(mine.py"),
         ("SystemExit(3)", "^SystemExit: 3"),
     ],
 )
-def test_a_reward_may_bound_its_own_waits(tmp_path: Path, arguments: str, error: str, told: str) -> None:
+def test_a_reward_may_bound_its_own_waits(tmp_path: Path, arguments: str, error: str, message: str) -> None:
     file = tmp_path / "mine.py"
     file.write_text(PATIENT.format(arguments=arguments, error=error))
-    with pytest.raises(RewardError, match=told):
+    with pytest.raises(RewardError, match=message):
         verdict(load_rewards(f"{file}:Patient"), timeout=0.02)
 
 

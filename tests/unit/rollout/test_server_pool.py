@@ -47,7 +47,7 @@ async def test_a_turn_waits_by_name_for_a_scorer_and_goes_on_when_it_is_back() -
     assert s.waits.longest_wait() == "scorers.reference: no server (0 known, 0 healthy) (3 s)"
     s.tell(entry("scorer", lane="reference"))
     s["scorer"].gate.clear()  # it reads the turn, and is killed
-    await s["scorer"].asked.wait()
+    await s["scorer"].first_request.wait()
     s.tell(entry("scorer", lane="reference", incarnation="2", url="", healthy=False))
     s.clients[0].gate.set()
     s.tell(entry("scorer", lane="reference", incarnation="2"))
@@ -109,7 +109,7 @@ async def test_reading_costs_an_episode_time_and_waits_for_a_scorer_none(
         await settle()
         s.tell(entry("scorer", lane="teacher", incarnation=incarnation))
         s["scorer"].gate.clear()
-        await seen(lambda: s["scorer"].asked.is_set() or episode.done())
+        await seen(lambda: s["scorer"].first_request.is_set() or episode.done())
         if incarnation == "1":
             s.tell(entry("scorer", lane="teacher", url="", healthy=False))
             await seen(waits)
@@ -186,7 +186,7 @@ async def test_a_turn_waits_by_name_for_a_server_that_is_fresh() -> None:
     s.pool.changed.notify()
     await waiting
     assert counts_up(await s.pool.generate(request()))
-    assert s.asked() == ["a:0", "b:1"]
+    assert s.request_counts() == ["a:0", "b:1"]
 
 
 async def test_nobody_is_asked_without_an_address_or_while_unhealthy() -> None:
@@ -194,10 +194,10 @@ async def test_nobody_is_asked_without_an_address_or_while_unhealthy() -> None:
     s.tell(entry("a", url="", healthy=False), entry("b", healthy=False))
     turn = asyncio.create_task(s.pool.generate(request()))
     await settle()
-    assert s.asked() == ["b:0"]
+    assert s.request_counts() == ["b:0"]
     s.tell(entry("a"))
     assert counts_up(await turn)
-    assert s.asked() == ["b:0", "a:1"]
+    assert s.request_counts() == ["b:0", "a:1"]
 
 
 async def test_validation_uses_the_server_set_aside_for_it_whatever_it_holds() -> None:
@@ -206,10 +206,10 @@ async def test_validation_uses_the_server_set_aside_for_it_whatever_it_holds() -
     for s in (train, validation):
         s.tell(entry("a", 1, lane="eval"), entry("b", 5))
         await s.pool.generate(request(), lambda: 5)
-    assert (train.asked(), validation.asked()) == (["a:0", "b:1"], ["a:1", "b:0"])
+    assert (train.request_counts(), validation.request_counts()) == (["a:0", "b:1"], ["a:1", "b:0"])
     validation.tell(entry("a", 1, healthy=False), entry("b", 5))  # the validation is over
     await validation.pool.generate(request())
-    assert validation.asked() == ["a:1", "b:1"]
+    assert validation.request_counts() == ["a:1", "b:1"]
 
 
 async def test_each_turn_is_held_to_the_version_that_its_own_episode_needs() -> None:
@@ -218,9 +218,9 @@ async def test_each_turn_is_held_to_the_version_that_its_own_episode_needs() -> 
     s.tell(entry("a", 5), entry("b", 4))
     for session in "stuv":
         await s.pool.generate(request(session), lambda: 5)
-    assert s.asked() == ["a:4", "b:0"]
+    assert s.request_counts() == ["a:4", "b:0"]
     await s.pool.generate(request("w"), lambda: 4)
-    assert s.asked() == ["a:4", "b:1"]
+    assert s.request_counts() == ["a:4", "b:1"]
 
 
 async def test_a_text_is_scored_by_the_first_server_that_has_room_and_is_not_lost() -> None:
@@ -228,7 +228,11 @@ async def test_a_text_is_scored_by_the_first_server_that_has_room_and_is_not_los
     s["a"].acts = [Busy()] * 2
     s["b"].acts = [Lose()]
     assert await s.pool.score(request()) == (-1.0, -2.0)
-    assert s.asked() == ["a:2", "b:1", "c:1"] and [client.use.requests for client in s.clients] == [2, 1, 1]
+    assert s.request_counts() == ["a:2", "b:1", "c:1"] and [client.use.requests for client in s.clients] == [
+        2,
+        1,
+        1,
+    ]
     s["c"].acts = [Refuse()]
     s.tell(entry("a", healthy=False), entry("b", healthy=False))
     with pytest.raises(EngineError, match="refused"):
@@ -242,7 +246,7 @@ async def test_a_full_server_sends_the_turn_to_another() -> None:
     s = Servers("a", "b")
     s["a"].acts = [Busy()]
     assert counts_up(await s.pool.generate(request()))
-    assert s.asked() == ["a:1", "b:1"]
+    assert s.request_counts() == ["a:1", "b:1"]
     assert tuple(s.pool.usage_by_name.values())[1].moved == 0  # nobody had begun it
 
 
@@ -258,7 +262,7 @@ async def test_full_servers_are_asked_again_after_growing_pauses(monkeypatch: py
         s.now += 2.0
         names.add(s.waits.longest_wait().split(" (")[0])
     assert counts_up(await turn)
-    assert s.asked() == ["a:3", "b:4"]
+    assert s.request_counts() == ["a:3", "b:4"]
     assert "engines: all 2 servers are full" in names
 
 
@@ -294,7 +298,7 @@ async def test_a_turn_that_a_server_ends_too_early_goes_on_there() -> None:
     s["a"].acts = [Part(3), Part(2), Busy()]
     turn = await s.pool.generate(request(limit=8))
     assert counts_up(turn) and turn.stop is StopReason.LENGTH
-    assert s.asked() == ["a:3", "b:1"]
+    assert s.request_counts() == ["a:3", "b:1"]
     assert [(use.lost, use.busy, use.moved) for use in s.pool.usage_by_name.values()] == [
         (0, 1, 0),
         (0, 0, 1),
@@ -308,7 +312,7 @@ async def test_a_turn_that_is_lost_after_its_last_token_is_whole() -> None:
     s.tell()
     s["a"].acts = [Lose(4)]
     assert (await s.pool.generate(request("s", stops=[6]))).stop is StopReason.STOP
-    assert s.asked() == ["a:2", "b:0"]
+    assert s.request_counts() == ["a:2", "b:0"]
 
 
 async def test_a_server_that_lost_a_turn_gets_none_until_the_table_vouches_for_it() -> None:
@@ -316,10 +320,10 @@ async def test_a_server_that_lost_a_turn_gets_none_until_the_table_vouches_for_i
     s["a"].acts = [Lose(1)]
     for session in "stu":
         await s.pool.generate(request(session))
-    assert s.asked() == ["a:1", "b:3"]
+    assert s.request_counts() == ["a:1", "b:3"]
     s.tell()
     await s.pool.generate(request("v"))
-    assert s.asked() == ["a:2", "b:3"]
+    assert s.request_counts() == ["a:2", "b:3"]
 
 
 async def test_suspicion_ends_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -328,7 +332,7 @@ async def test_suspicion_ends_by_itself(monkeypatch: pytest.MonkeyPatch) -> None
     s = Servers("a")
     s["a"].acts = [Lose(2), Lose(), Lose(1)]
     assert counts_up(await s.pool.generate(request()))
-    assert s.asked() == ["a:4"]
+    assert s.request_counts() == ["a:4"]
 
 
 async def test_a_turn_that_moves_is_held_to_freshness() -> None:
@@ -337,7 +341,7 @@ async def test_a_turn_that_moves_is_held_to_freshness() -> None:
     s["a"].acts = [Lose(2)]
     turn = asyncio.create_task(s.pool.generate(request(), lambda: 5))
     await settle()
-    assert s.asked() == ["a:1", "b:0"]  # b is too old, a is suspect
+    assert s.request_counts() == ["a:1", "b:0"]  # b is too old, a is suspect
     s.tell(entry("a", 5, healthy=False), entry("b", 6))
     assert [span.version for span in (await turn).spans] == [5, 6]
 
@@ -348,7 +352,7 @@ async def test_a_turn_that_nobody_survives_is_an_error(monkeypatch: pytest.Monke
     s["a"].acts = [Lose(), Lose(1), *[Lose()] * server_pool.MAX_LOSSES]  # a token in between is progress
     with pytest.raises(EngineError, match="8 servers in a row lost the turn; the last one: gone"):
         await s.pool.generate(request())
-    assert s.asked() == [f"a:{server_pool.MAX_LOSSES + 2}"]
+    assert s.request_counts() == [f"a:{server_pool.MAX_LOSSES + 2}"]
 
 
 async def test_what_a_server_refuses_is_not_asked_of_another() -> None:
@@ -356,7 +360,7 @@ async def test_what_a_server_refuses_is_not_asked_of_another() -> None:
     s["a"].acts = [Refuse()]
     with pytest.raises(EngineError, match="refused"):
         await s.pool.generate(request())
-    assert s.asked() == ["a:1", "b:0"]
+    assert s.request_counts() == ["a:1", "b:0"]
 
 
 @given(
@@ -410,12 +414,12 @@ async def test_the_turns_of_a_server_that_leaves_go_on_elsewhere() -> None:
     s["a"].gate.clear()
     s["a"].streamed = 2
     turn = asyncio.create_task(s.pool.generate(request()))
-    await s["a"].asked.wait()
+    await s["a"].first_request.wait()
     leaving_server = s["a"]
     s.tell(entry("a", 1, incarnation="2"))
     assert counts_up(await turn)
     assert leaving_server.closed and not s["a"].closed
-    assert s.asked() == ["a:1", "b:0", "a:1"]
+    assert s.request_counts() == ["a:1", "b:0", "a:1"]
     assert s["a"].version == 1
 
 
@@ -423,12 +427,12 @@ async def test_a_new_version_leaves_turns_and_clients_alone() -> None:
     s = Servers("a")
     s["a"].gate.clear()
     turn = asyncio.create_task(s.pool.generate(request()))
-    await s["a"].asked.wait()
+    await s["a"].first_request.wait()
     s.tell(entry("a", 1, lane="eval"))
     s.tell(entry("a", 2))
     s["a"].gate.set()
     assert counts_up(await turn)
-    assert s.asked() == ["a:1"]
+    assert s.request_counts() == ["a:1"]
     assert s["a"].version == s.pool.version == 2
 
 
@@ -439,7 +443,7 @@ async def test_cancelling_a_turn_cancels_it_at_the_server() -> None:
     s = Servers("a")
     s["a"].gate.clear()
     turn = asyncio.create_task(s.pool.generate(request()))
-    await s["a"].asked.wait()
+    await s["a"].first_request.wait()
     turn.cancel()
     await asyncio.gather(turn, return_exceptions=True)
     assert s["a"].cancelled == ["s"]
@@ -492,7 +496,7 @@ async def test_turns_wait_by_name_while_servers_sleep_and_lose_no_time(
     s = Servers("a", patience=60.0)
     s["a"].gate.clear()
     running = asyncio.create_task(s.pool.generate(request("running")))
-    await s["a"].asked.wait()
+    await s["a"].first_request.wait()
     s.tell(entry("a", healthy=False, asleep=True))
     waiting = asyncio.create_task(s.pool.generate(request("waiting")))
     await settle()
@@ -515,9 +519,9 @@ async def test_a_server_that_sleeps_keeps_its_turns_and_the_same_client_wakes() 
     s = Servers("a")
     s["a"].gate.clear()
     turn = asyncio.create_task(s.pool.generate(request()))
-    await s["a"].asked.wait()
+    await s["a"].first_request.wait()
     s.tell(entry("a", healthy=False, asleep=True))
     s.tell(entry("a", version=1))
     s["a"].gate.set()
     assert counts_up(await turn)
-    assert s.asked() == ["a:1"] and s.pool.usage_by_name["a"].lost == 0
+    assert s.request_counts() == ["a:1"] and s.pool.usage_by_name["a"].lost == 0

@@ -78,7 +78,7 @@ def test_an_episode_that_has_only_parts_has_what_is_left_of_its_time() -> None:
     uninterrupted.engine.parts = (4,)
     uninterrupted.play()
     resumed = TurnBench([TEXT[4:]])
-    resumed.taken = 7.0
+    resumed.earlier_seconds = 7.0
     assert 7 <= resumed.finished(parts_of(uninterrupted), parts=1).stats.seconds < 60
 
 

@@ -64,7 +64,7 @@ def test_time_spent_stopped_is_not_held_against_the_coordinator() -> None:
 # -- waits and meter ---------------------------------------------------------------------------------
 
 
-def test_the_oldest_wait_is_told_once_it_lasts() -> None:
+def test_the_oldest_wait_is_reported_once_it_lasts() -> None:
     clock = Clock()
     waits = Waits(clock)
     with waits.wait_named("tool a"):
@@ -327,7 +327,7 @@ async def test_a_sleep_waits_for_the_load_under_way_and_keeps_the_order() -> Non
     f.task.cancel()
 
 
-async def test_an_engine_that_does_not_fall_asleep_is_told_of() -> None:
+async def test_an_engine_that_does_not_fall_asleep_is_reported() -> None:
     f = Fixture()
     f.engine.sleep = asyncio.Event().wait  # type: ignore[method-assign, assignment]
     f.lane.loads._deadline = 0.01

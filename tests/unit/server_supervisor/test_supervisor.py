@@ -1,4 +1,4 @@
-"""When a keeper gives its server up, by what loads and looks tell it; the server is scripted."""
+"""When a supervisor gives its server up, by what loads and looks tell it; the server is scripted."""
 
 from __future__ import annotations
 
@@ -99,20 +99,24 @@ def keep(
     control = Control()
 
     async def main() -> None:
-        keeper = ServerSupervisor(config, Endpoints("tcp://127.0.0.1:1", "tcp://127.0.0.1:2"), 0, "i", None)
-        keeper._control = control  # type: ignore[assignment]
-        assert keeper._versions is not None
-        keeper._server = keeper._versions._server = server or Server()  # type: ignore[assignment]
-        keeper._healthy = True
-        await act(keeper, keeper._versions)
+        supervisor = ServerSupervisor(
+            config, Endpoints("tcp://127.0.0.1:1", "tcp://127.0.0.1:2"), 0, "i", None
+        )
+        supervisor._control = control  # type: ignore[assignment]
+        assert supervisor._versions is not None
+        supervisor._server = supervisor._versions._server = server or Server()  # type: ignore[assignment]
+        supervisor._healthy = True
+        await act(supervisor, supervisor._versions)
 
     asyncio.run(main())
     return control.sent
 
 
 @asynccontextmanager
-async def keeper_of(directory: Path, url: str, shifts: bool = False) -> AsyncIterator[ServerSupervisor]:
-    """A keeper that is given a server which is there already."""
+async def attached_supervisor(
+    directory: Path, url: str, shifts: bool = False
+) -> AsyncIterator[ServerSupervisor]:
+    """A supervisor that is given a server which is there already."""
     Qwen2Config(vocab_size=64, architectures=["Qwen2ForCausalLM"]).save_pretrained(directory)
     rollout = {"max_tokens": 64, "max_new_tokens": 64}
     base = {"name": "t", "model": {"path": str(directory)}, "data": {"train": "d"}, "rollout": rollout}
@@ -120,19 +124,19 @@ async def keeper_of(directory: Path, url: str, shifts: bool = False) -> AsyncIte
     if shifts:
         engine = msgspec.structs.replace(config.engine, colocated=1)
         config = msgspec.structs.replace(config, engine=engine, total_steps=1)
-    keeper = ServerSupervisor(config, Endpoints("tcp://127.0.0.1:1", "tcp://127.0.0.1:2"), 0, "i", None)
-    keeper._control = Control()  # type: ignore[assignment]
+    supervisor = ServerSupervisor(config, Endpoints("tcp://127.0.0.1:1", "tcp://127.0.0.1:2"), 0, "i", None)
+    supervisor._control = Control()  # type: ignore[assignment]
     try:
-        yield keeper
+        yield supervisor
     finally:
-        await keeper._shut_down([])
+        await supervisor._shut_down([])
 
 
 def answering(script: Script, **state: Any) -> None:
     """Has the script answer as an SGLang server of this state does: `paused`, `label`."""
 
     async def answer(request: web.Request) -> web.Response:
-        body = script.asked[-1][1]
+        body = script.requests[-1][1]
         match request.path:
             case "/ready":
                 return web.Response(status=503 if state["paused"] else 200)
@@ -154,15 +158,15 @@ def answering(script: Script, **state: Any) -> None:
 
 
 @pytest.mark.parametrize(("paused", "label"), [(True, INVALID_LABEL), (False, "e1-v1")])
-async def test_what_a_load_left_whose_keeper_died_is_no_version(
+async def test_what_a_load_left_whose_supervisor_died_is_no_version(
     tmp_path: Path, paused: bool, label: str
 ) -> None:
-    """A new keeper of such a server finds it paused, with the label of the version before."""
-    async with scripted() as script, keeper_of(tmp_path, script.url) as keeper:
+    """A new supervisor of such a server finds it paused, with the label of the version before."""
+    async with scripted() as script, attached_supervisor(tmp_path, script.url) as supervisor:
         answering(script, paused=paused, label="e1-v1")
-        server = await keeper._start_server()
+        server = await supervisor._start_server()
         assert server.model.weight_version == await server.api.weight_label() == label
-        paths = [path for path, _, _ in script.asked]
+        paths = [path for path, _, _ in script.requests]
         if paused:  # before anything samples
             assert paths.index("/update_weight_version") < paths.index("/continue_generation")
         await server.api.close()
@@ -171,19 +175,19 @@ async def test_what_a_load_left_whose_keeper_died_is_no_version(
 async def test_a_server_whose_loader_cannot_be_made_is_disconnected(tmp_path: Path) -> None:
     async with scripted() as script:
         answering(script, paused=False, label="e1-v1")
-        async with keeper_of(tmp_path, script.url) as keeper:
+        async with attached_supervisor(tmp_path, script.url) as supervisor:
             unmade = patch("asyncrl.server_supervisor.versions.loader", side_effect=ConfigError("no files"))
             with unmade as called, pytest.raises(ConfigError, match="no files"):
-                await keeper._keep_server()
-            assert keeper._server is None  # no beat has told of it
+                await supervisor._keep_server()
+            assert supervisor._server is None  # no beat has told of it
         server = called.call_args.args[2]
         assert server.api._transport._http_session is None
 
 
 def report(*answers: Loaded) -> Callable[[ServerSupervisor, ServerVersions], Awaitable[Any]]:
-    async def act(keeper: ServerSupervisor, versions: ServerVersions) -> None:
+    async def act(supervisor: ServerSupervisor, versions: ServerVersions) -> None:
         with patch.object(versions, "_weight_loader", Answers(answers)), suppress(asyncio.CancelledError):
-            await keeper._load_versions(versions)
+            await supervisor._load_versions(versions)
 
     return act
 
@@ -226,16 +230,16 @@ def test_a_broken_server_is_out_of_service_at_once(tmp_path: Path) -> None:
     assert isinstance(sent[0], SupervisorHeartbeat) and not sent[0].healthy and sent[1] == FAILED
 
 
-def test_each_look_at_the_servers_memory_is_told_once(
+def test_each_look_at_the_servers_memory_is_reported_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine_keeper, "CHECK_SECONDS", 0.0)
 
-    async def act(keeper: ServerSupervisor, versions: ServerVersions) -> None:
+    async def act(supervisor: ServerSupervisor, versions: ServerVersions) -> None:
         with pytest.raises(WeightsError):
-            await keeper._watch_server(keeper._server)  # type: ignore[arg-type]
-        await keeper._send_heartbeat()
-        await keeper._send_heartbeat()
+            await supervisor._watch_server(supervisor._server)  # type: ignore[arg-type]
+        await supervisor._send_heartbeat()
+        await supervisor._send_heartbeat()
 
     sent = keep(tmp_path, act, Server(*[REF.label] * 2, "other"))
     assert [beat.kv_use for beat in sent if isinstance(beat, SupervisorHeartbeat)] == [0.0, None]
@@ -266,9 +270,9 @@ def test_a_server_that_is_gone_or_somebody_elses_is_given_up(
 ) -> None:
     monkeypatch.setattr(engine_keeper, "CHECK_SECONDS", 0.0)
 
-    async def act(keeper: ServerSupervisor, versions: ServerVersions) -> None:
-        await report(FINE)(keeper, versions)
-        await keeper._watch_server(keeper._server)  # type: ignore[arg-type]
+    async def act(supervisor: ServerSupervisor, versions: ServerVersions) -> None:
+        await report(FINE)(supervisor, versions)
+        await supervisor._watch_server(supervisor._server)  # type: ignore[arg-type]
 
     with pytest.raises(AsyncrlError, match=complaint):
         keep(tmp_path, act, Server(*labels))
@@ -281,16 +285,16 @@ def test_a_load_under_way_says_nothing_about_health(tmp_path: Path, monkeypatch:
     server.broken = "the load was not finished"
     healthy: list[bool] = []
 
-    async def act(keeper: ServerSupervisor, versions: ServerVersions) -> None:
+    async def act(supervisor: ServerSupervisor, versions: ServerVersions) -> None:
         versions.take_message(LoadWeights(REF, "train"))
         real = server.label
 
         async def label() -> str:
-            healthy.append(keeper._healthy)
+            healthy.append(supervisor._healthy)
             return await real()
 
         server.label = label  # type: ignore[method-assign]
-        await keeper._watch_server(keeper._server)  # type: ignore[arg-type]
+        await supervisor._watch_server(supervisor._server)  # type: ignore[arg-type]
 
     with pytest.raises(EngineError, match="no answer"):
         keep(tmp_path, act, server)
@@ -336,7 +340,7 @@ def test_orders_are_carried_out_as_they_came_and_a_version_is_loaded_again_after
 ) -> None:
     server = Sleeper()
 
-    async def act(keeper: ServerSupervisor, versions: ServerVersions) -> None:
+    async def act(supervisor: ServerSupervisor, versions: ServerVersions) -> None:
         for orders, wanted in (
             ((LoadWeights(REF, "train"),), [Loaded]),
             ((LoadWeights(REF, "train"), Sleep(1), Sleep(1)), [Slept]),  # too late to be loaded
@@ -356,10 +360,10 @@ def test_a_server_of_which_nobody_knows_what_it_holds_is_given_up(tmp_path: Path
     server = Sleeper()
     server.fails = "falling asleep was not finished"
 
-    async def act(keeper: ServerSupervisor, versions: ServerVersions) -> None:
+    async def act(supervisor: ServerSupervisor, versions: ServerVersions) -> None:
         versions.take_message(Sleep(3))
         with pytest.raises(EngineError, match="engine 0: falling asleep was not finished"):
-            await keeper._load_versions(versions)
+            await supervisor._load_versions(versions)
 
     beat, slept = keep(tmp_path, act, server)
     assert isinstance(beat, SupervisorHeartbeat) and not beat.healthy
@@ -370,10 +374,10 @@ def test_the_memory_of_a_server_that_sleeps_is_not_asked_for(tmp_path: Path) -> 
     server = Sleeper(REF.label)
     server.sleeping.asleep = True
 
-    async def act(keeper: ServerSupervisor, versions: ServerVersions) -> None:
+    async def act(supervisor: ServerSupervisor, versions: ServerVersions) -> None:
         assert await versions.check_server()
-        await keeper._send_heartbeat()
-        await keeper._send_hello()
+        await supervisor._send_heartbeat()
+        await supervisor._send_hello()
 
     beat, hello = keep(tmp_path, act, server)
     assert isinstance(beat, SupervisorHeartbeat) and beat.healthy and beat.kv_use is None
@@ -383,14 +387,17 @@ def test_the_memory_of_a_server_that_sleeps_is_not_asked_for(tmp_path: Path) -> 
 async def test_the_first_server_of_a_run_starts_at_once_and_later_ones_when_there_is_a_version(
     tmp_path: Path,
 ) -> None:
-    async with keeper_of(tmp_path, "http://nowhere", shifts=True) as keeper:
-        assert keeper._versions is not None and not keeper._versions.asleep
+    async with attached_supervisor(tmp_path, "http://nowhere", shifts=True) as supervisor:
+        assert supervisor._versions is not None and not supervisor._versions.asleep
     store_kv_tokens(tmp_path / "t", 0, 4096)
     store_kv_tokens(tmp_path / "t", 0, 1024)  # less was free then
     assert stored_kv_tokens(tmp_path / "t", 0) == 4096
-    async with asyncio.timeout(10), keeper_of(tmp_path, "http://nowhere", shifts=True) as keeper:
-        control = keeper._control
-        versions = keeper._versions
+    async with (
+        asyncio.timeout(10),
+        attached_supervisor(tmp_path, "http://nowhere", shifts=True) as supervisor,
+    ):
+        control = supervisor._control
+        versions = supervisor._versions
         started = asyncio.Event()
         assert versions is not None
 
@@ -398,12 +405,12 @@ async def test_the_first_server_of_a_run_starts_at_once_and_later_ones_when_ther
             started.set()
             raise EngineError("a start")
 
-        with patch.object(keeper, "_start_server", start):
-            task = asyncio.create_task(keeper._keep_server())
-            await keeper._send_hello()
+        with patch.object(supervisor, "_start_server", start):
+            task = asyncio.create_task(supervisor._keep_server())
+            await supervisor._send_hello()
             versions.take_message(Sleep(7))
             await settle()
-            await keeper._send_heartbeat()
+            await supervisor._send_heartbeat()
             hello, slept, beat = control.sent  # type: ignore[attr-defined]
             assert isinstance(hello, SupervisorHello) and not hello.url
             assert isinstance(beat, SupervisorHeartbeat) and not beat.starting, (

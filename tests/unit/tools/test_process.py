@@ -15,7 +15,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.tools import Toolbox, call_tool, load_tool, load_tools, tool
 from asyncrl.tools.base import MAX_REPLY_BYTES
 from asyncrl.types import Sample, ToolCall, ToolReply
-from tests.fakes.processes import gone
+from tests.fakes.processes import wait_until_gone
 
 FILE = Path(__file__).with_name("process_tools.py")
 WORK = load_tool(f"{FILE}:work")
@@ -56,7 +56,7 @@ def test_processes_are_kept_for_further_calls() -> None:
 def test_what_runs_past_its_deadline_is_killed_with_its_children() -> None:
     [child], [hung], [after] = play(["child"], ["hang"], ["a"], concurrency=1)
     assert (hung.error, after.error) == ("no reply within 0.1 s", None)
-    asyncio.run(gone(int(child.content)))
+    asyncio.run(wait_until_gone(int(child.content)))
 
 
 def test_a_process_sees_the_variables_that_it_names(monkeypatch: pytest.MonkeyPatch) -> None:

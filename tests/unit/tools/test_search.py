@@ -303,7 +303,9 @@ async def test_search_r1s_contract() -> None:
     result = {"result": [[hit('"Otters"\nThey sleep.'), hit("plain"), hit("too many")]]}
     async with scripted() as script:
         assert await ask(script, json.dumps(result), k=2) == "[1] Otters\nThey sleep.\n\n[2] plain"
-        assert script.asked == [("/retrieve", {"queries": ["otters"], "topk": 2, "return_scores": True}, "")]
+        assert script.requests == [
+            ("/retrieve", {"queries": ["otters"], "topk": 2, "return_scores": True}, "")
+        ]
 
 
 @pytest.mark.parametrize(

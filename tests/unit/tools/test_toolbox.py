@@ -393,7 +393,7 @@ def test_arguments_of_tools_that_are_not_here_are_ignored() -> None:
     assert play([echo], asked, call("echo", text="x"))[0].content == "x"
 
 
-def test_arguments_that_nothing_takes_are_told_before_the_run() -> None:
+def test_arguments_that_nothing_takes_are_reported_before_the_run() -> None:
     there = load_tool("calculator", latency_sigma=0.0)
     found = {"calculator": there, "notes": tool(name="notes")(Notes)}
     kwargs = {

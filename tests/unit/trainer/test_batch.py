@@ -64,7 +64,7 @@ def test_the_reference_comes_with_the_turns_or_is_unknown() -> None:
     assert joined(turns).reference is None
 
 
-def test_a_turn_with_another_number_of_likeliest_tokens_is_unknown() -> None:
+def test_a_turn_with_another_number_of_top_tokens_is_unknown() -> None:
     """A resumed run may ask scorers for more, or for the first time."""
     for before, known in ((0, False), (1, False), (2, True)):
         scores = TokenScores(*map(bytes, (8, 8 * before, 8 * before)))
@@ -88,14 +88,14 @@ def test_scores_that_do_not_fit_their_turn_are_refused(sizes: tuple[int, int, in
 
 
 def test_a_scorer_that_names_no_token_is_refused() -> None:
-    def told(second: int) -> Turn:
+    def scored_turn(second: int) -> Turn:
         ids = np.array([0, second], "<i4").tobytes()
         scores = TokenScores(np.array([-1, np.nan], "<f4").tobytes(), ids, bytes(8))
         return msgspec.structs.replace(TURNS[0], scores=scores)
 
-    joined([told(2**31 - 1)])  # beyond the policy's vocabulary: the trainer's to judge
+    joined([scored_turn(2**31 - 1)])  # beyond the policy's vocabulary: the trainer's to judge
     with pytest.raises(ProtocolError, match="turn 0: scores of -1, which is no token"):
-        joined([told(-1)])
+        joined([scored_turn(-1)])
 
 
 BRANCHED = [

@@ -232,7 +232,7 @@ def test_an_export_holds_one_whole_tensor_at_a_time(tmp_path: Path) -> None:
     )
 
 
-def test_a_place_that_cannot_be_written_is_told_from_the_start(made: Made, tmp_path: Path) -> None:
+def test_a_place_that_cannot_be_written_is_reported_from_the_start(made: Made, tmp_path: Path) -> None:
     """It is a file; once it is a directory, the first checkpoint ends the complaint."""
     (tmp_path / "t").touch()
     learner = made(dtype="float32", checkpoint={"directory": str(tmp_path)})

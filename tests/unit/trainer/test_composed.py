@@ -453,7 +453,7 @@ def test_on_policy_a_clip_around_mu_is_that_around_prox(made: Made, model: Any) 
     assert difference(*found) < TOLERANCE
 
 
-def test_groups_are_dealt_anew_in_every_epoch_and_evenly() -> None:
+def test_groups_are_drawn_anew_in_every_epoch_and_evenly() -> None:
     groups = {str(i) for i in range(9)}
     cuts = [partition_groups(groups, 4, f"0/0/{epoch}") for epoch in range(5)]
     for cut in cuts:

@@ -281,7 +281,7 @@ def test_a_checkpoint_of_shards_that_rest_is_the_same(
     own.onload()
 
 
-def measure(folder: Path, told: Any) -> None:
+def measure(folder: Path, results: Any) -> None:
     """In a process of its own, as others have freed memory to reuse."""
     from asyncrl.trainer.world import join_ranks, leave_ranks
 
@@ -307,15 +307,15 @@ def measure(folder: Path, told: Any) -> None:
         note()
         own.onload()
         note()
-    told.put((sum(t.nbytes for t in held(learner).values()), own_pages, files))
+    results.put((sum(t.nbytes for t in held(learner).values()), own_pages, files))
     leave_ranks()
 
 
 def test_memory_falls_while_it_rests_and_does_not_grow(tmp_path: Path) -> None:
-    told = FORKED.Queue()
-    process = FORKED.Process(target=measure, args=(tmp_path, told))
+    results = FORKED.Queue()
+    process = FORKED.Process(target=measure, args=(tmp_path, results))
     process.start()
-    size, own, files = told.get(timeout=120)
+    size, own, files = results.get(timeout=120)
     process.join(60)
     assert process.exitcode == 0 and size > 40e6
     awake = own[2::2]

@@ -318,25 +318,27 @@ def turn(index: int, context: int, count: int, routes: Routes | None, row: int =
     return Turn(index, (1,) * context, (2,) * count, (), (), StopReason.STOP, row=row, routes=routes)
 
 
-def test_turns_tell_of_what_no_turn_before_told() -> None:
+def test_turns_tell_of_what_no_turn_before_reported() -> None:
     """Two rows; the second turn's worker knew the first one's routes, the third one's did not; the fifth's
     server was lost before it told."""
 
-    def told(start: int, *experts: int) -> Routes:
+    def routes_from(start: int, *experts: int) -> Routes:
         return Routes(start, len(experts), np.array(experts, "<u2").tobytes())
 
     turns = [
-        turn(0, 2, 2, told(0, 10, 11, 12)),
-        turn(1, 1, 1, told(3, 13, 14)),
-        turn(2, 1, 2, told(0, 0, 0, 0, 0, 0, 15, 16, 17)),
-        turn(3, 2, 1, told(0, 20, 21), row=1),
+        turn(0, 2, 2, routes_from(0, 10, 11, 12)),
+        turn(1, 1, 1, routes_from(3, 13, 14)),
+        turn(2, 1, 2, routes_from(0, 0, 0, 0, 0, 0, 15, 16, 17)),
+        turn(3, 2, 1, routes_from(0, 20, 21), row=1),
         turn(4, 1, 2, None, row=1),
-        turn(5, 1, 1, told(5, 25, 26), row=1),
+        turn(5, 1, 1, routes_from(5, 25, 26), row=1),
     ]
     first, second, third = sequence_routes(turns, [9, 8, 4], 1)
     assert first[:, 0].tolist() == [10, 11, 12, 13, 14, 15, 16, 17]
     assert second[:, 0].tolist() == [20, 21, -1, -1, -1, 25, 26]
     assert not len(third)
-    (wrong,) = sequence_routes([turn(0, 2, 2, told(1 << 60, 1, 2, 3))], [4], 1)
+    (wrong,) = sequence_routes([turn(0, 2, 2, routes_from(1 << 60, 1, 2, 3))], [4], 1)
     assert wrong[:, 0].tolist() == [-1] * 4, "what is beyond the row is no route"
-    assert not len(sequence_routes([turn(0, 2, 2, told(0, 1, 2))], [4], 2)[0]), "of a model with other layers"
+    assert not len(sequence_routes([turn(0, 2, 2, routes_from(0, 1, 2))], [4], 2)[0]), (
+        "of a model with other layers"
+    )

@@ -201,7 +201,7 @@ def test_packed_rows_of_any_number_are_compiled_once(model: str) -> None:
     assert graphs == [graphs[0]] * 3
 
 
-def test_a_missing_compiler_is_told(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_compiler_is_reported(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
     lm = AutoModelForCausalLM.from_pretrained(model)
     with pytest.raises(ConfigError, match=r"trainer\.compile: .*no-such-compiler"):

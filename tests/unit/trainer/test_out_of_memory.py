@@ -123,7 +123,7 @@ def run(ranks: int, work: Any, world: World, folder: Path) -> Any:
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.long)])
 @pytest.mark.parametrize("kind", SECTIONS)
 @pytest.mark.parametrize("place", PLACES)
-def test_what_lacks_memory_is_told_and_smaller_micro_batches_give_the_same_weights(
+def test_what_lacks_memory_is_reported_and_smaller_micro_batches_give_the_same_weights(
     world: World, tmp_path: Path, place: str, kind: str, ranks: int
 ) -> None:
     save_tiny_model(tmp_path / "model")
@@ -136,7 +136,7 @@ def test_what_lacks_memory_is_told_and_smaller_micro_batches_give_the_same_weigh
 
 
 @pytest.mark.parametrize("call", [1, 2, 3])
-def test_a_micro_batch_that_has_no_room_on_the_device_is_told_by_its_own_size(
+def test_a_micro_batch_that_has_no_room_on_the_device_is_reported_by_its_own_size(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: int
 ) -> None:
     """It is brought there while the one before it is computed."""

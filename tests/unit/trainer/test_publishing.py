@@ -68,10 +68,10 @@ def publish_three(server: Sequence[ServerRank], world: World, folder: Path) -> A
             assert not forwards, "the trainer waits for more than the copy"
             if reading is None:
                 continue
-            told = trainer.told()
-            assert told == trainer.publishing.announced and told.ref.version == (EPOCH, step)
-            assert 0 < told.snapshot_s < DEADLINE and 0 < told.write_s < DEADLINE
-            _, entries = reading.read(told.ref)
+            announcement = trainer.announced_version()
+            assert announcement == trainer.publishing.announced and announcement.ref.version == (EPOCH, step)
+            assert 0 < announcement.snapshot_s < DEADLINE and 0 < announcement.write_s < DEADLINE
+            _, entries = reading.read(announcement.ref)
             trainer.publishing.raise_failure()
             found.append((_described(state), entries))
     world.gather(0, int)  # what every rank sends has arrived
@@ -137,7 +137,7 @@ def lose_a_rank(server: Sequence[ServerRank], world: World, folder: Path) -> Any
         world.gather(0, int)  # it is gone, with all of its connections
     trainer.publishing.raise_failure()
     with closing(Broadcasts(server, 0)) as reading, pytest.raises(WeightsError):
-        reading.read(trainer.told().ref)
+        reading.read(trainer.announced_version().ref)
     with pytest.raises(WeightsError) as caught:
         trainer.publishing.raise_failure()
     return str(caught.value)
@@ -181,7 +181,7 @@ def publish_adapters(world: World, folder: Path) -> Any:
             trainer.publishing.publish(PolicyVersion(EPOCH, step))
             if engine is not None:
                 before = loop.run(engine.score(probe.ids))
-                manifest = loop.run(engine.load(trainer.told().ref))
+                manifest = loop.run(engine.load(trainer.announced_version().ref))
                 assert manifest.adapters[""].rank == 4
                 roles = {entry.name.rpartition(".lora_")[2] for entry in manifest.tensors}
                 assert roles == {"A.weight", "B.weight"}, "nothing else is published"

@@ -168,12 +168,12 @@ def test_a_wait_that_is_over_is_withdrawn_before_the_rank_computes(
     """What follows may take minutes without a beat; each thing that takes long has its name."""
     seen: list[str] = []
 
-    def told() -> str:
+    def last_reported_wait() -> str:
         return next(m.waiting for m in reversed(rank.control.sent) if isinstance(m, TrainerHeartbeat))  # type: ignore[attr-defined]
 
     def computes(what: str) -> None:
         clock.now += HEARTBEAT_SECONDS / 10  # a beat is not due by the time
-        seen.append(f"{what}: {told()}")
+        seen.append(f"{what}: {last_reported_wait()}")
 
     mail = [(WorkPlan(0, 1, "stop"), []), (WorkPlan(0, 0, "work"), [])]
     welcome = [(Welcome(1, 0, 0), [])]
@@ -218,14 +218,14 @@ def test_the_probe_is_scored_for_a_published_version_and_not_while_steps_are_rep
     rank._publish_probe()
     rank._publish_probe()
     assert done == [PolicyVersion(0, 3), "probe", "probe"]
-    told = Probed(PolicyVersion(0, 3), probe)
-    assert rank.control.sent == [told, told]  # type: ignore[attr-defined]
+    probed = Probed(PolicyVersion(0, 3), probe)
+    assert rank.control.sent == [probed, probed]  # type: ignore[attr-defined]
     rank.control.sent.clear()  # type: ignore[attr-defined]
     welcome = [(Welcome(2, 0, 3), [])]
     rank.control.receive = lambda wait: welcome.pop() if welcome else None  # type: ignore[method-assign]
     rank.bulk.receive = lambda wait: None  # type: ignore[method-assign]
     list(rank._received_messages())
-    assert rank.control.sent == [told]  # type: ignore[attr-defined]
+    assert rank.control.sent == [probed]  # type: ignore[attr-defined]
 
 
 def test_no_rank_trains_before_all_hold_their_payloads(rank: TrainerRank, clock: SimpleNamespace) -> None:
@@ -341,8 +341,8 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_nobody_hears_of_it(
         (every, 2 * every + 1, every + 1),
         (2 * every + 1, 3 * every, every - 1),
     ]
-    told = [message for message in rank.control.sent if isinstance(message, Checkpointed)]  # type: ignore[attr-defined]
-    assert [message.step for message in told] == [every, 2 * every + 1, 3 * every]
+    checkpointed = [message for message in rank.control.sent if isinstance(message, Checkpointed)]  # type: ignore[attr-defined]
+    assert [message.step for message in checkpointed] == [every, 2 * every + 1, 3 * every]
 
 
 def test_a_checkpoint_that_cannot_be_written_is_tried_again_and_lists_all(
@@ -401,7 +401,7 @@ def test_a_commit_waits_longer_than_a_full_disk_may_stop_the_coordinator(
     assert clock.now > 100.0 + rank.config.launch.stall_timeout
 
 
-def test_what_took_too_much_memory_is_told_until_the_coordinator_knows(
+def test_what_took_too_much_memory_is_reported_until_the_coordinator_knows(
     rank: TrainerRank, clock: SimpleNamespace
 ) -> None:
     def advance(seconds: float) -> None:
@@ -414,8 +414,8 @@ def test_what_took_too_much_memory_is_told_until_the_coordinator_knows(
     rank.learner.recomputation.recompute_at_least(2)
     rank.bulk.receive = lambda timeout: None  # type: ignore[method-assign]
     rank.control.receive = lambda timeout: stop if clock.now > 110 else None  # type: ignore[method-assign]
-    told = rank.report_failure(MemoryError("no more"))
-    assert told == "out of memory (MemoryError: no more): micro-batches of 512 tokens"
+    reported = rank.report_failure(MemoryError("no more"))
+    assert reported == "out of memory (MemoryError: no more): micro-batches of 512 tokens"
     sent = [m for m in rank.control.sent if isinstance(m, GaveUp)]  # type: ignore[attr-defined]
     assert len(sent) > 1 and set(sent) == {
         GaveUp(0, 0, 1, "memory", "out of memory (MemoryError: no more)", 1000, 4, 2, 1)

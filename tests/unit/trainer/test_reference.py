@@ -211,8 +211,8 @@ def test_from_a_scorer_it_makes_the_same_gradients(
 
     def read(turns: list[Turn]) -> list[Turn]:
         pairs = zip(turns, scorer.scored(turns, random.Random(0)), strict=True)
-        told = [(turn, np.array(scored.logprobs, "<f4").tobytes()) for turn, scored in pairs]
-        return [msgspec.structs.replace(t, scores=TokenScores(log)) for t, log in told]
+        scored_turns = [(turn, np.array(scored.logprobs, "<f4").tobytes()) for turn, scored in pairs]
+        return [msgspec.structs.replace(t, scores=TokenScores(log)) for t, log in scored_turns]
 
     in_rank = tiny_config(path, **keys | {"kl": keys["kl"] | {"reference": other}})
     wanted = final_gradients(make_learner(in_rank, world), [[episodes]])

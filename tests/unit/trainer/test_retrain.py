@@ -42,11 +42,11 @@ def test_what_cannot_be_repeated_is_said_with_what_can(tmp_path: Path, keep_byte
                 start_step(reader, place, step)
 
 
-def test_a_lost_episode_keeps_its_place_when_a_plan_is_dealt_again(
+def test_a_lost_episode_keeps_its_place_when_a_plan_is_partitioned_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = Coordinator(tmp_path, 1 << 30, Random(1))
-    dealt = list[str]()
+    partitioned = list[str]()
     while not run.buffer.committed:
         run.play()
     config = parse({"name": "t", "model": {"path": "m"}, "data": {"train": "d"}, "total_steps": 1})
@@ -56,12 +56,12 @@ def test_a_lost_episode_keeps_its_place_when_a_plan_is_dealt_again(
         plan.lost.add(lost)
 
         def deal(planned: Sequence[PlannedTrajectory], ranks: int) -> list[list[list[PlannedTrajectory]]]:
-            dealt.extend(p.uid for p in planned)
+            partitioned.extend(p.uid for p in planned)
             return [[[*planned]]]
 
         monkeypatch.setattr("asyncrl.trainer.retrain.with_turns", lambda planned, frames: planned)
         found = [p.uid for part in recorded_work(config, reader, plan, deal) for p in part]  # type: ignore[attr-defined]
-    assert dealt == plan.planned and lost not in found and sorted(found) == sorted(plan.uids)
+    assert partitioned == plan.planned and lost not in found and sorted(found) == sorted(plan.uids)
     run.store.close()
 
 

@@ -40,7 +40,7 @@ def one(number: int) -> TrainingSample:
     return replace(made, proximal_logprobs=-np.arange(n) / 3, collision=np.full(n, THIRD))
 
 
-def told(e: TrainingSample) -> dict[str, np.ndarray]:
+def exchanged_arrays(e: TrainingSample) -> dict[str, np.ndarray]:
     return {"prox": np.asarray(e.proximal_logprobs), "trainable": np.arange(e.model_tokens) % 2 == 0}
 
 
@@ -58,12 +58,12 @@ def exchange(world: World, folder: Path) -> tuple[object, object]:
     """Five episodes dealt to the ranks, exchanged in parts."""
     ranks.PART_BYTES = 64
     mine = [one(number) for number in range(world.rank, 5, world.size)]
-    traces = gather_traces(world, mine, [told(e) | {"rewards": e.rewards} for e in mine])
+    traces = gather_traces(world, mine, [exchanged_arrays(e) | {"rewards": e.rewards} for e in mine])
     plain = [
         (t.uid, t.group, t.own.tokens - 2, t.rewards.tolist(), t.prox.tolist(), t.trainable.tolist())
         for t in traces
     ]
-    return [of(packed) for packed in gather_episodes(world, mine, [told(e) for e in mine])], plain
+    return [of(packed) for packed in gather_episodes(world, mine, [exchanged_arrays(e) for e in mine])], plain
 
 
 @pytest.mark.slow

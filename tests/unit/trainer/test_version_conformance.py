@@ -75,7 +75,7 @@ def lose_a_part(how: str, world: World, folder: Path) -> Any:
     trainer = Trainer(world, folder, patience=2.0, full_every=3)
     trainer.publish()
     if world.rank == 0:
-        trainer.told()
+        trainer.announced_version()
     world.gather(0, int)
     reading = Buffers.reading
 

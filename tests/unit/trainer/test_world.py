@@ -67,7 +67,7 @@ def listeners() -> set[str]:
     return {line[1] for line in lines if line[3] == "0A" and f"socket:[{line[9]}]" in own}
 
 
-def test_words_are_told_on_the_address_of_the_rendezvous_only(tmp_path: Path) -> None:
+def test_words_are_sent_on_the_address_of_the_rendezvous_only(tmp_path: Path) -> None:
     (address,) = run_ranks(2, listening, tmp_path)
     assert address.startswith("0100007F:"), "127.0.0.1: a file is a rendezvous on one machine"
 
@@ -172,11 +172,11 @@ def test_what_keeps_gpus_from_connecting_is_raised(tmp_path: Path, monkeypatch: 
 
 
 def tally(rank: int) -> MetricSums:
-    told = MetricSums()
-    told.add_ratio("a", 0.1, 3)
-    told.add_total("n", rank)
-    told.add_summary("x", [float("inf"), 1])
-    return told
+    metrics = MetricSums()
+    metrics.add_ratio("a", 0.1, 3)
+    metrics.add_total("n", rank)
+    metrics.add_summary("x", [float("inf"), 1])
+    return metrics
 
 
 def refusal(world: World, value: Any, kind: type[Any]) -> str:

@@ -115,7 +115,7 @@ def test_a_long_curve_is_thinned_to_means(tmp_path: Path) -> None:
         (None, "killed: its launcher is gone", "Killed: nothing was evaluated"),
     ],
 )
-def test_an_evaluation_is_not_told_of_steps_or_to_train_on(
+def test_an_evaluation_is_not_shown_steps_or_advice_to_train_on(
     tmp_path: Path, success: float | None, ending: str, outcome: str
 ) -> None:
     """Its numbers have the names of evaluation.json, which is not written yet."""

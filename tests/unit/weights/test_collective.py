@@ -220,9 +220,9 @@ def test_a_push_from_a_gpu_uses_that_gpu_and_no_other(monkeypatch):
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: devices.append(str(device)))
     with closing(Sender("127.0.0.1", BUCKET_BYTES, LONG, torch.device("cuda", 1))) as sender:
         host, port = sender.address.removeprefix("tcp://").split(":")
-        with socket.create_connection((host, int(port)), LONG) as keeper:
-            keeper.shutdown(socket.SHUT_WR)
-            assert keeper.recv(1) == b"", "the connection was served, and has ended"
+        with socket.create_connection((host, int(port)), LONG) as connection:
+            connection.shutdown(socket.SHUT_WR)
+            assert connection.recv(1) == b"", "the connection was served, and has ended"
     assert devices == ["cuda:1"]
 
 
@@ -320,7 +320,7 @@ async def test_a_server_that_is_late_to_join_does_not_hang(spawn, sender):
     check(server, 1)
 
 
-async def test_a_server_is_not_told_to_join_nobody(spawn, sender, monkeypatch):
+async def test_a_server_is_not_asked_to_join_nobody(spawn, sender, monkeypatch):
     """Rank 0 that cannot listen is an error before the server hears of it; alone it would wait there."""
 
     def unable(*_: object) -> None:
@@ -333,7 +333,7 @@ async def test_a_server_is_not_told_to_join_nobody(spawn, sender, monkeypatch):
     assert server.calls == []
 
 
-async def test_rank_0_listens_before_the_server_is_told(spawn, sender, monkeypatch):
+async def test_rank_0_listens_before_the_server_is_asked(spawn, sender, monkeypatch):
     """However long it takes rank 0 to get there."""
     make = ServerGroup._make_group
     there = []
@@ -457,7 +457,7 @@ async def test_a_rank_that_does_not_deliver(spawn, sender):
     check(server, 2)
 
 
-async def test_a_keeper_that_freezes_holds_others_up_no_longer_than_its_deadline(spawn, sender):
+async def test_a_supervisor_that_freezes_holds_others_up_no_longer_than_its_deadline(spawn, sender):
     server = spawn()
     ref = offer(sender)
     frozen = await asyncio.open_connection(*_address(ref))
@@ -468,16 +468,16 @@ async def test_a_keeper_that_freezes_holds_others_up_no_longer_than_its_deadline
     check(server, 1)
 
 
-async def test_a_keeper_that_is_cancelled_frees_the_sender(spawn, sender):
+async def test_a_supervisor_that_is_cancelled_frees_the_sender(spawn, sender):
     server = spawn()
     other = spawn()
     server.look()
     server.signal(SIGSTOP)
     ref = offer(sender)
-    told = asyncio.Event()
-    server.before = lambda name: told.set()
+    served = asyncio.Event()
+    server.before = lambda name: served.set()
     task = asyncio.create_task(push(Receiver(server, 0, 1, WITHOUT_SESSIONS), ref, seconds=LONG))
-    await told.wait()
+    await served.wait()
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
@@ -497,18 +497,18 @@ async def test_junk_on_the_port_bothers_nobody(spawn, sender, junk):
     check(server, 1)
 
 
-def test_keepers_are_heard_again_after_a_lack_of_file_descriptors(spawn, sender, monkeypatch, caplog):
+def test_supervisors_are_heard_again_after_a_lack_of_file_descriptors(spawn, sender, monkeypatch, caplog):
     monkeypatch.setattr(collective, "RETRY_SECONDS", 0.1)
     server = spawn()
     ref = offer(sender)
     server.look()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with socket.socket() as keeper:
-        free = os.dup(keeper.fileno())
+    with socket.socket() as connection:
+        free = os.dup(connection.fileno())
         os.close(free)
         resource.setrlimit(resource.RLIMIT_NOFILE, (free, hard))
         try:
-            keeper.connect(_address(ref))
+            connection.connect(_address(ref))
             end = time.monotonic() + LONG
             while "Too many open files" not in caplog.text:
                 assert time.monotonic() < end
@@ -538,7 +538,7 @@ async def test_closing_the_sender_ends_its_pushes(spawn):
     assert server.look()[0] == "default"
 
 
-async def test_a_keeper_that_asks_for_nothing_is_disconnected_and_dials_again(spawn, sender, monkeypatch):
+async def test_a_supervisor_that_asks_for_nothing_is_disconnected_and_dials_again(spawn, sender, monkeypatch):
     """It costs a thread and a descriptor, and may be on a machine that is gone."""
     monkeypatch.setattr(collective, "IDLE_SECONDS", 0.05)
     server = spawn()

@@ -261,7 +261,7 @@ def test_what_a_write_failed_with_is_raised_at_the_next():
         slow.publisher.submit_snapshot(version(2))
 
 
-def test_closing_does_not_wait_longer_than_it_is_told():
+def test_closing_does_not_wait_longer_than_its_limit():
     slow = Slow()
     slow.publisher.submit_snapshot(version(1))
     assert slow.started.acquire(timeout=DEADLINE)

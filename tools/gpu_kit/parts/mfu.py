@@ -197,7 +197,7 @@ def measure(case: Case, context: Context, world: World, peak: float) -> Iterator
             synchronize(context)
             packed = learner.packing
             spent = time.monotonic() - began
-            value = f"made and tried in {spent:.1f} s; {told(settings)}; rows {packed}"
+            value = f"made and tried in {spent:.1f} s; {listed(settings)}; rows {packed}"
             yield Finding(f"{case.name}: model", value, "rows packed", packed == "packed")
             while left:
                 yield from step(case, learner, left[0], context, peak)
@@ -208,7 +208,7 @@ def measure(case: Case, context: Context, world: World, peak: float) -> Iterator
             if case.profiled:
                 yield head_alone(case, learner, context)
         except Exception as error:
-            found = failure(f"{case.name}: {told(settings)}", error)
+            found = failure(f"{case.name}: {listed(settings)}", error)
             yield found if settings is case.settings[-1] else replace(found, ok=None)
         finally:
             learner = None
@@ -217,7 +217,7 @@ def measure(case: Case, context: Context, world: World, peak: float) -> Iterator
             return
 
 
-def told(settings: dict[str, Any]) -> str:
+def listed(settings: dict[str, Any]) -> str:
     return ", ".join(f"{key}={one}" for key, one in settings.items())
 
 

@@ -73,7 +73,7 @@ def gradients(context: Context, world: World, family: str, dtype: str) -> Iterat
         if dtype == "bfloat16":
             rounded = plain(path, dtype, context)
             floor = distances(measured(rounded, plain_backward(rounded, rows)), wanted)
-            yield Finding(f"{family} {dtype}: the plain loop", told(floor), note="the noise floor")
+            yield Finding(f"{family} {dtype}: the plain loop", formatted(floor), note="the noise floor")
         policy = load_policy(ModelConfig(path=str(path), dtype=dtype), world)
         policy.lm.set_attn_implementation(FOREST_ATTENTION)
         ways: tuple[Packing, ...] = ("packed", "tree")
@@ -84,7 +84,9 @@ def gradients(context: Context, world: World, family: str, dtype: str) -> Iterat
                 limits = [NOISE * x for x in floor] if dtype == "bfloat16" else [limit] * 2
                 fine = all(a <= b for a, b in zip(found, limits, strict=True))
                 took = f"{time.monotonic() - began:.0f} s so far, compilation included"
-                return Finding(f"{family} {dtype}: {way}", told(found), f"<= {told(limits)}", fine, took)
+                return Finding(
+                    f"{family} {dtype}: {way}", formatted(found), f"<= {formatted(limits)}", fine, took
+                )
 
             yield from attempt(f"{family} {dtype}: {way}", one, context)
         verdict = packing_for([policy], "tree", dtype, world)
@@ -139,6 +141,6 @@ def distances(found: tuple[torch.Tensor, dict[str, Any]], wanted: Any) -> tuple[
     return float((logp - true_logp).norm() / true_logp.norm()), (off / size) ** 0.5
 
 
-def told(pair: Any) -> str:
+def formatted(pair: Any) -> str:
     logp, grads = pair
     return f"log-probs {logp:.1e}, gradients {grads:.1e}"
