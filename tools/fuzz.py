@@ -177,7 +177,7 @@ def targets() -> list[Target]:
         for name in (
             "ToWorkerControl",
             "ToWorkerBulk",
-            "ToKeeper",
+            "ToSupervisor",
             "ToTrainerControl",
             "ToTrainerBulk",
             "ToObserver",

@@ -1,6 +1,6 @@
 """Advantages: how much better an episode, a turn or a token did than expected.
 
-Each is a function of one `CreditInput` and gives one number for all model tokens of the episode, or one
+Each is a function of one `AdvantageInput` and gives one number for all model tokens of the episode, or one
 per model token. What it needs beside that is declared where it is registered.
 
 An episode without siblings gets 0, never its raw reward. Equal rewards give exactly 0: every comparison is a

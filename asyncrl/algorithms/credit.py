@@ -41,7 +41,7 @@ class Trace(NamedTuple):
 class AdvantageInput:
     """Holds one episode and the siblings that its baseline is made of.
 
-    `siblings[place]` is `own`; `place` is -1 for a late member of a partial group, which is not among them.
+    `siblings[position]` is `own`; `position` is -1 for a late member of a partial group, which is no sibling.
     `issued`: members that the group was issued with, whether they have landed or not. Arrays are per model
     token, [T]: `rewards` what fell on the token (a turn's reward on its last token), `turn` its
     turn, `values` the critic's V, where there is one. `greedy`: reward of the sample's greedy episode.
@@ -61,7 +61,7 @@ class AdvantageInput:
     @property
     def others(self) -> list[EpisodeResult]:
         """Return the siblings without the episode itself. Who they are does not depend on it."""
-        return [sibling for place, sibling in enumerate(self.siblings) if place != self.position]
+        return [sibling for position, sibling in enumerate(self.siblings) if position != self.position]
 
 
 AdvantageValues = float | np.ndarray

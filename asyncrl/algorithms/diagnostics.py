@@ -40,7 +40,7 @@ BIN_EDGES = [-edge for edge in reversed(_ABOVE)] + _ABOVE
 @dataclass(frozen=True)
 class TokenState:
     """Tokens [N]: log-probs without gradient, and which count. `drift`: from the policy that clips are
-    around to the current one, log prox - log pi. `counted`: real model tokens; `in_bound`:
+    around to the current one, log prox - log pi. `counted`: real model tokens; `within_staleness`:
     of these, with a lag within the bound; `trainable`: of these, with finite log-probs (the others' mu was
     replaced by prox); `exact`: sampled by the policy in training, whole context included. `row`: episode
     of each token; `weight`: by aggregation; `loss`: weighted loss; `clipped_lower`: by a dual clip."""

@@ -167,7 +167,7 @@ class Batches:
         return uids
 
     def outlook(self, step: int, part_index: int, ranks: int) -> Outlook:
-        """Return the answer that `plan` would give now, without changing the plan."""
+        """Return the answer that `next_part` would give now, without changing the plan."""
         batch = self.by_step.get(step, Batch(step))
         if part_index < len(batch.micros) or batch.closed or self.over:
             return Outlook(ready=True, group_fraction=1.0, batch_complete=True)

@@ -63,7 +63,7 @@ class EpisodeRecord(msgspec.Struct, gc=False, array_like=True):
     """An episode, member of a group.
 
     oldest, newest: policy versions of the episode's trained tokens.
-    bound: while the episode runs, no token is added that is older than this version.
+    min_version: while the episode runs, no token is added that is older than this version.
     step: the batch that took the episode, from which the lag of tokens is counted.
     greedy: sampled at temperature 0 and never trained; the other members are compared with this reward.
     """

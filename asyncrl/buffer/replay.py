@@ -1,9 +1,8 @@
 """The replay buffer: admission of groups, states of their episodes, and settlement.
 
-A group is admitted (`admit`), its episodes are assigned to workers, land or fail, and once all have
-ended
-or the deadline has passed the group settles: its members become ready, or are filtered or dropped. Batches
-(batches.py) take ready members and commit them.
+A group is admitted (`admit_group`), and its episodes are assigned to workers, where they land or fail. When
+all have ended, or the deadline has passed, the group settles: its members become ready, or are filtered or
+dropped. Batches (batches.py) take ready members and commit them.
 
 The buffer has no sockets, no clock (`now` is passed in) and no payloads. The coordinator stores
 `changes()` before any message about a change is sent. The rules are in docs/staleness.md.
@@ -47,7 +46,7 @@ class ReplayBuffer:
     Args:
         config: limits and policies.
         prompts: order of the samples.
-        total_groups: groups that the run will train in all; admission exceeds them only by `spare`.
+        total_groups: groups that the run will train in all; admission exceeds them only by `spare_groups`.
         retries: new attempts of an episode whose failure was not the policy's.
         group_bytes: bytes of the largest possible payload of a group.
         greedy: each group has a further member, sampled at temperature 0, for the baseline alone.

@@ -105,9 +105,9 @@ def _answer_rows(run_dir: Path) -> Iterator[dict[str, Any]]:
 
     with closing(RunReader.open(run_dir)) as reader:
         sampled_episodes = sorted(
-            (judged for judged in episodes if judged.identity.mode == SAMPLED), key=attrgetter("which")
+            (judged for judged in episodes if judged.identity.mode == SAMPLED), key=attrgetter("identity")
         )
-        for row, members in groupby(sampled_episodes, key=attrgetter("which.row")):
+        for row, members in groupby(sampled_episodes, key=attrgetter("identity.row")):
             sample = samples[row]
             entries = [episode_entry(judged, sample) for judged in members]
             ground_truth = msgspec.json.decode(sample.ground_truth)

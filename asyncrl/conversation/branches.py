@@ -355,7 +355,7 @@ class Branches:
     def _find_placement(self, request: AgentRequest, is_side: bool) -> Placement | Refusal:
         limits = self._rules.config
         chat = self._rules.chat
-        # A copy: `rendering` calls this in a thread, while the event loop adds placements.
+        # A copy: `pending_rendering` calls this in a thread, while the event loop adds placements.
         all_pending = list(self._pending_placements.values())
         pending_placements = [placement for placement in all_pending if placement.untrained == is_side]
         turn_count = sum(turn.untrained == is_side for turn in self.turns)

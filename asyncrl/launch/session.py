@@ -276,8 +276,8 @@ class Session:
         """Let the remaining processes end by themselves, if the coordinator has told them to; then kill
         all."""
         self._supervisor.stopping = True
-        told_to_end = self._run_end is not None or outcome.code in (COMPLETED, INTERRUPTED)
-        if told_to_end and self._has_started and self._signal_count < 2 and not self._coordinator_lives():
+        asked_to_end = self._run_end is not None or outcome.code in (COMPLETED, INTERRUPTED)
+        if asked_to_end and self._has_started and self._signal_count < 2 and not self._coordinator_lives():
             seconds_left = (
                 LEAVE_SECONDS
                 if self._stop_deadline is None

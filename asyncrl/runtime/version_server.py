@@ -65,11 +65,11 @@ class Chain:
 
 @dataclass
 class PendingRead:
-    """A request for a piece that has not arrived; `told_at`: when the reader was told so last."""
+    """A request for a piece that has not arrived; `answered_at`: when the reader last got an answer."""
 
     peer: bytes
     request: ReadBytes
-    told_at: float
+    answered_at: float
 
 
 class VersionServer:
@@ -119,15 +119,15 @@ class VersionServer:
 
             for _ in range(len(self._pending_reads)):
                 pending_read = self._pending_reads.popleft()
-                self._answer_request(pending_read.peer, pending_read.request, pending_read.told_at)
+                self._answer_request(pending_read.peer, pending_read.request, pending_read.answered_at)
             self._release_versions(time.monotonic() - UNUSED_SECONDS, HELD_VERSIONS)
 
-    def _answer_request(self, peer: bytes, message: OpenVersion | ReadBytes, told_at: float) -> None:
+    def _answer_request(self, peer: bytes, message: OpenVersion | ReadBytes, answered_at: float) -> None:
         try:
             if isinstance(message, OpenVersion):
                 self._hub.send(peer, self._open_answer(message))
             else:
-                self._send_piece(peer, message, told_at)
+                self._send_piece(peer, message, answered_at)
         except (WeightsError, OSError) as error:
             log.info("%s was not served to %s: %s", message.version.label, peer.decode(), error)
             if lacks_resources(error):  # of this process: the version is there, and the reader asks again
@@ -164,7 +164,7 @@ class VersionServer:
 
     # -- pieces ----------------------------------------------------------------------------------------
 
-    def _send_piece(self, peer: bytes, request: ReadBytes, told_at: float) -> None:
+    def _send_piece(self, peer: bytes, request: ReadBytes, answered_at: float) -> None:
         """Send a piece, or keep the request until the piece arrives."""
         piece = self._piece_bytes(request)
         if piece is not None:
@@ -172,11 +172,11 @@ class VersionServer:
             self.sent_bytes += len(piece)
             return
 
-        if time.monotonic() - told_at > PENDING_SECONDS:
+        if time.monotonic() - answered_at > PENDING_SECONDS:
             self._hub.send(peer, VersionBytes(request.offset))
-            told_at = time.monotonic()
+            answered_at = time.monotonic()
 
-        self._pending_reads.append(PendingRead(peer, request, told_at))
+        self._pending_reads.append(PendingRead(peer, request, answered_at))
 
     def _piece_bytes(self, request: ReadBytes) -> bytes | None:
         """Return the bytes of a piece; None: not arrived yet. Raises WeightsError or OSError for bytes that

@@ -43,7 +43,7 @@ COPIED_ROWS = {
 
 
 class Copies:
-    """The copies of a run, for the coordinator. `due`: make a copy after the next transaction."""
+    """The copies of a run, for the coordinator. `copy_due`: make a copy after the next transaction."""
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir

@@ -547,7 +547,7 @@ class Learner:
         has_kl_term = config.kl.in_loss and (recipe.loss.ratio == "mu" or bool(recipe.divergence))
         has_other_terms = config.algorithm.entropy_coef > 0 or recipe.shared_critic or has_kl_term
         has_trained_tokens = (
-            batch_tally.totals.get("_fresh" if has_other_terms else "trainer/kept_tokens", 0.0) > 0
+            batch_tally.totals.get("_trainable" if has_other_terms else "trainer/kept_tokens", 0.0) > 0
         )
 
         trained_by_agent = self.policy.trained_parameters
@@ -591,7 +591,7 @@ class Learner:
         critic_rate = self._learning_rate() * self.config.critic.lr / self.config.trainer.lr
         batch_tally.add_highest("critic/lr", critic_rate)
 
-        if batch_tally.totals.get("_fresh"):
+        if batch_tally.totals.get("_trainable"):
             parameter_groups = [[*critic.parameters()]]
             clip_norm = self.config.trainer.grad_clip
             self.world.average_gradients(critic.parameters())

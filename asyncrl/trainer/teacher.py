@@ -37,11 +37,9 @@ class TeacherScores(NamedTuple):
     sampled_logprobs: Tensor
 
     @classmethod
-    def concatenate(
-        cls, likeliest: Sequence[tuple[np.ndarray, np.ndarray]], reference: Tensor
-    ) -> TeacherScores:
-        """Join the scores of episodes. A token without scores, which is not fresh, has zeros."""
-        ids, top = (torch.from_numpy(np.concatenate(column)) for column in zip(*likeliest, strict=True))
+    def concatenate(cls, topk: Sequence[tuple[np.ndarray, np.ndarray]], reference: Tensor) -> TeacherScores:
+        """Join the scores of episodes. A token without scores, which is not trainable, has zeros."""
+        ids, top = (torch.from_numpy(np.concatenate(column)) for column in zip(*topk, strict=True))
         return cls(ids.long(), top.to(reference.dtype).nan_to_num(nan=-math.inf), reference.nan_to_num())
 
 

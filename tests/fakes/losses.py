@@ -24,14 +24,14 @@ def loss_input(
     logp: Sequence[float],
     *,
     dtype: torch.dtype = torch.float64,
-    fresh: Sequence[bool] | None = None,
+    trainable: Sequence[bool] | None = None,
     row: Sequence[int] | None = None,
     weight: Sequence[float] | None = None,
     **columns: Sequence[float],
 ) -> LossInput:
     """Return a loss's input.
 
-    Log-probs that are left out equal `logp`; the advantage is 1, the weight 1, and all tokens are of a fresh
+    Log-probs that are left out equal `logp`; advantage and weight are 1, and all tokens belong to one trainable
     episode.
     """
     count = len(logp)
@@ -43,7 +43,7 @@ def loss_input(
         row=torch.tensor([0] * count if row is None else list(row)),
         turn=torch.zeros(count, dtype=torch.long),
         lag=torch.zeros(count, dtype=torch.long),
-        trainable=torch.tensor([True] * count if fresh is None else fresh),
+        trainable=torch.tensor([True] * count if trainable is None else trainable),
         correction=Correction(weights, torch.ones_like(weights), nowhere, nowhere),
         **{name: real(values, dtype) for name, values in named.items()},
     )
@@ -61,17 +61,18 @@ def random_input(
 ) -> LossInput:
     """Episodes of 1 to 8 tokens, every other one with a stale prefix, log-ratios of size `spread`.
 
-    Where tokens are not fresh all log-probs are equal. `behaviour`: weights of any size, else 0 or 1.
+    Where tokens are not trainable all log-probs are equal. `behaviour`: weights of any size, else 0 or 1.
     `by_episode`: one advantage and weight per episode. `prepared`: drawn per token from these values.
     """
     rng = np.random.default_rng(seed)
     lengths = rng.integers(1, 9, size=12)
     row = np.repeat(np.arange(len(lengths)), lengths)
     positions = np.concatenate([np.arange(n) for n in lengths])
-    fresh = (row % 2 == 0) | (positions >= lengths[row] // 2)
+    trainable = (row % 2 == 0) | (positions >= lengths[row] // 2)
     logp = -rng.exponential(1.0, len(row)) - 0.01
     prox, mu, reference = (
-        np.where(fresh, np.minimum(logp + spread * rng.normal(size=len(row)), 0.0), logp) for _ in range(3)
+        np.where(trainable, np.minimum(logp + spread * rng.normal(size=len(row)), 0.0), logp)
+        for _ in range(3)
     )
     drawn = row if by_episode else np.arange(len(row))
     advantage = rng.normal(size=len(row))[drawn]
@@ -84,7 +85,7 @@ def random_input(
         advantage=advantage,
         reference=reference,
         row=row.tolist(),
-        fresh=fresh.tolist(),
+        trainable=trainable.tolist(),
         weight=weight.tolist(),
         **more,
     )
@@ -95,7 +96,7 @@ def trace(
     mu: Sequence[float] | None = None,
     advantage: Sequence[float] | None = None,
     *,
-    fresh: Sequence[bool] | None = None,
+    trainable: Sequence[bool] | None = None,
     reference: Sequence[float] | None = None,
     group: str = "g",
     reward: float = 0.0,
@@ -108,6 +109,6 @@ def trace(
         advantage=np.asarray(advantage if advantage is not None else [1.0] * count, dtype=float),
         prox=np.asarray(prox, dtype=float),
         mu=np.asarray(mu if mu is not None else prox, dtype=float),
-        trainable=np.asarray([True] * count if fresh is None else fresh, dtype=bool),
+        trainable=np.asarray([True] * count if trainable is None else trainable, dtype=bool),
         reference=NONE if reference is None else np.asarray(reference, dtype=float),
     )

@@ -77,10 +77,10 @@ class FakeServer:
     def version(self) -> int:
         return self._version.step
 
-    def mark(self, version: PolicyVersion) -> None:
+    def mark_version(self, version: PolicyVersion) -> None:
         self._version = version
 
-    def sleeps(self, asleep: bool) -> None: ...
+    def set_asleep(self, asleep: bool) -> None: ...
 
     async def generate(self, request: Request) -> Generation:
         assert not self.closed

@@ -52,7 +52,7 @@ class Crash(BaseException):
 class PlayedHub:
     """In place of the coordinator's end of a channel."""
 
-    refused = 0
+    refused_count = 0
 
     def __init__(self, world: World, bulk: bool) -> None:
         self.world = world

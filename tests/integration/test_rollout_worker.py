@@ -163,7 +163,7 @@ def test_a_fenced_episode_says_nothing_more(
     hub: FakeCoordinator, worker: WorkerThread, word: type, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     forgotten = list[str]()
-    monkeypatch.setattr(Snapshots, "forget", lambda self, episode: forgotten.append(episode))
+    monkeypatch.setattr(Snapshots, "forget_episode", lambda self, episode: forgotten.append(episode))
     engine().gate.clear()
     attempt = hub.assign("e", sample())
     hub.until(lambda: hub.beat and hub.beat.held == (attempt,), "held episode")

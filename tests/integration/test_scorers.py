@@ -122,7 +122,7 @@ def test_the_base_of_the_run_s_engines_scores_as_the_trainer_would(tmp_path: Pat
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("victim", ["server", "keeper"])
+@pytest.mark.parametrize("victim", ["server", "supervisor"])
 def test_a_run_waits_for_a_killed_scorer_and_loses_nothing(tmp_path: Path, victim: str) -> None:
     keys = [f"engine.server_command={msgspec.json.encode(PROGRAM).decode()}", "total_steps=8"]
     keys += [f"scorers.reference.path={MODEL}", "kl.where=loss", "kl.coef=0.01", "data.test=''"]

@@ -159,7 +159,7 @@ def reach(run: Run, step: int) -> None:
 
 
 def kill(process: psutil.Process) -> None:
-    """kill -9; a server's processes end with it, and with its keeper."""
+    """kill -9; a server's processes end with it, and with its supervisor."""
     family = [process, *process.children(recursive=True)]
     os.kill(process.pid, signal.SIGKILL)
     psutil.wait_procs(family, 60)

@@ -34,11 +34,11 @@ ADVANTAGE = [1.0, 1.0, -1.5, -99.0, 1.0, -2.0]  # the first episode's mean is +1
 
 
 def tokens(
-    log_ratio: list[float], advantage: list[float], row: list[int], turn: list[int], fresh: list[bool]
+    log_ratio: list[float], advantage: list[float], row: list[int], turn: list[int], trainable: list[bool]
 ) -> CorrectionInput:
-    logs = [value if counts else 0.0 for value, counts in zip(log_ratio, fresh, strict=True)]
+    logs = [value if counts else 0.0 for value, counts in zip(log_ratio, trainable, strict=True)]
     real = (torch.tensor(values, dtype=torch.float64) for values in (logs, logs, advantage))
-    return CorrectionInput(*real, torch.tensor(row), torch.tensor(turn), torch.tensor(fresh))
+    return CorrectionInput(*real, torch.tensor(row), torch.tensor(turn), torch.tensor(trainable))
 
 
 def example() -> CorrectionInput:
@@ -53,8 +53,8 @@ def corrected(named: dict[str, dict[str, Any]], given: CorrectionInput) -> Corre
     return correct(select_rules(named, "algorithm.correction"), given)
 
 
-def fresh(values: torch.Tensor) -> list[Any]:
-    """Those of the fresh tokens of the example."""
+def trainable(values: torch.Tensor) -> list[Any]:
+    """Those of the trainable tokens of the example."""
     return [value for value, counts in zip(values.tolist(), FRESH, strict=True) if counts]
 
 
@@ -85,7 +85,7 @@ WEIGHTS = [
 
 @pytest.mark.parametrize(("name", "options", "weights"), WEIGHTS)
 def test_weights_of_levels_by_hand(name: str, options: dict[str, Any], weights: list[float]) -> None:
-    assert fresh(corrected({name: options}, example()).weight) == pytest.approx(weights)
+    assert trainable(corrected({name: options}, example()).weight) == pytest.approx(weights)
 
 
 LOG3 = math.log(3)
@@ -119,8 +119,8 @@ KEPT = [
 @pytest.mark.parametrize(("name", "options", "kept"), KEPT)
 def test_masks_by_hand(name: str, options: dict[str, Any], kept: list[int]) -> None:
     done = corrected({name: options}, example())
-    assert fresh(done.weight) == kept
-    assert fresh(done.masked) == [not keep for keep in kept]
+    assert trainable(done.weight) == kept
+    assert trainable(done.masked) == [not keep for keep in kept]
 
 
 # mean log mu - log prox of an episode, its advantages → kept; delta 0.1
@@ -151,9 +151,9 @@ def test_rules_compose_and_each_sees_the_uncorrected_ratio() -> None:
         "ratio": {},
     }
     done = corrected(named | {"batch_mean": {}}, example())
-    assert fresh(done.weight) == pytest.approx([2, 0, 0.5, 0, 0])
-    assert fresh(done.masked) == [False, True, False, True, True]
-    assert fresh(done.ratio) == pytest.approx([2, 3, 0.5, 0.25, 4])
+    assert trainable(done.weight) == pytest.approx([2, 0, 0.5, 0, 0])
+    assert trainable(done.masked) == [False, True, False, True, True]
+    assert trainable(done.ratio) == pytest.approx([2, 3, 0.5, 0.25, 4])
 
 
 def test_no_rule_weighs_everything_one_and_still_reports_the_ratio() -> None:
@@ -203,7 +203,7 @@ token = st.tuples(
     st.integers(0, 2),
     st.integers(0, 2),
     st.booleans(),
-)  # log rho, advantage, row, turn, fresh
+)  # log rho, advantage, row, turn, trainable
 batches = st.lists(token, min_size=1, max_size=9)
 
 
@@ -212,7 +212,7 @@ def given_of(batch: list[tuple[float, float, int, int, bool]]) -> CorrectionInpu
 
 
 def reference(name: str, options: dict[str, Any], given: CorrectionInput, i: int) -> tuple[float, bool]:
-    """(weight, kept) of token i, which is fresh, from the definitions."""
+    """(weight, kept) of token i, which is trainable, from the definitions."""
     level = options.get("level", "sequence")
     scope = [
         j
@@ -296,8 +296,8 @@ def test_any_log_ratio_gives_finite_weights(values: list[float]) -> None:
     n = len(values)
     zeros = torch.zeros(n, dtype=torch.long)
     log_ratio = torch.tensor(values)
-    fresh = torch.ones(n, dtype=torch.bool)
-    given = CorrectionInput(log_ratio, log_ratio, torch.ones(n), zeros, zeros, fresh)
+    trainable = torch.ones(n, dtype=torch.bool)
+    given = CorrectionInput(log_ratio, log_ratio, torch.ones(n), zeros, zeros, trainable)
     for name, options, rules in BOUND:
         done = correct(rules, given)
         assert torch.isfinite(done.ratio).all() and torch.isfinite(done.weight).all(), (name, options)

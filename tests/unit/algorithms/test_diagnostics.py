@@ -52,10 +52,10 @@ def state(keep: list[int] | None = None) -> TokenState:
     )
     rows = sorted({ROW[i] for i in keep})
     row = torch.tensor([rows.index(ROW[i]) for i in keep])
-    fresh = torch.tensor([FRESH[i] for i in keep])
+    trainable = torch.tensor([FRESH[i] for i in keep])
     no = torch.zeros(len(keep), dtype=torch.bool)
-    log_ratio = torch.where(fresh, prox - mu, 0.0)
-    given = CorrectionInput(log_ratio, log_ratio, advantage, row, torch.zeros_like(row), fresh)
+    log_ratio = torch.where(trainable, prox - mu, 0.0)
+    given = CorrectionInput(log_ratio, log_ratio, advantage, row, torch.zeros_like(row), trainable)
     corrected = correct(RULES, given)
     return TokenState(
         prox=prox,
@@ -69,8 +69,8 @@ def state(keep: list[int] | None = None) -> TokenState:
         correction=corrected,
         ruled_out=corrected.masked,
         counted=~no,
-        within_staleness=fresh | torch.tensor([i == 7 for i in keep]),
-        trainable=fresh,
+        within_staleness=trainable | torch.tensor([i == 7 for i in keep]),
+        trainable=trainable,
         exact=torch.tensor([LAG[i] == 0 for i in keep]),
         row=row,
         lag=torch.tensor([LAG[i] for i in keep]),
@@ -91,7 +91,7 @@ def episodes(tokens: list[int]) -> list[float]:
 
 
 def spread(tokens: list[int]) -> dict[str, float]:
-    """What is told of fresh tokens, but quantiles, from the definitions."""
+    """What is told of trainable tokens, but quantiles, from the definitions."""
     n = len(tokens)
     ratios = [RATIO[i] for i in tokens]
     log_rho = sum(map(math.log, ratios)) / n
@@ -122,20 +122,20 @@ def test_by_lag_against_plain_python() -> None:
 
 
 def test_of_all_tokens_against_plain_python() -> None:
-    fresh = [i for i in range(N) if FRESH[i]]
-    exact = [i for i in fresh if LAG[i] == 0]
-    whole = spread(fresh)
+    trainable = [i for i in range(N) if FRESH[i]]
+    exact = [i for i in trainable if LAG[i] == 0]
+    whole = spread(trainable)
     metrics = metrics_of(token_sums(state()).sums)
-    positive = [i for i in fresh if ADVANTAGE[i] > 0]
+    positive = [i for i in trainable if ADVANTAGE[i] > 0]
     push = [CAPPED[i] * ADVANTAGE[i] / (1 + ROW[i]) for i in KEPT]
     wanted = {
         "actor/pg_clipfrac": 1.0,
         "actor/pg_clipfrac_lower": sum(i % 4 == 0 for i in KEPT) / len(KEPT),
         "actor/ppo_kl": 0.25,
         "actor/entropy": 1.0,
-        "rollout_corr/rollout_is_mean": sum(WEIGHT[i] for i in fresh) / len(fresh),
-        "rollout_corr/rollout_is_eff_sample_size": share([WEIGHT[i] for i in fresh]),
-        "rollout_corr/rho_mean": sum(RATIO[i] for i in fresh) / len(fresh),
+        "rollout_corr/rollout_is_mean": sum(WEIGHT[i] for i in trainable) / len(trainable),
+        "rollout_corr/rollout_is_eff_sample_size": share([WEIGHT[i] for i in trainable]),
+        "rollout_corr/rho_mean": sum(RATIO[i] for i in trainable) / len(trainable),
         "rollout_corr/kl": whole["kl"],
         "rollout_corr/k3_kl": whole["k3"],
         "rollout_corr/chi2_token": whole["chi2"],
@@ -147,7 +147,7 @@ def test_of_all_tokens_against_plain_python() -> None:
         "rollout_corr/k3_kl_same_version": spread(exact)["k3"],
         "rollout_corr/logprob_diff_tokens": len(exact),
         "rollout_corr/nonfinite_tokens": 1,
-        "rollout_corr/zero_advantage_frac": sum(ADVANTAGE[i] == 0 for i in fresh) / len(fresh),
+        "rollout_corr/zero_advantage_frac": sum(ADVANTAGE[i] == 0 for i in trainable) / len(trainable),
         "rollout_corr/kept_advantage/positive": sum(CAPPED[i] * ADVANTAGE[i] for i in KEPT if i in positive)
         / sum(ADVANTAGE[i] for i in positive),
         "rollout_corr/residual_drift": sum(push) / sum(map(abs, push)),
@@ -157,23 +157,23 @@ def test_of_all_tokens_against_plain_python() -> None:
 
 def test_sums_and_extremes_against_plain_python() -> None:
     seen = token_sums(state())
-    fresh = [i for i in range(N) if FRESH[i]]
+    trainable = [i for i in range(N) if FRESH[i]]
     wanted = {
         "tokens": N,
-        "trainable": len(fresh),
+        "trainable": len(trainable),
         "kept": len(KEPT),
         "loss": 2.0 * len(KEPT),
         "weight": sum(CAPPED[i] for i in KEPT),
         "episodes": ROWS,
-        "episode_w": sum(episodes(fresh)),
-        "episode_w2": sum(w * w for w in episodes(fresh)),
+        "episode_w": sum(episodes(trainable)),
+        "episode_w2": sum(w * w for w in episodes(trainable)),
     }
     assert {name: seen.sums[name] for name in wanted} == pytest.approx(wanted)
     for name, values in (("rho", RATIO), ("rollout_is", WEIGHT)):
-        assert seen.highest[f"rollout_corr/{name}_max"] == pytest.approx(max(values[i] for i in fresh))
-        assert seen.lowest[f"rollout_corr/{name}_min"] == pytest.approx(min(values[i] for i in fresh))
+        assert seen.highest[f"rollout_corr/{name}_max"] == pytest.approx(max(values[i] for i in trainable))
+        assert seen.lowest[f"rollout_corr/{name}_min"] == pytest.approx(min(values[i] for i in trainable))
     assert seen.highest["rollout_corr/logprob_diff_max"] == pytest.approx(
-        max(abs(math.log(RATIO[i])) for i in fresh if LAG[i] == 0)
+        max(abs(math.log(RATIO[i])) for i in trainable if LAG[i] == 0)
     )
     assert seen.kept_lags == Counter(LAG[i] for i in KEPT)
 
@@ -207,7 +207,9 @@ def test_quantiles_are_those_of_numpy_up_to_the_width_of_a_bin(values: list[floa
         name: getattr(one, name).expand(n) for name in ("drift", "entropy", "advantage", "weight", "loss")
     }
     given = replace(one, prox=torch.tensor(values, dtype=torch.float64), mu=torch.zeros(n), **many)
-    given = replace(given, row=row, lag=row, counted=yes, in_bound=yes, fresh=yes, exact=yes, clipped=yes)
+    given = replace(
+        given, row=row, lag=row, counted=yes, within_staleness=yes, trainable=yes, exact=yes, clipped=yes
+    )
     metrics = metrics_of(token_sums(replace(given, clipped_lower=None)).sums)
     limited = np.clip(values, -20, 20)
     for name, q in (("p05", 0.05), ("p50", 0.5), ("p95", 0.95)):
@@ -227,7 +229,7 @@ def correction_input(values: list[float]) -> CorrectionInput:
 
 def test_where_prox_is_mu_nothing_is_off() -> None:
     given = state()
-    even = correct(RULES, replace(correction_input([0.0] * N), fresh=given.trainable))
+    even = correct(RULES, replace(correction_input([0.0] * N), trainable=given.trainable))
     metrics = metrics_of(token_sums(replace(given, mu=given.prox, correction=even)).sums)
     for name in ("rollout_corr", *(f"rollout_corr/by_lag/{lag}" for lag in LAG_NAMES)):
         whole = name == "rollout_corr"
@@ -287,4 +289,4 @@ def test_one_episode_may_not_rule_the_effective_sample_size() -> None:
 
 def test_a_lag_over_the_last_place_is_counted_there() -> None:
     seen = token_sums(replace(state(KEPT[:1]), lag=torch.tensor([5000])))
-    assert seen.kept_lags == {1023: 1} and seen.sums["lag/17+/fresh"] == 1
+    assert seen.kept_lags == {1023: 1} and seen.sums["lag/17+/trainable"] == 1

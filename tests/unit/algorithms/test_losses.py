@@ -52,7 +52,7 @@ def example(name: str, seed: int) -> LossInput:
 
 @EVERY
 def test_what_a_stale_token_says_changes_nothing(name: str) -> None:
-    """Its log-probs move together, as the contract has it; those of fresh tokens stay."""
+    """Its log-probs move together, as the contract has it; those of trainable tokens stay."""
     given = example(name, 5)
     stale = ~given.trainable
     assert stale.any()
@@ -70,7 +70,7 @@ def test_a_fully_masked_batch_is_zero(name: str) -> None:
     given = example(name, 7)
     weight = torch.zeros_like(given.correction.weight)
     masked = replace(given, correction=replace(given.correction, weight=weight))
-    stale = replace(given, fresh=torch.zeros_like(given.trainable))
+    stale = replace(given, trainable=torch.zeros_like(given.trainable))
     for nothing in (masked, stale):
         token, slope = evaluate(name, nothing)
         assert not token.value.any() and not slope.any()

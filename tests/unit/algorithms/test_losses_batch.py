@@ -14,7 +14,7 @@ from asyncrl.algorithms.batch_losses import highest_covariance, partition_gap, w
 from asyncrl.algorithms.credit import Trace
 from tests.fakes.losses import trace
 
-STALE = 99.0  # of a token that is not fresh: it must not be looked at
+STALE = 99.0  # of a token that is not trainable: it must not be looked at
 
 
 def flat(said: Sequence[np.ndarray]) -> list[float]:
@@ -41,7 +41,7 @@ def flat(said: Sequence[np.ndarray]) -> list[float]:
 def test_second_moment_by_hand(squares: list[float], tau: float, kept: list[int]) -> None:
     signs = [(-1) ** i for i in range(len(squares))]
     mu = [s * math.sqrt(x) for s, x in zip(signs, squares, strict=True)]
-    traces = [trace([0.0] * len(mu), mu), trace([STALE], [0.0], fresh=[False])]
+    traces = [trace([0.0] * len(mu), mu), trace([STALE], [0.0], trainable=[False])]
     assert flat(within_second_moment(traces, tau=tau)) == [*kept, 0]
 
 
@@ -62,7 +62,9 @@ def test_covariance_by_hand(
     traces = [
         trace(prox[:1], advantage=advantage[:1]),
         trace(
-            [STALE, *prox[1:]], advantage=[STALE, *advantage[1:]], fresh=[False] + [True] * (len(prox) - 1)
+            [STALE, *prox[1:]],
+            advantage=[STALE, *advantage[1:]],
+            trainable=[False] + [True] * (len(prox) - 1),
         ),
     ]
     said = flat(highest_covariance(traces, share=share))
@@ -74,8 +76,8 @@ def test_the_partition_is_estimated_by_group() -> None:
     them. Group b, alone: log Ẑ is its own gap, so that there is nothing to learn."""
     traces = [
         trace([-1.0, -2.0], reference=[-2.0, -2.0], group="a", reward=1.0),
-        trace([-3.0, STALE], reference=[-1.0, 0.0], group="a", reward=0.0, fresh=[True, False]),
-        trace([STALE], reference=[0.0], group="a", reward=1.0, fresh=[False]),
+        trace([-3.0, STALE], reference=[-1.0, 0.0], group="a", reward=0.0, trainable=[True, False]),
+        trace([STALE], reference=[0.0], group="a", reward=1.0, trainable=[False]),
         trace([-1.0], reference=[-1.5], group="b", reward=3.0),
     ]
     said = partition_gap(traces, beta=0.5)
@@ -108,7 +110,7 @@ def test_no_order_of_the_batch_matters(
                 mu,
                 advantage,
                 reference=reference,
-                fresh=rng.random(size) < 0.8,
+                trainable=rng.random(size) < 0.8,
                 group=f"g{i % 3}",
                 reward=0.3 * i,
             )
@@ -134,7 +136,7 @@ def test_the_second_moment_of_what_stays_is_below_tau(ratios: list[float], tau: 
 
 
 def test_a_batch_without_a_fresh_token() -> None:
-    traces = [trace([STALE], reference=[0.0], fresh=[False])]
+    traces = [trace([STALE], reference=[0.0], trainable=[False])]
     for prepare in PREPARES.values():
         assert len(prepare(traces)) == 1 and np.isfinite(prepare(traces)[0]).all()
         assert prepare([]) == []

@@ -78,7 +78,8 @@ def test_the_dual_clip_is_reported_apart() -> None:
     assert token.clipped_lower.tolist() == [True, False] and token.clipped.tolist() == [False, True]
 
 
-# loss, options, log pi - log old of one episode, fresh, A → value of each fresh token, derivatives, clipped
+# loss, options, log pi - log old of one episode, trainable, A
+# → value of each trainable token, derivatives, clipped
 E = math.exp
 EPISODES: list[
     tuple[str, dict[str, float], list[float], list[bool], float, float, list[float], list[bool]]
@@ -106,14 +107,14 @@ EPISODES: list[
 
 @pytest.mark.parametrize("case", EPISODES)
 def test_an_episode(case: Any) -> None:
-    """Ratio and mean length are of the fresh tokens."""
-    name, options, ratios, fresh, advantage, value, derivatives, clipped = case
+    """Ratio and mean length are of the trainable tokens."""
+    name, options, ratios, trainable, advantage, value, derivatives, clipped = case
     logp = [-1.0] * len(ratios)
     given = loss_input(
-        logp, prox=[-1.0 - r for r in ratios], advantage=[advantage] * len(ratios), fresh=fresh
+        logp, prox=[-1.0 - r for r in ratios], advantage=[advantage] * len(ratios), trainable=trainable
     )
     token, gradient = evaluate(name, given, **options)
-    assert token.value.tolist() == pytest.approx([value if kept else 0.0 for kept in fresh])
+    assert token.value.tolist() == pytest.approx([value if kept else 0.0 for kept in trainable])
     assert gradient.tolist() == pytest.approx(derivatives)
     assert (token.clipped & given.trainable).tolist() == clipped
 
@@ -128,7 +129,7 @@ def test_topr_tapers_failures_by_the_ratio_of_the_episode(
 ) -> None:
     logp = [-2.0] * 3
     mu = [-2.0, *(-2.0 - math.log(r) for r in ratios)]  # the first token is stale
-    given = loss_input(logp, mu=mu, advantage=[advantage] * 3, fresh=[False, True, True])
+    given = loss_input(logp, mu=mu, advantage=[advantage] * 3, trainable=[False, True, True])
     token, gradient = evaluate("topr", given)
     assert gradient.tolist() == pytest.approx([0.0, -advantage * weight, -advantage * weight])
     assert token.clipped.tolist()[1:] == [weight < 1] * 2
@@ -165,9 +166,9 @@ def test_a_token_in_view_of_the_batch(case: Any) -> None:
 
 
 def test_trajectory_balance_by_hand() -> None:
-    """δ = (−1−2) − (−2−3) + 0.5 = 2.5 over two fresh tokens; a stale third is no part of it."""
+    """δ = (−1−2) − (−2−3) + 0.5 = 2.5 over two trainable tokens; a stale third is no part of it."""
     given = loss_input(
-        [-5.0, -1.0, -2.0], reference=[-7.0, -2.0, -3.0], prepared=[0.5] * 3, fresh=[False, True, True]
+        [-5.0, -1.0, -2.0], reference=[-7.0, -2.0, -3.0], prepared=[0.5] * 3, trainable=[False, True, True]
     )
     token, gradient = evaluate("tba", given)
     assert token.value.tolist() == pytest.approx([0.0, 3.125, 3.125])  # δ² in all

@@ -33,7 +33,7 @@ class Token:
 
 
 def tokens(given: LossInput, pi: Tensor) -> list[list[Token]]:
-    """The fresh tokens, by episode."""
+    """The trainable tokens, by episode."""
     episodes: dict[int, list[Token]] = {}
     for i in range(len(pi)):
         if given.trainable[i]:

@@ -79,7 +79,7 @@ class EngineSetup:
         return ref
 
     def pushed(self, now: float = 0.0) -> dict[bytes, int]:
-        """Versions sent at a tick, by keeper."""
+        """Versions sent at a tick, by supervisor."""
         self.handler.push_versions(now)
         return {peer: message.ref.version.step for peer, message in self.sent.take(LoadWeights)}
 
@@ -114,7 +114,7 @@ class Script:
     `serve 4`: both load version 4; `publish 5`. `at 1 X5`: this is sent at 1 s, and no more; `at 1 ?`:
     whatever. `acks X`: it has loaded the newest; `refuses X`: cannot; `differs X`: has loaded other weights.
     `beats X 9`; `down X`: it is not healthy; `hello A`: out of silence. `pins 5`: validation sets one aside,
-    or `all`, or `waits`; `releases`. `pinned X`: it alone is; `here X`: only its keeper is connected.
+    or `all`, or `waits`; `releases`. `pinned X`: it alone is; `here X`: only its supervisor is connected.
     `starts 2 5`: an episode that needs version 2 starts on 5; `starts 0`: on none. `table 4+ 5v 0-`: these
     may sample in training, in the validation, not at all.
     """
@@ -306,7 +306,7 @@ def test_a_silent_supervisor_is_lost_and_its_successor_starts_without_versions(s
     setup.serve(3)
     setup.beat(B, 9.0)
     setup.handler.push_versions(10.1)
-    assert [keeper.peer for keeper in setup.handler.supervisors] == [B]
+    assert [supervisor.peer for supervisor in setup.handler.supervisors] == [B]
     setup.join(b"engine/0/c", 0, url="")
     assert setup.table() == [(3, True, "train"), (0, False, "train")]
     assert setup.pushed(0.0) == {}  # its server is not up yet
@@ -330,7 +330,7 @@ class Tables:
         self.setup.sent.unreachable = {peer for peer, _ in mail if peer == lost}
         for peer, message in mail:
             if peer != lost:
-                self.known[peer] = message.update(self.known.get(peer, {}))
+                self.known[peer] = message.updated_table(self.known.get(peer, {}))
         return sum(len(message.entries) for _, message in mail)
 
     def know(self, *workers: bytes) -> bool:

@@ -25,7 +25,7 @@ def config(**changed: Any) -> RunConfig:
 def test_engines_idle_once_all_workers_have_said_so_twice() -> None:
     """A worker says how long its engine has sampled now and then only: silence in between is no idleness."""
     workers = [SimpleNamespace(heartbeat=SimpleNamespace(busy_s=0.0), heartbeat_at=0.0) for _ in range(2)]
-    handlers: Any = SimpleNamespace(peers=workers, keepers=[], remote=False)
+    handlers: Any = SimpleNamespace(peers=workers, supervisors=[], remote=False)
     state: Any = SimpleNamespace(coordinator_epoch=1)
     handler = ShiftHandler(state, handlers, handlers, handlers, handlers, lambda message: None)
 

@@ -549,7 +549,7 @@ def test_a_probe_that_the_trainer_repeats_is_not_compared_again(setup: WorkerSet
 def test_an_assignment_says_how_old_the_weights_of_its_turns_may_be(setup: WorkerSetup) -> None:
     setup.state.versions.engines[A].acked = PolicyVersion(1, 3)
     setup.handler.assign_pending(0.0)
-    assert [message.oldest for _, message in setup.sent.take(Assign)] == [3, 3]
+    assert [message.min_version for _, message in setup.sent.take(Assign)] == [3, 3]
     assert {episode.min_version for episode in setup.state.buffer.episodes.values()} == {3}
 
 

@@ -74,8 +74,9 @@ def test_it_can_be_killed_where_its_program_has_stopped_it() -> None:
 
 def test_nothing_is_left_when_we_die_while_it_is_stopped() -> None:
     code = (
-        "import subprocess, sys; from asyncrl.isolation.child import wrapped; "
-        "p = subprocess.Popen(wrapped(['sh', '-c', sys.argv[1]])); print(p.pid, flush=True); sys.stdin.read()"
+        "import subprocess, sys; from asyncrl.isolation.child import wrapped_command; "
+        "p = subprocess.Popen(wrapped_command(['sh', '-c', sys.argv[1]])); "
+        "print(p.pid, flush=True); sys.stdin.read()"
     )
     command = [sys.executable, "-c", code, STOPS_IT]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as ours:

@@ -136,7 +136,7 @@ PYTHONS = [
 ]
 FILES: list[Spoil] = [
     patched(f"asyncrl.launch.machine.{name}", value)
-    for name, value in {"FILES": 256, "ROLE_FILES": 1024, "HARD_FILES": 1024}.items()
+    for name, value in {"FILE_LIMIT": 256, "ROLE_FILE_LIMIT": 1024, "HARD_FILE_LIMIT": 1024}.items()
 ]
 
 # By level and check: what the machine is like, and a pattern of what is said.

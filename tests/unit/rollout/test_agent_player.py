@@ -414,12 +414,12 @@ def test_an_engine_error_fails_the_episode_whatever_the_agent_makes_of_it() -> N
 def test_a_request_that_the_worker_cannot_read_fails_the_episode(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is no fault of the agent, which might end by it and be scored."""
 
-    def rendering(self: Branches, request: AgentRequest) -> None:
+    def pending_rendering(self: Branches, request: AgentRequest) -> None:
         raise RuntimeError("can't start new thread")
 
     async def agent(sample: Sample, endpoint: Endpoint) -> None:
         await message(endpoint, "q")
-        monkeypatch.setattr(Branches, "rendering", rendering)
+        monkeypatch.setattr(Branches, "pending_rendering", pending_rendering)
         await ask(endpoint, "q", {"role": "assistant", "content": "42"}, "more")
 
     reason, why = reason_of(AgentBench(agent))
@@ -459,11 +459,11 @@ async def test_an_episode_takes_one_thread_for_its_prompts_even_if_clients_leave
     gates = [threading.Event() for _ in range(3)]
 
     class Slow:
-        def rendering(self, request: AgentRequest) -> Any:
+        def pending_rendering(self, request: AgentRequest) -> Any:
             renderings[0] += 1
             return partial(gates[renderings[0] - 1].wait, 30)
 
-        def count(self, request: AgentRequest) -> int:
+        def count_prompt_tokens(self, request: AgentRequest) -> int:
             return 1
 
     unused: Any = None

@@ -105,7 +105,7 @@ async def test_a_turn_does_not_start_on_weights_that_are_too_old(assigned: int) 
     """Too old for the bound by now, or for what this episode was started on."""
     bench = TurnBench(["42"])
     bench.oldest = 3 - assigned
-    episode = asyncio.create_task(bench.run(oldest=assigned))
+    episode = asyncio.create_task(bench.run(min_version=assigned))
     await settle()
     assert bench.engine.requests == []
     bench.oldest = 0

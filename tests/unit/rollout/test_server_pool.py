@@ -68,7 +68,7 @@ async def test_waits_for_a_scorers_room_and_for_its_address_name_it(monkeypatch:
         spans.append(span)
         return nullcontext()
 
-    monkeypatch.setattr(s.waits, "named", named)
+    monkeypatch.setattr(s.waits, "wait_named", named)
     s["a"].acts = [Busy()]
     s["b"].acts = [Busy()]
     await s.pool.score(request())

@@ -7,10 +7,10 @@ import sys
 
 CODE = """
 import sys
-from asyncrl.runtime.process import defer
+from asyncrl.runtime.process import defer_import
 
-defer("torch")
-defer("no_such_module")
+defer_import("torch")
+defer_import("no_such_module")
 import asyncrl.algorithms.recipe
 import asyncrl.launch.start
 import torch

@@ -21,7 +21,7 @@ from asyncrl.engines.sglang.process import store_kv_tokens, stored_kv_tokens
 from asyncrl.engines.sglang.server import Attached
 from asyncrl.errors import AsyncrlError, ConfigError, EngineError
 from asyncrl.runtime.weight_loader import LOAD_TRIES
-from asyncrl.server_supervisor import keeper as engine_keeper
+from asyncrl.server_supervisor import supervisor as engine_supervisor
 from asyncrl.server_supervisor.supervisor import ServerSupervisor
 from asyncrl.server_supervisor.versions import ServerVersions
 from asyncrl.types import PolicyVersion
@@ -54,7 +54,7 @@ class Server:
 
     broken = ""
     loaded = REF
-    sleeping = SimpleNamespace(asleep=False, unknown="")
+    sleeping = SimpleNamespace(asleep=False, unknown_reason="")
 
     def __init__(self, *labels: str | Exception) -> None:
         self.labels = list(labels)
@@ -74,13 +74,13 @@ class Answers:
     """In place of a WeightLoader: what its loads come to. After them the run ends."""
 
     changed = None
-    waiting = True
-    pending = False
+    has_waiting = True
+    is_pending = False
 
     def __init__(self, answers: Sequence[Loaded]) -> None:
         self._answers = [*answers]
 
-    async def next(self) -> Loaded:
+    async def load_next(self) -> Loaded:
         if not self._answers:
             raise asyncio.CancelledError
         return self._answers.pop(0)
@@ -92,7 +92,7 @@ def keep(
     server: Server | None = None,
     **weights: Any,
 ) -> list[WireMessage]:
-    """Run `act` on a keeper of a server that is up; returns what it told the coordinator."""
+    """Run `act` on a supervisor of a server that is up; returns what it told the coordinator."""
     engine = {"name": "sglang"}
     base: dict[str, Any] = {"name": "t", "model": {"path": "m"}, "data": {"train": "d"}, "engine": engine}
     config = parse(base | {"run_dir": str(tmp_path), "weights": weights})
@@ -176,7 +176,9 @@ async def test_a_server_whose_loader_cannot_be_made_is_disconnected(tmp_path: Pa
     async with scripted() as script:
         answering(script, paused=False, label="e1-v1")
         async with attached_supervisor(tmp_path, script.url) as supervisor:
-            unmade = patch("asyncrl.server_supervisor.versions.loader", side_effect=ConfigError("no files"))
+            unmade = patch(
+                "asyncrl.server_supervisor.versions.build_loader", side_effect=ConfigError("no files")
+            )
             with unmade as called, pytest.raises(ConfigError, match="no files"):
                 await supervisor._keep_server()
             assert supervisor._server is None  # no beat has told of it
@@ -233,7 +235,7 @@ def test_a_broken_server_is_out_of_service_at_once(tmp_path: Path) -> None:
 def test_each_look_at_the_servers_memory_is_reported_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_keeper, "CHECK_SECONDS", 0.0)
+    monkeypatch.setattr(engine_supervisor, "CHECK_SECONDS", 0.0)
 
     async def act(supervisor: ServerSupervisor, versions: ServerVersions) -> None:
         with pytest.raises(WeightsError):
@@ -268,7 +270,7 @@ def test_another_model_shows_at_the_first_probe(tmp_path: Path) -> None:
 def test_a_server_that_is_gone_or_somebody_elses_is_given_up(
     tmp_path: Path, labels: list[str | Exception], complaint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_keeper, "CHECK_SECONDS", 0.0)
+    monkeypatch.setattr(engine_supervisor, "CHECK_SECONDS", 0.0)
 
     async def act(supervisor: ServerSupervisor, versions: ServerVersions) -> None:
         await report(FINE)(supervisor, versions)
@@ -280,7 +282,7 @@ def test_a_server_that_is_gone_or_somebody_elses_is_given_up(
 
 def test_a_load_under_way_says_nothing_about_health(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An unhealthy server would let the next one be paused as well."""
-    monkeypatch.setattr(engine_keeper, "CHECK_SECONDS", 0.0)
+    monkeypatch.setattr(engine_supervisor, "CHECK_SECONDS", 0.0)
     server = Server("old", "old", EngineError("end"), EngineError("end"), EngineError("end"))
     server.broken = "the load was not finished"
     healthy: list[bool] = []
@@ -313,11 +315,11 @@ class Sleeper(Server):
 
     def __init__(self, *labels: str | Exception) -> None:
         super().__init__(*labels)
-        self.sleeping = SimpleNamespace(asleep=False, unknown="")
+        self.sleeping = SimpleNamespace(asleep=False, unknown_reason="")
         self.done: list[str] = []
 
     async def sleep(self) -> None:
-        self.sleeping.unknown = self.fails
+        self.sleeping.unknown_reason = self.fails
         if self.fails:
             raise EngineError(self.fails)
         self.sleeping.asleep = True

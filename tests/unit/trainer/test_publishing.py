@@ -33,7 +33,7 @@ Found = tuple[Manifest, Entries]
 
 
 class Broadcasts:
-    """Server `index`, and its keeper's end. The test has started the server's process: a rank of the trainer
+    """Server `index`, and its supervisor's end. The test has started the server's process: a trainer's rank
     would have to import everything again for that."""
 
     weights: ClassVar = {"transport": "collective"}

@@ -209,8 +209,8 @@ def test_every_name_that_is_recorded_has_a_meaning() -> None:
     recorded_names = set()
     for path in PACKAGE.rglob("*.py"):
         text = path.read_text("utf-8")
-        recorded_names |= set(re.findall(r'imeline\.(?:span|past)\("([^"{]+)', text))
-        recorded_names |= set(re.findall(r'waits\.named\(f?"([^"{]+)', text))
+        recorded_names |= set(re.findall(r'imeline\.(?:span|record_past)\("([^"{]+)', text))
+        recorded_names |= set(re.findall(r'waits\.wait_named\(f?"([^"{]+)', text))
         recorded_names |= set(re.findall(r'^(?:FRESHER|LOAD|FETCH|DECODE) = "([^"]+)', text, re.MULTILINE))
 
     recorded_names -= {"weights v"}  # a wait of another name in the timeline

@@ -85,7 +85,9 @@ def test_pages_are_unlocked_when_the_last_tensor_goes_and_before_they_are_freed(
 def test_buckets_of_several_ranks_are_put_together_in_two_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     """They are pinned once. One is filled while the other is sent."""
     sizes = list[int]()
-    monkeypatch.setattr(snapshot, "page_locked", lambda size: sizes.append(size) or torch.zeros(size).byte())
+    monkeypatch.setattr(
+        snapshot, "allocate_page_locked", lambda size: sizes.append(size) or torch.zeros(size).byte()
+    )
     buckets = BucketBuffers(page_locked=True)
 
     def shares(*values: bytes) -> list[RangePart]:

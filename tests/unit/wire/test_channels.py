@@ -67,7 +67,7 @@ FOUND = list(matches())
 
 
 def test_they_are_found() -> None:
-    assert len(FOUND) >= 8 and {"Heartbeat", "LoadWeights", "Stop", "Generated"} <= MESSAGES
+    assert len(FOUND) >= 8 and {"WorkerHeartbeat", "LoadWeights", "Stop", "Generated"} <= MESSAGES
     assert issubclass(WireMessage, msgspec.Struct)
 
 

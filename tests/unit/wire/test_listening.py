@@ -17,7 +17,7 @@ import os, resource, select, socket, sys, time
 from pathlib import Path
 import zmq
 from asyncrl.isolation import child
-from asyncrl.isolation.child import raise_file_limit, wrapped
+from asyncrl.isolation.child import raise_file_limit, wrapped_command
 from asyncrl.store.segments import SegmentWriter
 from asyncrl.wire import sockets
 from asyncrl.wire.messages.shared import ObserverHello, Status
@@ -52,7 +52,7 @@ if os.fork() == 0:
     os._exit(0)
 
 resource.setrlimit(resource.RLIMIT_NOFILE, (1024, hard))
-child.FILES, child.HARD_FILES, child.ROLE_FILES = 1024, hard, max(1024, hard)
+child.FILE_LIMIT, child.HARD_FILE_LIMIT, child.ROLE_FILE_LIMIT = 1024, hard, max(1024, hard)
 raise_file_limit()
 gate = sockets.Gate(endpoints)
 union = {"observer": ObserverHello | Stop}
@@ -95,7 +95,7 @@ print("wait", *seen)
 print("after", heard(dialled(1)), gate.listeners.shortage)
 print("refused", sum(monitor.poll(0) for monitor in failed))
 from subprocess import run
-print("child", run(wrapped(["sh", "-c", "ulimit -n"]), capture_output=True, text=True).stdout.strip())
+print("child", run(wrapped_command(["sh", "-c", "ulimit -n"]), capture_output=True, text=True).stdout.strip())
 print("top", top, flush=True)
 os._exit(0)
 """

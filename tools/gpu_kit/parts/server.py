@@ -272,7 +272,7 @@ class ServerAndTrainer:
         return stages
 
     async def start(self) -> list[Finding]:
-        """Until the server is ready, as its keeper waits for it."""
+        """Until the server is ready, as its supervisor waits for it."""
         began = time.monotonic()
         process = self.process = await ServerProcess.start(self.config, 0, "127.0.0.1", self.context.work)
 
