@@ -51,6 +51,15 @@ __all__ = [
 ]
 
 
+RENAMED = {"CreditInput": "AdvantageInput", "Credit": "AdvantageValues", "credit_of": "configured_advantage"}
+
+
+def __getattr__(name: str) -> object:
+    if name in RENAMED:
+        raise ImportError(f"{__name__}: '{name}' is called '{RENAMED[name]}' now", name=name)
+    raise AttributeError(f"module '{__name__}' has no attribute '{name}'", name=name)
+
+
 def load_named_files(config: RunConfig) -> None:
     """Import each file and module that a key of `algorithm` names: all keys then know what it registers."""
     for key in ("advantage", "loss", "correction", "aggregation", "shaping"):

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import torch
 from msgspec import Meta
 
+from asyncrl.algorithms.renamed import renamed_attribute
 from asyncrl.errors import ConfigError
 from asyncrl.registry import Registry, bind_options
 
@@ -38,6 +39,11 @@ class CorrectionInput:
     row: Tensor
     turn: Tensor
     trainable: Tensor
+
+    if not TYPE_CHECKING:  # a type checker is to see that the attribute is missing
+
+        def __getattr__(self, name: str) -> object:
+            raise renamed_attribute(self, name, {"fresh": "trainable"})
 
 
 @dataclass(frozen=True)

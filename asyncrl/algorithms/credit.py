@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
+from asyncrl.algorithms.renamed import renamed_attribute
 from asyncrl.registry import Registry, bind_options
 from asyncrl.types import EpisodeResult
 
@@ -36,6 +37,11 @@ class Trace(NamedTuple):
     trainable: np.ndarray = NONE
     reference: np.ndarray = NONE
 
+    if not TYPE_CHECKING:  # type: ignore[misc]  # a type checker is to see that the attribute is missing
+
+        def __getattr__(self, name: str) -> object:
+            raise renamed_attribute(self, name, {"fresh": "trainable"})
+
 
 @dataclass(frozen=True)
 class AdvantageInput:
@@ -62,6 +68,11 @@ class AdvantageInput:
     def others(self) -> list[EpisodeResult]:
         """Return the siblings without the episode itself. Who they are does not depend on it."""
         return [sibling for position, sibling in enumerate(self.siblings) if position != self.position]
+
+    if not TYPE_CHECKING:  # a type checker is to see that the attribute is missing
+
+        def __getattr__(self, name: str) -> object:
+            raise renamed_attribute(self, name, {"place": "position"})
 
 
 AdvantageValues = float | np.ndarray

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from asyncrl.algorithms.correction import Correction, Level, summed
+from asyncrl.algorithms.renamed import renamed_attribute
 from asyncrl.registry import Registry, bind_options
 
 if TYPE_CHECKING:
@@ -61,6 +62,11 @@ class LossInput:
         """[N] likewise, divided by their number; 0 in an episode without any."""
         total, count = summed(value, self.row, self.trainable)
         return total / count
+
+    if not TYPE_CHECKING:  # a type checker is to see that the attribute is missing
+
+        def __getattr__(self, name: str) -> object:
+            raise renamed_attribute(self, name, {"fresh": "trainable"})
 
 
 @dataclass(frozen=True)

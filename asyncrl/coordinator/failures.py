@@ -61,8 +61,7 @@ class FirstAttempts:
 
     A run in which one attempt in ten lands must not be ended. If nine in ten fail by chance, MIN_ATTEMPTS in
     a row do once in 700,000 launches (0.9 ** 128 = 1.4e-6). If nine samples in ten fail at every attempt, for
-    a
-    missing column for instance, more attempts at a sample tell nothing new: MIN_SAMPLES in a row fail once in
+    example by a missing column, more attempts at a sample tell nothing new: MIN_SAMPLES in a row fail once in
     850 launches (0.9 ** 64 = 0.0012). With 8 episodes per group and 2 retries this is known after 1,536
     attempts at the latest. Untrained groups end a run only after 50 batches' worth of groups: 38,400
     attempts.

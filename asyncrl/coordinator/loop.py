@@ -7,8 +7,7 @@ unblocks: all other processes
 Each pass of the loop calls, in order: `Poller.wait`, `_drain_socket` (messages into the state), `_advance`
 (admission, deadlines, assignments), `queue_acks`, `RunState.persist` (one transaction, then the replies).
 Replies go out only after the transaction commits, so a kill -9 cannot undo anything that a peer knows of.
-Nothing else
-commits: a pass that an error interrupts has not happened.
+Nothing else commits: a pass that an error interrupts has not happened.
 """
 
 from __future__ import annotations

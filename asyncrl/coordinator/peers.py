@@ -80,8 +80,7 @@ class Peers(Generic[P]):
         """Handle the hello of a process, first or repeated, and return the process's record.
 
         A process that was replaced by a later start (or is older than `newest_incarnation`), or that belongs
-        to
-        an earlier launch, is told to end: the result is None.
+        to an earlier launch, has to end: the result is None.
 
         Args:
             join: makes the record of a new process.

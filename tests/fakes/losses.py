@@ -31,8 +31,8 @@ def loss_input(
 ) -> LossInput:
     """Return a loss's input.
 
-    Log-probs that are left out equal `logp`; advantage and weight are 1, and all tokens belong to one trainable
-    episode.
+    Log-probs that are left out equal `logp`; advantage and weight are 1, and all tokens belong to a
+    trainable episode.
     """
     count = len(logp)
     named = {"prox": logp, "mu": logp, "advantage": [1.0] * count, **columns}

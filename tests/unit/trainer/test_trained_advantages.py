@@ -50,7 +50,7 @@ def of(packed: PackedEpisode) -> tuple[str, str, int, list[float], list[bool]]:
         packed.group,
         packed.place,
         packed.array("prox").tolist(),
-        packed.array("fresh").tolist(),
+        packed.array("trainable").tolist(),
     )
 
 
@@ -86,7 +86,7 @@ def test_a_token_that_the_reference_cannot_score_changes_nothing_else() -> None:
     assert by_turn == [-0.5 * 2 * (1 - THIRD)]
     assert found.planned.own.reward == THIRD + by_turn[0] and found.rewards[1] == 0
     view = _loss_arrays(broken)
-    assert view["fresh"].tolist() == [True, False, True, False]
+    assert view["trainable"].tolist() == [True, False, True, False]
     assert view["reference"].tolist() == [-1, 0, -1, 0] and view["prox"][1] == 0
 
 
