@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from itertools import takewhile
 
 import msgspec
@@ -16,7 +16,7 @@ import msgspec
 from asyncrl.buffer.records import EpisodeRecord, GroupRecord, State
 from asyncrl.buffer.replay import ReplayBuffer
 from asyncrl.buffer.shifts import Outlook
-from asyncrl.buffer.staleness import GroupSlots, oldest_version_of, upcoming_slots
+from asyncrl.buffer.staleness import oldest_version_of, upcoming_slots
 from asyncrl.config import Packing
 from asyncrl.errors import ProtocolError
 from asyncrl.types import DropReason, EpisodeResult
@@ -149,17 +149,39 @@ class Batches:
             ranks: number of ranks among which the part is partitioned.
             token_budget: tokens of a micro-batch; 0: `micro_batch_tokens`.
         """
-        batch = self.by_step.get(step)
-        if batch is None:
-            batch = self.by_step[step] = Batch(step)
+        batch = self.by_step.setdefault(step, Batch(step))
 
-        if part_index < len(batch.micros):
-            uids: list[str] | None = batch.micros[part_index]
+        if part_index < len(batch.micros):  # a retry, or a step that a restarted trainer repeats
+            uids = batch.micros[part_index]
+        elif batch.closed:
+            return []
         else:
-            uids = [] if batch.closed else self._add_part(batch, ranks)
+            token_limit = MAX_MICRO_BATCHES_PER_PART * self.micro_batch_tokens * ranks
+            episodes, _, batch_full = self._select_ready(batch, ranks, token_limit)
+
+            if not episodes:
+                if not batch_full or not batch.planned:  # a step without data is impossible
+                    return None
+                batch.closed = True
+                self.buffer.closed_step = step
+                self._changed_steps.add(step)
+                return []
+
+            for episode in episodes:
+                self.buffer.take_episode(episode, step)
+                self.planned_episodes[episode.uid] = episode
+                group = self.buffer.live_groups[episode.group]
+                if group.id not in self.baselines:
+                    self.baselines[group.id] = Baseline.of_group(group, self.buffer.episodes)
+                if group.step == step and not group.filtered:  # a late member does not count its group
+                    batch.groups.add(group.id)
+
+            uids = [episode.uid for episode in episodes]
+            batch.micros.append(uids)
+            self._changed_steps.add(step)
 
         token_budget = token_budget or self.micro_batch_tokens
-        if uids and (batch.ranks, batch.budget) != (ranks, token_budget):
+        if (batch.ranks, batch.budget) != (ranks, token_budget):
             batch.ranks = ranks
             batch.budget = token_budget
             self._changed_steps.add(step)
@@ -172,120 +194,97 @@ class Batches:
         if part_index < len(batch.micros) or batch.closed or self.over:
             return Outlook(ready=True, group_fraction=1.0, batch_complete=True)
 
-        ready_episodes, new_groups, batch_full = self._select_ready(batch, ranks, math.inf)
+        episodes, new_groups, batch_full = self._select_ready(batch, ranks, math.inf)
+        has_answer = bool(episodes) or (batch_full and bool(batch.planned))
         group_fraction = len(batch.groups | new_groups) / self.buffer.config.groups_per_batch
-        return Outlook(
-            bool(ready_episodes) or (batch_full and bool(batch.planned)), group_fraction, batch_full
-        )
-
-    def _add_part(self, batch: Batch, ranks: int) -> list[str] | None:
-        """Add the ready trajectories as a part. If there are none, close the batch if it is full."""
-        ready_episodes, _, batch_full = self._select_ready(
-            batch, ranks, MAX_MICRO_BATCHES_PER_PART * self.micro_batch_tokens * ranks
-        )
-        if not ready_episodes:
-            return self._close_batch(batch) if batch_full else None
-
-        for episode in ready_episodes:
-            self.buffer.take_episode(episode, batch.step)
-            self.planned_episodes[episode.uid] = episode
-            group = self.buffer.live_groups[episode.group]
-            if group.id not in self.baselines:
-                self.baselines[group.id] = Baseline.of_group(group, self.buffer.episodes)
-            if group.step == batch.step and not group.filtered:  # a late member does not count its group
-                batch.groups.add(group.id)
-
-        batch.micros.append([episode.uid for episode in ready_episodes])
-        self._changed_steps.add(batch.step)
-        return batch.micros[-1]
+        return Outlook(ready=has_answer, group_fraction=group_fraction, batch_complete=batch_full)
 
     def _select_ready(
         self, batch: Batch, ranks: int, token_limit: float
     ) -> tuple[list[EpisodeRecord], set[int], bool]:
-        """Select the trajectories of the next part, at most `token_limit` tokens.
+        """Select the trajectories that are trained next; none if the trainer should wait for more.
 
-        Nothing is selected until the trajectories are worth training or the batch is full. Late members that
-        are not worth a part alone are left to the next batch, if there is one.
-
-        Returns:
-            the trajectories, their new groups, and whether the batch is full with these groups.
-        """
-        slots = upcoming_slots(self.buffer)
-        ready_episodes, new_groups = self._collect_ready(batch, slots, token_limit)
-
-        groups_per_batch = self.buffer.config.groups_per_batch
-        batch_full = (
-            len(batch.groups | new_groups) >= groups_per_batch
-            or self._is_last_batch(batch, new_groups)
-            or (self._refill_limit_reached and slots.may_close)
-        )
-
-        worth_training = self._worth_training(ready_episodes, new_groups, ranks)
-        last_chance = (
-            self.buffer.prompts.over or batch.step + 1 >= self.buffer.total_groups // groups_per_batch
-        )
-        leave_to_next = not (worth_training or last_chance) and all(
-            self._may_wait(episode, batch.step) for episode in ready_episodes
-        )
-
-        if leave_to_next or not (worth_training or batch_full):
-            ready_episodes = []
-        return ready_episodes, new_groups, batch_full
-
-    def _may_wait(self, episode: EpisodeRecord, step: int) -> bool:
-        """Return True for a late member of a taken or filtered group that is not stale in the next batch."""
-        group = self.buffer.live_groups[episode.group]
-        is_late = (group.step >= 0 or group.filtered) and episode.member not in group.baseline
-        return is_late and episode.oldest > step - self.buffer.config.max_staleness
-
-    def _worth_training(
-        self, ready_episodes: Sequence[EpisodeRecord], new_groups: set[int], ranks: int
-    ) -> bool:
-        """Return True if the ready trajectories should be trained now, without waiting for more.
-
-        That holds for a full micro-batch per rank, and for MIN_TOKEN_FRACTION of these tokens if they come
-        from MIN_GROUP_FRACTION of the batch's groups. The time of a smaller part would be mostly spent on
+        Ready trajectories are trained once they fill a micro-batch on every rank. MIN_TOKEN_FRACTION of these
+        tokens is enough if the trajectories come from MIN_GROUP_FRACTION of the batch's groups; any number is
+        enough if nothing more can enter the batch. The time of a smaller part would be mostly spent on
         gathering weights and launching kernels.
 
         Example: a batch of 8 groups of 1,000 tokens each, and micro_batch_tokens 8192. On one rank 3 ready
         groups are trained at once, as 3,000 > 8192 * MIN_TOKEN_FRACTION; on two ranks 5 groups.
+
+        Args:
+            token_limit: no further group is selected once the selected groups have this many tokens.
+
+        Returns:
+            the trajectories, the untaken groups among all candidates, and whether the batch is full with
+            these groups.
         """
-        many_groups = len(new_groups) >= MIN_GROUP_FRACTION * self.buffer.config.groups_per_batch
-        min_tokens = (MIN_TOKEN_FRACTION if many_groups else 1) * self.micro_batch_tokens * ranks
-        return self._count_tokens(ready_episodes) >= min_tokens
+        buffer = self.buffer
+        config = buffer.config
+        min_version = batch.step - config.max_staleness
 
-    def _count_tokens(self, episodes: Sequence[EpisodeRecord]) -> int:
-        """Estimate the tokens that ranks compute. With tree packing a group's prompt is computed once."""
-        tokens = sum(episode.tokens for episode in episodes)
-        if self.packing == "tree":
-            prompt_tokens = {episode.group: episode.stats.prompt for episode in episodes}
-            tokens += sum(prompt_tokens.values()) - sum(episode.stats.prompt for episode in episodes)
-        return tokens
+        # The candidates are ready members, oldest groups first. Each new group takes a slot of the batch.
+        # With on_stale=hold, slots are kept free for groups that would be stale in a later batch.
+        slots = upcoming_slots(buffer)
+        candidates: list[EpisodeRecord] = []
+        new_groups: set[int] = set()
+        tokens = 0  # estimate of the tokens that ranks compute
+        all_may_wait = True  # all candidates are late members that are not stale in the next batch
 
-    def _close_batch(self, batch: Batch) -> list[str] | None:
-        """Close a batch. An empty batch stays open, as a step without data is impossible."""
-        if not batch.planned:
-            return None
+        for group_id in sorted(buffer.tally.groups_by_state[State.READY]):
+            group = buffer.live_groups[group_id]
+            ready_members: list[EpisodeRecord] = []
+            for member in buffer.trainable_members(group):
+                if member.state is not State.READY:
+                    continue
+                if config.on_stale == "drop" and 0 <= member.oldest < min_version:
+                    buffer.drop_episode(member, DropReason.STALE)
+                else:
+                    ready_members.append(member)
+            if not ready_members:
+                continue
 
-        batch.closed = True
-        self.buffer.closed_step = batch.step
-        self._changed_steps.add(batch.step)
-        return []
+            is_late = group.step >= 0 or group.filtered
+            if not is_late:
+                oldest_version = oldest_version_of(buffer, group)
+                if not slots.may_take(oldest_version):
+                    continue
+                slots.take_slot(oldest_version)
+                new_groups.add(group.id)
 
-    def _is_last_batch(self, batch: Batch, new_groups: set[int]) -> bool:
-        """Return True if the data has run out and no trajectory outside of `new_groups` can become ready.
+            candidates += ready_members
+            all_may_wait = all_may_wait and all(
+                is_late and member.member not in group.baseline and member.oldest > min_version
+                for member in ready_members
+            )
+            tokens += sum(member.tokens for member in ready_members)
+            if self.packing == "tree":  # the prompt of a group is computed once
+                tokens -= sum(member.stats.prompt for member in ready_members[:-1])
+            if tokens >= token_limit:
+                break
 
-        Late members are waited for, as each of them would become a batch otherwise. A batch that has begun is
-        trained short; an empty batch is begun only with `flush_at_end`.
-        """
-        tally = self.buffer.tally
-        unfinished_groups = tally.groups_by_state[State.PENDING] | tally.groups_by_state[State.RUNNING]
-        return (
-            (self.flush_at_end or bool(batch.planned))
-            and self.buffer.prompts.over
-            and not unfinished_groups
-            and tally.untaken_groups <= new_groups
+        # The batch is full when nothing more can enter. A short batch is trained if so many groups were
+        # filtered that `max_refill` is reached, or at the end of the data; an empty batch is begun there only
+        # with `flush_at_end`. Late members are waited for first, as each would become a batch otherwise.
+        tally = buffer.tally
+        has_unfinished = bool(tally.groups_by_state[State.PENDING] or tally.groups_by_state[State.RUNNING])
+        data_exhausted = buffer.prompts.over and not has_unfinished and tally.untaken_groups <= new_groups
+        refill_limit_reached = buffer.refills >= config.max_refill * config.groups_per_batch
+        batch_full = (
+            len(batch.groups | new_groups) >= config.groups_per_batch
+            or (data_exhausted and (self.flush_at_end or bool(batch.planned)))
+            or (refill_limit_reached and slots.may_close)
         )
+
+        many_groups = len(new_groups) >= MIN_GROUP_FRACTION * config.groups_per_batch
+        min_tokens = (MIN_TOKEN_FRACTION if many_groups else 1) * self.micro_batch_tokens * ranks
+        last_batch = buffer.prompts.over or batch.step + 1 >= buffer.total_groups // config.groups_per_batch
+
+        # A full batch that could get only a few late members leaves these to the next batch, if there is one.
+        should_wait = not batch_full or (all_may_wait and not last_batch)
+        if tokens < min_tokens and should_wait:
+            candidates = []
+        return candidates, new_groups, batch_full
 
     def drop_remainder(self) -> list[EpisodeRecord]:
         """Drop groups that cannot fill a batch, as the data has run out. Return their running members."""
@@ -293,12 +292,6 @@ class Batches:
         if has_begun or len(self.buffer.tally.untaken_groups) >= self.buffer.config.groups_per_batch:
             return []
         return self.buffer.drop_all(DropReason.END_OF_DATA)
-
-    @property
-    def _refill_limit_reached(self) -> bool:
-        """True if `max_refill` is reached: so many groups were filtered that the batch is trained short."""
-        config = self.buffer.config
-        return self.buffer.refills >= config.max_refill * config.groups_per_batch
 
     @property
     def committed(self) -> int:
@@ -309,55 +302,6 @@ class Batches:
     def over(self) -> bool:
         """True if the data has run out and no trajectory is left to train."""
         return self.buffer.prompts.over and not self.buffer.live_groups
-
-    # -- selection -----------------------------------------------------------------------------------
-
-    def _collect_ready(
-        self, batch: Batch, slots: GroupSlots, token_limit: float
-    ) -> tuple[list[EpisodeRecord], set[int]]:
-        """Collect ready trajectories that may enter the batch, oldest group first, until `token_limit`.
-
-        Each new group takes one of the `slots`. Returns the trajectories and the new groups.
-        """
-        ready_episodes: list[EpisodeRecord] = []
-        new_groups: set[int] = set()
-
-        for group in [
-            self.buffer.live_groups[number]
-            for number in sorted(self.buffer.tally.groups_by_state[State.READY])
-        ]:
-            usable_members = self._usable_members(group, batch.step)
-            if not usable_members:
-                continue
-
-            if group.step < 0 and not group.filtered:  # late members need no room
-                oldest_version = oldest_version_of(self.buffer, group)
-                if not slots.may_take(oldest_version):
-                    continue
-                slots.take_slot(oldest_version)
-                new_groups.add(group.id)
-
-            ready_episodes += usable_members
-            token_limit -= self._count_tokens(usable_members)
-            if token_limit <= 0:
-                break
-
-        return ready_episodes, new_groups
-
-    def _usable_members(self, group: GroupRecord, step: int) -> list[EpisodeRecord]:
-        """Return the ready members of a group. With on_stale=drop, stale members are dropped here."""
-        ready_members = [
-            episode for episode in self.buffer.trainable_members(group) if episode.state is State.READY
-        ]
-        if self.buffer.config.on_stale != "drop":
-            return ready_members
-
-        min_version = step - self.buffer.config.max_staleness
-        for episode in [episode for episode in ready_members if 0 <= episode.oldest < min_version]:
-            ready_members.remove(episode)
-            self.buffer.drop_episode(episode, DropReason.STALE)
-
-        return ready_members
 
     # -- commit, rollback, retention -----------------------------------------------------------------
 

@@ -197,4 +197,4 @@ def cut_back(buffer: ReplayBuffer, episode: EpisodeRecord, readable_turns: Seque
     episode.attempt += 1
     episode.worker = ""
     buffer.mark_changed(episode)
-    buffer.move_episode(episode, State.PENDING)
+    buffer.set_state(episode, State.PENDING)

@@ -5,7 +5,7 @@ all have ended, or the deadline has passed, the group settles: its members becom
 dropped. Batches (batches.py) take ready members and commit them.
 
 The buffer has no sockets, no clock (`now` is passed in) and no payloads. The coordinator stores
-`changes()` before any message about a change is sent. The rules are in docs/staleness.md.
+`pop_changes()` before any message about a change is sent. The rules are in docs/staleness.md.
 """
 
 from __future__ import annotations
@@ -92,9 +92,8 @@ class ReplayBuffer:
         self.deadlines = Deadlines(self.config.group_deadline if has_deadlines else math.inf)
         self.waiting_tokens = Lifetimes(4096)  # from the end of a turn until a batch may take the episode
 
-        self.live_groups: dict[
-            int, GroupRecord
-        ] = {}  # groups with a member that is not over; has_room counts fewer
+        # Groups with a member that is not over. `has_room` counts fewer groups.
+        self.live_groups: dict[int, GroupRecord] = {}
         self.episodes: dict[str, EpisodeRecord] = {}
         self.tally = Tally()
         # Cached values of staleness.oldest_version_of by group, until a member changes.
@@ -136,7 +135,7 @@ class ReplayBuffer:
         return changed_groups, changed_episodes, moved_episodes
 
     def find_unwritten(self, uid: str) -> EpisodeRecord | None:
-        """Return an episode that is in memory, or has left memory since the last call of `changes`."""
+        """Return an episode that is in memory, or has left memory since the last `pop_changes`."""
         return self.episodes.get(uid) or self._changed_episodes.get(uid) or self._moved_episodes.get(uid)
 
     def mark_changed(self, episode: EpisodeRecord) -> None:
@@ -230,7 +229,7 @@ class ReplayBuffer:
         episode.assign_seq = sequence_number
         episode.min_version = min_version
         self.mark_changed(episode)
-        self.move_episode(episode, State.RUNNING)
+        self.set_state(episode, State.RUNNING)
 
         group = self.live_groups[episode.group]
         if math.isnan(group.started):
@@ -247,7 +246,7 @@ class ReplayBuffer:
         episode.result = result
         episode.stats = stats
         self.mark_changed(episode)
-        self.move_episode(episode, State.LANDED)
+        self.set_state(episode, State.LANDED)
 
         if not episode.greedy:
             self.cohorts.add_landed(group.issued_step, episode)
@@ -274,7 +273,7 @@ class ReplayBuffer:
 
         if not will_retry:
             group = self.live_groups[episode.group]
-            self._set_state(episode, State.FAILED, reason)
+            self.set_state(episode, State.FAILED, reason)
             running_members = [
                 member for member in self.trainable_members(group) if member.state is State.RUNNING
             ]
@@ -285,7 +284,7 @@ class ReplayBuffer:
 
         if not episode.turns and not episode.open:
             self.waiting_tokens.forget_lives(episode.uid)
-        self.move_episode(episode, State.PENDING)
+        self.set_state(episode, State.PENDING)
         return []
 
     # -- groups --------------------------------------------------------------------------------------
@@ -334,20 +333,20 @@ class ReplayBuffer:
             for episode in landed_members:
                 self._mark_ready(episode, now)
             if greedy_episode is not None:
-                self._set_state(greedy_episode, State.FILTERED, FilterReason.BASELINE)
+                self.set_state(greedy_episode, State.FILTERED, FilterReason.BASELINE)
 
     def _land_late(self, group: GroupRecord, episode: EpisodeRecord, now: float) -> None:
         """Make a late member ready, or filter the member if its siblings have earned the same."""
         siblings = [self.episodes[group.members[member]] for member in group.late_siblings]
         if self._earned_equal([episode, *siblings], None):
-            self._set_state(episode, State.FILTERED, FilterReason.ZERO_VARIANCE)
+            self.set_state(episode, State.FILTERED, FilterReason.ZERO_VARIANCE)
             self._forget_if_over(group)
         else:
             self._mark_ready(episode, now)
 
     def _mark_ready(self, episode: EpisodeRecord, now: float) -> None:
         self.waiting_tokens.end_lives(episode.uid, now)
-        self._set_state(episode, State.READY)
+        self.set_state(episode, State.READY, reason="")
 
     def _earned_equal(
         self, compared_episodes: list[EpisodeRecord], greedy_episode: EpisodeRecord | None
@@ -386,12 +385,12 @@ class ReplayBuffer:
         discarded_states = (State.LANDED,) if state is State.FILTERED else IN_FLIGHT
         for uid in group.members:
             if self.episodes[uid].state in discarded_states:
-                self._set_state(self.episodes[uid], state, reason)
+                self.set_state(self.episodes[uid], state, reason)
         self._forget_if_over(group)
 
     def drop_episode(self, episode: EpisodeRecord, reason: DropReason) -> None:
         """Give up a ready, landed or not yet running episode."""
-        self._set_state(episode, State.DROPPED, reason)
+        self.set_state(episode, State.DROPPED, reason)
         self._forget_if_over(self.live_groups[episode.group])
 
     def drop_corrupt(self, episode: EpisodeRecord) -> None:
@@ -445,12 +444,12 @@ class ReplayBuffer:
             self._changed_groups[group.id] = group
 
         episode.step = step
-        self._set_state(episode, State.TAKEN)
+        self.set_state(episode, State.TAKEN, reason="")
 
     def mark_trained(self, episodes: Sequence[EpisodeRecord]) -> None:
         for episode in episodes:
             self.cohorts.add_trained(self.live_groups[episode.group].issued_step, episode)
-            self._set_state(episode, State.TRAINED)
+            self.set_state(episode, State.TRAINED, reason="")
 
         for group_id in {episode.group for episode in episodes}:
             self._forget_if_over(self.live_groups[group_id])
@@ -460,21 +459,24 @@ class ReplayBuffer:
         self.committed = step
         self.refills = 0
 
-    def _set_state(self, episode: EpisodeRecord, state: State, reason: str = "") -> None:
-        episode.reason = reason
-        if reason:
-            self.reasons[f"{state}/{reason}"] += 1
-        self.move_episode(episode, state)
+    def set_state(self, episode: EpisodeRecord, state: State, reason: str | None = None) -> None:
+        """Set the state of a live episode. All counts follow, as no other method sets this state.
 
-    def move_episode(self, episode: EpisodeRecord, state: State) -> None:
-        """Set the state of an episode and leave the reason unchanged."""
+        Args:
+            reason: why the episode ended. None leaves the reason unchanged: until an episode is ready, its
+                record tells why the last attempt failed.
+        """
         if episode.state in (State.PENDING, State.RUNNING) and state in (State.FAILED, State.DROPPED):
             self.abandoned_tokens += episode.sampled
 
         self.tally.move_episode(episode, state)
+        if reason is not None:
+            episode.reason = reason
+        if reason:
+            self.reasons[f"{state}/{reason}"] += 1
+
         self._moved_episodes[episode.uid] = episode
         self.oldest_versions.pop(episode.group, None)
-
         if state in FINAL_STATES:
             self.waiting_tokens.forget_lives(episode.uid)
 

@@ -33,7 +33,7 @@ def test_an_old_attribute_names_the_new_one(owner: Any, old: str, new: str) -> N
     with pytest.raises(AttributeError, match=f"has no attribute '{old}'; it is called '{new}' now"):
         getattr(owner, old)
     with pytest.raises(AttributeError, match=r"has no attribute 'other'$"):
-        owner.other
+        _ = owner.other
     assert hasattr(owner, new)
 
 

@@ -200,7 +200,9 @@ class FlowMachine(RuleBasedStateMachine):
     @rule()
     def step(self) -> None:
         """Ask for the next micro-batch; at the end of the batch, commit."""
-        short = self.batches._refill_limit_reached or self.buffer.prompts.over
+        config = self.buffer.config
+        refill_limit_reached = self.buffer.refills >= config.max_refill * config.groups_per_batch
+        short = refill_limit_reached or self.buffer.prompts.over
         plan = self.batches.next_part(self.batches.committed, self.micro, 1)
         if plan is None:
             return

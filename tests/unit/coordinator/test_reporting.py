@@ -73,7 +73,7 @@ def test_an_episode_counts_half_when_it_lands_and_whole_when_it_is_taken(reporte
     """The default batch is of 32 groups of 8 episodes."""
     episodes = list(reporter.state.buffer.episodes.values())
     for episode, state in zip(episodes, (State.LANDED, State.TAKEN), strict=False):
-        reporter.state.buffer.move_episode(episode, state)
+        reporter.state.buffer.set_state(episode, state)
     assert len(episodes) > 1 and reporter.batch_fraction() == 1.5 / (32 * 8)
 
 
