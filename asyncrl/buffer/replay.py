@@ -14,7 +14,6 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
-from asyncrl.buffer.cohorts import Cohorts
 from asyncrl.buffer.lifetimes import Deadlines, Lifetimes
 from asyncrl.buffer.prompts import ComparedParts, Prompts, all_equal, solved
 from asyncrl.buffer.records import (
@@ -109,7 +108,6 @@ class ReplayBuffer:
         self.settled_counts: Counter[str] = Counter()  # groups by outcome, of this process
         self.refills = 0  # groups filtered since the last batch was committed
         self.abandoned_tokens = 0  # model tokens of durable turns that were given up
-        self.cohorts = Cohorts()
 
         self._changed_episodes: dict[str, EpisodeRecord] = {}
         self._moved_episodes: dict[str, EpisodeRecord] = {}  # episodes whose state has changed
@@ -161,7 +159,6 @@ class ReplayBuffer:
         self.departed_counts = Counter(departed_counts)
 
         for group in self.live_groups.values():
-            self.cohorts.exclude_step(group.issued_step)
             self.deadlines.restore_group(group, now)
             self.tally.add_group(group, [self.episodes[uid] for uid in group.members])
 
@@ -211,7 +208,6 @@ class ReplayBuffer:
         self.tally.add_group(group, [self.episodes[uid] for uid in member_uids])
         self.next_group = group_id + 1
         self.prompts.cursor = position + 1
-        self.cohorts.add_group(step)
 
         return group
 
@@ -247,9 +243,6 @@ class ReplayBuffer:
         episode.stats = stats
         self.mark_changed(episode)
         self.set_state(episode, State.LANDED)
-
-        if not episode.greedy:
-            self.cohorts.add_landed(group.issued_step, episode)
         self._note_member_end(group, now)
 
         if group.settled:
@@ -448,7 +441,6 @@ class ReplayBuffer:
 
     def mark_trained(self, episodes: Sequence[EpisodeRecord]) -> None:
         for episode in episodes:
-            self.cohorts.add_trained(self.live_groups[episode.group].issued_step, episode)
             self.set_state(episode, State.TRAINED, reason="")
 
         for group_id in {episode.group for episode in episodes}:
@@ -492,7 +484,6 @@ class ReplayBuffer:
         del self.live_groups[group.id]
         self.deadlines.forget_group(group)
         self._changed_groups[group.id] = group  # written as over
-        self.cohorts.close_group(group.issued_step)
         self.tally.remove_group(group)
         self.oldest_versions.pop(group.id, None)
 

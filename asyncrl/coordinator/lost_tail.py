@@ -34,7 +34,6 @@ def recover_commits(state: RunState, step: int, now: float) -> None:
     with ProtocolError.instead_of(CheckpointError, text=refusal, advice=ADVICE):
         manifests = checkpoints.lineage(step, known_steps)
 
-    state.buffer.cohorts.exclude_step(known_steps)
     trained_uids = [uid for manifest in manifests for uid in manifest.trained]
     trained_before = state.buffer.state_counts()[State.TRAINED]
     _mark_trained(state, trained_uids, step, now)

@@ -333,13 +333,13 @@ class Reporter:
         return row
 
     def _group_metrics(self, step: int) -> dict[str, float]:
-        """Return metrics of the groups settled since the last row, and of cohorts that are over."""
+        """Return metrics of the groups settled since the last row."""
         state = self.state
         settled_counts: Counter[str] = Counter(state.buffer.settled_counts)
         earlier_counts = self._settled_counts
         self._settled_counts = settled_counts
         settled_groups = (settled_counts - earlier_counts).total()
-        row = state.buffer.cohorts.pop_gaps(before_step=step)
+        row = dict[str, float]()
 
         if settled_groups:
             filtered_groups = settled_counts[State.FILTERED] - earlier_counts[State.FILTERED]

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from asyncrl.buffer.batches import Baseline
-from asyncrl.buffer.cohorts import Cohorts
 from asyncrl.buffer.payloads import cut_back
 from asyncrl.buffer.records import MAX_LOSSES, EpisodeRecord, GroupRecord, State
 from asyncrl.buffer.replay import ReplayBuffer, running_attempt
@@ -287,63 +286,6 @@ def test_the_others_are_compared_with_the_reward_of_a_ready_member_that_is_dropp
     assert rewards(buffer, 0) == [1.0, 0.0, 0.5]
 
 
-# -- cohorts ------------------------------------------------------------------------------------------------
-
-
-def episode(reward: float, tokens: int) -> EpisodeRecord:
-    return EpisodeRecord("0.0", 0, 0, result=EpisodeResult(reward, tokens))
-
-
-def test_gaps_are_trained_minus_landed_of_the_same_cohort() -> None:
-    cohorts = Cohorts()
-    for step in (0, 0, 1):
-        cohorts.add_group(step)
-    for step, reward, tokens in ((0, 1.0, 10), (0, 0.0, 30), (0, 0.0, 20), (1, 5.0, 8)):
-        cohorts.add_landed(step, episode(reward, tokens))
-    cohorts.add_trained(0, episode(1.0, 10))
-    cohorts.add_trained(0, episode(0.0, 20))
-    cohorts.close_group(0)
-    assert cohorts.pop_gaps(before_step=1) == {}  # a group of it is not over
-    cohorts.close_group(0)
-    assert cohorts.pop_gaps(before_step=0) == {}  # more may be issued at this step
-    # trained: mean reward 1/2, length 15; landed: 1/3, 20
-    gaps = cohorts.pop_gaps(before_step=1)
-    assert abs(gaps["cohort/reward_gap"] - 1 / 6) < 1e-15
-    assert gaps["cohort/length_gap"] == -5.0
-    assert cohorts.pop_gaps(before_step=9) == {}  # reported once; of cohort 1 nothing was trained
-
-
-def test_several_cohorts_weigh_by_what_they_trained() -> None:
-    cohorts = Cohorts()
-    for step, landed, trained in ((0, (1.0, 0.0), (1.0,)), (1, (1.0, 1.0, 1.0), (1.0, 1.0, 1.0))):
-        cohorts.add_group(step)
-        for reward in landed:
-            cohorts.add_landed(step, episode(reward, 1))
-        for reward in trained:
-            cohorts.add_trained(step, episode(reward, 1))
-        cohorts.close_group(step)
-    assert cohorts.pop_gaps(before_step=2)["cohort/reward_gap"] == (1 * 0.5 + 3 * 0.0) / 4
-
-
-def test_a_cohort_that_a_restart_cut_in_two_is_left_out() -> None:
-    buffer, _ = make(groups_per_batch=1)
-    admit(buffer, 1, step=3)
-    again, batches = make(groups_per_batch=1, filter_zero_variance=True)
-    again.restore_groups(buffer.live_groups.values(), buffer.episodes.values(), {}, 0.0)
-    again.next_group = 1
-    admit(again, 1, step=3)
-    admit(again, 2, step=4)
-    land_group(again, 0, 1.0, 0.0), land_group(again, 1, 1.0, 0.0)
-    train(batches, 0), train(batches, 1)
-    assert again.cohorts.pop_gaps(before_step=4) == {}
-    land_group(again, 2, 1.0, 0.0), land_group(again, 3, 1.0, 1.0)  # the second is filtered
-    train(batches, 2)
-    assert again.cohorts.pop_gaps(before_step=5) == {
-        "cohort/reward_gap": 0.5 - 0.75,
-        "cohort/length_gap": 0.0,
-    }
-
-
 def contents(value: Any) -> Any:
     """All that an object holds, down to plain values and records, as text: NaN is not equal to itself."""
     if isinstance(value, dict):
@@ -356,7 +298,7 @@ def contents(value: Any) -> Any:
 
 
 def test_a_buffer_that_was_in_use_is_restored_as_a_new_one_is() -> None:
-    """Nothing of what was undone stays: no deadline, no cohort, no time that tokens wait, no total."""
+    """Nothing of what was undone stays: no deadline, no time that tokens wait, no total."""
     sizes = {"groups_per_batch": 1, "group_policy": "partial", "group_deadline": 9.0, "on_stale": "hold"}
     used, batches = make(**sizes)
     admit(used, 4)
@@ -381,12 +323,3 @@ def test_a_buffer_that_was_in_use_is_restored_as_a_new_one_is() -> None:
         del buffer.prompts  # the order of the data, which the coordinator restores
     assert contents(used) == contents(fresh)
     count_again(used)
-
-
-def test_the_greedy_episode_is_of_no_cohort() -> None:
-    buffer, batches = make(groups_per_batch=1, greedy=True)
-    admit(buffer, 1)
-    land_group(buffer, 0, 1.0, 0.0)
-    land(buffer, "0.2", 100.0)
-    train(batches, 0)
-    assert buffer.cohorts.pop_gaps(before_step=1) == {"cohort/reward_gap": 0.0, "cohort/length_gap": 0.0}

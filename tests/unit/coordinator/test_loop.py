@@ -442,7 +442,7 @@ def test_a_store_error_at_a_busy_moment_is_no_lost_episode(setup: LoopSetup, fau
         return
     count_again(buffer)
     assert buffer.account() == stored and buffer.reasons == reasons
-    assert not buffer.waiting_tokens.running_weight(math.inf) and buffer.cohorts.pop_gaps(before_step=9) == {}
+    assert not buffer.waiting_tokens.running_weight(math.inf)
     summary = read_summary(setup.run_dir)
     assert summary["conserved"] and summary["outcome"] == "failed"
     assert summary["flow"] == msgspec.structs.asdict(stored)

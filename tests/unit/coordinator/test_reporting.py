@@ -193,19 +193,9 @@ def test_live_groups_are_those_of_rule_1(reporter: Reporter) -> None:
     assert reporter.gauges()["async/live_groups"] == len(buffer.live_groups) - 1
 
 
-def test_cohorts_and_retired_samples_are_reported(reporter: Reporter) -> None:
-    buffer = reporter.state.buffer
-    buffer.prompts.retired_samples = {3, 4}
-    episode = EpisodeRecord("0.0", 0, 0, result=EpisodeResult(1.0, 8))
-    buffer.cohorts.add_group(5)
-    for landed_episode in (episode, EpisodeRecord("0.1", 0, 1, result=EpisodeResult(0.0, 4))):
-        buffer.cohorts.add_landed(5, landed_episode)
-    buffer.cohorts.add_trained(5, episode)
-    buffer.cohorts.close_group(5)
-    assert "cohort/reward_gap" not in row(reporter, 5, groups=1)
-    metrics = row(reporter, 6, groups=1)
-    assert (metrics["cohort/reward_gap"], metrics["cohort/length_gap"]) == (0.5, 2.0)
-    assert metrics["data/retired_samples"] == 2.0
+def test_retired_samples_are_reported(reporter: Reporter) -> None:
+    reporter.state.buffer.prompts.retired_samples = {3, 4}
+    assert row(reporter, 5, groups=1)["data/retired_samples"] == 2.0
 
 
 def test_generation_is_reported_per_second_of_the_step_and_per_token(
