@@ -7,29 +7,26 @@
 The loop: `_take_plan`, then `_train_part` for a micro-batch or `_finish_batch` for the optimizer step
 (commit, then publish, then perhaps save), until a plan of kind end or stop. All ranks run the same sequence
 of collectives: rank 0 alone asks for plans and commits, the others follow its broadcasts, and no rank starts
-before all hold their payloads.
+before all hold their payloads. Requests, waits and heartbeats are those of `trainer/client.py`.
 """
 
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
-import msgspec
 import torch
-from torch.distributed import DistNetworkError
 
 from asyncrl.config import RunConfig
-from asyncrl.errors import DeadlineError, GaveUpError, users_code
+from asyncrl.errors import GaveUpError, users_code
 from asyncrl.observe.timeline import START_EVENT, Timeline
 from asyncrl.runtime.liveness import progress_limit, silence_limit
 from asyncrl.trainer import world
 from asyncrl.trainer.batch import with_turns
 from asyncrl.trainer.checkpointing import Checkpointing, shared_checkpoints
+from asyncrl.trainer.client import CoordinatorClient, Stopped, meet_others
 from asyncrl.trainer.device_offload import DeviceOffload, await_devices
 from asyncrl.trainer.learner import Learner, PlannedWork
 from asyncrl.trainer.memory import give_up_message, is_tiny, try_largest
@@ -40,20 +37,11 @@ from asyncrl.trainer.report import RatioRecorder
 from asyncrl.types import PolicyVersion, Turn
 from asyncrl.weights.memory import trim_heap
 from asyncrl.wire.messages import shared, trainer
-from asyncrl.wire.messages.channels import ToTrainerBulk, ToTrainerControl
-from asyncrl.wire.sockets import Endpoints, Link, Poller, identity
+from asyncrl.wire.sockets import Endpoints
 
-Received = tuple[Any, list[bytes]]  # a message with its frames
 log = logging.getLogger("asyncrl.trainer")
-HEARTBEAT_SECONDS = 0.5  # seconds between two heartbeats
-RESEND_SECONDS = 2.0  # seconds after which a request is sent again
 SAVE_POLL_SECONDS = 0.05  # seconds between two checks for the end of a checkpoint
-BROADCAST_POLL_SECONDS = 0.01  # seconds between two checks for rank 0's next word
 SAVE_AGAIN_SECONDS = 5.0  # seconds after a last checkpoint that could not be written
-
-
-class Stopped(Exception):
-    """The coordinator sent Stop."""
 
 
 def run(config: RunConfig, endpoints: Endpoints, rank: int, incarnation: str, rendezvous: str = "") -> int:
@@ -103,22 +91,6 @@ def run(config: RunConfig, endpoints: Endpoints, rank: int, incarnation: str, re
     return 0
 
 
-def meet_others(endpoints: Endpoints, rank: int, incarnation: str, wait_names: Iterator[str]) -> None:
-    """Wait until all ranks have met, and let the coordinator name this wait meanwhile."""
-    link = Link(endpoints.control, ToTrainerControl, identity("trainer", rank, incarnation), endpoints.keys)
-    next_heartbeat = 0.0
-    try:
-        for name in wait_names:
-            if time.monotonic() > next_heartbeat:
-                next_heartbeat = time.monotonic() + HEARTBEAT_SECONDS
-                link.send(trainer.TrainerHeartbeat(rank, 0.0, 0.0, name))
-            answer, _ = link.receive(world.MEET_POLL) or (None, [])
-            if isinstance(answer, shared.Stop):
-                raise Stopped(answer.reason)
-    finally:
-        link.close()
-
-
 class TrainerRank:
     """Runs the loop of one rank around a Learner."""
 
@@ -127,54 +99,53 @@ class TrainerRank:
     ) -> None:
         self.config = config
         self.trainer_world = trainer_world
-        self.incarnation = incarnation
         self.run_dir = Path(config.run_dir) / config.name
-        self.rank = trainer_world.rank
         self.is_first = trainer_world.rank == 0
-        self.broadcast = world.RankZeroBroadcast(trainer_world)
+
+        broadcast = world.RankZeroBroadcast(trainer_world)
         checkpoints = shared_checkpoints(config, self.run_dir, trainer_world)
         self.learner = Learner(config, trainer_world)
         self.checkpointing = Checkpointing(config, checkpoints, self.learner)
         self.checkpointing.resume()
-        self.committed_step = self.learner.step  # acknowledged; the learner is ahead during a commit
-        name = identity("trainer", self.rank, incarnation)
-        self.control = Link(endpoints.control, ToTrainerControl, name, endpoints.keys)
-        self.bulk = Link(endpoints.bulk, ToTrainerBulk, name, endpoints.keys)
-        self._poller = Poller(self.control, self.bulk)
-        self.timeline = Timeline(self.run_dir / "timeline" / f"trainer-{self.rank}.jsonl")
+
+        self.timeline = Timeline(self.run_dir / "timeline" / f"trainer-{trainer_world.rank}.jsonl")
         self.timeline.record_past(START_EVENT, 0.0)
         self.device_offload = DeviceOffload(self.learner, self.timeline, self.run_dir)
         self.stopwatch = self.learner.stopwatch
         self.peak_flops = peak_flops(trainer_world.device, config.model.dtype)
-        self.waiting_for = ""
-        self._reported_wait = ""  # the wait in the newest heartbeat
-        self._silence_limit = silence_limit(config)
-        self._progress_limit = progress_limit(config)
-        self.trainer_epoch = 0
-        self.trained_micro_batches = 0  # reported in heartbeats
-        self.learner.after_micro_batch = self._after_micro_batch
-        self.ratio_recorder = RatioRecorder(self.run_dir, self.rank, config.buffer.groups_per_batch)
+        self.ratio_recorder = RatioRecorder(self.run_dir, trainer_world.rank, config.buffer.groups_per_batch)
         self.learner.ratio_recorder = self.ratio_recorder
-        self._heard_at = time.monotonic()
-        self._next_heartbeat_at = self._heard_at
-        self._batch_uids: list[str] = []
-        self.published_step = -1
-        self.is_repeating = False
-        self.probed_message: trainer.Probed | None = None
+
         self.publishing = Publishing(config, endpoints, self.run_dir, trainer_world, self.learner.policy)
+        self.client = CoordinatorClient(
+            config,
+            endpoints,
+            trainer_world,
+            incarnation,
+            broadcast,
+            self.learner,
+            self.checkpointing,
+            self.publishing,
+        )
+        self.learner.after_micro_batch = self.client.after_micro_batch
+
+        self.trainer_epoch = 0
+        self.is_repeating = False
+        self.published_step = -1
+        self._batch_uids: list[str] = []
 
     # -- the loop --------------------------------------------------------------------------------------
 
     def loop(self) -> None:
         """Take, train, commit, publish, until the coordinator sends Stop."""
         frontier = self._await_welcome().step
-        self.is_repeating = self.committed_step < frontier  # the engines keep their newer weights meanwhile
+        # The engines keep their newer weights while committed steps are repeated.
+        self.is_repeating = self.client.committed_step < frontier
         self._publish_probe()
 
         if not frontier:  # ranks that are started again lose no time on what has been shown
-            self.waiting_for = "trying the largest micro-batch"
-            self._send_heartbeat_if_due(time.monotonic())
-            with self.timeline.span(self.waiting_for):
+            self.client.announce_wait("trying the largest micro-batch")
+            with self.timeline.span(self.client.waiting_for):
                 try_largest(self.learner)
 
         micro_batches = 0
@@ -185,7 +156,7 @@ class TrainerRank:
 
             match plan.kind:
                 case "rest":
-                    self.device_offload.offload(self._meet_ranks)
+                    self.device_offload.offload(self.client.meet_ranks)
                 case "work":
                     self._train_part(plan, work)
                     micro_batches += 1
@@ -199,7 +170,7 @@ class TrainerRank:
                         self._publish_probe()
                     self._save_last()
                     if plan.kind == "end" and self.config.shifts:  # engines still evaluate
-                        self.device_offload.offload(self._meet_ranks)
+                        self.device_offload.offload(self.client.meet_ranks)
                     self._await_stop()
 
     def _train_part(self, plan: trainer.WorkPlan, work: PlannedWork) -> None:
@@ -233,8 +204,8 @@ class TrainerRank:
         metrics |= performance(*self.stopwatch.lap(), metrics, self.peak_flops, self.trainer_world.size)
         with self.timeline.span("wait_commit"), self.stopwatch.phase("wait_commit", waiting=True):
             to_publish = self._commit_step(plan, batch_uids, metrics)
-        self.committed_step = self.learner.step
-        self.ratio_recorder.save_step(self.committed_step)
+        self.client.committed_step = self.learner.step
+        self.ratio_recorder.save_step(self.learner.step)
 
         if to_publish and (self.is_repeating or self.learner.step % self.config.weights.every == 0):
             self.is_repeating = False
@@ -242,21 +213,15 @@ class TrainerRank:
 
         self._save_if_due()
 
-    # -- talking to the coordinator --------------------------------------------------------------------
+    # -- requests to the coordinator -------------------------------------------------------------------
 
     def _await_welcome(self) -> shared.Welcome:
         with self.timeline.span("wait_welcome"), self.stopwatch.phase("wait_welcome", waiting=True):
-            welcome, _ = self._await_answer(self.control, self._greeting(), "the coordinator's welcome")
+            welcome, _ = self.client.request(self.client.hello_message(), "the coordinator's welcome")
         self.trainer_epoch = welcome.trainer_epoch
         self.learner.token_budget = welcome.micro_tokens or self.learner.token_budget
         self.learner.recomputation.recompute_at_least(welcome.recompute_every)
         return welcome
-
-    def _greeting(self) -> trainer.TrainerHello:
-        vocabulary = self.learner.policy.vocabulary
-        return trainer.TrainerHello(
-            self.rank, self.trainer_world.size, self.incarnation, self.committed_step, vocabulary
-        )
 
     def _take_plan(self, micro_batches: int) -> tuple[trainer.WorkPlan, PlannedWork]:
         """Return the next plan, and this rank's part of it with its turns, once all ranks hold their
@@ -270,29 +235,22 @@ class TrainerRank:
             request = trainer.PlanRequest(
                 self.trainer_epoch, step, micro_batches, self.device_offload.is_offloaded
             )
-            plan = self._answer_for_all(
-                self.bulk, request, f"trajectories of step {step}{offload_note}", is_patient=True
+            plan = self.client.request_for_all(
+                request, f"trajectories of step {step}{offload_note}", is_patient=True
             )
 
             for part in self.learner.rank_part(plan.trajectories):
                 payload_request = trainer.PayloadRequest(
                     self.trainer_epoch, step, tuple(trajectory.uid for trajectory in part)
                 )
-                payload_answer, frames = self._await_answer(
-                    self.bulk, payload_request, f"payloads of step {step}"
-                )
+                payload_answer, frames = self.client.request(payload_request, f"payloads of step {step}")
                 planned_work += with_turns(
                     [trajectory for trajectory in part if trajectory.uid not in payload_answer.lost], frames
                 )
 
-            self._meet_ranks("the other ranks' payloads")
+            self.client.meet_ranks("the other ranks' payloads")
 
         return plan, planned_work
-
-    def _meet_ranks(self, wait_name: str) -> None:
-        """Wait for all ranks to be here."""
-        self.broadcast.arrive_at_meeting()
-        self._await_ranks(wait_name, lambda: self.broadcast.all_arrived or None)
 
     def _commit_step(
         self, plan: trainer.WorkPlan, trained_uids: list[str], metrics: dict[str, float]
@@ -301,162 +259,33 @@ class TrainerRank:
         trainer_epoch = self.trainer_epoch
         step = self.learner.step
         commit = trainer.Commit(trainer_epoch, step, plan.plan_hash, tuple(trained_uids), metrics)
-        answer = self._answer_for_all(self.control, commit, f"the commit of step {step}")
+        answer = self.client.request_for_all(commit, f"the commit of step {step}")
         self.checkpointing.best_step = answer.best
         return bool(answer.publish)
-
-    def _answer_for_all(
-        self, link: Link, request: shared.WireMessage, wait_name: str, is_patient: bool = False
-    ) -> Any:
-        """Return the coordinator's answer to rank 0, on all ranks."""
-        if not self.is_first:
-            encoded_answer = self._await_ranks(
-                f"rank 0, which waits for {wait_name}", self.broadcast.next_word, is_patient
-            )
-            return msgspec.msgpack.decode(encoded_answer, type=trainer.WorkPlan | trainer.Committed)
-
-        answer, _ = self._await_answer(link, request, wait_name, is_patient)
-        self.broadcast.send_word(msgspec.msgpack.encode(answer))
-        return answer
-
-    def _await_ranks(self, wait_name: str, poll_value: Callable[[], Any], is_patient: bool = False) -> Any:
-        """Wait for other ranks, with heartbeats. A patient wait is rank 0's for data; any other raises
-        DeadlineError after the run's limit for progress, which is longer than the other ranks' waits. If rank
-        0 is gone it may have been stopped, and this rank's Stop may be on its way."""
-        deadline = time.monotonic() + self._progress_limit
-        try:
-            while (value := poll_value()) is None:
-                if time.monotonic() > deadline and not is_patient:
-                    raise DeadlineError(f"waited {self._progress_limit:g} s for {wait_name}")
-                self.waiting_for = wait_name
-                self.publishing.raise_failure()
-                self._wait_for(BROADCAST_POLL_SECONDS)
-        except DistNetworkError:
-            self._wait_for(RESEND_SECONDS)
-            raise
-
-        self.waiting_for = ""
-        self._send_heartbeat_if_due(time.monotonic())
-
-        return value
-
-    def _await_answer(
-        self, link: Link, request: shared.WireMessage, wait_name: str, is_patient: bool = False
-    ) -> Received:
-        """Send a request, again every RESEND_SECONDS (all are idempotent), until its answer comes.
-
-        A patient wait is for data and ends with the coordinator's Stop only; any other raises DeadlineError
-        after the run's limit for silence, which is longer than the coordinator waits for room on a full disk.
-        """
-        deadline = time.monotonic() + self._silence_limit
-        self.waiting_for = wait_name
-        resend_at = 0.0
-
-        while True:
-            now = time.monotonic()
-            self.publishing.raise_failure()
-            self.publishing.allow_pause()
-
-            if now >= resend_at:
-                link.send(request)
-                resend_at = now + RESEND_SECONDS
-
-            if now > deadline and not is_patient:
-                raise DeadlineError(f"waited {self._silence_limit:g} s for {wait_name}")
-            self._send_heartbeat_or_hello(now)
-            self._poller.wait(HEARTBEAT_SECONDS)
-
-            for received in self._received_messages():
-                if trainer.is_answer(received[0], request):
-                    self.waiting_for = ""
-                    self._send_heartbeat_if_due(now)
-                    return received
-
-    def _received_messages(self) -> Iterator[tuple[Any, list[bytes]]]:
-        """Yield the messages that have arrived on both links. Stop ends the rank in any wait."""
-        for link in (self.control, self.bulk):
-            while (received := link.receive(0)) is not None:
-                self._heard_at = time.monotonic()
-                if isinstance(received[0], shared.Stop):
-                    raise Stopped(received[0].reason)
-                if isinstance(received[0], shared.Welcome):  # a restarted coordinator may not know them
-                    for message in filter(None, (self.probed_message, self.publishing.announced)):
-                        self.control.send(message)
-                yield received
-
-    def _after_micro_batch(self) -> None:
-        """Send heartbeats, and let servers join, during a long batch."""
-        self.trained_micro_batches += 1
-        self._send_heartbeat_if_due(time.monotonic())
-        self.publishing.allow_pause()
-
-    def _send_heartbeat_if_due(self, now: float) -> bool:
-        """Send a heartbeat every HEARTBEAT_SECONDS, and when a wait begins or is over. Returns whether it was
-        sent."""
-        if now < self._next_heartbeat_at and self.waiting_for == self._reported_wait:
-            return False
-        self._next_heartbeat_at = now + HEARTBEAT_SECONDS
-        self._reported_wait = self.waiting_for
-        self.control.send(self._heartbeat_message())
-        return True
-
-    def _send_heartbeat_or_hello(self, now: float) -> None:
-        """Send a heartbeat while waiting, and after silence a hello, for a coordinator that was restarted."""
-        if self._send_heartbeat_if_due(now) and now - self._heard_at > 2 * RESEND_SECONDS:
-            self._heard_at = now
-            self.control.send(self._greeting())
-
-    def _wait_for(self, seconds: float) -> None:
-        """Send heartbeats, and let servers join, for some seconds. Stop ends the wait."""
-        end = time.monotonic() + seconds
-        while (now := time.monotonic()) < end:
-            self.publishing.allow_pause()
-            self._send_heartbeat_or_hello(now)
-            self._poller.wait(min(HEARTBEAT_SECONDS, end - now))
-            list(self._received_messages())
 
     def _await_stop(self) -> NoReturn:
         """Report the checkpoint again until Stop comes: a restarted coordinator does not know the checkpoint
         yet."""
         with self.timeline.span("wait_stop"), self.stopwatch.phase("wait_stop", waiting=True):
-            self._await_answer(
-                self.control, self._checkpointed_message(), "the coordinator's stop", is_patient=True
-            )
+            self.client.request(self._checkpointed_message(), "the coordinator's stop", is_patient=True)
         raise AssertionError("unreachable: only Stop ends this wait")
 
     def _checkpointed_message(self) -> shared.WireMessage:
         """Return rank 0's report for all ranks, or another rank's heartbeat."""
         if not self.is_first:
-            return self._heartbeat_message()
+            return self.client.heartbeat_message()
         newest = self.checkpointing.newest_manifest
         assert newest is not None, "there is none"
         return trainer.Checkpointed(
             self.trainer_epoch, newest.step, newest.trained_total, self.device_offload.is_offloaded
         )
 
-    def _heartbeat_message(self) -> trainer.TrainerHeartbeat:
-        busy_and_idle = (self.stopwatch.busy_s, self.stopwatch.idle_s)
-        checkpointing = self.checkpointing
-        not_saved = checkpointing.checkpoint_problem and f"not saved: {checkpointing.checkpoint_problem}"
-        waiting_text = "; ".join(
-            filter(None, (self.waiting_for, not_saved, self.publishing.unwritten_reason))
-        )
-
-        return trainer.TrainerHeartbeat(
-            self.rank,
-            *busy_and_idle,
-            waiting_text,
-            self.trained_micro_batches,
-            checkpointing.checkpoints.written_bytes,
-            checkpoint_problem=checkpointing.checkpoint_problem,
-        )
-
     def report_failure(self, error: Exception) -> str:
         """Tell the coordinator that this rank gives up the batch. Returns the reason and the coordinator's
         decision."""
-        message = give_up_message(error, self.trainer_epoch, self.rank, self.learner)
+        message = give_up_message(error, self.trainer_epoch, self.trainer_world.rank, self.learner)
         try:
-            self._await_answer(self.control, message, "the coordinator's answer to a batch that was given up")
+            self.client.request(message, "the coordinator's answer to a batch that was given up")
         except Stopped as stop:
             return f"{message.detail}: {stop}"
         raise AssertionError("unreachable: only Stop ends this wait")
@@ -480,10 +309,9 @@ class TrainerRank:
             probe = self.publishing.score_probe()
 
         if self.is_first:
-            self.probed_message = trainer.Probed(
-                PolicyVersion(self.trainer_epoch, self.published_step), probe
-            )
-            self.control.send(self.probed_message)
+            version = PolicyVersion(self.trainer_epoch, self.published_step)
+            self.client.probed_message = trainer.Probed(version, probe)
+            self.client.control.send(self.client.probed_message)
 
     def _save_if_due(self) -> None:
         """Begin a checkpoint if due. Writing goes on beside training, where there is memory for a copy."""
@@ -502,22 +330,21 @@ class TrainerRank:
                     self.checkpointing.begin_checkpoint(self.trainer_epoch, self.device_offload)
                 self._await_saved()
                 if self.checkpointing.problem:
-                    self._wait_for(SAVE_AGAIN_SECONDS)
+                    self.client.wait_for(SAVE_AGAIN_SECONDS)
 
     def _await_saved(self) -> None:
         """Send heartbeats, with the bytes written so far, until the checkpoint under way has ended."""
         while self.checkpointing.is_writing:
-            self.waiting_for = self.checkpointing.write_progress
+            self.client.waiting_for = self.checkpointing.write_progress
             self._report_saved()
-            self._wait_for(SAVE_POLL_SECONDS)
-        self.waiting_for = ""
+            self.client.wait_for(SAVE_POLL_SECONDS)
+        self.client.waiting_for = ""
 
     def _report_saved(self) -> None:
         """Tell the coordinator once the checkpoint under way is complete."""
         if self.checkpointing.poll_checkpoint() and self.is_first:
-            self.control.send(self._checkpointed_message())
+            self.client.control.send(self._checkpointed_message())
 
     def close(self) -> None:
         self.timeline.close()
-        self.control.close()
-        self.bulk.close()
+        self.client.close()

@@ -29,7 +29,7 @@ from asyncrl.data import Samples, samples_path
 from asyncrl.store.checkpoints import Checkpoints
 from asyncrl.store.reader import RunReader
 from asyncrl.store.runstore import RunStore
-from asyncrl.trainer import rank
+from asyncrl.trainer import client, rank
 from asyncrl.trainer.checkpointing import Checkpointing
 from asyncrl.trainer.learner import Learner, PlannedWork
 from asyncrl.trainer.model import published_shards
@@ -130,9 +130,9 @@ def train(config: RunConfig, endpoints: Endpoints, index: int, incarnation: str)
 
     place = f"{run_dir}/{incarnation}" if config.trainer.ranks > 1 else ""
     patched = partial(mock.patch.object, Learner)
-    soon = mock.patch.multiple(rank, RESEND_SECONDS=0.2, HEARTBEAT_SECONDS=0.05, SAVE_POLL_SECONDS=0.01)
     with (
-        soon,
+        mock.patch.multiple(client, RESEND_SECONDS=0.2, HEARTBEAT_SECONDS=0.05),
+        mock.patch.object(rank, "SAVE_POLL_SECONDS", 0.01),
         mock.patch.object(Checkpointing, "mark_due", acknowledged),
         patched("accumulate", accumulating),
         patched("finish", finishing),

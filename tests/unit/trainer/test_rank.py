@@ -17,16 +17,12 @@ from asyncrl.config import CheckpointConfig, TrainerConfig, parse
 from asyncrl.errors import ConfigError, DeadlineError, GaveUpError, UserCodeError, lacks_memory
 from asyncrl.runtime.liveness import progress_limit
 from asyncrl.store.checkpoints import CheckpointError, CheckpointManifest
-from asyncrl.trainer import checkpoint
+from asyncrl.trainer import checkpoint, client
 from asyncrl.trainer import rank as module
 from asyncrl.trainer.checkpointing import Checkpointing
+from asyncrl.trainer.client import HEARTBEAT_SECONDS, Stopped
 from asyncrl.trainer.performance import Stopwatch
-from asyncrl.trainer.rank import (
-    HEARTBEAT_SECONDS,
-    SAVE_AGAIN_SECONDS,
-    Stopped,
-    TrainerRank,
-)
+from asyncrl.trainer.rank import SAVE_AGAIN_SECONDS, TrainerRank
 from asyncrl.trainer.recompute import Recomputation
 from asyncrl.types import PolicyVersion
 from asyncrl.weights.manifest import Probe
@@ -76,7 +72,7 @@ class FakeLink:
 def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     clock = SimpleNamespace(now=100.0)
     clock.monotonic = lambda: clock.now
-    monkeypatch.setattr(module, "time", clock)
+    monkeypatch.setattr(client, "time", clock)
     return clock
 
 
@@ -84,8 +80,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 def rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: SimpleNamespace) -> TrainerRank:
     monkeypatch.setattr(module, "Learner", FakeLearner)
     monkeypatch.setattr(module, "try_largest", lambda learner: None)
-    monkeypatch.setattr(module, "Link", FakeLink)
-    monkeypatch.setattr(module, "Poller", lambda *about: None)
+    monkeypatch.setattr(client, "Link", FakeLink)
+    monkeypatch.setattr(client, "Poller", lambda *about: None)
     publishing = SimpleNamespace(
         raise_failure=lambda: None, allow_pause=lambda: None, announced=None, unwritten_reason=""
     )
@@ -104,7 +100,7 @@ def rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: SimpleNamespace
 
 def beats(rank: TrainerRank) -> list[int]:
     """`work` of all that was sent; nothing but beats was."""
-    sent = rank.control.sent  # type: ignore[attr-defined]
+    sent = rank.client.control.sent  # type: ignore[attr-defined]
     assert all(isinstance(message, TrainerHeartbeat) for message in sent)
     return [message.work for message in sent]
 
@@ -122,27 +118,27 @@ def test_servers_may_join_after_every_micro_batch_and_during_waits(
     rank: TrainerRank, clock: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pauses: list[str] = []
-    monkeypatch.setattr(rank.publishing, "allow_pause", lambda: pauses.append(rank.waiting_for))
+    monkeypatch.setattr(rank.publishing, "allow_pause", lambda: pauses.append(rank.client.waiting_for))
 
     def advance(seconds: float) -> None:
         clock.now += seconds
 
     mail: list[tuple[WireMessage, list[bytes]]] = []
-    rank._poller = SimpleNamespace(wait=advance)  # type: ignore[assignment]
-    rank.bulk.receive = lambda timeout: None  # type: ignore[method-assign]
-    rank.control.receive = lambda timeout: mail.pop() if mail else None  # type: ignore[method-assign]
+    rank.client._poller = SimpleNamespace(wait=advance)  # type: ignore[assignment]
+    rank.client.bulk.receive = lambda timeout: None  # type: ignore[method-assign]
+    rank.client.control.receive = lambda timeout: mail.pop() if mail else None  # type: ignore[method-assign]
 
     rank.learner.work(3)  # type: ignore[attr-defined]
     assert pauses == ["", "", ""]
 
     pauses.clear()
     answers = iter((None, "there"))
-    rank._await_ranks("another rank", lambda: next(answers))
+    rank.client._await_ranks("another rank", lambda: next(answers))
     assert set(pauses) == {"another rank"}
 
     pauses.clear()
     mail.append((Committed(1, publish=False), []))
-    rank._await_answer(rank.control, Commit(0, 1, "", (), {}), "the commit of step 1")
+    rank.client.request(Commit(0, 1, "", (), {}), "the commit of step 1")
     assert pauses == ["the commit of step 1"]
 
     pauses.clear()
@@ -158,7 +154,7 @@ def test_a_rank_that_only_waits_beats_and_tells_no_work(rank: TrainerRank, clock
     rank.learner.work(2)  # type: ignore[attr-defined]
     for _ in range(4):
         clock.now += HEARTBEAT_SECONDS / 2
-        rank._send_heartbeat_or_hello(clock.now)
+        rank.client._send_heartbeat_or_hello(clock.now)
     assert beats(rank) == [1, 2, 2]
 
 
@@ -169,7 +165,7 @@ def test_a_wait_that_is_over_is_withdrawn_before_the_rank_computes(
     seen: list[str] = []
 
     def last_reported_wait() -> str:
-        return next(m.waiting for m in reversed(rank.control.sent) if isinstance(m, TrainerHeartbeat))  # type: ignore[attr-defined]
+        return next(m.waiting for m in reversed(rank.client.control.sent) if isinstance(m, TrainerHeartbeat))  # type: ignore[attr-defined]
 
     def computes(what: str) -> None:
         clock.now += HEARTBEAT_SECONDS / 10  # a beat is not due by the time
@@ -181,9 +177,9 @@ def test_a_wait_that_is_over_is_withdrawn_before_the_rank_computes(
     def stopped() -> None:
         raise Stopped
 
-    rank.bulk.receive = lambda timeout: mail.pop() if mail else None  # type: ignore[method-assign]
-    rank.control.receive = lambda timeout: welcome.pop() if welcome else None  # type: ignore[method-assign]
-    rank._poller = SimpleNamespace(wait=lambda seconds: computes("it waits"))  # type: ignore[assignment]
+    rank.client.bulk.receive = lambda timeout: mail.pop() if mail else None  # type: ignore[method-assign]
+    rank.client.control.receive = lambda timeout: welcome.pop() if welcome else None  # type: ignore[method-assign]
+    rank.client._poller = SimpleNamespace(wait=lambda seconds: computes("it waits"))  # type: ignore[assignment]
     monkeypatch.setattr(module, "try_largest", lambda learner: computes("it tries"))
     monkeypatch.setattr(rank, "_publish_probe", lambda: computes("it scores"))
     monkeypatch.setattr(rank, "_train_part", lambda plan, work: computes("it trains"))
@@ -219,13 +215,13 @@ def test_the_probe_is_scored_for_a_published_version_and_not_while_steps_are_rep
     rank._publish_probe()
     assert done == [PolicyVersion(0, 3), "probe", "probe"]
     probed = Probed(PolicyVersion(0, 3), probe)
-    assert rank.control.sent == [probed, probed]  # type: ignore[attr-defined]
-    rank.control.sent.clear()  # type: ignore[attr-defined]
+    assert rank.client.control.sent == [probed, probed]  # type: ignore[attr-defined]
+    rank.client.control.sent.clear()  # type: ignore[attr-defined]
     welcome = [(Welcome(2, 0, 3), [])]
-    rank.control.receive = lambda wait: welcome.pop() if welcome else None  # type: ignore[method-assign]
-    rank.bulk.receive = lambda wait: None  # type: ignore[method-assign]
-    list(rank._received_messages())
-    assert rank.control.sent == [probed]  # type: ignore[attr-defined]
+    rank.client.control.receive = lambda wait: welcome.pop() if welcome else None  # type: ignore[method-assign]
+    rank.client.bulk.receive = lambda wait: None  # type: ignore[method-assign]
+    list(rank.client._received_messages())
+    assert rank.client.control.sent == [probed]  # type: ignore[attr-defined]
 
 
 def test_no_rank_trains_before_all_hold_their_payloads(rank: TrainerRank, clock: SimpleNamespace) -> None:
@@ -240,14 +236,14 @@ def test_no_rank_trains_before_all_hold_their_payloads(rank: TrainerRank, clock:
         clock.now += seconds
 
     mail = [(WorkPlan(0, 0, "step"), [])]
-    rank.broadcast = Others()  # type: ignore[assignment]
-    rank._poller = SimpleNamespace(wait=advance)  # type: ignore[assignment]
-    rank.bulk.receive = lambda timeout: mail.pop() if mail else None  # type: ignore[method-assign]
-    rank.control.receive = lambda timeout: None  # type: ignore[method-assign]
+    rank.client.broadcast = Others()  # type: ignore[assignment]
+    rank.client._poller = SimpleNamespace(wait=advance)  # type: ignore[assignment]
+    rank.client.bulk.receive = lambda timeout: mail.pop() if mail else None  # type: ignore[method-assign]
+    rank.client.control.receive = lambda timeout: None  # type: ignore[method-assign]
     plan, work = rank._take_plan(0)
     assert (plan.kind, work, [*looks]) == ("step", [], [])
     assert "the other ranks' payloads" in [
-        m.waiting for m in rank.control.sent if isinstance(m, TrainerHeartbeat)
+        m.waiting for m in rank.client.control.sent if isinstance(m, TrainerHeartbeat)
     ]  # type: ignore[attr-defined]
 
 
@@ -262,16 +258,16 @@ def test_a_wait_for_other_ranks_has_an_end(rank: TrainerRank, clock: SimpleNames
         raise DistNetworkError("closed")
 
     stop = [(Stop("over"), [])] if stops else []
-    rank._poller = SimpleNamespace(wait=advance)  # type: ignore[assignment]
-    rank.bulk.receive = lambda timeout: None  # type: ignore[method-assign]
-    rank.control.receive = lambda timeout: stop.pop() if stop and clock.now > 100 else None  # type: ignore[method-assign]
+    rank.client._poller = SimpleNamespace(wait=advance)  # type: ignore[assignment]
+    rank.client.bulk.receive = lambda timeout: None  # type: ignore[method-assign]
+    rank.client.control.receive = lambda timeout: stop.pop() if stop and clock.now > 100 else None  # type: ignore[method-assign]
     with pytest.raises(Stopped if stops else DistNetworkError):
-        rank._await_ranks("rank 0", gone)
+        rank.client._await_ranks("rank 0", gone)
     limit = progress_limit(rank.config)
     with pytest.raises(DeadlineError, match=f"waited {limit:g} s for rank 0"):
-        rank._await_ranks("rank 0", lambda: None)
+        rank.client._await_ranks("rank 0", lambda: None)
     begun = clock.now
-    assert rank._await_ranks("rank 0", lambda: clock.now > begun + 2 * limit or None, is_patient=True)
+    assert rank.client._await_ranks("rank 0", lambda: clock.now > begun + 2 * limit or None, is_patient=True)
 
 
 class FailingDisk:
@@ -327,7 +323,7 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_nobody_hears_of_it(
         rank.learner.step = step
         rank.checkpointing.add_trained([f"{step}.0"])
         if step == 2 * every + 1:
-            assert rank.control.sent == []  # type: ignore[attr-defined]
+            assert rank.client.control.sent == []  # type: ignore[attr-defined]
             assert rank.checkpointing.newest_manifest is None and rank.checkpointing.is_writing
             written.set()
         if step > 2 * every:
@@ -341,7 +337,7 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_nobody_hears_of_it(
         (every, 2 * every + 1, every + 1),
         (2 * every + 1, 3 * every, every - 1),
     ]
-    checkpointed = [message for message in rank.control.sent if isinstance(message, Checkpointed)]  # type: ignore[attr-defined]
+    checkpointed = [message for message in rank.client.control.sent if isinstance(message, Checkpointed)]  # type: ignore[attr-defined]
     assert [message.step for message in checkpointed] == [every, 2 * every + 1, 3 * every]
 
 
@@ -353,17 +349,17 @@ def test_a_checkpoint_that_cannot_be_written_is_tried_again_and_lists_all(
     rank.checkpointing.add_trained(["0.0"])
     rank.checkpointing.begin_checkpoint(1)
     settle(rank)
-    assert rank._heartbeat_message().checkpoint_problem == "step-0: OSError: no space", (
+    assert rank.client.heartbeat_message().checkpoint_problem == "step-0: OSError: no space", (
         "a long step does not hide the failure"
     )
     assert not rank.checkpointing.poll_checkpoint()
     assert rank.checkpointing.mark_due()  # at once, not after the next `every` steps
-    assert rank._heartbeat_message().waiting == "not saved: step-0: OSError: no space"
+    assert rank.client.heartbeat_message().waiting == "not saved: step-0: OSError: no space"
     rank.publishing.unwritten_reason = "no room for weights"  # type: ignore[misc]
-    assert rank._heartbeat_message().waiting.endswith("no space; no room for weights")
+    assert rank.client.heartbeat_message().waiting.endswith("no space; no room for weights")
     rank.checkpointing.add_trained(["1.0"])
-    assert saved(rank) and rank._heartbeat_message().waiting == "no room for weights"
-    assert rank._heartbeat_message().checkpoint_problem == ""
+    assert saved(rank) and rank.client.heartbeat_message().waiting == "no room for weights"
+    assert rank.client.heartbeat_message().checkpoint_problem == ""
     assert [(manifest.parent, manifest.trained) for manifest in disk.saved] == [(-1, ("0.0", "1.0"))]
 
 
@@ -375,12 +371,12 @@ def test_the_last_checkpoint_is_tried_until_stop_comes(
     def advance(seconds: float) -> None:
         clock.now += seconds
 
-    rank._poller = SimpleNamespace(wait=advance)  # type: ignore[assignment]
+    rank.client._poller = SimpleNamespace(wait=advance)  # type: ignore[assignment]
     mail = [(WorkPlan(0, 0, "stop"), [])]
     rank._await_welcome = lambda: Welcome(1, 0, 1)  # type: ignore[method-assign]
-    rank.bulk.receive = lambda timeout: mail.pop() if mail else None  # type: ignore[method-assign]
+    rank.client.bulk.receive = lambda timeout: mail.pop() if mail else None  # type: ignore[method-assign]
     stop = (Stop("stopped"), [])
-    rank.control.receive = lambda timeout: stop if disk.saved else None  # type: ignore[method-assign]
+    rank.client.control.receive = lambda timeout: stop if disk.saved else None  # type: ignore[method-assign]
     with pytest.raises(Stopped):
         rank.loop()
     assert clock.now >= 100.0 + 2 * SAVE_AGAIN_SECONDS and len(disk.saved) == 1
@@ -392,12 +388,12 @@ def test_a_commit_waits_longer_than_a_full_disk_may_stop_the_coordinator(
     def advance(seconds: float) -> None:
         clock.now += 10 * seconds
 
-    rank._poller = SimpleNamespace(wait=advance)  # type: ignore[assignment]
-    for link in (rank.control, rank.bulk):
+    rank.client._poller = SimpleNamespace(wait=advance)  # type: ignore[assignment]
+    for link in (rank.client.control, rank.client.bulk):
         link.receive = lambda timeout: None  # type: ignore[method-assign]
     with pytest.raises(DeadlineError, match="the commit of step 0"):
         rank._commit_step(WorkPlan(0, 1, "step"), [], {})
-    assert any(isinstance(message, Commit) for message in rank.control.sent)  # type: ignore[attr-defined]
+    assert any(isinstance(message, Commit) for message in rank.client.control.sent)  # type: ignore[attr-defined]
     assert clock.now > 100.0 + rank.config.launch.stall_timeout
 
 
@@ -408,15 +404,15 @@ def test_what_took_too_much_memory_is_reported_until_the_coordinator_knows(
         clock.now += 3 * seconds
 
     stop = (Stop("micro-batches of 512 tokens"), [])
-    rank._poller = SimpleNamespace(wait=advance)  # type: ignore[assignment]
+    rank.client._poller = SimpleNamespace(wait=advance)  # type: ignore[assignment]
     rank.learner.micro_batch_size = (1000, 4)
     rank.learner.recomputation.wrap(0, lambda: None)
     rank.learner.recomputation.recompute_at_least(2)
-    rank.bulk.receive = lambda timeout: None  # type: ignore[method-assign]
-    rank.control.receive = lambda timeout: stop if clock.now > 110 else None  # type: ignore[method-assign]
+    rank.client.bulk.receive = lambda timeout: None  # type: ignore[method-assign]
+    rank.client.control.receive = lambda timeout: stop if clock.now > 110 else None  # type: ignore[method-assign]
     reported = rank.report_failure(MemoryError("no more"))
     assert reported == "out of memory (MemoryError: no more): micro-batches of 512 tokens"
-    sent = [m for m in rank.control.sent if isinstance(m, GaveUp)]  # type: ignore[attr-defined]
+    sent = [m for m in rank.client.control.sent if isinstance(m, GaveUp)]  # type: ignore[attr-defined]
     assert len(sent) > 1 and set(sent) == {
         GaveUp(0, 0, 1, "memory", "out of memory (MemoryError: no more)", 1000, 4, 2, 1)
     }
@@ -443,7 +439,11 @@ def test_only_in_a_micro_batch_are_smaller_ones_asked_for(
 
     stopped = mock.Mock(side_effect=Stopped("less"))
     rank = SimpleNamespace(
-        loop=loop, close=lambda: None, rank=0, trainer_epoch=1, _await_answer=stopped, control=None
+        loop=loop,
+        close=lambda: None,
+        trainer_world=SimpleNamespace(rank=0),
+        trainer_epoch=1,
+        client=SimpleNamespace(request=stopped),
     )
     recomputation = Recomputation(TrainerConfig())
     rank.learner = SimpleNamespace(micro_batch_size=size, step=0, recomputation=recomputation)
