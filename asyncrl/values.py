@@ -57,6 +57,11 @@ def is_deeper(value: Any, levels: int) -> bool:
     return isinstance(value, list) and (not levels or any(is_deeper(item, levels - 1) for item in value))
 
 
+def cut_after(text: str, max_length: int) -> str:
+    """Return the first `max_length` characters of the text, with an ellipsis after them if more follow."""
+    return text if len(text) <= max_length else f"{text[:max_length]}…"
+
+
 def shorten_to_line(text: str, max_length: int = MAX_LISTED_LENGTH) -> str:
     """Return the text on a single line of at most `max_length` characters."""
     line = " ".join(encodable(text[: 4 * max_length]).replace("\0", " ").split())

@@ -32,7 +32,8 @@ from asyncrl.data.tasks import Task, task_of
 from asyncrl.errors import ConfigError, SetupError
 from asyncrl.gateway.executables import why_not_executable
 from asyncrl.gateway.lines import CommandError, fill, fill_word, script_of, with_absolute_paths, words_of
-from asyncrl.gateway.places import (
+from asyncrl.gateway.server import Endpoint
+from asyncrl.gateway.workspaces import (
     EpisodeWorkspace,
     check_sandbox,
     check_tree,
@@ -41,7 +42,6 @@ from asyncrl.gateway.places import (
     result_in,
     run_program,
 )
-from asyncrl.gateway.server import Endpoint
 from asyncrl.isolation.child import inherited_environment
 from asyncrl.isolation.sandbox.needs import find_needed_paths
 from asyncrl.types import Sample

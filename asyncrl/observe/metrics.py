@@ -29,6 +29,8 @@ UPDATE = "timing_s/update_weights"  # the trainer's time for a new version, in w
 LAG = "staleness/lag/mean"
 LAG_P95 = "staleness/lag/p95"
 LAG_MAX = "staleness/lag/max"
+MODEL_TOKENS = "trainer/model_tokens"
+KL_LOSS = "actor/kl_loss"
 LAG_TOKENS = "staleness/lag_tokens/"  # + lag: tokens taken at that lag
 MASKED = "staleness/masked_token_frac"
 ENTROPY = "actor/entropy"
@@ -65,7 +67,7 @@ CHARTS: dict[str, dict[str, Sequence[str]]] = {  # group → title → metrics; 
         "Entropy, nats per token": (ENTROPY,),
         "Policy loss": ("actor/pg_loss",),
         "Gradient norm": ("actor/grad_norm",),
-        "KL, nats per token": ("rollout_corr/kl", "actor/ppo_kl", "actor/kl_loss"),
+        "KL, nats per token": ("rollout_corr/kl", "actor/ppo_kl", KL_LOSS),
     },
     "staleness": {
         "Lag, in steps": (LAG,),
@@ -137,6 +139,7 @@ def expand_names(names: str) -> list[str]:
 
 
 def label(name: str) -> str:
+    """Return the label of a metric: the only wording of the metric for people."""
     return catalogue()[name].label
 
 
@@ -175,8 +178,7 @@ def known_charts(names: Collection[str], happened: Collection[str]) -> Iterator[
                 if "*" in pattern:
                     lines |= {name: text for text, name in names_matching(pattern, names).items()}
                 elif pattern in names:
-                    name_in_words = pattern.removesuffix("/mean").rpartition("/")[2].replace("_", " ")
-                    lines[pattern] = label(pattern) or name_in_words
+                    lines[pattern] = label(pattern)
 
             lines = {name: text for name, text in lines.items() if name in happened or group == "learning"}
             if lines:

@@ -15,19 +15,22 @@ from msgspec.structs import asdict
 from asyncrl.buffer.records import EpisodeAccount
 from asyncrl.observe import metrics as metric
 from asyncrl.observe.held_out import SuccessShare, clearly_below
-from asyncrl.observe.metrics import Row, names_matching
+from asyncrl.observe.metrics import Row, label, names_matching
 
 QUESTION_KEYS = "questions_before", "questions_after"  # keys of the summary
 NOT_CONSERVED = "✗ NOT CONSERVED"  # the audit does not agree: exit code 1
 EDGE_SHARE = 0.1  # fraction of the steps that `edges` averages over
-# held-out results, the most telling first: key of the summary without `_before` and `_after`
+# Held-out results, the most telling first: key of the summary without `_before` and `_after` → metric.
 HELD_OUT_RESULTS = {
-    "success": ("success", metric.SAMPLED),
-    "greedy": ("success (greedy)", metric.GREEDY),
-    "score": ("score", metric.SAMPLED_SCORE),
-    "greedy_score": ("score (greedy)", metric.GREEDY_SCORE),
-    "nll_held_out": ("loss per token", metric.NLL_HELD_OUT),
+    "success": metric.SAMPLED,
+    "greedy": metric.GREEDY,
+    "score": metric.SAMPLED_SCORE,
+    "greedy_score": metric.GREEDY_SCORE,
+    "nll_held_out": metric.NLL_HELD_OUT,
 }
+SUCCESS_KEYS = ("success", "greedy")  # of HELD_OUT_RESULTS: shares of episodes, shown in percent
+# Results of training: key of the summary without `_first` and `_last` → metric.
+TRAINING_RESULTS = {"nll": metric.NLL, "reward": metric.REWARD, "kl_loss": metric.KL_LOSS}
 
 
 def summarize(rows: Sequence[Row], account: Mapping[str, int], conserved: bool) -> dict[str, Any]:
@@ -36,17 +39,17 @@ def summarize(rows: Sequence[Row], account: Mapping[str, int], conserved: bool) 
     validations = [row for row in rows if any(name.startswith("val-") for name in row)]
     reward = edge_means(steps, metric.REWARD)
     nll = edge_means(steps, metric.NLL)
-    kl = edge_means(steps, "actor/kl_loss")
+    kl = edge_means(steps, metric.KL_LOSS)
 
     components = {
-        label: (
+        component: (
             *edge_means(steps, name),
-            *_before_and_after(validations, metric.COMPONENT_HELD_OUT.replace("*", label)),
+            *_before_and_after(validations, metric.COMPONENT_HELD_OUT.replace("*", component)),
         )
-        for label, name in names_matching(metric.COMPONENT, set[str]().union(*steps)).items()
+        for component, name in names_matching(metric.COMPONENT, set[str]().union(*steps)).items()
     }
 
-    tokens = _sum(steps, "trainer/model_tokens")
+    tokens = _sum(steps, metric.MODEL_TOKENS)
     busy_s = _sum(steps, metric.STEP_SECONDS)
     return {
         "steps": int(steps[-1]["training/step"]) if steps else 0,
@@ -61,7 +64,7 @@ def summarize(rows: Sequence[Row], account: Mapping[str, int], conserved: bool) 
         "kl_loss_last": kl[1],
         **{
             f"{key}_{when}": value
-            for key, (_, name) in HELD_OUT_RESULTS.items()
+            for key, name in HELD_OUT_RESULTS.items()
             for when, value in zip(("before", "after"), _before_and_after(validations, name), strict=True)
         },
         **dict(zip(QUESTION_KEYS, _before_and_after(validations, metric.ASKED), strict=True)),
@@ -70,9 +73,9 @@ def summarize(rows: Sequence[Row], account: Mapping[str, int], conserved: bool) 
         "tokens_abandoned": int(_last(rows, "rollout/abandoned_tokens") or 0) or None,
         "tokens_per_s": tokens / busy_s if busy_s else None,
         "zero_advantage_frac": mean(steps, metric.ZERO_ADVANTAGE, weight="trainer/trajectories"),
-        "lag_mean": mean(steps, metric.LAG, weight="trainer/model_tokens"),
+        "lag_mean": mean(steps, metric.LAG, weight=metric.MODEL_TOKENS),
         "lag_max": _max(steps, metric.LAG_MAX),
-        "masked_token_frac": mean(steps, metric.MASKED, weight="trainer/model_tokens"),
+        "masked_token_frac": mean(steps, metric.MASKED, weight=metric.MODEL_TOKENS),
         "trajectories_multi_version": _last(steps, "rollout/multi_version_frac"),
         "trainer_idle_frac": mean(steps, metric.TRAINER_IDLE, weight=metric.STEP_SECONDS),
         "rollout_idle_frac": mean(steps, metric.ROLLOUT_IDLE, weight=metric.STEP_SECONDS),
@@ -100,8 +103,8 @@ def outcome_line(summary: Mapping[str, Any], ended: str = "completed", total: in
     steps_text = f"{'in' if ended == 'completed' else 'after'} {steps_done}{of_total} {steps_word}"
 
     held_out = [
-        (f"held-out {name}", [text_of(key, summary.get(f"{key}_{when}")) for when in ("before", "after")])
-        for key, (name, _) in HELD_OUT_RESULTS.items()
+        (label(name), [text_of(key, summary.get(f"{key}_{when}")) for when in ("before", "after")])
+        for key, name in HELD_OUT_RESULTS.items()
     ]
 
     changed_results = [(name, values) for name, values in held_out if values[1] and values[0] != values[1]]
@@ -111,11 +114,8 @@ def outcome_line(summary: Mapping[str, Any], ended: str = "completed", total: in
         name, values = shown_results[0]
         text = f"{name} {' → '.join(filter(None, values))} {steps_text}{_unclear_note(summary, name)}"
     elif steps_done:
-        key = "reward"
-        name = "reward"
-        if summary.get("nll_first") is not None:
-            key = "nll"
-            name = "loss per token"
+        key = "reward" if summary.get("nll_first") is None else "nll"
+        name = label(TRAINING_RESULTS[key])
         values = [text_of(key, summary.get(f"{key}_{when}")) for when in ("first", "last")]
         change = f"{name} {' → '.join(dict.fromkeys(values))}" if all(values) else "no reward is known"
         text = f"{change} {steps_text}; {f'{before[0]} before' if before else 'no validation was run'}"
@@ -127,24 +127,26 @@ def outcome_line(summary: Mapping[str, Any], ended: str = "completed", total: in
 
 
 def newest_number(summary: Mapping[str, Any]) -> str:
-    """Return the newest held-out number of a run, as "success 31.2%"; before the first validation in training
-    the reward or the loss; '' while nothing is known."""
-    after = [(name, summary.get(f"{key}_after")) for key, (name, _) in HELD_OUT_RESULTS.items()]
-    training = [("loss per token", summary.get("nll_last")), ("reward", summary.get("reward_last"))]
-    before = [(name, summary.get(f"{key}_before")) for key, (name, _) in HELD_OUT_RESULTS.items()]
-    for name, value in (*after, *training, *before):
-        if value is not None:
-            return f"{name} {value:{'.1%' if name.startswith('success') else '.3g'}}"
+    """Return the newest held-out number of a run, as "held-out success 31.2%"; before the first validation in
+    training the reward or the loss; '' while nothing is known."""
+    results = [
+        *((key, name, f"{key}_after") for key, name in HELD_OUT_RESULTS.items()),
+        *((key, TRAINING_RESULTS[key], f"{key}_last") for key in ("nll", "reward")),
+        *((key, name, f"{key}_before") for key, name in HELD_OUT_RESULTS.items()),
+    ]
+    for key, name, summary_key in results:
+        if (value := summary.get(summary_key)) is not None:
+            return f"{label(name)} {value:{'.1%' if key in SUCCESS_KEYS else '.3g'}}"
     return ""
 
 
 def _unclear_note(summary: Mapping[str, Any], name: str) -> str:
     """Return a note if success before and after may differ by chance alone, as the intervals meet."""
     counts = [summary.get(count) or 0 for count in QUESTION_KEYS]
-    for key in ("success", "greedy"):
+    for key in SUCCESS_KEYS:
         reported_values = [summary.get(f"{key}_{when}") for when in ("before", "after")]
         values = [value for value in reported_values if value is not None]
-        if name != f"held-out {HELD_OUT_RESULTS[key][0]}" or len(values) < 2 or not all(counts):
+        if name != label(HELD_OUT_RESULTS[key]) or len(values) < 2 or not all(counts):
             continue
 
         before, after = (SuccessShare(value, count) for value, count in zip(values, counts, strict=True))
@@ -158,7 +160,7 @@ def text_of(key: str, value: float | None) -> str:
     """Write a number with at most three digits: success as 7%, 0.4%, 99.6%, others as 0.0123; None as ''."""
     if value is None:
         return ""
-    if key not in ("success", "greedy"):
+    if key not in SUCCESS_KEYS:
         return f"{value:.3g}"
     return f"{value:.0%}" if 0.01 <= value <= 0.99 else f"{100 * value:.{1 if value < 0.5 else 3}g}%"
 
@@ -166,8 +168,9 @@ def text_of(key: str, value: float | None) -> str:
 def identity_line(account: Mapping[str, int], conserved: bool) -> str:
     """Return the conservation identity with its numbers, and whether the audit agrees."""
     names = ("trained", "filtered", "dropped", "failed", "taken", "ready", "in_flight")
-    parts = " + ".join(f"{account.get(name, 0)} {name.replace('_', ' ')}" for name in names)
-    return f"{account.get('issued', 0)} issued = {parts} {'✓' if conserved else NOT_CONSERVED}"
+    parts = " + ".join(f"{account.get(name, 0)} {label(metric.FLOW + name)}" for name in names)
+    issued = f"{account.get('issued', 0)} {label(metric.FLOW + 'issued')}"
+    return f"{issued} = {parts} {'✓' if conserved else NOT_CONSERVED}"
 
 
 def account_of(metrics: Row) -> EpisodeAccount:

@@ -5,41 +5,61 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Console as Terminal
 from rich.markup import escape
 from rich.table import Table
 
-from asyncrl.observe.metrics import duration_text, formatted
-from asyncrl.observe.summary import HELD_OUT_RESULTS, identity_line, outcome_line, summary_notes
+from asyncrl.observe import metrics as metric
+from asyncrl.observe.metrics import duration_text, formatted, label
+from asyncrl.observe.summary import (
+    HELD_OUT_RESULTS,
+    SUCCESS_KEYS,
+    TRAINING_RESULTS,
+    identity_line,
+    outcome_line,
+    summary_notes,
+)
 from asyncrl.values import printable
 
-SUMMARY_NUMBERS = (  # label, key of the summary, format; in the order of the page's overview
-    ("lag mean", "lag_mean", ".2f"),
-    ("tokens masked", "masked_token_frac", ".2%"),
-    ("episodes with advantage 0", "zero_advantage_frac", ".1%"),
-    ("trainer idle", "trainer_idle_frac", ".0%"),
-    ("rollout idle", "rollout_idle_frac", ".0%"),
-    ("time", "seconds", ""),
-    ("tokens trained", "tokens_trained", ",d"),
-    ("tokens/s", "tokens_per_s", ",.0f"),
+
+class SummaryNumber(NamedTuple):
+    """Describes a number of the summary. `metric_name`: the metric that the number is made of, whose label is
+    shown; '' if the number is made of no metric. `words`: follow the label of a sum or share; the whole
+    label of a number without a metric."""
+
+    key: str
+    metric_name: str
+    form: str
+    words: str = ""
+
+
+SUMMARY_NUMBERS = (  # in the order of the page's overview
+    SummaryNumber("lag_mean", metric.LAG, ".2f"),
+    SummaryNumber("masked_token_frac", metric.MASKED, ".2%"),
+    SummaryNumber("zero_advantage_frac", metric.ZERO_ADVANTAGE, ".1%"),
+    SummaryNumber("trainer_idle_frac", metric.TRAINER_IDLE, ".0%"),
+    SummaryNumber("rollout_idle_frac", metric.ROLLOUT_IDLE, ".0%"),
+    SummaryNumber("seconds", "time_s", ""),
+    SummaryNumber("tokens_trained", metric.MODEL_TOKENS, ",d"),
+    SummaryNumber("tokens_per_s", metric.MODEL_TOKENS, ",.0f", words="/s"),
 )
 DIAGNOSTICS = (  # printed by `asyncrl runs show --all`
-    ("steps", "steps", "d"),
-    ("optimizer steps skipped", "skipped_steps", "d"),
-    ("tokens of attempts that were given up", "tokens_abandoned", ",d"),
-    ("lag max", "lag_max", ".0f"),
-    ("trajectories of several versions", "trajectories_multi_version", ".1%"),
-    ("trainer and all workers busy at once", "busy_at_once", ".0%"),
-    ("weights: the trainer's wait, mean s", "weights_stall_s_mean", ".4f"),
-    ("weights: the trainer's wait, share of time", "weights_stall_frac", ".2%"),
-    ("log-prob gap of one version, max", "logprob_diff_max_same_version", ".1e"),
-    ("engine mismatch of one version, k3", "k3_same_version", ".1e"),
-    ("tokens compared for these", "logprob_tokens_compared", ",d"),
-    ("log-prob gap of the fixed probe, max", "probe_logprob_diff_max", ".1e"),
-    ("tokens compared for that", "probe_tokens_compared", ",d"),
-    ("log-prob gap by rounding alone, on that probe, max", "probe_noise_floor", ".1e"),
+    SummaryNumber("steps", "training/step", "d"),
+    SummaryNumber("skipped_steps", "actor/skipped_steps", "d"),
+    SummaryNumber("tokens_abandoned", "rollout/abandoned_tokens", ",d"),
+    SummaryNumber("lag_max", metric.LAG_MAX, ".0f"),
+    SummaryNumber("trajectories_multi_version", "rollout/multi_version_frac", ".1%"),
+    SummaryNumber("busy_at_once", "", ".0%", words="trainer and all workers busy at once"),
+    SummaryNumber("weights_stall_s_mean", "weights/stall_s", ".4f", words=", mean"),
+    SummaryNumber("weights_stall_frac", metric.UPDATE, ".2%", words=", share of time"),
+    SummaryNumber("logprob_diff_max_same_version", "rollout_corr/logprob_diff_max", ".1e"),
+    SummaryNumber("k3_same_version", "rollout_corr/k3_kl_same_version", ".1e"),
+    SummaryNumber("logprob_tokens_compared", "rollout_corr/logprob_diff_tokens", ",d"),
+    SummaryNumber("probe_logprob_diff_max", "weights/probe_logprob_diff_max", ".1e"),
+    SummaryNumber("probe_tokens_compared", "weights/probe_tokens", ",d"),
+    SummaryNumber("probe_noise_floor", "weights/probe_noise_floor", ".1e"),
 )
 ROUNDING_NOTE = (
     " (bfloat16 rounds: 0.1 to 0.6 is usual, several times `by rounding alone` is not; docs/sglang.md)"
@@ -79,7 +99,7 @@ def print_summary(
         table.add_row(*(escape(printable(cell)) for cell in row))  # names of rewards, which agents may choose
 
     terminal.print(table)
-    lines = [f"{label}: {number}" for label, number in summary_numbers(summary, everything)]
+    lines = [f"{name}: {number}" for name, number in summary_numbers(summary, everything)]
 
     for line in (*lines, *summary_notes(summary)):
         terminal.print(f"  {escape(line)}", highlight=False, soft_wrap=True)
@@ -102,12 +122,12 @@ def print_summary(
 def summary_numbers(summary: Mapping[str, Any], everything: bool = False) -> Iterator[tuple[str, str]]:
     """Yield label and value of the known numbers; `everything`: diagnostics, too."""
     entries = (*SUMMARY_NUMBERS, *DIAGNOSTICS) if everything else SUMMARY_NUMBERS
-    for label, key, form in entries:
+    for key, metric_name, form, words in entries:
         if (value := summary.get(key)) is not None:
             text = duration_text(value) if key == "seconds" else formatted(value, form)
             if key == "probe_logprob_diff_max" and value > 1e-3:
                 text += ROUNDING_NOTE
-            yield label, text
+            yield (label(metric_name) if metric_name else "") + words, text
 
 
 def before_and_after(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
@@ -117,23 +137,22 @@ def before_and_after(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     value_of = summary.get
     rows = list[tuple[str, float | None, float | None]]()
 
-    for key, (label, _) in HELD_OUT_RESULTS.items():
-        held_out = f"held out{threshold}" if label.startswith("success") else "held out"
-        rows.append((f"{label} ({held_out})", value_of(f"{key}_before"), value_of(f"{key}_after")))
+    for key, name in HELD_OUT_RESULTS.items():
+        row_label = label(name) + (threshold if key in SUCCESS_KEYS else "")
+        rows.append((row_label, value_of(f"{key}_before"), value_of(f"{key}_after")))
 
-    label = "reward"
-    key = "reward"
-    if value_of("nll_first") is not None:
-        label = "loss per token"
-        key = "nll"
-    rows.append((f"{label} (training)", value_of(f"{key}_first"), value_of(f"{key}_last")))
-    rows.append(("KL to the reference (training)", value_of("kl_loss_first"), value_of("kl_loss_last")))
+    key = "reward" if value_of("nll_first") is None else "nll"
+    for training_key in (key, "kl_loss"):
+        row_label = f"{label(TRAINING_RESULTS[training_key])} (training)"
+        rows.append((row_label, value_of(f"{training_key}_first"), value_of(f"{training_key}_last")))
 
     for name, (first, last, before, after) in [*value_of("components", {}).items()][:MAX_COMPONENTS]:
         rows += [(f"{name} (training)", first, last), (f"{name} (held out)", before, after)]
 
-    def text(label: str, value: float | None) -> str:
-        return formatted(value, ".1%" if label.startswith("success") else ".3g")
+    success_labels = {label(HELD_OUT_RESULTS[key]) + threshold for key in SUCCESS_KEYS}
+
+    def text(row_label: str, value: float | None) -> str:
+        return formatted(value, ".1%" if row_label in success_labels else ".3g")
 
     return [
         (name, text(name, before_value), text(name, after_value))

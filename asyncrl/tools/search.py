@@ -30,6 +30,7 @@ from asyncrl.data.rows import read_rows
 from asyncrl.errors import UNDECODABLE, AsyncrlError, ConfigError, one_line, users_code
 from asyncrl.remote import check_url, post_json
 from asyncrl.tools.base import Tool, tool, tools
+from asyncrl.values import cut_after
 
 NO_PASSAGE = "no passage was found"
 MAX_TITLE_CHARACTERS = 256  # longer titles are cut
@@ -121,9 +122,7 @@ def write_reply(passages: Iterable[Passage], max_chars: int) -> str:
 
 
 def _show_passage(number: int, found_passage: Passage, max_chars: int) -> str:
-    text = found_passage.text
-    if len(text) > max_chars:
-        text = f"{text[:max_chars]}…"
+    text = cut_after(found_passage.text, max_chars)
     if found_passage.title:
         return f"[{number}] {found_passage.title[:MAX_TITLE_CHARACTERS]}\n{text}"
     return f"[{number}] {text}"

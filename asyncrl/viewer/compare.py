@@ -16,6 +16,7 @@ import msgspec
 from asyncrl.config import parse
 from asyncrl.errors import UNDECODABLE
 from asyncrl.observe.held_out import SCORE_ROUNDING, bootstrap_interval
+from asyncrl.observe.metrics import catalogue, label
 from asyncrl.store.launches import Tree, differences, launch_at, launches_of
 from asyncrl.store.reader import RunReader
 
@@ -169,6 +170,11 @@ def paired_statistics(pairs: Sequence[tuple[float, float]]) -> dict[str, Any]:
     }
 
 
+def measure_title(key: str) -> str:
+    """Return the label that a measure of an evaluation has in training, too; else mode and measure."""
+    return label(key) if key in catalogue() else key.removeprefix(ALL_PREFIX)
+
+
 def evaluation_measures(run_dir: Path) -> Iterator[dict[str, Any]]:
     """Yield the results of `asyncrl eval` by mode and measure, `sampled/pass@4`: the mean with an interval
     over questions, and the mean of each task. Nothing for a training run."""
@@ -196,6 +202,7 @@ def evaluation_measures(run_dir: Path) -> Iterator[dict[str, Any]]:
         unit = "" if "mean@" in measure_name or measure_name == "nll" else "share"
         yield {
             "label": measure_name,
+            "title": measure_title(key),
             "unit": unit,
             "curve": [],
             "after": after_training,

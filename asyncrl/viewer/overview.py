@@ -18,7 +18,7 @@ from asyncrl.observe.alerts import WINDOW_STEPS, Alert, find_alerts, unless_quot
 from asyncrl.observe.files import read_some_rows, read_status, read_summary
 from asyncrl.observe.held_out import wilson_interval
 from asyncrl.observe.machine import recorded_machine
-from asyncrl.observe.metrics import Row, label, names_matching
+from asyncrl.observe.metrics import Row, figures, label, names_matching
 from asyncrl.observe.summary import (
     HELD_OUT_RESULTS,
     account_of,
@@ -31,23 +31,23 @@ from asyncrl.observe.summary import (
 )
 from asyncrl.observe.table import summary_numbers
 from asyncrl.store.launches import config_tree, describe_differences, differences, launches_of
-from asyncrl.viewer.compare import ALL_PREFIX, evaluation_measures
+from asyncrl.viewer.compare import ALL_PREFIX, evaluation_measures, measure_title
 
 NO_MACHINE = "machine.json is missing or cannot be read: on which machine the run was made is not known"
 MAX_ROWS = 400  # metrics rows; of a longer run some rows are chosen
 CURVE_POINTS = 120  # points of a small curve
 SHOWN_RESUMES = 3  # newest launches with changed keys
-FIGURES = {  # metric: label and unit
-    metric.REWARD: ("reward", ""),
-    metric.NLL: ("loss per token", ""),
-    metric.LAG: ("lag of the tokens", "steps"),
-    metric.MASKED: ("tokens masked", "share"),
-    metric.ZERO_ADVANTAGE: ("episodes with advantage 0", "share"),
-    metric.ENTROPY: ("entropy", "nats"),
-    metric.LENGTH: ("response", "tokens"),
-    "tool_call_counts/mean": ("tool calls an episode", ""),
-    metric.STEP_SECONDS: ("a step", "s"),
-    "rollout/tokens_per_s": ("tokens sampled", "/s"),
+FIGURE_UNITS = {  # metrics of the figures, in the order of the page, with their units
+    metric.REWARD: "",
+    metric.NLL: "",
+    metric.LAG: "steps",
+    metric.MASKED: "share",
+    metric.ZERO_ADVANTAGE: "share",
+    metric.ENTROPY: "nats",
+    metric.LENGTH: "tokens",
+    "tool_call_counts/mean": "",
+    metric.STEP_SECONDS: "",
+    "rollout/tokens_per_s": "",
 }
 FRACTION_METRICS = (metric.SAMPLED, metric.GREEDY)
 SUCCESS_OF_SCORE = {metric.SAMPLED_SCORE: metric.SAMPLED, metric.GREEDY_SCORE: metric.GREEDY}
@@ -142,7 +142,8 @@ def _validation_results(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
     """Yield the results of validations before training, last, and by step, including score components. A
     score that equals the success is left out."""
     component_metrics = names_matching(metric.COMPONENT_HELD_OUT, set[str]().union(*rows))
-    for display_name, name in [*HELD_OUT_RESULTS.values(), *component_metrics.items()]:
+    results = [(label(name), name) for name in HELD_OUT_RESULTS.values()]
+    for display_name, name in [*results, *component_metrics.items()]:
         curve = _curve(rows, name)
         measured_rows = [row for row in rows if name in row]
         if not measured_rows or (name in SUCCESS_OF_SCORE and curve == _curve(rows, SUCCESS_OF_SCORE[name])):
@@ -166,9 +167,9 @@ def _evaluation_results(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
     newest_row = next((row for row in reversed(rows) if metric.ASKED in row), {})
     for name in sorted(name for name in newest_row if name.startswith(ALL_PREFIX)):
         unit = "share" if name in FRACTION_METRICS else ""
-        label = name.removeprefix(ALL_PREFIX)
         yield {
-            "label": label,
+            "label": name.removeprefix(ALL_PREFIX),
+            "title": measure_title(name),
             "unit": unit,
             "curve": [],
             "after": _validation_result(newest_row, name),
@@ -194,18 +195,18 @@ def _validation_result(row: Row, name: str) -> dict[str, Any]:
 def _figures(steps: Sequence[Row]) -> Iterator[dict[str, Any]]:
     """Yield each figure's mean over the first and the last tenth of the steps, and a small curve."""
     metric_names = set[str]().union(*steps)
-    component_figures = {
-        name: (display_name, "")
-        for display_name, name in names_matching(metric.COMPONENT, metric_names).items()
+    components = {
+        name: component for component, name in names_matching(metric.COMPONENT, metric_names).items()
     }
-    figures = {metric.REWARD: FIGURES[metric.REWARD]} | component_figures | FIGURES  # components come second
-    for name, (display_name, unit) in figures.items():
+    figure_names = dict.fromkeys((metric.REWARD, *components, *FIGURE_UNITS))  # components come second
+    for name in figure_names:
         if name in metric_names:
             first_mean, last_mean = edge_means(steps, name)
             yield {
-                "label": display_name,
-                "part": name in component_figures,
-                "unit": unit,
+                "label": components.get(name) or label(name),
+                "metric": name,
+                "part": name in components,
+                "unit": FIGURE_UNITS.get(name, ""),
                 "first": first_mean,
                 "last": last_mean,
                 "curve": _curve(steps, name),
@@ -232,12 +233,7 @@ def _waits(
         role = ROLE_OF_PROCESS.get(wait.partition(" ")[0], "coordinator")
         current_waits[role].append(wait.partition(": ")[2] if role in ROLE_OF_PROCESS.values() else wait)
 
-    counted_gauges = {"async/workers": "connected", "async/running": "episodes run"}
-    worker_note = ", ".join(
-        f"{gauges[name]:.0f} {label_text}"
-        for name, label_text in counted_gauges.items()
-        if name in gauges and not ending
-    )
+    worker_note = "" if ending else ", ".join(figures(("async/workers", "async/running"), gauges))
     shares = _time_shares(steps)
     for role in dict.fromkeys((*ROLE_OF_PROCESS.values(), "coordinator")):
         if (role_parts := shares.get(role, {})) or role in current_waits:
@@ -257,10 +253,11 @@ def _time_shares(steps: Sequence[Row]) -> dict[str, dict[str, float]]:
         shares_by_role["engines"] = {"sampling": 1 - idle_share, "wait": idle_share}
 
     if episode_seconds := mean(steps, "timing_s/episode/mean"):
-        tool_seconds, reward_seconds = (mean(steps, f"timing_s/{name}/mean") for name in ("tools", "reward"))
+        tool_seconds = mean(steps, "timing_s/tools/mean")
+        reward_seconds = mean(steps, "timing_s/reward/mean")
         worker_parts = {
-            "tools": (tool_seconds or 0.0) / episode_seconds,
-            "the reward function": (reward_seconds or 0.0) / episode_seconds,
+            label("timing_s/tools/mean"): (tool_seconds or 0.0) / episode_seconds,
+            label("timing_s/reward/mean"): (reward_seconds or 0.0) / episode_seconds,
         }
         sampling_label = "sampling" if reward_seconds is not None else "sampling and reward"
         shares_by_role["workers"] = {sampling_label: max(0.0, 1 - sum(worker_parts.values()))} | worker_parts

@@ -16,7 +16,7 @@ import pytest
 from asyncrl.buffer.payloads import decode_turn
 from asyncrl.episodes.recorded import stored_turns
 from asyncrl.errors import ProtocolError
-from asyncrl.gateway.places import WORKSPACE_PREFIX, WORKSPACES_DIRECTORY
+from asyncrl.gateway.workspaces import WORKSPACE_PREFIX, WORKSPACES_DIRECTORY
 from asyncrl.isolation.sandbox.emptying import lock_directory
 from asyncrl.store.reader import RunReader
 from asyncrl.store.segments import RECORD_HEADER

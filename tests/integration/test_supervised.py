@@ -50,4 +50,4 @@ def test_a_model_learns_a_format(tmp_path: Path, killed: bool) -> None:
     assert summary["nll_held_out_after"] < 0.5 < 5 < summary["nll_held_out_before"]
     first = next(row["actor/nll"] for row in run.rows() if row["training/step"] == 1)
     assert summary["nll_held_out_before"] == pytest.approx(first, abs=1)  # of other questions
-    assert "loss per token (held out)" in run.text()
+    assert "held-out loss per token" in run.text()

@@ -488,17 +488,18 @@ TRAINED = [{"training/step": float(s), "timing_s/step": 1.0, "rollout/score/mean
 @pytest.mark.parametrize(
     ("rows", "status", "summary", "line"),
     [
-        ([*TRAINED, *VALIDATED], {"total_steps": 60}, None, "running    step 44 of 60  success 40.0%"),
+        ([*TRAINED, *VALIDATED], {"total_steps": 60}, None,
+         "running    step 44 of 60  held-out success 40.0%"),
         (TRAINED + VALIDATED[:1], {"total_steps": 60}, None, "running    step 44 of 60  reward 0.5"),
         ([], {"total_steps": 60}, None, "running    step 0 of 60"),
         (
             [{"training/step": 0.0, SUCCESS: 0.25}], {"total_steps": 0}, None,
-            "running    evaluation  success 25.0%",
+            "running    evaluation  held-out success 25.0%",
         ),
         ([], {"total_steps": 0}, {"outcome": "completed", "steps": 0, "success_before": 0.25},
-         "completed  evaluation  success 25.0%"),
+         "completed  evaluation  held-out success 25.0%"),
         ([], {"total_steps": 9}, {"outcome": "completed", "steps": 9, "success_after": 0.5},
-         "completed  step 9  success 50.0%"),
+         "completed  step 9  held-out success 50.0%"),
         ([], {"total_steps": 9}, {"outcome": "failed", "steps": 4, "nll_last": 0.5, "reward_last": 0.0},
          "failed     step 4 of 9  loss per token 0.5"),
     ],

@@ -19,7 +19,20 @@ from msgspec import Meta
 
 from asyncrl import cli
 from asyncrl.config import parse
-from asyncrl.observe.metrics import CHARTS, catalogue, expand_names, sections
+from asyncrl.observe.metrics import (
+    CHARTS,
+    FIGURES,
+    OF_STEP,
+    PHASES,
+    TRACED,
+    catalogue,
+    expand_names,
+    label,
+    sections,
+)
+from asyncrl.observe.summary import HELD_OUT_RESULTS, TRAINING_RESULTS
+from asyncrl.observe.table import DIAGNOSTICS, SUMMARY_NUMBERS
+from asyncrl.viewer.overview import FIGURE_UNITS
 from tests.fakes.scripts import script
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -128,6 +141,14 @@ def test_the_catalogue_has_each_metric_of_a_real_run_once() -> None:
     assert {n for own in CHARTS.values() for names in own.values() for n in names if "*" not in n} <= set(
         names
     )
+
+
+def test_each_metric_that_people_see_has_a_label() -> None:
+    charted = {name for charts in CHARTS.values() for names in charts.values() for name in names}
+    summarized = {number.metric_name for number in (*SUMMARY_NUMBERS, *DIAGNOSTICS)} - {""}
+    shown = {*charted, *summarized, *FIGURES, *OF_STEP, *TRACED, *PHASES, *FIGURE_UNITS}
+    shown |= {*HELD_OUT_RESULTS.values(), *TRAINING_RESULTS.values()}
+    assert not [name for name in shown if "*" not in name and not label(name)]
 
 
 def test_names_are_spread() -> None:

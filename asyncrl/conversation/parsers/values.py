@@ -7,7 +7,7 @@ import json
 import warnings
 from typing import Any
 
-from asyncrl.values import encodable, is_deeper
+from asyncrl.values import cut_after, encodable, is_deeper
 
 _JSON_WORDS = {"true": True, "false": False, "null": None}
 _MAX_EXPRESSION_CHARACTERS = 1 << 16  # Python's parser takes 2 us for a character
@@ -76,8 +76,7 @@ def as_json(name: str, arguments: dict[str, Any]) -> tuple[str, str]:
 
 def quote(text: str) -> str:
     """Quote a name for an error text: on one line, and short."""
-    shortened = text if len(text) <= 60 else text[:60] + "…"
-    return json.dumps(shortened, ensure_ascii=False)
+    return json.dumps(cut_after(text, 60), ensure_ascii=False)
 
 
 # -- Python's literals, as models write them in calls ----------------------------------------------------

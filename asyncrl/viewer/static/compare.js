@@ -7,11 +7,8 @@ import { ask } from "view/source.js";
 
 const MEASURE = "sampled/success"; // of tasks, unless another one is chosen
 const NOTE = "Last validation, with 95% intervals; training: last tenth of the steps; seeds: mean and range.";
-const TRAINED = ["reward", "loss per token"]; // figures of training
+const TRAINED = ["rollout/score/mean", "actor/nll"]; // metrics of training
 const FEW = 24; // tasks that are not folded
-const OF_TRAINING = { // measures of evaluations that validations of training have, too
-  "sampled/success": "success", "greedy/success": "success (greedy)",
-  "sampled/mean@1": "score", "greedy/mean@1": "score (greedy)", nll: "loss per token" };
 const EMPTY = { held_out: [], figures: [], configuration: [] }; // of a run whose overview is not there yet
 
 const known = new Map(); // of each run: how much it had written, and its overview
@@ -53,8 +50,8 @@ function named(name, { configuration }, at) {
 function outcomes(state, answers) {
   const numbers = answers.map(({ held_out: held, figures, steps, seconds }) => Object.fromEntries([
     ...held.filter((one) => !one.part).map((one) =>
-      [OF_TRAINING[one.label] ?? one.label, { ...(one.after ?? one.before), unit: one.unit }]),
-    ...figures.filter((one) => !one.part && TRAINED.includes(one.label))
+      [one.title ?? one.label, { ...(one.after ?? one.before), unit: one.unit }]),
+    ...figures.filter((one) => !one.part && TRAINED.includes(one.metric))
       .map((one) => [`${one.label}, training`, { value: one.last }]),
     ["steps", { value: steps }], ["time", { value: seconds, unit: "s" }]]));
   const names = [...new Set(numbers.flatMap(Object.keys))];

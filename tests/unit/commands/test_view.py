@@ -95,7 +95,7 @@ def test_the_page_of_a_run_in_a_file(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert low == pytest.approx(0.4677, abs=1e-4) and high == pytest.approx(0.9110, abs=1e-4)
     (reward, step) = found["figures"]
     assert (reward["first"], reward["last"], reward["curve"]) == (0.5, 1.0, [[1, 0.5], [2, 1.0]])
-    assert (step["label"], step["last"], step["unit"]) == ("a step", 4.0, "s")
+    assert (step["label"], step["last"], step["unit"]) == ("seconds/step", 4.0, "")
     (trainer,) = found["waits"]
     assert trainer["parts"] == {"wait for data": 0.25, "forward and backward of the policy": 0.5}
     assert (found["flow"], found["conserved"]) == (FLOW, True)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from asyncrl.errors import ConfigError
-from asyncrl.gateway import Command, Endpoint, load_agent, places
+from asyncrl.gateway import Command, Endpoint, load_agent, workspaces
 from asyncrl.gateway.lines import CommandError
 from asyncrl.types import Message, Sample
 from asyncrl.values import checked_result
@@ -182,29 +182,29 @@ async def test_endless_output_is_read_slowly(monkeypatch: pytest.MonkeyPatch) ->
     async def pause(seconds: float) -> None:
         pauses.append(seconds)
 
-    monkeypatch.setattr("asyncrl.gateway.places.asyncio.sleep", pause)
-    monkeypatch.setattr(places, "FAST_READS", 4)
+    monkeypatch.setattr("asyncrl.gateway.workspaces.asyncio.sleep", pause)
+    monkeypatch.setattr(workspaces, "FAST_READS", 4)
     for size, has_pauses in ((1000, False), (4 << 20, True)):
         out, theirs = os.pipe()
         process = await asyncio.create_subprocess_exec("head", "-c", f"{size}", "/dev/zero", stdout=theirs)
         os.close(theirs)
-        await places._read_tail(out, 100)
+        await workspaces._read_tail(out, 100)
         await process.wait()
         assert bool(pauses) is has_pauses
-    assert len(pauses) >= ((4 << 20) >> 16) - 4 and {*pauses} == {places.PAUSE_SECONDS}
+    assert len(pauses) >= ((4 << 20) >> 16) - 4 and {*pauses} == {workspaces.PAUSE_SECONDS}
 
 
 async def test_all_that_is_kept_of_an_output_is_not_copied_with_each_part(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(places, "PAUSE_SECONDS", 0)
+    monkeypatch.setattr(workspaces, "PAUSE_SECONDS", 0)
 
     async def seconds(limit: int) -> float:
         out, theirs = os.pipe()
         process = await asyncio.create_subprocess_exec("head", "-c", "64M", "/dev/zero", stdout=theirs)
         os.close(theirs)
         started = time.process_time()
-        assert len((await places._read_tail(out, limit))[0]) == limit
+        assert len((await workspaces._read_tail(out, limit))[0]) == limit
         took = time.process_time() - started
         await process.wait()
         return took

@@ -63,7 +63,7 @@ def test_plain_lines_carry_figures_and_who_waits_on_whom() -> None:
     line = plain_line(state)
     assert "reward 0.000, filtered 0%, ready 0" in line and line.endswith(f" | waits: {wait}")
     shown.terminal.print(render(state, shown.terminal))
-    for part in ("step 0/2 (20% of the first batch)", "reward 0.000", "success (sampled) 50.0%", wait):
+    for part in ("step 0/2 (20% of the first batch)", "reward 0.000", "held-out success 50.0%", wait):
         assert part in out.getvalue()
     assert plain_line(ConsoleState("demo", START)) == "[starting] step 0/10 | elapsed 0:00:00"
 
@@ -153,8 +153,8 @@ def test_there_is_a_line_for_each_step_and_each_validation() -> None:
     lines = out.getvalue().splitlines()
     assert [line.split()[2] for line in lines[:-1]] == [f"{step}/10" for step in range(1, 11)]
     assert lines[-1] == (
-        "validation at step 10: success (sampled) 50.0%, score (sampled) -3.500, "
-        "success (greedy) 25.0%, score (greedy) 200.000"
+        "validation at step 10: held-out success 50.0%, held-out score -3.500, "
+        "held-out success (greedy) 25.0%, held-out score (greedy) 200.000"
     )
 
 
@@ -316,11 +316,11 @@ def test_the_final_table(tmp_path: Path) -> None:
     text = out.getvalue()
     assert f"model: {export}\n" in text and ": –" not in text  # what is unknown is left out
     cells = [[cell.strip() for cell in line.split("│")[1:-1]] for line in text.splitlines() if "│" in line]
-    assert ["success (held out, ≥ 10)", "25.0%", "75.0%"] in cells
-    assert ["score (held out)", "-0.5", "12.2"] in cells
+    assert ["held-out success, ≥ 10", "25.0%", "75.0%"] in cells
+    assert ["held-out score", "-0.5", "12.2"] in cells
     assert "trainer and all workers busy at once: 62%" in text
-    assert "fixed probe, max: 2.0e-07\n" in text and "compared for that: 640" in text
-    assert "rounding alone, on that probe, max: 3.0e-07" in text and "advantage 0: 25.0%" in text
+    assert "fixed probe, max: 2.0e-07\n" in text and "compared, of the fixed probe: 640" in text
+    assert "fixed probe by rounding alone, max: 3.0e-07" in text and "advantage 0: 25.0%" in text
     assert "attempts failed" not in text
     more = {"probe_logprob_diff_max": 0.46, "attempts_failed": {"reward_error": 3}}
     summary |= more | {"newest_failure": "b [x]"}

@@ -127,8 +127,13 @@ def test_what_an_evaluation_found_by_measure_and_task(tmp_path: Path) -> None:
     (tmp_path / "evaluation.json").write_text(json.dumps(evaluation))
     passed, loss = evaluation_measures(tmp_path)
     after = {"value": 0.5, "interval": (0.25, 0.75), "step": 0, "questions": 2}
-    assert passed == {"label": "sampled/pass@2", "unit": "share", "curve": [], "after": after} | {
-        "tasks": {"org/fix": 1.0}
-    }
+    assert passed == {
+        "label": "sampled/pass@2",
+        "title": "sampled/pass@2",
+        "unit": "share",
+        "curve": [],
+        "after": after,
+    } | {"tasks": {"org/fix": 1.0}}
     assert (loss["label"], loss["unit"], loss["after"]["interval"]) == ("nll", "", None)
+    assert loss["title"] == "held-out loss per token"
     assert not [*evaluation_measures(tmp_path / "other")]

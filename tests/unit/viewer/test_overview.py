@@ -64,7 +64,7 @@ def test_who_waits_for_whom_and_where_the_time_went(tmp_path: Path) -> None:
     assert roles["trainer"]["now"] == ["trajectories of step 3 (5 s)"]
     assert roles["workers"]["now"] == ["the reward function (12 s, 50 episodes)"]
     assert roles["coordinator"]["now"] == [WAITS[3]] and roles["engines"]["now"] == ["a version (2 s)"]
-    assert roles["workers"]["note"] == "3 connected, 3 episodes run"
+    assert roles["workers"]["note"] == "workers 3, episodes running 3"
 
     def parts(role: dict[str, Any]) -> dict[str, float]:
         return {part_name: round(share, 3) for part_name, share in role["parts"].items()}

@@ -207,7 +207,7 @@ EpisodeWorkspace = LocalWorkspace | SandboxWorkspace
 async def open_local_workspace(endpoint: Endpoint) -> AsyncIterator[LocalWorkspace]:
     """Make a workspace, which is removed at the end. CommandError if it cannot be made."""
     with ExitStack() as stack:
-        with CommandError.instead_of(OSError, text="no place for the episode could be made"):
+        with CommandError.instead_of(OSError, text="no workspace for the episode could be made"):
             root = stack.enter_context(emptying.locked_directory(_workspaces_directory(), WORKSPACE_PREFIX))
             for directory in ("work", *OWN_DIRECTORIES):
                 os.mkdir(f"{root}/{directory}", 0o700)
@@ -215,7 +215,7 @@ async def open_local_workspace(endpoint: Endpoint) -> AsyncIterator[LocalWorkspa
         try:
             yield LocalWorkspace(root, endpoint)
         finally:
-            await in_thread(stack.close, "place")
+            await in_thread(stack.close, "workspace")
 
 
 @asynccontextmanager
@@ -243,9 +243,8 @@ async def open_sandbox_workspace(
 
         mkdir_result = await jail.run("shell", f"mkdir -p {directories}", MAKE_SECONDS)
         if mkdir_result.ending is not RunEnding.DONE:
-            reason = (
-                f"no place could be made in its sandbox: {mkdir_result.output.strip() or mkdir_result.ending}"
-            )
+            cause = mkdir_result.output.strip() or mkdir_result.ending
+            reason = f"no workspace could be made in its sandbox: {cause}"
             raise SetupError(f"task {task.name}: {reason}") if task else CommandError(reason)
 
         yield workspace

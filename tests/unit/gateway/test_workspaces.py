@@ -1,4 +1,4 @@
-"""A place for each episode: its own directory and HOME, of which nothing is left."""
+"""A workspace for each episode: its own directory and HOME, of which nothing is left."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any, cast
 import pytest
 
 from asyncrl.errors import ConfigError
-from asyncrl.gateway import Command, Endpoint, Gateway, TimeUp, load_agent, places
+from asyncrl.gateway import Command, Endpoint, Gateway, TimeUp, load_agent, workspaces
 from asyncrl.gateway.lines import CommandError
 from asyncrl.isolation.sandbox import detection, emptying
 from asyncrl.isolation.sandbox.base import RunEnding, RunResult, SandboxError
@@ -27,7 +27,7 @@ from tests.fakes.processes import wait_until_gone
 
 ENDPOINT = Endpoint("http://127.0.0.1:1/v1", "secret")
 SAMPLE = Sample(0, "test", (Message("user", "q"),), "1")
-PLACES = Path(f"/var/tmp/asyncrl-{os.getuid()}")
+WORKSPACES = Path(f"/var/tmp/asyncrl-{os.getuid()}")
 LOOK = """
 import json, os, sys
 home, here, where = os.path.expanduser("~"), os.getcwd(), os.environ
@@ -61,8 +61,8 @@ def test_episodes_at_once_do_not_see_each_others_files(monkeypatch: pytest.Monke
     assert len({found["home"] for found in results} | {found["here"] for found in results}) == 6
     for found in results:
         assert "/the/users/own" not in found["env"].values() and found["env"]["PYTHONUSERBASE"]
-        assert found["home"].startswith(f"{PLACES}/") and not Path(found["home"]).exists()
-    assert PLACES.stat().st_mode & 0o777 == 0o700
+        assert found["home"].startswith(f"{WORKSPACES}/") and not Path(found["home"]).exists()
+    assert WORKSPACES.stat().st_mode & 0o777 == 0o700
 
 
 def test_variables_that_are_named_are_passed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,12 +112,12 @@ class NoisyJail:
 
 def test_warnings_of_a_shell_are_no_answers() -> None:
     async def main() -> None:
-        place = places.SandboxWorkspace(cast(Jail, NoisyJail()), ENDPOINT, None)
-        assert await place.problem("/bin/sh") == ""
-        assert await place.problem("/gone") == "is not there"
-        assert await place.look_up("gone", "/bin") == ""
-        assert await place.look_up("sh", "/gone:/bin") == "/bin/sh"
-        assert await place.head("/bin/sh") == b""
+        workspace = workspaces.SandboxWorkspace(cast(Jail, NoisyJail()), ENDPOINT, None)
+        assert await workspace.problem("/bin/sh") == ""
+        assert await workspace.problem("/gone") == "is not there"
+        assert await workspace.look_up("gone", "/bin") == ""
+        assert await workspace.look_up("sh", "/gone:/bin") == "/bin/sh"
+        assert await workspace.head("/bin/sh") == b""
 
     asyncio.run(main())
 
@@ -126,11 +126,11 @@ async def test_a_place_is_removed_when_the_episode_is_cancelled(tmp_path: Path) 
     pipe = tmp_path / "told"
     os.mkfifo(pipe)
     playing = asyncio.ensure_future(Command(line=f"sh -c 'pwd > {pipe}; sleep 600'")(SAMPLE, ENDPOINT))
-    place = (await asyncio.to_thread(pipe.read_text)).split("/")[-2]
-    assert place in os.listdir(PLACES)
+    workspace = (await asyncio.to_thread(pipe.read_text)).split("/")[-2]
+    assert workspace in os.listdir(WORKSPACES)
     playing.cancel()
     await asyncio.wait([playing])
-    assert playing.cancelled() and place not in os.listdir(PLACES)
+    assert playing.cancelled() and workspace not in os.listdir(WORKSPACES)
 
 
 WORKER = """
@@ -151,22 +151,22 @@ def test_what_a_killed_worker_leaves_is_removed_by_the_next(tmp_path: Path) -> N
     worker.wait()
     asyncio.run(wait_until_gone(int(pid)))
     assert Path(here).is_dir()
-    places._workspaces_directory.cache_clear()
+    workspaces._workspaces_directory.cache_clear()
     with emptying.locked_directory(
-        str(PLACES), places.WORKSPACE_PREFIX
+        str(WORKSPACES), workspaces.WORKSPACE_PREFIX
     ) as alive:  # of this process, which lives
         assert asyncio.run(Command(line="echo 1")(SAMPLE, ENDPOINT)) == 1
         assert not Path(here).parent.exists() and Path(alive).exists()
     assert not Path(alive).exists()
 
 
-def test_a_directory_of_places_that_others_can_enter_is_refused(tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_directory_of_workspaces_that_others_can_enter_is_refused(tmp_path: Path, monkeypatch: Any) -> None:
     (tmp_path / "open").mkdir(mode=0o755)
-    monkeypatch.setattr(places, "WORKSPACES_DIRECTORY", str(tmp_path / "open"))
-    places._workspaces_directory.cache_clear()
+    monkeypatch.setattr(workspaces, "WORKSPACES_DIRECTORY", str(tmp_path / "open"))
+    workspaces._workspaces_directory.cache_clear()
     with pytest.raises(PermissionError, match="is open to other users; remove it"):
-        places._workspaces_directory()
-    places._workspaces_directory.cache_clear()
+        workspaces._workspaces_directory()
+    workspaces._workspaces_directory.cache_clear()
 
 
 # -- in a sandbox ------------------------------------------------------------------------------------
@@ -208,7 +208,7 @@ def test_episodes_in_sandboxes_cannot_read_each_others_files_or_the_users(tmp_pa
     (tmp_path / "spy.py").write_text(SPY)
     (tmp_path / "tree").mkdir()
     (tmp_path / "tree" / "given").write_text("given")
-    line = f"python {tmp_path}/spy.py {user} {PLACES}"
+    line = f"python {tmp_path}/spy.py {user} {WORKSPACES}"
     options = {"sandbox": "jail", "files": str(tmp_path / "tree"), "setup_seconds": 300, "starts": 64}
     command = load_agent({"command": {"line": line, **options}})
     hosts = [FakeHost() for _ in range(count)]
@@ -239,7 +239,7 @@ def test_episodes_in_sandboxes_cannot_read_each_others_files_or_the_users(tmp_pa
         assert found["key"] == key and found["cwd"] == "/sandbox/work" and key in text
         assert not [other for other in keys - {key} if other in text]
         assert "a secret of the user" not in text and found["read"]["/sandbox/work/given"] == "given"
-        assert not {str(PLACES), "/var/tmp", "/etc/shadow"} & found["read"].keys()
+        assert not {str(WORKSPACES), "/var/tmp", "/etc/shadow"} & found["read"].keys()
 
 
 def test_the_packages_of_the_run_can_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -260,8 +260,8 @@ def test_a_program_that_takes_too_much_memory_is_killed() -> None:
 
 
 def test_a_place_that_cannot_be_made_in_a_sandbox_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(places, "OWN_DIRECTORIES", ("home", "../proc/such"))
-    with pytest.raises(CommandError, match=r"no place could be made in its sandbox: mkdir: .*proc/such"):
+    monkeypatch.setattr(workspaces, "OWN_DIRECTORIES", ("home", "../proc/such"))
+    with pytest.raises(CommandError, match=r"no workspace could be made in its sandbox: mkdir: .*proc/such"):
         played_with(Command(line="true", sandbox="jail"))
 
 
