@@ -248,7 +248,7 @@ def tally_agents(
 
     sums = columns.new_zeros(3, len(names)).index_add(1, adapter_index, columns).T.tolist()
     for name, (trainable_tokens, entered_tokens, agent_loss) in zip(names, sums, strict=True):
-        tally.add_total(f"_fresh/{name}", trainable_tokens)
+        tally.add_total(f"_trainable/{name}", trainable_tokens)
         tally.add_total(f"{AGENT_PREFIX}{name or NO_AGENT}/tokens", entered_tokens)
         tally.add_ratio(f"{AGENT_PREFIX}{name or NO_AGENT}/pg_loss", agent_loss, denominator)
 
@@ -257,7 +257,7 @@ def agents_without_tokens(batch_tally: MetricSums, names: Sequence[str], count_d
     """Return the agents, of several, without tokens to learn from. `count_dropped`: tokens that the
     correction drops count, for terms beside the policy loss."""
     counter_names = {
-        name: f"_fresh/{name}" if count_dropped else f"{AGENT_PREFIX}{name or NO_AGENT}/tokens"
+        name: f"_trainable/{name}" if count_dropped else f"{AGENT_PREFIX}{name or NO_AGENT}/tokens"
         for name in names
     }
     return [name for name in names if len(names) > 1 and not batch_tally.totals.get(counter_names[name])]
