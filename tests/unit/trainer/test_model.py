@@ -130,8 +130,8 @@ def test_a_model_that_scores_otherwise_when_cut_is_not_cut(
     split = SplitModel.split
 
     def wrong(cut: SplitModel, given: Selected) -> Any:
-        hidden, _, logits_of = split(cut, given)
-        return hidden, 1.1 * hidden, logits_of
+        features, logits_of = split(cut, given)
+        return 1.1 * features, logits_of
 
     monkeypatch.setattr(SplitModel, "split", wrong)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # nothing was found before
