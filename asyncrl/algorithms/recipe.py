@@ -36,7 +36,7 @@ class Recipe:
     """The components of a run, options bound.
 
     `barrier`: the whole batch must have arrived before the first backward. `optimizer_steps`: per batch.
-    `prox`: how log prox is computed. `critic`, `own_critic`, `reference`: whether the model is needed.
+    `prox`: how log prox is computed. `critic`, `reference`: whether the model is needed.
     `skips_inert`: episodes whose advantages are 0 change nothing: the whole gradient is proportional to the
     advantages, and neither their ratios nor their distance from a reference change the step.
     """
@@ -52,7 +52,6 @@ class Recipe:
     prox: str
     barrier: bool
     critic: bool
-    own_critic: bool
     reference: bool
     kl_estimator: str
     skips_inert: bool
@@ -66,11 +65,6 @@ class Recipe:
     def scores_reference(self) -> bool:
         """The reference's log-probs are wanted before the policy's forward."""
         return self.reference and (not self.divergence or self.loss.reference)
-
-    @property
-    def shared_critic(self) -> bool:
-        """The value head sits on the policy's backbone: one loss, one optimizer."""
-        return self.critic and not self.own_critic
 
     @property
     def batch_mean_weight(self) -> bool:
@@ -98,10 +92,7 @@ def compose(config: RunConfig) -> Recipe:
     optimizer_steps = algorithm.steps_per_batch * algorithm.epochs
     batch_wide = advantage.whole_group or loss.prepare is not None
     prox = algorithm.prox if algorithm.prox != "auto" else ("recompute" if optimizer_steps > 1 else "current")
-    shares_backbone = advantage.critic and config.critic.backbone == "shared"
-    only_policy_loss = loss.linear and not (
-        kl_config.in_loss or algorithm.entropy_coef > 0 or shares_backbone
-    )
+    only_policy_loss = loss.linear and not (kl_config.in_loss or algorithm.entropy_coef > 0)
     recipe = Recipe(
         advantage_name=name_and_options(algorithm.advantage)[0],
         advantage=advantage,
@@ -122,7 +113,6 @@ def compose(config: RunConfig) -> Recipe:
             or (scale in END_SCALARS and not only_policy_loss)
         ),
         critic=advantage.critic,
-        own_critic=advantage.critic and not shares_backbone,
         reference=loss.reference or kl_config.where != "none",
         kl_estimator=kl_config.estimator
         if kl_config.estimator != "auto"
@@ -185,14 +175,7 @@ def _refusals(config: RunConfig, recipe: Recipe) -> dict[str, bool]:
         _demonstration_refusals,
         _unused_setting_refusals,
     )
-    one_head = (
-        "agents have adapters of their own, and a value head on the policy would be one for all; set "
-        "critic.backbone=own"
-    )
-    refusals = {one_head: bool(config.agents and recipe.shared_critic)}
-    return refusals | {
-        message: applies for part in parts for message, applies in part(config, recipe).items()
-    }
+    return {message: applies for part in parts for message, applies in part(config, recipe).items()}
 
 
 def _ratio_refusals(config: RunConfig, recipe: Recipe) -> dict[str, bool]:
@@ -200,7 +183,7 @@ def _ratio_refusals(config: RunConfig, recipe: Recipe) -> dict[str, bool]:
     algorithm = config.algorithm
     kl = config.kl
     loss = recipe.loss
-    has_other_terms = kl.in_loss or algorithm.entropy_coef > 0 or recipe.shared_critic
+    has_other_terms = kl.in_loss or algorithm.entropy_coef > 0
     several_steps = recipe.optimizer_steps > 1
     name = f"algorithm.loss {recipe.loss_name!r}"
     dual_clip = getattr(loss.of, "keywords", {})["dual_clip"] if recipe.loss_name == "ppo" else 0
@@ -218,9 +201,7 @@ def _ratio_refusals(config: RunConfig, recipe: Recipe) -> dict[str, bool]:
         "algorithm.correction batch_mean divides weights, and there are none; add truncate, or leave it "
         "out": recipe.batch_mean_weight and not recipe.weighted,
         "algorithm.correction batch_mean would also scale what is added to the policy loss; leave it out, "
-        "or the KL in the loss, the entropy bonus and the shared value head": (
-            recipe.batch_mean_weight and has_other_terms
-        ),
+        "or the KL in the loss and the entropy bonus": (recipe.batch_mean_weight and has_other_terms),
         f"{name} with one optimizer step per batch never clips (pi = prox); use reinforce, prox=mu, or "
         "steps_per_batch or epochs > 1": loss.clips and not several_steps and recipe.prox != "mu",
         f"{name} with prox=current never clips (pi = prox); use recompute or loglinear": (

@@ -17,7 +17,7 @@ import msgspec
 
 import asyncrl
 from asyncrl.config.base import Plugin, leaves, types_of
-from asyncrl.config.parsing import parse
+from asyncrl.config.parsing import REMOVED_KEYS, parse
 from asyncrl.config.run import RunConfig, read_config
 from asyncrl.config.training import KLConfig
 from asyncrl.errors import ConfigError, MissingKeyError, UnknownKeysError, one_line
@@ -315,7 +315,10 @@ def refused_keys(overrides: Sequence[str]) -> ConfigError | None:
 
 
 def _advice_for_key(key: str) -> str:
-    """Return the equivalent of an unknown key, or the nearest known keys."""
+    """Return the advice on a removed key, the equivalent of an unknown key, or the nearest known keys."""
+    if key in REMOVED_KEYS:
+        return REMOVED_KEYS[key]
+
     groups = _group_names()
     if key in groups:
         return f"the file of {key}=… has no line `# @package _global_` at its top, or no keys"

@@ -14,6 +14,12 @@ from asyncrl.config.run import RunConfig
 from asyncrl.config.scorers import scorer_refusals
 from asyncrl.errors import ConfigError
 
+# Keys that a configuration no longer has, each with the advice that its refusal gives.
+REMOVED_KEYS = {
+    "critic.backbone": "a critic is always a model of its own; remove the key",
+    "critic.coef": "a critic has an optimizer of its own, with critic.lr; remove the key",
+}
+
 
 def parse(mapping: Any) -> RunConfig:
     """Validate a plain mapping. Raises ConfigError with the path of the wrong key."""
@@ -69,6 +75,11 @@ def _explain_error(complaint: str) -> str:
 
     for name in key.partition("[")[0].split("."):
         kind = typing.get_type_hints(kind).get(name) if isinstance(kind, type) else None
+
+    if problem.startswith("Object contains unknown field"):
+        unknown_key = f"{key}.{problem.split('`')[1]}"
+        if unknown_key in REMOVED_KEYS:
+            return f"unknown key {unknown_key}; {REMOVED_KEYS[unknown_key]}"
 
     hint = ""
     if problem.startswith("Invalid enum"):

@@ -185,20 +185,16 @@ class KLConfig(Section, frozen=True):
 
 
 class CriticConfig(Section, frozen=True):
-    """Value function, trained where the advantage needs one (gae)."""
+    """Value function, a model of its own, trained where the advantage needs values (gae)."""
 
-    backbone: Literal["own", "shared"] = "own"
-    """A model of its own, or a value head on the policy's last hidden states."""
     path: PathText = ""
-    """own: model directory or hub repository it starts from; empty: model.path."""
+    """Model directory or hub repository the critic starts from; empty: model.path."""
     lr: Annotated[float, Meta(gt=0)] = 1e-5
-    """own: peak learning rate; the schedule is the policy's."""
+    """Peak learning rate; the schedule is the policy's."""
     warmup_steps: Count = 0
     """First batches that train the critic only."""
     clip: Annotated[float, Meta(ge=0)] = 0.2
     """Range of the value clip around the value at the start of the batch; 0: off."""
-    coef: Annotated[float, Meta(gt=0)] = 0.5
-    """shared: weight of the value loss beside the policy loss."""
 
 
 class TrainerConfig(Section, frozen=True):

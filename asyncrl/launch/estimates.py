@@ -15,7 +15,7 @@ from asyncrl.config import RunConfig
 from asyncrl.launch.run_directory import check_creatable
 from asyncrl.observe.metrics import duration_text
 from asyncrl.runtime.process import is_imported
-from asyncrl.trainer.footprint import own_critic
+from asyncrl.trainer.footprint import needs_critic
 from asyncrl.weights.model_files import DTYPE_BYTES, parameter_count
 
 CPUINFO = Path("/proc/cpuinfo")
@@ -113,7 +113,7 @@ def checkpoint_bytes(config: RunConfig) -> int:
     # The base of adapters is frozen.
     total_bytes = parameters * ((exported_bytes if config.adapters else trained_bytes) + exported_bytes)
 
-    if own_critic(config):
+    if needs_critic(config):
         total_bytes += parameter_count(config.critic.path or config.model.path) * trained_bytes
     return total_bytes
 
@@ -162,7 +162,7 @@ def describe_work(config: RunConfig, train_count: int, test_count: int, prompt_t
     last_step = -(-epochs * train_count // batch_groups)
     pass_count = total_steps * batch_groups / train_count
     warmup_steps = config.trainer.warmup_steps
-    critic_warmup_steps = config.critic.warmup_steps * own_critic(config)
+    critic_warmup_steps = config.critic.warmup_steps * needs_critic(config)
     lines = [
         f"data          {train_count:,} samples, {batch_groups} a step: {pass_count:.2g} passes in "
         f"{total_steps} steps"

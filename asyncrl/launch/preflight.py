@@ -31,7 +31,7 @@ from asyncrl.launch.servers import check_servers
 from asyncrl.observe.trackers import check_trackers
 from asyncrl.remote import SCORER_PREFIX
 from asyncrl.store.schema import DATABASE, check_schema
-from asyncrl.trainer.footprint import own_critic
+from asyncrl.trainer.footprint import needs_critic
 from asyncrl.types import Message, Sample, ToolCall
 from asyncrl.weights.checkpoint_match import AutoClass, check_checkpoint
 from asyncrl.weights.model_files import published_bytes
@@ -83,7 +83,7 @@ def _read_checkpoints(inputs: Inputs) -> Iterator[tuple[str, str, AutoClass]]:
     yield "model.path", config.model.path, "AutoModelForCausalLM"
     if config.kl.reference:
         yield "kl.reference", config.kl.reference, "AutoModelForCausalLM"
-    if own_critic(config):
+    if needs_critic(config):
         key, path = (
             ("critic.path", config.critic.path) if config.critic.path else ("model.path", config.model.path)
         )

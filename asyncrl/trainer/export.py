@@ -36,7 +36,7 @@ def export_hf(
     template: str = "",
 ) -> None:
     """Write a directory for `from_pretrained`: weights in the configured dtype, buffers unchanged, adapters
-    merged, no value head. A collective of `world`; rank 0 writes, and holds one whole tensor at a time.
+    merged. A collective of `world`; rank 0 writes, and holds one whole tensor at a time.
 
     `weights`: the model's weights and buffers, on the CPU, by name. Everything else (tokenizer, chat
     template, generation settings) comes from `source`; `template` replaces the chat template, if set.

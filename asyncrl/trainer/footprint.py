@@ -134,7 +134,7 @@ def work_bytes(config: RunConfig, sizes_of: Callable[[str], ModelSizes] = ModelS
         policy_work.activations + max(policy_work.logits, policy_work.layer), policy_work.embedding_gradients
     )
 
-    if own_critic(config):  # the critic's backward comes first
+    if needs_critic(config):  # the critic's backward comes first
         critic_work = _work_bytes(config, sizes_of(config.critic.path or config.model.path), False)
         largest_work = max(
             largest_work,
@@ -151,7 +151,7 @@ def static_bytes(config: RunConfig) -> tuple[int, int, int]:
     policy_numbers = count(ModelSizes(config.model.path).shapes)
 
     trained, frozen = (adapter_count(config), policy_numbers) if config.adapters else (policy_numbers, 0)
-    if own_critic(config):
+    if needs_critic(config):
         critic_shapes = weight_shapes(config.critic.path or config.model.path)
         trained += count(
             {name: shape for name, shape in critic_shapes.items() if not _OUTPUT_LAYER.match(name)}
@@ -293,11 +293,11 @@ def _state_numbers_per_parameter(trainer: TrainerConfig) -> float:
     return sum(value.numel() for value in layer_state.values() if isinstance(value, Tensor)) // 64 / 64
 
 
-def own_critic(config: RunConfig) -> bool:
-    """True if the advantage needs a critic with a backbone of its own."""
+def needs_critic(config: RunConfig) -> bool:
+    """Tell whether the advantage needs a critic."""
     from asyncrl.algorithms.recipe import compose  # imports torch
 
-    return compose(config).own_critic
+    return compose(config).critic
 
 
 def with_recomputation(config: RunConfig, every: int) -> RunConfig:

@@ -91,10 +91,9 @@ class Learner:
             trainer=config.trainer,
             recomputation=self.recomputation,
             adapters=config.adapters,
-            value_head=self.recipe.shared_critic,
             offload=config.trainer.offload_optimizer,
         )
-        self.critic = load_critic(config, world, self.recomputation) if self.recipe.own_critic else None
+        self.critic = load_critic(config, world, self.recomputation) if self.recipe.critic else None
         self.scorers_read_reference = self.recipe.reference and config.scored_reference
         loads_reference = self.recipe.reference and not self.scorers_read_reference
         self.reference = load_reference(config, world, self.policy) if loads_reference else None
@@ -278,7 +277,7 @@ class Learner:
         """Return the samples with log-probs and values of the current models, where the recipe asks."""
         recipe = self.recipe
         scored_samples = list[TrainingSample]()
-        needs_policy = recipe.prox == "recompute" or recipe.shared_critic
+        needs_policy = recipe.prox == "recompute"
         if not (needs_policy or recipe.critic or self.reference is not None):
             return list(samples)
 
@@ -288,11 +287,7 @@ class Learner:
             with torch.no_grad():
                 if needs_policy:
                     scores = self.policy(micro_batch.selected, with_collision=recipe.advantage.whole_group)
-                    columns |= {
-                        "proximal_logprobs": scores.logp,
-                        "collision": scores.collision,
-                        "value": scores.value,
-                    }
+                    columns |= {"proximal_logprobs": scores.logp, "collision": scores.collision}
 
                 if self.critic is not None:
                     with self.stopwatch.phase("values"):
@@ -303,7 +298,7 @@ class Learner:
                     columns["reference"] = self.reference.logp(micro_batch.reference_tokens)
 
             for name, values in columns.items():
-                if values is not None and not (name == "proximal_logprobs" and recipe.prox != "recompute"):
+                if values is not None:
                     part_samples = with_values(part_samples, name, values)
 
             scored_samples += part_samples
@@ -443,7 +438,7 @@ class Learner:
 
         scores = self.policy(micro_batch.selected, entropy_grad=entropy_grad, teacher=teacher)
 
-        value = scores.value
+        value: Tensor | None = None
         if self.critic is not None:
             with self.stopwatch.phase("values"):
                 value = self.critic(micro_batch.selected)
@@ -533,19 +528,15 @@ class Learner:
         return batch_tally
 
     def _step_actor(self, batch_tally: report.MetricSums, gradient_scale: float) -> None:
-        """Take the policy's step. While the critic warms up, only a value head on the policy's backbone
-        moves."""
+        """Take the policy's step, unless the critic warms up."""
         config = self.config
         recipe = self.recipe
-        is_warming_up = recipe.critic and self.step < config.critic.warmup_steps
-        if is_warming_up:
-            for name, parameter in self.policy.lm.named_parameters():
-                if not name.startswith("value_head."):
-                    parameter.grad = None
+        if recipe.critic and self.step < config.critic.warmup_steps:
+            return
 
         # Terms beside the policy loss also count tokens that the correction, or the loss, drops.
         has_kl_term = config.kl.in_loss and (recipe.loss.ratio == "mu" or bool(recipe.divergence))
-        has_other_terms = config.algorithm.entropy_coef > 0 or recipe.shared_critic or has_kl_term
+        has_other_terms = config.algorithm.entropy_coef > 0 or has_kl_term
         has_trained_tokens = (
             batch_tally.totals.get("_trainable" if has_other_terms else "trainer/kept_tokens", 0.0) > 0
         )
@@ -561,7 +552,7 @@ class Learner:
 
         norms = [0.0]
         is_taken = False
-        if has_trained_tokens and (recipe.shared_critic or not is_warming_up):
+        if has_trained_tokens:
             batch_factor = self._batch_factor(batch_tally)
             largest_norm = norm_limit(self.state, config.trainer.spike_factor)
             report.scale_losses(batch_tally, batch_factor)
@@ -581,11 +572,10 @@ class Learner:
             if is_taken and config.trainer.spike_factor:
                 record_norm(self.state, self.step, total_norm)
 
-        if not is_warming_up:
-            batch_tally.add_highest("actor/lr", step_rate)
-            batch_tally.add_total("actor/skipped_steps", float(not is_taken))
-            if is_taken:
-                report.record_norms(batch_tally, self.agent_names, norms)
+        batch_tally.add_highest("actor/lr", step_rate)
+        batch_tally.add_total("actor/skipped_steps", float(not is_taken))
+        if is_taken:
+            report.record_norms(batch_tally, self.agent_names, norms)
 
     def _step_critic(self, critic: Critic, batch_tally: report.MetricSums, gradient_scale: float) -> None:
         critic_rate = self._learning_rate() * self.config.critic.lr / self.config.trainer.lr

@@ -17,7 +17,7 @@ import logging
 import math
 from collections import Counter, defaultdict
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 import transformers
@@ -36,7 +36,6 @@ from asyncrl.errors import ConfigError
 from asyncrl.shrunk import attention_arguments
 from asyncrl.trainer.footprint import LAYER_MIN_PARAMETERS
 from asyncrl.trainer.layers import layers_of
-from asyncrl.trainer.scores import widened
 from asyncrl.trainer.world import World
 from asyncrl.weights.adapters import initial_values
 from asyncrl.weights.checkpoint_match import AutoClass, check_finite, load_pretrained
@@ -227,18 +226,6 @@ def _all_weights(source: WeightsSource) -> dict[str, Any]:
         if name not in weights
     }
     return weights | added_weights
-
-
-def add_value_head(model: PreTrainedModel, hidden_size: int) -> None:
-    """Add a linear layer `value_head` on the hidden states, on the meta device like the rest of the model."""
-    dtype = next(model.parameters()).dtype
-    model.value_head = nn.Linear(hidden_size, 1, device="meta", dtype=dtype)
-
-
-def value_head_output(model: PreTrainedModel, hidden: Tensor) -> Tensor:
-    """Return the value head's output for hidden states [N, H], in float32 at least, [N]."""
-    head = cast(nn.Linear, model.value_head)
-    return widened(hidden) @ widened(head.weight)[0] + widened(head.bias)
 
 
 COMPARED_ROWS = 1024  # rows of two tensors that are compared at once

@@ -59,9 +59,8 @@ def forward_backward(
 
     scores = policy(tokens, entropy_grad=entropy_grad, teacher=teacher)
     loss = scores.logp.sum() + (scores.entropy.sum() if entropy_grad else 0.0)
-    token_values = critic(tokens) if critic is not None else scores.value
-    if token_values is not None:
-        loss = loss + token_values.sum()
+    if critic is not None:
+        loss = loss + critic(tokens).sum()
     if scores.divergence is not None:
         loss = loss + scores.divergence.sum()
     loss.backward()

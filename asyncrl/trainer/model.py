@@ -29,7 +29,7 @@ from asyncrl.shrunk import cached_findings
 from asyncrl.trainer.forced_routes import ForcedRoutes
 from asyncrl.trainer.gradient_check import cached_gradient_check, check_gradients
 from asyncrl.trainer.layers import prepare_layers
-from asyncrl.trainer.loading import add_value_head, read_model, shard_and_fill, value_head_output
+from asyncrl.trainer.loading import read_model, shard_and_fill
 from asyncrl.trainer.optimizer import make_optimizer, trainable
 from asyncrl.trainer.recompute import Recomputation
 from asyncrl.trainer.scores import (
@@ -40,6 +40,7 @@ from asyncrl.trainer.scores import (
     SplitModel,
     in_parts,
     score_chunks,
+    widened,
 )
 from asyncrl.trainer.teacher import Teacher
 from asyncrl.trainer.world import SequenceRanks, World
@@ -52,7 +53,7 @@ logger = logging.getLogger(__name__)
 class Policy(nn.Module):
     """Is the FSDP root around the language model: head and softmax run on the selected tokens only.
 
-    `published`: the weights of the model as engines know them, without value head and adapters.
+    `published`: the weights of the model as engines know them, without adapters.
     `buffer_pieces`: persistent buffers, published unchanged. `uncut`: all logits are computed at once, for a
     model that cannot be cut. `sequence_ranks`: the ranks that compute a packed micro-batch together.
     """
@@ -64,7 +65,6 @@ class Policy(nn.Module):
         sequence_ranks: SequenceRanks | None,
         *,
         adapters: Mapping[str, tuple[int, float]] | None = None,
-        value_head: bool = False,
     ) -> None:
         super().__init__()
         self.lm = lm
@@ -83,8 +83,6 @@ class Policy(nn.Module):
             adapters = {"": (config.lora_rank, config.lora_alpha)}
         if adapters:
             self.adapters = Adapters(lm, adapters)
-        if value_head:
-            add_value_head(lm, lm.get_output_embeddings().weight.shape[-1])
         self.split_model = SplitModel(lm, fp32_head=config.fp32_head)
         self.uncut = not self.split_model.is_possible
 
@@ -96,8 +94,8 @@ class Policy(nn.Module):
         teacher: Teacher | None = None,
     ) -> Scores:
         def score_part(part: Selected) -> Scores:
-            hidden, features, logits_of = self._head_input(part)
-            scores = score_chunks(
+            features, logits_of = self._head_input(part)
+            return score_chunks(
                 logits_of,
                 features,
                 part,
@@ -106,8 +104,6 @@ class Policy(nn.Module):
                 teacher=teacher,
                 wide_logits=self.split_model.fp32_head,
             )
-            value = value_head_output(self.lm, hidden) if hasattr(self.lm, "value_head") else None
-            return scores._replace(value=value)
 
         columns: Any = in_parts(score_part, tokens, self.sequence_ranks)
         return Scores(*columns)
@@ -118,7 +114,7 @@ class Policy(nn.Module):
         head_inputs = []
 
         def read_head_input(part: Selected) -> tuple[()]:
-            head_inputs.append(self._head_input(part)[1:])
+            head_inputs.append(self._head_input(part))
             return ()
 
         in_parts(read_head_input, tokens, self.sequence_ranks)
@@ -155,7 +151,6 @@ def load_policy(
     trainer: TrainerConfig | None = None,
     recomputation: Recomputation | None = None,
     adapters: Mapping[str, tuple[int, float]] | None = None,
-    value_head: bool = False,
     frozen: bool = False,
     offload: bool = False,
     key: str = "model.path",
@@ -171,7 +166,7 @@ def load_policy(
     if frozen:
         source.model.requires_grad_(False)
 
-    policy = Policy(source.model, config, world.sequence, adapters=adapters, value_head=value_head)
+    policy = Policy(source.model, config, world.sequence, adapters=adapters)
     if trainer is not None:
         prepare_layers(source.model, trainer, recomputation)
         policy.forced_routes = ForcedRoutes(source.model) if trainer.router_replay else None
@@ -369,7 +364,10 @@ class Critic(nn.Module):
         super().__init__()
         self.backbone = backbone
         self.sequence_ranks = sequence_ranks
-        add_value_head(backbone, backbone.config.get_text_config().hidden_size)
+        # On the meta device, like the rest of the model.
+        hidden_size = backbone.config.get_text_config().hidden_size
+        dtype = next(backbone.parameters()).dtype
+        backbone.value_head = nn.Linear(hidden_size, 1, device="meta", dtype=dtype)
 
     def forward(self, tokens: Selected) -> Tensor:
         """Return values [N] with gradient, float32 at least."""
@@ -378,13 +376,13 @@ class Critic(nn.Module):
         return token_values
 
     def _score_part(self, tokens: Selected) -> tuple[Tensor]:
-        hidden = self.backbone(**tokens.inputs).last_hidden_state
-        return (value_head_output(self.backbone, tokens.predictors(hidden)),)
+        hidden = tokens.predictors(self.backbone(**tokens.inputs).last_hidden_state)
+        head = cast(nn.Linear, self.backbone.value_head)
+        return (widened(hidden) @ widened(head.weight)[0] + widened(head.bias),)
 
 
 def load_critic(config: RunConfig, world: World, recomputation: Recomputation | None = None) -> Critic:
-    """Load the critic of a run (`critic.backbone: own`) with its optimizer, sharded over the ranks. A
-    collective.
+    """Load the critic of a run with its optimizer, sharded over the ranks. A collective.
 
     All its weights are trained, also where the policy has adapters. Raises ConfigError when its directory
     holds no model.

@@ -89,8 +89,7 @@ def evaluate(
         assert micro_batch.returns is not None
         old_value = value.detach() if micro_batch.value is None else micro_batch.value
         critic_loss, is_clipped = value_loss(value, old_value, micro_batch.returns, config.critic.clip)
-        critic_coef = config.critic.coef if recipe.shared_critic else 1.0
-        loss_sum = add_term("critic/vf_loss", torch.where(trainable, critic_loss, 0.0), critic_coef)
+        loss_sum = add_term("critic/vf_loss", torch.where(trainable, critic_loss, 0.0), 1.0)
         terms["critic/vf_clipfrac"] = ((is_clipped & trainable).sum(), trainable.sum())
 
     without_proximal = recipe.prox == "mu"  # reports are of pi/mu then

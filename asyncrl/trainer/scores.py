@@ -37,15 +37,14 @@ Logits = Callable[[Tensor], Tensor]  # features of n tokens [n, ·] → their lo
 class Scores(NamedTuple):
     """Holds numbers per selected token [N], at its temperature, in natural logs, float32 at least.
 
-    `logp` and `value` carry gradient; `entropy`, over the whole vocabulary, only on request; `collision`, Σ
-    π² over the vocabulary, never. `divergence` from a teacher carries gradient, `reference`, the teacher's
-    log-probs, none. None: not requested, or no value head.
+    `logp` carries gradient; `entropy`, over the whole vocabulary, only on request; `collision`, Σ π² over the
+    vocabulary, never. `divergence` from a teacher carries gradient, `reference`, the teacher's log-probs,
+    none. None: not requested.
     """
 
     logp: Tensor
     entropy: Tensor
     collision: Tensor | None = None
-    value: Tensor | None = None
     divergence: Tensor | None = None
     reference: Tensor | None = None
 
@@ -360,7 +359,7 @@ def _rank_part(tokens: Selected, own_tokens: np.ndarray, sequence_ranks: Sequenc
 
 
 HeadProduct = Callable[[Tensor], Tensor]  # hidden [..., H] → logits [..., V]
-HeadInput = tuple[Tensor, Tensor, Logits]  # hidden [N, H]; features and their logits, see score_chunks
+HeadInput = tuple[Tensor, Logits]  # features and their logits, see score_chunks
 
 
 class SplitModel:
@@ -385,7 +384,7 @@ class SplitModel:
         self.is_possible = self._backbone is not lm
         self._backbone_output: Any = None  # if set, the backbone's forward returns this
         self._selected: Selected | None = None
-        self._selected_hidden: Tensor | None = None  # set in `run_whole`: the selected hidden states
+        self._has_selected = False  # in `run_whole`: the output layer got the selected hidden states
         self._head_product: HeadProduct | None = None  # the output layer's product in the forward under way
         self._backbone_forward = self._backbone.forward
         self._backbone.forward = self._run_backbone  # type: ignore[method-assign]
@@ -414,7 +413,7 @@ class SplitModel:
                 self._backbone_output = None
                 self._head_product = None
 
-        return hidden, hidden, logits_of
+        return hidden, logits_of
 
     def run_whole(self, tokens: Selected) -> HeadInput:
         """Run the model's forward unchanged; logits of all tokens."""
@@ -423,12 +422,12 @@ class SplitModel:
         self._head_product = head_product
         try:
             logits = self._lm(**tokens.inputs).logits[0]
-            assert self._selected_hidden is not None, "the model did not call its output layer"
-            return self._selected_hidden, logits, lambda part: part
+            assert self._has_selected, "the model did not call its output layer"
+            return logits, lambda part: part
         finally:
             self._selected = None
             self._head_product = None
-            self._selected_hidden = None
+            self._has_selected = False
 
     def _run_backbone(self, *args: Any, **kwargs: Any) -> Any:
         return (
@@ -440,8 +439,8 @@ class SplitModel:
     def _select_hidden(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Tensor] | None:
         if self._selected is None:
             return None
-        self._selected_hidden = self._selected.predictors(args[0])
-        return (self._selected_hidden.unsqueeze(0),)
+        self._has_selected = True
+        return (self._selected.predictors(args[0]).unsqueeze(0),)
 
     def _make_head_product(self) -> HeadProduct:
         weight = self._head.weight

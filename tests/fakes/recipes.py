@@ -15,11 +15,6 @@ from tests.fakes.training import Episode, difference, full_state, make_learner, 
 UNFILTERED = {"filter_zero_variance": False}
 RECIPES: dict[str, dict[str, Any]] = {
     "gae": {"algorithm": {"advantage": "gae", "normalise": "none"}, "buffer": UNFILTERED},
-    "gae, shared": {
-        "algorithm": {"advantage": "gae", "normalise": "none"},
-        "critic": {"backbone": "shared"},
-        "buffer": UNFILTERED,
-    },
     "ppo": {
         "algorithm": {"advantage": "gae", "loss": {"ppo": {"clip_high": 0.28, "dual_clip": 0}}, "epochs": 2},
         "buffer": UNFILTERED,
@@ -74,7 +69,7 @@ RECIPES: dict[str, dict[str, Any]] = {
     },
 }
 
-COMPARING = ("gpg", "optimal token baseline", "clip_cov", "tba", "kl in reward, pass_at_k", "gae, shared")
+COMPARING = ("gpg", "optimal token baseline", "clip_cov", "tba", "kl in reward, pass_at_k")
 """Recipes that exchange something between ranks, each in another way."""
 
 

@@ -130,9 +130,7 @@ def traced(config: RunConfig) -> Footprint:
     few = (len(layers) - 1) % every + 1
     left_out = sum(parameter.numel() for layer in layers[few:] for parameter in layer.parameters())
     other_shards = total - left_out < LAYER_MIN_PARAMETERS <= total
-    all_alike = (
-        len(set(map(_kind, layers))) == 1 and not compose(config).own_critic
-    )  # two graphs have two peaks
+    all_alike = len(set(map(_kind, layers))) == 1 and not compose(config).critic  # two graphs have two peaks
     if not all_alike or other_shards or len(layers) < few + 2 * every:
         return traced_with(config, 0)
     less, more = (traced_with(config, depth) for depth in (few, few + every))
@@ -191,7 +189,7 @@ def _models(config: RunConfig, world: World, depth: int) -> tuple[Policy, Critic
     policy = _policy(config, config.model.path, world, depth, trained=True)
 
     critic = reference = None
-    if recipe.own_critic:
+    if recipe.critic:
         backbone = _skeleton("AutoModel", config.critic.path or config.model.path, config, depth)
         critic = Critic(backbone, world.sequence)
         _pack(backbone, config)
@@ -213,7 +211,7 @@ def _policy(config: RunConfig, path: str, world: World, depth: int, *, trained: 
     lm = _skeleton("AutoModelForCausalLM", path, config, depth)
     if not trained:
         lm.requires_grad_(False)
-    policy = Policy(lm, model, world.sequence, value_head=trained and compose(config).shared_critic)
+    policy = Policy(lm, model, world.sequence)
     policy.uncut = not policy.split_model.is_possible
     policy.packing = _pack(lm, config)
     if trained:

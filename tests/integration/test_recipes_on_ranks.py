@@ -34,13 +34,12 @@ Layout = tuple[int, int, str]  # replicas of the weights, ranks that share a mic
 LAYOUTS: dict[int, list[Layout]] = {
     1: [
         (1, 1, "gae"),
-        (1, 1, "gae, shared"),
         (1, 1, "gspo"),
         (1, 1, "kl in loss, entropy, batch_std"),
         (1, 1, "js"),
     ],
     2: [(2, 1, "gspo"), (1, 2, "gae"), (1, 2, "kl in loss, entropy, batch_std"), (1, 2, "js")],
-    4: [(2, 1, "gae"), (1, 4, "gae, shared"), (2, 2, "gspo")],
+    4: [(2, 1, "gae"), (1, 4, "gae"), (2, 2, "gspo")],
 }
 
 

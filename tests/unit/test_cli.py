@@ -353,6 +353,10 @@ def test_errors_are_one_line(override: str, complaint: str, capsys: pytest.Captu
         (b"# @package _global_\ntrainer: {lrr: 1}\n", "unknown key trainer.lrr; did you mean trainer.lr"),
         (b"# @package _global_\n1: 2\n", "unknown key 1"),
         (
+            b"# @package _global_\ncritic: {backbone: own}\n",
+            "unknown key critic.backbone; a critic is always a model of its own; remove the key",
+        ),
+        (
             b"# @package _global_\nvalidation: {success: .nan}\n",
             "validation.success: expected a finite number",
         ),

@@ -113,6 +113,7 @@ def test_what_the_table_names_is_there() -> None:
         (["actor.optim.lr=1"], "unknown key actor.optim.lr; here it is trainer.lr"),
         (["+actor_rollout_ref={rollout: {n: 2}}"], "actor_rollout_ref.rollout.n; here it is buffer.episodes"),
         (["+critic.model.use_remove_padding=true"], "critic.model.use_remove_padding; none here, because"),
+        (["critic.backbone=own"], "unknown key critic.backbone; a critic is .*; remove the key$"),
         (["data.trian=1"], "unknown key data.trian; did you mean data.train"),  # a slip, and not verl's
         (["trainer.lrr=1", "trainer.nnodes=1"], r"(?s)lrr: did you mean trainer.lr.*nnodes: here it is l"),
         (["kl.coef=0.001"], r"kl.coef=0.001 has no effect: kl.where is none; add kl.where="),

@@ -58,9 +58,7 @@ def test_a_barrier_is_where_something_needs_the_whole_batch(
 
 
 def test_models_are_there_for_what_asks_for_them() -> None:
-    assert recipe(algorithm=GAE, buffer=UNFILTERED).own_critic
-    shared = recipe(algorithm=GAE, critic={"backbone": "shared"}, buffer=UNFILTERED)
-    assert shared.critic and not shared.own_critic
+    assert recipe(algorithm=GAE, buffer=UNFILTERED).critic
     assert recipe(kl={"where": "loss"}).kl_estimator == "k2"
     assert recipe(kl={"where": "reward"}, buffer=UNFILTERED).kl_estimator == "k1"
     assert recipe(algorithm={"loss": "tba"}, buffer=UNFILTERED).reference

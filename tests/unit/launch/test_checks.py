@@ -226,7 +226,6 @@ KEPT = {  # what a resumed run keeps, and another value
     "algorithm.steps_per_batch": 2,
     "model.lora_rank": 8,
     "model.lora_alpha": 32.0,
-    "critic.backbone": "shared",
     "kl.prompt": "Think.",
 }
 ADDRESSES = [  # of the launcher, of a server

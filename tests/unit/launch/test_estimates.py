@@ -250,7 +250,6 @@ def test_the_speed_of_products_is_measured() -> None:
         ({"model": {"lora_rank": 8}}, 2 + 2),
         ({"model": {"lora_rank": 8, "dtype": "float32"}}, 4 + 4),
         (CRITIC, 2 * (4 + 8) + 2),
-        (CRITIC | {"critic": {"backbone": "shared"}}, 4 + 8 + 2),
     ],
 )
 def test_the_size_of_a_checkpoint(model: Path, keys: dict[str, Any], bytes_each: int) -> None:

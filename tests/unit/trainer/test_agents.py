@@ -304,11 +304,6 @@ def test_what_cannot_be_is_refused(changed: dict[str, Any], said: str) -> None:
         parse(run | changed)
 
 
-def test_a_value_head_on_the_policy_is_refused(model_path: str, world: World) -> None:
-    with pytest.raises(ConfigError, match=r"critic\.backbone=own"):
-        made(model_path, world, algorithm={"advantage": "gae"}, critic={"backbone": "shared"})
-
-
 def test_what_no_adapter_answers_is_not_trained() -> None:
     run = {"name": "t", "data": {"train": "x"}, **copy.deepcopy(TWO)}
     asked = {name: AgentRequest((), agent=name) for name in ("planner", "coder", "other", "")}

@@ -56,7 +56,7 @@ def manifest(step: int) -> CheckpointManifest:
 
 
 def whole(learner: Learner) -> dict[str, torch.Tensor]:
-    """All that trains, critic and value head included. A collective."""
+    """All that trains, critic included. A collective."""
     models = {"policy": learner.policy.lm, "critic": learner.critic}
     return {
         f"{of}.{name}": parameter.full_tensor().clone()
@@ -69,16 +69,7 @@ def whole(learner: Learner) -> dict[str, torch.Tensor]:
 ADAPTS = {"where": "loss", "target": 0.1}
 CONTINUED: dict[str, dict[str, Any]] = {
     "the default": {},
-    **{
-        f"a critic {backbone}, LoRA {rank}": {
-            **PPO,
-            "critic": {"backbone": backbone},
-            "kl": ADAPTS,
-            "model": {"lora_rank": rank},
-        }
-        for backbone in ("own", "shared")
-        for rank in (0, 2)
-    },
+    **{f"a critic, LoRA {rank}": {**PPO, "kl": ADAPTS, "model": {"lora_rank": rank}} for rank in (0, 2)},
     "sgd": {"trainer": {"optimizer": "sgd"}},
     "momentum": {"trainer": {"optimizer": {"sgd": {"momentum": 0.9}}}},
     "in main memory": {"trainer": {"optimizer": "torch.optim:RMSprop", "offload_optimizer": True}},
@@ -272,15 +263,13 @@ def moments(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [getattr(t, "full_tensor", lambda t=t: t)().clone() for of in state for t in of.values()]
 
 
-WARM = {"own": {"backbone": "own", "warmup_steps": 5}, "shared": {"backbone": "shared", "warmup_steps": 5}}
 NARROW = {"mask": {"low": 0.999999, "high": 1.000001}, "truncate": {}}
 EARLY: dict[str, dict[str, Any]] = {
     "nothing was trained": {},
     "the first batch is under way": {},
     "the first batch was skipped": {"algorithm": {"correction": NARROW, "ess_lr": True}},
     "a parameter never got a gradient": {},
-    "a critic of its own warms up": {**PPO, "critic": WARM["own"]},
-    "a shared critic warms up": {**PPO, "critic": WARM["shared"]},
+    "a critic warms up": {**PPO, "critic": {"warmup_steps": 5}},
 }
 
 

@@ -52,7 +52,6 @@ RESTED: dict[str, dict[str, Any]] = {
     "padded, momentum": {"trainer": {"packing": "padded", "optimizer": {"sgd": {"momentum": 0.9}}}},
     "LoRA, its base as reference": {"model": {"lora_rank": 2}, "kl": KL},
     "a critic and a reference": PPO | {"kl": KL},
-    "a shared value head": PPO | {"critic": {"backbone": "shared"}},
     "behind a barrier": {"algorithm": {"loss": "ppo", "epochs": 2, "steps_per_batch": 2}},
     "in main memory": {"trainer": {"offload_optimizer": True}},
 }

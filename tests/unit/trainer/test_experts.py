@@ -166,7 +166,7 @@ def test_a_conversion_that_is_not_known_is_left_to_transformers(
 
 def test_a_critic_reads_them_under_a_backbones_names(world: World, saved: Path) -> None:
     for family in FAMILIES:
-        config = tiny_config(str(saved / family), critic={"backbone": "own"})
+        config = tiny_config(str(saved / family))
         critic = load_critic(config, world)
         plain = dict(AutoModelForCausalLM.from_pretrained(saved / family).model.named_parameters())
         found = {n: p.full_tensor() for n, p in critic.backbone.named_parameters() if "value_head" not in n}

@@ -51,9 +51,7 @@ CASES: dict[str, dict[str, Any]] = {
     "adapters and the base as the reference": LORA | {"kl": KL},
     "a reference": {"kl": KL},
     "adapters and a teacher": LORA | {"kl": KL | {"estimator": "js"}},
-    "adapters and a value head": LORA
-    | UNFILTERED
-    | {"algorithm": {"advantage": "gae"}, "critic": {"backbone": "shared"}},
+    "adapters and a critic": LORA | UNFILTERED | {"algorithm": {"advantage": "gae"}},
 }
 
 

@@ -6,7 +6,6 @@ from typing import Any, cast
 
 import pytest
 import torch
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from asyncrl.config import ModelConfig
@@ -40,7 +39,7 @@ def test_scores_are_log_softmax_at_the_temperature(world: World, path: str) -> N
     assert torch.allclose(scores.logp, table.gather(1, t.labels[:, None])[:, 0])
     assert torch.allclose(scores.entropy, -(table.exp() * table).sum(-1))
     assert scores.logp.requires_grad and not scores.entropy.requires_grad
-    assert scores.collision is None and scores.value is None
+    assert scores.collision is None
 
 
 @pytest.mark.parametrize("chunk", [3, 512])
@@ -131,8 +130,8 @@ def test_a_model_that_scores_otherwise_when_cut_is_not_cut(
     split = SplitModel.split
 
     def wrong(cut: SplitModel, given: Selected) -> Any:
-        hidden, _, logits_of = split(cut, given)
-        return hidden, 1.1 * hidden, logits_of
+        features, logits_of = split(cut, given)
+        return 1.1 * features, logits_of
 
     monkeypatch.setattr(SplitModel, "split", wrong)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # nothing was found before
@@ -157,27 +156,6 @@ def test_fp32_head_multiplies_in_float32(world: World, path: str) -> None:
     assert torch.allclose(policy(t).logp, wanted, atol=1e-5)
     scores.logp.sum().backward()
     assert {p.grad.dtype for p in policy.parameters() if p.grad is not None} == {torch.float32}
-
-
-def test_a_value_head_reads_what_predicts_the_token(world: World, path: str) -> None:
-    t = few_tokens()
-    policy = load_policy(ModelConfig(path=path, dtype="float64"), world, value_head=True)
-    weight, bias = policy.lm.value_head.parameters()
-    assert torch.equal(policy(t).value, torch.zeros(4))  # it starts at zero
-    with torch.no_grad():
-        cast(FSDPModule, policy).reshard()
-        weight.copy_(distributed(torch.arange(16.0).reshape(1, 16), weight))
-        bias.fill_(0.5)
-    plain = plain_model(path)
-    hidden = t.predictors(plain.base_model(t.ids).last_hidden_state)
-    wanted = hidden @ torch.arange(16.0, dtype=torch.float64) + 0.5
-    value = policy(t).value
-    assert torch.allclose(value, wanted) and value.requires_grad
-    policy.uncut = True
-    assert torch.allclose(policy(t).value, wanted)
-    value.sum().backward()
-    assert bias.grad.full_tensor().item() == 4
-    assert full_state(policy).keys() == dict(plain.named_parameters()).keys()  # it is not published
 
 
 def distributed(tensor: torch.Tensor, like: DTensor) -> DTensor:

@@ -94,7 +94,7 @@ def test_only_what_is_asked_for() -> None:
         lambda part: part @ head.T, features, tokens, entropy_grad=False, with_collision=False
     )
     assert found.logp.requires_grad and not found.entropy.requires_grad
-    assert found.collision is None and found.value is None
+    assert found.collision is None
     with torch.no_grad():
         found = score_chunks(
             lambda part: part @ head.T, features, tokens, entropy_grad=True, with_collision=True
@@ -212,7 +212,7 @@ def relative(found: Tensor, wanted: Tensor) -> float:
 def test_the_heads_gradient_is_summed_in_float32(lm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scores, "CHUNK_TOKENS", 4)
     head = lm.lm_head.weight
-    _, features, logits_of = SplitModel(lm, fp32_head=False).split(long_row())
+    features, logits_of = SplitModel(lm, fp32_head=False).split(long_row())
     features = features.detach().requires_grad_()
     dw, dx = head_gradient(logits_of, features, head)
     wide = head.detach().double().requires_grad_()
@@ -228,7 +228,7 @@ def test_a_head_that_does_not_train_gets_no_gradient(lm: Any) -> None:
     head = lm.lm_head.weight
     head.requires_grad_(False)
     try:
-        _, features, logits_of = SplitModel(lm, fp32_head=False).split(long_row())
+        features, logits_of = SplitModel(lm, fp32_head=False).split(long_row())
         found = score_chunks(logits_of, features, long_row(), entropy_grad=False, with_collision=False)
         found.logp.sum().backward()
         assert head.grad is None

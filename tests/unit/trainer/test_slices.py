@@ -28,7 +28,7 @@ pytestmark = pytest.mark.slow
 def read_on_ranks(world: World, folder: Path) -> Any:
     """What each rank held at most while it read policy, critic, reference; and the policy's weights."""
     path = str(folder.parent / "model")
-    config = tiny_config(path, critic={"backbone": "own"}, kl={"where": "loss"})
+    config = tiny_config(path, kl={"where": "loss"})
     peaks = []
     loaded: list[Any] = []
     for load in (
@@ -131,8 +131,10 @@ def with_adapters(world: World, folder: Path) -> Any:
     path = str(folder.parent / "model")
     torch.manual_seed(1)
     config = ModelConfig(path=path, dtype="float32", lora_rank=2)
-    policy = load_policy(config, world, value_head=True)
-    return {name: tensor.full_tensor() for name, tensor in policy.lm.named_parameters()}
+    policy = load_policy(config, world)
+    critic = load_critic(tiny_config(path), world)
+    parameters = [*policy.lm.named_parameters(), *critic.backbone.named_parameters(prefix="critic")]
+    return {name: tensor.full_tensor() for name, tensor in parameters}
 
 
 def test_added_parameters_start_alike_on_any_number_of_ranks(world: World, tmp_path: Path) -> None:
@@ -143,7 +145,7 @@ def test_added_parameters_start_alike_on_any_number_of_ranks(world: World, tmp_p
     assert one.keys() == three.keys()
     assert all(torch.equal(tensor, one[name]) for name, tensor in three.items())
     assert one["transformer.h.0.attn.c_attn.lora_a"].any()
-    assert not one["transformer.h.0.attn.c_attn.lora_b"].any() and not one["value_head.weight"].any()
+    assert not one["transformer.h.0.attn.c_attn.lora_b"].any() and not one["critic.value_head.weight"].any()
 
 
 def test_buffers_that_no_file_holds_are_right(world: World, tmp_path: Path) -> None:
