@@ -231,7 +231,7 @@ def test_nothing_is_read_back_and_nothing_renamed(
         raise AssertionError(f"{about}")
 
     with monkeypatch.context() as during:
-        for place, name in ((os, "rename"), (os, "replace"), (shutil, "move"), (Checkpoints, "open")):
+        for place, name in ((os, "rename"), (os, "replace"), (shutil, "move"), (Checkpoints, "open_file")):
             during.setattr(place, name, forbidden)
         path = save_checkpoint(directory, learner, manifest(1))
     assert newest_checkpoint(directory) == path
