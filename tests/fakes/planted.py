@@ -33,6 +33,7 @@ from asyncrl.types import (
     EpisodeEnd,
     EpisodeResult,
     EpisodeStats,
+    Generation,
     Message,
     Sample,
     StopReason,
@@ -162,11 +163,13 @@ class PlantedRun:
             (old, new), half, end = said.versions or (version, version), len(ids) // 2, len(ids)
             spans = VersionSpan(0, half, old, old), VersionSpan(half, end, new, new)
             logprobs = tuple(-float(token % 5) for token in range(end))
-            turn = Turn(at, context, ids, logprobs, said.spans or spans, StopReason.STOP, seconds=1.5)
+            turn = Turn(
+                at, context, Generation(ids, logprobs, said.spans or spans, StopReason.STOP, seconds=1.5)
+            )
             turn = msgspec.structs.replace(turn, row=said.row, agent=said.agent)
             own = (said.reply,) if said.reply else ()
             add_turn(episode, turn)
-            lags += token_lags(turn.spans, version)
+            lags += token_lags(turn.generation.spans, version)
             self.store.put_frame(episode.uid, at, "generated", msgspec.msgpack.encode(turn))
             self.store.put_frame(episode.uid, at, "replied", msgspec.msgpack.encode(TurnReply(own)))
             self.store.put_calls(episode.uid, at, own)

@@ -51,7 +51,7 @@ from asyncrl.data import Samples, samples_path
 from asyncrl.isolation.child import raise_file_limit
 from asyncrl.launch.process import full_pipe
 from asyncrl.observe.files import read_summary
-from asyncrl.types import Message, Sample, StopReason, Turn, VersionSpan
+from asyncrl.types import Generation, Message, Sample, StopReason, Turn, VersionSpan
 from asyncrl.types import TurnReply as Replies
 from asyncrl.wire.messages.shared import Attempt, RunEnd, Status
 from asyncrl.wire.sockets import Codec, Endpoints, choose_endpoints
@@ -141,7 +141,7 @@ class Bench:
             ids = tuple(range(1000, 1000 + half))
             logprobs = (-0.25,) * half
             span = (VersionSpan(0, half, version, version),)
-            made = Turn(turn, ids, ids, logprobs, span, StopReason.STOP)
+            made = Turn(turn, ids, Generation(ids, logprobs, span, StopReason.STOP))
             self._payloads[key] = msgspec.msgpack.encode(made)
         return self._payloads[key]
 

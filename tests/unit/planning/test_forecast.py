@@ -22,7 +22,7 @@ from asyncrl.planning.forecast import (
     workload,
 )
 from asyncrl.planning.simulator import RecordedTurn
-from asyncrl.types import EpisodeStats, Observation, StopReason, ToolCall, ToolReply, Turn
+from asyncrl.types import EpisodeStats, Generation, Observation, StopReason, ToolCall, ToolReply, Turn
 
 RATES = Rates(  # 8 episodes of 100 tokens; 40 tokens/s of one alone
     recorded=(((RecordedTurn(100.0, 0.0),),) * 4,),
@@ -160,7 +160,7 @@ class Told:
         replies = tuple(ToolReply(ToolCall("f", "{}"), "", seconds=s) for s in self.calls)
         seen = Observation(seconds=0.5)
         return Turn(
-            index, (1,), (2, 3), (0.0, 0.0), (), StopReason.STOP, replies, self.seconds, observation=seen
+            index, (1,), Generation((2, 3), (0.0, 0.0), (), StopReason.STOP), replies, observation=seen
         )
 
 
