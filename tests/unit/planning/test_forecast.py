@@ -159,9 +159,8 @@ class Told:
     def turn(self, index: int) -> Turn:
         replies = tuple(ToolReply(ToolCall("f", "{}"), "", seconds=s) for s in self.calls)
         seen = Observation(seconds=0.5)
-        return Turn(
-            index, (1,), Generation((2, 3), (0.0, 0.0), (), StopReason.STOP), replies, observation=seen
-        )
+        generation = Generation((2, 3), (0.0, 0.0), (), StopReason.STOP, seconds=self.seconds)
+        return Turn(index, (1,), generation, replies, observation=seen)
 
 
 def test_an_episode_waits_for_tools_the_environment_and_its_reward() -> None:
