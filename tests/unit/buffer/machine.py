@@ -162,8 +162,10 @@ def train(batches: Batches, step: int, ranks: int = 1) -> list[str]:
 
 
 def turn_payload(index: int = 0, version: int = 0, **fields: Any) -> bytes:
-    """What a worker sends of a turn of ten tokens after ten of context, as `land` counts them. `fields`: other
-    values of fields of the turn or of its generation."""
+    """What a worker sends of a turn of ten tokens after ten of context, as `land` counts them.
+
+    `fields`: other values for fields of the turn or of its generation.
+    """
     generation = Generation(
         ids=tuple(range(10)),
         logprobs=(-0.5,) * 10,
