@@ -357,7 +357,7 @@ def test_a_model_that_is_streamed_and_stopped() -> None:
         bench.engine = engine_factory(config)()  # type: ignore[assignment]
         bench.finished()
         turns += bench.turns
-    whole, cut = turns
+    whole, cut = [turn.generation for turn in turns]
     count = len(cut.ids)
     assert len(whole.ids) > count and said[1] == said[0][:2]
     assert (cut.stop, cut.ids, cut.logprobs) == (StopReason.TEXT, whole.ids[:count], whole.logprobs[:count])
