@@ -250,29 +250,25 @@ class Turn(msgspec.Struct, frozen=True):
     """An engine call and the replies: the replies of the tools, then the environment's observation.
 
     An episode is a single row of tokens, or several rows where the history was rewritten or branched. The
-    tokens of a row are, turn by turn, `context` (written by the template) followed by `ids` (written by the
-    model); a turn that begins a row has the whole prompt as context. Spans are relative to `ids`. `agent`:
+    tokens of a row are, turn by turn, `context` (written by the template) followed by `generation.ids`
+    (written by the model); a turn that begins a row has the whole prompt as context.
+
+    `generation`: the engine's answer. The answer's `routes` are of the row's tokens up to here without routes
+    in an earlier turn; its `scores` are by the scorer of the data source, and absent in validation. `agent`:
     the sender of the request, by the `model` of the request, where an agent program leads the episode.
-    `routes`: of the row's tokens up to here without routes in an earlier turn. `untrained`: the turn answers
-    a side request of the agent (`rollout.untrained_agents`), and counts in no loss, baseline or normaliser.
-    `scores`: by the scorer of the data source; none in validation. `taught`: the teacher's prompt in place of
-    the context of a turn that begins a row (`kl.prompt`).
+    `untrained`: the turn answers a side request of the agent (`rollout.untrained_agents`), and counts in no
+    loss, baseline or normaliser. `taught`: the teacher's prompt in place of the context of a turn that begins
+    a row (`kl.prompt`).
     """
 
     index: int
     context: tuple[Token, ...]
-    ids: tuple[Token, ...]
-    logprobs: tuple[float, ...]
-    spans: tuple[VersionSpan, ...]
-    stop: StopReason
+    generation: Generation
     replies: tuple[ToolReply, ...] = ()
-    seconds: float = 0.0
     row: int = 0
     observation: Observation | None = None
     agent: str = ""
-    routes: Routes | None = None
     untrained: bool = False
-    scores: TokenScores | None = None
     taught: tuple[Token, ...] = ()
 
 

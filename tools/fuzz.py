@@ -40,7 +40,7 @@ from asyncrl.episodes.recorded import turns_of
 from asyncrl.errors import ConfigError, EngineError, ProtocolError
 from asyncrl.gateway import completions, responses
 from asyncrl.gateway.exchange import ApiError
-from asyncrl.types import Message, Sample, Turn, TurnReply
+from asyncrl.types import Generation, Message, Sample, Turn, TurnReply
 from asyncrl.weights import collective_messages
 from asyncrl.wire.addresses import incarnation_of
 from asyncrl.wire.enrolment import read_token
@@ -223,7 +223,7 @@ def targets() -> list[Target]:
     ]
 
 
-TURN = msgspec.msgpack.encode(Turn(0, (1,), (), (), (), "stop"))  # type: ignore[arg-type]
+TURN = msgspec.msgpack.encode(Turn(0, (1,), Generation((), (), (), "stop")))  # type: ignore[arg-type]
 
 
 def token_text(content: Any) -> bytes:

@@ -77,12 +77,13 @@ def check_turn(uid: str, turn: Turn, rows: int, vocabulary: int = MAX_VOCABULARY
     Every token must be in the vocabulary, every model token needs a log-prob, a version and a token before
     it, and the turn's sequence must be one of the `rows` earlier sequences, or the next new one.
     """
-    _check_sampled(f"episode {uid} turn {turn.index}", turn, vocabulary)
+    generation = turn.generation
+    _check_sampled(f"episode {uid} turn {turn.index}", generation, vocabulary)
 
     if turn.context and max(turn.context) >= vocabulary:
         raise ProtocolError(f"episode {uid} turn {turn.index}: {max(turn.context)} is no token")
 
-    routes = turn.routes
+    routes = generation.routes
     if routes is not None and (
         min(routes.start, routes.tokens - 1) < 0 or not routes.data or len(routes.data) % (2 * routes.tokens)
     ):
@@ -91,9 +92,9 @@ def check_turn(uid: str, turn: Turn, rows: int, vocabulary: int = MAX_VOCABULARY
             f"in {len(routes.data)} bytes, which is no multiple of 2 for each token"
         )
 
-    if (scores := turn.scores) is not None:
+    if (scores := generation.scores) is not None:
         byte_counts = (len(scores.logprobs), len(scores.ids), len(scores.top))
-        logprob_bytes = 4 * len(turn.ids)
+        logprob_bytes = 4 * len(generation.ids)
         sizes_match = (
             byte_counts[0] == logprob_bytes
             and byte_counts[1] == byte_counts[2]
@@ -108,7 +109,7 @@ def check_turn(uid: str, turn: Turn, rows: int, vocabulary: int = MAX_VOCABULARY
 
     if not 0 <= turn.row <= rows:
         raise ProtocolError(f"episode {uid} turn {turn.index}: row {turn.row} follows {rows} rows")
-    if turn.row == rows and turn.ids and not turn.context:
+    if turn.row == rows and generation.ids and not turn.context:
         raise ProtocolError(f"episode {uid}: row {turn.row} starts with a model token: nothing predicts it")
 
 
@@ -125,7 +126,7 @@ def check_part(uid: str, part: TurnPart, vocabulary: int = MAX_VOCABULARY) -> No
         raise ProtocolError(f"{subject}: it has routes")
 
 
-def _check_sampled(subject: str, sampled: Turn | Generation, vocabulary: int) -> None:
+def _check_sampled(subject: str, sampled: Generation, vocabulary: int) -> None:
     span_ends = [0, *(span.end for span in sampled.spans)]
     span_starts = [span.start for span in sampled.spans]
     contiguous = (
@@ -146,7 +147,7 @@ def _check_sampled(subject: str, sampled: Turn | Generation, vocabulary: int) ->
         raise ProtocolError(f"{subject}: versions {[span.version for span in sampled.spans]}")
 
 
-def check_logprobs(subject: str, sampled: Turn | Generation) -> None:
+def check_logprobs(subject: str, sampled: Generation) -> None:
     """Check that log-probs are finite and of probabilities up to 1. ProtocolError if not.
 
     The trainer does not call this: tokens whose ratio is not finite are left out there.
@@ -158,10 +159,11 @@ def check_logprobs(subject: str, sampled: Turn | Generation) -> None:
 
 def add_turn(episode: EpisodeRecord, turn: Turn, seconds: float = 0.0) -> None:
     """Count a turn that became durable `seconds` after the episode began."""
-    versions = [span.version for span in turn.spans]
+    model_tokens = len(turn.generation.ids)
+    versions = [span.version for span in turn.generation.spans]
     episode.add_turn(
-        tokens=len(turn.context) + len(turn.ids),
-        model_tokens=len(turn.ids),
+        tokens=len(turn.context) + model_tokens,
+        model_tokens=model_tokens,
         oldest=min(versions, default=0),
         newest=max(versions, default=0),
         seconds=seconds,

@@ -236,8 +236,8 @@ def _recorded_episodes(run_dir: Path) -> tuple[Recorded, float, int]:
                 turns, missing = stored_turns(reader, episode)
                 if turns and not missing:
                     episodes.append(recorded_turns(turns, episode.stats))
-                    sampling_seconds += sum(turn.seconds for turn in turns)
-                    token_count += sum(len(turn.ids) for turn in turns)
+                    sampling_seconds += sum(turn.generation.seconds for turn in turns)
+                    token_count += sum(len(turn.generation.ids) for turn in turns)
             if episodes:
                 recorded_groups.append(tuple(episodes))
     return tuple(recorded_groups), sampling_seconds, token_count

@@ -90,7 +90,9 @@ class Branches:
         """Return the end of the episode if the agent ends now. There must be a turn."""
         if self.last_refusal is not None:
             return self.last_refusal.end
-        return EpisodeEnd.LENGTH if self._last_trained_turn.stop is StopReason.LENGTH else EpisodeEnd.DONE
+        if self._last_trained_turn.generation.stop is StopReason.LENGTH:
+            return EpisodeEnd.LENGTH
+        return EpisodeEnd.DONE
 
     @property
     def messages(self) -> tuple[Message, ...]:
@@ -147,9 +149,9 @@ class Branches:
 
     def stopped_at(self, turn: Turn) -> str:
         """Return the stop text of the request at which a turn ended; '' if no stop text ended the turn."""
-        if turn.stop is not StopReason.TEXT:
+        if turn.generation.stop is not StopReason.TEXT:
             return ""
-        text = self._rules.chat.decode(turn.ids)
+        text = self._rules.chat.decode(turn.generation.ids)
         stops = self.rows[turn.row].request.stops
         positions = [(position, stop) for stop in stops if (position := text.find(stop)) >= 0]
         return min(positions, default=(0, ""))[1]
@@ -158,7 +160,7 @@ class Branches:
         """Count the prompt tokens of an answer, sampled or to be sampled."""
         if isinstance(answer, Placement):
             return len(answer.ids)
-        return len(self.rows[answer.row].ids) - len(answer.ids)
+        return len(self.rows[answer.row].ids) - len(answer.generation.ids)
 
     def count_prompt_tokens(self, request: AgentRequest) -> int:
         """Count the tokens of a request's prompt, if the answer came now. ConfigError when the template
@@ -270,7 +272,7 @@ class Branches:
 
         message = self._read_message(placement.request, turn, with_stop_text=True)
         messages = (*placement.messages, message)
-        all_ids = placement.ids + turn.ids
+        all_ids = placement.ids + turn.generation.ids
         known_messages = 0 if placement.row is None else len(self.rows[row_number].messages)
         self.folded += self._count_folded(placement.messages[known_messages:], placement.row is None)
         self.rows[row_number : row_number + 1] = [
@@ -520,7 +522,7 @@ class Branches:
     def _is_extended(self, row: TokenRow, messages: tuple[Message, ...]) -> bool:
         new_messages = messages[len(row.messages) :]
         # A message cut at the token limit is not extended.
-        is_complete = row.last.stop is not StopReason.LENGTH
+        is_complete = row.last.generation.stop is not StopReason.LENGTH
         is_answer = bool(new_messages) and all(message.role in ANSWERING_ROLES for message in new_messages)
         return is_complete and is_answer and count_common(row.messages, messages) == len(row.messages)
 
@@ -533,7 +535,7 @@ class Branches:
                 return message
 
         if request.prompt is not None:
-            message = Message("assistant", text_before(self._rules.chat.decode(turn.ids), stops))
+            message = Message("assistant", text_before(self._rules.chat.decode(turn.generation.ids), stops))
         else:
             parsed = read_turn(self._rules, turn, request.tools, stops)
             message = turn_message(self._rules, turn, parsed, stops)

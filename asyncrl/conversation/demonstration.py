@@ -17,7 +17,7 @@ from asyncrl.conversation.chat import prefill_of
 from asyncrl.conversation.commands import Fail, Rules
 from asyncrl.conversation.turns import read_turn, rows_of
 from asyncrl.errors import ConfigError
-from asyncrl.types import FailReason, Message, Sample, StopReason, ToolCall, Turn, VersionSpan
+from asyncrl.types import FailReason, Generation, Message, Sample, StopReason, ToolCall, Turn, VersionSpan
 
 
 def demonstration_turns(
@@ -41,8 +41,12 @@ def demonstration_turns(
                     row_number += 1
                     context = rules.chat.prompt_ids(history, tools)
 
-                unsampled_turn = Turn(len(turns), context, (), (), (), StopReason.STOP, row=row_number)
-                turns.append(_demonstrated_turn(rules, unsampled_turn, history, message, tools, version))
+                turn_ids = rules.chat.turn_ids(history, message, tools)
+                spans = (VersionSpan(0, len(turn_ids), version, kv_version=-1),)
+                generation = Generation(turn_ids, (0.0,) * len(turn_ids), spans, StopReason.STOP)
+                turn = Turn(len(turns), context, generation, row=row_number)
+                _check_calls(rules, turn, message, tools)
+                turns.append(turn)
 
                 if prefill := prefill_of(history):  # the prefill and the turn are one message
                     message = replace(message, content=prefill + message.content)
@@ -66,43 +70,32 @@ def _turn_context(
     if not new_messages:
         raise ConfigError("the assistant speaks without a message that it answers")
 
-    delta_ids = rules.chat.delta_ids(new_messages, turns[-1].ids[-1]) if turns else None
+    delta_ids = rules.chat.delta_ids(new_messages, turns[-1].generation.ids[-1]) if turns else None
     if turns and delta_ids is None and rules.config.history == "append":
         raise ConfigError("the chat template rewrites earlier turns here; set rollout.history=fork")
 
     return delta_ids
 
 
-def _demonstrated_turn(
-    rules: Rules,
-    unsampled_turn: Turn,
-    history: tuple[Message, ...],
-    message: Message,
-    tools: tuple[str, ...],
-    version: int,
-) -> Turn:
-    """Complete `unsampled_turn` with the tokens of `message`. ConfigError if the model could not write the
-    message, or the run would read the message otherwise."""
-    turn_ids = rules.chat.turn_ids(history, message, tools)
-    spans = (VersionSpan(0, len(turn_ids), version, kv_version=-1),)
-    turn = replace(unsampled_turn, ids=turn_ids, logprobs=(0.0,) * len(turn_ids), spans=spans)
+def _check_calls(rules: Rules, turn: Turn, message: Message, tools: tuple[str, ...]) -> None:
+    """Check that the calls of `message` are read back from the turn. ConfigError if the model could not write
+    the message, or the run would read the message otherwise."""
+    if not message.tool_calls:
+        return
 
-    if message.tool_calls:
-        parsed = read_turn(rules, turn, tools)
-        if parsed.errors or _call_values(parsed.calls) != _call_values(message.tool_calls):
-            name = message.tool_calls[0].name
-            if name not in rules.chat.decode(turn_ids):
-                raise ConfigError(
-                    f"the chat template does not write the call of {name!r}: set model.template to one that "
-                    "does (chatml_tools), or write the call into the content"
-                )
-
+    parsed = read_turn(rules, turn, tools)
+    if parsed.errors or _call_values(parsed.calls) != _call_values(message.tool_calls):
+        name = message.tool_calls[0].name
+        if name not in rules.chat.decode(turn.generation.ids):
             raise ConfigError(
-                f"the call of {name!r} is not read back by rollout.parser from what the chat template "
-                "writes; name the tool in rollout.tools, or use another parser or template"
+                f"the chat template does not write the call of {name!r}: set model.template to one that "
+                "does (chatml_tools), or write the call into the content"
             )
 
-    return turn
+        raise ConfigError(
+            f"the call of {name!r} is not read back by rollout.parser from what the chat template "
+            "writes; name the tool in rollout.tools, or use another parser or template"
+        )
 
 
 def _call_values(calls: Sequence[ToolCall]) -> list[tuple[str, object]]:

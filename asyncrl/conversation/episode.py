@@ -142,10 +142,7 @@ def resume_episode(rules: Rules, sample: Sample, opened: Opened, turns: Sequence
         ):
             raise ProtocolError(f"recorded turn {turn.index} does not continue the tokens before it")
 
-        generation = Generation(
-            turn.ids, turn.logprobs, turn.spans, turn.stop, turn.seconds, turn.routes, turn.scores
-        )
-        episode = advance_episode(rules, episode, TurnGenerated(generation))
+        episode = advance_episode(rules, episode, TurnGenerated(turn.generation))
         if isinstance(episode.command, Fail) and len(episode.turns) == turn.index:
             raise ProtocolError(f"recorded turn {turn.index}: {episode.command.detail}")
         if turn.replies and isinstance(episode.command, CallTools):
@@ -259,7 +256,7 @@ def _end_after_turn(
     limits = rules.config
     call_count = len(parsed.calls)
     error_count = len(parsed.errors)
-    if episode.turns[-1].stop is StopReason.LENGTH:
+    if episode.turns[-1].generation.stop is StopReason.LENGTH:
         return EpisodeEnd.LENGTH
     if episode.tool_calls + call_count > limits.max_calls:
         return EpisodeEnd.MAX_CALLS
@@ -393,7 +390,7 @@ def _written_conversation(rules: Rules, episode: Episode) -> tuple[Message, ...]
 
     begun_message = messages[prompt_length - 1]
     turn = messages[prompt_length]
-    written_text = rules.chat.decode(episode.turns[0].ids)
+    written_text = rules.chat.decode(episode.turns[0].generation.ids)
     leading_space = written_text[: len(written_text) - len(written_text.lstrip())]
 
     text, thought = split_thought(rules, prefill)

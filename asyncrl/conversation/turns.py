@@ -60,20 +60,7 @@ def make_turn(
     untrained: bool = False,
 ) -> Turn:
     """Make the turn of a generation; nothing answers the turn yet."""
-    return Turn(
-        index,
-        context,
-        ids=generation.ids,
-        logprobs=generation.logprobs,
-        spans=generation.spans,
-        stop=generation.stop,
-        seconds=generation.seconds,
-        row=row,
-        agent=agent,
-        untrained=untrained,
-        routes=generation.routes,
-        scores=generation.scores,
-    )
+    return Turn(index, context, generation, row=row, agent=agent, untrained=untrained)
 
 
 def prompt_ending(rules: Rules, context: tuple[int, ...]) -> str:
@@ -97,7 +84,7 @@ def read_turn(
     """Read the turn's content, calls and reasoning, up to the first of the texts `stops`. Without `tools`
     (schemas) nothing is a call. `prefill`: the model's words at the end of the prompt that the turn
     continues."""
-    text = text_before(rules.chat.decode(turn.ids), stops)
+    text = text_before(rules.chat.decode(turn.generation.ids), stops)
     prompt_end = prompt_ending(rules, turn.context)
     if split_thought(rules, prefill)[1]:
         prompt_end = think_tags(rules.parse).open
@@ -109,10 +96,12 @@ def read_turn(
 def turn_message(rules: Rules, turn: Turn, parsed: Parsed, stops: Sequence[str] = ()) -> Message:
     """Make the message of a turn that was read as `parsed`. A turn with malformed calls is quoted literally.
     White space in front of a stop text stays: agents append the stop text again."""
+    generation = turn.generation
     if parsed.errors:
-        return Message("assistant", rules.chat.content(text_before(rules.chat.decode(turn.ids), stops)))
-    if turn.stop is StopReason.TEXT and stops and not parsed.calls:
-        text = text_before(rules.chat.decode(turn.ids), stops)
+        text = text_before(rules.chat.decode(generation.ids), stops)
+        return Message("assistant", rules.chat.content(text))
+    if generation.stop is StopReason.TEXT and stops and not parsed.calls:
+        text = text_before(rules.chat.decode(generation.ids), stops)
         parsed = replace(parsed, content=parsed.content + text[len(text.rstrip()) :])
     return Message("assistant", parsed.content, parsed.calls, reasoning=parsed.reasoning)
 
@@ -141,7 +130,7 @@ def without_untrained(turns: Sequence[Turn]) -> tuple[Turn, ...]:
     for turn in turns:
         context = context_by_row.pop(turn.row, ()) + turn.context
         if turn.untrained:
-            context_by_row[turn.row] = context + turn.ids
+            context_by_row[turn.row] = context + turn.generation.ids
         else:
             row_number = row_numbers.setdefault(turn.row, len(row_numbers))
             trained_turns.append(replace(turn, index=len(trained_turns), row=row_number, context=context))
@@ -153,7 +142,7 @@ def rows_of(turns: Sequence[Turn]) -> list[tuple[int, ...]]:
     """Return the tokens of each row."""
     rows: dict[int, tuple[int, ...]] = {}
     for turn in turns:
-        rows[turn.row] = rows.get(turn.row, ()) + turn.context + turn.ids
+        rows[turn.row] = rows.get(turn.row, ()) + turn.context + turn.generation.ids
     return [rows[row] for row in sorted(rows)]
 
 
@@ -194,7 +183,7 @@ def score_turns(turns: Sequence[Turn], end: EpisodeEnd, result: RewardResult) ->
     except (OverflowError, ValueError):  # the numbers or their sum are infinite
         return Fail(FailReason.REWARD_ERROR, "the rewards of the episode add up to no finite number")
 
-    token_counts = tuple(len(turn.ids) for turn in turns)
+    token_counts = tuple(len(turn.generation.ids) for turn in turns)
     episode_result = EpisodeResult(
         total,
         sum(token_counts),

@@ -28,7 +28,7 @@ from asyncrl.coordinator.state import RunState, log
 from asyncrl.coordinator.workers import WorkerHandler, WorkerRecord
 from asyncrl.errors import ProtocolError
 from asyncrl.store.reader import part_kind
-from asyncrl.types import FailReason, Generation, Turn
+from asyncrl.types import FailReason, Generation
 from asyncrl.wire.messages.worker import Ack, Failed, Fenced, Finished, Generated, Record, Replied, Sampled
 
 
@@ -181,15 +181,16 @@ class RecordHandler:
         frame = _single_frame(frames)
         turn = decode_turn(frame)
         check_turn(episode.uid, turn, episode.rows, self.state.vocabulary)
-        check_logprobs(f"episode {episode.uid} turn {turn.index}", turn)
+        check_logprobs(f"episode {episode.uid} turn {turn.index}", turn.generation)
         if turn.index != message.turn:
             raise ProtocolError(f"episode {episode.uid}: turn {turn.index} in the place of {message.turn}")
 
-        if self._reject_unpushed(worker, episode, turn, now):
+        if self._reject_unpushed(worker, episode, turn.generation, now):
             return
 
+        model_tokens = len(turn.generation.ids)
         episode_tokens = episode.tokens + episode.untrained_tokens
-        if episode_tokens + len(turn.context) + len(turn.ids) > self._max_episode_tokens:
+        if episode_tokens + len(turn.context) + model_tokens > self._max_episode_tokens:
             limit = f"{self._max_episode_tokens} tokens (rollout.max_tokens)"
             raise ProtocolError(f"episode {episode.uid}: turn {message.turn} makes it longer than {limit}")
 
@@ -198,14 +199,14 @@ class RecordHandler:
         self.state.ledger_of(episode.uid).mark_changed(episode)
 
         if episode.uid in self.state.buffer.episodes:
-            self.reporter.count_turn(len(turn.ids))
+            self.reporter.count_turn(model_tokens)
             if not turn.untrained:
                 self.state.buffer.waiting_tokens.begin_life(
-                    episode.uid, self.state.engine_time(now), len(turn.ids) - part.tokens
+                    episode.uid, self.state.engine_time(now), model_tokens - part.tokens
                 )
 
     def _reject_unpushed(
-        self, worker: WorkerRecord, episode: EpisodeRecord, sampled: Turn | Generation, now: float
+        self, worker: WorkerRecord, episode: EpisodeRecord, sampled: Generation, now: float
     ) -> bool:
         """Return True if a training episode was sampled on weights that no engine was given.
 

@@ -109,7 +109,7 @@ def rewards_and_advantages(
     """Return the rewards and advantages of an episode's trained tokens, before the batch scales the
     advantages. The advantages are None if they also depend on values that models compute."""
     advantage = configured_advantage(config)
-    token_counts = [len(turn.ids) for turn in turns if not turn.untrained]
+    token_counts = [len(turn.generation.ids) for turn in turns if not turn.untrained]
     turn_of_token = np.repeat(np.arange(len(token_counts)), token_counts)
     rewards = token_rewards(episode.result, turn_of_token)
     siblings, sibling_index = baseline.siblings(episode)

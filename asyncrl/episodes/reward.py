@@ -129,7 +129,7 @@ def shaped_reward(
     limits = rules.config
     shaping_input = ShapingInput(
         score=reward_result.score,
-        tokens=sum(len(turn.ids) for turn in turns),
+        tokens=sum(len(turn.generation.ids) for turn in turns),
         turns=len(turns),
         end=end,
         limit=min(limits.rows * limits.max_tokens, limits.max_turns * limits.max_new_tokens),

@@ -202,7 +202,7 @@ def _choice_message(reply: AgentReply) -> dict[str, Any]:
 
 def finish_of(reply: AgentReply) -> str:
     """Return the reason why the answer ended, in OpenAI's words."""
-    if reply.turn.stop is StopReason.LENGTH:
+    if reply.turn.generation.stop is StopReason.LENGTH:
         return "length"
     return "tool_calls" if reply.message.tool_calls else "stop"
 
@@ -210,7 +210,7 @@ def finish_of(reply: AgentReply) -> str:
 def usage_of(replies: Sequence[AgentReply]) -> dict[str, int]:
     """Count tokens; the answers to one request share the prompt."""
     prompt_tokens = replies[0].prompt_tokens
-    completion_tokens = sum(len(reply.turn.ids) for reply in replies)
+    completion_tokens = sum(len(reply.turn.generation.ids) for reply in replies)
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
@@ -223,6 +223,6 @@ def _token_logprobs(reply: AgentReply) -> dict[str, Any]:
     return {
         "content": [
             {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
-            for text, logprob in zip(reply.texts, reply.turn.logprobs, strict=True)
+            for text, logprob in zip(reply.texts, reply.turn.generation.logprobs, strict=True)
         ]
     }

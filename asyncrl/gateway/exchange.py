@@ -71,7 +71,7 @@ class AgentReply(msgspec.Struct, frozen=True):
     @property
     def texts(self) -> list[str]:
         """Return the text of each token, for log-probs."""
-        return [self.decode((token,)) for token in self.turn.ids]
+        return [self.decode((token,)) for token in self.turn.generation.ids]
 
 
 def openai_error(error: ApiError) -> dict[str, Any]:

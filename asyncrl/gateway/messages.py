@@ -334,7 +334,7 @@ def _function_tool(tool: OfferedTool) -> dict[str, Any]:
 
 
 def _stop_fields(reply: AgentReply) -> dict[str, Any]:
-    match reply.turn.stop:
+    match reply.turn.generation.stop:
         case StopReason.LENGTH:
             return {"stop_reason": "max_tokens", "stop_sequence": None}
         case StopReason.TEXT:
@@ -343,4 +343,4 @@ def _stop_fields(reply: AgentReply) -> dict[str, Any]:
 
 
 def _usage_fields(reply: AgentReply) -> dict[str, Any]:
-    return {"usage": {"input_tokens": reply.prompt_tokens, "output_tokens": len(reply.turn.ids)}}
+    return {"usage": {"input_tokens": reply.prompt_tokens, "output_tokens": len(reply.turn.generation.ids)}}

@@ -265,9 +265,9 @@ class ResponsesExchange:
         output = [self._text_item(kind, texts_of[kind]) for kind in kinds]
         output += [self._call_item(number, call) for number, call in enumerate(calls_of(reply))]
 
-        is_cut = reply.turn.stop is StopReason.LENGTH
+        is_cut = reply.turn.generation.stop is StopReason.LENGTH
         prompt_tokens = reply.prompt_tokens
-        output_tokens = len(reply.turn.ids)
+        output_tokens = len(reply.turn.generation.ids)
         usage = {
             "input_tokens": prompt_tokens,
             "input_tokens_details": {"cached_tokens": 0},

@@ -135,5 +135,5 @@ def _token_logprobs(reply: AgentReply) -> dict[str, Any]:
     text_offsets = [0]
     for text in reply.texts:
         text_offsets.append(text_offsets[-1] + len(text))
-    logprob_fields = {"tokens": reply.texts, "token_logprobs": list(reply.turn.logprobs)}
+    logprob_fields = {"tokens": reply.texts, "token_logprobs": list(reply.turn.generation.logprobs)}
     return {**logprob_fields, "top_logprobs": None, "text_offset": text_offsets[:-1]}

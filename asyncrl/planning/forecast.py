@@ -97,11 +97,13 @@ def recorded_turns(turns: Sequence[Turn], stats: EpisodeStats) -> tuple[Recorded
         for turn in turns
     ]
 
-    other_seconds = max(0.0, stats.seconds - sum(turn.seconds for turn in turns))
+    other_seconds = max(0.0, stats.seconds - sum(turn.generation.seconds for turn in turns))
     scale = min(1.0, other_seconds / total_waits) if (total_waits := sum(waits)) else 1.0
     waits = [wait * scale for wait in waits]
     waits[-1] += other_seconds - sum(waits)
-    return tuple(RecordedTurn(len(turn.ids), wait) for turn, wait in zip(turns, waits, strict=True))
+    return tuple(
+        RecordedTurn(len(turn.generation.ids), wait) for turn, wait in zip(turns, waits, strict=True)
+    )
 
 
 def fit_engine(loads: Sequence[EngineLoad]) -> tuple[float, float, bool]:

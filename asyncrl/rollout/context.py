@@ -284,8 +284,8 @@ class EpisodeRun:
         record, frame = generated(self.attempt, turn, self.seconds, session)
         self._newest_turn_durable = await self.post_record(record, frame)
         self._open_turns.pop(session, None)  # after posting, as the client may leave meanwhile, and ask again
-        if turn.routes is not None:
-            self._routed_tokens[session] = turn.routes.end
+        if turn.generation.routes is not None:
+            self._routed_tokens[session] = turn.generation.routes.end
 
     async def until_durable(self) -> None:
         """Wait until the newest turn would survive a crash, because the receiver may cause side effects. The

@@ -43,8 +43,8 @@ class DemonstrationPlayer:
         if (failure := length_failure(rules.config, turns)) is not None:
             return Outcome(failure, ())
 
-        recorded_tokens = [(turn.context, turn.ids) for turn in recorded]
-        if recorded_tokens != [(turn.context, turn.ids) for turn in turns[: len(recorded)]]:
+        recorded_tokens = [(turn.context, turn.generation.ids) for turn in recorded]
+        if recorded_tokens != [(turn.context, turn.generation.ids) for turn in turns[: len(recorded)]]:
             raise ProtocolError("the recorded turns are not those of the data any more")
 
         for turn in turns[len(recorded) :]:
@@ -52,7 +52,8 @@ class DemonstrationPlayer:
 
         is_validation = self.run.assignment.lane == "eval"
         components = {"nll": await self._mean_nll(turns)} if is_validation else {}
-        episode_result = EpisodeResult(0.0, sum(len(turn.ids) for turn in turns), components=components)
+        model_tokens = sum(len(turn.generation.ids) for turn in turns)
+        episode_result = EpisodeResult(0.0, model_tokens, components=components)
         call_count = sum(len(message.tool_calls) for message in sample.prompt)
 
         return Outcome(Done(episode_result), turns, EpisodeStats(len(turns), call_count))
@@ -79,8 +80,10 @@ def assistant_logprobs(turns: Sequence[Turn], row_logprobs: Sequence[Sequence[fl
     row_ends = [-1] * len(row_logprobs)
     token_logprobs = list[float]()
     for turn in turns:
-        row_ends[turn.row] += len(turn.context) + len(turn.ids)
-        token_logprobs += row_logprobs[turn.row][row_ends[turn.row] - len(turn.ids) : row_ends[turn.row]]
+        row_ends[turn.row] += len(turn.context) + len(turn.generation.ids)
+        token_logprobs += row_logprobs[turn.row][
+            row_ends[turn.row] - len(turn.generation.ids) : row_ends[turn.row]
+        ]
     return token_logprobs
 
 

@@ -21,7 +21,7 @@ from asyncrl.errors import AsyncrlError, ConfigError, disk_full
 log = logging.getLogger("asyncrl.store")
 
 DATABASE = "run.db"
-SCHEMA_VERSION = 15  # raise when a table, a stored struct, or `Sample` changes
+SCHEMA_VERSION = 16  # raise when a table, a stored struct, or `Sample` changes
 TABLES = """
 CREATE TABLE meta(key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
 CREATE TABLE groups(id INTEGER PRIMARY KEY, over INTEGER NOT NULL, record BLOB NOT NULL);

@@ -46,7 +46,7 @@ def hash_history(earlier_history: str, turn: Turn) -> str:
     """Return the hash of all turns up to this turn, with the replies. `before`: the hash of all earlier
     turns."""
     replies = [(reply.call.name, reply.call.arguments, reply.content) for reply in turn.replies]
-    return xxh3_64_hexdigest(_encode((earlier_history, turn.ids, replies)))
+    return xxh3_64_hexdigest(_encode((earlier_history, turn.generation.ids, replies)))
 
 
 class Snapshots:

@@ -277,12 +277,15 @@ def training_sample(
         if turn.row == len(sequences):
             sequences.append([])
         ids = sequences[turn.row]
-        ids += (*turn.context, *turn.ids)
-        token_origins += ((turn.row, position) for position in range(len(ids) - len(turn.ids), len(ids)))
+        ids += turn.context
+        context_end = len(ids)
+        ids += turn.generation.ids
+        token_origins += ((turn.row, position) for position in range(context_end, len(ids)))
 
     sequence_of, position = np.array(token_origins, dtype=np.int64).reshape(-1, 2).T
-    turn_indices = np.repeat(np.arange(len(turns)), [len(turn.ids) for turn in turns])
-    version_spans = [span for turn in turns for span in turn.spans]
+    turn_indices = np.repeat(np.arange(len(turns)), [len(turn.generation.ids) for turn in turns])
+    logprobs = [logprob for turn in turns for logprob in turn.generation.logprobs]
+    version_spans = [span for turn in turns for span in turn.generation.spans]
     staleness = token_lags(version_spans, step)
     exact_spans = [span.version == span.kv_version == step for span in version_spans]
     token_share = aggregation(len(token_origins), planned.group_tokens)
@@ -300,7 +303,7 @@ def training_sample(
         position=position,
         turn=turn_indices,
         rewards=token_rewards(planned.own, turn_indices),
-        rollout_logprobs=np.array([logprob for turn in turns for logprob in turn.logprobs], dtype=np.float64),
+        rollout_logprobs=np.array(logprobs, dtype=np.float64),
         lag=np.asarray(staleness, dtype=np.int64),
         stale=np.asarray(stale_mask(staleness, max_staleness), dtype=bool),
         exact=np.repeat(
@@ -325,12 +328,11 @@ def sequence_routes(
     other `expert_choices` are left out."""
     parts_by_sequence: list[list[np.ndarray]] = [[NO_ROUTES] for _ in lengths]
     for turn in turns:
-        if turn.routes is not None and len(turn.routes.data) == 2 * expert_choices * turn.routes.tokens:
-            turn_routes = (
-                np.frombuffer(turn.routes.data, "<u2").astype(np.int32).reshape(turn.routes.tokens, -1)
-            )
+        routes = turn.generation.routes
+        if routes is not None and len(routes.data) == 2 * expert_choices * routes.tokens:
+            turn_routes = np.frombuffer(routes.data, "<u2").astype(np.int32).reshape(routes.tokens, -1)
             parts = parts_by_sequence[turn.row]
-            start = min(turn.routes.start, lengths[turn.row])
+            start = min(routes.start, lengths[turn.row])
             known_tokens = sum(map(len, parts))
             gap = np.full(
                 (max(0, start - known_tokens), turn_routes.shape[1]), UNKNOWN_EXPERT, dtype=np.int32
@@ -338,7 +340,7 @@ def sequence_routes(
             parts += [gap, turn_routes[max(0, known_tokens - start) :]]
 
     joined_parts = (np.concatenate(parts[1:]) if len(parts) > 1 else parts[0] for parts in parts_by_sequence)
-    return tuple(routes[:length] for routes, length in zip(joined_parts, lengths, strict=True))
+    return tuple(part[:length] for part, length in zip(joined_parts, lengths, strict=True))
 
 
 def collate(samples: Sequence[TrainingSample], dtype: torch.dtype, packing: Packing = "padded") -> MicroBatch:

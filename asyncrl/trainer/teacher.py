@@ -74,10 +74,11 @@ def distances(
 def scores_of(turn: Turn, topk: int) -> TokenScores:
     """Return the scorer's results for a turn; NaN and zeros without a scorer, or if it was asked for another
     number of likeliest tokens."""
-    id_bytes = 4 * len(turn.ids)
-    if turn.scores and (not topk or len(turn.scores.ids) == topk * id_bytes):
-        return turn.scores
-    unknown_logprobs = np.full(len(turn.ids), np.nan, "<f4").tobytes()
+    generation = turn.generation
+    id_bytes = 4 * len(generation.ids)
+    if generation.scores and (not topk or len(generation.scores.ids) == topk * id_bytes):
+        return generation.scores
+    unknown_logprobs = np.full(len(generation.ids), np.nan, "<f4").tobytes()
     return TokenScores(unknown_logprobs, bytes(topk * id_bytes), bytes(topk * id_bytes))
 
 

@@ -86,7 +86,7 @@ def _written_texts(turns: Sequence[Turn], decode: Decode | None) -> Iterator[str
     """Yield everything that the model, the tools and the environment wrote, including calls and errors."""
     for turn in turns:
         if decode is not None:
-            yield decode(turn.ids)
+            yield decode(turn.generation.ids)
         for reply in turn.replies:
             yield f"{reply.call.name} {reply.call.arguments}\n{reply.content}\n{reply.error or ''}"
         yield from (message.content for message in (turn.observation or Observation()).messages)
@@ -96,7 +96,7 @@ def masked_fraction(reader: RunReader, episode_row: Mapping[str, Any], max_stale
     """Return the fraction of an episode's trained tokens that are too old; None where the tokens are gone."""
     with suppress(AsyncrlError):
         turns = turns_of(list(reader.turn_frames(episode_row["uid"], episode_row["turns"])))
-        spans = [span for turn in turns if not turn.untrained for span in turn.spans]
+        spans = [span for turn in turns if not turn.untrained for span in turn.generation.spans]
         return fmean(stale_mask(token_lags(spans, episode_row["step"] - 1), max_staleness))
     return None
 
@@ -187,17 +187,25 @@ def _turn_answers(
     trained."""
     token_offset = 0
     for turn in turns:
-        trained_tokens = 0 if turn.untrained else len(turn.ids)
+        generation = turn.generation
+        trained_tokens = 0 if turn.untrained else len(generation.ids)
         turn_slice = slice(token_offset, token_offset + trained_tokens)
         token_offset += trained_tokens
 
-        spans = [(span.version, span.kv_version) for span in turn.spans for _ in range(span.start, span.end)]
-        lags = [] if turn.untrained or step < 0 else token_lags(turn.spans, step)
+        spans = [
+            (span.version, span.kv_version) for span in generation.spans for _ in range(span.start, span.end)
+        ]
+        lags = [] if turn.untrained or step < 0 else token_lags(generation.spans, step)
         yield {
-            **{name: getattr(turn, name) for name in ("index", "row", "stop", "seconds", "ids", "logprobs")},
+            "index": turn.index,
+            "row": turn.row,
+            "stop": generation.stop,
+            "seconds": generation.seconds,
+            "ids": generation.ids,
+            "logprobs": generation.logprobs,
             "agent": f"{turn.agent} (not trained)" if turn.untrained else turn.agent,
             "context": {"ids": turn.context, "text": decode(turn.context)},
-            "texts": token_texts(decode, turn.ids),
+            "texts": token_texts(decode, generation.ids),
             "versions": [version for version, _ in spans],
             "kv_versions": [version for _, version in spans],
             "lags": lags,

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from asyncrl.gateway import completions, messages, responses
 from asyncrl.gateway.exchange import AgentReply, Event, Exchange
-from asyncrl.types import Message, StopReason, ToolCall, Turn, VersionSpan
+from asyncrl.types import Generation, Message, StopReason, ToolCall, Turn, VersionSpan
 
 LOOK: dict[str, Any] = {"name": "look", "parameters": {"type": "object"}}
 FUNCTION = {"type": "function", "function": LOOK}  # as templates see it
@@ -48,7 +48,7 @@ class Dialect(NamedTuple):
 
 def reply(message: Message, stop: StopReason = StopReason.STOP, texts: Sequence[str] = "xy") -> AgentReply:
     """Return turn 3, of two tokens with these texts after five tokens."""
-    turn = Turn(3, (7,), (8, 9), (-0.5, -0.25), (VersionSpan(0, 2, 0, 0),), stop)
+    turn = Turn(3, (7,), Generation((8, 9), (-0.5, -0.25), (VersionSpan(0, 2, 0, 0),), stop))
     return AgentReply(message, turn, 5, lambda ids: "".join(texts[token - 8] for token in ids))
 
 

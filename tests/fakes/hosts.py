@@ -12,7 +12,7 @@ import aiohttp
 from asyncrl.conversation.requests import AgentRequest, Refusal
 from asyncrl.gateway import Endpoint, Gateway
 from asyncrl.gateway.exchange import AgentReply, Listener
-from asyncrl.types import Message, StopReason, Turn, VersionSpan
+from asyncrl.types import Generation, Message, StopReason, Turn, VersionSpan
 
 
 class FakeHost:
@@ -65,7 +65,7 @@ class FakeHost:
             raise self.result
         if isinstance(self.result, Refusal):
             return self.result
-        turn = Turn(0, (1,), (65, 66), (-0.5, -1.5), (VersionSpan(0, 2, 0, 0),), StopReason.STOP)
+        turn = Turn(0, (1,), Generation((65, 66), (-0.5, -1.5), (VersionSpan(0, 2, 0, 0),), StopReason.STOP))
         message = Message("assistant", self.result)
         return [AgentReply(message, turn, 1, lambda ids: "".join(map(chr, ids)))] * count
 

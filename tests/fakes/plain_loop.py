@@ -29,5 +29,5 @@ def as_plain(turns: Sequence[Turn]) -> Any:
     episode = plain_loop().Episode(truth="", ids=[])
     for turn in turns:
         episode.append(list(turn.context), by_model=False)
-        episode.append(list(turn.ids), by_model=True)
+        episode.append(list(turn.generation.ids), by_model=True)
     return episode

@@ -33,6 +33,7 @@ from asyncrl.types import (
     EpisodeEnd,
     EpisodeResult,
     EpisodeStats,
+    Generation,
     Message,
     Sample,
     StopReason,
@@ -179,12 +180,14 @@ class PlantedRun:
             end = len(ids)
             spans = VersionSpan(0, half, old, old), VersionSpan(half, end, new, new)
             logprobs = tuple(-float(token % 5) for token in range(end))
-            turn = Turn(at, context, ids, logprobs, turn_text.spans or spans, StopReason.STOP, seconds=1.5)
+            turn = Turn(
+                at, context, Generation(ids, logprobs, turn_text.spans or spans, StopReason.STOP, seconds=1.5)
+            )
             turn = msgspec.structs.replace(turn, row=turn_text.row, agent=turn_text.agent)
             tool_replies = (turn_text.reply,) if turn_text.reply else ()
 
             add_turn(episode, turn)
-            lags += token_lags(turn.spans, version)
+            lags += token_lags(turn.generation.spans, version)
             self.store.put_frame(episode.uid, at, "generated", msgspec.msgpack.encode(turn))
             self.store.put_frame(episode.uid, at, "replied", msgspec.msgpack.encode(TurnReply(tool_replies)))
             self.store.put_calls(episode.uid, at, tool_replies)

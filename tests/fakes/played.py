@@ -506,7 +506,8 @@ class PlayedTrainer:
         """Assert the bound on staleness, which the real trainer's masks enforce last."""
         buffer = self.world.config.buffer
         oldest = min(
-            (span.version for frame in frames for span in decode_turn(frame).spans), default=self.step
+            (span.version for frame in frames for span in decode_turn(frame).generation.spans),
+            default=self.step,
         )
         assert buffer.on_stale == "mask" or self.step - oldest <= buffer.max_staleness, (
             f"lag {self.step - oldest} at step {self.step} with {buffer.on_stale}: {self.world.log[-20:]}"

@@ -50,8 +50,10 @@ def token_log_probs(model: Any, episode: Episode) -> list[tuple[Tensor, float, i
     where: list[tuple[int, float, int]] = []
     for turn in turns:
         ids += turn.context
-        for offset, (token, logprob) in enumerate(zip(turn.ids, turn.logprobs, strict=True)):
-            (version,) = [span.version for span in turn.spans if span.start <= offset < span.end]
+        for offset, (token, logprob) in enumerate(
+            zip(turn.generation.ids, turn.generation.logprobs, strict=True)
+        ):
+            (version,) = [span.version for span in turn.generation.spans if span.start <= offset < span.end]
             where.append((len(ids), logprob, version))
             ids.append(token)
 

@@ -27,7 +27,7 @@ from asyncrl.trainer.learner import Learner
 from asyncrl.trainer.model import Policy, published_shards
 from asyncrl.trainer.scores import Selected
 from asyncrl.trainer.world import World
-from asyncrl.types import EpisodeResult, StopReason, Turn, VersionSpan
+from asyncrl.types import EpisodeResult, Generation, StopReason, Turn, VersionSpan
 from asyncrl.wire.messages.trainer import PlannedTrajectory
 from tests.fakes.models import VOCABULARY, save_small
 
@@ -114,13 +114,13 @@ class Recorder:
             b = next(drawn)
             spans = (VersionSpan(0, cut, a, a), VersionSpan(cut, len(ids), b, b))
             spans = tuple(span for span in spans if span.end > span.start)
-            turns.append(Turn(index, context, ids, (0.0,) * len(ids), spans, StopReason.STOP))
+            turns.append(Turn(index, context, Generation(ids, (0.0,) * len(ids), spans, StopReason.STOP)))
 
         return self.scored(turns, rng)
 
     @torch.no_grad()
     def scored(self, turns: list[Turn], rng: random.Random) -> list[Turn]:
-        ids = [token for turn in turns for token in (*turn.context, *turn.ids)]
+        ids = [token for turn in turns for token in (*turn.context, *turn.generation.ids)]
         logits = self.model(torch.tensor([ids])).logits[0] / self.temperature
         table = logits.log_softmax(-1)
 
@@ -129,12 +129,22 @@ class Recorder:
         for turn in turns:
             position += len(turn.context)
             logps = [
-                float(table[position + j - 1, t]) + rng.gauss(0, self.noise) for j, t in enumerate(turn.ids)
+                float(table[position + j - 1, t]) + rng.gauss(0, self.noise)
+                for j, t in enumerate(turn.generation.ids)
             ]
-            position += len(turn.ids)
-            scored.append(Turn(turn.index, turn.context, turn.ids, tuple(logps), turn.spans, turn.stop))
+            position += len(turn.generation.ids)
+            generation = Generation(
+                turn.generation.ids, tuple(logps), turn.generation.spans, turn.generation.stop
+            )
+            scored.append(Turn(turn.index, turn.context, generation))
 
         return scored
+
+
+def with_generation(turn: Turn, **changes: Any) -> Turn:
+    """The turn with other fields of its generation."""
+    generation = msgspec.structs.replace(turn.generation, **changes)
+    return msgspec.structs.replace(turn, generation=generation)
 
 
 def _result(rng: random.Random, turns: list[Turn]) -> EpisodeResult:
@@ -143,7 +153,7 @@ def _result(rng: random.Random, turns: list[Turn]) -> EpisodeResult:
     by_turn = [0.0] * len(turns)
     by_turn[0] += reward / 2
     by_turn[-1] += reward / 2
-    tokens = sum(len(turn.ids) for turn in turns)
+    tokens = sum(len(turn.generation.ids) for turn in turns)
     return EpisodeResult(reward, tokens, tuple(by_turn), {"right": reward, "short": 1.0 / tokens})
 
 
@@ -227,7 +237,7 @@ def random_cut(episodes: Sequence[Episode], ranks: int, micros: int, seed: int) 
 def balanced_cut(episodes: Sequence[Episode], ranks: int, budget: int) -> list[list[list[Episode]]]:
     """[micro][rank] → episodes of like length, `budget` tokens a rank, as in a run."""
     cut = []
-    lengths = [sum(len(t.context) + len(t.ids) for t in turns) for _, turns in episodes]
+    lengths = [sum(len(t.context) + len(t.generation.ids) for t in turns) for _, turns in episodes]
     pieces = [Piece(i, length, 0, 1, length) for i, length in enumerate(lengths)]
     for micro in micro_batches(pieces, budget * ranks, padded=True):
         part = [episodes[i] for i in micro]

@@ -158,15 +158,15 @@ def test_every_token_that_was_sampled_is_delivered_or_abandoned(
             shown_ids: dict[int, tuple[int, ...]] = {}
             for turn in turns:
                 prompt = shown_ids.get(turn.row, ()) + turn.context
-                left.remove((prompt, turn.ids))  # each token once, as the engine wrote it
-                shown_ids[turn.row] = prompt + turn.ids
-                delivered += len(turn.ids)
+                left.remove((prompt, turn.generation.ids))  # each token once, as the engine wrote it
+                shown_ids[turn.row] = prompt + turn.generation.ids
+                delivered += len(turn.generation.ids)
     durable = durable_turns(run.path)
     abandoned = summary["tokens_abandoned"] or 0
     assert len(episodes) == summary["flow"]["trained"] == 2 * tasks
     assert repeats == (abandoned == 0) == ("not_repeated" not in summary["attempts_failed"])
     assert all(episode.stats.turns == TURNS for episode in episodes)
-    assert sum(len(turn.ids) for turn in durable) == delivered + abandoned
-    assert {turn.ids for turn in durable} <= {ids for _, ids in sampled}
+    assert sum(len(turn.generation.ids) for turn in durable) == delivered + abandoned
+    assert {turn.generation.ids for turn in durable} <= {ids for _, ids in sampled}
     # What the engines sampled beside that was not durable when its worker was killed.
     assert 0 <= len(sampled) - len(durable) <= 2 * SLOTS

@@ -96,7 +96,7 @@ def rows(bench: AgentBench) -> list[str]:
 
 
 def texts(bench: AgentBench) -> Sequence[str]:
-    return ["".join(map(chr, turn.ids[:-1])) for turn in without_untrained(bench.turns)]
+    return ["".join(map(chr, turn.generation.ids[:-1])) for turn in without_untrained(bench.turns)]
 
 
 def solves(client: Client) -> Callable[[str], str]:

@@ -107,7 +107,7 @@ class Run:
         self.episodes = [
             (replace(planned, tokens=n, width=n), turns)
             for planned, turns in episodes
-            for n in [sum(len(turn.context) + len(turn.ids) for turn in turns)]
+            for n in [sum(len(turn.context) + len(turn.generation.ids) for turn in turns)]
         ]
         self.coordinator = Coordinator(self.episodes)
 

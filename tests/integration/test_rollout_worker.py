@@ -92,11 +92,11 @@ def test_an_assigned_episode_is_played_to_its_end(hub: FakeCoordinator, worker: 
         1,
     )
     assert [record.seq for record in hub.seen(Generated | Replied | Finished)] == [1, 2, 3, 4]
-    assert len(hub.turn(turn).ids) == len(hub.turn(turn).logprobs)
+    assert len(hub.turn(turn).generation.ids) == len(hub.turn(turn).generation.logprobs)
     hub.pump()
     assert hub.beat is not None
     assert (hub.beat.held, hub.beat.assigned) == ((), 1)
-    assert hub.beat.tokens == sum(len(hub.turn(r).ids) for r in hub.seen(Generated))
+    assert hub.beat.tokens == sum(len(hub.turn(r).generation.ids) for r in hub.seen(Generated))
 
 
 def test_tools_do_not_run_before_the_ack(hub: FakeCoordinator, worker: WorkerThread) -> None:
@@ -185,7 +185,7 @@ def test_turns_wait_for_fresh_weights_by_name(hub: FakeCoordinator, worker: Work
     assert hub.seen(Generated) == []
     hub.send(LoadWeights(WeightsRef(PolicyVersion(0, 3), "x"), "train"))
     assert hub.expect(Loaded).checksum == "sum-3"
-    assert hub.turn(hub.expect(Generated)).spans[0].version == 3
+    assert hub.turn(hub.expect(Generated)).generation.spans[0].version == 3
     hub.expect(Finished)
 
 
@@ -197,7 +197,9 @@ def test_validation_samples_its_own_version(hub: FakeCoordinator, worker: Worker
     hub.assign("val0/greedy/0", sample(), lane="eval")
     hub.assign("e", sample())
     ends = {hub.expect(Finished).attempt.uid: hub.arrived[hub._read - 1] for _ in range(2)}
-    versions = {record.attempt.uid: hub.turn(record).spans[-1].version for record in hub.seen(Generated)}
+    versions = {
+        record.attempt.uid: hub.turn(record).generation.spans[-1].version for record in hub.seen(Generated)
+    }
     assert versions == {"val0/greedy/0": 1, "e": 5}
     assert "<|im_start|>tool\nseen" in ends["val0/greedy/0"].text
     assert ends["e"].text == ""
@@ -213,7 +215,7 @@ def test_an_episode_goes_on_from_another_workers_turns(hub: FakeCoordinator, wor
     attempt = hub.assign("e", sample(), frames, attempt=1)
     again = hub.expect(Generated, attempt=attempt)
     assert again.turn == 1
-    ids = [hub.turn(record).ids for record in (second, again)]
+    ids = [hub.turn(record).generation.ids for record in (second, again)]
     assert ids[0] == ids[1]
     assert hub.expect(Finished).stats.turns == 2
     assert fake.seams.looks == ["looked"]
@@ -278,9 +280,9 @@ def test_a_process_with_the_embedded_engine(hub: FakeCoordinator, model_path: st
     with process(hub, config) as child:
         hub.assign("a", sample())
         turn = hub.turn(hub.expect(Generated))
-        assert turn.stop is StopReason.LENGTH
-        assert (len(turn.ids), turn.spans[-1].version) == (24, 0)
-        assert all(logprob < 0 for logprob in turn.logprobs)
+        assert turn.generation.stop is StopReason.LENGTH
+        assert (len(turn.generation.ids), turn.generation.spans[-1].version) == (24, 0)
+        assert all(logprob < 0 for logprob in turn.generation.logprobs)
         assert hub.expect(Finished).result.end is EpisodeEnd.LENGTH
         model = AutoModelForCausalLM.from_pretrained(model_path)
         ref = publish(model.state_dict(), tmp_path / "weights", version=PolicyVersion(0, 4))
@@ -289,7 +291,7 @@ def test_a_process_with_the_embedded_engine(hub: FakeCoordinator, model_path: st
         assert (loaded.error, loaded.ref) == ("", ref)
         hub.send(MinVersion(4))
         hub.assign("b", sample())
-        assert hub.turn(hub.expect(Generated)).spans[0].version == 4
+        assert hub.turn(hub.expect(Generated)).generation.spans[0].version == 4
         hub.expect(Finished)
         hub.assign("c", msgspec.structs.replace(sample(), ground_truth='"hang"'))
         hub.expect(Generated)
@@ -344,9 +346,12 @@ def test_a_turn_goes_on_after_its_parts_when_its_worker_is_killed(
         turn = hub.turn(hub.expect(Generated))
         hub.expect(Finished)
         hub.pump(1)
-        assert hub.beat is not None and hub.beat.tokens == len(turn.ids) - durable
+        assert hub.beat is not None and hub.beat.tokens == len(turn.generation.ids) - durable
         hub.assign("b", sample(), key=KEY)
         whole_turn = hub.turn(hub.expect(Generated))
-    assert (turn.ids, turn.context, turn.stop) == (whole_turn.ids, whole_turn.context, whole_turn.stop)
-    assert turn.logprobs == pytest.approx(whole_turn.logprobs, abs=2e-5)
-    assert {span.version for span in turn.spans} == {0} and turn.spans[-1].end == len(turn.ids)
+    resumed = turn.generation
+    uninterrupted = whole_turn.generation
+    assert turn.context == whole_turn.context
+    assert (resumed.ids, resumed.stop) == (uninterrupted.ids, uninterrupted.stop)
+    assert resumed.logprobs == pytest.approx(uninterrupted.logprobs, abs=2e-5)
+    assert {span.version for span in resumed.spans} == {0} and resumed.spans[-1].end == len(resumed.ids)

@@ -142,5 +142,5 @@ def test_a_run_waits_for_a_killed_scorer_and_loses_nothing(tmp_path: Path, victi
             frame for uid in trained_uids(run.path) for frame in reader.turn_frames(uid, 9, ("generated",))
         )
         turns = [*map(decode_turn, filter(None, frames))]
-        assert turns and all(turn.scores is not None for turn in turns)
+        assert turns and all(turn.generation.scores is not None for turn in turns)
         reader.close()

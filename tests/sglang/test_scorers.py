@@ -40,16 +40,16 @@ def demo() -> torch.nn.Module:
 
 def differences(turns: Sequence[Turn]) -> list[float]:
     """Between the scores of an episode's turns and the model's own log-probs, in float32."""
-    ids = [id for turn in turns for id in (*turn.context, *turn.ids)]
+    ids = [id for turn in turns for id in (*turn.context, *turn.generation.ids)]
     with torch.inference_mode():
         table = demo()(torch.tensor([ids[:-1]])).logits[0].log_softmax(-1)
     own_logprobs = table.gather(1, torch.tensor(ids[1:])[:, None])[:, 0].numpy()
     gaps = list[float]()
     end = 0
     for turn in turns:
-        end += len(turn.context) + len(turn.ids)
-        scored = np.frombuffer(turn.scores.logprobs, "<f4")
-        gaps.append(float(np.abs(scored - own_logprobs[end - 1 - len(turn.ids) : end - 1]).max()))
+        end += len(turn.context) + len(turn.generation.ids)
+        scored = np.frombuffer(turn.generation.scores.logprobs, "<f4")
+        gaps.append(float(np.abs(scored - own_logprobs[end - 1 - len(turn.generation.ids) : end - 1]).max()))
     return gaps
 
 

@@ -16,7 +16,7 @@ import pytest
 
 from asyncrl.engines.base import Request, Sampling
 from asyncrl.tools import Toolbox
-from asyncrl.types import Sample, StopReason, ToolCall, Turn, VersionSpan
+from asyncrl.types import Generation, Sample, StopReason, ToolCall, Turn, VersionSpan
 from tests.fakes.scripts import TOOLS, bench_script
 
 bench = bench_script("async_ratio")
@@ -213,7 +213,9 @@ def test_what_a_sleep_lost_is_counted_within_turns_and_between_them() -> None:
     def turn(context: int, *ends: tuple[int, int]) -> Turn:
         starts = [0, *(end for end, _ in ends)]
         spans = tuple(VersionSpan(start, end, v, v) for start, (end, v) in zip(starts, ends, strict=False))
-        return Turn(0, (1,) * context, (2,) * starts[-1], (0.0,) * starts[-1], spans, StopReason.STOP)
+        return Turn(
+            0, (1,) * context, Generation((2,) * starts[-1], (0.0,) * starts[-1], spans, StopReason.STOP)
+        )
 
     lost = bench_script("shifts").lost
     assert not [*lost([turn(10, (5, 3)), turn(4, (6, 3))])]

@@ -30,7 +30,7 @@ from common import table
 from asyncrl.conversation.requests import AgentRequest, Refusal
 from asyncrl.gateway import Endpoint, Gateway
 from asyncrl.gateway.exchange import AgentReply, Listener
-from asyncrl.types import Message, StopReason, Turn, VersionSpan
+from asyncrl.types import Generation, Message, StopReason, Turn, VersionSpan
 
 Payload = Callable[[str], bytes]
 FIRST_SECONDS = 1.0  # a flood lasts so long before the other client begins
@@ -42,7 +42,7 @@ class Host:
     async def answer(
         self, ask: AgentRequest, count: int, listener: Listener | None, attempt: int = 0
     ) -> Sequence[AgentReply] | Refusal:
-        turn = Turn(0, (1,), (65, 66), (-0.5, -1.5), (VersionSpan(0, 2, 0, 0),), StopReason.STOP)
+        turn = Turn(0, (1,), Generation((65, 66), (-0.5, -1.5), (VersionSpan(0, 2, 0, 0),), StopReason.STOP))
         return [AgentReply(Message("assistant", "42"), turn, 1, lambda ids: "".join(map(chr, ids)))] * count
 
     async def count(self, ask: AgentRequest) -> int:

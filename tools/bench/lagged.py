@@ -213,7 +213,7 @@ def _rows(
     for ask, episode, reward in zip(asks, episodes, rewards, strict=True):
         group = ask.uid.partition("/")[0]
         per_turn = (0.0,) * (len(episode.turns) - 1) + (reward,)
-        tokens = sum(len(turn.ids) for turn in episode.turns)
+        tokens = sum(len(turn.generation.ids) for turn in episode.turns)
         groups.setdefault(group, []).append(EpisodeResult(reward, tokens, per_turn))
 
     return [

@@ -51,7 +51,7 @@ from asyncrl.data import Samples, samples_path
 from asyncrl.isolation.child import raise_file_limit
 from asyncrl.launch.process import full_pipe
 from asyncrl.observe.files import read_summary
-from asyncrl.types import Message, Sample, StopReason, Turn, VersionSpan
+from asyncrl.types import Generation, Message, Sample, StopReason, Turn, VersionSpan
 from asyncrl.types import TurnReply as Replies
 from asyncrl.wire.messages.shared import Attempt, RunEnd, Status
 from asyncrl.wire.sockets import Codec, Endpoints, choose_endpoints
@@ -146,7 +146,7 @@ class Bench:
             ids = tuple(range(1000, 1000 + half))
             logprobs = (-0.25,) * half
             span = (VersionSpan(0, half, version, version),)
-            turn_record = Turn(turn, ids, ids, logprobs, span, StopReason.STOP)
+            turn_record = Turn(turn, ids, Generation(ids, logprobs, span, StopReason.STOP))
             self._payloads[key] = msgspec.msgpack.encode(turn_record)
 
         return self._payloads[key]

@@ -116,7 +116,7 @@ def measured(arm: str, seed: int, args: argparse.Namespace) -> dict[str, float]:
     steps = [row for row in rows(args.run_dir / name) if "timing_s/step" in row]
     mean = {key: statistics.mean(row.get(key, 0.0) for row in steps) for key in KEYS}
     turns = [turn for turns in recorded(args.run_dir / name) for turn in turns]
-    over = sum(len({span.version for span in turn.spans}) > 1 for turn in turns)
+    over = sum(len({span.version for span in turn.generation.spans}) > 1 for turn in turns)
     given_up = sum(value for key, value in steps[-1].items() if key.endswith(GIVEN_UP))
     both = sum(end - start for start, end in at_once(args.run_dir / name))
 
@@ -151,8 +151,8 @@ def lost(turns: list[Turn]) -> Iterator[int]:
     length = 0
     for turn in turns:
         length += len(turn.context)
-        version_starts += [(length + span.start, span.version) for span in turn.spans]
-        length += len(turn.ids)
+        version_starts += [(length + span.start, span.version) for span in turn.generation.spans]
+        length += len(turn.generation.ids)
     yield from (at for (_, before), (at, version) in pairwise(version_starts) if version != before)
 
 

@@ -13,7 +13,7 @@ from asyncrl.buffer.records import EpisodeRecord, State
 from asyncrl.buffer.replay import ReplayBuffer
 from asyncrl.buffer.staleness import oldest_version_of
 from asyncrl.config import BufferConfig
-from asyncrl.types import EpisodeResult, EpisodeStats, FailReason, StopReason, Turn, VersionSpan
+from asyncrl.types import EpisodeResult, EpisodeStats, FailReason, Generation, StopReason, Turn, VersionSpan
 
 
 def make(
@@ -162,7 +162,18 @@ def train(batches: Batches, step: int, ranks: int = 1) -> list[str]:
 
 
 def turn_payload(index: int = 0, version: int = 0, **fields: Any) -> bytes:
-    """What a worker sends of a turn of ten tokens after ten of context, as `land` counts them."""
-    spans = (VersionSpan(0, 10, version, version),)
-    turn = Turn(index, (1,) * 10, tuple(range(10)), (-0.5,) * 10, spans, StopReason.STOP)
+    """What a worker sends of a turn of ten tokens after ten of context, as `land` counts them.
+
+    `fields`: other values for fields of the turn or of its generation.
+    """
+    generation = Generation(
+        ids=tuple(range(10)),
+        logprobs=(-0.5,) * 10,
+        spans=(VersionSpan(0, 10, version, version),),
+        stop=StopReason.STOP,
+    )
+    changed_names = [name for name in Generation.__struct_fields__ if name in fields]
+    generation = msgspec.structs.replace(generation, **{name: fields.pop(name) for name in changed_names})
+    turn = Turn(index, (1,) * 10, generation)
+
     return msgspec.msgpack.encode(msgspec.structs.replace(turn, **fields))

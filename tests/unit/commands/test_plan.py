@@ -22,7 +22,7 @@ from asyncrl.planning.forecast import Forecast
 from asyncrl.planning.simulator import RecordedTurn
 from asyncrl.rollout.context import generated
 from asyncrl.store.runstore import RunStore
-from asyncrl.types import EpisodeStats, StopReason, Turn, VersionSpan
+from asyncrl.types import EpisodeStats, Generation, StopReason, Turn, VersionSpan
 from asyncrl.wire.messages.shared import Attempt
 
 # seconds of a token, and for each episode beside
@@ -61,7 +61,7 @@ def make_run(parent: Path, name: str, slots: int) -> Path:
     seconds = TOKENS * (BASE + SHARE * slots)
     span = (VersionSpan(0, TOKENS, 0, 0),)
     ids = tuple(range(TOKENS))
-    turn = Turn(0, (1,), ids, (0.0,) * TOKENS, span, StopReason.STOP, seconds=seconds)
+    turn = Turn(0, (1,), Generation(ids, (0.0,) * TOKENS, span, StopReason.STOP, seconds=seconds))
     with closing(RunStore(run_dir)) as store:
         for group in range(20):
             uids = [f"{group}.{member}" for member in range(4)]

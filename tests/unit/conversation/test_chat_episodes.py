@@ -106,7 +106,9 @@ def check_row(rules: Rules, episode: Episode) -> None:
     asked = episode.command
     assert isinstance(asked, Generate)
     for at, row in enumerate(episode.rows):
-        assert row == sum((turn.context + turn.ids for turn in episode.turns if turn.row == at), ())
+        assert row == sum(
+            (turn.context + turn.generation.ids for turn in episode.turns if turn.row == at), ()
+        )
     if asked.row < len(episode.rows):
         assert asked.ids[: len(episode.rows[-1])] == episode.rows[-1]
     assert asked.ids == rules.chat.prompt_ids(conversation(rules, episode), (TOOL,))
@@ -167,7 +169,7 @@ def test_a_thought_that_the_prompt_opened_lasts_until_it_is_closed(text: str, st
     assert episode.command == Score(
         "", EpisodeEnd.LENGTH if stop is StopReason.LENGTH else EpisodeEnd.ANSWERED
     )
-    assert episode.turns[0].ids == made.ids
+    assert episode.turns[0].generation.ids == made.ids
     message = conversation(rules, episode)[-1]
     assert (message.content, message.tool_calls) == ("", ())
     assert message.reasoning == text.removeprefix("<think>").strip()

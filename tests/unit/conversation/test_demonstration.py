@@ -36,7 +36,7 @@ def learned(made: Rules, *messages: Message, given: int = 0) -> list[str]:
     """The text of each turn, stop token left out."""
     turns = demonstration_turns(made, sample(*messages, given=given), (TOOL,))
     assert not isinstance(turns, Fail), turns
-    return [made.chat.decode(turn.ids) for turn in turns]
+    return [made.chat.decode(turn.generation.ids) for turn in turns]
 
 
 def test_a_conversation_is_the_episode_that_would_have_sampled_it() -> None:
@@ -46,12 +46,12 @@ def test_a_conversation_is_the_episode_that_would_have_sampled_it() -> None:
     assert not isinstance(turns, Fail)
     episode = advance_episode(made, begin_episode(sample(ASK)), Opened((TOOL,)))
     for turn in turns:
-        span = (VersionSpan(0, len(turn.ids), 3, -1),)
-        said = Generation(turn.ids, (0.0,) * len(turn.ids), span, StopReason.STOP)
+        span = (VersionSpan(0, len(turn.generation.ids), 3, -1),)
+        said = Generation(turn.generation.ids, (0.0,) * len(turn.generation.ids), span, StopReason.STOP)
         episode = advance_episode(made, episode, TurnGenerated(said))
         if calls := getattr(episode.command, "calls", ()):
             episode = advance_episode(made, episode, ToolsReplied((ToolReply(calls[0], REPLY.content),)))
-    played = [Turn(t.index, t.context, t.ids, t.logprobs, t.spans, t.stop) for t in episode.turns]
+    played = [Turn(turn.index, turn.context, turn.generation) for turn in episode.turns]
     assert played == list(turns) and len(turns) == 2
     assert episode.rows == (rows_of(turns)[0],)
 
@@ -90,7 +90,7 @@ def test_a_row_that_begins_anew_joins_a_continued_message_with_its_turn() -> Non
     talk = (ASK, begun, Message("assistant", " so."), Message("user", "Why?"), ANSWER)
     turns = demonstration_turns(made, sample(*talk, given=2), ())
     assert not isinstance(turns, Fail) and [turn.row for turn in turns] == [0, 1]
-    assert made.chat.decode(turns[0].ids) == " so."
+    assert made.chat.decode(turns[0].generation.ids) == " so."
     last_row = made.chat.decode(rows_of(turns)[1])
     assert "It is so." in last_row and last_row.count("assistant\n") == 2
 

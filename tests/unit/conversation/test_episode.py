@@ -78,7 +78,7 @@ def test_an_episode_ends(script: list[str], limits: dict[str, Any], end: Score) 
     episode = play(script, made)
     assert episode.command == end
     assert episode.turns[-1].replies == () or end.end is EpisodeEnd.BAD_CALLS
-    tokens = sum(len(turn.ids) for turn in episode.turns)
+    tokens = sum(len(turn.generation.ids) for turn in episode.turns)
     earned = (*(0.0 for _ in episode.turns[1:]), 1.0)
     done = advance_episode(made, episode, EpisodeScored(RewardResult(1.0))).command
     assert done == Done(EpisodeResult(1.0, tokens, earned, end=end.end))
@@ -89,7 +89,7 @@ def test_replies_become_the_context_of_the_next_turn() -> None:
     first, second = episode.turns
     assert first.context == (*encode("q"), 2)
     assert second.context == (*encode("[ok]"), 2)
-    assert episode.rows == (first.context + first.ids + second.context + second.ids,)
+    assert episode.rows == (first.context + first.generation.ids + second.context + second.generation.ids,)
     assert [reply.content for reply in first.replies] == ["ok"]
     assert (episode.tool_calls, episode.tool_seconds) == (1, 0.5)
 
@@ -333,7 +333,7 @@ def test_a_template_that_rewrites_fails_or_begins_a_row() -> None:
     assert episode.command == Generate((*encode("q5higher"), 2), 512, row=1)
     episode = advance_episode(made, episode, TurnGenerated(generation("7")))
     assert [turn.row for turn in episode.turns] == [0, 1]
-    assert episode.rows == tuple(turn.context + turn.ids for turn in episode.turns)
+    assert episode.rows == tuple(turn.context + turn.generation.ids for turn in episode.turns)
     assert resume_episode(made, sample(), OPENED, episode.turns) == episode
 
 

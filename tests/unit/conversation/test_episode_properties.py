@@ -7,6 +7,7 @@ import collections
 from dataclasses import dataclass, field
 from itertools import zip_longest
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -49,7 +50,9 @@ from asyncrl.types import (
     Message,
     Observation,
     RewardResult,
+    Routes,
     StopReason,
+    TokenScores,
     ToolReply,
     Turn,
     VersionSpan,
@@ -138,14 +141,22 @@ observations = st.builds(Observation, messages, rewards, st.sampled_from([False,
 
 
 def generated(text: str, command: Generate) -> TurnGenerated:
-    """What an honest engine returns: it stops, or runs out of its budget, in one or two versions' spans."""
+    """What an honest engine returns: it stops, or runs out of its budget, in one or two versions' spans. No
+    field is left at its default: a field that gets lost on the way into the turn is noticed."""
     whole = (*encode(text), END)
     ids = whole[: command.max_new_tokens]
     middle = len(ids) // 2
     parts = [(0, middle, 3), (middle, len(ids), 5)] if middle else [(0, len(ids), 5)]
     spans = tuple(VersionSpan(start, end, version, 3) for start, end, version in parts)
     stop = StopReason.STOP if ids == whole else StopReason.LENGTH
-    return TurnGenerated(Generation(ids, tuple(-float(k) for k in range(len(ids))), spans, stop))
+    logprobs = tuple(-float(k) for k in range(len(ids)))
+
+    routed_tokens = len(command.ids) + len(ids) - 1
+    routes = Routes(0, routed_tokens, bytes(2 * routed_tokens))
+    scores = TokenScores(bytes(4 * len(ids)), ids=bytes(8 * len(ids)), top=bytes(8 * len(ids)))
+    generation = Generation(ids, logprobs, spans, stop, seconds=0.25, routes=routes, scores=scores)
+
+    return TurnGenerated(generation)
 
 
 def answer(draw: st.DrawFn, command: Command) -> Event:
@@ -238,13 +249,13 @@ def rows_are_exactly_what_the_engine_read_and_wrote(play: Played) -> None:
     assert len(play.last.turns) == len(asked)
     rows: dict[int, tuple[int, ...]] = {}
     for turn, (command, generation) in zip(play.last.turns, asked, strict=True):
-        assert (turn.ids, turn.logprobs, turn.spans) == (
+        assert (turn.generation.ids, turn.generation.logprobs, turn.generation.spans) == (
             generation.ids,
             generation.logprobs,
             generation.spans,
         )
         assert rows.get(turn.row, ()) + turn.context == command.ids
-        rows[turn.row] = command.ids + turn.ids
+        rows[turn.row] = command.ids + turn.generation.ids
     assert [rows[row] for row in sorted(rows)] == list(play.last.rows) == rows_of(play.last.turns)
     assert sorted(rows) == list(range(len(rows)))
     assert [turn.row for turn in play.last.turns] == sorted(turn.row for turn in play.last.turns)
@@ -253,9 +264,11 @@ def rows_are_exactly_what_the_engine_read_and_wrote(play: Played) -> None:
 def turns_line_up(play: Played) -> None:
     for index, turn in enumerate(play.last.turns):
         assert turn.index == index
-        assert len(turn.ids) == len(turn.logprobs) > 0
-        edges = [0, *(span.end for span in turn.spans)]
-        assert [span.start for span in turn.spans] == edges[:-1] and edges[-1] == len(turn.ids)
+        assert len(turn.generation.ids) == len(turn.generation.logprobs) > 0
+        edges = [0, *(span.end for span in turn.generation.spans)]
+        assert [span.start for span in turn.generation.spans] == edges[:-1] and edges[-1] == len(
+            turn.generation.ids
+        )
 
 
 def calls_go_where_they_belong(play: Played) -> None:
@@ -264,7 +277,7 @@ def calls_go_where_they_belong(play: Played) -> None:
     for state in play.states[1:]:
         if not isinstance(state.command, CallTools | Step):
             continue
-        said = play.made.parse(play.made.chat.decode(state.turns[-1].ids))
+        said = play.made.parse(play.made.chat.decode(state.turns[-1].generation.ids))
         for_environment = not said.errors and any(made.name in own for made in said.calls)
         if isinstance(state.command, CallTools):
             assert not for_environment
@@ -322,7 +335,9 @@ def recorded_turns_give_the_state_at_every_moment(play: Played) -> None:
         if isinstance(state.command, Done):
             continue  # the score is recorded with the episode, not with its turns
         assert state.turns[:-1] == play.last.turns[: max(0, len(state.turns) - 1)]
-        assert resume_episode(play.made, SAMPLE, play.opened, state.turns) == state
+        recorded_turns = msgspec.msgpack.decode(msgspec.msgpack.encode(state.turns), type=tuple[Turn, ...])
+        assert recorded_turns == state.turns
+        assert resume_episode(play.made, SAMPLE, play.opened, recorded_turns) == state
 
 
 def only_answers_are_taken(play: Played) -> None:
@@ -379,7 +394,7 @@ def an_agent_gets_the_same_rows_and_limits(play: Played) -> None:
                 assert isinstance(place, Placement) and isinstance(event, TurnGenerated)
                 assert (place.ids, place.max_new_tokens) == (asked.ids, asked.max_new_tokens)
                 branches.add_turn(place, branches.next_turn(place, event.generation))
-            case Score(end=ends.LENGTH) if state.turns[-1].stop is StopReason.LENGTH:
+            case Score(end=ends.LENGTH) if state.turns[-1].generation.stop is StopReason.LENGTH:
                 assert branches.end is EpisodeEnd.LENGTH
             case Score(end=ends.LENGTH | ends.MAX_ROWS | ends.MAX_TURNS as end):
                 more = (Message("user", "more"),) if end is ends.MAX_TURNS else ()
@@ -390,8 +405,8 @@ def an_agent_gets_the_same_rows_and_limits(play: Played) -> None:
                 found = branches.place_request(AgentRequest(messages, state.opened.tools))
                 assert isinstance(found, Refusal)
                 assert found.end is EpisodeEnd.LENGTH
-    shown = [(turn.index, turn.row, turn.context, turn.ids) for turn in play.last.turns]
-    assert [(turn.index, turn.row, turn.context, turn.ids) for turn in branches.turns] == shown
+    shown = [(turn.index, turn.row, turn.context, turn.generation.ids) for turn in play.last.turns]
+    assert [(turn.index, turn.row, turn.context, turn.generation.ids) for turn in branches.turns] == shown
     assert [row.ids for row in branches.rows] == list(play.last.rows)
 
 

@@ -20,7 +20,7 @@ from asyncrl.conversation.requests import AgentRequest, TextRows, TokenRow
 from asyncrl.conversation.tokenizer import TEST_TEXTS, load_tokenizer
 from asyncrl.conversation.watch import GrowingText
 from asyncrl.gateway import completions, messages, responses
-from asyncrl.types import Message, StopReason, ToolCall, Turn, VersionSpan
+from asyncrl.types import Generation, Message, StopReason, ToolCall, Turn, VersionSpan
 from tests.fakes import families
 from tests.fakes.families import FAMILIES, TEMPLATES, Family
 from tests.fakes.fetched import FETCHED, fetched_tokenizer, first_requests, missing
@@ -267,7 +267,7 @@ def test_the_text_of_a_row_that_grows_is_that_of_its_ids(folder: str) -> None:
         while count < len(ids):
             count = min(len(ids), count + rng.randint(1, 12))
             span = VersionSpan(0, count, 0, 0)
-            turn = Turn(0, (), tuple(ids[:count]), (0.0,) * count, (span,), StopReason.LENGTH)
+            turn = Turn(0, (), Generation(tuple(ids[:count]), (0.0,) * count, (span,), StopReason.LENGTH))
             row = TokenRow(request, 0, (), tuple(ids[:count]), turn)
             prompt = chat.decode(row.ids) + "x"
             found = growing.find_continued_row(prompt, [(0, row)])

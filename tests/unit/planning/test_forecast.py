@@ -22,7 +22,7 @@ from asyncrl.planning.forecast import (
     workload,
 )
 from asyncrl.planning.simulator import RecordedTurn
-from asyncrl.types import EpisodeStats, Observation, StopReason, ToolCall, ToolReply, Turn
+from asyncrl.types import EpisodeStats, Generation, Observation, StopReason, ToolCall, ToolReply, Turn
 
 RATES = Rates(  # 8 episodes of 100 tokens; 40 tokens/s of one alone
     recorded=(((RecordedTurn(100.0, 0.0),),) * 4,),
@@ -159,9 +159,8 @@ class StoredTurn:
     def turn(self, index: int) -> Turn:
         replies = tuple(ToolReply(ToolCall("f", "{}"), "", seconds=s) for s in self.calls)
         seen = Observation(seconds=0.5)
-        return Turn(
-            index, (1,), (2, 3), (0.0, 0.0), (), StopReason.STOP, replies, self.seconds, observation=seen
-        )
+        generation = Generation((2, 3), (0.0, 0.0), (), StopReason.STOP, seconds=self.seconds)
+        return Turn(index, (1,), generation, replies, observation=seen)
 
 
 def test_an_episode_waits_for_tools_the_environment_and_its_reward() -> None:

@@ -62,7 +62,7 @@ def test_requests_become_turns_and_the_end_of_the_agent_ends_the_episode() -> No
     )
     assert end.result.turn_rewards == (0.0, 1.5)
     assert bench.rows == ["q42sure?42"]
-    assert bench.turns[0].spans[0].version == 0
+    assert bench.turns[0].generation.spans[0].version == 0
     (seen_input,) = seen
     assert (seen_input.result, seen_input.answer, seen_input.turns) == (0.5, "42", 2)
     assert seen_input.messages[-2:] == (Message("user", "sure?"), Message("assistant", "42"))
@@ -929,8 +929,8 @@ def test_a_text_ends_the_turn_and_its_row_goes_on_if_the_agent_sends_it_back(
     bench = AgentBench(agent, lambda prompt: "42" if "sure" in prompt else "a </code> and on")
     bench.finished()
     assert replies == ["a ", "stop"]
-    assert [turn.stop for turn in bench.turns] == [StopReason.TEXT, StopReason.STOP]
-    assert [len(turn.ids) for turn in bench.turns] == [len("a </code>"), 3]
+    assert [turn.generation.stop for turn in bench.turns] == [StopReason.TEXT, StopReason.STOP]
+    assert [len(turn.generation.ids) for turn in bench.turns] == [len("a </code>"), 3]
     assert bench.rows == rows
     again = AgentBench(agent)
     assert again.finished(bench.record).stats.turns == 2

@@ -21,7 +21,7 @@ from asyncrl.rollout.demonstrations import (
     assistant_logprobs,
 )
 from asyncrl.tools import Toolbox, load_tools
-from asyncrl.types import FailReason, Message, PolicyVersion, Sample, StopReason, Turn
+from asyncrl.types import FailReason, Generation, Message, PolicyVersion, Sample, StopReason, Turn
 from asyncrl.weights import disk
 from asyncrl.wire.messages.worker import Finished, Generated
 from tests.fakes.episodes import TurnBench
@@ -54,7 +54,7 @@ def test_a_conversation_is_posted_turn_by_turn_and_earns_nothing() -> None:
     assert [type(record) for record in bench.sent] == [Generated, Generated, Finished]
     assert (end.result.reward, end.result.tokens, end.stats.turns) == (0.0, len("well") + len("done") + 2, 2)
     turn = msgspec.msgpack.decode(bench.frames[1][0], type=Turn)
-    assert "".join(map(chr, turn.ids[:-1])) == "done" and not bench.engine.requests
+    assert "".join(map(chr, turn.generation.ids[:-1])) == "done" and not bench.engine.requests
 
 
 def test_it_goes_on_after_the_recorded_turns() -> None:
@@ -74,9 +74,9 @@ def test_one_that_is_held_out_is_scored() -> None:
     bench.engine.score = lambda ids: asyncio.sleep(0, tuple(-float(k) for k in range(1, len(ids))))  # type: ignore[method-assign]
     end = bench.play(lane="eval")
     turns = [msgspec.msgpack.decode(frames[0], type=Turn) for frames in bench.frames[:2]]
-    first = len(turns[0].context) + len(turns[0].ids)
+    first = len(turns[0].context) + len(turns[0].generation.ids)
     second = first + len(turns[1].context)
-    positions = [*range(len(turns[0].context), first), *range(second, second + len(turns[1].ids))]
+    positions = [*range(len(turns[0].context), first), *range(second, second + len(turns[1].generation.ids))]
     assert isinstance(end, Finished) and end.result.tokens == len(positions)
     assert end.result.components["nll"] == pytest.approx(sum(positions) / len(positions))
     bench = Shown()
@@ -86,7 +86,7 @@ def test_one_that_is_held_out_is_scored() -> None:
 
 def test_log_probs_of_turns_in_several_rows() -> None:
     def turn(row: int, context: int, ids: int) -> Turn:
-        return Turn(0, (0,) * context, (0,) * ids, (), (), StopReason.STOP, row=row)
+        return Turn(0, (0,) * context, Generation((0,) * ids, (), (), StopReason.STOP), row=row)
 
     turns = [turn(0, 2, 3), turn(1, 4, 1), turn(0, 1, 2)]  # as rows come side by side, too
     rows = [[1, 2, 3, 4, 5, 6, 7], [11, 12, 13, 14]]  # of the tokens 1.. of each

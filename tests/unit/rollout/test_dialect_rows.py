@@ -164,7 +164,7 @@ def played(prompt: str, all_replies: Sequence[Said], ways: Sequence[Way]) -> tup
 
     bench = LeavingBench(agent)
     bench.finished()
-    return [(turn.row, turn.context, turn.ids, turn.stop) for turn in bench.turns], ends
+    return [(turn.row, turn.context, turn.generation.ids, turn.generation.stop) for turn in bench.turns], ends
 
 
 conversations = st.tuples(st.text("abc", max_size=3), st.lists(st.tuples(says, ways), min_size=1, max_size=5))

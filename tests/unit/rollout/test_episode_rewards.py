@@ -84,7 +84,7 @@ def test_rewards_that_do_not_fit_are_a_reward_error(result: Any, detail: str) ->
 def test_shaping_counts_model_tokens_and_is_reported_apart_from_the_score() -> None:
     plain = bench(["42"], 1.0)
     plain.play()
-    tokens = len(plain.turns[0].ids)
+    tokens = len(plain.turns[0].generation.ids)
     end = bench(["42"], 1.0, {"overlong": {"buffer": 4, "limit": tokens + 1}}).finished()
     assert (end.result.reward, end.result.turn_rewards, end.result.shaping, end.result.score) == (
         0.25,

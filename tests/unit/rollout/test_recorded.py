@@ -36,7 +36,7 @@ def test_the_turns_of_an_episode_are_read_with_their_replies_as_far_as_they_are_
     with closing(RunReader.open(run_dir)) as reader:
         complete, dropped = (reader.episode(uid) for uid in ("0.0", "3.0"))
         (turn,), missing = stored_turns(reader, complete)
-        assert not missing and turn.spans == SPANS and turn.replies[0].content == MARKUP
+        assert not missing and turn.generation.spans == SPANS and turn.replies[0].content == MARKUP
         longer = msgspec.structs.replace(complete, turns=2)
         assert stored_turns(reader, longer) == (
             [turn],
@@ -77,7 +77,7 @@ def test_the_trained_turns_of_an_evaluation_are_read_behind_a_side_request(tmp_p
     with closing(RunReader.open(tmp_path)) as reader:
         judged = JudgedEpisode(held_out, "a", RESULT, EpisodeStats(1, untrained_turns=1))
         (read,) = judged_turns(reader, judged)
-    assert (read.ids, read.index, read.row) == (turn.ids, 0, 0)
+    assert (read.generation.ids, read.index, read.row) == (turn.generation.ids, 0, 0)
 
 
 def test_an_agents_episode_is_regraded_by_what_its_reward_saw(tmp_path: Path) -> None:

@@ -121,7 +121,7 @@ async def test_reading_costs_an_episode_time_and_waits_for_a_scorer_none(
     end = bench.sent[-1]
     if in_time:
         assert isinstance(end, Finished) and reads_s <= end.stats.seconds < 10.0
-        assert [turn.scores is not None for turn in bench.turns] == [True]
+        assert [turn.generation.scores is not None for turn in bench.turns] == [True]
     else:
         assert isinstance(end, Failed) and end.reason is FailReason.DEADLINE
 
@@ -140,10 +140,14 @@ def test_a_scorer_reads_each_turn_behind_the_prompt_of_a_teacher(privilege: str)
     teacher_text = "It is 42.\n\n" * bool(privilege)
     prompt = FakeChat().decode(turns[0].context).replace("q\x02", f"{teacher_text}q\x02")
     assert FakeChat().decode(read[0]).startswith(prompt)
-    assert all(row[-len(turn.ids) :] == turn.ids for row, turn in zip(read, turns, strict=True))
+    assert all(
+        row[-len(turn.generation.ids) :] == turn.generation.ids for row, turn in zip(read, turns, strict=True)
+    )
     assert read[2][: len(read[1])] == read[1] and read[1][: len(read[0])] == read[0]
-    assert len(read[2]) == sum(len(turn.context + turn.ids) for turn in turns) + len(teacher_text)
-    assert [turn.scores and len(turn.scores.logprobs) for turn in turns] == [4 * len(t.ids) for t in turns]
+    assert len(read[2]) == sum(len(turn.context + turn.generation.ids) for turn in turns) + len(teacher_text)
+    assert [turn.generation.scores and len(turn.generation.scores.logprobs) for turn in turns] == [
+        4 * len(t.generation.ids) for t in turns
+    ]
     again.finished(first.record[:4])
     assert again.engine.read_ids == read[2:]
 

@@ -24,7 +24,7 @@ TEXT = "it is surely 42"
 
 def said(turn: Turn) -> Turn:
     """The turn without how long it took."""
-    return replace(turn, seconds=0.0)
+    return replace(turn, generation=replace(turn.generation, seconds=0.0))
 
 
 def decoded(bench: Bench) -> list[TurnPart]:
@@ -49,12 +49,13 @@ def test_a_turn_goes_on_after_its_parts_as_if_nothing_had_happened() -> None:
     max_new_tokens = uninterrupted.engine.requests[1].sampling.max_new_tokens
     assert resumed.engine.requests[0].sampling.max_new_tokens == max_new_tokens - 9
     assert [(part.start, len(part.sampled.ids)) for part in decoded(resumed)] == [(9, 2), (11, 1)]
-    (again,), expected = resumed.turns, uninterrupted.turns[1]
+    (again,) = [turn.generation for turn in resumed.turns]
+    expected = uninterrupted.turns[1].generation
     assert (again.ids, again.logprobs, again.stop) == (expected.ids, expected.logprobs, expected.stop)
     assert [span.version for span in again.spans for _ in range(span.start, span.end)] == [0] * len(again.ids)
     last = TurnBench([TEXT[12:]])
     last.play([*turns[:2], *parts_of(uninterrupted)[2:], *parts_of(resumed)], parts=4)
-    assert said(last.turns[0]).ids == expected.ids
+    assert said(last.turns[0]).generation.ids == expected.ids
 
 
 def test_the_parts_of_another_prompt_or_limit_are_not_used() -> None:
@@ -87,7 +88,7 @@ def test_a_turn_that_is_cut_by_its_limit_is_posted_whole() -> None:
     uninterrupted.engine.parts = (2, 4)
     assert uninterrupted.finished().result.end is EpisodeEnd.LENGTH
     assert [type(record) for record in uninterrupted.sent] == [Sampled, Generated, Finished]
-    assert uninterrupted.turns[0].stop is StopReason.LENGTH
+    assert uninterrupted.turns[0].generation.stop is StopReason.LENGTH
 
 
 # -- agents ------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import pytest
 from asyncrl.isolation.sandbox.changes import DELETED, END, FILE, Entry
 from asyncrl.tools import snapshots
 from asyncrl.tools.snapshots import SnapshotError, Snapshots, hash_history
-from asyncrl.types import StopReason, ToolCall, ToolReply, Turn
+from asyncrl.types import Generation, StopReason, ToolCall, ToolReply, Turn
 
 LARGE = bytes(range(256)) * 4096
 
@@ -32,7 +32,9 @@ def files(parent: Path) -> list[int]:
 
 def turn(index: int, reply: str) -> Turn:
     call = ToolCall("shell", '{"command": "ls"}')
-    return Turn(index, (), (1, 2), (-0.5, -0.5), (), StopReason.STOP, replies=(ToolReply(call, reply),))
+    return Turn(
+        index, (), Generation((1, 2), (-0.5, -0.5), (), StopReason.STOP), replies=(ToolReply(call, reply),)
+    )
 
 
 def test_the_newest_snapshot_of_recorded_turns_is_found_by_another_worker(parent: Path) -> None:

@@ -22,7 +22,7 @@ from asyncrl.store.checkpoints import CheckpointManifest
 from asyncrl.trainer.learner import Learner
 from asyncrl.trainer.model import score_ids
 from asyncrl.trainer.world import World
-from asyncrl.types import EpisodeResult, StopReason, Turn, VersionSpan
+from asyncrl.types import EpisodeResult, Generation, StopReason, Turn, VersionSpan
 from asyncrl.weights.adapters import role_name
 from asyncrl.wire.messages.trainer import PlannedTrajectory
 from tests.fakes.models import VOCABULARY
@@ -78,13 +78,15 @@ def _turns(rng: random.Random, of: tuple[str, ...]) -> list[Turn]:
             context = (rng.randrange(VOCABULARY),) if turn else (*PROMPT, rng.randrange(VOCABULARY))
             mu = tuple(rng.uniform(-4.5, -3.5) for _ in ids)
             spans = (VersionSpan(0, len(ids), 0, 0),)
-            turns.append(Turn(len(turns), context, ids, mu, spans, StopReason.STOP, row=row, agent=agent))
+            turns.append(
+                Turn(len(turns), context, Generation(ids, mu, spans, StopReason.STOP), row=row, agent=agent)
+            )
     return turns
 
 
 def _result(rng: random.Random, turns: list[Turn]) -> EpisodeResult:
     rewards = tuple(rng.choice([-1.0, 0.0, 1.0]) for _ in turns)
-    tokens = tuple(len(turn.ids) for turn in turns)
+    tokens = tuple(len(turn.generation.ids) for turn in turns)
     agents = tuple(turn.agent for turn in turns)
     return EpisodeResult(sum(rewards), sum(tokens), rewards, agents=agents, turn_tokens=tokens)
 
@@ -149,10 +151,10 @@ def test_each_learns_as_if_it_were_alone(
     probe = torch.tensor(score_ids(learner.policy, PROMPT, world.device)).view(len(RANKS), -1)
     found = final_gradients(learner, random_cut(episodes, 1, 3, seed=0))
     checked = 0
-    tokens = sum(len(turn.ids) for _, turns in episodes for turn in turns)
+    tokens = sum(len(turn.generation.ids) for _, turns in episodes for turn in turns)
     for agent, scores in zip(RANKS, probe, strict=True):
         mine = [alone(episode, agent) for episode in episodes]
-        own = sum(len(turn.ids) for _, turns in mine for turn in turns)
+        own = sum(len(turn.generation.ids) for _, turns in mine for turn in turns)
         only = single(model_path, world, agent, learner, **more)
         assert score_ids(only.policy, PROMPT, world.device) == pytest.approx(scores.tolist(), abs=1e-6)
         wanted = final_gradients(only, [[mine]])
@@ -241,7 +243,9 @@ def trained(world: World, folder: Path) -> Any:
 def alone_named(episode: Episode, agent: str) -> Episode:
     planned, turns = alone(episode, agent)
     own = msgspec.structs.replace(
-        planned.own, agents=(agent,) * len(turns), turn_tokens=tuple(len(turn.ids) for turn in turns)
+        planned.own,
+        agents=(agent,) * len(turns),
+        turn_tokens=tuple(len(turn.generation.ids) for turn in turns),
     )
     return msgspec.structs.replace(planned, own=own, siblings=(own,), place=0), turns
 

@@ -21,8 +21,9 @@ from asyncrl.trainer.batch import (
     with_turns,
     with_values,
 )
-from asyncrl.types import EpisodeEnd, EpisodeResult, StopReason, TokenScores, Turn, VersionSpan
+from asyncrl.types import EpisodeEnd, EpisodeResult, Generation, StopReason, TokenScores, Turn, VersionSpan
 from asyncrl.wire.messages.trainer import PlannedTrajectory
+from tests.fakes.training import with_generation
 
 OWN = EpisodeResult(1.0, 5, (0.25, 0.75), end=EpisodeEnd.MAX_TURNS)
 ROW = PlannedTrajectory(
@@ -38,9 +39,11 @@ ROW = PlannedTrajectory(
 TOKEN_MEAN = aggregations.get("token_mean")
 TURNS = [
     Turn(
-        0, (1, 2), (3, 4), (-0.1, -0.2), (VersionSpan(0, 1, 3, 3), VersionSpan(1, 2, 5, 3)), StopReason.STOP
+        0,
+        (1, 2),
+        Generation((3, 4), (-0.1, -0.2), (VersionSpan(0, 1, 3, 3), VersionSpan(1, 2, 5, 3)), StopReason.STOP),
     ),
-    Turn(1, (5,), (6, 7, 8), (-0.3, -0.4, -0.5), (VersionSpan(0, 3, 5, 5),), StopReason.STOP),
+    Turn(1, (5,), Generation((6, 7, 8), (-0.3, -0.4, -0.5), (VersionSpan(0, 3, 5, 5),), StopReason.STOP)),
 ]
 
 
@@ -57,7 +60,7 @@ def test_turns_join_token_for_token() -> None:
 
 def test_the_reference_comes_with_the_turns_or_is_unknown() -> None:
     scores = TokenScores(np.array([-1, -2], "<f4").tobytes())
-    turns = [msgspec.structs.replace(TURNS[0], scores=scores), TURNS[1]]
+    turns = [with_generation(TURNS[0], scores=scores), TURNS[1]]
     e = training_sample(ROW, turns, 5, 1, TOKEN_MEAN, scorer_topk=0)
     assert e.reference is not None
     np.testing.assert_array_equal(e.reference, [-1, -2, np.nan, np.nan, np.nan])
@@ -69,20 +72,20 @@ def test_a_turn_with_another_number_of_top_tokens_is_unknown() -> None:
     for before, known in ((0, False), (1, False), (2, True)):
         scores = TokenScores(*map(bytes, (8, 8 * before, 8 * before)))
         e = training_sample(
-            ROW, [msgspec.structs.replace(TURNS[0], scores=scores), TURNS[1]], 5, 1, TOKEN_MEAN, scorer_topk=2
+            ROW, [with_generation(TURNS[0], scores=scores), TURNS[1]], 5, 1, TOKEN_MEAN, scorer_topk=2
         )
         assert e.reference is not None and e.teacher_topk is not None
         assert np.isfinite(e.reference).tolist() == [known, known, False, False, False]
         assert [column.shape for column in e.teacher_topk] == [(5, 2), (5, 2)]
     e = training_sample(
-        ROW, [msgspec.structs.replace(t, scores=scores) for t in TURNS[:1]], 5, 1, TOKEN_MEAN, scorer_topk=0
+        ROW, [with_generation(t, scores=scores) for t in TURNS[:1]], 5, 1, TOKEN_MEAN, scorer_topk=0
     )
     assert e.reference is not None and np.isfinite(e.reference).all(), "an estimator reads the sampled token"
 
 
 @pytest.mark.parametrize("sizes", [(4, 0, 0), (8, 8, 0), (8, 12, 12), (8, 2056, 2056)])
 def test_scores_that_do_not_fit_their_turn_are_refused(sizes: tuple[int, int, int]) -> None:
-    turn = msgspec.structs.replace(TURNS[0], scores=TokenScores(*map(bytes, sizes)))
+    turn = with_generation(TURNS[0], scores=TokenScores(*map(bytes, sizes)))
     with pytest.raises(ProtocolError, match="turn 0: scores of"):
         joined([turn])
 
@@ -91,7 +94,7 @@ def test_a_scorer_that_names_no_token_is_refused() -> None:
     def scored_turn(second: int) -> Turn:
         ids = np.array([0, second], "<i4").tobytes()
         scores = TokenScores(np.array([-1, np.nan], "<f4").tobytes(), ids, bytes(8))
-        return msgspec.structs.replace(TURNS[0], scores=scores)
+        return with_generation(TURNS[0], scores=scores)
 
     joined([scored_turn(2**31 - 1)])  # beyond the policy's vocabulary: the trainer's to judge
     with pytest.raises(ProtocolError, match="turn 0: scores of -1, which is no token"):
@@ -100,8 +103,8 @@ def test_a_scorer_that_names_no_token_is_refused() -> None:
 
 BRANCHED = [
     *TURNS,
-    Turn(2, (9, 9), (10,), (-0.6,), (VersionSpan(0, 1, 4, 4),), StopReason.STOP, row=1),
-    Turn(3, (11,), (12, 13), (-0.7, -0.8), (VersionSpan(0, 2, 5, 5),), StopReason.STOP, row=0),
+    Turn(2, (9, 9), Generation((10,), (-0.6,), (VersionSpan(0, 1, 4, 4),), StopReason.STOP), row=1),
+    Turn(3, (11,), Generation((12, 13), (-0.7, -0.8), (VersionSpan(0, 2, 5, 5),), StopReason.STOP), row=0),
 ]
 
 
@@ -133,25 +136,25 @@ def test_a_row_that_follows_nothing_is_refused(row: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "change",
+    "turn",
     [
-        {"logprobs": (-0.1,)},
-        {"spans": (VersionSpan(0, 1, 3, 3),)},
-        {"spans": (VersionSpan(0, 2, 3, 3), VersionSpan(1, 2, 3, 3))},
-        {"context": ()},
+        with_generation(TURNS[0], logprobs=(-0.1,)),
+        with_generation(TURNS[0], spans=(VersionSpan(0, 1, 3, 3),)),
+        with_generation(TURNS[0], spans=(VersionSpan(0, 2, 3, 3), VersionSpan(1, 2, 3, 3))),
+        msgspec.structs.replace(TURNS[0], context=()),
     ],
 )
-def test_arrays_that_do_not_fit_are_refused(change: dict[str, object]) -> None:
+def test_arrays_that_do_not_fit_are_refused(turn: Turn) -> None:
     with pytest.raises(ProtocolError, match="episode u"):
-        joined([msgspec.structs.replace(TURNS[0], **change), TURNS[1]])
+        joined([turn, TURNS[1]])
 
 
 def test_a_turn_that_answers_a_side_request_is_in_no_example() -> None:
     """The same examples as of the episode without it; in a trained row it is context."""
     span = (VersionSpan(0, 1, 5, 5),)
-    title = Turn(0, (9,), (9,), (-9.0,), span, StopReason.STOP, untrained=True)
+    title = Turn(0, (9,), Generation((9,), (-9.0,), span, StopReason.STOP), untrained=True)
     first = msgspec.structs.replace(TURNS[0], index=1, row=1)
-    aside = Turn(2, (), (5,), (-9.0,), span, StopReason.STOP, row=1, untrained=True)
+    aside = Turn(2, (), Generation((5,), (-9.0,), span, StopReason.STOP), row=1, untrained=True)
     second = msgspec.structs.replace(TURNS[1], index=3, row=1, context=())
     frames = [msgspec.msgpack.encode(turn) for turn in (title, first, aside, second)]
     ((planned, turns),) = with_turns([msgspec.structs.replace(ROW, frames=4)], frames)
@@ -204,7 +207,9 @@ def test_no_rows_make_one_token_that_counts_for_nothing() -> None:
 
 
 def test_a_row_without_model_tokens_is_legal() -> None:
-    empty = training_sample(ROW, [Turn(0, (1, 2), (), (), (), StopReason.LENGTH)], 5, 1, TOKEN_MEAN)
+    empty = training_sample(
+        ROW, [Turn(0, (1, 2), Generation((), (), (), StopReason.LENGTH))], 5, 1, TOKEN_MEAN
+    )
     assert empty.model_tokens == 0 and empty.denominator == 0
     micro = collate([empty, training_sample(ROW, TURNS, 5, 1, TOKEN_MEAN)], torch.float64)
     assert (

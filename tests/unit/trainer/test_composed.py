@@ -32,6 +32,7 @@ from tests.fakes.training import (
     gradient_gap,
     random_cut,
     run_batch,
+    with_generation,
 )
 
 pytestmark = pytest.mark.slow
@@ -68,7 +69,7 @@ def policy_gradient(model: Any, episode: Episode, advantage: Tensor | float) -> 
 
 
 def tokens_of(episodes: list[Episode]) -> int:
-    return sum(len(turn.ids) for _, turns in episodes for turn in turns)
+    return sum(len(turn.generation.ids) for _, turns in episodes for turn in turns)
 
 
 @pytest.mark.parametrize("estimator", ["k2", "k3", "straight_through"])
@@ -99,13 +100,13 @@ def test_kl_in_the_loss(made: Made, model: Any, episodes: list[Episode], estimat
 def tables(model: Any, episode: Episode) -> Tensor:
     """Log-probs of the whole vocabulary at the temperature of sampling, of each model token."""
     row, turns = episode
-    ids = [token for turn in turns for token in (*turn.context, *turn.ids)]
+    ids = [token for turn in turns for token in (*turn.context, *turn.generation.ids)]
     table = torch.log_softmax(model(torch.tensor([ids])).logits[0] / row.temperature, -1)
     found = []
     position = 0
     for turn in turns:
         start = position + len(turn.context)
-        position = start + len(turn.ids)
+        position = start + len(turn.generation.ids)
         found.append(table[start - 1 : position - 1])
     return torch.cat(found)
 
@@ -202,7 +203,7 @@ def test_a_teacher_on_servers_teaches_what_one_in_the_trainer_does(
     idle = collate([], torch.float64, there.packing)
     found = there.policy(idle.selected, teacher=teacher_of(idle, None, "js", 4)).divergence
     assert found is not None and found.isfinite().all()  # of a rank that has no episode
-    unread = [(row, [msgspec.structs.replace(turns[0], scores=None), *turns[1:]]) for row, turns in scored]
+    unread = [(row, [with_generation(turns[0], scores=None), *turns[1:]]) for row, turns in scored]
     partly = final_gradients(there, [[unread]])
     assert difference(partly, wanted) > 1e-4 and all(g.isfinite().all() for g in partly.values())
 
@@ -217,15 +218,15 @@ def change(learner: Learner) -> None:
 def read(model: Any, episode: Episode, top: int) -> list[Turn]:
     """The turns with the scores of a server of `model`, behind the prompt of a teacher."""
     planned, turns = episode
-    sizes = [len(turn.ids) for turn in turns]
+    sizes = [len(turn.generation.ids) for turn in turns]
     found = []
     theirs = (planned, with_prompt(turns, turns[0].taught or turns[0].context))
     for turn, table in zip(turns, tables(model, theirs).split(sizes), strict=True):
         logs, ids = table.topk(top)
-        own = table.gather(1, torch.tensor(turn.ids)[:, None])
+        own = table.gather(1, torch.tensor(turn.generation.ids)[:, None])
         parts = (own.numpy().astype("<f4"), ids.numpy().astype("<i4"), logs.numpy().astype("<f4"))
         scores = TokenScores(*(part.tobytes() for part in parts))
-        found.append(msgspec.structs.replace(turn, scores=scores))
+        found.append(with_generation(turn, scores=scores))
     return found
 
 
@@ -350,7 +351,7 @@ def test_advantages_are_reported_as_they_are_trained(
     learner = made(algorithm=algorithm, buffer=UNFILTERED)
     metrics = run_batch(learner, random_cut(episodes, 1, 3, seed=0))
     by_episode = torch.tensor([centred(e) for e in episodes], dtype=torch.float64)
-    sizes = torch.tensor([sum(len(turn.ids) for turn in turns) for _, turns in episodes])
+    sizes = torch.tensor([sum(len(turn.generation.ids) for turn in turns) for _, turns in episodes])
     by_token = by_episode.repeat_interleave(sizes)
     if algorithm.get("advantage") == "reinforce_pp_baseline":
         by_token = (by_token - by_token.mean()) / (by_token.std() + 1e-6)
@@ -400,7 +401,7 @@ def test_running_whitening_uses_the_batches_before(made: Made, model: Any, episo
     run_batch(learner, [[episodes]])
     learner.step = 0
     assert not learner.behind_barrier and learner.state.keys() > {"kl_coef"}
-    sizes = [sum(len(turn.ids) for turn in turns) for _, turns in episodes]
+    sizes = [sum(len(turn.generation.ids) for turn in turns) for _, turns in episodes]
     raw = [torch.full((n,), centred(e), dtype=torch.float64) for n, e in zip(sizes, episodes, strict=True)]
     other = Recorder(model, seed=12, noise=0.2).groups(4, 3, [0], name="h")
     joined = torch.cat(raw)
@@ -466,7 +467,7 @@ def test_what_a_skipped_step_left_does_not_reach_the_next_batch(made: Made, epis
     """All tokens are masked by the correction, but the entropy has a gradient of its own."""
     learner = made(algorithm={"entropy_coef": 0.1})
     far = [
-        (row, [msgspec.structs.replace(t, logprobs=(-30.0,) * len(t.ids)) for t in turns])
+        (row, [with_generation(t, logprobs=(-30.0,) * len(t.generation.ids)) for t in turns])
         for row, turns in episodes
     ]
     metrics = run_batch(learner, [[far]])
@@ -499,9 +500,9 @@ def test_what_the_engine_said_of_a_stale_token_changes_nothing(
     episodes = Recorder(model, seed=1, noise=0.1).groups(4, 3, versions)
 
     def garble(turn: Turn) -> Turn:
-        old = {p for s in turn.spans if s.version < 2 for p in range(s.start, s.end)}
-        changed = tuple(-9.0 if i in old else p for i, p in enumerate(turn.logprobs))
-        return msgspec.structs.replace(turn, logprobs=changed)
+        old = {p for s in turn.generation.spans if s.version < 2 for p in range(s.start, s.end)}
+        changed = tuple(-9.0 if i in old else p for i, p in enumerate(turn.generation.logprobs))
+        return with_generation(turn, logprobs=changed)
 
     garbled = [(row, [garble(turn) for turn in turns]) for row, turns in episodes]
     assert garbled != episodes

@@ -26,7 +26,7 @@ from asyncrl.trainer.model import Policy, load_critic, load_policy, published_sh
 from asyncrl.trainer.packing import packing_for
 from asyncrl.trainer.scores import Selected
 from asyncrl.trainer.world import World
-from asyncrl.types import PolicyVersion, Routes, StopReason, Turn
+from asyncrl.types import Generation, PolicyVersion, Routes, StopReason, Turn
 from asyncrl.weights.adapters import Adapters
 from asyncrl.weights.model_files import linear_shapes
 from asyncrl.weights.shards import HostShards
@@ -315,7 +315,9 @@ def test_a_model_without_routers_is_refused() -> None:
 
 
 def turn(index: int, context: int, count: int, routes: Routes | None, row: int = 0) -> Turn:
-    return Turn(index, (1,) * context, (2,) * count, (), (), StopReason.STOP, row=row, routes=routes)
+    return Turn(
+        index, (1,) * context, Generation((2,) * count, (), (), StopReason.STOP, routes=routes), row=row
+    )
 
 
 def test_turns_tell_of_what_no_turn_before_reported() -> None:

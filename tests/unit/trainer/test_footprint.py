@@ -15,7 +15,7 @@ from asyncrl.config import RunConfig
 from asyncrl.trainer.footprint import Footprint, footprint
 from asyncrl.trainer.learner import Learner
 from asyncrl.trainer.world import World
-from asyncrl.types import EpisodeResult, StopReason, Turn, VersionSpan
+from asyncrl.types import EpisodeResult, Generation, StopReason, Turn, VersionSpan
 from tests.fakes.forked import FORKED
 from tests.fakes.models import save_small
 from tests.fakes.ranks import run_ranks
@@ -65,7 +65,9 @@ def episodes(length: int) -> list[Episode]:
     count = length - 1
     spans = (VersionSpan(0, count, 0, 0),)
     results = tuple(EpisodeResult(float(i % 2), count, (float(i % 2),)) for i in range(ROWS))
-    turns = [Turn(0, (i,), (i,) * count, (-5.0,) * count, spans, StopReason.STOP) for i in range(ROWS)]
+    turns = [
+        Turn(0, (i,), Generation((i,) * count, (-5.0,) * count, spans, StopReason.STOP)) for i in range(ROWS)
+    ]
     return [(make_row(f"g/{i}", "g", results, i, [turn], 1.0), [turn]) for i, turn in enumerate(turns)]
 
 

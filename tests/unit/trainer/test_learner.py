@@ -36,6 +36,7 @@ from tests.fakes.training import (
     random_cut,
     run_batch,
     tiny_config,
+    with_generation,
 )
 
 pytestmark = pytest.mark.slow
@@ -265,7 +266,7 @@ def test_extreme_log_probs_stay_finite(made: Made, model: Any) -> None:
     good = Recorder(model, seed=5).groups(2, 4, [0], name="h")
     learner = made()
     for bad in (-1e4, 1e4, math.nan, math.inf, -math.inf):
-        spoiled = [msgspec.structs.replace(turn, logprobs=(bad,) * len(turn.ids)) for turn in turns]
+        spoiled = [with_generation(turn, logprobs=(bad,) * len(turn.generation.ids)) for turn in turns]
         learner.step = 0
         metrics = run_batch(learner, whole([(row, spoiled), *good]))
         assert all(math.isfinite(value) for value in metrics.values()), metrics

@@ -34,7 +34,7 @@ from asyncrl.trainer.checkpointing import Checkpointing
 from asyncrl.trainer.learner import Learner, PlannedWork
 from asyncrl.trainer.model import published_shards
 from asyncrl.trainer.retrain import retrain
-from asyncrl.types import EpisodeResult, EpisodeStats, StopReason, Turn, VersionSpan
+from asyncrl.types import EpisodeResult, EpisodeStats, Generation, StopReason, Turn, VersionSpan
 from asyncrl.wire.addresses import incarnation_of
 from asyncrl.wire.messages.channels import ToObserver
 from asyncrl.wire.messages.shared import ObserverHello, Stop, WireMessage
@@ -171,7 +171,7 @@ def landed_episodes(config: RunConfig) -> None:
         context = tuple(dice.randrange(VOCABULARY) for _ in range(dice.randint(2, 6)))
         ids = tuple(dice.randrange(VOCABULARY) for _ in range(dice.randint(2, 14)))
         logprobs = (-math.log(VOCABULARY),) * len(ids)
-        turn = Turn(0, context, ids, logprobs, (VersionSpan(0, len(ids), 0, 0),), StopReason.STOP)
+        turn = Turn(0, context, Generation(ids, logprobs, (VersionSpan(0, len(ids), 0, 0),), StopReason.STOP))
         store.put_frame(episode.uid, 0, "generated", msgspec.msgpack.encode(turn))
         state.buffer.assign(episode, "w", 1, 0, 0.0)
         episode.add_turn(len(context) + len(ids), len(ids), 0, 0)

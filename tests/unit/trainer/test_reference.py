@@ -30,6 +30,7 @@ from tests.fakes.training import (
     save_tiny_model,
     save_tiny_qwen,
     tiny_config,
+    with_generation,
 )
 
 
@@ -211,8 +212,10 @@ def test_from_a_scorer_it_makes_the_same_gradients(
 
     def read(turns: list[Turn]) -> list[Turn]:
         pairs = zip(turns, scorer.scored(turns, random.Random(0)), strict=True)
-        scored_turns = [(turn, np.array(scored.logprobs, "<f4").tobytes()) for turn, scored in pairs]
-        return [msgspec.structs.replace(t, scores=TokenScores(log)) for t, log in scored_turns]
+        scored_turns = [
+            (turn, np.array(scored.generation.logprobs, "<f4").tobytes()) for turn, scored in pairs
+        ]
+        return [with_generation(t, scores=TokenScores(log)) for t, log in scored_turns]
 
     in_rank = tiny_config(path, **keys | {"kl": keys["kl"] | {"reference": other}})
     wanted = final_gradients(make_learner(in_rank, world), [[episodes]])
@@ -222,8 +225,6 @@ def test_from_a_scorer_it_makes_the_same_gradients(
     found, metrics = gradients_and_metrics(learner, [[scored]])
     assert difference(found, wanted) < 1e-6 and "timing_s/ref" not in metrics
     assert metrics["actor/ref_kl"] > 0.01
-    silent = [
-        (row, [msgspec.structs.replace(turn, scores=None) for turn in turns]) for row, turns in scored[:1]
-    ]
+    silent = [(row, [with_generation(turn, scores=None) for turn in turns]) for row, turns in scored[:1]]
     partly, metrics = gradients_and_metrics(learner, [[[*silent, *scored[1:]]]])
     assert difference(partly, wanted) > 1e-3 and np.isfinite(metrics["actor/grad_norm"])

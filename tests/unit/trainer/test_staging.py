@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 import torch
@@ -16,6 +15,7 @@ from asyncrl.trainer.batch import collate
 from asyncrl.trainer.staging import to_device
 from asyncrl.trainer.teacher import TeacherScores
 from asyncrl.types import TokenScores
+from tests.fakes.training import with_generation
 from tests.unit.trainer.test_batch import TURNS, joined
 
 ELSEWHERE = torch.device("meta")
@@ -74,7 +74,7 @@ def test_a_micro_batch_arrives_in_one_transfer(
     transfers: list[tuple[Tensor, bool]], packing: Packing
 ) -> None:
     scores = TokenScores(np.array([-1.0] * 2, "<f4").tobytes())
-    e = joined([msgspec.structs.replace(TURNS[0], scores=scores), TURNS[1]])
+    e = joined([with_generation(TURNS[0], scores=scores), TURNS[1]])
     micro = collate([replace(e, advantage=np.ones(e.model_tokens))] * 2, torch.float32, packing)
     there = micro.to(ELSEWHERE)
     assert len(transfers) == 1

@@ -56,11 +56,11 @@ def plain_gradients(path: str, episodes: list[Episode]) -> tuple[dict[str, Tenso
     total = torch.zeros(())
     count = 0
     for _, turns in episodes:
-        ids = [token for turn in turns for token in (*turn.context, *turn.ids)]
-        labels = [t for turn in turns for t in (*(IGNORED for _ in turn.context), *turn.ids)]
+        ids = [token for turn in turns for token in (*turn.context, *turn.generation.ids)]
+        labels = [t for turn in turns for t in (*(IGNORED for _ in turn.context), *turn.generation.ids)]
         logits = model(torch.tensor([ids])).logits[0, :-1]
         total = total + cross_entropy(logits, torch.tensor(labels[1:]), ignore_index=IGNORED, reduction="sum")
-        count += sum(len(turn.ids) for turn in turns)
+        count += sum(len(turn.generation.ids) for turn in turns)
     (total / count).backward()
     return {name: p.grad for name, p in model.named_parameters()}, (total / count).item()
 

@@ -22,7 +22,7 @@ from asyncrl.trainer.advantages import (
 from asyncrl.trainer.barrier import _loss_arrays
 from asyncrl.trainer.batch import TrainingSample, training_sample
 from asyncrl.trainer.world import World
-from asyncrl.types import EpisodeResult, StopReason, Turn, VersionSpan
+from asyncrl.types import EpisodeResult, Generation, StopReason, Turn, VersionSpan
 from asyncrl.wire.messages.trainer import PlannedTrajectory
 from tests.fakes.ranks import run_ranks
 from tests.fakes.training import tiny_config
@@ -35,7 +35,7 @@ def one(number: int) -> TrainingSample:
     n = number + 2
     own = EpisodeResult(THIRD, n)
     row = PlannedTrajectory(f"u{number}", f"g{number // 2}", 1, own, (own,), number, 1, 1.0)
-    turn = Turn(0, (1,), (2,) * n, (-THIRD,) * n, (VersionSpan(0, n, 0, 0),), StopReason.STOP)
+    turn = Turn(0, (1,), Generation((2,) * n, (-THIRD,) * n, (VersionSpan(0, n, 0, 0),), StopReason.STOP))
     made = training_sample(row, [turn], 0, 4, aggregations.get("token_mean"))
     return replace(made, proximal_logprobs=-np.arange(n) / 3, collision=np.full(n, THIRD))
 
@@ -102,7 +102,7 @@ def game(
     row = PlannedTrajectory(f"u{place}", "g", 1, own, siblings, place, len(siblings), 1.0)
     spans = (VersionSpan(0, 2, 0, 0),)
     turns = [
-        Turn(k, (1,), (2, 3), (-THIRD, -THIRD), spans, StopReason.STOP, agent=agent)
+        Turn(k, (1,), Generation((2, 3), (-THIRD, -THIRD), spans, StopReason.STOP), agent=agent)
         for k, agent in enumerate(agents)
     ]
     return training_sample(row, turns, 0, 4, aggregations.get("token_mean"))

@@ -239,7 +239,7 @@ def step(case: Case, learner: Learner, shape: Shape, context: Context, peak: flo
     name = f"{case.name}: {shape.name}"
     tokens = shape.rows * shape.length
     given = episodes(learner, [shape.length] * shape.rows)
-    scored = sum(len(turn.ids) for _, turns in given for turn in turns)
+    scored = sum(len(turn.generation.ids) for _, turns in given for turn in turns)
     work = flops(learner, shape.rows, shape.length, scored)
     if not context.small and context.left() < work / (SLOWEST * peak):
         yield Finding(name, "left out: there is no time for it", ok=context.judged(not shape.goal))

@@ -20,7 +20,7 @@ from asyncrl.trainer.gradient_check import LAYOUTS
 from asyncrl.trainer.learner import Learner
 from asyncrl.trainer.loading import FileTensor
 from asyncrl.trainer.world import World
-from asyncrl.types import EpisodeResult, StopReason, Turn, VersionSpan
+from asyncrl.types import EpisodeResult, Generation, StopReason, Turn, VersionSpan
 from asyncrl.weights.manifest import TensorSpec
 from asyncrl.weights.names import FilePiece
 from asyncrl.weights.ranges import file_header
@@ -108,7 +108,7 @@ def episodes(learner: Learner, lengths: Sequence[int]) -> list[Episode]:
         ids = tuple(rng.randrange(words) for _ in range(length))
         new = length - prompt
         spans = (VersionSpan(0, new, step, step),)
-        turn = Turn(0, ids[:prompt], ids[prompt:], (-10.0,) * new, spans, StopReason.STOP)
+        turn = Turn(0, ids[:prompt], Generation(ids[prompt:], (-10.0,) * new, spans, StopReason.STOP))
         results = tuple(EpisodeResult(float(won), new) for won in (1, 0))
         place = number % 2
         own = results[place]
