@@ -244,13 +244,13 @@ def run(name: str, library: Library, directory: Path, case: str) -> Outcome:
 
     async def agent(sample: Sample, endpoint: Endpoint) -> dict[str, str]:
         gateway: Any = bench.shared.gateway
-        by_key = gateway._by_key
+        by_key = gateway._episode_of_key
 
         def noted(request: Any) -> Any:
             paths.add(request.path.removeprefix("/v1/"))
             return by_key(request)
 
-        gateway._by_key = noted
+        gateway._episode_of_key = noted
         return {"said": await talk(name, directory, case, endpoint)}
 
     def reward(reward_input: RewardInput) -> float:

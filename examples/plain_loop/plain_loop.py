@@ -25,9 +25,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 CALCULATOR = Path(__file__).parents[1] / "multiturn" / "calculator"
-# prompts per batch, and episodes of each: a group
-PROMPTS = 8
-MEMBERS = 8
+PROMPTS = 8  # per batch
+MEMBERS = 8  # episodes of each prompt: a group
 MAX_TURNS = 8
 MAX_NEW_TOKENS = 48
 MAX_TOKENS = 256

@@ -102,7 +102,7 @@ async def test_what_arrives_is_what_was_offered(tmp_path, spawn, sender):
     server = spawn()
     tensors = weights(1)
     receiver = Receiver(server, 0, 1, WITHOUT_SESSIONS)
-    manifest = await push(receiver, sender.offer(snapshot_of(tensors, PolicyVersion(0, 1))))
+    manifest = await push(receiver, sender.offer_snapshot(snapshot_of(tensors, PolicyVersion(0, 1))))
     check(server, 1)
     assert manifest == disk.read_manifest(publish(tensors, tmp_path, PolicyVersion(0, 1)))
     assert server.calls == ["init_group", *["update_from_group"] * BUCKETS]
@@ -450,7 +450,7 @@ async def test_a_rank_that_does_not_deliver(spawn, sender):
     server = spawn()
     receiver = Receiver(server, 0, 1, WITHOUT_SESSIONS)
     with pytest.raises(WeightsError, match="did not deliver"):
-        await push(receiver, sender.offer(broken))
+        await push(receiver, sender.offer_snapshot(broken))
     assert server.calls == ["init_group", "update_from_group", "destroy_group"]
     assert isinstance(sender.error, WeightsError)
     await push(receiver, offer(sender, 2))
