@@ -253,6 +253,9 @@ class Turn(msgspec.Struct, frozen=True):
     tokens of a row are, turn by turn, `context` (written by the template) followed by `generation.ids`
     (written by the model); a turn that begins a row has the whole prompt as context.
 
+    `replies`, `observation`: empty in the trainer, which gets the frames of turns without those of replies
+    (`RunState.read_turns`).
+
     `generation`: the engine's answer. The answer's `routes` are of the row's tokens up to here without routes
     in an earlier turn; its `scores` are by the scorer of the data source, and absent in validation. `agent`:
     the sender of the request, by the `model` of the request, where an agent program leads the episode.

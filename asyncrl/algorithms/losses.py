@@ -117,7 +117,7 @@ class Loss:
         return self.clips or self.anchored
 
     def bound(self, options: Mapping[str, Any], where: str) -> Loss:
-        """With its options set. ConfigError as in `bind`."""
+        """Return the loss with its options set. ConfigError as in `bind_options`."""
         of: Any = bind_options(self.of, options, where)
         return replace(self, of=of, prepare=self.prepare and _with_known(self.prepare, of.keywords))
 

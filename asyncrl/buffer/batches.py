@@ -103,7 +103,7 @@ class Batches:
     Args:
         buffer: source of the trajectories.
         micro_batch_tokens: tokens of one micro-batch on one rank, padding included.
-        flush: train a short batch when the data has run out, instead of dropping the rest.
+        flush_at_end: train a short batch when the data has run out, instead of dropping the rest.
         packing: "padded": all sequences are padded to the longest. "tree": a group shares one prompt.
     """
 

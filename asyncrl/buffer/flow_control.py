@@ -102,7 +102,7 @@ class FlowControl:
     def spare_groups(self, waiting_fraction: float) -> int:
         """Return how many groups a run may issue beyond the groups that are trained.
 
-        That is the number that `update` has added to the live groups, if `waiting_fraction`, the
+        That is the number that `update_level` has added to the live groups, if `waiting_fraction`, the
         fraction of their time in which episodes wait for tools, is at least MIN_TOOL_WAITING; else 0.
         """
         return max(0, round(self.level - self.first_level)) if waiting_fraction >= MIN_TOOL_WAITING else 0
@@ -197,7 +197,7 @@ ROLLOUT_IDLE = "async/rollout_idle_frac"
 
 
 class LiveLimit:
-    """Moves `buffer.live_limit` and `buffer.spare` after each commit, by flow control and the KV cap.
+    """Moves `buffer.live_limit` and `buffer.spare_groups` after each commit, by flow control and the KV cap.
 
     With a number as buffer.target_staleness nothing moves. A restarted coordinator begins anew.
     """

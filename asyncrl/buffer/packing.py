@@ -1,6 +1,6 @@
 """Pack episodes into micro-batches of bounded size, for each rank.
 
-    pieces ──units──► episodes that share their prompt ──deal──► a part for each rank ──micro_batches──► cut
+    pieces ─units─► episodes that share their prompt ─partition_units─► parts of ranks ─micro_batches─► cut
 
 Ranks partition the episodes of a plan by the sizes in the plan, and cut their parts by the true sizes.
 """
@@ -54,8 +54,8 @@ class RowUnit(NamedTuple):
 def units(pieces: Sequence[Piece], budget: int, ranks: int = 1) -> list[RowUnit]:
     """Join pieces of the same key into units of at most `budget` tokens, or of a single piece.
 
-    Units of a key follow one another, in order. If there are fewer units than `ranks`, each is cut into as
-    many parts as give every rank one.
+    Units of a key follow one another, in order. If there are fewer units than `ranks`, each is cut so
+    that every rank gets a part.
     """
     units_by_key: dict[Hashable, list[RowUnit]] = {}
 

@@ -191,9 +191,8 @@ def cut_back(buffer: ReplayBuffer, episode: EpisodeRecord, readable_turns: Seque
     episode.result = EpisodeResult(0.0)
     episode.stats = EpisodeStats(0)
 
-    group = buffer.live_groups[
-        episode.group
-    ]  # the episode may have landed after the deadline of an unsettled group
+    # The episode may have landed after the deadline of an unsettled group.
+    group = buffer.live_groups[episode.group]
     group.baseline = tuple(member for member in group.baseline if member != episode.member)
 
     episode.attempt += 1

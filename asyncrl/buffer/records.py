@@ -58,7 +58,8 @@ class OpenTurn(msgspec.Struct, gc=False, array_like=True):
     oldest: int = NEVER_STALE  # oldest version of these tokens
 
 
-# An array is small on the disk, as each change is written. gc=False: a collection of 100,000 takes too long.
+# array_like: each change is written, so records must be small. gc=False: to collect over 100,000 of them
+# takes too long.
 class EpisodeRecord(msgspec.Struct, gc=False, array_like=True):
     """An episode, member of a group.
 
@@ -75,7 +76,7 @@ class EpisodeRecord(msgspec.Struct, gc=False, array_like=True):
     state: State = State.PENDING
     reason: str = ""
     failures: int = 0  # attempts that failed, without lost attempts
-    losses: int = 0  # attempts lost with a worker or a server
+    losses: int = 0  # attempts that ended for one of LOSSES; they use up no retries
     worker: str = ""  # incarnation of the assigned worker
     assign_seq: int = 0
     oldest: int = -1  # -1: no token yet
@@ -239,7 +240,7 @@ class EpisodeAccount(msgspec.Struct, frozen=True):
 class Tally:
     """Counts over all groups in memory.
 
-    states: number of episodes in each state.
+    state_counts: number of episodes in each state.
     groups_by_state: ids of the groups with a member in a state.
     untaken_groups: ids of the groups of which no batch has taken a member yet, without filtered groups.
     groups_by_step: ids of the groups whose first member a batch took, without filtered groups.

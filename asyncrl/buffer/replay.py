@@ -187,7 +187,7 @@ class ReplayBuffer:
 
     @property
     def max_live_groups(self) -> int:
-        """Number of groups that may be live: the limit of flow control, or less if max_bytes are exceeded."""
+        """Groups that may be live: as many as flow control permits, but no more than fit into max_bytes."""
         return min(self.live_limit, self._max_groups_in_memory)
 
     def admit_group(self, step: int, now: float) -> GroupRecord:

@@ -45,14 +45,14 @@ NO_REQUEST = Outlook(False, 0.0, False)
 class Situation:
     """The reports of engines and trainer by which the next shift is decided.
 
-    outlook: outlook of the trainer's request; NOTHING_ASKED without a request, or while the trainer trains.
+    outlook: outlook of the trainer's request; NO_REQUEST without a request, or while the trainer trains.
     ranks_starting: ranks that have loaded nothing wait for the devices.
-    asked: the trainer waits for an answer, or for the end of the run.
+    trainer_waits: the trainer waits for an answer, or for the end of the run.
     validation_waits: held-out episodes need the engines, and the batch under way has no episode yet.
-    asleep: all engines are asleep; a missing process counts as awake.
-    awake: an engine has loaded a version since it slept.
-    resting: no rank holds anything on the devices.
-    idle: seconds since an engine last sampled.
+    engines_asleep: all engines are asleep; a missing process counts as awake.
+    engine_awake: an engine has loaded a version since it slept.
+    ranks_offloaded: no rank holds anything on the devices.
+    idle_seconds: seconds since an engine last sampled.
     """
 
     outlook: Outlook = NO_REQUEST

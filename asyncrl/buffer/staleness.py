@@ -112,7 +112,10 @@ class GroupSlots:
             self._reserve(oldest_version, groups)
 
     def may_take(self, oldest_version: int) -> bool:
-        """Return True if a group may take a slot of the current batch, as groups due earlier find slots."""
+        """Return True if a group may take a slot of the current batch.
+
+        Groups that are due before this group must still find slots.
+        """
         return self.free_slots > 0 and all(
             left > 0 for left in self.slots_left[: self._batches_until_due(oldest_version)]
         )

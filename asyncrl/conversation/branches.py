@@ -1,7 +1,9 @@
 """Keeps the rows of an agent's episode: which row a request of the agent extends, and what the answer adds.
 
-    AgentRequest --place--> Placement --(engine)--> Generation --turn--> Turn --add--> its row is longer
-                 \\-------> Refusal: a limit of the run
+    AgentRequest --place_request--> Placement --(engine)--> Generation --next_turn--> Turn
+                 \\---------------> Refusal: a limit of the run
+
+    Turn --add_turn--> the turn's row is longer
 
 A request that repeats the messages of a row and adds new ones extends that row: the template writes the new
 messages after the very ids of the model. Everything else begins a new row, whose prompt is rendered as a
@@ -49,10 +51,11 @@ ANSWERING_ROLES = ("system", "tool", "user")  # roles of messages that can follo
 
 
 class Branches:
-    """Owns the rows and turns of one episode. A call of `add` or `cancel` follows each `place_request`.
+    """Owns the rows and turns of one episode. A call of `add_turn` or `cancel_placement` follows each
+    `place_request`.
 
-    `recorded`: the turns of an earlier attempt, which answer the agent's requests before the engine samples
-    anything.
+    `recorded_turns`: the turns of an earlier attempt, which answer the agent's requests before the engine
+    samples anything.
     """
 
     def __init__(
@@ -332,7 +335,7 @@ class Branches:
         """Return a turn that an earlier try of the very same request got, and that no request continues: the
         newest turn of the latest try. The turn belongs to this try from now on. None if the previous try got
         no turn: this try goes on with the placement of the previous try. (Equal requests may be under way
-        side by side, each with tries.)"""
+        side by side, each with its own tries.)"""
         if any(
             abandoned.request == request and abandoned.attempt == attempt - 1
             for abandoned in self._abandoned_placements
@@ -394,8 +397,8 @@ class Branches:
         return self._make_placement(request, None, prompt_ids, messages, is_side)
 
     def pending_rendering(self, request: AgentRequest) -> Callable[[], object] | None:
-        """Return the tokenising that `find` would do, if tokenising may take long: a function to be called,
-        in any thread, before `find`. The function changes nothing."""
+        """Return the tokenising that `find_answers` would do, if tokenising may take long: a function to be
+        called, in any thread, before `find_answers`. The function changes nothing."""
         is_side = self._is_untrained(request)
         row_number = None if request.prompt is not None else self._find_extended_row(request, is_side)
         known_messages = 0 if row_number is None else len(self.rows[row_number].messages)

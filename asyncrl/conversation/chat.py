@@ -33,8 +33,8 @@ class Chat:
     """Writes and reads tokens by one tokenizer's chat template.
 
     `today`: the date for templates that write a date into the prompt; by default the day of construction.
-    `options`: further arguments of the template. `ends`: more ids that end a turn. ConfigError if there is no
-    template, or if the template does not show where a turn ends.
+    `options`: further arguments of the template. `extra_stop_ids`: more ids that end a turn. ConfigError
+    if there is no template, or if the template does not show where a turn ends.
     """
 
     def __init__(

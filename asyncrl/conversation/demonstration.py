@@ -24,8 +24,8 @@ def demonstration_turns(
     rules: Rules, sample: Sample, tools: tuple[str, ...], version: int = 0
 ) -> tuple[Turn, ...] | Fail:
     """Return the turns, recorded as sampled by `version` with log-probs of 0, or the reason why there are no
-    turns. The length is not checked here (see `too_long`). `tools`: schemas that the prompt shows, as JSON
-    text.
+    turns. The length is not checked here (see `length_failure`). `tools`: schemas that the prompt shows,
+    as JSON text.
 
     A row that the template rewrites goes on as a new row if `rollout.history` allows new rows.
     """

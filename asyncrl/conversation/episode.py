@@ -16,7 +16,7 @@ Fail may follow every event. With one tool call: Open, Generate -> "f(1)", CallT
 
 There are no awaits, clocks or I/O here. Tokens are only ever appended to a row; where the template rewrites
 the history, or a full row is to go on without old tool replies, a new row begins. The same events give the
-same state on any worker: `resume` repeats them from the recorded turns.
+same state on any worker: `resume_episode` repeats them from the recorded turns.
 """
 
 from __future__ import annotations
@@ -170,8 +170,8 @@ def expire_episode(episode: Episode) -> Episode:
 
 
 def conversation(rules: Rules, episode: Episode) -> tuple[Message, ...]:
-    """Return all messages, the prompt included, as the newest row shows them: folded replies are
-    DROPPED_REPLY."""
+    """Return all messages, the prompt included, as the newest row shows them. Folded replies read
+    DROPPED_REPLY: the oldest tool replies, which a full row left out so that the episode could go on."""
     messages = [*episode.sample.prompt, *episode.opened.messages]
     hidden_replies = episode.folded
     for turn, parsed in zip(episode.turns, episode.read, strict=True):

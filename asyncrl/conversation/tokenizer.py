@@ -19,6 +19,8 @@ from asyncrl.errors import ConfigError, one_line, users_code
 from asyncrl.values import encodable
 
 Cut = Literal["head", "middle", "tail"]
+
+# Texts in many scripts, without control tokens.
 TEST_TEXTS = (
     "What is 12 plus 30 in total?",
     "  indented\n\n\ttwice;\r\n x = f(1e-9, 'it''s') # 1234567",
@@ -27,7 +29,7 @@ TEST_TEXTS = (
     "你好，世界。多少？ こんにちは 안녕하세요",
     "كم المجموع؟ כמה זה? कुल कितना? ทั้งหมด",
     '🙂 👩‍👩‍👧 ≤ ∑ → {"a": [1, 2.5, null]}',
-)  # in many scripts, and without control tokens
+)
 
 
 def load_tokenizer(path: str) -> Any:
@@ -90,9 +92,8 @@ class ChunkEncoder:
 
     def __init__(self, tokenizer: Tokenizer, split_tokens: Iterable[str]) -> None:
         self._tokenizer = tokenizer
-        added_tokens = getattr(
-            tokenizer, "added_tokens_decoder", {}
-        ).values()  # not every tokenizer has this table
+        # Not every tokenizer has this table.
+        added_tokens = getattr(tokenizer, "added_tokens_decoder", {}).values()
         # Exact tokens match before the text is normalised, anywhere, and without the white space before them.
         exact_tokens = (
             str(added_token)
@@ -144,7 +145,9 @@ def _may_overlap(token: str, longer_token: str) -> bool:
 # -- cut to a number of tokens -----------------------------------------------------------------------
 
 
-CHARACTERS_PER_TOKEN = 16  # at most: longer text is never tokenised, so that megabytes cost no time
+# Characters per token, at most, on average (as in requests.py): a text with more than this times a limit is
+# never tokenised as a whole, so that megabytes cost no time.
+CHARACTERS_PER_TOKEN = 16
 USUAL_CHARACTERS_PER_TOKEN = 4  # of most texts: tried first
 REPLACEMENT_CHARACTER = "\ufffd"  # the bytes of a cut character decode to this
 CUT_NOTE = "\n[... {} characters cut ...]\n"

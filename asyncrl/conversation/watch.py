@@ -18,7 +18,7 @@ from asyncrl.conversation.parsers.base import CallFormat, think_tags
 from asyncrl.errors import users_code
 
 OnText = Callable[[str, str], None]
-"""A function of the new text of a turn's reasoning and content, of which at least one is not empty."""
+"""Called with the new reasoning and the new content of a turn; never with both empty."""
 
 _PARTIAL_CHARACTER = "\ufffd"  # ends a text whose last character lacks bytes
 _MAX_PARTIAL_TOKENS = 8  # tokens after which incomplete bytes count as text

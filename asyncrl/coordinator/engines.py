@@ -87,7 +87,7 @@ class EngineHandler:
         return engine is not None and engine.quarantined
 
     def quarantine(self, peer: bytes, resend_at: float) -> None:
-        """Give an engine no more work until the newest version, sent at time `at`, is loaded anew.
+        """Give an engine no more work until the newest version, sent at time `resend_at`, is loaded anew.
 
         Nothing happens for a worker that uses servers, as there is no engine of its own.
         """

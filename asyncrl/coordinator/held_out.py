@@ -220,7 +220,8 @@ class HeldOutEpisodes:
         )
 
     def audit(self) -> bool:
-        """Return True if the account is exact and the store has as many results of the session."""
+        """Return True if the account is exact, and the store has as many results of the session as are
+        counted here."""
         stored_count = self._store.reader.count_held_out(self._prefix) if self._prefix else 0
         if self.episodes:
             ended_count = self._state_counts[State.LANDED] + self._state_counts[State.FAILED]

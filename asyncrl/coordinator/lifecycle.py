@@ -143,7 +143,7 @@ class Lifecycle:
         self._enter_phase(Phase.STOPPING, now, max(1.0, self.state.config.launch.stop_timeout - EXIT_SECONDS))
 
     def abort_run(self, error: str, now: float) -> None:
-        """Stop a run that cannot go on with a checkpoint. The outcome is "failed"."""
+        """Stop a run that cannot go on: the run writes a checkpoint first. The outcome is "failed"."""
         log.error("the run cannot go on: %s", error)
         self.error = error
         self.stop_run(error, now)

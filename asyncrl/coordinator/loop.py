@@ -1,4 +1,4 @@
-"""The coordinator, a loop around the state of the run, which alone decides about sampling and training.
+"""The coordinator alone decides what is sampled and trained: a loop around the state of the run.
 
 consumes: all messages of the other processes (two ROUTER sockets)
 waits for: the sockets, at most PASS_SECONDS
@@ -438,7 +438,8 @@ class Coordinator:
         """Replace silent trainer ranks of a run that has stalled, or end the run with a checkpoint.
 
         The reason lists all waits. Ranks are also replaced if they wait for engines that cannot load the
-        newest version, once the ranks have published a version.
+        newest version, or for engines that have slept and have no other version, once the ranks have
+        published a version.
         """
         ranks = self.trainer.ranks
 

@@ -156,7 +156,7 @@ class Peers(Generic[P]):
     def missing_processes(self, now: float) -> tuple[list[str], list[shared.Replace]]:
         """Return a wait for each missing process, and the processes to be replaced.
 
-        A process that was lost more than `liveness.start` seconds ago hangs and is to be replaced. The new
+        A process that was lost more than `liveness.start_seconds` ago hangs and is to be replaced. The new
         process has as much time.
         """
         time_limit = self._state.liveness.start_seconds

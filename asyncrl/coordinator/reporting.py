@@ -35,10 +35,11 @@ from asyncrl.store.schema import StoreError
 from asyncrl.types import EpisodeEnd, EpisodeResult, FailReason, Sample
 from asyncrl.wire.messages.shared import Status
 
+# Metrics whose values for single episodes go into the histograms of trackers.
 HISTOGRAM_METRICS = (
     "rollout/score",
     "rollout/response_length",
-)  # values of single episodes, for the histograms of trackers
+)
 MAX_VALUES = 4096  # values of a metric in a report
 MAX_LATE_SECONDS = 1.0  # busy seconds that heartbeats, sent every half second, may not have reported yet
 

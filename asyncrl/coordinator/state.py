@@ -191,7 +191,8 @@ class RunState:
         )
 
     def record_launch(self, step: int) -> None:
-        """Record that this launch trains all steps after `step`, perhaps again."""
+        """Record that this launch trains all steps after `step`, perhaps again, with the configuration of
+        this launch."""
         self.launches = launches.with_launch(self.launches, step, self.config)
         self.store.put_meta(launches.LAUNCHES_KEY, msgspec.json.encode(self.launches).decode())
 

@@ -193,9 +193,8 @@ class TrainerHandler:
         if message.work > (previous.work if previous else 0):
             self.state.liveness.note_progress(now)
         elif message.written > (previous.written if previous else 0):
-            self.state.liveness.note_alive(
-                now
-            )  # no progress, as on a full disk the same bytes are written again
+            # No progress, as on a full disk the same bytes are written again.
+            self.state.liveness.note_alive(now)
 
     def starting_waits(self, now: float) -> list[tuple[str, str]]:
         """Return name and wait of each rank without a hello that was heard of within a lease."""
@@ -262,7 +261,11 @@ class TrainerHandler:
             self.state.store.put_meta("validated", msgspec.json.encode(self._scores).decode())
 
     def _choose_best(self) -> int:
-        """Choose the best step of the checkpoints that are left: the best so far and the newest ones."""
+        """Return the step of the best validated checkpoint; -1 without one, or without `checkpoint.best`.
+
+        Candidates are the newest `checkpoint.keep` checkpoints and the best checkpoint so far: others are
+        deleted.
+        """
         if not self.state.config.checkpoint.best:
             return -1
 

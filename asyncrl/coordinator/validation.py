@@ -95,7 +95,7 @@ class Validation:
         self.deadline = math.inf
         self.results: list[tuple[int, dict[str, float]]] = []
         self._session_resources = ExitStack()
-        self._resumed = False  # a session from before a restart was resumed, if there was one
+        self._resumed = False  # resume_session was called
 
     def begin_session(self, step: int, final: bool, now: float) -> bool:
         """Start validating the newest published version.
@@ -139,7 +139,7 @@ class Validation:
 
     @property
     def _is_evaluation(self) -> bool:
-        """True if nothing is trained: all samples are stored, and there is no deadline."""
+        """True if nothing is trained: every sampled episode is kept, and there is no deadline."""
         return not self.state.config.total_steps
 
     @property

@@ -251,7 +251,7 @@ class WorkerHandler:
         unmet_version = NEVER_STALE
         assignments_left = MAX_ASSIGNED
         slots = FreeSlots((worker, worker.free_slots, versions_of(worker.peer)) for worker in usable_workers)
-        in_order = state.config.buffer.on_stale != "hold"  # later episodes need newer weights
+        in_order = state.config.buffer.on_stale != "hold"  # later episodes never need older weights
 
         for min_version, episode in assignable_episodes(state.buffer):
             self.work_left = assignments_left == 0

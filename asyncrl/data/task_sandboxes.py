@@ -42,9 +42,8 @@ class TaskSandbox:
         self.directory = task.directory or image.directory
         self.workspace = task.workspace or (self.directory,)
         self.environment = {**image.environment, **task.environment}
-        memory_limit = (
-            "resident" if limits.resident else "memory"
-        )  # a program with its children, or a process
+        # A limit for a program with its children, or for a process.
+        memory_limit = "resident" if limits.resident else "memory"
         sizes = {memory_limit: task.memory_mb, "disk": task.disk_mb, "file": task.disk_mb}
 
         self.jail = Jail(

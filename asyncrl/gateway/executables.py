@@ -16,10 +16,11 @@ from typing import Protocol
 
 HEAD_BYTES = 4096  # read of a program: the first line, or the headers of an executable file
 MAX_STEPS = 5  # from a script to its interpreter, as many as the kernel takes
+# ELF machine numbers that run on a machine, by `uname -m`.
 MACHINES = {
     "x86_64": (62, 3),
     "aarch64": (183, 40),
-}  # by `uname -m`: ELF machine numbers that run there
+}
 BINARY_FORMATS = (
     "/proc/sys/fs/binfmt_misc"  # lists further formats that the kernel runs, by emulators for example
 )

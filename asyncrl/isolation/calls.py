@@ -95,8 +95,9 @@ async def call_user(
 
 
 def start_guarded(function: Callable[[], Coroutine[Any, Any, Any]]) -> asyncio.Task[Any]:
-    """Start a task whose errors are Exceptions. The caller must finally pass the task to `cancel_later`.
-    `function` is not called if the task is cancelled before the first step."""
+    """Start `function`, users' code, as a task. A BaseException that the code raises by itself ends the task
+    as a UserCodeError (see `users_code`). The caller must finally pass the task to `cancel_later`. `function`
+    is not called if the task is cancelled before the first step."""
 
     async def guarded() -> Any:
         with users_code():

@@ -4,7 +4,8 @@
     we ◄────────── its result, or an error ─────┘
 
 Every child runs under `wrapper.py`: when the child ends or is killed, or we die (by kill -9, too), every
-process that the child started ends as well. `wrapped` does the same for the command line of any program."""
+process that the child started ends as well. `wrapped_command` does the same for the command line of any
+program."""
 
 from __future__ import annotations
 
@@ -103,7 +104,7 @@ def wrapped_command(command: Sequence[str], grace_seconds: float = GRACE_SECONDS
     """Return the command line that runs a program so that no process is left when the program ends or we do.
 
     The command ends as the program ends; if the program cannot be run, with code 127 and a line on stderr.
-    SIGTERM is passed on, and after `grace` seconds everything is killed (math.inf: never);
+    SIGTERM is passed on, and after `grace_seconds` everything is killed (math.inf: never);
     `wrapper.KILL_SIGNAL` kills at once.
     """
     wrapper_command = [
@@ -121,7 +122,7 @@ def wrapped_command(command: Sequence[str], grace_seconds: float = GRACE_SECONDS
 def run_enclosed(function: str, arguments: Sequence[str], grace_seconds: float) -> int:
     """Call `module:function` with these arguments in a process with our standard streams; return the exit
     code. Every process started there ends with the new process, or with us. Signals that end programs are
-    passed on to the process, and `grace` seconds later the process is killed (math.inf: never)."""
+    passed on to the process, and `grace_seconds` later the process is killed (math.inf: never)."""
     module, _, function_name = function.partition(":")
     path_count = str(len(sys.path))
     start_code = (

@@ -13,10 +13,11 @@ from asyncrl.errors import UNDECODABLE, ConfigError
 from asyncrl.isolation.images import DEFAULT_PATH, Image
 from asyncrl.isolation.sandbox.kernel import MACHINE
 
+# Names of machines in OCI manifests, by the kernel's names.
 OCI_ARCHITECTURES = {
     "x86_64": "amd64",
     "aarch64": "arm64",
-}  # the kernel's name of a machine: the name in OCI manifests
+}
 MAX_JSON_BYTES = 4 << 20
 
 T = TypeVar("T")
@@ -115,9 +116,8 @@ def find_layers(
 
     settings = image_config.config or _Settings()
     variable_pairs = (line.partition("=")[::2] for line in settings.environment or ())
-    environment = {"PATH": DEFAULT_PATH} | {
-        name: value for name, value in variable_pairs if name
-    }  # without PATH no program can start
+    # Without PATH no program can start.
+    environment = {"PATH": DEFAULT_PATH} | {name: value for name, value in variable_pairs if name}
     directory = posixpath.join("/", settings.directory or "")
     user = settings.user or ""
 

@@ -24,8 +24,8 @@ AnswerT = TypeVar("AnswerT")
 
 class ProcessPool(Generic[SetupT, RequestT, AnswerT]):
     """Keep up to `size` children of a service, each opened with `first_message` within `start_seconds`.
-    `name`: the name of a child in errors; `largest`: the bytes of an answer at most; `env`: the environment
-    variables of the children (None: ours). A pool belongs to one event loop.
+    `name`: the name of a child in errors; `max_answer_bytes`: the bytes of an answer at most; `env`: the
+    environment variables of the children (None: ours). A pool belongs to one event loop.
 
     A start whose call stops waiting goes on for the next call. If no child could ever start, each try may
     read a model for a minute before failing: after MAX_REFUSALS, tries are RETRY_SECONDS apart.

@@ -67,9 +67,8 @@ def main(parent_pid: int, grace_seconds: float, file_limit: int, program: list[s
         _become_program(program, wrapper_pid, signal_mask)
 
     _close_pipes(kept_fds={wake_read, wake_write, parent_fd})
-    signal.pthread_sigmask(
-        signal.SIG_UNBLOCK, HANDLED_SIGNALS
-    )  # even if the signals were blocked from the start
+    # The signals may have been blocked from the start.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED_SIGNALS)
     _end_as_program(
         _kill_all(program_pid, _watch_program(program_pid, wake_read, parent_fd, grace_seconds), wake_read)
     )

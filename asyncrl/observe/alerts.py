@@ -27,9 +27,8 @@ from asyncrl.types import FailReason
 
 WINDOW_STEPS = 10  # steps that a rule looks back on; before so many steps no advice is given
 SETTLED_STEPS = 2 * WINDOW_STEPS  # steps before which no advice is about learning
-YOUNG_STEPS = (
-    4 * WINDOW_STEPS
-)  # steps up to which the reward in training shows that a run learns, without a validation
+# Steps up to which the reward in training shows that a run learns, without a validation.
+YOUNG_STEPS = 4 * WINDOW_STEPS
 SHORT_SECONDS = 300.0  # seconds: a run that takes less needs no advice on its speed
 NEARLY_ALL = 0.9  # fraction that counts as nearly all
 WORTH_ADVICE = 0.25  # fraction from which advice is given

@@ -19,12 +19,12 @@ log = logging.getLogger("asyncrl.observe")
 
 class BackgroundCalls:
     """Runs one call after another in a daemon thread. `call` never waits: while `max_waiting` calls wait, the
-    next call is dropped. Dropped calls and calls that raise are counted as `lost`; the first exception is
-    logged. A hanging call delays only one waiter: later waits count from the beginning of that call."""
+    next call is dropped. Dropped calls and calls that raise are counted as `lost_calls`; the first exception
+    is logged. A hanging call delays only one waiter: later waits count from the beginning of that call."""
 
     def __init__(self, name: str, max_waiting: int) -> None:
         self.lost_calls = 0
-        self._lost_lock = threading.Lock()  # guards `lost`, which callers and the thread increase
+        self._lost_lock = threading.Lock()  # guards `lost_calls`, which callers and the thread increase
         self._call_started: float | None = None  # monotonic time of the start of the call under way
         self._calls: queue.Queue[Callable[[], None] | None] = queue.Queue(max_waiting)
         self._thread = threading.Thread(target=self._serve, name=name, daemon=True)

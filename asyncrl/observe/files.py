@@ -56,7 +56,7 @@ def read_rows(run_dir: Path) -> list[dict[str, float]]:
 
 def read_some_rows(run_dir: Path, edge: int, max_rows: int) -> list[dict[str, float]]:
     """Read the first and the last `edge` steps, all validations, and evenly chosen further steps: in a long
-    run about `most`, since 50,000 steps are 150 MB or more."""
+    run about `max_rows`, since 50,000 steps are 150 MB or more."""
     rows = list[dict[str, float]]()
     step = 0
 

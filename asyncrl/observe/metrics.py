@@ -38,7 +38,7 @@ LENGTH = "rollout/response_length/mean"
 TRAINER_IDLE = "async/trainer_idle_frac"
 ROLLOUT_IDLE = "async/rollout_idle_frac"
 FLOW = "flow/"  # + the name of a counter
-BATCH = "async/batch_share"  # a gauge, 0 to 1: progress of the step under way, see `Reporter.batch_share`
+BATCH = "async/batch_share"  # a gauge, 0 to 1: progress of the step under way, see `Reporter.batch_fraction`
 
 OF_STEP = (STEP_SECONDS, REWARD, FILTERED, LAG, MASKED, TRAINER_IDLE, ROLLOUT_IDLE)  # in `asyncrl status`
 TRACED = (REWARD, NLL, LAG, ENTROPY, LENGTH)  # shown with a small curve in the console

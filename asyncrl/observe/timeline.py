@@ -1,10 +1,10 @@
 """Records the timeline of a run: spans of the processes on the wall clock, so that processes line up.
 
-Each process appends to one JSON-lines file, `timeline/<role>-<index>.jsonl`; `files` lists the files. A line
-has a name, start and end in seconds of `time.time`, and details: the loaded `version` (trainer epoch, step),
-the `engine`, the `step`. Spans of simultaneous tasks are joined, see `runtime/activity.py`: `calls` tasks
-began, `seconds` is the sum of the tasks' durations, so that on average seconds / (end - start) tasks ran at
-once, and `longest` is the longest duration of a task that ended.
+Each process appends to one JSON-lines file, `timeline/<role>-<index>.jsonl`; `timeline_files` lists the
+files. A line has a name, start and end in seconds of `time.time`, and details: the loaded `version` (trainer
+epoch, step), the `engine`, the `step`. Spans of simultaneous tasks are joined, see `runtime/activity.py`:
+`calls` tasks began, `seconds` is the sum of the tasks' durations, so that on average seconds / (end - start)
+tasks ran at once, and `longest` is the longest duration of a task that ended.
 """
 
 from __future__ import annotations

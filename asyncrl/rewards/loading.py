@@ -113,7 +113,7 @@ def _load_weighted(name: str, spec: str, options: Options, where: str) -> Reward
 def _with_verls_options(function: RewardFunction, where: str) -> RewardFunction:
     """Treat positional parameters after verl's four as options, as functions written for verl expect."""
     if not callable(function):
-        return function  # refused by `bound`
+        return function  # refused by `bind_plugin`
 
     try:
         with users_code():

@@ -152,8 +152,8 @@ class ServerPool:
 
     async def generate(self, request: Request, min_version: Callable[[], int] = lambda: 0) -> Generation:
         """Sample a turn, on as many servers as necessary; the wait for weights that are not older than
-        `min_version()` has no deadline. Validation takes any version. Raises EngineError when no server
-        accepts the turn in time, a server refuses the turn, or too many servers lose it."""
+        `min_version()` has no deadline of its own. Validation takes any version. Raises EngineError when no
+        server accepts the turn in time, a server refuses the turn, or too many servers lose it."""
         if self.name == "train":
             await self.wait_for_version(min_version)
         turn = ServerTurn(request, min_version, asyncio.get_running_loop().time() + self._turn_patience)

@@ -50,7 +50,7 @@ def progress_limit(config: RunConfig) -> float:
 
 class Liveness:
     """Remembers the last progress and the last sign of life of a run. Pure: `now` is passed in, in seconds of
-    one monotonic clock. `start`: seconds for a role to report in."""
+    one monotonic clock. `start_seconds`: seconds for a role to report in."""
 
     def __init__(self, config: RunConfig, now: float) -> None:
         self.start_seconds = start_limit(config)
@@ -114,8 +114,8 @@ class Contact:
         self._last_message_at = now
 
     def contact_state(self, now: float) -> ContactState:
-        """Return the state of the contact; call this every `interval`. A gap in the calls means that this
-        process did not run (stopped, swapped out), perhaps with unread messages, and does not count as
+        """Return the state of the contact; call this every `tick_interval`. A gap in the calls means that
+        this process did not run (stopped, swapped out), perhaps with unread messages, and does not count as
         silence of the coordinator."""
         missed_seconds = now - self._last_tick_at - self.tick_interval
         if missed_seconds > self.lost_after / 4:

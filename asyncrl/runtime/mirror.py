@@ -79,9 +79,8 @@ class Mirror:
         self._versions_travel = versions_travel(config) and bool(endpoints.versions)
         self._sees_files = not self._versions_travel or is_local_endpoint(endpoints.control)
 
-        self._joined_later = (
-            not set(PEER_ROLES) <= endpoints.keys.keys()
-        )  # no keys of other processes are known
+        # A process that joined later knows no keys of other processes.
+        self._joined_later = not set(PEER_ROLES) <= endpoints.keys.keys()
         self._directory: Path | None = None
         self._fetch_lock = threading.Lock()
         self._arriving_versions: dict[PolicyVersion, ArrivingVersion] = {}

@@ -128,11 +128,13 @@ class ServerVersions:
         """Count a load. Raises EngineError or ConfigError once loads have failed for too long.
 
         The cause need not be the server: files are pruned, or a trainer that broadcasts dies and comes back.
-        So failures may last for `weights.deadline`, unless files are refused from the start. A new process
-        may then succeed.
+        So failures may last for `weights.deadline`, unless a server refuses files from the start: then a few
+        failures in a row are enough (LoadFailures). After an EngineError a new process may succeed.
         """
         self._failures.add_answer(message)
 
+        # Undecided: another load may succeed, as the server has loaded a version before, or nobody delivered
+        # this version, or only the process is broken. Otherwise waiting is hopeless: files do not change.
         undecided = self._loaded_count or message.lost or message.process_failed
         hopeless = not undecided and self._config.weights.transport == "disk"
 

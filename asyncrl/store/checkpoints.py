@@ -91,8 +91,8 @@ class Checkpoints:
     """The checkpoints at `location`: a path, or a URL that fsspec supports (`s3://bucket/run`). ConfigError
     for an unsupported URL. (fsspec would read `::` in a path as a chain of locations.)
 
-    `written`: bytes that this process has written; `local`: the location is a directory; `problem`: why
-    nothing could be written when the trainer began.
+    `written_bytes`: bytes that this process has written; `is_local`: the location is a directory;
+    `write_problem`: why nothing could be written when the trainer began.
     """
 
     def __init__(self, location: str | Path) -> None:

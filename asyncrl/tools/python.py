@@ -27,9 +27,8 @@ from asyncrl.tools.base import MAX_REPLY_BYTES, Tool, tools
 from asyncrl.tools.schema import read_signature
 from asyncrl.types import Sample
 
-MAX_OUTPUT_BYTES = (
-    MAX_REPLY_BYTES - 1024
-)  # limit of a run's output; the difference is for notes on the run's end
+# Limit of a run's output; the difference is for notes on the run's end.
+MAX_OUTPUT_BYTES = MAX_REPLY_BYTES - 1024
 SPARE_SECONDS = 10.0  # extra time of a call beside its code: a start, an interrupt, a kill
 
 Seconds = Annotated[float, Meta(gt=0)]

@@ -104,7 +104,7 @@ def _with_turn_penalties(
 
 class PackedEpisode(msgspec.Struct, frozen=True):
     """Holds one episode on its way between ranks. `arrays`: bytes of float64 numbers, or of booleans for
-    `fresh`."""
+    `trainable`."""
 
     uid: str
     group: str

@@ -102,8 +102,8 @@ def _trace_arrays(sample: TrainingSample) -> dict[str, np.ndarray]:
 
 
 def _loss_arrays(sample: TrainingSample) -> dict[str, np.ndarray]:
-    """Return an episode's arrays for a loss. A token without finite log-probs is not fresh, and its log-probs
-    are set to 0."""
+    """Return an episode's arrays for a loss. A token without finite log-probs is not trainable, and its
+    log-probs are set to 0."""
     assert sample.proximal_logprobs is not None and sample.advantage is not None
     named_logprobs = {
         "prox": sample.proximal_logprobs,

@@ -46,8 +46,8 @@ State = dict[str, Any]
 
 
 def snapshot(learner: Learner, *, copy: bool = True, device_offload: DeviceOffload | None = None) -> State:
-    """Return the state of this rank, copied to main memory. With `copy` False the state itself, onloaded
-    first."""
+    """Return the state of this rank, copied to main memory. With `copy` False, return the tensors themselves,
+    after onloading."""
 
     def host_copy(tensor: Tensor) -> Tensor:
         with device_offload.onloaded(tensor) if device_offload is not None else nullcontext():
@@ -247,7 +247,7 @@ class StepFiles(FileSystemBase):
         return path
 
     def mkdir(self, path: PathName) -> None:
-        """Nothing: `create` makes directories."""
+        """Nothing: `create_file` makes directories."""
 
     def exists(self, path: PathName) -> bool:
         return False  # a checkpoint is written to an empty directory

@@ -5,7 +5,8 @@
 Storages are emptied and filled again in place, so every parameter, DTensor and view stays the same object.
 FSDP2 does the same with gathered weights around each forward, so nothing may count on addresses. Compiled
 layers do not: torch.compile records CUDA graphs only in modes that are not used here. Episodes that wait for
-the end of their batch lie in main memory already, as do offloaded weights and moments.
+the end of their batch lie in main memory already, as do weights and moments that trainer.offload_optimizer
+keeps there.
 """
 
 from __future__ import annotations

@@ -114,7 +114,7 @@ class Learner:
         self.step = 0
         self.state: dict[str, float] = {"kl_coef": config.kl.coef}
         self.on_spike = config.trainer.on_spike
-        # FSDP2 averages over this many ranks, so losses are multiplied by it.
+        # A step takes the mean of the gradients of this many data ranks, so losses are multiplied by it.
         self.averaged_ranks: float = world.data_ranks
         self.max_staleness = config.buffer.max_staleness
         self.token_budget = config.trainer.micro_batch_tokens  # less after a lack of memory
@@ -171,7 +171,7 @@ class Learner:
         return Whitening.from_state(self.state)
 
     def accumulate(self, work: PlannedWork) -> None:
-        """Train on this rank's trajectories of one micro-batch; empty for an idle rank."""
+        """Train on this rank's trajectories of one part of the plan; empty for an idle rank."""
         mask_truncated = self.config.algorithm.mask_truncated
         aggregation = self.recipe.aggregate
         expert_choices = (
@@ -459,9 +459,8 @@ class Learner:
         samples = evaluated_micro_batch.samples
         micro_batch = evaluated_micro_batch.micro_batch
         evaluated = evaluated_micro_batch.evaluated
-        if (
-            self.ratio_recorder is not None and not self.recipe.loss.demonstrations
-        ):  # demonstrations have no rollout log-probs
+        # Demonstrations have no rollout log-probs.
+        if self.ratio_recorder is not None and not self.recipe.loss.demonstrations:
             is_dropped = evaluated.token_state.correction.masked & evaluated.token_state.trainable
             self.ratio_recorder.record_micro_batch(
                 samples, evaluated_micro_batch.logp - micro_batch.rollout_logprobs, is_dropped

@@ -54,8 +54,9 @@ class Policy(nn.Module):
     """Is the FSDP root around the language model: head and softmax run on the selected tokens only.
 
     `published`: the weights of the model as engines know them, without adapters.
-    `buffer_pieces`: persistent buffers, published unchanged. `uncut`: all logits are computed at once, for a
-    model that cannot be cut. `sequence_ranks`: the ranks that compute a packed micro-batch together.
+    `buffer_pieces`: persistent buffers, published unchanged. `uncut`: all logits are computed at once, not in
+    chunks, for a model that cannot be cut in front of its output layer. `sequence_ranks`: the ranks that
+    compute a packed micro-batch together.
     """
 
     def __init__(
@@ -178,8 +179,8 @@ def load_policy(
 
 
 def _decide_cut(policy: Policy, dtype: str, world: World, is_compiled: bool) -> None:
-    """Set `policy.uncut` if cutting the model at its output layer fails the gradient check. The model itself
-    is checked where no small copy can be made."""
+    """Set `policy.uncut` if the gradient check fails for logits that are computed in chunks, for which the
+    model is cut in front of its output layer. The model itself is checked where no small copy can be made."""
     problems = shared_architecture_problems(policy.lm.config, world)
     model_class = type(policy.lm).__name__
     if problems is None and not policy.uncut:

@@ -46,9 +46,10 @@ def make_optimizer(model: nn.Module, trainer: TrainerConfig, *, lr: float) -> Op
     """Make `trainer.optimizer` for the trained parameters of `model`, with all its state.
 
     torch creates a parameter's state with its first gradient. A checkpoint saved before (during a critic's
-    warm-up, or after a skipped batch) would not fit a learner that expects the state of all parameters. So a
-    first step is taken here, with zero gradients, rate 0 and no decay, and is not counted. State that does
-    not begin with zeros stays as that step leaves it: Rprop, NAdam and ASGD begin otherwise than in torch.
+    warm-up, after a skipped batch, or while a batch is under way) would not fit a learner that expects the
+    state of all parameters. So a first step is taken here, with zero gradients, rate 0 and no decay, and is
+    not counted. State that does not begin with zeros stays as that step leaves it: Rprop, NAdam and ASGD
+    begin otherwise than in torch.
     Raises ConfigError when the optimizer cannot be built, or cannot step on sharded weights, as torch's
     Adafactor cannot.
     """

@@ -4,7 +4,7 @@
     waits for: ready trajectories, other ranks (broadcasts, collectives), the ack of a commit, each by name
     unblocks: the coordinator (commits), the engines (published versions, devices)
 
-The loop: `_take_plan`, then `_train_part` for a micro-batch or `_finish_batch` for the optimizer step
+The loop: `_take_plan`, then `_train_part` for a part of the plan or `_finish_batch` for the optimizer step
 (commit, then publish, then perhaps save), until a plan of kind end or stop. All ranks run the same sequence
 of collectives: rank 0 alone asks for plans and commits, the others follow its broadcasts, and no rank starts
 before all hold their payloads. Requests, waits and heartbeats are those of `trainer/client.py`.
@@ -151,7 +151,7 @@ class TrainerRank:
         micro_batches = 0
         while True:
             plan, work = self._take_plan(micro_batches)
-            if plan.kind not in ("rest", "stop"):  # a checkpoint is made of shards that rest, too
+            if plan.kind not in ("rest", "stop"):  # a checkpoint is made of offloaded shards, too
                 self.device_offload.onload()
 
             match plan.kind:
@@ -303,7 +303,7 @@ class TrainerRank:
         Nothing happens while steps are repeated: the engines then keep their newer weights."""
         if self.is_repeating:
             return
-        if self.published_step != self.learner.step:  # the first one; or weights.every left this one out
+        if self.published_step != self.learner.step:  # the first version, or one that weights.every skips
             self._publish_version()
         with self.timeline.span("probe"), self.stopwatch.phase("update_weights"):
             probe = self.publishing.score_probe()

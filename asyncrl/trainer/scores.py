@@ -58,8 +58,8 @@ class Selected:
     `forest` tells how tokens attend to each other, at these `positions` [B, T]. Without a forest each row of
     `ids` is a separate sequence, padded on the right. `routes` [B * T, ·]: the experts of every token, by the
     first sequence for a shared prefix; -1: unknown. `ranks`: the ranks that compute a part of the sequence
-    each. `adapter_indices` [B, T]: the tokens' adapters (Adapters.use); sequences of different adapters share
-    nothing. `teacher_scores`: by a teacher on servers.
+    each. `adapter_indices` [B, T]: the tokens' adapters (Adapters.select_adapters); sequences of different
+    adapters share nothing. `teacher_scores`: by a teacher on servers.
     """
 
     ids: Tensor

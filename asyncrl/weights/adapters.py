@@ -36,10 +36,10 @@ class Adapters:
     y = W·x + (alpha/rank)·B·A·x with W frozen (LoRA, arXiv 2106.09685).
 
     `sizes`: rank and alpha of each agent's adapter; '': of the adapter of all agents without an entry. Each
-    token is computed with the adapter of its agent (`use`). A and B are parameters of the adapted layer
-    itself (`q_proj.lora_a` beside `q_proj.weight`); a hook adds their product to the layer's output. So the
-    weights keep their names, and merging is arithmetic on shards. `published`: A and B of all layers, by the
-    names in files; `specs`: the description of each agent's adapter in files."""
+    token is computed with the adapter of its agent (`select_adapters`). A and B are parameters of the adapted
+    layer itself (`q_proj.lora_a` beside `q_proj.weight`); a hook adds their product to the layer's output.
+    So the weights keep their names, and merging is arithmetic on shards. `published`: A and B of all layers,
+    by the names in files; `specs`: the description of each agent's adapter in files."""
 
     def __init__(self, model: PreTrainedModel, sizes: Mapping[str, tuple[int, float]]) -> None:
         self._is_enabled = True
@@ -103,9 +103,8 @@ class Adapters:
             return output
 
         for agent, scale in self._scale_by_agent.items():
-            low_rank = scale * linear(
-                args[0], getattr(layer, role_name(ROLE_A, agent))
-            )  # scaled where it is small
+            # The scale is applied here, where the tensor is small.
+            low_rank = scale * linear(args[0], getattr(layer, role_name(ROLE_A, agent)))
             if len(self._scale_by_agent) > 1 or agent:  # tokens of others
                 token_mask = self._token_masks[agent]
                 low_rank = low_rank * (
@@ -135,7 +134,7 @@ class Adapters:
         return cast(DTensor, weight + update.redistribute(weight.device_mesh, weight.placements))
 
     def weight_change(self, name: str, lora_a: Tensor, lora_b: Tensor) -> Tensor:
-        """Return the update that the adapter '' of all agents, A and B, adds to the weight called `name`."""
+        """Return what the shared adapter (''), A and B, adds to the weight called `name`."""
         product = self._scale_by_agent[""] * (lora_b @ lora_a)
         if isinstance(self._adapted_layers[name], Conv1D):  # keeps its weight transposed
             return product.t()

@@ -286,7 +286,7 @@ class EngineConnection:
             raise
 
     def _await_arrival(self, bucket_count: int, last_broadcast: Future[None] | None, deadline: float) -> None:
-        """Wait until the engine has `count` buckets, of which the last one was sent by `last`."""
+        """Wait until the engine has `bucket_count` buckets, the last of them sent by `last_broadcast`."""
         asked_bucket = messages.receive_question(self._socket, messages.BucketRequest, deadline).bucket
         if asked_bucket != bucket_count:
             raise ProtocolError(f"asked for bucket {asked_bucket} when {bucket_count} were sent")

@@ -1,6 +1,7 @@
 """The messages between the trainer's and the supervisors' ends of the collective weight plane.
 
-A message is its length and msgpack. Keepers write and read within their event loop, the trainer in threads.
+A message is its length and msgpack. Supervisors write and read within their event loop, the
+trainer in threads.
 """
 
 from __future__ import annotations

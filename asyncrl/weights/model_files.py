@@ -17,7 +17,7 @@ from asyncrl.config import RunConfig
 from asyncrl.errors import ConfigError
 
 INDEX_FILE = "model.safetensors.index.json"
-MODEL_KEY = "model"  # key in the store's meta: `identity` of the run's first model
+MODEL_KEY = "model"  # key in the store's meta: `model_identity` of the run's first model
 IDENTITY_FILES = (
     "config.json",
     "generation_config.json",

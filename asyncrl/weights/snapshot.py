@@ -211,7 +211,7 @@ class Publisher:
 
     The thread calls `write`, which puts a version where engines read, and then `announce(ref, snapshot_s,
     write_s)`. A failed write ends the thread, and `error` is for the owner to raise. On a full disk the
-    newest version waits, and `full` is the error's text.
+    newest version waits, and `full_error` is the error's text.
     """
 
     def __init__(

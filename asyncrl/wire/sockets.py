@@ -134,8 +134,8 @@ class Codec:
 class Gate:
     """Admits peers with a key of the run: the ZAP handler of a process's Hubs, in a thread.
 
-    `owner`: the role of this process. `members`: public key -> role: the known keys of the launch and the
-    `enrolled` keys. A removed member is no longer heard, even on an open connection.
+    `owner`: the role of this process. `role_by_key`: public key -> role: the known keys of the launch and
+    the `enrolled_keys`. A removed member is no longer heard, even on an open connection.
     """
 
     def __init__(

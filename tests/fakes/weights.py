@@ -22,7 +22,7 @@ BUCKET_BYTES = 256 << 20
 
 @dataclass(frozen=True)
 class PinnedTensors:
-    """Whole tensors of a process, as a `Pinned`."""
+    """Whole tensors of a process, as a `HeldCopy`."""
 
     layout: Layout
     tensors: Tensors

@@ -188,9 +188,9 @@ ReadCall = Callable[[str, int], tuple[RawCall | list[RawCall | Malformed], int]]
 
 
 def enclosed(text: str, tags: Tags, read_call: ReadCall, *sections: Tags) -> Iterator[CallBlock]:
-    """Find calls between `tags`. `read_call(text, at)` returns the call that begins at `at`, or a list of
-    calls, and the end, or raises Malformed. The tags of `sections` around all calls of a turn are optional:
-    models forget section tags."""
+    """Find calls between `tags`. `read_call(text, position)` returns the call that begins at `position`, or a
+    list of calls, and the end, or raises Malformed. The tags of `sections` around all calls of a turn are
+    optional: models forget section tags."""
     all_tags = (tags.open, *itertools.chain(*sections))
     position, tag = first_of(text, 0, all_tags)
     while tag:

@@ -1,7 +1,7 @@
 """Reads arguments in formats that do not write types (Qwen3-Coder, GLM), by the tool's schema.
 
-the tools' schemas ──_kinds──► the JSON types that an argument may have ─┐
-                               what the model wrote ─────────────────────┴─value_of──► the value
+the tools' schemas ──_allowed_kinds──► the JSON types that an argument may have ─┐
+                                       what the model wrote ─────────────────────┴─value_of──► the value
 """
 
 from __future__ import annotations

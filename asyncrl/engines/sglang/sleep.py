@@ -17,7 +17,7 @@ from asyncrl.engines.sglang.http import ServerApi
 
 class ServerSleep:
     """The sleep of the server at `api.url`. `asleep`: the server holds neither KV cache nor weights.
-    `unknown`: why the server's state is not known; empty if the state is known."""
+    `unknown_reason`: why the server's state is not known; empty if the state is known."""
 
     def __init__(self, api: ServerApi) -> None:
         self.asleep = False
@@ -26,7 +26,7 @@ class ServerSleep:
 
     async def sleep(self) -> None:
         """Have the server give up KV cache and weights, unless asleep. Raises EngineError, and sets
-        `unknown`, if a step fails."""
+        `unknown_reason`, if a step fails."""
         if not self.asleep:
             with self._unknown_until_done("falling asleep"):
                 await self._api.pause("retract")  # a release while requests run would end the server
@@ -34,7 +34,7 @@ class ServerSleep:
                 self.asleep = True
 
     def waking(self) -> AbstractContextManager[None]:
-        """Enter this context to wake the server, if asleep. A failure in the body sets `unknown`."""
+        """Enter this context to wake the server, if asleep. A failure in the body sets `unknown_reason`."""
         return self._unknown_until_done("waking") if self.asleep else nullcontext()
 
     @asynccontextmanager

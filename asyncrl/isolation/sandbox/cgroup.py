@@ -20,10 +20,8 @@ CACHE_BYTES = 256 << 20  # bytes above `resident`, as caches of files also count
 CGROUP_V1 = "cgroup"
 CGROUP_V2 = "cgroup2"
 LIMIT_FILES = {CGROUP_V1: "memory.limit_in_bytes", CGROUP_V2: "memory.max"}
-EVENT_FILES = {
-    CGROUP_V1: "memory.oom_control",
-    CGROUP_V2: "memory.events",
-}  # both have a line "oom_kill COUNT"
+# Both event files have a line "oom_kill COUNT".
+EVENT_FILES = {CGROUP_V1: "memory.oom_control", CGROUP_V2: "memory.events"}
 HIT_FILES = {CGROUP_V1: "memory.failcnt", CGROUP_V2: "memory.events"}  # a number; a line "oom COUNT"
 UNLIMITED_FILES = ("memory.max", "memory.high", "cpu.max")
 

@@ -200,9 +200,8 @@ class _Collector:
         self._is_skipped = match_globs(skip_globs)
         self._max_bytes = self._remaining_bytes = max_bytes
         self._entry_count = 0
-        self._original_modes = {
-            "": stat.S_IMODE(os.fstat(changed_fd).st_mode)
-        }  # modes of directories before they were made readable
+        # Modes of directories before the directories were made readable.
+        self._original_modes = {"": stat.S_IMODE(os.fstat(changed_fd).st_mode)}
         os.fchmod(changed_fd, 0o700)
 
     def collect_below(self, root: str) -> None:

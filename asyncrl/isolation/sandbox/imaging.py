@@ -62,7 +62,8 @@ def copy_layers(layers: Sequence[str], uid: int) -> list[int]:
 
 
 def _make_mapped_namespace(owner_status: os.stat_result, uid: int) -> int:
-    """Return a descriptor of a user namespace that maps an owner and his group to the id `uid`."""
+    """Return a descriptor of a user namespace for id-mapped mounts: files of the owner and of his group
+    appear in a mount with that namespace as files of the user and the group `uid`."""
     parent_socket, child_socket = socketpair()
     child_pid = os.fork()
 

@@ -202,7 +202,7 @@ class Jail:
         self, roots: Sequence[str] = (), skip_globs: Sequence[str] = (), max_bytes: int = MAX_CHANGE_BYTES
     ) -> bytes:
         """Collect changed, new and deleted files, all or only below `roots`: an archive in the format of
-        changes.py. Names that match a glob of `skip` are left out. SandboxError: more than `most` bytes
+        changes.py. Names that match a glob of `skip_globs` are left out. SandboxError: more than `max_bytes`
         changed, a root is a link, or the sandbox has ended."""
         top_directory = self.home or "/"
         sandbox_files = tuple[str, ...]()
@@ -214,8 +214,8 @@ class Jail:
         return await self._receive_data("the changes", frames.COLLECT, source, max_bytes)
 
     async def apply_changes(self, archive: bytes, keep_globs: Sequence[str] = ()) -> None:
-        """Apply the changes of another sandbox with the same image. Names that match a glob of `keep` stay
-        as they are here. SandboxError: the archive cannot be applied."""
+        """Apply the changes of another sandbox with the same image. Names that match a glob of `keep_globs`
+        stay as they are here. SandboxError: the archive cannot be applied."""
         source = changes.encode_request(len(archive), "/", (), keep_globs)
         await self._send_data("the changes", frames.APPLY, source, archive)
 

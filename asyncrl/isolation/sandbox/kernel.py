@@ -222,12 +222,13 @@ READ_DIR = 8
 TRUNCATE = 1 << 14
 IOCTL = 1 << 15
 FILE_RIGHTS = EXECUTE | WRITE_FILE | READ_FILE | TRUNCATE | IOCTL
+# All rights of a version of Landlock, by the first version that has them.
 RIGHTS_BY_VERSION = {
     1: (1 << 13) - 1,
     2: (1 << 14) - 1,
     3: (1 << 15) - 1,
     5: (1 << 16) - 1,
-}  # first version: rights
+}
 FILES_SINCE = 3  # older versions cannot block truncation
 # Abstract sockets and signals stay inside.
 SCOPES_SINCE = 6

@@ -12,10 +12,11 @@ import struct
 
 from asyncrl.isolation.sandbox.kernel import MACHINE, PR_SET_DUMPABLE, PR_SET_SECCOMP, prctl
 
+# By machine: the column in the tables below, and AUDIT_ARCH.
 MACHINE_COLUMNS = {
     "x86_64": (0, 0xC000003E),
     "aarch64": (1, 0xC00000B7),
-}  # column in the tables below, AUDIT_ARCH
+}
 Numbers = tuple[int, int]  # numbers of a system call, by column
 
 FORBIDDEN_CALLS: dict[str, Numbers] = {

@@ -74,7 +74,7 @@ class Leave(WireMessage, frozen=True):
 
 class Assign(WireMessage, frozen=True):
     """Run an episode. `frames` of the message are the turns of an earlier attempt to continue from; the last
-    `parts` frames belong to unfinished turns. No turn may start on weights older than version `oldest`.
+    `parts` frames belong to unfinished turns. No turn may start on weights older than version `min_version`.
     `seconds`: duration of the earlier turns. `transcript`: the text of the episode is wanted at the end."""
 
     seq: int
