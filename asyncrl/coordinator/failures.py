@@ -8,7 +8,6 @@ memory.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
 from typing import ClassVar
 
@@ -59,55 +58,50 @@ class FailedAttempts(msgspec.Struct):
 class FirstAttempts:
     """Decides whether a run ends because its first attempts all fail for the same reason.
 
-    The attempts must be many, as a run in which one attempt in ten lands must not be ended: MIN_ATTEMPTS in a
-    row fail by chance once in 700,000 launches (0.9 ** 128 = 1.4e-6). The samples must be many, as some may
-    fail at every attempt, for a missing column for instance: if nine in ten do, MIN_SAMPLES in a row fail
-    once in 850 launches (0.9 ** 64 = 0.0012).
-
-    With 8 episodes per group and 2 retries, the reason is known after 1,536 attempts at the latest (64
-    samples, each with 8 episodes of 3 attempts). Untrained groups end a run only after 38,400 attempts (50
-    batches of 32 such groups).
+    A run in which one attempt in ten lands must not be ended. If nine in ten fail by chance, MIN_ATTEMPTS in
+    a row do once in 700,000 launches (0.9 ** 128 = 1.4e-6). If nine samples in ten fail at every attempt, for
+    example by a missing column, more attempts at a sample tell nothing new: MIN_SAMPLES in a row fail once in
+    850 launches (0.9 ** 64 = 0.0012). With 8 episodes per group and 2 retries this is known after 1,536
+    attempts at the latest. Untrained groups end a run only after 50 batches' worth of groups: 38,400
+    attempts.
 
     Args:
         samples: number of samples of the data; with fewer than MIN_SAMPLES, all must have failed.
     """
 
     def __init__(self, samples: int) -> None:
-        self.landed = False  # set when an attempt lands; from then on the run goes on
         self._min_failed_samples = min(MIN_SAMPLES, samples)
         self._common_reason: FailReason | None = None
-        self._failed_attempts: Counter[int] = Counter()  # by sample, counted until they are enough
-        self._last_assigned = 0  # largest assign number of a counted attempt
-
-    @property
-    def _are_enough(self) -> bool:
-        attempts = self._failed_attempts
-        return attempts.total() >= MIN_ATTEMPTS and len(attempts) >= self._min_failed_samples
+        # Pairs (assign number, sample) of the attempts that failed in a row.
+        self._failed_attempts: list[tuple[int, int]] = []
+        self.landed = False
 
     def note_failure(self, assign_number: int, sample: int, reason: FailReason) -> None:
-        """Count a failed attempt, the `assign_number`th assigned. Reasons in LOSSES do not count."""
+        """Note a failed attempt, the `assign_number`th assigned. Lost workers and servers do not count."""
         if self.landed or reason in LOSSES:
             return
         if reason is not self._common_reason:
             self._common_reason = reason
-            self._failed_attempts.clear()
+            self._failed_attempts = []
 
-        if not self._are_enough:
-            self._failed_attempts[sample] += 1
-            self._last_assigned = max(self._last_assigned, assign_number)
+        self._failed_attempts.append((assign_number, sample))
 
     def verdict(self, running_numbers: Iterable[int]) -> str:
-        """Return which attempts have failed; '' as long as one of the first attempts may land.
+        """Return which attempts have failed; '' as long as an attempt may land.
 
-        Running attempts (`running_numbers`) that were assigned before the last counted attempt may land.
-        Otherwise many attempts that fail fast would outrun slow attempts that land.
+        Only attempts assigned before all running attempts (`running_numbers`) count. Otherwise many attempts
+        that fail fast would outrun slow attempts that land.
         """
-        if self.landed or not self._are_enough:
-            return ""
-        if any(assign_number < self._last_assigned for assign_number in running_numbers):
+        if self.landed or len(self._failed_attempts) < MIN_ATTEMPTS:
             return ""
 
-        attempt_count = f"{self._failed_attempts.total():,} attempts (samples: {len(self._failed_attempts)})"
+        first_running = min(running_numbers, default=math.inf)
+        samples = [sample for assign_number, sample in self._failed_attempts if assign_number < first_running]
+
+        if len(samples) < MIN_ATTEMPTS or len(set(samples)) < self._min_failed_samples:
+            return ""
+
+        attempt_count = f"{len(samples):,} attempts (samples: {len(set(samples))})"
         return f"the first {attempt_count} all failed with {self._common_reason}"
 
 

@@ -11,7 +11,7 @@ from asyncrl.wire.messages.shared import WireMessage
 class Sent:
     """Takes the place of the sockets, and keeps the mail that would have left after the commit."""
 
-    refused_count = 0
+    refused = 0
 
     def __init__(self) -> None:
         self.mail: list[tuple[bytes, WireMessage]] = []

@@ -61,7 +61,7 @@ config = parse({
 })
 async def serve():
     server = await ServerProcess.start(config, 0, "127.0.0.1", Path(FILE).parent)
-    await server.ended()
+    await server.wait_ended()
 work = serve()
 """,
 }

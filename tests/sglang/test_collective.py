@@ -246,7 +246,9 @@ async def test_weights_of_another_model_are_an_error(server, versions, sender):
         name = next(name for name in tensors if "embed_tokens" in name)
         wrong_tensors = tensors | {name: tensors[name][:-1].contiguous()}
         with pytest.raises(WeightsError, match="partially updated"):
-            await broadcast_server.load(sender.offer_snapshot(snapshot_of(wrong_tensors, PolicyVersion(EPOCH, 4))))
+            await broadcast_server.load(
+                sender.offer_snapshot(snapshot_of(wrong_tensors, PolicyVersion(EPOCH, 4)))
+            )
         await broadcast_server.load(offer(sender, versions, 3))
         await broadcast_server.check(versions, 3)
 

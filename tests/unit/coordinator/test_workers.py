@@ -198,7 +198,7 @@ def test_first_attempts_are_judged_until_one_lands(setup: WorkerSetup) -> None:
         if state.buffer.waiting_count == 0:
             admit(state.buffer, 1)
     assert state.futile_reason() == (
-        "the first 128 attempts (samples: 1) all failed with tool_error: no; "
+        f"the first {seq} attempts (samples: 1) all failed with tool_error: no; "
         "mend that, then go on with resume=auto"
     )
     (_, first), *_ = setup.tick()

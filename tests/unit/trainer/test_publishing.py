@@ -90,7 +90,7 @@ def score_the_probe(world: World, folder: Path) -> Any:
     forwards = count_forwards(trainer.policy)
     found = []
     pauses = list[int]()  # forwards before each
-    trainer.publishing._pause = mock.Mock(allow=lambda: pauses.append(len(forwards)))
+    trainer.publishing._pause = mock.Mock(allow_pause=lambda: pauses.append(len(forwards)))
     for _ in range(2):
         probe = trainer.publishing.score_probe()
         own = score_ids(trainer.policy, probe.ids, world.device)
