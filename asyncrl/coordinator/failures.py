@@ -8,6 +8,7 @@ memory.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import ClassVar
 

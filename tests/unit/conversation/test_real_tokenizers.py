@@ -202,7 +202,7 @@ READ = {
 def test_first_requests_of_coding_agents_are_written_whole(agent: str) -> None:
     """By each template: it refuses none of their messages, and drops no text. Some show no tools."""
     for sent in first_requests(agent):
-        ask = READ[sent["path"]](sent["body"].encode()).ask
+        ask = READ[sent["path"]](sent["body"].encode()).agent_request
         for name in REAL:
             chat = chat_of(name)
             folded = chat.fold(ask.messages, True)

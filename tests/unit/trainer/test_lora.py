@@ -139,7 +139,7 @@ def test_a_version_is_copied_weight_by_weight(world: World, path: str) -> None:
         return found
 
     merged = Adapters.merged_weight
-    with mock.patch.object(Adapters, "merged", noted):
+    with mock.patch.object(Adapters, "merged_weight", noted):
         host = HostShards(published_shards(policy), policy.published, torch.float32, 60.0)
         host.copy_shards(host.claim_buffer(lambda busy: [busy]), published_shards(policy))
     assert len(made) > 8 and most <= 2

@@ -79,9 +79,9 @@ def lose_a_part(how: str, world: World, folder: Path) -> Any:
     world.gather(0, int)
     reading = Buffers.reading
 
-    def lost(buffers: Buffers, index: int, copied: int, wait: float) -> Any:
+    def lost(buffers: Buffers, index: int, copied: int, wait_seconds: float) -> Any:
         if copied < 2:
-            return reading(buffers, index, copied, wait)
+            return reading(buffers, index, copied, wait_seconds)
         if how == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
         raise Superseded("another one")
