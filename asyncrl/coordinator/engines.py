@@ -44,7 +44,12 @@ class EngineHandler:
     """
 
     def __init__(self, state: RunState, now: float) -> None:
-        self.state = state
+        self.config = state.config
+        self.ledger = state.ledger
+        self.fleet = state.fleet
+        self.versions = state.fleet.versions
+        self.journal = state.journal
+        self._send_welcome = state.send_welcome
         self._started_at = now
         self.remote = state.config.engine.remote
 
@@ -76,14 +81,14 @@ class EngineHandler:
 
     def add_engine(self, peer: bytes, name: str, up: bool = True) -> None:
         """Add an engine that reported in. The engine will be sent the newest version, whatever it holds."""
-        self.state.versions.engines[peer] = EngineRecord(name, up)
+        self.versions.engines[peer] = EngineRecord(name, up)
 
     def remove_engine(self, peer: bytes) -> None:
-        self.state.versions.engines.pop(peer, None)
+        self.versions.engines.pop(peer, None)
 
     def quarantined(self, peer: bytes) -> bool:
         """Return True if the worker's own engine must not sample."""
-        engine = self.state.versions.engines.get(peer)
+        engine = self.versions.engines.get(peer)
         return engine is not None and engine.quarantined
 
     def quarantine(self, peer: bytes, resend_at: float) -> None:
@@ -91,7 +96,7 @@ class EngineHandler:
 
         Nothing happens for a worker that uses servers, as there is no engine of its own.
         """
-        if (engine := self.state.versions.engines.get(peer)) is not None:
+        if (engine := self.versions.engines.get(peer)) is not None:
             engine.quarantined = True
             engine.resend(resend_at)
 
@@ -102,13 +107,13 @@ class EngineHandler:
         version.
         """
         self._informed_workers.discard(peer)
-        engine = self.state.versions.engines.get(peer)
+        engine = self.versions.engines.get(peer)
         if engine is not None and engine.pushed > min(version, engine.acked):
             engine.resend(now)
 
     def confirm_load(self, peer: bytes, message: Loaded, now: float) -> None:
         """Handle the report of an engine that loaded a version, or could not load it."""
-        versions = self.state.versions
+        versions = self.versions
         loaded_version = message.ref.version
         if (engine := versions.engines.get(peer)) is None:
             return  # the peer will say hello
@@ -145,10 +150,10 @@ class EngineHandler:
         self.refusals.clear()
         if loaded_version > engine.acked:
             engine.acked = loaded_version
-            self.state.timeline.record_past(
+            self.journal.timeline.record_past(
                 "push", now - engine.pushed_at, version=loaded_version, engine=engine.name
             )
-            self.state.liveness.note_alive(now)
+            self.fleet.liveness.note_alive(now)
 
     def pop_unloadable_version(self) -> str:
         """Return why no engine can load the newest version, once an engine has refused it MAX_REFUSALS times.
@@ -156,8 +161,8 @@ class EngineHandler:
         Returns '' if an engine holds the version, or is loading it without a refusal so far. A process that
         fails to load any files ends by itself (runtime/weight_loader.py), and a new process tries.
         """
-        engines = self.state.versions.engines
-        newest = self.state.versions.newest
+        engines = self.versions.engines
+        newest = self.versions.newest
         refused = self.refusals
 
         often_refused = any(
@@ -184,7 +189,7 @@ class EngineHandler:
 
         These are the version of the worker's own engine, or the versions of all servers.
         """
-        engines = self.state.versions.engines
+        engines = self.versions.engines
         if not self.remote:
             return lambda worker_peer: [engines[worker_peer].acked.step]
         server_steps = sorted(
@@ -197,16 +202,16 @@ class EngineHandler:
         for peers in self.supervised_peers:
             peers.remove_silent(now)
 
-        versions = self.state.versions
+        versions = self.versions
         if versions.ref is not None:
             if versions.newest > self._announced_version:
                 self._announced_version = versions.newest
                 for supervisor in self.supervisors:
-                    self.state.outbox.to_control(supervisor.peer, Prefetch(versions.ref))
+                    self.journal.outbox.to_control(supervisor.peer, Prefetch(versions.ref))
 
             due_peers = self._due_peers(now) if self.awake or self.may_wake else []
             for peer in due_peers:
-                self.state.outbox.to_control(peer, versions.load_message(versions.ref, "train"))
+                self.journal.outbox.to_control(peer, versions.load_message(versions.ref, "train"))
                 engine = versions.engines[peer]
                 engine.pushed = versions.newest
                 engine.pushed_at = now
@@ -214,7 +219,7 @@ class EngineHandler:
 
         for engine in versions.engines.values():
             is_late = engine.pushed != NO_VERSION and (engine.acked < engine.pushed or not engine.woken)
-            if is_late and now - engine.pushed_at > self.state.config.weights.deadline:
+            if is_late and now - engine.pushed_at > self.config.weights.deadline:
                 engine.resend(now)
                 newest_step = versions.newest.step
                 log.warning("%s has not loaded v%d in time; it is sent again", engine.name, newest_step)
@@ -222,7 +227,7 @@ class EngineHandler:
     @property
     def awake(self) -> bool:
         """True if engines have their devices: always without shifts, else in the rollout shift."""
-        return self.state.shifts is None or self.state.shifts.shift is Shift.ROLLOUT
+        return self.fleet.shifts is None or self.fleet.shifts.shift is Shift.ROLLOUT
 
     def _due_peers(self, now: float) -> list[bytes]:
         """Return the engines to which the newest version is to be sent now.
@@ -230,21 +235,18 @@ class EngineHandler:
         Servers in use are updated one after another, so that the other servers generate while a server is
         paused. Adapters need no pause.
         """
-        engines = self.state.versions.engines
+        engines = self.versions.engines
 
         free_peers = {
             peer
             for peer, engine in engines.items()
-            if (engine.is_up or self.state.config.shifts)
-            and (engine.quarantined or not engine.held_for_validation)
+            if (engine.is_up or self.config.shifts) and (engine.quarantined or not engine.held_for_validation)
         }
         due_peers = [
-            peer
-            for peer in engines
-            if peer in free_peers and self.state.versions.needs_push(engines[peer], now)
+            peer for peer in engines if peer in free_peers and self.versions.needs_push(engines[peer], now)
         ]
 
-        config = self.state.config
+        config = self.config
         if not self.remote or not config.weights.rolling or config.adapters_apart or config.shifts:
             return due_peers
 
@@ -271,19 +273,19 @@ class EngineHandler:
         if supervisor is None:
             return
 
-        engine = self.state.versions.engines[peer]
+        engine = self.versions.engines[peer]
         if message.url and not engine.is_up:
             log.info("%s: %s at %s", supervisor.name, message.engine, message.url)
-            self.state.liveness.note_alive(now)
+            self.fleet.liveness.note_alive(now)
 
         supervisor.hello = message
         engine.is_up = bool(message.url)
-        self.state.send_welcome(peer)
+        self._send_welcome(peer)
 
     def _join_supervisor(self, peer: bytes, message: SupervisorHello, now: float) -> SupervisorRecord:
         supervisor = SupervisorRecord(peer, f"engine {message.index}", message, now)
         self.add_engine(peer, supervisor.name, bool(message.url))
-        self.state.liveness.note_alive(now)
+        self.fleet.liveness.note_alive(now)
         return supervisor
 
     def note_heartbeat(self, peer: bytes, message: SupervisorHeartbeat, now: float) -> None:
@@ -297,11 +299,11 @@ class EngineHandler:
 
         supervisor.heartbeat = message
         if message.kv_use is not None:
-            self.state.versions.engines[peer].kv_use = message.kv_use
-            self.state.live_limit.kv_cap.note_use(supervisor.name, message.kv_use)
+            self.versions.engines[peer].kv_use = message.kv_use
+            self.ledger.live_limit.kv_cap.note_use(supervisor.name, message.kv_use)
 
         if message.starting:  # a supervisor whose server does not start in time ends by itself
-            self.state.liveness.note_alive(now)
+            self.fleet.liveness.note_alive(now)
 
     # -- the table -----------------------------------------------------------------------------------
 
@@ -322,8 +324,8 @@ class EngineHandler:
         first waits a lease for supervisors to report, as workers take back turns from servers missing in a
         table.
         """
-        config = self.state.config
-        planned_servers = self.state.config.engine.server_count
+        config = self.config
+        planned_servers = self.config.engine.server_count
         table_complete = (
             sum(supervisor.hello.index < planned_servers for supervisor in self.supervisors)
             >= planned_servers
@@ -334,7 +336,7 @@ class EngineHandler:
         ):
             return
 
-        self._informed_workers -= self.state.outbox.unreachable  # they missed a change
+        self._informed_workers -= self.journal.outbox.unreachable  # they missed a change
         self._informed_workers &= set(workers)
 
         if now >= self._next_table_at:
@@ -355,18 +357,18 @@ class EngineHandler:
 
     def _send_entries(self, workers: Collection[bytes], message: Engines) -> None:
         for peer in workers:
-            self.state.outbox.to_control(peer, message)
+            self.journal.outbox.to_control(peer, message)
 
     def server_table(self) -> tuple[EngineEntry, ...]:
         serving_peers = {supervisor.peer for supervisor in self._serving_supervisors(None)}
         engines: list[EngineEntry] = []
         for supervisor in self.supervisors:
-            engine = self.state.versions.engines[supervisor.peer]
+            engine = self.versions.engines[supervisor.peer]
             entry = supervisor.table_entry(
                 version=engine.acked,
                 healthy=supervisor.peer in serving_peers,
                 lane="eval" if engine.held_for_validation else "train",
-                asleep=self.state.shifts is not None and not engine.woken,
+                asleep=self.fleet.shifts is not None and not engine.woken,
             )
             engines.append(entry)
         return (*engines, *self.scorers.table_entries(engines))
@@ -382,7 +384,7 @@ class EngineHandler:
                 for counter_name in USE_COUNTERS:
                     if increase := getattr(use, counter_name) - getattr(previous_use, counter_name):
                         totals[counter_name] += increase
-                self.state.live_limit.kv_cap.retracted_requests += use.retracted - previous_use.retracted
+                self.ledger.live_limit.kv_cap.retracted_requests += use.retracted - previous_use.retracted
 
     def gauges(self) -> dict[str, float]:
         """Return metrics of each server, and the fraction of all prompt tokens found in a prefix cache."""
@@ -392,7 +394,7 @@ class EngineHandler:
 
         for supervisor in self.supervisors:
             use = self._server_uses[supervisor.name]
-            engine = self.state.versions.engines[supervisor.peer]
+            engine = self.versions.engines[supervisor.peer]
 
             totals = {name: float(use[name]) for name in USE_COUNTERS}
             totals["version"] = float(engine.acked.step)
@@ -414,7 +416,7 @@ class EngineHandler:
 
     def _serving_supervisors(self, lane: str | None) -> list[SupervisorRecord]:
         """Return the supervisors of servers that may sample, in all lanes or in the given lane."""
-        engines = self.state.versions.engines
+        engines = self.versions.engines
         return [
             supervisor
             for supervisor in self.supervisors
@@ -433,7 +435,7 @@ class EngineHandler:
         One server with `version` or a newer version is set aside, or all such servers. A single server is
         shared: training goes on, and the weights change as usual.
         """
-        engines = self.state.versions.engines
+        engines = self.versions.engines
         any_pinned = any(engine.held_for_validation for engine in engines.values())
 
         if not any_pinned and sum(engine.is_up for engine in engines.values()) < 2:
@@ -456,5 +458,5 @@ class EngineHandler:
 
     def unpin_servers(self) -> None:
         """Return the servers set aside to training, after a validation."""
-        for engine in self.state.versions.engines.values():
+        for engine in self.versions.engines.values():
             engine.held_for_validation = False

@@ -56,15 +56,21 @@ class WorkerHandler:
     """Handles leases and assignments of training episodes and of held-out episodes."""
 
     def __init__(self, state: RunState, engines: EngineHandler) -> None:
-        self.state = state
+        self.config = state.config
+        self.run_dir = state.run_dir
+        self.ledger = state.ledger
+        self.buffer = state.ledger.buffer
+        self.fleet = state.fleet
+        self.journal = state.journal
+        self._send_welcome = state.send_welcome
         self.engines = engines
         self.peers = Peers(state, "rollout", state.config.rollout.workers, self._on_lost)
-        self.assign_seq = state.coordinator_epoch << 32  # grows across restarts of the coordinator
+        self.assign_seq = state.journal.store.epoch << 32  # grows across restarts of the coordinator
         self.work_left = False  # the last pass left episodes that can be assigned
 
         # Running episodes of the store, by worker incarnation.
         self._restored_episodes: defaultdict[str, list[EpisodeRecord]] = defaultdict(list)
-        for episode in state.all_episodes:
+        for episode in state.ledger.all_episodes:
             if episode.state is State.RUNNING:
                 self._restored_episodes[episode.worker].append(episode)
 
@@ -73,8 +79,8 @@ class WorkerHandler:
     def welcome_worker(self, peer: bytes, message: WorkerHello, now: float) -> None:
         """Handle the hello of a worker, first or repeated. Both are alike, as a hello has the whole state."""
         if self.peers.accept_hello(peer, message, now, lambda: self._join(peer, message, now)) is not None:
-            self.state.send_welcome(peer)
-            self.state.outbox.to_control(peer, self._min_version_message())
+            self._send_welcome(peer)
+            self.journal.outbox.to_control(peer, self._min_version_message())
             self.engines.resend_to_worker(peer, message.version, now)
 
     def _join(self, peer: bytes, message: WorkerHello, now: float) -> WorkerRecord:
@@ -95,14 +101,14 @@ class WorkerHandler:
 
         worker.leaving = worker.leaving or message.leaving
         if message.in_time or message.tokens > (worker.heartbeat.tokens if worker.heartbeat else 0):
-            self.state.liveness.note_alive(now)
+            self.fleet.liveness.note_alive(now)
 
         held_uids = {attempt.uid for attempt in message.held}
         for uid, (assign_seq, sent_at) in [
             item for item in worker.running.items() if item[0] not in held_uids
         ]:
             has_arrived = assign_seq <= message.assigned
-            overdue = worker.heartbeat_at - sent_at > self.state.config.launch.lease  # by the last heartbeat
+            overdue = worker.heartbeat_at - sent_at > self.config.launch.lease  # by the last heartbeat
             if has_arrived or overdue:
                 self._lose_episode(worker, uid, "", now)
 
@@ -112,13 +118,13 @@ class WorkerHandler:
         # Acks may have overtaken the hello on the other channel.
         worker.last_record = max(worker.last_record, message.acked)
 
-        ledger_of = self.state.ledger_of
+        ledger_of = self.ledger.owner_of
         incarnation = worker.hello.incarnation
         for attempt in message.held:  # 100,000 a second in a large run
             episode = ledger_of(attempt.uid).episodes.get(attempt.uid)
             if episode is None or episode.attempt != attempt.attempt or episode.worker != incarnation:
                 # The episode was reassigned or given up while the worker was silent.
-                self.state.outbox.to_control(peer, Cancel(attempt))
+                self.journal.outbox.to_control(peer, Cancel(attempt))
 
     def note_leaving(self, peer: bytes) -> None:
         """Note that a worker is about to end by a signal. Other peers are ignored."""
@@ -128,10 +134,10 @@ class WorkerHandler:
     def send_min_version(self) -> None:
         """Send all workers the oldest version that a turn may start on."""
         for worker in self.peers:
-            self.state.outbox.to_control(worker.peer, self._min_version_message())
+            self.journal.outbox.to_control(worker.peer, self._min_version_message())
 
     def _min_version_message(self) -> MinVersion:
-        return MinVersion(max(0, self.state.batches.committed - self.state.buffer.max_start_staleness))
+        return MinVersion(max(0, self.ledger.batches.committed - self.buffer.max_start_staleness))
 
     # -- losing --------------------------------------------------------------------------------------
 
@@ -149,8 +155,8 @@ class WorkerHandler:
     def _on_lost(self, worker: WorkerRecord, reason: str, now: float) -> None:
         """Issue the episodes of a lost worker again, from their last durable turns."""
         index = worker.hello.index
-        step = self.state.batches.committed + 1
-        log_file = self.state.run_dir / "logs" / f"rollout-{index}.log"
+        step = self.ledger.batches.committed + 1
+        log_file = self.run_dir / "logs" / f"rollout-{index}.log"
         last_output = cause_of_death(log_file, worker.hello.incarnation, crashed=False)
         cause = f"{worker.name} in step {step} ({reason})"
         if last_output:
@@ -163,7 +169,7 @@ class WorkerHandler:
     def reissue_orphans(self, now: float) -> None:
         """Issue episodes again whose worker is not connected, after a restart of the coordinator."""
         connected_workers = {worker.hello.incarnation for worker in self.peers}
-        for episode in self.state.all_episodes:
+        for episode in self.ledger.all_episodes:
             if episode.state is State.RUNNING and episode.worker not in connected_workers:
                 # A stop of the run is no failed attempt.
                 self._reissue_episode(episode, FailReason.WORKER_LOST, now)
@@ -172,7 +178,7 @@ class WorkerHandler:
         if worker.running.pop(uid, None) is None:
             return  # the group was dropped with an episode that was lost just before
 
-        episode = self.state.ledger_of(uid).episodes.get(uid)
+        episode = self.ledger.owner_of(uid).episodes.get(uid)
         if episode is None or episode.worker != worker.hello.incarnation or episode.state != "running":
             return
 
@@ -185,7 +191,7 @@ class WorkerHandler:
         self, worker: WorkerRecord, episode: EpisodeRecord, reason: FailReason, detail: str, now: float
     ) -> None:
         worker.running.pop(episode.uid, None)
-        self.state.outbox.to_bulk(worker.peer, Fenced(Attempt(episode.uid, episode.attempt)))
+        self.journal.outbox.to_bulk(worker.peer, Fenced(Attempt(episode.uid, episode.attempt)))
         self.fail_episode(episode, reason, detail, now)
 
     def fail_episode(self, episode: EpisodeRecord, reason: FailReason, detail: str, now: float) -> None:
@@ -193,25 +199,25 @@ class WorkerHandler:
 
         An attempt that is lost while the run stops is only issued again.
         """
-        if self.state.stopping and reason in LOSSES:
+        if self.fleet.stopping and reason in LOSSES:
             self._reissue_episode(episode, reason, now)
             return
 
-        if episode.uid in self.state.held_out.episodes:
-            self.state.held_out.causes[episode.uid] = detail
+        if episode.uid in self.ledger.held_out.episodes:
+            self.ledger.held_out.causes[episode.uid] = detail
         else:
-            self.state.failed_attempts.add_failure(reason, detail, self.state.store)
-            sample = self.state.buffer.live_groups[episode.group].sample
-            self.state.first_attempts.note_failure(episode.assign_seq, sample, reason)
+            self.ledger.failed_attempts.add_failure(reason, detail, self.journal.store)
+            sample = self.buffer.live_groups[episode.group].sample
+            self.ledger.first_attempts.note_failure(episode.assign_seq, sample, reason)
 
         self._reissue_episode(episode, reason, now)
 
     def _reissue_episode(self, episode: EpisodeRecord, reason: FailReason, now: float) -> None:
         """Issue an episode again, or give the episode up."""
-        ledger = self.state.ledger_of(episode.uid)
-        self.cancel_episodes(ledger.fail_attempt(episode, reason, self.state.engine_time(now)))
+        ledger = self.ledger.owner_of(episode.uid)
+        self.cancel_episodes(ledger.fail_attempt(episode, reason, self.fleet.engine_time(now)))
         if not episode.turns and not episode.open:
-            self.state.store.forget_frames(episode.uid)
+            self.journal.store.forget_frames(episode.uid)
 
     def cancel_episodes(self, episodes: list[EpisodeRecord]) -> None:
         """Tell the workers to stop these running episodes."""
@@ -219,7 +225,7 @@ class WorkerHandler:
         for episode in episodes:
             worker = connected_workers.get(episode.worker)
             if worker is not None and worker.running.pop(episode.uid, None) is not None:
-                self.state.outbox.to_control(worker.peer, Cancel(Attempt(episode.uid, episode.attempt)))
+                self.journal.outbox.to_control(worker.peer, Cancel(Attempt(episode.uid, episode.attempt)))
 
     # -- assigning ----------------------------------------------------------------------------------
 
@@ -236,14 +242,13 @@ class WorkerHandler:
 
         At most MAX_ASSIGNED episodes are assigned.
         """
-        state = self.state
         self.work_left = False
-        if not state.buffer.waiting_count:
+        if not self.buffer.waiting_count:
             return
 
         if missing_server := self.engines.missing_server:
             if self.free_slots:
-                state.waits.append(f"new episodes wait for {missing_server}")
+                self.fleet.waits.append(f"new episodes wait for {missing_server}")
             return
 
         usable_workers = (worker for worker in self.peers if not self.engines.quarantined(worker.peer))
@@ -251,9 +256,9 @@ class WorkerHandler:
         unmet_version = NEVER_STALE
         assignments_left = MAX_ASSIGNED
         slots = FreeSlots((worker, worker.free_slots, versions_of(worker.peer)) for worker in usable_workers)
-        in_order = state.config.buffer.on_stale != "hold"  # later episodes never need older weights
+        in_order = self.config.buffer.on_stale != "hold"  # later episodes never need older weights
 
-        for min_version, episode in assignable_episodes(state.buffer):
+        for min_version, episode in assignable_episodes(self.buffer):
             self.work_left = assignments_left == 0
             if self.work_left or not slots:
                 return
@@ -265,33 +270,33 @@ class WorkerHandler:
 
             if (assignment := slots.take_slot(min_version)) is None:
                 unmet_version = min_version
-                acked_steps = [engine.acked.step for engine in state.versions.engines.values()]
+                acked_steps = [engine.acked.step for engine in self.fleet.versions.engines.values()]
                 acked_count = sum(step >= min_version for step in acked_steps)
-                state.waits.append(
+                self.fleet.waits.append(
                     f"new episodes wait for weights v{max(0, min_version)}: "
                     f"{acked_count} of {len(acked_steps)} engines acked"
                 )
                 continue
 
             worker, oldest_usable = assignment
-            group = state.buffer.live_groups[episode.group]
-            is_transcribed = is_kept(group.id, episode.member, state.config.buffer.groups_per_batch)
+            group = self.buffer.live_groups[episode.group]
+            is_transcribed = is_kept(group.id, episode.member, self.config.buffer.groups_per_batch)
             self.give_episode(
-                worker, episode, state.samples[group.sample], oldest_usable, is_transcribed, now
+                worker, episode, self.ledger.samples[group.sample], oldest_usable, is_transcribed, now
             )
             assignments_left -= 1
 
     def admit_groups(self, now: float) -> None:
         """Admit groups whose episodes can be assigned in this pass of the loop."""
-        buffer = self.state.buffer
-        batches = self.state.batches
+        buffer = self.buffer
+        batches = self.ledger.batches
         if buffer.has_room:
             free_slots = self.free_slots - buffer.waiting_count
             total_slots = self.total_slots
             while buffer.waiting_count < MAX_ASSIGNED and buffer.can_admit(free_slots, total_slots):
-                free_slots -= len(buffer.admit_group(batches.committed, self.state.engine_time(now)).members)
+                free_slots -= len(buffer.admit_group(batches.committed, self.fleet.engine_time(now)).members)
 
-        if buffer.prompts.over and self.state.config.data.at_end == "drop":
+        if buffer.prompts.over and self.config.data.at_end == "drop":
             self.cancel_episodes(batches.drop_remainder())
 
     def give_episode(
@@ -307,17 +312,17 @@ class WorkerHandler:
 
         `is_transcribed`: the text is to be stored.
         """
-        frames = self.state.read_frames(episode)
-        ledger = self.state.ledger_of(episode.uid)
-        parts = self.state.read_parts(episode)
+        frames = self.ledger.read_frames(episode)
+        ledger = self.ledger.owner_of(episode.uid)
+        parts = self.ledger.read_parts(episode)
 
         self.assign_seq += 1
-        engine_time = self.state.engine_time(now)
+        engine_time = self.fleet.engine_time(now)
         ledger.assign(episode, worker.hello.incarnation, self.assign_seq, min_version, engine_time)
 
-        is_training = ledger is self.state.buffer
+        is_training = ledger is self.buffer
         if not episode.member:
-            self.state.store.put_question(episode.group if is_training else -1 - episode.group, sample)
+            self.journal.store.put_question(episode.group if is_training else -1 - episode.group, sample)
 
         # A held-out episode that is continued samples the same tokens, so an evaluation that was killed ends
         # with the same result.
@@ -329,15 +334,15 @@ class WorkerHandler:
             attempt=Attempt(episode.uid, episode.attempt),
             sample=sample,
             lane="train" if is_training else "eval",
-            temperature=0.0 if episode.greedy else self.state.config.rollout.temperature,
-            key=sampling_key(self.state.config.seed, episode.uid, draw_number),
+            temperature=0.0 if episode.greedy else self.config.rollout.temperature,
+            key=sampling_key(self.config.seed, episode.uid, draw_number),
             transcript=is_transcribed,
             min_version=min_version,
             seconds=episode.seconds,
             parts=len(parts),
         )
 
-        self.state.outbox.to_control(worker.peer, message, frames + parts)
+        self.journal.outbox.to_control(worker.peer, message, frames + parts)
 
 
 def sampling_key(seed: int, uid: str, attempt: int) -> int:

@@ -57,7 +57,6 @@ class EngineSetup:
             VersionLedger(),
             RunStore(run_dir),
             self.sent,  # type: ignore[arg-type]
-            coordinator_epoch=1,
         )
         self.handler = EngineHandler(self.state, 0.0)
         for index, peer in enumerate((A, B)):
@@ -75,7 +74,7 @@ class EngineSetup:
 
     def publish(self, version: int) -> WeightsRef:
         ref = WeightsRef(PolicyVersion(1, version), f"v{version}")
-        assert self.state.versions.set_newest(ref)
+        assert self.state.fleet.versions.set_newest(ref)
         return ref
 
     def pushed(self, now: float = 0.0) -> dict[bytes, int]:
@@ -135,7 +134,7 @@ class Script:
     def act(self, verb: str, argument: str = "", *more: str) -> None:
         setup = self.setup
         handler = self.setup.handler
-        versions = self.setup.state.versions
+        versions = self.setup.state.fleet.versions
         match verb:
             case "serve":
                 setup.serve(int(argument))
@@ -241,7 +240,7 @@ def test_without_rolling_all_are_updated_at_once(tmp_path: Path) -> None:
 def test_a_server_that_was_started_samples_only_after_the_probe(setup: EngineSetup) -> None:
     """Each server is compared with the trainer before its first token; the version that it loaded first came
     without a probe. A newer one without is not loaded meanwhile; the others load it."""
-    versions = setup.state.versions
+    versions = setup.state.fleet.versions
     probe = Probe((1, 2), (-1.0,))
     first = setup.publish(0)
     assert setup.pushed() == {A: 0, B: 0} and not versions.lacks_probe(first.version)
@@ -266,7 +265,7 @@ def test_a_server_that_was_started_samples_only_after_the_probe(setup: EngineSet
 
 def test_a_server_is_compared_where_writing_takes_longer_than_a_step(setup: EngineSetup) -> None:
     """When a version can be loaded, the trainer has scored the probe with newer ones already."""
-    versions = setup.state.versions
+    versions = setup.state.fleet.versions
     first = setup.publish(0)
     assert setup.pushed() == {A: 0, B: 0}
     setup.ack(A, first)
@@ -285,7 +284,7 @@ def test_a_server_is_compared_where_writing_takes_longer_than_a_step(setup: Engi
 
 
 def test_probes_of_versions_that_are_never_written_do_not_pile_up(setup: EngineSetup) -> None:
-    versions = setup.state.versions
+    versions = setup.state.fleet.versions
     for step in range(1000):
         versions.add_probe(Probed(PolicyVersion(1, step), Probe((1,), (-1.0,))), 1.0)
     assert len(versions.recent_probes) == MAX_PROBES and versions.recent_probes[-1].version.step == 999
@@ -388,7 +387,7 @@ def test_what_workers_had_from_each_server_is_counted(setup: EngineSetup) -> Non
     setup.handler.add_use([], [EngineUse("engine 0", requests=1, prompt_tokens=30, cached_tokens=25)])
     gauges = setup.handler.gauges()
     assert gauges["engine/0/requests"] == 5 and gauges["engine/0/cache_hit"] == 0.5
-    assert gauges["engine/0/retracted"] == 3 == setup.state.live_limit.kv_cap.retracted_requests
+    assert gauges["engine/0/retracted"] == 3 == setup.state.ledger.live_limit.kv_cap.retracted_requests
     assert gauges["rollout/prefix_cache_hit"] == 0.5
     assert gauges["engine/1/requests"] == 0 and gauges["engine/1/version"] == 2
     assert gauges["async/engines"] == 2 and not any("engine/7" in name for name in gauges)
@@ -400,7 +399,7 @@ def test_the_memory_of_the_fullest_server_is_what_counts(setup: EngineSetup) -> 
         setup.beat(peer, 1.0, msgspec.structs.replace(HEALTHY, kv_use=use))
     gauges = setup.handler.gauges()
     assert (gauges["engine/0/kv_use"], gauges["engine/1/kv_use"]) == (0.3, 0.7)
-    assert setup.state.live_limit.kv_cap.mean_use == 0.7
+    assert setup.state.ledger.live_limit.kv_cap.mean_use == 0.7
 
 
 def test_a_restarted_coordinator_waits_for_the_supervisors_before_it_tells_of_them(
@@ -438,7 +437,7 @@ def test_engines_score_for_a_scorer_without_servers_of_its_own(tmp_path: Path) -
     setup = EngineSetup(tmp_path, {"reference": {"urls": ["engines"]}}, lora_rank=2, adapters=True)
     setup.serve(1)
     assert setup.handler.missing_server == ""
-    setup.state.versions.engines[B].held_for_validation = True
+    setup.state.fleet.versions.engines[B].held_for_validation = True
     *_, last = setup.handler.server_table()
     lent = EngineEntry("scorer reference engine 0", "http://host", "a", NO_VERSION, True, lane="reference")
     assert last == lent and [entry.lane for entry in setup.handler.server_table()] == [
