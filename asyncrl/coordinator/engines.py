@@ -14,7 +14,7 @@ An engine on a restarted peer is new, and holds no version.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import chain, repeat
 
 from asyncrl.buffer.shifts import Shift
@@ -184,79 +184,85 @@ class EngineHandler:
         self.probe_gap = max(self.probe_gap, message.probe_gap)
         self.probe_tokens += message.probe_tokens
 
-    def steps_by_worker(self) -> Callable[[bytes], list[int]]:
-        """Return a function from a worker to the versions that its episodes can start on, ascending.
+    def usable_versions(self, workers: Iterable[bytes]) -> dict[bytes, list[int]]:
+        """Return the versions that the episodes of each worker can start on, ascending.
 
         These are the version of the worker's own engine, or the versions of all servers.
         """
         engines = self.versions.engines
         if not self.remote:
-            return lambda worker_peer: [engines[worker_peer].acked.step]
-        server_steps = sorted(
-            engines[supervisor.peer].acked.step for supervisor in self._serving_supervisors("train")
+            return {peer: [engines[peer].acked.step] for peer in workers}
+        return dict.fromkeys(
+            workers,
+            sorted(engines[supervisor.peer].acked.step for supervisor in self._serving_supervisors("train")),
         )
-        return lambda worker_peer: server_steps
-
-    def push_versions(self, now: float) -> None:
-        """Remove silent supervisors, and push the newest version to engines that are due."""
-        for peers in self.supervised_peers:
-            peers.remove_silent(now)
-
-        versions = self.versions
-        if versions.ref is not None:
-            if versions.newest > self._announced_version:
-                self._announced_version = versions.newest
-                for supervisor in self.supervisors:
-                    self.journal.outbox.to_control(supervisor.peer, Prefetch(versions.ref))
-
-            due_peers = self._due_peers(now) if self.awake or self.may_wake else []
-            for peer in due_peers:
-                self.journal.outbox.to_control(peer, versions.load_message(versions.ref, "train"))
-                engine = versions.engines[peer]
-                engine.pushed = versions.newest
-                engine.pushed_at = now
-                engine.asleep = False
-
-        for engine in versions.engines.values():
-            is_late = engine.pushed != NO_VERSION and (engine.acked < engine.pushed or not engine.woken)
-            if is_late and now - engine.pushed_at > self.config.weights.deadline:
-                engine.resend(now)
-                newest_step = versions.newest.step
-                log.warning("%s has not loaded v%d in time; it is sent again", engine.name, newest_step)
 
     @property
     def awake(self) -> bool:
         """True if engines have their devices: always without shifts, else in the rollout shift."""
         return self.fleet.shifts is None or self.fleet.shifts.shift is Shift.ROLLOUT
 
-    def _due_peers(self, now: float) -> list[bytes]:
-        """Return the engines to which the newest version is to be sent now.
+    def push_newest(self, now: float) -> None:
+        """Send the newest version to all engines that lack the version and may load it now.
 
         Servers in use are updated one after another, so that the other servers generate while a server is
-        paused. Adapters need no pause.
+        paused. Adapters need no pause. Before, silent supervisors are removed. A version that is not
+        confirmed within `weights.deadline` is sent again.
         """
-        engines = self.versions.engines
+        for peers in self.supervised_peers:
+            peers.remove_silent(now)
 
-        free_peers = {
-            peer
-            for peer, engine in engines.items()
-            if (engine.is_up or self.config.shifts) and (engine.quarantined or not engine.held_for_validation)
-        }
-        due_peers = [
-            peer for peer in engines if peer in free_peers and self.versions.needs_push(engines[peer], now)
-        ]
-
+        versions = self.versions
+        engines = versions.engines
         config = self.config
-        if not self.remote or not config.weights.rolling or config.adapters_apart or config.shifts:
-            return due_peers
+        due_peers: list[bytes] = []
 
-        serving_peers = {peer for peer in engines if engines[peer].acked != NO_VERSION}  # healthy or not
-        idle_peers = [peer for peer in due_peers if peer not in serving_peers]
-        if any(engines[peer].acked < engines[peer].pushed for peer in serving_peers):
-            return idle_peers
+        if versions.ref is not None:
+            if versions.newest > self._announced_version:
+                self._announced_version = versions.newest
+                for supervisor in self.supervisors:
+                    self.journal.outbox.to_control(supervisor.peer, Prefetch(versions.ref))
 
-        due_serving = sorted(set(due_peers) & serving_peers, key=lambda peer: engines[peer].pushed_at)
-        return idle_peers + due_serving[:1]
+            # With shifts a replaced server starts, and gets its URL, only when a version arrives.
+            if self.awake or self.may_wake:
+                has_probe = versions.find_probe(versions.newest) is not None
+                due_peers = [
+                    peer
+                    for peer, engine in engines.items()
+                    if engine.pushed < versions.newest
+                    and now >= engine.send_at
+                    and (has_probe or not engine.unproven)
+                    and (engine.is_up or config.shifts)
+                    and (engine.quarantined or not engine.reserved_for_validation)
+                ]
+
+            one_by_one = config.weights.rolling and not config.adapters_apart and not config.shifts
+            if self.remote and one_by_one:
+                used_peers = {peer for peer, engine in engines.items() if engine.acked != NO_VERSION}
+                idle_peers = [peer for peer in due_peers if peer not in used_peers]
+                due_used = [peer for peer in due_peers if peer in used_peers]
+                due_used.sort(key=lambda peer: engines[peer].pushed_at)
+                is_loading = any(engines[peer].acked < engines[peer].pushed for peer in used_peers)
+                due_peers = idle_peers if is_loading else idle_peers + due_used[:1]
+
+            for peer in due_peers:
+                self.journal.outbox.to_control(peer, versions.load_message(versions.ref, "train"))
+                engine = engines[peer]
+                engine.pushed = versions.newest
+                engine.pushed_at = now
+                engine.asleep = False
+
+        for engine in engines.values():
+            is_unconfirmed = engine.acked < engine.pushed or not engine.woken
+            if (
+                engine.pushed != NO_VERSION
+                and is_unconfirmed
+                and now - engine.pushed_at > config.weights.deadline
+            ):
+                engine.resend(now)
+                log.warning(
+                    "%s has not loaded v%d in time; it is sent again", engine.name, versions.newest.step
+                )
 
     # -- supervisors -------------------------------------------------------------------------------------
 
@@ -367,7 +373,7 @@ class EngineHandler:
             entry = supervisor.table_entry(
                 version=engine.acked,
                 healthy=supervisor.peer in serving_peers,
-                lane="eval" if engine.held_for_validation else "train",
+                lane="eval" if engine.reserved_for_validation else "train",
                 asleep=self.fleet.shifts is not None and not engine.woken,
             )
             engines.append(entry)
@@ -424,21 +430,21 @@ class EngineHandler:
             and supervisor.heartbeat.healthy
             and not engine.quarantined
             and engine.acked != NO_VERSION
-            and (lane is None or (lane == "eval") == engine.held_for_validation)
+            and (lane is None or (lane == "eval") == engine.reserved_for_validation)
         ]
 
     # -- validation ----------------------------------------------------------------------------------
 
-    def pin_servers(self, version: PolicyVersion, all_servers: bool) -> bool:
-        """Set servers aside for validation, which keep their version. Return True when validation may sample.
+    def reserve_servers(self, version: PolicyVersion, all_servers: bool) -> bool:
+        """Reserve servers for validation, which keep their version. Return True when validation may sample.
 
-        One server with `version` or a newer version is set aside, or all such servers. A single server is
+        One server with `version` or a newer version is reserved, or all such servers. A single server is
         shared: training goes on, and the weights change as usual.
         """
         engines = self.versions.engines
-        any_pinned = any(engine.held_for_validation for engine in engines.values())
+        any_reserved = any(engine.reserved_for_validation for engine in engines.values())
 
-        if not any_pinned and sum(engine.is_up for engine in engines.values()) < 2:
+        if not any_reserved and sum(engine.is_up for engine in engines.values()) < 2:
             return self.can_sample
 
         serving_engines = [engines[supervisor.peer] for supervisor in self._serving_supervisors("train")]
@@ -447,16 +453,16 @@ class EngineHandler:
         ]
 
         for engine in suitable_engines:
-            if any_pinned and not all_servers:
+            if any_reserved and not all_servers:
                 break
-            engine.held_for_validation = True
-            any_pinned = True
+            engine.reserved_for_validation = True
+            any_reserved = True
             self._next_table_at = 0.0  # workers get the table before episodes of the validation
             log.info("%s is set aside for validation", engine.name)
 
-        return any_pinned
+        return any_reserved
 
-    def unpin_servers(self) -> None:
-        """Return the servers set aside to training, after a validation."""
+    def release_servers(self) -> None:
+        """Return the reserved servers to training, after a validation."""
         for engine in self.versions.engines.values():
-            engine.held_for_validation = False
+            engine.reserved_for_validation = False

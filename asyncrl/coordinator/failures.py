@@ -1,9 +1,10 @@
-"""Count failures, and draw conclusions that survive a restart of the coordinator.
+"""Count failures, and draw conclusions from them.
 
 `FailedAttempts` counts failed attempts at training episodes. `FirstAttempts` ends a run whose first attempts
 all fail for the same reason (a tool, a reward, an environment or an agent that always raises, or long
 prompts). `MemoryLimits` recomputes more layers, or halves micro-batches, each time a trainer rank ran out of
-memory.
+memory. The store has the counts and the limits. Of the first attempts a restarted coordinator knows only
+whether one has landed, and counts failures from 0.
 """
 
 from __future__ import annotations

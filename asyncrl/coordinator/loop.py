@@ -342,7 +342,7 @@ class Coordinator:
 
         if self.lifecycle.phase is not Phase.STOPPING:
             self.shifts.advance_shift(now)
-            self.engines.push_versions(now)
+            self.engines.push_newest(now)
             self.validation.assign_episodes(now, exclusive=self.lifecycle.phase is Phase.EVALUATING)
 
             waiting_before = self.ledger.buffer.waiting_count

@@ -115,7 +115,7 @@ class ScorerHandler:
 
             scorer_entries = [entry for entry in table if entry.lane == name]
             server_names = {entry.name for entry in scorer_entries}
-            if is_lent:  # include engines that are set aside for a validation now
+            if is_lent:  # include engines that are reserved for a validation now
                 server_names |= {
                     server_name for server_name in uses if server_name.startswith(f"{SCORER} {name} ")
                 }

@@ -1,6 +1,6 @@
 """Validate: sample held-out episodes with a fixed version, in a ledger beside the training buffer.
 
-With embedded engines each worker has a second engine for the validation; of several servers one is set aside.
+With embedded engines each worker has a second engine for the validation; of several servers one is reserved.
 With a single server the weights go on changing, and the versions that sampled are reported.
 
 consumes: validation episodes' records, from the worker handler
@@ -213,15 +213,15 @@ class Validation:
             return
 
         uses_servers = self.engines.remote
-        pinned = False
-        # Servers are set aside, and workers know before they get episodes.
+        servers_ready = False
+        # Servers are reserved, and workers know before they get episodes.
         if uses_servers:
-            pinned = self.engines.pin_servers(session.ref.version, all_servers=exclusive)
+            servers_ready = self.engines.reserve_servers(session.ref.version, all_servers=exclusive)
             self.engines.send_table([worker.peer for worker in self.workers.peers], now)
 
         waiting = iter(self.episodes.waiting)
         for worker in self.workers.peers:
-            if not (pinned if uses_servers else self._has_version(session, worker, now)):
+            if not (servers_ready if uses_servers else self._has_version(session, worker, now)):
                 continue
 
             slot_limit = math.ceil((1.0 if exclusive else MID_RUN_FRACTION) * worker.hello.slots)
@@ -304,7 +304,7 @@ class Validation:
 
         self._session_resources.close()
         if self.engines.remote:
-            self.engines.unpin_servers()
+            self.engines.release_servers()
 
     def _metrics(
         self, session: SessionStart, episodes: Sequence[EpisodeRecord], unfinished: int

@@ -11,9 +11,7 @@ import hashlib
 import heapq
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
 
 from asyncrl.buffer.records import LOSSES, NEVER_STALE, EpisodeRecord, State
 from asyncrl.buffer.staleness import assignable_episodes
@@ -27,8 +25,6 @@ from asyncrl.wire.messages.shared import Attempt
 from asyncrl.wire.messages.worker import Assign, Cancel, Fenced, MinVersion, WorkerHeartbeat, WorkerHello
 
 MAX_ASSIGNED = 128  # episodes assigned in a pass of the loop, as messages must not wait for thousands
-
-W = TypeVar("W")
 
 
 @dataclass
@@ -146,12 +142,6 @@ class WorkerHandler:
         for worker in self.peers:
             worker.running = {uid: (seq, now) for uid, (seq, _) in worker.running.items()}
 
-    def assign_pending(self, now: float) -> None:
-        """Remove silent workers, send the table of servers, and assign pending episodes."""
-        self.peers.remove_silent(now)
-        self.engines.send_table([worker.peer for worker in self.peers], now)
-        self._assign_pending(now)
-
     def _on_lost(self, worker: WorkerRecord, reason: str, now: float) -> None:
         """Issue the episodes of a lost worker again, from their last durable turns."""
         index = worker.hello.index
@@ -237,11 +227,15 @@ class WorkerHandler:
     def total_slots(self) -> int:
         return sum(worker.hello.slots for worker in self.peers)
 
-    def _assign_pending(self, now: float) -> None:
+    def assign_pending(self, now: float) -> None:
         """Assign pending episodes, oldest first, to the least loaded worker with weights that are new enough.
 
-        At most MAX_ASSIGNED episodes are assigned.
+        Before, silent workers are removed, and all workers get the table of servers. At most MAX_ASSIGNED
+        episodes are assigned; `work_left` is True if a further episode is waiting then.
         """
+        self.peers.remove_silent(now)
+        self.engines.send_table([worker.peer for worker in self.peers], now)
+
         self.work_left = False
         if not self.buffer.waiting_count:
             return
@@ -251,24 +245,41 @@ class WorkerHandler:
                 self.fleet.waits.append(f"new episodes wait for {missing_server}")
             return
 
-        usable_workers = (worker for worker in self.peers if not self.engines.quarantined(worker.peer))
-        versions_of = self.engines.steps_by_worker()
-        unmet_version = NEVER_STALE
+        usable_versions = self.engines.usable_versions(worker.peer for worker in self.peers)
+        workers = [
+            worker
+            for worker in self.peers
+            if usable_versions[worker.peer] and not self.engines.quarantined(worker.peer)
+        ]
+        slots_left = sum(worker.free_slots for worker in workers)
         assignments_left = MAX_ASSIGNED
-        slots = FreeSlots((worker, worker.free_slots, versions_of(worker.peer)) for worker in usable_workers)
         in_order = self.config.buffer.on_stale != "hold"  # later episodes never need older weights
+        unmet_version = NEVER_STALE
+
+        # A heap of the workers that have free slots and `heap_version` or a newer version, most free slots
+        # first. Looking at each of 512 workers for each episode would take 5 ms of a pass.
+        heap: list[tuple[int, int, WorkerRecord]] = []
+        heap_version = NEVER_STALE
 
         for min_version, episode in assignable_episodes(self.buffer):
             self.work_left = assignments_left == 0
-            if self.work_left or not slots:
+            if self.work_left or slots_left == 0:
                 return
-
             if min_version >= unmet_version:
                 if in_order:
                     return
                 continue
 
-            if (assignment := slots.take_slot(min_version)) is None:
+            if min_version != heap_version:
+                heap_version = min_version
+                heap = [
+                    (-worker.free_slots, number, worker)
+                    for number, worker in enumerate(workers)
+                    if worker.free_slots and usable_versions[worker.peer][-1] >= min_version
+                ]
+                heapq.heapify(heap)
+
+            if not heap:
                 unmet_version = min_version
                 acked_steps = [engine.acked.step for engine in self.fleet.versions.engines.values()]
                 acked_count = sum(step >= min_version for step in acked_steps)
@@ -278,13 +289,22 @@ class WorkerHandler:
                 )
                 continue
 
-            worker, oldest_usable = assignment
+            # The episode may start on the oldest version that is new enough.
+            _, number, worker = heap[0]
+            versions = usable_versions[worker.peer]
+            oldest_usable = versions[bisect_left(versions, min_version)]
             group = self.buffer.live_groups[episode.group]
             is_transcribed = is_kept(group.id, episode.member, self.config.buffer.groups_per_batch)
             self.give_episode(
                 worker, episode, self.ledger.samples[group.sample], oldest_usable, is_transcribed, now
             )
+
             assignments_left -= 1
+            slots_left -= 1
+            if worker.free_slots:
+                heapq.heapreplace(heap, (-worker.free_slots, number, worker))
+            else:
+                heapq.heappop(heap)
 
     def admit_groups(self, now: float) -> None:
         """Admit groups whose episodes can be assigned in this pass of the loop."""
@@ -349,49 +369,3 @@ def sampling_key(seed: int, uid: str, attempt: int) -> int:
     """Return the key of the counter RNG: samples depend on (seed, uid, attempt, position) and the weights."""
     digest = hashlib.blake2b(f"{seed}/{uid}/{attempt}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
-
-
-class FreeSlots(Generic[W]):
-    """The free slots of the workers in a pass of the loop.
-
-    Args:
-        workers: tuples of a worker, the number of free slots, and the usable policy versions, ascending: the
-            versions of all servers, or the version of the worker's own engine.
-
-    The cost of `take_slot` grows with the logarithm of the number of workers, and with the number of
-    different newest versions.
-    """
-
-    def __init__(self, workers: Iterable[tuple[W, int, Sequence[int]]]) -> None:
-        self._heaps_by_version: defaultdict[int, list[tuple[int, int, W, Sequence[int]]]] = defaultdict(list)
-        for order_number, (worker, free_count, versions) in enumerate(workers):
-            if free_count > 0 and versions:
-                self._heaps_by_version[versions[-1]].append((-free_count, order_number, worker, versions))
-
-        for heap in self._heaps_by_version.values():
-            heapq.heapify(heap)
-
-    def __bool__(self) -> bool:
-        return any(self._heaps_by_version.values())
-
-    def take_slot(self, min_version: int) -> tuple[W, int] | None:
-        """Take a slot of the worker with the most free slots that has `min_version` or a newer version.
-
-        Returns the worker and its oldest version that is new enough; None without such a worker.
-        """
-        suitable_heaps = [
-            heap
-            for newest_version, heap in self._heaps_by_version.items()
-            if newest_version >= min_version and heap
-        ]
-        if not suitable_heaps:
-            return None
-
-        heap = min(suitable_heaps)
-        negative_count, order_number, worker, versions = heap[0]
-        if negative_count < -1:
-            heapq.heapreplace(heap, (negative_count + 1, order_number, worker, versions))
-        else:
-            heapq.heappop(heap)
-
-        return worker, versions[bisect_left(versions, min_version)]

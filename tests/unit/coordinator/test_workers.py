@@ -89,7 +89,7 @@ class WorkerSetup:
 
     def tick(self, now: float = 0.0) -> list[tuple[bytes, Attempt]]:
         """What is assigned to whom."""
-        self.engines.push_versions(now)
+        self.engines.push_newest(now)
         self.handler.assign_pending(now)
         return [(peer, message.attempt) for peer, message in self.sent.take(Assign)]
 
