@@ -48,7 +48,8 @@ class EngineHandler:
         self.ledger = state.ledger
         self.fleet = state.fleet
         self.versions = state.fleet.versions
-        self.journal = state.journal
+        self.outbox = state.journal.outbox
+        self.timeline = state.journal.timeline
         self._send_welcome = state.send_welcome
         self._started_at = now
         self.remote = state.config.engine.remote
@@ -113,9 +114,8 @@ class EngineHandler:
 
     def confirm_load(self, peer: bytes, message: Loaded, now: float) -> None:
         """Handle the report of an engine that loaded a version, or could not load it."""
-        versions = self.versions
         loaded_version = message.ref.version
-        if (engine := versions.engines.get(peer)) is None:
+        if (engine := self.versions.engines.get(peer)) is None:
             return  # the peer will say hello
 
         engine.push_s = message.seconds
@@ -132,7 +132,7 @@ class EngineHandler:
                 self.last_refusal = message.error
             return
 
-        if not versions.same_weights(loaded_version, message.checksum):
+        if not self.versions.same_weights(loaded_version, message.checksum):
             log.error("%s loaded other weights as v%d: sent again", engine.name, loaded_version.step)
             self.quarantine(peer, now + LOAD_RETRY)
             return
@@ -150,7 +150,7 @@ class EngineHandler:
         self.refusals.clear()
         if loaded_version > engine.acked:
             engine.acked = loaded_version
-            self.journal.timeline.record_past(
+            self.timeline.record_past(
                 "push", now - engine.pushed_at, version=loaded_version, engine=engine.name
             )
             self.fleet.liveness.note_alive(now)
@@ -161,19 +161,16 @@ class EngineHandler:
         Returns '' if an engine holds the version, or is loading it without a refusal so far. A process that
         fails to load any files ends by itself (runtime/weight_loader.py), and a new process tries.
         """
-        engines = self.versions.engines
         newest = self.versions.newest
-        refused = self.refusals
-
         often_refused = any(
-            count >= MAX_REFUSALS for (_, version), count in refused.items() if version == newest
+            count >= MAX_REFUSALS for (_, version), count in self.refusals.items() if version == newest
         )
-        untried_peers = (
-            peer for peer, engine in engines.items() if engine.pushed >= newest and not refused[peer, newest]
+        may_load = any(
+            (engine.acked >= newest and engine.woken)
+            or (engine.pushed >= newest and not self.refusals[peer, newest])
+            for peer, engine in self.versions.engines.items()
         )
-        newest_loaded = any(engine.acked >= newest and engine.woken for engine in engines.values())
-
-        if not often_refused or newest_loaded or any(untried_peers):
+        if not often_refused or may_load:
             return ""
 
         self.refusals.clear()
@@ -221,7 +218,7 @@ class EngineHandler:
             if versions.newest > self._announced_version:
                 self._announced_version = versions.newest
                 for supervisor in self.supervisors:
-                    self.journal.outbox.to_control(supervisor.peer, Prefetch(versions.ref))
+                    self.outbox.to_control(supervisor.peer, Prefetch(versions.ref))
 
             # With shifts a replaced server starts, and gets its URL, only when a version arrives.
             if self.awake or self.may_wake:
@@ -246,7 +243,7 @@ class EngineHandler:
                 due_peers = idle_peers if is_loading else idle_peers + due_used[:1]
 
             for peer in due_peers:
-                self.journal.outbox.to_control(peer, versions.load_message(versions.ref, "train"))
+                self.outbox.to_control(peer, versions.load_message(versions.ref, "train"))
                 engine = engines[peer]
                 engine.pushed = versions.newest
                 engine.pushed_at = now
@@ -267,17 +264,19 @@ class EngineHandler:
     # -- supervisors -------------------------------------------------------------------------------------
 
     def welcome_supervisor(self, peer: bytes, message: SupervisorHello, now: float) -> None:
-        """Handle the hello of a supervisor, first or repeated. Both are alike, as a hello has the whole
-        state."""
+        """Handle the hello of a supervisor, first or repeated: each hello has the whole state."""
         if role_of(peer) == SCORER:
             self.scorers.welcome_supervisor(peer, message, now)
             return
 
-        supervisor = self.supervisors.accept_hello(
-            peer, message, now, lambda: self._join_supervisor(peer, message, now)
-        )
+        new_supervisor = SupervisorRecord(peer, f"engine {message.index}", message, now)
+        supervisor = self.supervisors.accept_hello(new_supervisor, now)
         if supervisor is None:
             return
+
+        if supervisor is new_supervisor:
+            self.add_engine(peer, supervisor.name, bool(message.url))
+            self.fleet.liveness.note_alive(now)
 
         engine = self.versions.engines[peer]
         if message.url and not engine.is_up:
@@ -287,12 +286,6 @@ class EngineHandler:
         supervisor.hello = message
         engine.is_up = bool(message.url)
         self._send_welcome(peer)
-
-    def _join_supervisor(self, peer: bytes, message: SupervisorHello, now: float) -> SupervisorRecord:
-        supervisor = SupervisorRecord(peer, f"engine {message.index}", message, now)
-        self.add_engine(peer, supervisor.name, bool(message.url))
-        self.fleet.liveness.note_alive(now)
-        return supervisor
 
     def note_heartbeat(self, peer: bytes, message: SupervisorHeartbeat, now: float) -> None:
         if role_of(peer) == SCORER:
@@ -342,7 +335,7 @@ class EngineHandler:
         ):
             return
 
-        self._informed_workers -= self.journal.outbox.unreachable  # they missed a change
+        self._informed_workers -= self.outbox.unreachable  # they missed a change
         self._informed_workers &= set(workers)
 
         if now >= self._next_table_at:
@@ -363,7 +356,7 @@ class EngineHandler:
 
     def _send_entries(self, workers: Collection[bytes], message: Engines) -> None:
         for peer in workers:
-            self.journal.outbox.to_control(peer, message)
+            self.outbox.to_control(peer, message)
 
     def server_table(self) -> tuple[EngineEntry, ...]:
         serving_peers = {supervisor.peer for supervisor in self._serving_supervisors(None)}

@@ -86,11 +86,15 @@ class Lifecycle:
                 if not trains:
                     self._enter_phase(Phase.EVALUATING, now)
 
-            case Phase.RUNNING if self.batches.over and self._all_failed():
-                cause = f"all episodes failed, and the data are over: {self.ledger.failed_attempts.newest}"
-                self.abort_run(f"{cause}; mend that, and begin another run", now)
-
             case Phase.RUNNING if self._training_over():
+                account = self.ledger.buffer.account()
+                if self.batches.over and 0 < account.issued == account.failed:
+                    cause = (
+                        f"all episodes failed, and the data are over: {self.ledger.failed_attempts.newest}"
+                    )
+                    self.abort_run(f"{cause}; mend that, and begin another run", now)
+                    return
+
                 self.workers.cancel_episodes(self.ledger.buffer.drop_all(DropReason.END_OF_DATA))
                 self._enter_phase(Phase.DRAINING, now, math.inf)
 
@@ -158,7 +162,7 @@ class Lifecycle:
 
     def conclude_run(self) -> None:
         """Write the summary. A run without an exact account has failed. Raises StoreError and OSError."""
-        if not self.reporter.audit()[1]:
+        if not self.reporter.audit():
             self.fail_run(
                 "; ".join(filter(None, [self.error, f"the account of the episodes: {NOT_CONSERVED}"]))
             )
@@ -176,12 +180,7 @@ class Lifecycle:
 
     def _training_over(self) -> bool:
         """Return True if no batch is left to train."""
-        batches = self.batches
-        return batches.committed >= self.config.total_steps or batches.over
-
-    def _all_failed(self) -> bool:
-        account = self.ledger.buffer.account()
-        return 0 < account.issued == account.failed
+        return self.batches.over or self.batches.committed >= self.config.total_steps
 
     def _drained(self, now: float) -> bool:
         """Return True if the last checkpoint is written and all engines have the last version.
@@ -191,8 +190,9 @@ class Lifecycle:
         """
         committed = self.batches.committed
         versions = self.fleet.versions
-        all_acked = all(engine.acked >= versions.newest for engine in versions.engines.values())
-        fully_pushed = versions.newest.step >= committed and all_acked
+        fully_pushed = versions.newest.step >= committed and all(
+            engine.acked >= versions.newest for engine in versions.engines.values()
+        )
         checkpoint_saved = self.trainer.checkpoint_step >= committed and not self.trainer.is_forgetting
 
         if checkpoint_saved and (self.engines.awake or self.engines.may_wake):  # engines may load now

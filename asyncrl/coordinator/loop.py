@@ -186,8 +186,14 @@ class Coordinator:
                 return False
 
         self.fleet.waits = []
-        self._extend_leases(now, gap=now - self._last_pass_at - PASS_SECONDS)
+        gap = now - self._last_pass_at - PASS_SECONDS
         self._last_pass_at = now
+        if gap > self.config.launch.lease / 4:  # messages waited meanwhile
+            log.warning("the coordinator did not run for %.1f s: all leases are extended", gap)
+            self.workers.extend_leases(now, gap)
+            for peers in (*self.engines.supervised_peers, self.trainer.ranks.peers):
+                peers.extend_leases(now, gap)
+
         self._work_left = False
 
         for received in self._unread_messages.values():
@@ -317,14 +323,6 @@ class Coordinator:
 
     # -- time ------------------------------------------------------------------------------------------
 
-    def _extend_leases(self, now: float, gap: float) -> None:
-        """Extend all leases by the `gap` seconds in which the coordinator did not run and messages waited."""
-        if gap > self.config.launch.lease / 4:
-            log.warning("the coordinator did not run for %.1f s: all leases are extended", gap)
-            self.workers.extend_leases(now, gap)
-            for peers in (*self.engines.supervised_peers, self.trainer.ranks.peers):
-                peers.extend_leases(now, gap)
-
     def _advance(self, now: float) -> None:
         self.lifecycle.advance_phase(now)
         self.enrolment.expire_tokens(now)
@@ -351,9 +349,14 @@ class Coordinator:
                 self.workers.work_left or waiting_before >= MAX_ASSIGNED > self.ledger.buffer.waiting_count
             )
 
-            self._missing_waits = (
-                self._missing_processes(now) if now >= self._next_status_at else self._missing_waits
-            )
+            if now >= self._next_status_at:
+                self._missing_waits = []
+                for peers in self.peers:
+                    missing_waits, replacements = peers.missing_processes(now)
+                    self._missing_waits += missing_waits
+                    for message in replacements:
+                        self._request_replacement(message)
+
             self.fleet.waits += [*self._missing_waits, *self._gate.listeners.shortage]
 
         self.trainer.serve_request()
@@ -422,15 +425,6 @@ class Coordinator:
     def _to_observers(self, message: shared.WireMessage) -> None:
         for peer in self.observers:
             self.journal.outbox.to_control(peer, message)
-
-    def _missing_processes(self, now: float) -> list[str]:
-        missing_waits = list[str]()
-        for peers in self.peers:
-            missing_processes, replacements = peers.missing_processes(now)
-            missing_waits += missing_processes
-            for message in replacements:
-                self._request_replacement(message)
-        return missing_waits
 
     def _request_replacement(self, message: shared.Replace) -> None:
         log.error("%s: replaced", message.reason)

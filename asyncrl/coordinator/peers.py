@@ -60,7 +60,7 @@ class Peers(Generic[P]):
     ) -> None:
         self._lease = state.config.launch.lease
         self._fleet = state.fleet
-        self._journal = state.journal
+        self._outbox = state.journal.outbox
         self._role = role
         self._planned_count = planned
         self._on_lost = lost
@@ -78,55 +78,53 @@ class Peers(Generic[P]):
         """Return the process of this identity, or None if the process is not connected yet."""
         return self._connected.get(peer)
 
-    def accept_hello(
-        self, peer: bytes, message: Hello, now: float, join: Callable[[], P], newest_incarnation: str = ""
-    ) -> P | None:
+    def accept_hello(self, new_process: P, now: float, newest_incarnation: str = "") -> P | None:
         """Handle the hello of a process, first or repeated, and return the process's record.
 
-        A process that was replaced by a later start (or is older than `newest_incarnation`), or that belongs
-        to an earlier launch, has to end: the result is None.
+        That is `new_process`, made from the hello, if the process has not joined before. A process that was
+        replaced by a later start, or that belongs to an earlier launch, has to end: the result is None.
 
         Args:
-            join: makes the record of a new process.
-            newest_incarnation: newest incarnation of the role, if known.
+            newest_incarnation: newest incarnation of the role; '': of the process with the same index.
         """
-        connected = self._connected.get(peer)
-        if connected:
-            same_index = [connected]
-        else:
-            same_index = [process for process in self if process.hello.index == message.index]
+        peer = new_process.peer
+        incarnation = new_process.hello.incarnation
+        index = new_process.hello.index
+
+        process = self._connected.get(peer)
+        same_index = [process] if process else [rival for rival in self if rival.hello.index == index]
         if same_index and not newest_incarnation:
             newest_incarnation = same_index[0].hello.incarnation
 
-        is_foreign = launch_of(message.incarnation) not in ("", self._fleet.launch)
-        if is_foreign or is_older(message.incarnation, newest_incarnation):
+        is_foreign = launch_of(incarnation) not in ("", self._fleet.launch)
+        if is_foreign or is_older(incarnation, newest_incarnation):
             log.warning("%s was replaced: it is told to end", peer.decode(errors="replace"))
-            self._journal.outbox.to_control(peer, shared.Stop("another process has taken its place"))
+            self._outbox.to_control(peer, shared.Stop("another process has taken its place"))
             return None
 
-        if connected is None or connected.hello.incarnation != message.incarnation:
+        if process is None or process.hello.incarnation != incarnation:
             for replaced in same_index:
                 self.remove_process(replaced.peer, "replaced by a new process", now)
-            connected = join()
-            self._connected[peer] = connected
-            self._lost_processes.pop(message.index, None)
-            log.info("%s joined", connected.name)
+            process = new_process
+            self._connected[peer] = process
+            self._lost_processes.pop(index, None)
+            log.info("%s joined", process.name)
 
-        connected.seen = now
-        return connected
+        process.seen = now
+        return process
 
     def note_contact(self, peer: bytes, now: float) -> None:
         """Note a message of a process, which is a sign of life."""
-        if (connected := self._connected.get(peer)) is not None:
-            connected.seen = now
+        if (process := self._connected.get(peer)) is not None:
+            process.seen = now
 
     def remove_process(self, peer: bytes, reason: str, now: float) -> None:
         """Remove a lost process, and report the loss so that other processes get its work."""
-        if (connected := self._connected.pop(peer, None)) is not None:
-            log.warning("%s lost (%s)", connected.name, reason)
-            self._lost_processes[connected.hello.index] = connected.hello.incarnation, now
+        if (process := self._connected.pop(peer, None)) is not None:
+            log.warning("%s lost (%s)", process.name, reason)
+            self._lost_processes[process.hello.index] = process.hello.incarnation, now
             if self._on_lost is not None:
-                self._on_lost(connected, reason, now)
+                self._on_lost(process, reason, now)
 
     def remove_silent(self, now: float) -> None:
         """Remove the processes whose lease is over."""
@@ -148,7 +146,7 @@ class Peers(Generic[P]):
 
     def send_stop(self, reason: str) -> None:
         for process in self:
-            self._journal.outbox.to_control(process.peer, shared.Stop(reason))
+            self._outbox.to_control(process.peer, shared.Stop(reason))
 
     @property
     def vacant_indices(self) -> dict[int, str]:

@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from asyncrl.buffer.records import EpisodeAccount, EpisodeRecord, State
+from asyncrl.buffer.records import EpisodeRecord, State
 from asyncrl.buffer.replay import USABLE
 from asyncrl.config import leaves
 from asyncrl.coordinator.engines import EngineHandler
@@ -50,12 +50,13 @@ class LandedEpisodes:
 
     columns: numbers of the episodes by metric. Of greedy episodes only the score counts, as a separate
         metric.
-    fractions: pairs (numerator, denominator) of the episodes by metric.
+    tool_calls: number of calls of the run's tools: all `answered` calls, and those that `failed`, were
+        `declined` or were `refused`.
     end_counts: number of episodes by ending.
     """
 
     columns: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
-    fractions: dict[str, list[tuple[int, int]]] = field(default_factory=lambda: defaultdict(list))
+    tool_calls: Counter[str] = field(default_factory=Counter)
     end_counts: Counter[str] = field(default_factory=Counter)
 
 
@@ -77,10 +78,8 @@ class Reporter:
         self.trainer = trainer
 
         self.landed_episodes = LandedEpisodes()
-        now = time.monotonic()
-        self.started = now
-        self.running_since = now
-        self.row_at = now
+        self.started = time.monotonic()
+        self.begin_running()
 
         # Totals of this process.
         self.finished_episodes = 0
@@ -97,8 +96,6 @@ class Reporter:
         self._metrics_file = LineFile(state.run_dir / "metrics.jsonl")
         self._unwritten_rows = b""  # rows that did not fit on a full disk
 
-        self._process_totals = self._busy_totals()
-        self._engine_time = state.fleet.engine_time(self.row_at)  # time of the engines' clock at the last row
         # Busy seconds of an earlier shift, reported late.
         self._excess_busy = {"rollout": 0.0, "trainer": 0.0}
         self._settled_counts: Counter[str] = Counter()
@@ -112,12 +109,12 @@ class Reporter:
         self._last_metrics: dict[str, float] = {}  # metrics of the last step that `asyncrl status` shows
 
     def begin_running(self) -> None:
-        """Begin the first row, as the run leaves the start phase."""
+        """Begin the first row: once at the start, and again as the run leaves the start phase."""
         now = time.monotonic()
         self.running_since = now
         self.row_at = now
         self._process_totals = self._busy_totals()
-        self._engine_time = self.fleet.engine_time(now)
+        self._engine_time = self.fleet.engine_time(now)  # time of the engines' clock at the last row
 
     def count_turn(self, tokens: int) -> None:
         """Count a durable turn, whose prompt was checked to extend the tokens of its sequence."""
@@ -150,11 +147,9 @@ class Reporter:
         for name, value in numbers.items():
             columns[name].append(value)
 
-        shares = self.landed_episodes.fractions
-        shares["rollout/tool_failed_frac"].append((stats.failed, stats.answered))
-        shares["rollout/tool_declined_frac"].append((stats.declined, stats.answered))
-        shares["rollout/tool_refused_frac"].append((stats.refused, stats.answered))
-
+        self.landed_episodes.tool_calls.update(
+            answered=stats.answered, failed=stats.failed, declined=stats.declined, refused=stats.refused
+        )
         self.landed_episodes.end_counts[result.end] += 1
         self.finished_episodes += 1
         self.multi_version_episodes += episode.oldest != episode.newest
@@ -206,31 +201,30 @@ class Reporter:
             settled = self.buffer.settled_counts
             gauges |= self._episode_metrics() | {FILTERED: settled[State.FILTERED] / max(1, settled.total())}
 
-        failure_summary = failures_line(
-            self.ledger.failed_attempts.counts, self.ledger.failed_attempts.newest
-        )
-        step = self.ledger.batches.committed
+        failed_attempts = self.ledger.failed_attempts
         status = Status(
-            phase, step, self.ledger.total_batches, gauges, self.describe_waits(), failure_summary
+            phase,
+            self.ledger.batches.committed,
+            self.ledger.total_batches,
+            gauges,
+            self.describe_waits(),
+            failures_line(failed_attempts.counts, failed_attempts.newest),
         )
 
-        snapshot = msgspec.structs.asdict(status) | {"time": time.time(), "seconds": self.seconds}
-        snapshot |= {
+        snapshot = msgspec.structs.asdict(status) | {
+            "time": time.time(),
+            "seconds": self.seconds,
             "running": time.monotonic() - self.running_since,
-            "lost": self.ledger.failed_attempts.lost,
+            "lost": failed_attempts.lost,
+            "checkpoint_problem": self.trainer.checkpoint_problem,
         }
-        snapshot |= {"checkpoint_problem": self.trainer.checkpoint_problem}
-
-        status = msgspec.structs.replace(
-            status, alerts=tuple(find_alerts(self._recent_rows, snapshot, self._config_leaves))
-        )
-        write_status(self.run_dir, snapshot | {"alerts": status.alerts, "metrics": self._last_metrics})
-        return status
+        alerts = tuple(find_alerts(self._recent_rows, snapshot, self._config_leaves))
+        write_status(self.run_dir, snapshot | {"alerts": alerts, "metrics": self._last_metrics})
+        return msgspec.structs.replace(status, alerts=alerts)
 
     def gauges(self) -> dict[str, float]:
         """Return present values, under the names of metrics.jsonl."""
         counts = self.buffer.state_counts()
-        trainer = self.trainer
         account = msgspec.structs.asdict(self.buffer.account())
         by_files = self.config.weights.transport == "disk"  # broadcasts are measured per engine
 
@@ -246,7 +240,7 @@ class Reporter:
                 "weights/pushed": float(self.versions.newest.step),
                 "weights/acked": float(self.versions.acked_step),
                 "weights/acked_lag": float(self.versions.newest.step - self.versions.acked_step),
-                "weights/stall_s": trainer.snapshot_s,
+                "weights/stall_s": self.trainer.snapshot_s,
                 "weights/probe_logprob_diff_max": self.engines.probe_gap,
                 "weights/probe_tokens": float(self.engines.probe_tokens),
                 "rollout/multi_version_frac": self.multi_version_episodes / max(1, self.finished_episodes),
@@ -259,7 +253,7 @@ class Reporter:
                 f"rollout/attempts_failed/{reason}": float(self.ledger.failed_attempts.counts.get(reason, 0))
                 for reason in FailReason
             }
-            | ({"weights/push_s": trainer.write_s} if by_files else {})
+            | ({"weights/push_s": self.trainer.write_s} if by_files else {})
             | self.engines.gauges()
             | self.ledger.live_limit.gauges()
             | (self.fleet.shifts.gauges() if self.fleet.shifts else {})
@@ -288,7 +282,6 @@ class Reporter:
         supervisors = *self.engines.supervisors, *self.engines.scorers.supervisors
         peers = (*self.workers.peers, *supervisors, *self.trainer.ranks.peers)
         process_waits = [(process.name, process.heartbeat.waiting) for process in peers if process.heartbeat]
-        coordinator_waits = dict.fromkeys(self.fleet.waits)
         now = time.monotonic()
         process_waits += self.trainer.starting_waits(now)
 
@@ -296,7 +289,7 @@ class Reporter:
         for name, waiting in process_waits:
             names_by_wait.setdefault(waiting, []).append(name)
 
-        all_waits = [*coordinator_waits]
+        all_waits = [*dict.fromkeys(self.fleet.waits)]
         for waiting, names in names_by_wait.items():
             if waiting:
                 suffix = f" and {len(names) - 1} more" if len(names) > 1 else ""
@@ -332,15 +325,12 @@ class Reporter:
                 for cut_index in (0, 4, 9, 14, 18)
             }
 
-        fraction_sums = {
-            name: tuple(map(sum, zip(*pairs, strict=True)))
-            for name, pairs in self.landed_episodes.fractions.items()
-        }
-        row |= {
-            name: numerator / denominator
-            for name, (numerator, denominator) in fraction_sums.items()
-            if denominator
-        }
+        tool_calls = self.landed_episodes.tool_calls
+        if answered := tool_calls["answered"]:
+            row["rollout/tool_failed_frac"] = tool_calls["failed"] / answered
+            row["rollout/tool_declined_frac"] = tool_calls["declined"] / answered
+            row["rollout/tool_refused_frac"] = tool_calls["refused"] / answered
+
         row |= {
             f"rollout/end/{end}": self.landed_episodes.end_counts[end] / landed_count for end in EpisodeEnd
         }
@@ -426,12 +416,12 @@ class Reporter:
             "rollout/tokens_per_s": token_count / seconds if seconds > 0 else 0.0,
         }
 
-        return idle_metrics | (
-            {"timing_per_token_ms/gen": 1e3 * generating_seconds / token_count} if token_count else {}
-        )
+        if token_count:
+            idle_metrics["timing_per_token_ms/gen"] = 1e3 * generating_seconds / token_count
+        return idle_metrics
 
-    def audit(self) -> tuple[EpisodeAccount, bool]:
-        """Return the account of all episodes, and whether the account agrees with independent counters.
+    def audit(self) -> bool:
+        """Return True if the account of all episodes is exact, and agrees with independent counters.
 
         `issued` comes from the data cursor. The buffer's states, the store's index, the plans of committed
         batches and a checkpoint's count of the lineage, if the checkpoint is of the last step, must agree.
@@ -442,18 +432,13 @@ class Reporter:
 
         account = self.buffer.account()
         counts = self.buffer.state_counts()
-        stored_counts = self.journal.store.reader.counts()
-
-        states_agree = all(
-            counts[episode_state] == stored_counts.get(episode_state, 0) for episode_state in State
-        )
-        plans_agree = self.journal.store.reader.trained_in_plans() == account.trained
+        reader = self.journal.store.reader
+        stored_counts = reader.counts()
+        states_agree = all(counts[state] == stored_counts.get(state, 0) for state in State)
+        plans_agree = reader.trained_in_plans() == account.trained
         checkpoint_agrees = self.trainer.checkpoint_trained in (None, account.trained)
         held_out_agrees = self.ledger.held_out.audit()
-        return (
-            account,
-            account.conserved and states_agree and plans_agree and checkpoint_agrees and held_out_agrees,
-        )
+        return account.conserved and states_agree and plans_agree and checkpoint_agrees and held_out_agrees
 
     def write_summary(self, outcome: str, error: str) -> None:
         """Write the last row and the summary of the ended run. Raises StoreError and OSError."""
@@ -462,31 +447,31 @@ class Reporter:
         )
         self._metrics_file.close()
 
-        account, conserved = self.audit()
-        summary = summarize(read_rows(self.run_dir), msgspec.structs.asdict(account), conserved)
+        account = msgspec.structs.asdict(self.buffer.account())
+        summary = summarize(read_rows(self.run_dir), account, self.audit())
 
-        details = {"outcome": outcome, "error": error, "reasons": dict(self.buffer.reasons)}
-        details["held_out"] = msgspec.structs.asdict(self.ledger.held_out.account())
-        details |= {
-            "attempts_failed": self.ledger.failed_attempts.counts,
-            "newest_failure": self.ledger.failed_attempts.newest,
-        }
-        details["checkpoints"] = checkpoints_of(self.config, self.run_dir).root
-
+        failed_attempts = self.ledger.failed_attempts
         status = {
             "phase": outcome,
             "gauges": self.gauges(),
-            "failed": failures_line(self.ledger.failed_attempts.counts, ""),
+            "failed": failures_line(failed_attempts.counts, ""),
+            "checkpoint_problem": self.trainer.checkpoint_problem,
         }
-        status |= {"checkpoint_problem": self.trainer.checkpoint_problem}
+        alerts = find_alerts(self._recent_rows, status, self._config_leaves)
 
-        details["alerts"] = [
-            alert.line for alert in find_alerts(self._recent_rows, status, self._config_leaves)
-        ]
-        details["agents"] = [*self.config.agents]
-        success_threshold = {"success_threshold": self.config.validation.success}
-
-        write_summary(self.run_dir, summary | success_threshold | details)
+        details = {
+            "success_threshold": self.config.validation.success,
+            "outcome": outcome,
+            "error": error,
+            "reasons": dict(self.buffer.reasons),
+            "held_out": msgspec.structs.asdict(self.ledger.held_out.account()),
+            "attempts_failed": failed_attempts.counts,
+            "newest_failure": failed_attempts.newest,
+            "checkpoints": checkpoints_of(self.config, self.run_dir).root,
+            "alerts": [alert.line for alert in alerts],
+            "agents": [*self.config.agents],
+        }
+        write_summary(self.run_dir, summary | details)
 
 
 # -- transcripts -------------------------------------------------------------------------------------------

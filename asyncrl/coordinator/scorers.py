@@ -64,10 +64,7 @@ class ScorerHandler:
             return
 
         name = "scorer {} {}".format(*self._servers[message.index])
-        supervisor = self.supervisors.accept_hello(
-            peer, message, now, lambda: SupervisorRecord(peer, name, message, now)
-        )
-
+        supervisor = self.supervisors.accept_hello(SupervisorRecord(peer, name, message, now), now)
         if supervisor is not None:
             supervisor.hello = message
             self.fleet.liveness.note_alive(now)

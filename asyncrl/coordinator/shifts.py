@@ -10,7 +10,7 @@ or a hello, ranks by a request or a checkpoint at rest. A process that does not 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from asyncrl.buffer.shifts import NO_REQUEST, Outlook, Shift, Shifts, Situation
@@ -94,37 +94,56 @@ class ShiftHandler:
             worker.eval_requested_at = 0.0
 
     def advance_shift(self, now: float) -> None:
+        """Enter the next shift if it is time, and have the other side free the devices."""
         shifts = self.fleet.shifts
-        trainer = self.trainer
+        ranks = self.trainer.ranks
         if shifts is None:
             return
 
-        request = trainer.ranks.open_request
+        request = ranks.open_request
         engines = self.versions.engines.values()
         vacant_names = [f"{self.role}-{index}" for index in self.engine_peers.vacant_indices]
         situation = Situation(
             outlook=self._request_outlook(),
-            ranks_starting=bool(trainer.waiting_for_devices),
-            trainer_waits=trainer.ranks.last_plan_kind == "end" or request is not None,
+            ranks_starting=bool(self.trainer.waiting_for_devices),
+            trainer_waits=ranks.last_plan_kind == "end" or request is not None,
             validation_waits=self.validation.needs_engines and (request is None or not request.micro),
             engines_asleep=not vacant_names and all(engine.asleep for engine in engines),
             engine_awake=any(engine.woken for engine in engines),
-            ranks_offloaded=trainer.ranks.offloaded,
+            ranks_offloaded=ranks.offloaded,
             idle_seconds=self._engine_idle_seconds(),
         )
 
         if shifts.enter_next(now, situation):
             self._on_enter(shifts.shift, now)
-        self.engines.may_wake = (
-            shifts.shift is Shift.WAKING and trainer.ranks.offloaded and self._version_ready(now)
-        )
 
+        # Engines load the version of the committed steps; after weights.deadline an earlier version will do.
+        is_late = now > self._deadline_start + self.config.weights.deadline
+        version_ready = self.versions.newest.step >= self.batches.committed or (
+            is_late and self.versions.newest != NO_VERSION
+        )
+        self.engines.may_wake = shifts.shift is Shift.WAKING and ranks.offloaded and version_ready
+
+        waits = self.fleet.waits
         if shifts.shift is Shift.SLEEPING:
             self._put_to_sleep(now)
-        elif shifts.shift is Shift.WAKING and not trainer.ranks.offloaded:
-            self._replace_unrested(now)
+            awake_names = [engine.name for engine in engines if not engine.asleep]
+            waits.append(f"the trainer waits for its shift: {', '.join(vacant_names + awake_names)} to sleep")
+        elif self.engines.may_wake:
+            waits.append(f"engines load v{self.versions.newest.step}")
+        elif shifts.shift is Shift.WAKING and ranks.offloaded:
+            waits.append(f"engines wait for their shift: v{self.batches.committed} must be written first")
+        elif shifts.shift is Shift.WAKING:
+            waits.append("engines wait for their shift: the trainer must rest first")
 
-        self.fleet.waits += self._shift_waits(shifts, vacant_names)
+            # Ranks may take the time of a start from the order to rest on, as ranks read as much at a start.
+            time_limit = self.fleet.liveness.start_seconds
+            if ranks.last_plan_kind not in ("rest", ""):  # "": an earlier coordinator has sent the plan
+                self._deadline_start = now
+            elif now > self._deadline_start + time_limit:
+                self._deadline_start = now  # new processes have as much time
+                reason = f"the trainer has not come to rest within {time_limit:g} s"
+                self._replace(Replace("trainer", reason, ranks.incarnation))
 
     def _request_outlook(self) -> Outlook:
         """Return the answer that rank 0's request would get if the trainer had the devices."""
@@ -155,19 +174,20 @@ class ShiftHandler:
                 engine.woken = False
 
     def _put_to_sleep(self, now: float) -> None:
-        versions = self.versions
+        engines = self.versions.engines
         deadline = self.config.weights.deadline
 
         if now > self._sleep_sent_at + SLEEP_RETRY:
             self._sleep_sent_at = now
-            for peer in [peer for peer, engine in versions.engines.items() if not engine.asleep]:
-                self.journal.outbox.to_control(peer, Sleep(self._sleep_number))
+            for peer, engine in engines.items():
+                if not engine.asleep:
+                    self.journal.outbox.to_control(peer, Sleep(self._sleep_number))
 
         if now > self._deadline_start + deadline:
             self._deadline_start = now  # new processes have as much time
             incarnations = [*self.engine_peers.vacant_indices.values()]
             for process in self.engine_peers:
-                engine = versions.engines[process.peer]
+                engine = engines[process.peer]
                 if engine.is_up and not engine.asleep:  # a starting server has another deadline
                     incarnations.append(process.hello.incarnation)
 
@@ -181,31 +201,6 @@ class ShiftHandler:
                 self._replace(
                     Replace(self.role, f"not all of {self.role} have reported in: they cannot sleep")
                 )
-
-    def _replace_unrested(self, now: float) -> None:
-        """Replace ranks that do not offload within the time of a start, in which ranks read as much.
-
-        The time begins when the ranks are told to rest.
-        """
-        ranks = self.trainer.ranks
-        time_limit = self.fleet.liveness.start_seconds
-
-        if ranks.last_plan_kind not in ("rest", ""):  # "": an earlier coordinator has sent the plan
-            self._deadline_start = now
-        elif now > self._deadline_start + time_limit:
-            self._deadline_start = now  # new processes have as much time
-            reason = f"the trainer has not come to rest within {time_limit:g} s"
-            self._replace(Replace("trainer", reason, ranks.incarnation))
-
-    def _version_ready(self, now: float) -> bool:
-        """Return True if the version of the committed steps can be loaded.
-
-        After weights.deadline an earlier version is enough.
-        """
-        versions = self.versions
-        config = self.config
-        is_late = now > self._deadline_start + config.weights.deadline and versions.newest != NO_VERSION
-        return versions.newest.step >= self.batches.committed or is_late
 
     def _engine_idle_seconds(self) -> float:
         """Return the seconds for which no engine has sampled, by the workers' heartbeats."""
@@ -222,17 +217,3 @@ class ShiftHandler:
             self._sampled_at = max(times)
 
         return min(times, default=0.0) - self._sampled_at
-
-    def _shift_waits(self, shifts: Shifts, missing_names: list[str]) -> Iterator[str]:
-        engines = self.versions.engines.values()
-        versions = self.versions
-        awake_names = [engine.name for engine in engines if not engine.asleep]
-
-        if shifts.shift is Shift.SLEEPING:
-            yield f"the trainer waits for its shift: {', '.join([*missing_names, *awake_names])} to sleep"
-        elif shifts.shift is Shift.WAKING and self.engines.may_wake:
-            yield f"engines load v{versions.newest.step}"
-        elif shifts.shift is Shift.WAKING:
-            written = f"v{self.batches.committed} must be written first"
-            obstacle = written if self.trainer.ranks.offloaded else "the trainer must rest first"
-            yield f"engines wait for their shift: {obstacle}"

@@ -62,8 +62,9 @@ class TrainerHandler:
         self.ledger = state.ledger
         self.batches = state.ledger.batches
         self.fleet = state.fleet
-        self.journal = state.journal
         self.store = state.journal.store
+        self.outbox = state.journal.outbox
+        self.timeline = state.journal.timeline
         self._state = state
         self.on_commit = on_commit
         self.ranks = Ranks(Peers(state, "trainer"), self.store.reader.meta("trainer_incarnation"))
@@ -94,7 +95,7 @@ class TrainerHandler:
 
         # Ranks that have loaded nothing yet, by peer.
         self.waiting_for_devices: dict[bytes, trainer.AskDevices] = {}
-        self.newest_asker = ""  # incarnation of the newest of these ranks
+        self._waiting_incarnation = ""  # incarnation of the newest of these ranks
         # Ranks before their hello: heartbeat and its time.
         self.starting_ranks: dict[bytes, tuple[trainer.TrainerHeartbeat, float]] = {}
 
@@ -108,30 +109,25 @@ class TrainerHandler:
 
         A new incarnation begins a trainer epoch, which fences earlier epochs.
         """
-        rank_name = f"trainer {message.index}"
-        newest_incarnation = self.ranks.incarnation
-        rank = self.ranks.peers.accept_hello(
-            peer, message, now, lambda: RankRecord(peer, rank_name, message, now), newest_incarnation
-        )
-
+        peers = self.ranks.peers
+        new_rank = RankRecord(peer, f"trainer {message.index}", message, now)
+        is_accepted = peers.accept_hello(new_rank, now, self.ranks.incarnation) is not None
         self.starting_ranks.pop(peer, None)
-        if rank is None:
+        if not is_accepted:
             return
 
-        if message.incarnation != self.ranks.incarnation or not self.ranks.rank_count:
-            if message.incarnation != self.ranks.incarnation:
+        is_new_start = message.incarnation != self.ranks.incarnation
+        first_hello = not self.ranks.rank_count
+        if is_new_start or first_hello:
+            if is_new_start:
                 self.fleet.trainer_epoch += 1
                 self.store.put_meta("trainer_epoch", str(self.fleet.trainer_epoch))
                 self.store.put_meta("trainer_incarnation", message.incarnation)
                 self.store.request_sync()  # a power cut must not lead to the same number again
 
-            first_hello = not self.ranks.rank_count
-            peers = self.ranks.peers
             self.ranks = Ranks(peers, message.incarnation, message.ranks)
-            for replaced in [
-                process for process in peers if process.hello.incarnation != message.incarnation
-            ]:
-                peers.remove_process(replaced.peer, "replaced by a new start", now)
+            for rank in [rank for rank in peers if rank.hello.incarnation != message.incarnation]:
+                peers.remove_process(rank.peer, "replaced by a new start", now)
             log.info("trainer epoch %d begins at step %d", self.fleet.trainer_epoch, message.step)
 
             if message.step > self.batches.committed:
@@ -152,11 +148,11 @@ class TrainerHandler:
 
         The ranks that it replaces have ended, and need no answers.
         """
-        if is_older(message.incarnation, self.newest_asker):
+        if is_older(message.incarnation, self._waiting_incarnation):
             return
 
-        if message.incarnation != self.newest_asker:
-            self.newest_asker = message.incarnation
+        if message.incarnation != self._waiting_incarnation:
+            self._waiting_incarnation = message.incarnation
             self.waiting_for_devices = {}
             self.ranks.open_request = None
             self.ranks.last_plan_kind = ""
@@ -164,6 +160,7 @@ class TrainerHandler:
         self.waiting_for_devices[peer] = message
 
     def _check_position(self, step: int) -> None:
+        """Raise a ProtocolError unless the store has all plans that the ranks repeat, from `step` on."""
         retained_batches = self.batches.by_step
         committed = self.batches.committed
         if any(number not in retained_batches for number in range(step, committed)):
@@ -220,7 +217,7 @@ class TrainerHandler:
     def _superseded(self, peer: bytes, message: trainer.Commit | trainer.Checkpointed) -> bool:
         """Return True for a message of an earlier trainer, and tell that trainer to end."""
         if is_earlier := message.trainer_epoch != self.fleet.trainer_epoch:
-            self.journal.outbox.to_control(peer, shared.Stop("a newer trainer has taken over"))
+            self.outbox.to_control(peer, shared.Stop("a newer trainer has taken over"))
         return is_earlier
 
     def record_commit(self, peer: bytes, message: trainer.Commit, now: float) -> None:
@@ -244,7 +241,7 @@ class TrainerHandler:
         if first_commit:
             self.store.put_commit(message.step, self.fleet.trainer_epoch, message.plan_hash)
             self.checkpoint_trained = None
-            self.journal.timeline.record_past("commit", 0.0, step=message.step)
+            self.timeline.record_past("commit", 0.0, step=message.step)
             took_step = "actor/grad_norm" in message.metrics or not message.metrics.get("actor/skipped_steps")
             self.ledger.skipped_batches = 0 if took_step else self.ledger.skipped_batches + 1
             self.on_commit(message)
@@ -252,7 +249,7 @@ class TrainerHandler:
         self.ranks.committed_step = max(self.ranks.committed_step, message.step)
         self.fleet.liveness.note_progress(now)
         # While a restarted trainer repeats steps, the engines keep their newer weights.
-        self.journal.outbox.to_control(
+        self.outbox.to_control(
             peer,
             trainer.Committed(message.step, message.step >= self.batches.committed, self._choose_best()),
         )
@@ -306,7 +303,7 @@ class TrainerHandler:
             "memory": f"it is tried again: {self.ledger.memory_limits.describe_change(message)}",
             "spike": "it is left out, back to the newest checkpoint",
         }
-        self.journal.outbox.to_control(peer, shared.Stop(stop_reasons[message.reason]))
+        self.outbox.to_control(peer, shared.Stop(stop_reasons[message.reason]))
         return running_episodes
 
     def _leave_out_batch(self, message: trainer.GaveUp) -> list[EpisodeRecord]:
@@ -336,7 +333,7 @@ class TrainerHandler:
             self.snapshot_s = message.snapshot_s
             self.write_s = message.write_s
             self.store.put_meta("version", msgspec.json.encode(ref).decode())
-            self.journal.timeline.record_past("write_weights", message.write_s, version=ref.version)
+            self.timeline.record_past("write_weights", message.write_s, version=ref.version)
             self.fleet.liveness.note_alive(now)
 
     def record_probe(self, message: trainer.Probed, now: float) -> None:
@@ -361,7 +358,7 @@ class TrainerHandler:
             return  # a repetition, for a restarted coordinator that may have missed the message
 
         self.store.put_checkpoint(message.step)
-        self.journal.timeline.record_past("checkpoint", 0.0, step=message.step)
+        self.timeline.record_past("checkpoint", 0.0, step=message.step)
         self.checkpoint_step = message.step
         covers_all = message.step == self.batches.committed
         self.checkpoint_trained = message.trained_total if covers_all else None
@@ -414,10 +411,9 @@ class TrainerHandler:
         """Why no checkpoint can be written, and where a resume would begin; '' without a problem."""
         if not self._checkpoint_problem:
             return ""
-        saved_step = self.checkpoint_step
-        if saved_step < 0:
+        if self.checkpoint_step < 0:
             return f"{self._checkpoint_problem}; there is no checkpoint yet"
-        return f"{self._checkpoint_problem}; the newest checkpoint is of step {saved_step}"
+        return f"{self._checkpoint_problem}; the newest checkpoint is of step {self.checkpoint_step}"
 
     def describe_unsaved_stop(self, reason: str) -> str:
         """Return the message for a stop without a checkpoint."""
@@ -450,7 +446,7 @@ class TrainerHandler:
         is_late = (
             message.trainer_epoch != self.fleet.trainer_epoch or message.step < self.ranks.committed_step
         )
-        is_replaced = is_older(self.ranks.incarnation, self.newest_asker)
+        is_replaced = is_older(self.ranks.incarnation, self._waiting_incarnation)
         return None if is_late or is_replaced else self.ranks.peers.get(peer)
 
     def serve_request(self) -> None:
@@ -460,7 +456,7 @@ class TrainerHandler:
 
         if self.waiting_for_devices and (self.stopping or shifts is None or shifts.shift is Shift.TRAIN):
             for peer in self.waiting_for_devices:
-                self.journal.outbox.to_control(peer, trainer.GrantDevices())
+                self.outbox.to_control(peer, trainer.GrantDevices())
             self.waiting_for_devices = {}
             self.ranks.offloaded = False
 
@@ -471,7 +467,7 @@ class TrainerHandler:
         self.ranks.open_request = None
         self.ranks.offloaded = False
         self.ranks.last_plan_kind = plan.kind
-        self.journal.outbox.to_bulk(first_rank.peer, plan)
+        self.outbox.to_bulk(first_rank.peer, plan)
 
     def _plan_in_shift(self, request: trainer.PlanRequest) -> trainer.WorkPlan | None:
         """Return the requested plan if the trainer has the devices, or the order to rest before engines wake.
@@ -548,6 +544,4 @@ class TrainerHandler:
                 lost_uids.append(uid)
             frames += turns
 
-        self.journal.outbox.to_bulk(
-            peer, trainer.Payloads(message.step, message.uids, tuple(lost_uids)), frames
-        )
+        self.outbox.to_bulk(peer, trainer.Payloads(message.step, message.uids, tuple(lost_uids)), frames)

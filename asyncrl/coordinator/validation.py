@@ -28,7 +28,7 @@ from asyncrl.coordinator.reporting import (
     transcript_entry,
 )
 from asyncrl.coordinator.state import RunState, log
-from asyncrl.coordinator.workers import WorkerHandler, WorkerRecord
+from asyncrl.coordinator.workers import WorkerHandler
 from asyncrl.observe.held_out import (
     GREEDY,
     SAMPLED,
@@ -68,14 +68,6 @@ class SessionStart(msgspec.Struct, frozen=True):
     ref: WeightsRef
     settings: str = ""
 
-    def can_continue(self, earlier: SessionStart) -> bool:
-        """Return True if episodes of an earlier session can be reused: weights and settings are the same.
-
-        The weights of step 0 are the model's own, whichever trainer has published them.
-        """
-        same_weights = self.ref.version == earlier.ref.version or self.step == 0
-        return same_weights and (self.step, self.settings) == (earlier.step, earlier.settings)
-
 
 class Validation:
     """Runs at most one session at a time.
@@ -107,13 +99,14 @@ class Validation:
         Return False without a version, or without samples.
         """
         ref = self.fleet.versions.ref
-        sample_count = self._sample_count
+        if not self._sample_count:
+            return False
 
-        if self.session is not None and sample_count:
+        if self.session is not None:
             log.warning(
                 "validation of step %d left out: that of step %d is not over", step, self.session.step
             )
-        if self.session is not None or ref is None or sample_count == 0:
+        if self.session is not None or ref is None:
             return False
 
         return self._start_session(SessionStart(step, final, ref, self.config.held_out_settings), now)
@@ -176,10 +169,16 @@ class Validation:
                 self._store_session(None)
             return False
 
-        stored_session = self._stored_session()
+        # Stored episodes go on under the same weights and settings. The weights of step 0 are the model's,
+        # whichever trainer has published them.
         step = start.step
+        earlier = self._stored_session()
+        continues = (
+            earlier is not None
+            and (earlier.step, earlier.settings) == (step, start.settings)
+            and (step == 0 or earlier.ref.version == start.ref.version)
+        )
         uids = [uid for row in range(self._sample_count) for uid in self._episode_uids(step, row)]
-        continues = stored_session is not None and stored_session.can_continue(start)
         self.episodes.begin_session(uid_prefix(step), uids, continues)
 
         end_time = self.fleet.engine_time(now) + self.config.rollout.episode_timeout * (1 + start.final)
@@ -212,27 +211,34 @@ class Validation:
         if not self.engines.awake:
             return
 
-        uses_servers = self.engines.remote
-        servers_ready = False
-        # Servers are reserved, and workers know before they get episodes.
-        if uses_servers:
+        workers = list(self.workers.peers)
+        if self.engines.remote:
+            # Servers are reserved, and workers know before they get episodes.
             servers_ready = self.engines.reserve_servers(session.ref.version, all_servers=exclusive)
-            self.engines.send_table([worker.peer for worker in self.workers.peers], now)
+            self.engines.send_table([worker.peer for worker in workers], now)
+            able_workers = workers if servers_ready else []
+        else:
+            # A worker's own engine gets the version, again after a refusal or a long silence.
+            able_workers = [worker for worker in workers if worker.eval_version == session.ref.version]
+            for worker in workers:
+                is_due = now - worker.eval_requested_at > self.config.weights.deadline
+                if worker.eval_version != session.ref.version and is_due:
+                    worker.eval_requested_at = now
+                    self.fleet.versions.engines[worker.peer].asleep = False
+                    self.journal.outbox.to_control(
+                        worker.peer, self.fleet.versions.load_message(session.ref, "eval")
+                    )
 
         waiting = iter(self.episodes.waiting)
-        for worker in self.workers.peers:
-            if not (servers_ready if uses_servers else self._has_version(session, worker, now)):
-                continue
-
+        transcribed_rows = self._transcribed_rows
+        for worker in able_workers:
             slot_limit = math.ceil((1.0 if exclusive else MID_RUN_FRACTION) * worker.hello.slots)
             free_slots = min(
                 worker.free_slots, slot_limit - sum(uid.startswith(UID_START) for uid in worker.running)
             )
             for episode in islice(waiting, max(0, free_slots)):
                 row = HeldOut.from_uid(episode.uid).row
-                self.workers.give_episode(
-                    worker, episode, self.samples[row], 0, row in self._transcribed_rows, now
-                )
+                self.workers.give_episode(worker, episode, self.samples[row], 0, row in transcribed_rows, now)
 
         episode_count = len(self.episodes.episodes)
         ended_count = episode_count - self._in_flight
@@ -252,19 +258,6 @@ class Validation:
     def needs_engines(self) -> bool:
         """True if a session is under way, or will be resumed once the run has started."""
         return self.is_busy or (not self._resumed and self._stored_session() is not None)
-
-    def _has_version(self, session: SessionStart, worker: WorkerRecord, now: float) -> bool:
-        """Return True if the worker's own engine has the version; else send the version, if it is time.
-
-        The version is sent again after a refusal or a long silence.
-        """
-        if worker.eval_version == session.ref.version:
-            return True
-        if now - worker.eval_requested_at > self.config.weights.deadline:
-            worker.eval_requested_at = now
-            self.fleet.versions.engines[worker.peer].asleep = False
-            self.journal.outbox.to_control(worker.peer, self.fleet.versions.load_message(session.ref, "eval"))
-        return False
 
     def confirm_load(self, peer: bytes, message: Loaded, now: float) -> None:
         """Handle the report of a worker's second engine that loaded a version, or could not load it."""

@@ -57,11 +57,12 @@ class WorkerHandler:
         self.ledger = state.ledger
         self.buffer = state.ledger.buffer
         self.fleet = state.fleet
-        self.journal = state.journal
+        self.store = state.journal.store
+        self.outbox = state.journal.outbox
         self._send_welcome = state.send_welcome
         self.engines = engines
         self.peers = Peers(state, "rollout", state.config.rollout.workers, self._on_lost)
-        self.assign_seq = state.journal.store.epoch << 32  # grows across restarts of the coordinator
+        self.assign_seq = self.store.epoch << 32  # grows across restarts of the coordinator
         self.work_left = False  # the last pass left episodes that can be assigned
 
         # Running episodes of the store, by worker incarnation.
@@ -73,22 +74,23 @@ class WorkerHandler:
     # -- control -------------------------------------------------------------------------------------
 
     def welcome_worker(self, peer: bytes, message: WorkerHello, now: float) -> None:
-        """Handle the hello of a worker, first or repeated. Both are alike, as a hello has the whole state."""
-        if self.peers.accept_hello(peer, message, now, lambda: self._join(peer, message, now)) is not None:
-            self._send_welcome(peer)
-            self.journal.outbox.to_control(peer, self._min_version_message())
-            self.engines.resend_to_worker(peer, message.version, now)
+        """Handle the hello of a worker, first or repeated: each hello has the whole state."""
+        new_worker = WorkerRecord(peer, f"worker {message.index}", message, now, message.acked)
+        worker = self.peers.accept_hello(new_worker, now)
+        if worker is None:
+            return
 
-    def _join(self, peer: bytes, message: WorkerHello, now: float) -> WorkerRecord:
-        """Make the record of a worker. Its episodes go on if only the coordinator was restarted."""
-        worker = WorkerRecord(peer, f"worker {message.index}", message, now, message.acked)
-        for episode in self._restored_episodes.pop(message.incarnation, []):
-            if episode.worker == message.incarnation and episode.state is State.RUNNING:
-                worker.running[episode.uid] = (episode.assign_seq, now)
+        if worker is new_worker:
+            # If only the coordinator was restarted, the worker still runs its episodes.
+            for episode in self._restored_episodes.pop(message.incarnation, []):
+                if episode.worker == message.incarnation and episode.state is State.RUNNING:
+                    worker.running[episode.uid] = (episode.assign_seq, now)
+            if not self.engines.remote:
+                self.engines.add_engine(peer, worker.name)
 
-        if not self.engines.remote:
-            self.engines.add_engine(peer, worker.name)
-        return worker
+        self._send_welcome(peer)
+        self.outbox.to_control(peer, self._min_version_message())
+        self.engines.resend_to_worker(peer, message.version, now)
 
     def note_heartbeat(self, peer: bytes, message: WorkerHeartbeat, now: float) -> None:
         worker = self.peers.get(peer)
@@ -114,13 +116,13 @@ class WorkerHandler:
         # Acks may have overtaken the hello on the other channel.
         worker.last_record = max(worker.last_record, message.acked)
 
-        ledger_of = self.ledger.owner_of
+        owner_of = self.ledger.owner_of
         incarnation = worker.hello.incarnation
         for attempt in message.held:  # 100,000 a second in a large run
-            episode = ledger_of(attempt.uid).episodes.get(attempt.uid)
+            episode = owner_of(attempt.uid).episodes.get(attempt.uid)
             if episode is None or episode.attempt != attempt.attempt or episode.worker != incarnation:
                 # The episode was reassigned or given up while the worker was silent.
-                self.journal.outbox.to_control(peer, Cancel(attempt))
+                self.outbox.to_control(peer, Cancel(attempt))
 
     def note_leaving(self, peer: bytes) -> None:
         """Note that a worker is about to end by a signal. Other peers are ignored."""
@@ -130,7 +132,7 @@ class WorkerHandler:
     def send_min_version(self) -> None:
         """Send all workers the oldest version that a turn may start on."""
         for worker in self.peers:
-            self.journal.outbox.to_control(worker.peer, self._min_version_message())
+            self.outbox.to_control(worker.peer, self._min_version_message())
 
     def _min_version_message(self) -> MinVersion:
         return MinVersion(max(0, self.ledger.batches.committed - self.buffer.max_start_staleness))
@@ -144,12 +146,9 @@ class WorkerHandler:
 
     def _on_lost(self, worker: WorkerRecord, reason: str, now: float) -> None:
         """Issue the episodes of a lost worker again, from their last durable turns."""
-        index = worker.hello.index
-        step = self.ledger.batches.committed + 1
-        log_file = self.run_dir / "logs" / f"rollout-{index}.log"
-        last_output = cause_of_death(log_file, worker.hello.incarnation, crashed=False)
-        cause = f"{worker.name} in step {step} ({reason})"
-        if last_output:
+        log_file = self.run_dir / "logs" / f"rollout-{worker.hello.index}.log"
+        cause = f"{worker.name} in step {self.ledger.batches.committed + 1} ({reason})"
+        if last_output := cause_of_death(log_file, worker.hello.incarnation, crashed=False):
             cause += f": {last_output}"
 
         for uid in list(worker.running):
@@ -181,7 +180,7 @@ class WorkerHandler:
         self, worker: WorkerRecord, episode: EpisodeRecord, reason: FailReason, detail: str, now: float
     ) -> None:
         worker.running.pop(episode.uid, None)
-        self.journal.outbox.to_bulk(worker.peer, Fenced(Attempt(episode.uid, episode.attempt)))
+        self.outbox.to_bulk(worker.peer, Fenced(Attempt(episode.uid, episode.attempt)))
         self.fail_episode(episode, reason, detail, now)
 
     def fail_episode(self, episode: EpisodeRecord, reason: FailReason, detail: str, now: float) -> None:
@@ -196,7 +195,7 @@ class WorkerHandler:
         if episode.uid in self.ledger.held_out.episodes:
             self.ledger.held_out.causes[episode.uid] = detail
         else:
-            self.ledger.failed_attempts.add_failure(reason, detail, self.journal.store)
+            self.ledger.failed_attempts.add_failure(reason, detail, self.store)
             sample = self.buffer.live_groups[episode.group].sample
             self.ledger.first_attempts.note_failure(episode.assign_seq, sample, reason)
 
@@ -204,10 +203,10 @@ class WorkerHandler:
 
     def _reissue_episode(self, episode: EpisodeRecord, reason: FailReason, now: float) -> None:
         """Issue an episode again, or give the episode up."""
-        ledger = self.ledger.owner_of(episode.uid)
-        self.cancel_episodes(ledger.fail_attempt(episode, reason, self.fleet.engine_time(now)))
+        owner = self.ledger.owner_of(episode.uid)
+        self.cancel_episodes(owner.fail_attempt(episode, reason, self.fleet.engine_time(now)))
         if not episode.turns and not episode.open:
-            self.journal.store.forget_frames(episode.uid)
+            self.store.forget_frames(episode.uid)
 
     def cancel_episodes(self, episodes: list[EpisodeRecord]) -> None:
         """Tell the workers to stop these running episodes."""
@@ -215,7 +214,7 @@ class WorkerHandler:
         for episode in episodes:
             worker = connected_workers.get(episode.worker)
             if worker is not None and worker.running.pop(episode.uid, None) is not None:
-                self.journal.outbox.to_control(worker.peer, Cancel(Attempt(episode.uid, episode.attempt)))
+                self.outbox.to_control(worker.peer, Cancel(Attempt(episode.uid, episode.attempt)))
 
     # -- assigning ----------------------------------------------------------------------------------
 
@@ -342,7 +341,7 @@ class WorkerHandler:
 
         is_training = ledger is self.buffer
         if not episode.member:
-            self.journal.store.put_question(episode.group if is_training else -1 - episode.group, sample)
+            self.store.put_question(episode.group if is_training else -1 - episode.group, sample)
 
         # A held-out episode that is continued samples the same tokens, so an evaluation that was killed ends
         # with the same result.
@@ -362,7 +361,7 @@ class WorkerHandler:
             parts=len(parts),
         )
 
-        self.journal.outbox.to_control(worker.peer, message, frames + parts)
+        self.outbox.to_control(worker.peer, message, frames + parts)
 
 
 def sampling_key(seed: int, uid: str, attempt: int) -> int:

@@ -32,13 +32,13 @@ RANK = b"trainer/0/launch.2"
 
 
 @pytest.fixture
-def coordinator(tmp_path: Path) -> Iterator[Coordinator]:
+def coordinator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Coordinator]:
     stored(rows(4)).save(samples_path(tmp_path / "r", "train"))
     keys = {"name": "r", "run_dir": str(tmp_path), "model": {"path": "m"}, "data": {"train": "d"}}
     config = parse(keys)
+    monkeypatch.setattr("asyncrl.coordinator.loop.TransactionalOutbox", lambda *hubs: Sent())
     coordinator = Coordinator(config, choose_endpoints("127.0.0.1", 0), "launch")
     coordinator.lifecycle.phase = Phase.RUNNING
-    coordinator.state.journal.outbox = Sent()  # type: ignore[assignment]
     coordinator._on_control(OBSERVER, ObserverHello(), [], now=0.0)
     coordinator.state.fleet.liveness.note_progress(0.0)
     yield coordinator
