@@ -254,7 +254,7 @@ class Turn(msgspec.Struct, frozen=True):
     (written by the model); a turn that begins a row has the whole prompt as context.
 
     `replies`, `observation`: empty in the trainer, which gets the frames of turns without those of replies
-    (`RunState.read_turns`).
+    (`Ledger.read_turns`).
 
     `generation`: the engine's answer. The answer's `routes` are of the row's tokens up to here without routes
     in an earlier turn; its `scores` are by the scorer of the data source, and absent in validation. `agent`:

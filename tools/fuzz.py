@@ -318,7 +318,7 @@ class Endured:
             attempt = record.attempt
             if worker.running and self.rng.random() < 0.9:
                 uid = self.rng.choice([*worker.running])
-                attempt = Attempt(uid, self.coordinator.state.buffer.episodes[uid].attempt)
+                attempt = Attempt(uid, self.coordinator.state.ledger.buffer.episodes[uid].attempt)
             counted.append((msgspec.structs.replace(record, seq=seq, attempt=attempt), count))
 
         return Records(tuple(counted))
@@ -345,7 +345,7 @@ class Endured:
                 coordinator._on_control(peer, hello, [], self.now)
 
         coordinator.run_pass(self.now)
-        flow = coordinator.state.buffer.account()
+        flow = coordinator.state.ledger.buffer.account()
         if coordinator.lifecycle.error or not flow.conserved:
             raise Stopped(
                 f"coordinator: {coordinator.lifecycle.error or flow}, after {self.message_count} messages"

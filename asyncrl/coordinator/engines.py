@@ -14,7 +14,7 @@ An engine on a restarted peer is new, and holds no version.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import chain, repeat
 
 from asyncrl.buffer.shifts import Shift
@@ -44,7 +44,13 @@ class EngineHandler:
     """
 
     def __init__(self, state: RunState, now: float) -> None:
-        self.state = state
+        self.config = state.config
+        self.ledger = state.ledger
+        self.fleet = state.fleet
+        self.versions = state.fleet.versions
+        self.outbox = state.journal.outbox
+        self.timeline = state.journal.timeline
+        self._send_welcome = state.send_welcome
         self._started_at = now
         self.remote = state.config.engine.remote
 
@@ -76,14 +82,14 @@ class EngineHandler:
 
     def add_engine(self, peer: bytes, name: str, up: bool = True) -> None:
         """Add an engine that reported in. The engine will be sent the newest version, whatever it holds."""
-        self.state.versions.engines[peer] = EngineRecord(name, up)
+        self.versions.engines[peer] = EngineRecord(name, up)
 
     def remove_engine(self, peer: bytes) -> None:
-        self.state.versions.engines.pop(peer, None)
+        self.versions.engines.pop(peer, None)
 
     def quarantined(self, peer: bytes) -> bool:
         """Return True if the worker's own engine must not sample."""
-        engine = self.state.versions.engines.get(peer)
+        engine = self.versions.engines.get(peer)
         return engine is not None and engine.quarantined
 
     def quarantine(self, peer: bytes, resend_at: float) -> None:
@@ -91,7 +97,7 @@ class EngineHandler:
 
         Nothing happens for a worker that uses servers, as there is no engine of its own.
         """
-        if (engine := self.state.versions.engines.get(peer)) is not None:
+        if (engine := self.versions.engines.get(peer)) is not None:
             engine.quarantined = True
             engine.resend(resend_at)
 
@@ -102,15 +108,14 @@ class EngineHandler:
         version.
         """
         self._informed_workers.discard(peer)
-        engine = self.state.versions.engines.get(peer)
+        engine = self.versions.engines.get(peer)
         if engine is not None and engine.pushed > min(version, engine.acked):
             engine.resend(now)
 
     def confirm_load(self, peer: bytes, message: Loaded, now: float) -> None:
         """Handle the report of an engine that loaded a version, or could not load it."""
-        versions = self.state.versions
         loaded_version = message.ref.version
-        if (engine := versions.engines.get(peer)) is None:
+        if (engine := self.versions.engines.get(peer)) is None:
             return  # the peer will say hello
 
         engine.push_s = message.seconds
@@ -127,7 +132,7 @@ class EngineHandler:
                 self.last_refusal = message.error
             return
 
-        if not versions.same_weights(loaded_version, message.checksum):
+        if not self.versions.same_weights(loaded_version, message.checksum):
             log.error("%s loaded other weights as v%d: sent again", engine.name, loaded_version.step)
             self.quarantine(peer, now + LOAD_RETRY)
             return
@@ -145,10 +150,10 @@ class EngineHandler:
         self.refusals.clear()
         if loaded_version > engine.acked:
             engine.acked = loaded_version
-            self.state.timeline.record_past(
+            self.timeline.record_past(
                 "push", now - engine.pushed_at, version=loaded_version, engine=engine.name
             )
-            self.state.liveness.note_alive(now)
+            self.fleet.liveness.note_alive(now)
 
     def pop_unloadable_version(self) -> str:
         """Return why no engine can load the newest version, once an engine has refused it MAX_REFUSALS times.
@@ -156,19 +161,16 @@ class EngineHandler:
         Returns '' if an engine holds the version, or is loading it without a refusal so far. A process that
         fails to load any files ends by itself (runtime/weight_loader.py), and a new process tries.
         """
-        engines = self.state.versions.engines
-        newest = self.state.versions.newest
-        refused = self.refusals
-
+        newest = self.versions.newest
         often_refused = any(
-            count >= MAX_REFUSALS for (_, version), count in refused.items() if version == newest
+            count >= MAX_REFUSALS for (_, version), count in self.refusals.items() if version == newest
         )
-        untried_peers = (
-            peer for peer, engine in engines.items() if engine.pushed >= newest and not refused[peer, newest]
+        may_load = any(
+            (engine.acked >= newest and engine.woken)
+            or (engine.pushed >= newest and not self.refusals[peer, newest])
+            for peer, engine in self.versions.engines.items()
         )
-        newest_loaded = any(engine.acked >= newest and engine.woken for engine in engines.values())
-
-        if not often_refused or newest_loaded or any(untried_peers):
+        if not often_refused or may_load:
             return ""
 
         self.refusals.clear()
@@ -179,112 +181,111 @@ class EngineHandler:
         self.probe_gap = max(self.probe_gap, message.probe_gap)
         self.probe_tokens += message.probe_tokens
 
-    def steps_by_worker(self) -> Callable[[bytes], list[int]]:
-        """Return a function from a worker to the versions that its episodes can start on, ascending.
+    def usable_versions(self, workers: Iterable[bytes]) -> dict[bytes, list[int]]:
+        """Return the versions that the episodes of each worker can start on, ascending.
 
         These are the version of the worker's own engine, or the versions of all servers.
         """
-        engines = self.state.versions.engines
+        engines = self.versions.engines
         if not self.remote:
-            return lambda worker_peer: [engines[worker_peer].acked.step]
-        server_steps = sorted(
-            engines[supervisor.peer].acked.step for supervisor in self._serving_supervisors("train")
+            return {peer: [engines[peer].acked.step] for peer in workers}
+        return dict.fromkeys(
+            workers,
+            sorted(engines[supervisor.peer].acked.step for supervisor in self._serving_supervisors("train")),
         )
-        return lambda worker_peer: server_steps
-
-    def push_versions(self, now: float) -> None:
-        """Remove silent supervisors, and push the newest version to engines that are due."""
-        for peers in self.supervised_peers:
-            peers.remove_silent(now)
-
-        versions = self.state.versions
-        if versions.ref is not None:
-            if versions.newest > self._announced_version:
-                self._announced_version = versions.newest
-                for supervisor in self.supervisors:
-                    self.state.outbox.to_control(supervisor.peer, Prefetch(versions.ref))
-
-            due_peers = self._due_peers(now) if self.awake or self.may_wake else []
-            for peer in due_peers:
-                self.state.outbox.to_control(peer, versions.load_message(versions.ref, "train"))
-                engine = versions.engines[peer]
-                engine.pushed = versions.newest
-                engine.pushed_at = now
-                engine.asleep = False
-
-        for engine in versions.engines.values():
-            is_late = engine.pushed != NO_VERSION and (engine.acked < engine.pushed or not engine.woken)
-            if is_late and now - engine.pushed_at > self.state.config.weights.deadline:
-                engine.resend(now)
-                newest_step = versions.newest.step
-                log.warning("%s has not loaded v%d in time; it is sent again", engine.name, newest_step)
 
     @property
     def awake(self) -> bool:
         """True if engines have their devices: always without shifts, else in the rollout shift."""
-        return self.state.shifts is None or self.state.shifts.shift is Shift.ROLLOUT
+        return self.fleet.shifts is None or self.fleet.shifts.shift is Shift.ROLLOUT
 
-    def _due_peers(self, now: float) -> list[bytes]:
-        """Return the engines to which the newest version is to be sent now.
+    def push_newest(self, now: float) -> None:
+        """Send the newest version to all engines that lack the version and may load it now.
 
         Servers in use are updated one after another, so that the other servers generate while a server is
-        paused. Adapters need no pause.
+        paused. Adapters need no pause. Before, silent supervisors are removed. A version that is not
+        confirmed within `weights.deadline` is sent again.
         """
-        engines = self.state.versions.engines
+        for peers in self.supervised_peers:
+            peers.remove_silent(now)
 
-        free_peers = {
-            peer
-            for peer, engine in engines.items()
-            if (engine.is_up or self.state.config.shifts)
-            and (engine.quarantined or not engine.held_for_validation)
-        }
-        due_peers = [
-            peer
-            for peer in engines
-            if peer in free_peers and self.state.versions.needs_push(engines[peer], now)
-        ]
+        versions = self.versions
+        engines = versions.engines
+        config = self.config
+        due_peers: list[bytes] = []
 
-        config = self.state.config
-        if not self.remote or not config.weights.rolling or config.adapters_apart or config.shifts:
-            return due_peers
+        if versions.ref is not None:
+            if versions.newest > self._announced_version:
+                self._announced_version = versions.newest
+                for supervisor in self.supervisors:
+                    self.outbox.to_control(supervisor.peer, Prefetch(versions.ref))
 
-        serving_peers = {peer for peer in engines if engines[peer].acked != NO_VERSION}  # healthy or not
-        idle_peers = [peer for peer in due_peers if peer not in serving_peers]
-        if any(engines[peer].acked < engines[peer].pushed for peer in serving_peers):
-            return idle_peers
+            # With shifts a replaced server starts, and gets its URL, only when a version arrives.
+            if self.awake or self.may_wake:
+                has_probe = versions.find_probe(versions.newest) is not None
+                due_peers = [
+                    peer
+                    for peer, engine in engines.items()
+                    if engine.pushed < versions.newest
+                    and now >= engine.send_at
+                    and (has_probe or not engine.unproven)
+                    and (engine.is_up or config.shifts)
+                    and (engine.quarantined or not engine.reserved_for_validation)
+                ]
 
-        due_serving = sorted(set(due_peers) & serving_peers, key=lambda peer: engines[peer].pushed_at)
-        return idle_peers + due_serving[:1]
+            one_by_one = config.weights.rolling and not config.adapters_apart and not config.shifts
+            if self.remote and one_by_one:
+                used_peers = {peer for peer, engine in engines.items() if engine.acked != NO_VERSION}
+                idle_peers = [peer for peer in due_peers if peer not in used_peers]
+                due_used = [peer for peer in due_peers if peer in used_peers]
+                due_used.sort(key=lambda peer: engines[peer].pushed_at)
+                is_loading = any(engines[peer].acked < engines[peer].pushed for peer in used_peers)
+                due_peers = idle_peers if is_loading else idle_peers + due_used[:1]
+
+            for peer in due_peers:
+                self.outbox.to_control(peer, versions.load_message(versions.ref, "train"))
+                engine = engines[peer]
+                engine.pushed = versions.newest
+                engine.pushed_at = now
+                engine.asleep = False
+
+        for engine in engines.values():
+            is_unconfirmed = engine.acked < engine.pushed or not engine.woken
+            if (
+                engine.pushed != NO_VERSION
+                and is_unconfirmed
+                and now - engine.pushed_at > config.weights.deadline
+            ):
+                engine.resend(now)
+                log.warning(
+                    "%s has not loaded v%d in time; it is sent again", engine.name, versions.newest.step
+                )
 
     # -- supervisors -------------------------------------------------------------------------------------
 
     def welcome_supervisor(self, peer: bytes, message: SupervisorHello, now: float) -> None:
-        """Handle the hello of a supervisor, first or repeated. Both are alike, as a hello has the whole
-        state."""
+        """Handle the hello of a supervisor, first or repeated: each hello has the whole state."""
         if role_of(peer) == SCORER:
             self.scorers.welcome_supervisor(peer, message, now)
             return
 
-        supervisor = self.supervisors.accept_hello(
-            peer, message, now, lambda: self._join_supervisor(peer, message, now)
-        )
+        new_supervisor = SupervisorRecord(peer, f"engine {message.index}", message, now)
+        supervisor = self.supervisors.accept_hello(new_supervisor, now)
         if supervisor is None:
             return
 
-        engine = self.state.versions.engines[peer]
+        if supervisor is new_supervisor:
+            self.add_engine(peer, supervisor.name, bool(message.url))
+            self.fleet.liveness.note_alive(now)
+
+        engine = self.versions.engines[peer]
         if message.url and not engine.is_up:
             log.info("%s: %s at %s", supervisor.name, message.engine, message.url)
-            self.state.liveness.note_alive(now)
+            self.fleet.liveness.note_alive(now)
 
         supervisor.hello = message
         engine.is_up = bool(message.url)
-        self.state.send_welcome(peer)
-
-    def _join_supervisor(self, peer: bytes, message: SupervisorHello, now: float) -> SupervisorRecord:
-        supervisor = SupervisorRecord(peer, f"engine {message.index}", message, now)
-        self.add_engine(peer, supervisor.name, bool(message.url))
-        self.state.liveness.note_alive(now)
-        return supervisor
+        self._send_welcome(peer)
 
     def note_heartbeat(self, peer: bytes, message: SupervisorHeartbeat, now: float) -> None:
         if role_of(peer) == SCORER:
@@ -297,11 +298,11 @@ class EngineHandler:
 
         supervisor.heartbeat = message
         if message.kv_use is not None:
-            self.state.versions.engines[peer].kv_use = message.kv_use
-            self.state.live_limit.kv_cap.note_use(supervisor.name, message.kv_use)
+            self.versions.engines[peer].kv_use = message.kv_use
+            self.ledger.live_limit.kv_cap.note_use(supervisor.name, message.kv_use)
 
         if message.starting:  # a supervisor whose server does not start in time ends by itself
-            self.state.liveness.note_alive(now)
+            self.fleet.liveness.note_alive(now)
 
     # -- the table -----------------------------------------------------------------------------------
 
@@ -322,8 +323,8 @@ class EngineHandler:
         first waits a lease for supervisors to report, as workers take back turns from servers missing in a
         table.
         """
-        config = self.state.config
-        planned_servers = self.state.config.engine.server_count
+        config = self.config
+        planned_servers = self.config.engine.server_count
         table_complete = (
             sum(supervisor.hello.index < planned_servers for supervisor in self.supervisors)
             >= planned_servers
@@ -334,7 +335,7 @@ class EngineHandler:
         ):
             return
 
-        self._informed_workers -= self.state.outbox.unreachable  # they missed a change
+        self._informed_workers -= self.outbox.unreachable  # they missed a change
         self._informed_workers &= set(workers)
 
         if now >= self._next_table_at:
@@ -355,18 +356,18 @@ class EngineHandler:
 
     def _send_entries(self, workers: Collection[bytes], message: Engines) -> None:
         for peer in workers:
-            self.state.outbox.to_control(peer, message)
+            self.outbox.to_control(peer, message)
 
     def server_table(self) -> tuple[EngineEntry, ...]:
         serving_peers = {supervisor.peer for supervisor in self._serving_supervisors(None)}
         engines: list[EngineEntry] = []
         for supervisor in self.supervisors:
-            engine = self.state.versions.engines[supervisor.peer]
+            engine = self.versions.engines[supervisor.peer]
             entry = supervisor.table_entry(
                 version=engine.acked,
                 healthy=supervisor.peer in serving_peers,
-                lane="eval" if engine.held_for_validation else "train",
-                asleep=self.state.shifts is not None and not engine.woken,
+                lane="eval" if engine.reserved_for_validation else "train",
+                asleep=self.fleet.shifts is not None and not engine.woken,
             )
             engines.append(entry)
         return (*engines, *self.scorers.table_entries(engines))
@@ -382,7 +383,7 @@ class EngineHandler:
                 for counter_name in USE_COUNTERS:
                     if increase := getattr(use, counter_name) - getattr(previous_use, counter_name):
                         totals[counter_name] += increase
-                self.state.live_limit.kv_cap.retracted_requests += use.retracted - previous_use.retracted
+                self.ledger.live_limit.kv_cap.retracted_requests += use.retracted - previous_use.retracted
 
     def gauges(self) -> dict[str, float]:
         """Return metrics of each server, and the fraction of all prompt tokens found in a prefix cache."""
@@ -392,7 +393,7 @@ class EngineHandler:
 
         for supervisor in self.supervisors:
             use = self._server_uses[supervisor.name]
-            engine = self.state.versions.engines[supervisor.peer]
+            engine = self.versions.engines[supervisor.peer]
 
             totals = {name: float(use[name]) for name in USE_COUNTERS}
             totals["version"] = float(engine.acked.step)
@@ -414,7 +415,7 @@ class EngineHandler:
 
     def _serving_supervisors(self, lane: str | None) -> list[SupervisorRecord]:
         """Return the supervisors of servers that may sample, in all lanes or in the given lane."""
-        engines = self.state.versions.engines
+        engines = self.versions.engines
         return [
             supervisor
             for supervisor in self.supervisors
@@ -422,21 +423,21 @@ class EngineHandler:
             and supervisor.heartbeat.healthy
             and not engine.quarantined
             and engine.acked != NO_VERSION
-            and (lane is None or (lane == "eval") == engine.held_for_validation)
+            and (lane is None or (lane == "eval") == engine.reserved_for_validation)
         ]
 
     # -- validation ----------------------------------------------------------------------------------
 
-    def pin_servers(self, version: PolicyVersion, all_servers: bool) -> bool:
-        """Set servers aside for validation, which keep their version. Return True when validation may sample.
+    def reserve_servers(self, version: PolicyVersion, all_servers: bool) -> bool:
+        """Reserve servers for validation, which keep their version. Return True when validation may sample.
 
-        One server with `version` or a newer version is set aside, or all such servers. A single server is
+        One server with `version` or a newer version is reserved, or all such servers. A single server is
         shared: training goes on, and the weights change as usual.
         """
-        engines = self.state.versions.engines
-        any_pinned = any(engine.held_for_validation for engine in engines.values())
+        engines = self.versions.engines
+        any_reserved = any(engine.reserved_for_validation for engine in engines.values())
 
-        if not any_pinned and sum(engine.is_up for engine in engines.values()) < 2:
+        if not any_reserved and sum(engine.is_up for engine in engines.values()) < 2:
             return self.can_sample
 
         serving_engines = [engines[supervisor.peer] for supervisor in self._serving_supervisors("train")]
@@ -445,16 +446,16 @@ class EngineHandler:
         ]
 
         for engine in suitable_engines:
-            if any_pinned and not all_servers:
+            if any_reserved and not all_servers:
                 break
-            engine.held_for_validation = True
-            any_pinned = True
+            engine.reserved_for_validation = True
+            any_reserved = True
             self._next_table_at = 0.0  # workers get the table before episodes of the validation
             log.info("%s is set aside for validation", engine.name)
 
-        return any_pinned
+        return any_reserved
 
-    def unpin_servers(self) -> None:
-        """Return the servers set aside to training, after a validation."""
-        for engine in self.state.versions.engines.values():
-            engine.held_for_validation = False
+    def release_servers(self) -> None:
+        """Return the reserved servers to training, after a validation."""
+        for engine in self.versions.engines.values():
+            engine.reserved_for_validation = False

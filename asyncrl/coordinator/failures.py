@@ -1,9 +1,10 @@
-"""Count failures, and draw conclusions that survive a restart of the coordinator.
+"""Count failures, and draw conclusions from them.
 
 `FailedAttempts` counts failed attempts at training episodes. `FirstAttempts` ends a run whose first attempts
 all fail for the same reason (a tool, a reward, an environment or an agent that always raises, or long
 prompts). `MemoryLimits` recomputes more layers, or halves micro-batches, each time a trainer rank ran out of
-memory.
+memory. The store has the counts and the limits. Of the first attempts a restarted coordinator knows only
+whether one has landed, and counts failures from 0.
 """
 
 from __future__ import annotations
@@ -132,21 +133,19 @@ class MemoryLimits(msgspec.Struct):
         """
         if message.recompute_every:
             self.recompute_every = message.recompute_every
-        else:
-            self._halve(message)
-        store.put_meta(self.META, msgspec.json.encode(self).decode())
-
-    def _halve(self, message: GaveUp) -> None:
-        if self.tokens == 1 or (message.episodes == 1 and message.tokens >= self.tokens):
+        elif self.tokens == 1 or (message.episodes == 1 and message.tokens >= self.tokens):
             raise ConfigError(
                 f"trainer rank {message.rank}: one episode of {message.tokens} tokens does not fit: "
                 f"{message.detail}; set {memory_advice(message.recomputed_every)}, then go on with "
                 "resume=auto"
             )
 
-        # The small remainder of a batch was not too large.
-        tried_tokens = max(message.tokens, self.tokens // 4)
-        self.tokens = max(1, min(self.tokens, tried_tokens) // 2)
+        else:
+            # The small remainder of a batch was not too large.
+            tried_tokens = max(message.tokens, self.tokens // 4)
+            self.tokens = max(1, min(self.tokens, tried_tokens) // 2)
+
+        store.put_meta(self.META, msgspec.json.encode(self).decode())
 
     def describe_change(self, message: GaveUp) -> str:
         """Describe the change that followed from this message."""

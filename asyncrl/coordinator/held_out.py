@@ -99,7 +99,17 @@ class HeldOutEpisodes:
 
         self._issued_count = len(uids)
         self._prefix = prefix
-        self.episodes = {uid: _issue_episode(uid, known_episodes.get(uid), continues) for uid in uids}
+        self.episodes = {}
+        for uid in uids:
+            episode = known_episodes.get(uid)
+            if episode is None or not continues:
+                # An old attempt may still run somewhere: the attempts of a new episode get higher numbers.
+                identity = HeldOut.from_uid(uid)
+                attempt = episode.attempt + 1 if episode is not None else 0
+                is_greedy = identity.mode != SAMPLED
+                episode = EpisodeRecord(uid, identity.row, identity.draw, attempt, greedy=is_greedy)
+            self.episodes[uid] = episode
+
         self._changed_episodes = dict(self.episodes)
         self._count_states()
 
@@ -232,16 +242,3 @@ class HeldOutEpisodes:
 
 def _without_text(result: Finished | Failed) -> Finished | Failed:
     return replace(result, text="") if isinstance(result, Finished) else result
-
-
-def _issue_episode(uid: str, known_episode: EpisodeRecord | None, continues: bool) -> EpisodeRecord:
-    """Issue an episode of a session, or continue a known episode.
-
-    In a session that begins anew, attempts get higher numbers, as an old attempt may still run somewhere.
-    """
-    if known_episode is not None and continues:
-        return known_episode
-
-    identity = HeldOut.from_uid(uid)
-    attempt = known_episode.attempt + 1 if known_episode is not None else 0
-    return EpisodeRecord(uid, identity.row, identity.draw, attempt, greedy=identity.mode != SAMPLED)

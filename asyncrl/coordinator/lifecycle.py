@@ -46,7 +46,10 @@ class Lifecycle:
         reporter: Reporter,
         now: float,
     ) -> None:
-        self.state = state
+        self.config = state.config
+        self.ledger = state.ledger
+        self.batches = state.ledger.batches
+        self.fleet = state.fleet
         self.workers = workers
         self.engines = engines
         self.trainer = trainer
@@ -57,7 +60,7 @@ class Lifecycle:
         self.error = ""
         self.outcome = ""
 
-        self._deadline = now + state.liveness.start_seconds
+        self._deadline = now + state.fleet.liveness.start_seconds
         self._can_checkpoint = True  # there are trainer ranks to write a checkpoint
 
     @property
@@ -74,25 +77,29 @@ class Lifecycle:
         """Enter the next phase if the present phase is over. ProtocolError if the start takes too long."""
         match self.phase:
             case Phase.STARTING if (
-                self.state.versions.ref and self.workers.peers and not self.engines.missing_server
+                self.fleet.versions.ref and self.workers.peers and not self.engines.missing_server
             ):
                 self._enter_phase(Phase.RUNNING, now)
                 self.reporter.begin_running()
-                trains = self.state.config.total_steps > 0
+                trains = self.config.total_steps > 0
                 self.validation.resume_session(now, training_over=trains and self._training_over())
                 if not trains:
                     self._enter_phase(Phase.EVALUATING, now)
 
-            case Phase.RUNNING if self.state.batches.over and self._all_failed():
-                cause = f"all episodes failed, and the data are over: {self.state.failed_attempts.newest}"
-                self.abort_run(f"{cause}; mend that, and begin another run", now)
-
             case Phase.RUNNING if self._training_over():
-                self.workers.cancel_episodes(self.state.buffer.drop_all(DropReason.END_OF_DATA))
+                account = self.ledger.buffer.account()
+                if self.batches.over and 0 < account.issued == account.failed:
+                    cause = (
+                        f"all episodes failed, and the data are over: {self.ledger.failed_attempts.newest}"
+                    )
+                    self.abort_run(f"{cause}; mend that, and begin another run", now)
+                    return
+
+                self.workers.cancel_episodes(self.ledger.buffer.drop_all(DropReason.END_OF_DATA))
                 self._enter_phase(Phase.DRAINING, now, math.inf)
 
             case Phase.DRAINING if self._drained(now) and not self.validation.is_busy:
-                self.validation.begin_session(self.state.batches.committed, True, now)
+                self.validation.begin_session(self.batches.committed, True, now)
                 self._enter_phase(Phase.EVALUATING, now)
 
             case Phase.EVALUATING if not self.validation.is_busy:
@@ -101,7 +108,7 @@ class Lifecycle:
                 self._close_run("failed" if self.error else "stopped")
 
             case Phase.STOPPING if not self._can_checkpoint or now > self._deadline:
-                overdue = f"none within launch.stop_timeout ({self.state.config.launch.stop_timeout:g} s)"
+                overdue = f"none within launch.stop_timeout ({self.config.launch.stop_timeout:g} s)"
                 unsaved_stop = self.trainer.describe_unsaved_stop(
                     overdue if self._can_checkpoint else "the trainer was lost"
                 )
@@ -109,21 +116,21 @@ class Lifecycle:
 
             case Phase.STOPPING:
                 remaining = f"for at most {self._deadline - now:.0f} s more"
-                self.state.waits.append(f"a checkpoint after the micro-batch under way, {remaining}")
+                self.fleet.waits.append(f"a checkpoint after the micro-batch under way, {remaining}")
 
             # A trainer that repeats steps after a crash is alive.
             case Phase.STARTING if now > max(
-                self._deadline, self.state.liveness.alive_at + self.state.liveness.start_seconds
+                self._deadline, self.fleet.liveness.alive_at + self.fleet.liveness.start_seconds
             ):
                 reasons = [] if self.workers.peers else ["no rollout worker has reported in"]
-                if not self.state.versions.ref:
+                if not self.fleet.versions.ref:
                     reasons.append("the trainer has not published the first version")
                     reasons += [f"{name}: {wait}" for name, wait in self.trainer.starting_waits(now)]
                 if self.engines.missing_server:
                     reasons.append(f"there is not yet {self.engines.missing_server}")
 
                 time_limit = (
-                    f"{self.state.liveness.start_seconds:.0f} s (launch.start_timeout, and reading models)"
+                    f"{self.fleet.liveness.start_seconds:.0f} s (launch.start_timeout, and reading models)"
                 )
                 raise ProtocolError(f"not started within {time_limit}: {'; '.join(reasons) or 'unknown'}")
 
@@ -134,13 +141,13 @@ class Lifecycle:
             return
 
         log.info("stopping: %s", reason)
-        self.state.stopping = True
+        self.fleet.stopping = True
 
         self.workers.peers.send_stop(reason)
         for supervisors in self.engines.supervised_peers:
             supervisors.send_stop(reason)
         self.trainer.request_checkpoint()
-        self._enter_phase(Phase.STOPPING, now, max(1.0, self.state.config.launch.stop_timeout - EXIT_SECONDS))
+        self._enter_phase(Phase.STOPPING, now, max(1.0, self.config.launch.stop_timeout - EXIT_SECONDS))
 
     def abort_run(self, error: str, now: float) -> None:
         """Stop a run that cannot go on: the run writes a checkpoint first. The outcome is "failed"."""
@@ -155,7 +162,7 @@ class Lifecycle:
 
     def conclude_run(self) -> None:
         """Write the summary. A run without an exact account has failed. Raises StoreError and OSError."""
-        if not self.reporter.audit()[1]:
+        if not self.reporter.audit():
             self.fail_run(
                 "; ".join(filter(None, [self.error, f"the account of the episodes: {NOT_CONSERVED}"]))
             )
@@ -165,7 +172,7 @@ class Lifecycle:
         log.info("phase %s", phase)
         self.phase = phase
         self._deadline = now + seconds
-        self.state.liveness.note_progress(now)
+        self.fleet.liveness.note_progress(now)
 
     def _close_run(self, outcome: str) -> None:
         self.outcome = outcome
@@ -173,12 +180,7 @@ class Lifecycle:
 
     def _training_over(self) -> bool:
         """Return True if no batch is left to train."""
-        batches = self.state.batches
-        return batches.committed >= self.state.config.total_steps or batches.over
-
-    def _all_failed(self) -> bool:
-        account = self.state.buffer.account()
-        return 0 < account.issued == account.failed
+        return self.batches.over or self.batches.committed >= self.config.total_steps
 
     def _drained(self, now: float) -> bool:
         """Return True if the last checkpoint is written and all engines have the last version.
@@ -186,13 +188,14 @@ class Lifecycle:
         Plans that the checkpoint covers must be forgotten, too. Engines may take no longer than
         weights.deadline.
         """
-        committed = self.state.batches.committed
-        versions = self.state.versions
-        all_acked = all(engine.acked >= versions.newest for engine in versions.engines.values())
-        fully_pushed = versions.newest.step >= committed and all_acked
+        committed = self.batches.committed
+        versions = self.fleet.versions
+        fully_pushed = versions.newest.step >= committed and all(
+            engine.acked >= versions.newest for engine in versions.engines.values()
+        )
         checkpoint_saved = self.trainer.checkpoint_step >= committed and not self.trainer.is_forgetting
 
         if checkpoint_saved and (self.engines.awake or self.engines.may_wake):  # engines may load now
-            self._deadline = min(self._deadline, now + self.state.config.weights.deadline)
+            self._deadline = min(self._deadline, now + self.config.weights.deadline)
 
         return checkpoint_saved and (fully_pushed or now > self._deadline)

@@ -5,7 +5,7 @@ waits for: the sockets, at most PASS_SECONDS
 unblocks: all other processes
 
 Each pass of the loop calls, in order: `Poller.wait`, `_drain_socket` (messages into the state), `_advance`
-(admission, deadlines, assignments), `queue_acks`, `RunState.persist` (one transaction, then the replies).
+(admission, deadlines, assignments), `queue_acks`, `Journal.persist` (one transaction, then the replies).
 Replies go out only after the transaction commits, so a kill -9 cannot undo anything that a peer knows of.
 Nothing else commits: a pass that an error interrupts has not happened.
 """
@@ -23,12 +23,13 @@ import msgspec
 from asyncrl.buffer.staleness import drop_overdue
 from asyncrl.config import RunConfig
 from asyncrl.coordinator.engines import EngineHandler
+from asyncrl.coordinator.journal import TransactionalOutbox
 from asyncrl.coordinator.lifecycle import Lifecycle, Phase
 from asyncrl.coordinator.peers import EnrolmentHandler, WrittenFiles, enrolled_keys
 from asyncrl.coordinator.records import RecordHandler
 from asyncrl.coordinator.reporting import Reporter
 from asyncrl.coordinator.shifts import ShiftHandler
-from asyncrl.coordinator.state import Journal, TransactionalOutbox, load_state, log
+from asyncrl.coordinator.state import load_state, log
 from asyncrl.coordinator.trainer import TrainerHandler
 from asyncrl.coordinator.validation import Validation
 from asyncrl.coordinator.workers import MAX_ASSIGNED, WorkerHandler
@@ -80,7 +81,10 @@ class Coordinator:
         self.bulk = Hub(bind_address(endpoints.bulk, host), ToCoordinatorBulk, self._gate)
 
         self.state = load_state(config, self.run_dir, store, TransactionalOutbox(self.control, self.bulk))
-        self._version_server = root_server(config, endpoints, self._gate, lambda: self.state.versions.ref)
+        self.ledger = self.state.ledger
+        self.fleet = self.state.fleet
+        self.journal = self.state.journal
+        self._version_server = root_server(config, endpoints, self._gate, lambda: self.fleet.versions.ref)
 
         now = time.monotonic()
         self.engines = EngineHandler(self.state, now)
@@ -96,14 +100,13 @@ class Coordinator:
         self.reporter = Reporter(self.state, self.workers, self.engines, self.trainer)
         self.records = RecordHandler(self.state, self.workers, self.reporter)
         self.lifecycle = Lifecycle(self.state, *handlers, self.reporter, now)
-        self.files = WrittenFiles(self.state)
+        self.files = WrittenFiles(self.run_dir, self.journal.outbox)
 
         self.is_over = False  # the run is closed, and all processes were sent the end
         self.observers: set[bytes] = set()
         self._next_status_at = 0.0
         self._last_pass_at = now
         self._work_left = False  # the last pass left work that can be done at once
-        self.journal = Journal(self.state, self._keep_contact)
         self._missing_waits: list[str] = []  # waits for processes that are missing
         # Messages that came while the store was not writable.
         self._unread_messages: dict[object, tuple[bytes, Any, list[bytes]]] = {}
@@ -116,18 +119,17 @@ class Coordinator:
         Episodes of an earlier launch are issued again at once. Workers of this launch (if only the
         coordinator was restarted) have a lease's time to report their episodes.
         """
-        state = self.state
-        state.launch = incarnation
+        self.fleet.launch = incarnation
 
-        if state.store.reader.meta("launch") != incarnation:
+        if self.journal.store.reader.meta("launch") != incarnation:
             self.workers.reissue_orphans(time.monotonic())
-            state.versions.ref = None  # a power cut may have damaged the files
-            state.store.put_meta("shift", "")
-            state.store.put_meta("launch", incarnation)
+            self.fleet.versions.ref = None  # a power cut may have damaged the files
+            self.journal.store.put_meta("shift", "")
+            self.journal.store.put_meta("launch", incarnation)
 
         self.shifts.restore_shift(time.monotonic())
-        self.enrolment = EnrolmentHandler(state, self._gate)
-        state.first_attempts.landed = state.store.reader.meta("landed") == incarnation
+        self.enrolment = EnrolmentHandler(self.state, self._gate)
+        self.ledger.first_attempts.landed = self.journal.store.reader.meta("landed") == incarnation
         self._orphans_deadline: float | None = time.monotonic() + self.config.launch.lease
 
     # -- the loop --------------------------------------------------------------------------------------
@@ -156,7 +158,7 @@ class Coordinator:
             bulk_poller.wait(PASS_SECONDS)
             if (received := self.bulk.receive()) and isinstance(received[1], shared.WrittenBytes):
                 self.files.append_bytes(*received, now)
-            self.state.outbox.flush()
+            self.journal.outbox.flush()
 
     def run_pass(self, now: float) -> None:
         """Run a pass of the loop. An error undoes the pass and ends the run with a reason."""
@@ -167,7 +169,7 @@ class Coordinator:
         except AsyncrlError as error:
             log.exception("the run cannot go on")
             self.lifecycle.fail_run(one_line(error))
-            self.state.roll_back()
+            self.journal.roll_back()
             durable = True
 
         if durable and self.lifecycle.phase is Phase.CLOSED:
@@ -180,12 +182,18 @@ class Coordinator:
         """
         if self.journal.paused:
             self._receive_while_paused(now)
-            if not self.journal.commit_pass(now):
+            if not self.journal.commit_pass(now, self._keep_contact):
                 return False
 
-        self.state.waits = []
-        self._extend_leases(now, gap=now - self._last_pass_at - PASS_SECONDS)
+        self.fleet.waits = []
+        gap = now - self._last_pass_at - PASS_SECONDS
         self._last_pass_at = now
+        if gap > self.config.launch.lease / 4:  # messages waited meanwhile
+            log.warning("the coordinator did not run for %.1f s: all leases are extended", gap)
+            self.workers.extend_leases(now, gap)
+            for peers in (*self.engines.supervised_peers, self.trainer.ranks.peers):
+                peers.extend_leases(now, gap)
+
         self._work_left = False
 
         for received in self._unread_messages.values():
@@ -197,7 +205,7 @@ class Coordinator:
         self._advance(now)
         self.records.queue_acks()
 
-        return self.journal.commit_pass(now)
+        return self.journal.commit_pass(now, self._keep_contact)
 
     def _receive_while_paused(self, now: float) -> None:
         """Receive messages while the store is not writable.
@@ -222,7 +230,7 @@ class Coordinator:
 
         These messages bypass the outbox, whose messages may leave only after the commit.
         """
-        self.state.waits = [wait]
+        self.fleet.waits = [wait]
         status = self.reporter.write_status(self.lifecycle.phase)
         for peer in self.observers:
             self.control.send(peer, status)
@@ -315,16 +323,7 @@ class Coordinator:
 
     # -- time ------------------------------------------------------------------------------------------
 
-    def _extend_leases(self, now: float, gap: float) -> None:
-        """Extend all leases by the `gap` seconds in which the coordinator did not run and messages waited."""
-        if gap > self.config.launch.lease / 4:
-            log.warning("the coordinator did not run for %.1f s: all leases are extended", gap)
-            self.workers.extend_leases(now, gap)
-            for peers in (*self.engines.supervised_peers, self.trainer.ranks.peers):
-                peers.extend_leases(now, gap)
-
     def _advance(self, now: float) -> None:
-        state = self.state
         self.lifecycle.advance_phase(now)
         self.enrolment.expire_tokens(now)
 
@@ -334,34 +333,40 @@ class Coordinator:
 
         if self.lifecycle.training:
             self.workers.admit_groups(now)
-            state.buffer.settle_overdue(state.engine_time(now))
-            self.workers.cancel_episodes(drop_overdue(state.buffer))
-            if futile := state.futile_reason():
+            self.ledger.buffer.settle_overdue(self.fleet.engine_time(now))
+            self.workers.cancel_episodes(drop_overdue(self.ledger.buffer))
+            if futile := self.ledger.futile_reason():
                 self.lifecycle.abort_run(futile, now)
 
         if self.lifecycle.phase is not Phase.STOPPING:
             self.shifts.advance_shift(now)
-            self.engines.push_versions(now)
+            self.engines.push_newest(now)
             self.validation.assign_episodes(now, exclusive=self.lifecycle.phase is Phase.EVALUATING)
 
-            waiting_before = state.buffer.waiting_count
+            waiting_before = self.ledger.buffer.waiting_count
             self.workers.assign_pending(now)
             self._work_left = (
-                self.workers.work_left or waiting_before >= MAX_ASSIGNED > state.buffer.waiting_count
+                self.workers.work_left or waiting_before >= MAX_ASSIGNED > self.ledger.buffer.waiting_count
             )
 
-            self._missing_waits = (
-                self._missing_processes(now) if now >= self._next_status_at else self._missing_waits
-            )
-            state.waits += [*self._missing_waits, *self._gate.listeners.shortage]
+            if now >= self._next_status_at:
+                self._missing_waits = []
+                for peers in self.peers:
+                    missing_waits, replacements = peers.missing_processes(now)
+                    self._missing_waits += missing_waits
+                    for message in replacements:
+                        self._request_replacement(message)
+
+            self.fleet.waits += [*self._missing_waits, *self._gate.listeners.shortage]
 
         self.trainer.serve_request()
         self.trainer.forget_covered()
         self._report_validations()
         self._watch_stall(now)
 
-        self.observers -= state.outbox.unreachable  # an observer that was only away says hello again
-        state.outbox.unreachable.clear()  # workers that missed a change of the table have the table by now
+        unreachable_peers = self.journal.outbox.unreachable
+        self.observers -= unreachable_peers  # an observer that was only away says hello again
+        unreachable_peers.clear()  # workers that missed a change of the table have the table by now
 
         if now >= self._next_status_at:
             self._next_status_at = now + STATUS_EVERY
@@ -379,11 +384,11 @@ class Coordinator:
         for peers in self.peers:
             peers.send_stop(outcome)
         for peer in (*self.trainer.waiting_for_devices, *self.trainer.starting_ranks):
-            self.state.outbox.to_control(peer, shared.Stop(outcome))
+            self.journal.outbox.to_control(peer, shared.Stop(outcome))
 
         self._to_observers(self.reporter.write_status(self.lifecycle.phase))
         self._to_observers(shared.RunEnd(outcome, self.lifecycle.error))
-        self.state.outbox.flush()
+        self.journal.outbox.flush()
 
     # -- events of the handlers -----------------------------------------------------------------------
 
@@ -391,11 +396,11 @@ class Coordinator:
         self.workers.send_min_version()
         row = self.reporter.step_row(message.step, message.metrics)
 
-        engines = map(bytes.decode, self.state.versions.engines)
+        engines = map(bytes.decode, self.fleet.versions.engines)
         is_validating = self.validation.is_busy
-        taken_groups = len(self.state.batches.by_step[message.step - 1].groups)
-        now = self.state.engine_time(time.monotonic())
-        self.state.live_limit.update_limit(row, taken_groups, [*engines], is_validating, now)
+        taken_groups = len(self.ledger.batches.by_step[message.step - 1].groups)
+        now = self.fleet.engine_time(time.monotonic())
+        self.ledger.live_limit.update_limit(row, taken_groups, [*engines], is_validating, now)
         self._to_observers(shared.StepReport(message.step, row, self.reporter.episode_values))
 
         validation_interval = self.config.validation.every
@@ -412,23 +417,14 @@ class Coordinator:
             self.reporter.write_row(row)
             self.trainer.record_score(step, metrics)
             self._to_observers(shared.StepReport(step, row))
-            self.state.liveness.note_progress(time.monotonic())
+            self.fleet.liveness.note_progress(time.monotonic())
         self.validation.results = []
 
     # -- observers -------------------------------------------------------------------------------------
 
     def _to_observers(self, message: shared.WireMessage) -> None:
         for peer in self.observers:
-            self.state.outbox.to_control(peer, message)
-
-    def _missing_processes(self, now: float) -> list[str]:
-        missing_waits = list[str]()
-        for peers in self.peers:
-            missing_processes, replacements = peers.missing_processes(now)
-            missing_waits += missing_processes
-            for message in replacements:
-                self._request_replacement(message)
-        return missing_waits
+            self.journal.outbox.to_control(peer, message)
 
     def _request_replacement(self, message: shared.Replace) -> None:
         log.error("%s: replaced", message.reason)
@@ -443,8 +439,8 @@ class Coordinator:
         """
         ranks = self.trainer.ranks
 
-        published = self.state.versions.newest.epoch == self.state.trainer_epoch
-        waits_for_engines = ranks.open_request or (self.state.shifts and ranks.last_plan_kind == "end")
+        published = self.fleet.versions.newest.epoch == self.fleet.trainer_epoch
+        waits_for_engines = ranks.open_request or (self.fleet.shifts and ranks.last_plan_kind == "end")
         ranks_wait = waits_for_engines and published and not self.lifecycle.ending
 
         if ranks_wait and (damage := self.engines.pop_unloadable_version()):
@@ -454,7 +450,7 @@ class Coordinator:
             ranks.open_request = None
             ranks.last_plan_kind = ""
 
-        stalled = self.state.liveness.stall_reason(now)
+        stalled = self.fleet.liveness.stall_reason(now)
         if not stalled or self.lifecycle.ending:  # a stop has its own deadline
             return
 
@@ -462,13 +458,13 @@ class Coordinator:
         is_training = self.lifecycle.phase in (Phase.RUNNING, Phase.DRAINING)
         if is_training and self.trainer.is_hanging(now):
             self._request_replacement(shared.Replace("trainer", f"the trainer hangs, {stall_report}"))
-            self.state.liveness.note_progress(now)  # the new ranks have the same time
+            self.fleet.liveness.note_progress(now)  # the new ranks have the same time
         else:
             self.lifecycle.abort_run(stall_report, now)
 
     def close(self) -> None:
-        self.state.store.close()
-        self.state.timeline.close()
+        self.journal.store.close()
+        self.journal.timeline.close()
         self.control.close()
         self.bulk.close()
         if self._version_server is not None:

@@ -11,9 +11,11 @@ from collections import Counter
 from collections.abc import Iterable
 
 from asyncrl.buffer.records import State
+from asyncrl.buffer.replay import ReplayBuffer
 from asyncrl.coordinator.state import RunState, log
 from asyncrl.errors import ProtocolError
 from asyncrl.store.checkpoints import CheckpointError, checkpoints_of
+from asyncrl.store.reader import RunReader
 from asyncrl.types import DropReason
 
 ADVICE = "restore both from the same copy"
@@ -24,7 +26,9 @@ def recover_commits(state: RunState, step: int, now: float) -> None:
 
     ProtocolError if manifests are missing, or do not fit the store.
     """
-    known_steps = state.batches.committed
+    ledger = state.ledger
+    store = state.journal.store
+    known_steps = ledger.batches.committed
     checkpoints = checkpoints_of(state.config, state.run_dir)
 
     refusal = (
@@ -35,23 +39,23 @@ def recover_commits(state: RunState, step: int, now: float) -> None:
         manifests = checkpoints.lineage(step, known_steps)
 
     trained_uids = [uid for manifest in manifests for uid in manifest.trained]
-    trained_before = state.buffer.state_counts()[State.TRAINED]
-    _mark_trained(state, trained_uids, step, now)
-    trained_now = state.buffer.state_counts()[State.TRAINED]
+    trained_before = ledger.buffer.state_counts()[State.TRAINED]
+    _mark_trained(ledger.buffer, store.reader, trained_uids, step, now)
+    trained_now = ledger.buffer.state_counts()[State.TRAINED]
     recovered_count = trained_now - trained_before
 
     expected = manifests[-1].trained_total
     if trained_now != expected:
         raise ProtocolError(f"{refusal} ({expected} trajectories, not {trained_now}); {ADVICE}")
 
-    state.batches.skip_to(step)
+    ledger.batches.skip_to(step)
     for uid in trained_uids:  # payloads of trained episodes are not needed
-        state.store.forget_frames(uid)
+        store.forget_frames(uid)
 
-    state.store.forget_plans(range(known_steps, step), recovered_count)
-    state.store.put_commit(step, manifests[-1].trainer_epoch, "")
-    state.store.put_checkpoint(step)
-    state.store.request_sync()
+    store.forget_plans(range(known_steps, step), recovered_count)
+    store.put_commit(step, manifests[-1].trainer_epoch, "")
+    store.put_checkpoint(step)
+    store.request_sync()
 
     log.warning(
         "the run store had lost steps %d to %d: %d trajectories are trained, by the checkpoints' manifests",
@@ -61,13 +65,14 @@ def recover_commits(state: RunState, step: int, now: float) -> None:
     )
 
 
-def _mark_trained(state: RunState, uids: Iterable[str], step: int, now: float) -> None:
+def _mark_trained(
+    buffer: ReplayBuffer, reader: RunReader, uids: Iterable[str], step: int, now: float
+) -> None:
     """Set episodes to trained, whatever their state in the store, and drop the other members of their groups.
 
     Some may already be in another final state, as workers may have sampled them again before the trainer
     reported.
     """
-    buffer = state.buffer
     live_groups = set[int]()
 
     for uid in uids:
@@ -75,7 +80,7 @@ def _mark_trained(state: RunState, uids: Iterable[str], step: int, now: float) -
         while group_id >= buffer.next_group:  # issued in the lost part of the store
             buffer.admit_group(buffer.committed, now)
 
-        episode = buffer.find_unwritten(uid) or state.store.reader.find_episode(uid)
+        episode = buffer.find_unwritten(uid) or reader.find_episode(uid)
         if episode is None or episode.state is State.TRAINED:
             continue  # trained by a step in the store
 

@@ -8,11 +8,13 @@ unblocks: a process with a token; the work of a lost process, through `lost`
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
 import msgspec
 
 import asyncrl
+from asyncrl.coordinator.journal import TransactionalOutbox
 from asyncrl.coordinator.state import RunState, log
 from asyncrl.observe.files import bound_log, read_start
 from asyncrl.store.reader import RunReader
@@ -56,7 +58,9 @@ class Peers(Generic[P]):
     def __init__(
         self, state: RunState, role: str, planned: int = 0, lost: LossHandler[P] | None = None
     ) -> None:
-        self._state = state
+        self._lease = state.config.launch.lease
+        self._fleet = state.fleet
+        self._outbox = state.journal.outbox
         self._role = role
         self._planned_count = planned
         self._on_lost = lost
@@ -74,64 +78,62 @@ class Peers(Generic[P]):
         """Return the process of this identity, or None if the process is not connected yet."""
         return self._connected.get(peer)
 
-    def accept_hello(
-        self, peer: bytes, message: Hello, now: float, join: Callable[[], P], newest_incarnation: str = ""
-    ) -> P | None:
+    def accept_hello(self, new_process: P, now: float, newest_incarnation: str = "") -> P | None:
         """Handle the hello of a process, first or repeated, and return the process's record.
 
-        A process that was replaced by a later start (or is older than `newest_incarnation`), or that belongs
-        to an earlier launch, has to end: the result is None.
+        That is `new_process`, made from the hello, if the process has not joined before. A process that was
+        replaced by a later start, or that belongs to an earlier launch, has to end: the result is None.
 
         Args:
-            join: makes the record of a new process.
-            newest_incarnation: newest incarnation of the role, if known.
+            newest_incarnation: newest incarnation of the role; '': of the process with the same index.
         """
-        connected = self._connected.get(peer)
-        if connected:
-            same_index = [connected]
-        else:
-            same_index = [process for process in self if process.hello.index == message.index]
+        peer = new_process.peer
+        incarnation = new_process.hello.incarnation
+        index = new_process.hello.index
+
+        process = self._connected.get(peer)
+        same_index = [process] if process else [rival for rival in self if rival.hello.index == index]
         if same_index and not newest_incarnation:
             newest_incarnation = same_index[0].hello.incarnation
 
-        is_foreign = launch_of(message.incarnation) not in ("", self._state.launch)
-        if is_foreign or is_older(message.incarnation, newest_incarnation):
+        is_foreign = launch_of(incarnation) not in ("", self._fleet.launch)
+        if is_foreign or is_older(incarnation, newest_incarnation):
             log.warning("%s was replaced: it is told to end", peer.decode(errors="replace"))
-            self._state.outbox.to_control(peer, shared.Stop("another process has taken its place"))
+            self._outbox.to_control(peer, shared.Stop("another process has taken its place"))
             return None
 
-        if connected is None or connected.hello.incarnation != message.incarnation:
+        if process is None or process.hello.incarnation != incarnation:
             for replaced in same_index:
                 self.remove_process(replaced.peer, "replaced by a new process", now)
-            connected = join()
-            self._connected[peer] = connected
-            self._lost_processes.pop(message.index, None)
-            log.info("%s joined", connected.name)
+            process = new_process
+            self._connected[peer] = process
+            self._lost_processes.pop(index, None)
+            log.info("%s joined", process.name)
 
-        connected.seen = now
-        return connected
+        process.seen = now
+        return process
 
     def note_contact(self, peer: bytes, now: float) -> None:
         """Note a message of a process, which is a sign of life."""
-        if (connected := self._connected.get(peer)) is not None:
-            connected.seen = now
+        if (process := self._connected.get(peer)) is not None:
+            process.seen = now
 
     def remove_process(self, peer: bytes, reason: str, now: float) -> None:
         """Remove a lost process, and report the loss so that other processes get its work."""
-        if (connected := self._connected.pop(peer, None)) is not None:
-            log.warning("%s lost (%s)", connected.name, reason)
-            self._lost_processes[connected.hello.index] = connected.hello.incarnation, now
+        if (process := self._connected.pop(peer, None)) is not None:
+            log.warning("%s lost (%s)", process.name, reason)
+            self._lost_processes[process.hello.index] = process.hello.incarnation, now
             if self._on_lost is not None:
-                self._on_lost(connected, reason, now)
+                self._on_lost(process, reason, now)
 
     def remove_silent(self, now: float) -> None:
         """Remove the processes whose lease is over."""
         for process in self.silent_processes(now):
-            self.remove_process(process.peer, f"silent for {self._state.config.launch.lease:g} s", now)
+            self.remove_process(process.peer, f"silent for {self._lease:g} s", now)
 
     def silent_processes(self, now: float) -> list[P]:
         """Return the processes that were silent for longer than a lease."""
-        return [process for process in self if now - process.seen > self._state.config.launch.lease]
+        return [process for process in self if now - process.seen > self._lease]
 
     def extend_leases(self, now: float, gap: float) -> None:
         """Extend leases by the `gap` seconds in which the coordinator did not run."""
@@ -144,7 +146,7 @@ class Peers(Generic[P]):
 
     def send_stop(self, reason: str) -> None:
         for process in self:
-            self._state.outbox.to_control(process.peer, shared.Stop(reason))
+            self._outbox.to_control(process.peer, shared.Stop(reason))
 
     @property
     def vacant_indices(self) -> dict[int, str]:
@@ -159,7 +161,7 @@ class Peers(Generic[P]):
         A process that was lost more than `liveness.start_seconds` ago hangs and is to be replaced. The new
         process has as much time.
         """
-        time_limit = self._state.liveness.start_seconds
+        time_limit = self._fleet.liveness.start_seconds
         vacant_indices = self.vacant_indices
         replacements = list[shared.Replace]()
 
@@ -196,10 +198,13 @@ class EnrolmentHandler:
     """
 
     def __init__(self, state: RunState, gate: Gate) -> None:
-        self.state = state
+        self.config = state.config
+        self.run_dir = state.run_dir
+        self.fleet = state.fleet
+        self.journal = state.journal
         self._gate = gate
         self._open_tokens: dict[str, tuple[str, float]] = {}  # by token: role, and time of expiry
-        self._enrolled_roles = enrolled_keys(state.store.reader, state.launch)
+        self._enrolled_roles = enrolled_keys(state.journal.store.reader, state.fleet.launch)
         planned = {"rollout": state.config.rollout.workers, "engine": state.config.engine.server_count}
         # Further processes of these roles may join.
         self._planned_processes = {role: count for role, count in planned.items() if count}
@@ -228,14 +233,14 @@ class EnrolmentHandler:
         start_number = FIRST_START + len(self._enrolled_roles)
         index = self._planned_processes[role] + [*self._enrolled_roles.values()].count(role)
         self._gate.role_by_key[message.key] = self._enrolled_roles[message.key] = role
-        stored_keys = msgspec.json.encode((self.state.launch, self._enrolled_roles)).decode()
-        self.state.store.put_meta("enrolled", stored_keys)
+        stored_keys = msgspec.json.encode((self.fleet.launch, self._enrolled_roles)).decode()
+        self.journal.store.put_meta("enrolled", stored_keys)
         log.info("a process was enrolled as %s-%d", role, index)
 
-        incarnation = incarnation_of(self.state.launch, start_number)
-        config = msgspec.json.encode(self.state.config)
-        run_start = read_start(self.state.run_dir)
-        self.state.outbox.to_control(
+        incarnation = incarnation_of(self.fleet.launch, start_number)
+        config = msgspec.json.encode(self.config)
+        run_start = read_start(self.run_dir)
+        self.journal.outbox.to_control(
             peer, shared.Enrolled(role, index, incarnation, asyncrl.__version__, config, run_start)
         )
 
@@ -252,8 +257,9 @@ MAX_SENDERS = 4096  # remembered senders: a killed process does not announce its
 class WrittenFiles:
     """Appends files of processes on other machines to the run directory."""
 
-    def __init__(self, state: RunState) -> None:
-        self._state = state
+    def __init__(self, run_dir: Path, outbox: TransactionalOutbox) -> None:
+        self._run_dir = run_dir
+        self._outbox = outbox
         # By peer: the last file, begin and end of the last bytes, and the time of their arrival.
         self._senders: dict[bytes, tuple[str, int, int, float]] = {}
 
@@ -271,7 +277,7 @@ class WrittenFiles:
         if name != message.name or message.offset < last_offset:  # a truncated log begins anew
             received_bytes = message.offset
 
-        path = self._state.run_dir / message.name
+        path = self._run_dir / message.name
         data = b"".join(frames)[: shared.MAX_PIECE_BYTES]
 
         try:
@@ -291,7 +297,7 @@ class WrittenFiles:
         if len(self._senders) > MAX_SENDERS:
             del self._senders[next(iter(self._senders))]  # silent for the longest time
 
-        self._state.outbox.to_bulk(peer, shared.WrittenTaken(message.name, received_bytes + len(new_bytes)))
+        self._outbox.to_bulk(peer, shared.WrittenTaken(message.name, received_bytes + len(new_bytes)))
 
     def expects_more(self, now: float) -> bool:
         """Return True while a process has more to send."""

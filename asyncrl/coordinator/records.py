@@ -36,14 +36,19 @@ class RecordHandler:
     """Processes the workers' records of episodes, in the order of their sequence numbers."""
 
     def __init__(self, state: RunState, workers: WorkerHandler, reporter: Reporter) -> None:
-        self.state = state
+        self.run_dir = state.run_dir
+        self.ledger = state.ledger
+        self.buffer = state.ledger.buffer
+        self.fleet = state.fleet
+        self.journal = state.journal
+        self.store = state.journal.store
         self.workers = workers
         self.reporter = reporter
         self._workers_to_ack: set[bytes] = set()
 
         # Stored episodes may exceed the limit, as they may have begun under another configuration.
         stored_tokens = (
-            episode.tokens + episode.untrained_tokens for episode in state.buffer.episodes.values()
+            episode.tokens + episode.untrained_tokens for episode in self.buffer.episodes.values()
         )
         rollout = state.config.rollout  # side requests have as many sequences of their own
         configured_tokens = rollout.rows * rollout.max_tokens * (2 if state.config.side_requests else 1)
@@ -63,16 +68,16 @@ class RecordHandler:
 
         worker.last_record = message.seq
         if isinstance(message, Finished):
-            self.state.liveness.note_progress(now)
+            self.fleet.liveness.note_progress(now)
         else:
-            self.state.liveness.note_alive(now)
+            self.fleet.liveness.note_alive(now)
 
         message = _validated(message, self._max_episode_tokens)
         uid = message.attempt.uid
         attempt = message.attempt.attempt
-        episode = running_attempt(self.state.ledger_of(uid).episodes, uid, attempt)
+        episode = running_attempt(self.ledger.owner_of(uid).episodes, uid, attempt)
         if episode is None or episode.worker != worker.hello.incarnation:
-            self.state.outbox.to_bulk(peer, Fenced(message.attempt))
+            self.journal.outbox.to_bulk(peer, Fenced(message.attempt))
             return
 
         try:
@@ -84,7 +89,6 @@ class RecordHandler:
     def _apply_record(
         self, worker: WorkerRecord, episode: EpisodeRecord, message: Record, frames: list[bytes], now: float
     ) -> None:
-        state = self.state
         match message:
             case Generated():
                 self._store_turn(worker, episode, message, frames, now)
@@ -99,13 +103,13 @@ class RecordHandler:
                         f"episode {episode.uid}: replies to turn {message.turn}, which is not there"
                     )
 
-                state.store.put_frame(episode.uid, message.turn, "replied", frame)
-                state.store.put_calls(episode.uid, message.turn, replies)
+                self.store.put_frame(episode.uid, message.turn, "replied", frame)
+                self.store.put_calls(episode.uid, message.turn, replies)
 
                 failed_tool = next((reply.call.name for reply in replies if reply.failed), "")
                 if failed_tool and not episode.failed_tool:
                     episode.failed_tool = failed_tool[:MAX_NAME_CHARACTERS]
-                    state.ledger_of(episode.uid).mark_changed(episode)
+                    self.ledger.owner_of(episode.uid).mark_changed(episode)
 
             case Finished():
                 turns = message.stats.turns + message.stats.untrained_turns
@@ -119,23 +123,25 @@ class RecordHandler:
                 if frames:
                     frame = _single_frame(frames)
                     check_result(frame)
-                    state.store.put_frame(episode.uid, turns - 1, "result", frame)
+                    self.store.put_frame(episode.uid, turns - 1, "result", frame)
 
-                state.store.put_answer(episode.uid, message.answer)
+                self.store.put_answer(episode.uid, message.answer)
                 episode.open = {}  # unfinished turns of requests that an agent gave up
                 del worker.running[episode.uid]
 
-                if episode.uid in state.held_out.episodes:
-                    state.held_out.finish_episode(episode, message)
+                if episode.uid in self.ledger.held_out.episodes:
+                    self.ledger.held_out.finish_episode(episode, message)
                     return
 
                 self._save_transcript(episode, message)
-                state.buffer.finish_episode(episode, message.result, message.stats, state.engine_time(now))
+                self.buffer.finish_episode(
+                    episode, message.result, message.stats, self.fleet.engine_time(now)
+                )
                 self.reporter.note_landed(episode)
 
-                if not state.first_attempts.landed:
-                    state.first_attempts.landed = True
-                    state.store.put_meta("landed", state.launch)  # for a restart of the coordinator alone
+                if not self.ledger.first_attempts.landed:
+                    self.ledger.first_attempts.landed = True
+                    self.store.put_meta("landed", self.fleet.launch)  # for a restart of the coordinator alone
 
             case Failed():
                 log.info("episode %s failed: %s (%s)", episode.uid, message.reason, message.detail)
@@ -148,7 +154,6 @@ class RecordHandler:
         """Save the text of a transcribed episode."""
         if not message.text:
             return
-        state = self.state
 
         mode = "greedy" if episode.greedy else "sampled"
         outcome = {"mode": mode, **result_entry(message.result), "turns": message.stats.turns}
@@ -158,9 +163,9 @@ class RecordHandler:
             "text": message.text,
         }
 
-        sample = state.samples[state.buffer.live_groups[episode.group].sample]
+        sample = self.ledger.samples[self.buffer.live_groups[episode.group].sample]
         transcript = transcript_entry(episode.uid, sample, **outcome)
-        save_transcripts(state.run_dir, "training", state.batches.committed + 1, [transcript])
+        save_transcripts(self.run_dir, "training", self.ledger.batches.committed + 1, [transcript])
 
     def _store_turn(
         self,
@@ -180,7 +185,7 @@ class RecordHandler:
 
         frame = _single_frame(frames)
         turn = decode_turn(frame)
-        check_turn(episode.uid, turn, episode.rows, self.state.vocabulary)
+        check_turn(episode.uid, turn, episode.rows, self.fleet.vocabulary)
         check_logprobs(f"episode {episode.uid} turn {turn.index}", turn.generation)
         if turn.index != message.turn:
             raise ProtocolError(f"episode {episode.uid}: turn {turn.index} in the place of {message.turn}")
@@ -194,15 +199,15 @@ class RecordHandler:
             limit = f"{self._max_episode_tokens} tokens (rollout.max_tokens)"
             raise ProtocolError(f"episode {episode.uid}: turn {message.turn} makes it longer than {limit}")
 
-        self.state.store.put_frame(episode.uid, message.turn, "generated", frame)
+        self.store.put_frame(episode.uid, message.turn, "generated", frame)
         add_turn(episode, turn, message.seconds)
-        self.state.ledger_of(episode.uid).mark_changed(episode)
+        self.ledger.owner_of(episode.uid).mark_changed(episode)
 
-        if episode.uid in self.state.buffer.episodes:
+        if episode.uid in self.buffer.episodes:
             self.reporter.count_turn(model_tokens)
             if not turn.untrained:
-                self.state.buffer.waiting_tokens.begin_life(
-                    episode.uid, self.state.engine_time(now), model_tokens - part.tokens
+                self.buffer.waiting_tokens.begin_life(
+                    episode.uid, self.fleet.engine_time(now), model_tokens - part.tokens
                 )
 
     def _reject_unpushed(
@@ -213,7 +218,7 @@ class RecordHandler:
         The attempt is then given up, and the worker quarantined.
         """
         newest_version = max((span.version for span in sampled.spans), default=0)
-        if episode.uid not in self.state.buffer.episodes or newest_version <= self.state.versions.newest.step:
+        if episode.uid not in self.buffer.episodes or newest_version <= self.fleet.versions.newest.step:
             return False
 
         problem = f"{worker.name} names v{newest_version}, which was never pushed"
@@ -228,8 +233,7 @@ class RecordHandler:
         """Store a part of a turn. An unsuitable part is left out, as the complete turn comes all the same."""
         frame = _single_frame(frames)
         part = decode_part(frame)
-        state = self.state
-        check_part(episode.uid, part, state.vocabulary)
+        check_part(episode.uid, part, self.fleet.vocabulary)
 
         if self._reject_unpushed(worker, episode, part.sampled, now):
             return
@@ -251,21 +255,23 @@ class RecordHandler:
         ):
             return  # an agent gave up many requests
 
-        state.store.put_frame(episode.uid, part.session, part_kind(turn.parts), frame)
+        self.store.put_frame(episode.uid, part.session, part_kind(turn.parts), frame)
         oldest = min([turn.oldest, *(span.version for span in part.sampled.spans)])
         episode.open[part.session] = OpenTurn(part.prompt, turn.parts + 1, turn_tokens, oldest)
         episode.seconds = max(episode.seconds, message.seconds)
-        state.ledger_of(episode.uid).mark_changed(episode)
+        self.ledger.owner_of(episode.uid).mark_changed(episode)
 
-        if episode.uid in state.buffer.episodes:
-            state.buffer.waiting_tokens.begin_life(episode.uid, state.engine_time(now), len(part.sampled.ids))
+        if episode.uid in self.buffer.episodes:
+            self.buffer.waiting_tokens.begin_life(
+                episode.uid, self.fleet.engine_time(now), len(part.sampled.ids)
+            )
 
     def queue_acks(self) -> None:
         """Queue a cumulative ack for each worker that sent records in this pass of the loop."""
         for peer in self._workers_to_ack:
             worker = self.workers.peers.get(peer)
             if worker is not None:
-                self.state.outbox.to_bulk(peer, Ack(worker.last_record))
+                self.journal.outbox.to_bulk(peer, Ack(worker.last_record))
 
         self._workers_to_ack = set()
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from asyncrl.buffer.records import EpisodeAccount, EpisodeRecord, State
+from asyncrl.buffer.records import EpisodeRecord, State
 from asyncrl.buffer.replay import USABLE
 from asyncrl.config import leaves
 from asyncrl.coordinator.engines import EngineHandler
@@ -50,12 +50,13 @@ class LandedEpisodes:
 
     columns: numbers of the episodes by metric. Of greedy episodes only the score counts, as a separate
         metric.
-    fractions: pairs (numerator, denominator) of the episodes by metric.
+    tool_calls: number of calls of the run's tools: all `answered` calls, and those that `failed`, were
+        `declined` or were `refused`.
     end_counts: number of episodes by ending.
     """
 
     columns: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
-    fractions: dict[str, list[tuple[int, int]]] = field(default_factory=lambda: defaultdict(list))
+    tool_calls: Counter[str] = field(default_factory=Counter)
     end_counts: Counter[str] = field(default_factory=Counter)
 
 
@@ -65,16 +66,20 @@ class Reporter:
     def __init__(
         self, state: RunState, workers: WorkerHandler, engines: EngineHandler, trainer: TrainerHandler
     ) -> None:
-        self.state = state
+        self.config = state.config
+        self.run_dir = state.run_dir
+        self.ledger = state.ledger
+        self.buffer = state.ledger.buffer
+        self.fleet = state.fleet
+        self.versions = state.fleet.versions
+        self.journal = state.journal
         self.workers = workers
         self.engines = engines
         self.trainer = trainer
 
         self.landed_episodes = LandedEpisodes()
-        now = time.monotonic()
-        self.started = now
-        self.running_since = now
-        self.row_at = now
+        self.started = time.monotonic()
+        self.begin_running()
 
         # Totals of this process.
         self.finished_episodes = 0
@@ -91,8 +96,6 @@ class Reporter:
         self._metrics_file = LineFile(state.run_dir / "metrics.jsonl")
         self._unwritten_rows = b""  # rows that did not fit on a full disk
 
-        self._process_totals = self._busy_totals()
-        self._engine_time = state.engine_time(self.row_at)  # time of the engines' clock at the last row
         # Busy seconds of an earlier shift, reported late.
         self._excess_busy = {"rollout": 0.0, "trainer": 0.0}
         self._settled_counts: Counter[str] = Counter()
@@ -106,12 +109,12 @@ class Reporter:
         self._last_metrics: dict[str, float] = {}  # metrics of the last step that `asyncrl status` shows
 
     def begin_running(self) -> None:
-        """Begin the first row, as the run leaves the start phase."""
+        """Begin the first row: once at the start, and again as the run leaves the start phase."""
         now = time.monotonic()
         self.running_since = now
         self.row_at = now
         self._process_totals = self._busy_totals()
-        self._engine_time = self.state.engine_time(now)
+        self._engine_time = self.fleet.engine_time(now)  # time of the engines' clock at the last row
 
     def count_turn(self, tokens: int) -> None:
         """Count a durable turn, whose prompt was checked to extend the tokens of its sequence."""
@@ -144,11 +147,9 @@ class Reporter:
         for name, value in numbers.items():
             columns[name].append(value)
 
-        shares = self.landed_episodes.fractions
-        shares["rollout/tool_failed_frac"].append((stats.failed, stats.answered))
-        shares["rollout/tool_declined_frac"].append((stats.declined, stats.answered))
-        shares["rollout/tool_refused_frac"].append((stats.refused, stats.answered))
-
+        self.landed_episodes.tool_calls.update(
+            answered=stats.answered, failed=stats.failed, declined=stats.declined, refused=stats.refused
+        )
         self.landed_episodes.end_counts[result.end] += 1
         self.finished_episodes += 1
         self.multi_version_episodes += episode.oldest != episode.newest
@@ -189,35 +190,43 @@ class Reporter:
 
     def write_status(self, phase: str) -> Status:
         """Return the present status for observers, and write the status file for `asyncrl status`."""
-        state = self.state
         gauges = self.gauges() | {BATCH: self.batch_fraction()}
 
         # Before the end of the first step, landed episodes give the numbers.
-        if not self._last_metrics and not state.samples[0].demonstration and self.landed_episodes.end_counts:
-            settled = state.buffer.settled_counts
+        if (
+            not self._last_metrics
+            and not self.ledger.samples[0].demonstration
+            and self.landed_episodes.end_counts
+        ):
+            settled = self.buffer.settled_counts
             gauges |= self._episode_metrics() | {FILTERED: settled[State.FILTERED] / max(1, settled.total())}
 
-        failure_summary = failures_line(state.failed_attempts.counts, state.failed_attempts.newest)
-        step = state.batches.committed
-        status = Status(phase, step, state.total_batches, gauges, self.describe_waits(), failure_summary)
-
-        snapshot = msgspec.structs.asdict(status) | {"time": time.time(), "seconds": self.seconds}
-        snapshot |= {"running": time.monotonic() - self.running_since, "lost": state.failed_attempts.lost}
-        snapshot |= {"checkpoint_problem": self.trainer.checkpoint_problem}
-
-        status = msgspec.structs.replace(
-            status, alerts=tuple(find_alerts(self._recent_rows, snapshot, self._config_leaves))
+        failed_attempts = self.ledger.failed_attempts
+        status = Status(
+            phase,
+            self.ledger.batches.committed,
+            self.ledger.total_batches,
+            gauges,
+            self.describe_waits(),
+            failures_line(failed_attempts.counts, failed_attempts.newest),
         )
-        write_status(state.run_dir, snapshot | {"alerts": status.alerts, "metrics": self._last_metrics})
-        return status
+
+        snapshot = msgspec.structs.asdict(status) | {
+            "time": time.time(),
+            "seconds": self.seconds,
+            "running": time.monotonic() - self.running_since,
+            "lost": failed_attempts.lost,
+            "checkpoint_problem": self.trainer.checkpoint_problem,
+        }
+        alerts = tuple(find_alerts(self._recent_rows, snapshot, self._config_leaves))
+        write_status(self.run_dir, snapshot | {"alerts": alerts, "metrics": self._last_metrics})
+        return msgspec.structs.replace(status, alerts=alerts)
 
     def gauges(self) -> dict[str, float]:
         """Return present values, under the names of metrics.jsonl."""
-        state = self.state
-        counts = self.state.buffer.state_counts()
-        trainer = self.trainer
-        account = msgspec.structs.asdict(state.buffer.account())
-        by_files = state.config.weights.transport == "disk"  # broadcasts are measured per engine
+        counts = self.buffer.state_counts()
+        account = msgspec.structs.asdict(self.buffer.account())
+        by_files = self.config.weights.transport == "disk"  # broadcasts are measured per engine
 
         return (
             {f"flow/{name}": float(value) for name, value in account.items()}
@@ -226,28 +235,28 @@ class Reporter:
                 "async/running": float(counts[State.RUNNING]),
                 "async/credits": float(self.workers.free_slots),
                 "async/loop_turn_max_s": self.longest_pass,
-                "async/live_groups": float(state.buffer.tally.count_live(state.buffer.committed)),
+                "async/live_groups": float(self.buffer.tally.count_live(self.buffer.committed)),
                 "async/workers": float(len(self.workers.peers)),
-                "weights/pushed": float(state.versions.newest.step),
-                "weights/acked": float(state.versions.acked_step),
-                "weights/acked_lag": float(state.versions.newest.step - state.versions.acked_step),
-                "weights/stall_s": trainer.snapshot_s,
+                "weights/pushed": float(self.versions.newest.step),
+                "weights/acked": float(self.versions.acked_step),
+                "weights/acked_lag": float(self.versions.newest.step - self.versions.acked_step),
+                "weights/stall_s": self.trainer.snapshot_s,
                 "weights/probe_logprob_diff_max": self.engines.probe_gap,
                 "weights/probe_tokens": float(self.engines.probe_tokens),
                 "rollout/multi_version_frac": self.multi_version_episodes / max(1, self.finished_episodes),
-                "data/retired_samples": float(len(state.buffer.prompts.retired_samples)),
+                "data/retired_samples": float(len(self.buffer.prompts.retired_samples)),
                 "rollout/turns_checked": float(self.checked_turns),
-                "rollout/abandoned_tokens": float(state.buffer.abandoned_tokens),
-                "wire/refused": float(state.outbox.refused),
+                "rollout/abandoned_tokens": float(self.buffer.abandoned_tokens),
+                "wire/refused": float(self.journal.outbox.refused),
             }
             | {
-                f"rollout/attempts_failed/{reason}": float(state.failed_attempts.counts.get(reason, 0))
+                f"rollout/attempts_failed/{reason}": float(self.ledger.failed_attempts.counts.get(reason, 0))
                 for reason in FailReason
             }
-            | ({"weights/push_s": trainer.write_s} if by_files else {})
+            | ({"weights/push_s": self.trainer.write_s} if by_files else {})
             | self.engines.gauges()
-            | state.live_limit.gauges()
-            | (state.shifts.gauges() if state.shifts else {})
+            | self.ledger.live_limit.gauges()
+            | (self.fleet.shifts.gauges() if self.fleet.shifts else {})
         )
 
     def batch_fraction(self) -> float:
@@ -255,8 +264,8 @@ class Reporter:
 
         An episode counts half once landed, and full once taken by the trainer.
         """
-        counts = self.state.buffer.state_counts()
-        buffer_config = self.state.config.buffer
+        counts = self.buffer.state_counts()
+        buffer_config = self.config.buffer
         taken_count = counts[State.TAKEN]
         landed_count = taken_count + counts[State.READY] + counts[State.LANDED]
         return min(
@@ -273,7 +282,6 @@ class Reporter:
         supervisors = *self.engines.supervisors, *self.engines.scorers.supervisors
         peers = (*self.workers.peers, *supervisors, *self.trainer.ranks.peers)
         process_waits = [(process.name, process.heartbeat.waiting) for process in peers if process.heartbeat]
-        coordinator_waits = dict.fromkeys(self.state.waits)
         now = time.monotonic()
         process_waits += self.trainer.starting_waits(now)
 
@@ -281,7 +289,7 @@ class Reporter:
         for name, waiting in process_waits:
             names_by_wait.setdefault(waiting, []).append(name)
 
-        all_waits = [*coordinator_waits]
+        all_waits = [*dict.fromkeys(self.fleet.waits)]
         for waiting, names in names_by_wait.items():
             if waiting:
                 suffix = f" and {len(names) - 1} more" if len(names) > 1 else ""
@@ -289,9 +297,9 @@ class Reporter:
         self._wait_since = {wait: self._wait_since.get(wait, now) for wait in all_waits}
 
         # The coordinator's own waits go to the timeline when they are over; numbers in them change.
-        wait_keys = {re.sub(r"\d+", "#", wait) for wait in self.state.waits}
+        wait_keys = {re.sub(r"\d+", "#", wait) for wait in self.fleet.waits}
         for name in self._coordinator_waits.keys() - wait_keys:
-            self.state.timeline.record_past(name, now - self._coordinator_waits.pop(name))
+            self.journal.timeline.record_past(name, now - self._coordinator_waits.pop(name))
         self._coordinator_waits = dict.fromkeys(wait_keys, now) | self._coordinator_waits
 
         wait_seconds = {wait: now - since for wait, since in self._wait_since.items()}
@@ -317,15 +325,12 @@ class Reporter:
                 for cut_index in (0, 4, 9, 14, 18)
             }
 
-        fraction_sums = {
-            name: tuple(map(sum, zip(*pairs, strict=True)))
-            for name, pairs in self.landed_episodes.fractions.items()
-        }
-        row |= {
-            name: numerator / denominator
-            for name, (numerator, denominator) in fraction_sums.items()
-            if denominator
-        }
+        tool_calls = self.landed_episodes.tool_calls
+        if answered := tool_calls["answered"]:
+            row["rollout/tool_failed_frac"] = tool_calls["failed"] / answered
+            row["rollout/tool_declined_frac"] = tool_calls["declined"] / answered
+            row["rollout/tool_refused_frac"] = tool_calls["refused"] / answered
+
         row |= {
             f"rollout/end/{end}": self.landed_episodes.end_counts[end] / landed_count for end in EpisodeEnd
         }
@@ -335,8 +340,7 @@ class Reporter:
 
     def _group_metrics(self, step: int) -> dict[str, float]:
         """Return metrics of the groups settled since the last row."""
-        state = self.state
-        settled_counts: Counter[str] = Counter(state.buffer.settled_counts)
+        settled_counts: Counter[str] = Counter(self.buffer.settled_counts)
         earlier_counts = self._settled_counts
         self._settled_counts = settled_counts
         settled_groups = (settled_counts - earlier_counts).total()
@@ -348,7 +352,7 @@ class Reporter:
             row[FILTERED] = filtered_groups / settled_groups
             row["rollout/discarded_group_frac"] = (settled_groups - usable_groups) / settled_groups
 
-        trained_groups = len(state.batches.by_step[step - 1].groups)
+        trained_groups = len(self.ledger.batches.by_step[step - 1].groups)
         if trained_groups:
             row["rollout/groups_per_trained_group"] = settled_groups / trained_groups
 
@@ -378,7 +382,7 @@ class Reporter:
             busy_seconds[role] += busy - earlier_busy
             idle_seconds[role] += idle - earlier_idle
 
-        if (shifts := self.state.shifts) is not None:  # a side has the devices for a part of the time alone
+        if (shifts := self.fleet.shifts) is not None:  # a side has the devices for a part of the time alone
             awake_before = self._engine_time
             self._engine_time = shifts.clock(time.monotonic())
             side_seconds = {
@@ -412,69 +416,62 @@ class Reporter:
             "rollout/tokens_per_s": token_count / seconds if seconds > 0 else 0.0,
         }
 
-        return idle_metrics | (
-            {"timing_per_token_ms/gen": 1e3 * generating_seconds / token_count} if token_count else {}
-        )
+        if token_count:
+            idle_metrics["timing_per_token_ms/gen"] = 1e3 * generating_seconds / token_count
+        return idle_metrics
 
-    def audit(self) -> tuple[EpisodeAccount, bool]:
-        """Return the account of all episodes, and whether the account agrees with independent counters.
+    def audit(self) -> bool:
+        """Return True if the account of all episodes is exact, and agrees with independent counters.
 
         `issued` comes from the data cursor. The buffer's states, the store's index, the plans of committed
         batches and a checkpoint's count of the lineage, if the checkpoint is of the last step, must agree.
         Raises StoreError if the store cannot be read, as the account is unknown then.
         """
-        state = self.state
-        if state.damage:
-            raise StoreError(state.damage)
+        if self.journal.damage:
+            raise StoreError(self.journal.damage)
 
-        account = state.buffer.account()
-        counts = state.buffer.state_counts()
-        stored_counts = state.store.reader.counts()
-
-        states_agree = all(
-            counts[episode_state] == stored_counts.get(episode_state, 0) for episode_state in State
-        )
-        plans_agree = state.store.reader.trained_in_plans() == account.trained
+        account = self.buffer.account()
+        counts = self.buffer.state_counts()
+        reader = self.journal.store.reader
+        stored_counts = reader.counts()
+        states_agree = all(counts[state] == stored_counts.get(state, 0) for state in State)
+        plans_agree = reader.trained_in_plans() == account.trained
         checkpoint_agrees = self.trainer.checkpoint_trained in (None, account.trained)
-        held_out_agrees = state.held_out.audit()
-        return (
-            account,
-            account.conserved and states_agree and plans_agree and checkpoint_agrees and held_out_agrees,
-        )
+        held_out_agrees = self.ledger.held_out.audit()
+        return account.conserved and states_agree and plans_agree and checkpoint_agrees and held_out_agrees
 
     def write_summary(self, outcome: str, error: str) -> None:
         """Write the last row and the summary of the ended run. Raises StoreError and OSError."""
-        state = self.state
         self.write_row(
-            {"training/step": float(state.batches.committed), "time_s": self.seconds} | self.gauges()
+            {"training/step": float(self.ledger.batches.committed), "time_s": self.seconds} | self.gauges()
         )
         self._metrics_file.close()
 
-        account, conserved = self.audit()
-        summary = summarize(read_rows(state.run_dir), msgspec.structs.asdict(account), conserved)
+        account = msgspec.structs.asdict(self.buffer.account())
+        summary = summarize(read_rows(self.run_dir), account, self.audit())
 
-        details = {"outcome": outcome, "error": error, "reasons": dict(state.buffer.reasons)}
-        details["held_out"] = msgspec.structs.asdict(state.held_out.account())
-        details |= {
-            "attempts_failed": state.failed_attempts.counts,
-            "newest_failure": state.failed_attempts.newest,
-        }
-        details["checkpoints"] = checkpoints_of(state.config, state.run_dir).root
-
+        failed_attempts = self.ledger.failed_attempts
         status = {
             "phase": outcome,
             "gauges": self.gauges(),
-            "failed": failures_line(state.failed_attempts.counts, ""),
+            "failed": failures_line(failed_attempts.counts, ""),
+            "checkpoint_problem": self.trainer.checkpoint_problem,
         }
-        status |= {"checkpoint_problem": self.trainer.checkpoint_problem}
+        alerts = find_alerts(self._recent_rows, status, self._config_leaves)
 
-        details["alerts"] = [
-            alert.line for alert in find_alerts(self._recent_rows, status, self._config_leaves)
-        ]
-        details["agents"] = [*state.config.agents]
-        success_threshold = {"success_threshold": state.config.validation.success}
-
-        write_summary(state.run_dir, summary | success_threshold | details)
+        details = {
+            "success_threshold": self.config.validation.success,
+            "outcome": outcome,
+            "error": error,
+            "reasons": dict(self.buffer.reasons),
+            "held_out": msgspec.structs.asdict(self.ledger.held_out.account()),
+            "attempts_failed": failed_attempts.counts,
+            "newest_failure": failed_attempts.newest,
+            "checkpoints": checkpoints_of(self.config, self.run_dir).root,
+            "alerts": [alert.line for alert in alerts],
+            "agents": [*self.config.agents],
+        }
+        write_summary(self.run_dir, summary | details)
 
 
 # -- transcripts -------------------------------------------------------------------------------------------

@@ -50,31 +50,31 @@ class ScorerHandler:
     """
 
     def __init__(self, state: RunState) -> None:
-        self.state = state
+        self.config = state.config
+        self.fleet = state.fleet
+        self.journal = state.journal
+        self._send_welcome = state.send_welcome
         self._servers = state.config.scorer_places
         self.supervisors = Peers[SupervisorRecord](state, SCORER, len(self._servers), lambda *_: None)
 
     def welcome_supervisor(self, peer: bytes, message: SupervisorHello, now: float) -> None:
         """Handle the hello of a supervisor, first or repeated."""
         if message.index >= len(self._servers):
-            self.state.outbox.to_control(peer, Stop(f"there is no scorer {message.index}"))
+            self.journal.outbox.to_control(peer, Stop(f"there is no scorer {message.index}"))
             return
 
         name = "scorer {} {}".format(*self._servers[message.index])
-        supervisor = self.supervisors.accept_hello(
-            peer, message, now, lambda: SupervisorRecord(peer, name, message, now)
-        )
-
+        supervisor = self.supervisors.accept_hello(SupervisorRecord(peer, name, message, now), now)
         if supervisor is not None:
             supervisor.hello = message
-            self.state.liveness.note_alive(now)
-            self.state.send_welcome(peer)
+            self.fleet.liveness.note_alive(now)
+            self._send_welcome(peer)
 
     def note_heartbeat(self, peer: bytes, message: SupervisorHeartbeat, now: float) -> None:
         if (supervisor := self.supervisors.get(peer)) is not None:
             supervisor.heartbeat = message
             if message.starting:
-                self.state.liveness.note_alive(now)
+                self.fleet.liveness.note_alive(now)
 
     @property
     def missing_server(self) -> str:
@@ -98,21 +98,21 @@ class ScorerHandler:
             yield supervisor.table_entry(
                 NO_VERSION, supervisor.heartbeat.healthy, self._servers[supervisor.hello.index][0]
             )
-        for name, engine in product(self.state.config.scorers_lent, engines):
+        for name, engine in product(self.config.scorers_lent, engines):
             if engine.lane == "train":
                 yield replace(engine, name=f"{SCORER} {name} {engine.name}", version=NO_VERSION, lane=name)
 
     def gauges(self, table: Sequence[EngineEntry], uses: Mapping[str, Counter[str]]) -> dict[str, float]:
         """Return metrics of each scorer, by the work of its servers."""
         metrics: dict[str, float] = {}
-        for name in self.state.config.scorers_used:
-            is_lent = name in self.state.config.scorers_lent
-            if is_lent and not self.state.config.engine.remote:
+        for name in self.config.scorers_used:
+            is_lent = name in self.config.scorers_lent
+            if is_lent and not self.config.engine.remote:
                 continue  # the workers' own engines score
 
             scorer_entries = [entry for entry in table if entry.lane == name]
             server_names = {entry.name for entry in scorer_entries}
-            if is_lent:  # include engines that are set aside for a validation now
+            if is_lent:  # include engines that are reserved for a validation now
                 server_names |= {
                     server_name for server_name in uses if server_name.startswith(f"{SCORER} {name} ")
                 }

@@ -58,26 +58,33 @@ class TrainerHandler:
     """Answers requests for plans and records commits. `on_commit` is called with each new commit."""
 
     def __init__(self, state: RunState, on_commit: Callable[[trainer.Commit], None]) -> None:
-        self.state = state
+        self.config = state.config
+        self.ledger = state.ledger
+        self.batches = state.ledger.batches
+        self.fleet = state.fleet
+        self.store = state.journal.store
+        self.outbox = state.journal.outbox
+        self.timeline = state.journal.timeline
+        self._state = state
         self.on_commit = on_commit
-        self.ranks = Ranks(Peers(state, "trainer"), state.store.reader.meta("trainer_incarnation"))
+        self.ranks = Ranks(Peers(state, "trainer"), self.store.reader.meta("trainer_incarnation"))
 
         self.stopping = False  # the last checkpoint was requested
         self.checkpoint_written = False  # the last checkpoint was written
         # Plans before this step are not needed.
-        self._covered_step = int(state.store.reader.meta("to_forget", "0"))
+        self._covered_step = int(self.store.reader.meta("to_forget", "0"))
         self._stop_step: int | None = None  # step at which the ranks were told to stop
 
         # Step of the newest checkpoint.
-        self.checkpoint_step = max(state.store.reader.checkpoints(), default=-1)
+        self.checkpoint_step = max(self.store.reader.checkpoints(), default=-1)
         self._checkpoint_problem = ""  # why the newest checkpoint was not written; "" after a success
         # Trajectories trained by the count of a checkpoint of the last step.
         self.checkpoint_trained: int | None = None
 
-        stored_scores = state.store.reader.meta("validated", "{}")
+        stored_scores = self.store.reader.meta("validated", "{}")
         # Score of each validated step.
         self._scores = msgspec.json.decode(stored_scores, type=dict[int, float])
-        self.best_step = int(state.store.reader.meta("best", "-1"))  # step of the best checkpoint
+        self.best_step = int(self.store.reader.meta("best", "-1"))  # step of the best checkpoint
 
         # Seconds of the newest publish.
         self.snapshot_s = 0.0
@@ -88,12 +95,12 @@ class TrainerHandler:
 
         # Ranks that have loaded nothing yet, by peer.
         self.waiting_for_devices: dict[bytes, trainer.AskDevices] = {}
-        self.newest_asker = ""  # incarnation of the newest of these ranks
+        self._waiting_incarnation = ""  # incarnation of the newest of these ranks
         # Ranks before their hello: heartbeat and its time.
         self.starting_ranks: dict[bytes, tuple[trainer.TrainerHeartbeat, float]] = {}
 
         # Newest trainer epoch that gave up a batch.
-        self._given_up_epoch = int(state.store.reader.meta("given_up", "-1"))
+        self._given_up_epoch = int(self.store.reader.meta("given_up", "-1"))
 
     # -- control -------------------------------------------------------------------------------------
 
@@ -102,56 +109,50 @@ class TrainerHandler:
 
         A new incarnation begins a trainer epoch, which fences earlier epochs.
         """
-        rank_name = f"trainer {message.index}"
-        newest_incarnation = self.ranks.incarnation
-        rank = self.ranks.peers.accept_hello(
-            peer, message, now, lambda: RankRecord(peer, rank_name, message, now), newest_incarnation
-        )
-
+        peers = self.ranks.peers
+        new_rank = RankRecord(peer, f"trainer {message.index}", message, now)
+        is_accepted = peers.accept_hello(new_rank, now, self.ranks.incarnation) is not None
         self.starting_ranks.pop(peer, None)
-        if rank is None:
+        if not is_accepted:
             return
 
-        state = self.state
-        if message.incarnation != self.ranks.incarnation or not self.ranks.rank_count:
-            if message.incarnation != self.ranks.incarnation:
-                state.trainer_epoch += 1
-                state.store.put_meta("trainer_epoch", str(state.trainer_epoch))
-                state.store.put_meta("trainer_incarnation", message.incarnation)
-                state.store.request_sync()  # a power cut must not lead to the same number again
+        is_new_start = message.incarnation != self.ranks.incarnation
+        first_hello = not self.ranks.rank_count
+        if is_new_start or first_hello:
+            if is_new_start:
+                self.fleet.trainer_epoch += 1
+                self.store.put_meta("trainer_epoch", str(self.fleet.trainer_epoch))
+                self.store.put_meta("trainer_incarnation", message.incarnation)
+                self.store.request_sync()  # a power cut must not lead to the same number again
 
-            first_hello = not self.ranks.rank_count
-            peers = self.ranks.peers
             self.ranks = Ranks(peers, message.incarnation, message.ranks)
-            for replaced in [
-                process for process in peers if process.hello.incarnation != message.incarnation
-            ]:
-                peers.remove_process(replaced.peer, "replaced by a new start", now)
-            log.info("trainer epoch %d begins at step %d", state.trainer_epoch, message.step)
+            for rank in [rank for rank in peers if rank.hello.incarnation != message.incarnation]:
+                peers.remove_process(rank.peer, "replaced by a new start", now)
+            log.info("trainer epoch %d begins at step %d", self.fleet.trainer_epoch, message.step)
 
-            if message.step > state.batches.committed:
-                recover_commits(state, message.step, now)
+            if message.step > self.batches.committed:
+                recover_commits(self._state, message.step, now)
                 self.checkpoint_step = message.step
             if first_hello:  # after recovery, as trained episodes need no payload
-                state.cut_back_unreadable()
+                self.ledger.cut_back_unreadable()
 
             self._check_position(message.step)
-            state.record_launch(message.step)
-            state.liveness.note_alive(now)  # a repeated hello is no sign of life
+            self.fleet.record_launch(message.step)
+            self.fleet.liveness.note_alive(now)  # a repeated hello is no sign of life
 
-        state.vocabulary = message.vocabulary
-        state.send_welcome(peer)
+        self.fleet.vocabulary = message.vocabulary
+        self._state.send_welcome(peer)
 
     def note_device_request(self, peer: bytes, message: trainer.AskDevices) -> None:
         """Note a rank that waits for the devices.
 
         The ranks that it replaces have ended, and need no answers.
         """
-        if is_older(message.incarnation, self.newest_asker):
+        if is_older(message.incarnation, self._waiting_incarnation):
             return
 
-        if message.incarnation != self.newest_asker:
-            self.newest_asker = message.incarnation
+        if message.incarnation != self._waiting_incarnation:
+            self._waiting_incarnation = message.incarnation
             self.waiting_for_devices = {}
             self.ranks.open_request = None
             self.ranks.last_plan_kind = ""
@@ -159,8 +160,9 @@ class TrainerHandler:
         self.waiting_for_devices[peer] = message
 
     def _check_position(self, step: int) -> None:
-        retained_batches = self.state.batches.by_step
-        committed = self.state.batches.committed
+        """Raise a ProtocolError unless the store has all plans that the ranks repeat, from `step` on."""
+        retained_batches = self.batches.by_step
+        committed = self.batches.committed
         if any(number not in retained_batches for number in range(step, committed)):
             raise ProtocolError(
                 f"the trainer's checkpoint is of step {step}, but the run store holds the plans of steps "
@@ -191,14 +193,14 @@ class TrainerHandler:
             self._checkpoint_problem = message.checkpoint_problem or self._checkpoint_problem
 
         if message.work > (previous.work if previous else 0):
-            self.state.liveness.note_progress(now)
+            self.fleet.liveness.note_progress(now)
         elif message.written > (previous.written if previous else 0):
             # No progress, as on a full disk the same bytes are written again.
-            self.state.liveness.note_alive(now)
+            self.fleet.liveness.note_alive(now)
 
     def starting_waits(self, now: float) -> list[tuple[str, str]]:
         """Return name and wait of each rank without a hello that was heard of within a lease."""
-        lease = self.state.config.launch.lease
+        lease = self.config.launch.lease
         return [
             (f"trainer {heartbeat.rank}", heartbeat.waiting)
             for heartbeat, heard_at in self.starting_ranks.values()
@@ -214,8 +216,8 @@ class TrainerHandler:
 
     def _superseded(self, peer: bytes, message: trainer.Commit | trainer.Checkpointed) -> bool:
         """Return True for a message of an earlier trainer, and tell that trainer to end."""
-        if is_earlier := message.trainer_epoch != self.state.trainer_epoch:
-            self.state.outbox.to_control(peer, shared.Stop("a newer trainer has taken over"))
+        if is_earlier := message.trainer_epoch != self.fleet.trainer_epoch:
+            self.outbox.to_control(peer, shared.Stop("a newer trainer has taken over"))
         return is_earlier
 
     def record_commit(self, peer: bytes, message: trainer.Commit, now: float) -> None:
@@ -223,34 +225,33 @@ class TrainerHandler:
 
         The ranks report which episodes were trained, as they may hold payloads that cannot be read any more.
         """
-        state = self.state
         if self._superseded(peer, message):
             return
 
-        stored_hash = state.store.reader.plan_hash(message.step)
-        batch = state.batches.by_step.get(message.step - 1)
+        stored_hash = self.store.reader.plan_hash(message.step)
+        batch = self.batches.by_step.get(message.step - 1)
         expected_hash = batch.plan_hash if batch is not None else stored_hash
         if message.plan_hash != expected_hash:
             raise ProtocolError(f"commit of step {message.step} names a plan that was never issued")
 
-        first_commit = message.step > state.batches.committed
+        first_commit = message.step > self.batches.committed
         if batch is not None:
-            state.batches.commit_batch(message.step, message.trained)
+            self.batches.commit_batch(message.step, message.trained)
 
         if first_commit:
-            state.store.put_commit(message.step, state.trainer_epoch, message.plan_hash)
+            self.store.put_commit(message.step, self.fleet.trainer_epoch, message.plan_hash)
             self.checkpoint_trained = None
-            state.timeline.record_past("commit", 0.0, step=message.step)
+            self.timeline.record_past("commit", 0.0, step=message.step)
             took_step = "actor/grad_norm" in message.metrics or not message.metrics.get("actor/skipped_steps")
-            state.skipped_batches = 0 if took_step else state.skipped_batches + 1
+            self.ledger.skipped_batches = 0 if took_step else self.ledger.skipped_batches + 1
             self.on_commit(message)
 
         self.ranks.committed_step = max(self.ranks.committed_step, message.step)
-        state.liveness.note_progress(now)
+        self.fleet.liveness.note_progress(now)
         # While a restarted trainer repeats steps, the engines keep their newer weights.
-        state.outbox.to_control(
+        self.outbox.to_control(
             peer,
-            trainer.Committed(message.step, message.step >= state.batches.committed, self._choose_best()),
+            trainer.Committed(message.step, message.step >= self.batches.committed, self._choose_best()),
         )
 
     def record_score(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -258,7 +259,7 @@ class TrainerHandler:
         scores = [metrics[name] * sign for name, sign in BEST_SCORES if name in metrics]
         if scores:
             self._scores[step] = scores[0]
-            self.state.store.put_meta("validated", msgspec.json.encode(self._scores).decode())
+            self.store.put_meta("validated", msgspec.json.encode(self._scores).decode())
 
     def _choose_best(self) -> int:
         """Return the step of the best validated checkpoint; -1 without one, or without `checkpoint.best`.
@@ -266,13 +267,13 @@ class TrainerHandler:
         Candidates are the newest `checkpoint.keep` checkpoints and the best checkpoint so far: others are
         deleted.
         """
-        if not self.state.config.checkpoint.best:
+        if not self.config.checkpoint.best:
             return -1
 
-        retained_steps = self.state.store.reader.checkpoints()[-self.state.config.checkpoint.keep :]
+        retained_steps = self.store.reader.checkpoints()[-self.config.checkpoint.keep :]
         scored_steps = sorted(self._scores.keys() & {*retained_steps, self.best_step})
         self.best_step = max(scored_steps, key=lambda step: self._scores[step], default=-1)
-        self.state.store.put_meta("best", str(self.best_step))
+        self.store.put_meta("best", str(self.best_step))
         return self.best_step
 
     def record_given_up(self, peer: bytes, message: trainer.GaveUp) -> list[EpisodeRecord]:
@@ -285,37 +286,36 @@ class TrainerHandler:
         Returns the episodes that were running for a batch that is left out. Raises ConfigError or
         ProtocolError if the run ends.
         """
-        state = self.state
         running_episodes = list[EpisodeRecord]()
 
-        first_message = message.trainer_epoch == state.trainer_epoch != self._given_up_epoch
+        first_message = message.trainer_epoch == self.fleet.trainer_epoch != self._given_up_epoch
         if first_message and message.reason == "memory":
-            state.memory_limits.tighten(message, state.store)
+            self.ledger.memory_limits.tighten(message, self.store)
             failure = f"trainer rank {message.rank}: {message.detail}"
-            log.warning("%s; %s", failure, state.memory_limits.describe_change(message))
+            log.warning("%s; %s", failure, self.ledger.memory_limits.describe_change(message))
         elif first_message:
             running_episodes = self._leave_out_batch(message)
         if first_message:
             self._given_up_epoch = message.trainer_epoch
-            state.store.put_meta("given_up", str(self._given_up_epoch))
+            self.store.put_meta("given_up", str(self._given_up_epoch))
 
         stop_reasons = {
-            "memory": f"it is tried again: {state.memory_limits.describe_change(message)}",
+            "memory": f"it is tried again: {self.ledger.memory_limits.describe_change(message)}",
             "spike": "it is left out, back to the newest checkpoint",
         }
-        state.outbox.to_control(peer, shared.Stop(stop_reasons[message.reason]))
+        self.outbox.to_control(peer, shared.Stop(stop_reasons[message.reason]))
         return running_episodes
 
     def _leave_out_batch(self, message: trainer.GaveUp) -> list[EpisodeRecord]:
         step = message.step
-        batch = self.state.batches.by_step.get(message.step - 1)
+        batch = self.batches.by_step.get(message.step - 1)
         if batch is None or not batch.closed:  # the batch was left out before a restart of the coordinator
             return []
 
         self._spike_count = self._spike_count + 1 if self._spiked_step == step else 1
         self._spiked_step = step
 
-        if self.state.config.trainer.on_spike == "stop" or self._spike_count > MAX_SPIKES:
+        if self.config.trainer.on_spike == "stop" or self._spike_count > MAX_SPIKES:
             remedy = ", or leave it out by trainer.on_spike=rollback"
             if self._spike_count > MAX_SPIKES:
                 remedy = f"; {MAX_SPIKES} other batches were left out of this step before it"
@@ -325,31 +325,29 @@ class TrainerHandler:
             )
 
         log.warning("%s; left out: %s", message.detail, " ".join(batch.uids))
-        return self.state.batches.leave_out_batch(DropReason.SPIKE)
+        return self.batches.leave_out_batch(DropReason.SPIKE)
 
     def record_version(self, message: trainer.Published, now: float) -> None:
-        state = self.state
         ref = message.ref
-        if ref.version.epoch == state.trainer_epoch and state.versions.set_newest(ref):
+        if ref.version.epoch == self.fleet.trainer_epoch and self.fleet.versions.set_newest(ref):
             self.snapshot_s = message.snapshot_s
             self.write_s = message.write_s
-            state.store.put_meta("version", msgspec.json.encode(ref).decode())
-            state.timeline.record_past("write_weights", message.write_s, version=ref.version)
-            state.liveness.note_alive(now)
+            self.store.put_meta("version", msgspec.json.encode(ref).decode())
+            self.timeline.record_past("write_weights", message.write_s, version=ref.version)
+            self.fleet.liveness.note_alive(now)
 
     def record_probe(self, message: trainer.Probed, now: float) -> None:
-        if message.version.epoch == self.state.trainer_epoch:
-            self.state.versions.add_probe(message, now)
+        if message.version.epoch == self.fleet.trainer_epoch:
+            self.fleet.versions.add_probe(message, now)
 
     def record_checkpoint(self, peer: bytes, message: trainer.Checkpointed, now: float) -> None:
         """Record a checkpoint. Plans that the oldest retained checkpoint covers can be forgotten."""
-        state = self.state
         if self._superseded(peer, message):
             return
 
         self._checkpoint_problem = ""
         # Ranks that repeat steps after a crash are stopped before the last committed step.
-        required_step = state.batches.committed if self._stop_step is None else self._stop_step
+        required_step = self.batches.committed if self._stop_step is None else self._stop_step
         self.checkpoint_written = self.checkpoint_written or (self.stopping and message.step >= required_step)
 
         if message.resting and not self.ranks.last_plan_kind:  # an earlier coordinator has sent the last plan
@@ -359,53 +357,52 @@ class TrainerHandler:
         if message.step == self.checkpoint_step:
             return  # a repetition, for a restarted coordinator that may have missed the message
 
-        state.store.put_checkpoint(message.step)
-        state.timeline.record_past("checkpoint", 0.0, step=message.step)
+        self.store.put_checkpoint(message.step)
+        self.timeline.record_past("checkpoint", 0.0, step=message.step)
         self.checkpoint_step = message.step
-        covers_all = message.step == state.batches.committed
+        covers_all = message.step == self.batches.committed
         self.checkpoint_trained = message.trained_total if covers_all else None
 
-        retained_count = state.config.checkpoint.keep
-        retained_steps = sorted({*state.store.reader.checkpoints(), message.step})[-retained_count:]
+        retained_count = self.config.checkpoint.keep
+        retained_steps = sorted({*self.store.reader.checkpoints(), message.step})[-retained_count:]
         self._covered_step = max(
             self._covered_step, retained_steps[0] if len(retained_steps) == retained_count else 0
         )
-        state.store.put_meta("to_forget", str(self._covered_step))
+        self.store.put_meta("to_forget", str(self._covered_step))
 
-        state.store.copies.copy_due = True
-        state.store.request_sync()
-        state.liveness.note_progress(now)
+        self.store.copies.copy_due = True
+        self.store.request_sync()
+        self.fleet.liveness.note_progress(now)
 
     def forget_covered(self) -> None:
         """Forget plan and payloads of a batch that the oldest retained checkpoint covers.
 
         The loop calls this in each pass, as there may be many batches between two checkpoints.
         """
-        state = self.state
         if not self._covers_more:
             return
 
-        first_step = next(iter(state.batches.by_step))
-        forgotten_uids = state.batches.forget_covered_plans(first_step + 1)
+        first_step = next(iter(self.batches.by_step))
+        forgotten_uids = self.batches.forget_covered_plans(first_step + 1)
         for uid in forgotten_uids:
-            state.store.release_frames(uid)
-        state.store.cover_steps(first_step + 1, len(forgotten_uids))
+            self.store.release_frames(uid)
+        self.store.cover_steps(first_step + 1, len(forgotten_uids))
 
         if not self._covers_more:
-            state.store.request_sync()  # the store then removes payloads beyond store.keep_bytes
+            self.store.request_sync()  # the store then removes payloads beyond store.keep_bytes
 
     @property
     def is_forgetting(self) -> bool:
         """True while plans or payloads that checkpoints cover are not yet forgotten."""
-        return self._covers_more or self.state.store.pruning
+        return self._covers_more or self.store.pruning
 
     @property
     def _covers_more(self) -> bool:
-        return next(iter(self.state.batches.by_step), self._covered_step) < self._covered_step
+        return next(iter(self.batches.by_step), self._covered_step) < self._covered_step
 
     def request_checkpoint(self) -> None:
         """Let the ranks write a checkpoint at the next micro-batch, unless the newest covers all training."""
-        committed = self.state.batches.committed
+        committed = self.batches.committed
         self.stopping = True
         self.checkpoint_written = self.checkpoint_step >= committed or not committed
 
@@ -414,14 +411,13 @@ class TrainerHandler:
         """Why no checkpoint can be written, and where a resume would begin; '' without a problem."""
         if not self._checkpoint_problem:
             return ""
-        saved_step = self.checkpoint_step
-        if saved_step < 0:
+        if self.checkpoint_step < 0:
             return f"{self._checkpoint_problem}; there is no checkpoint yet"
-        return f"{self._checkpoint_problem}; the newest checkpoint is of step {saved_step}"
+        return f"{self._checkpoint_problem}; the newest checkpoint is of step {self.checkpoint_step}"
 
     def describe_unsaved_stop(self, reason: str) -> str:
         """Return the message for a stop without a checkpoint."""
-        step = self.state.batches.committed
+        step = self.batches.committed
         saved_step = self.checkpoint_step
         waits = (rank.heartbeat.waiting for rank in self.ranks.peers if rank.heartbeat)
         reason = "; ".join(filter(None, (reason, *waits)))
@@ -448,19 +444,19 @@ class TrainerHandler:
     ) -> RankRecord | None:
         """Return the rank of a request; None for an outdated trainer, or a step that it has committed."""
         is_late = (
-            message.trainer_epoch != self.state.trainer_epoch or message.step < self.ranks.committed_step
+            message.trainer_epoch != self.fleet.trainer_epoch or message.step < self.ranks.committed_step
         )
-        is_replaced = is_older(self.ranks.incarnation, self.newest_asker)
+        is_replaced = is_older(self.ranks.incarnation, self._waiting_incarnation)
         return None if is_late or is_replaced else self.ranks.peers.get(peer)
 
     def serve_request(self) -> None:
         """Answer rank 0's request if possible. Until then the rank's heartbeat reports the wait."""
         request = self.ranks.open_request
-        shifts = self.state.shifts
+        shifts = self.fleet.shifts
 
         if self.waiting_for_devices and (self.stopping or shifts is None or shifts.shift is Shift.TRAIN):
             for peer in self.waiting_for_devices:
-                self.state.outbox.to_control(peer, trainer.GrantDevices())
+                self.outbox.to_control(peer, trainer.GrantDevices())
             self.waiting_for_devices = {}
             self.ranks.offloaded = False
 
@@ -471,7 +467,7 @@ class TrainerHandler:
         self.ranks.open_request = None
         self.ranks.offloaded = False
         self.ranks.last_plan_kind = plan.kind
-        self.state.outbox.to_bulk(first_rank.peer, plan)
+        self.outbox.to_bulk(first_rank.peer, plan)
 
     def _plan_in_shift(self, request: trainer.PlanRequest) -> trainer.WorkPlan | None:
         """Return the requested plan if the trainer has the devices, or the order to rest before engines wake.
@@ -479,22 +475,21 @@ class TrainerHandler:
         Before the ranks rest, the trainer must have scored the probe for the version that engines will load.
         Ranks at rest are stopped, too.
         """
-        shifts = self.state.shifts
-        version = PolicyVersion(self.state.trainer_epoch, request.step)
+        shifts = self.fleet.shifts
+        version = PolicyVersion(self.fleet.trainer_epoch, request.step)
         if shifts is None or shifts.shift is Shift.TRAIN or self.stopping:
             return self._make_plan(request)
 
         if shifts.shift is Shift.ROLLOUT or self.ranks.offloaded:
             return None
 
-        is_newest = request.step == self.state.batches.committed
-        lacks_probe = is_newest and self.state.versions.lacks_probe(version, always=True)
+        is_newest = request.step == self.batches.committed
+        lacks_probe = is_newest and self.fleet.versions.lacks_probe(version, always=True)
         return trainer.WorkPlan(request.step, request.micro, "probe" if lacks_probe else "rest")
 
     def _make_plan(self, request: trainer.PlanRequest) -> trainer.WorkPlan | None:
         """Return the requested plan. None: the request has to wait."""
-        state = self.state
-        batches = self.state.batches
+        batches = self.batches
         step = request.step
         make_plan = partial(trainer.WorkPlan, step, request.micro)
 
@@ -504,14 +499,16 @@ class TrainerHandler:
         if self.stopping:
             self._stop_step = step
             return make_plan("stop")
-        if step >= state.config.total_steps:
+        if step >= self.config.total_steps:
             return make_plan("end")
 
-        if step == batches.committed and state.versions.lacks_probe(PolicyVersion(state.trainer_epoch, step)):
+        if step == batches.committed and self.fleet.versions.lacks_probe(
+            PolicyVersion(self.fleet.trainer_epoch, step)
+        ):
             return make_plan("probe")  # ranks that repeat steps score no probe
 
-        ranks = self.ranks.rank_count // state.config.trainer.sequence_parallel
-        uids = batches.next_part(step, request.micro, ranks, state.memory_limits.tokens)
+        ranks = self.ranks.rank_count // self.config.trainer.sequence_parallel
+        uids = batches.next_part(step, request.micro, ranks, self.ledger.memory_limits.tokens)
         batch = batches.by_step[step]
 
         if uids is None:
@@ -521,7 +518,7 @@ class TrainerHandler:
 
         # Lost episodes are sent, too, so that ranks partition the plan as before.
         episodes = [batches.planned_episodes[uid] for uid in uids]
-        temperature = state.config.rollout.temperature
+        temperature = self.config.rollout.temperature
         return make_plan(
             "work",
             tuple(
@@ -532,8 +529,7 @@ class TrainerHandler:
 
     def send_payloads(self, peer: bytes, message: trainer.PayloadRequest) -> None:
         """Send a rank the payloads of its part of a plan. There are none for a batch that was left out."""
-        state = self.state
-        batch = self.state.batches.by_step.get(message.step)
+        batch = self.batches.by_step.get(message.step)
         if self._rank_of(peer, message) is None or batch is None:
             return
         if not set(batch.planned).issuperset(message.uids):
@@ -542,10 +538,10 @@ class TrainerHandler:
         lost_uids = list[str]()
         frames = list[bytes]()
         for uid in message.uids:
-            turns = [] if uid in batch.lost else state.read_turns(state.batches.planned_episodes[uid])
+            turns = [] if uid in batch.lost else self.ledger.read_turns(self.batches.planned_episodes[uid])
             if not turns:
-                state.batches.mark_lost(message.step, uid)
+                self.batches.mark_lost(message.step, uid)
                 lost_uids.append(uid)
             frames += turns
 
-        state.outbox.to_bulk(peer, trainer.Payloads(message.step, message.uids, tuple(lost_uids)), frames)
+        self.outbox.to_bulk(peer, trainer.Payloads(message.step, message.uids, tuple(lost_uids)), frames)

@@ -1,6 +1,6 @@
 """Validate: sample held-out episodes with a fixed version, in a ledger beside the training buffer.
 
-With embedded engines each worker has a second engine for the validation; of several servers one is set aside.
+With embedded engines each worker has a second engine for the validation; of several servers one is reserved.
 With a single server the weights go on changing, and the versions that sampled are reported.
 
 consumes: validation episodes' records, from the worker handler
@@ -28,7 +28,7 @@ from asyncrl.coordinator.reporting import (
     transcript_entry,
 )
 from asyncrl.coordinator.state import RunState, log
-from asyncrl.coordinator.workers import WorkerHandler, WorkerRecord
+from asyncrl.coordinator.workers import WorkerHandler
 from asyncrl.observe.held_out import (
     GREEDY,
     SAMPLED,
@@ -68,14 +68,6 @@ class SessionStart(msgspec.Struct, frozen=True):
     ref: WeightsRef
     settings: str = ""
 
-    def can_continue(self, earlier: SessionStart) -> bool:
-        """Return True if episodes of an earlier session can be reused: weights and settings are the same.
-
-        The weights of step 0 are the model's own, whichever trainer has published them.
-        """
-        same_weights = self.ref.version == earlier.ref.version or self.step == 0
-        return same_weights and (self.step, self.settings) == (earlier.step, earlier.settings)
-
 
 class Validation:
     """Runs at most one session at a time.
@@ -86,11 +78,15 @@ class Validation:
     def __init__(
         self, state: RunState, workers: WorkerHandler, engines: EngineHandler, samples: Sequence[Sample]
     ) -> None:
-        self.state = state
+        self.config = state.config
+        self.run_dir = state.run_dir
+        self.ledger = state.ledger
+        self.fleet = state.fleet
+        self.journal = state.journal
         self.workers = workers
         self.engines = engines
         self.samples = samples
-        self.episodes = state.held_out
+        self.episodes = state.ledger.held_out
         self.session: SessionStart | None = None
         self.deadline = math.inf
         self.results: list[tuple[int, dict[str, float]]] = []
@@ -102,17 +98,18 @@ class Validation:
 
         Return False without a version, or without samples.
         """
-        ref = self.state.versions.ref
-        sample_count = self._sample_count
+        ref = self.fleet.versions.ref
+        if not self._sample_count:
+            return False
 
-        if self.session is not None and sample_count:
+        if self.session is not None:
             log.warning(
                 "validation of step %d left out: that of step %d is not over", step, self.session.step
             )
-        if self.session is not None or ref is None or sample_count == 0:
+        if self.session is not None or ref is None:
             return False
 
-        return self._start_session(SessionStart(step, final, ref, self.state.config.held_out_settings), now)
+        return self._start_session(SessionStart(step, final, ref, self.config.held_out_settings), now)
 
     def resume_session(self, now: float, training_over: bool) -> None:
         """Resume the session that was under way when the coordinator ended, or validate step 0 of a new run.
@@ -120,27 +117,27 @@ class Validation:
         `training_over`: training has ended, and the last validation is still to come.
         """
         self._resumed = True
-        stored = self.state.store.reader.meta("validation")
+        stored = self.journal.store.reader.meta("validation")
         start = self._stored_session()
-        committed = self.state.batches.committed
+        committed = self.ledger.batches.committed
 
         if not stored and committed == 0:
             self.begin_session(0, True, now)
         elif start is not None and not (training_over and start.step == committed):
             log.warning("the validation of step %d was cut short: it goes on", start.step)
-            restarted = replace(start, settings=self.state.config.held_out_settings)
+            restarted = replace(start, settings=self.config.held_out_settings)
             if not self._start_session(restarted, now):
                 self.begin_session(committed, start.final, now)
 
     def _stored_session(self) -> SessionStart | None:
         """Read the session that was under way when the coordinator ended."""
-        stored = self.state.store.reader.meta("validation", NO_SESSION)
+        stored = self.journal.store.reader.meta("validation", NO_SESSION)
         return msgspec.json.decode(stored, type=SessionStart | None)
 
     @property
     def _is_evaluation(self) -> bool:
         """True if nothing is trained: every sampled episode is kept, and there is no deadline."""
-        return not self.state.config.total_steps
+        return not self.config.total_steps
 
     @property
     def _transcribed_rows(self) -> frozenset[int]:
@@ -150,12 +147,12 @@ class Validation:
 
     @property
     def _sample_count(self) -> int:
-        return min(self.state.config.validation.samples, len(self.samples))
+        return min(self.config.validation.samples, len(self.samples))
 
     def _episode_uids(self, step: int, row: int) -> list[str]:
         if self.samples[row].demonstration:
             return [HeldOut(step, SCORED, row).uid]
-        validation_config = self.state.config.validation
+        validation_config = self.config.validation
         sampled = [HeldOut(step, SAMPLED, row, draw).uid for draw in range(validation_config.episodes)]
         greedy = [HeldOut(step, GREEDY, row).uid] if validation_config.greedy else []
         return sampled + greedy
@@ -172,22 +169,28 @@ class Validation:
                 self._store_session(None)
             return False
 
-        stored_session = self._stored_session()
+        # Stored episodes go on under the same weights and settings. The weights of step 0 are the model's,
+        # whichever trainer has published them.
         step = start.step
+        earlier = self._stored_session()
+        continues = (
+            earlier is not None
+            and (earlier.step, earlier.settings) == (step, start.settings)
+            and (step == 0 or earlier.ref.version == start.ref.version)
+        )
         uids = [uid for row in range(self._sample_count) for uid in self._episode_uids(step, row)]
-        continues = stored_session is not None and stored_session.can_continue(start)
         self.episodes.begin_session(uid_prefix(step), uids, continues)
 
-        end_time = self.state.engine_time(now) + self.state.config.rollout.episode_timeout * (1 + start.final)
+        end_time = self.fleet.engine_time(now) + self.config.rollout.episode_timeout * (1 + start.final)
         self.session = start
         self.deadline = math.inf if self._is_evaluation else end_time
 
-        self._session_resources.enter_context(self.state.timeline.span("validation", step=step))
+        self._session_resources.enter_context(self.journal.timeline.span("validation", step=step))
         self._store_session(start)
         return True
 
     def _store_session(self, start: SessionStart | None) -> None:
-        self.state.store.put_meta("validation", msgspec.json.encode(start).decode())
+        self.journal.store.put_meta("validation", msgspec.json.encode(start).decode())
 
     def assign_episodes(self, now: float, exclusive: bool) -> None:
         """Assign episodes to free slots.
@@ -198,7 +201,7 @@ class Validation:
         if session is None:
             return
 
-        is_late = self.state.engine_time(now) > self.deadline
+        is_late = self.fleet.engine_time(now) > self.deadline
         if is_late:
             log.error("validation of step %d abandoned: not done by its deadline", session.step)
         if is_late or not self._in_flight:
@@ -208,31 +211,38 @@ class Validation:
         if not self.engines.awake:
             return
 
-        uses_servers = self.engines.remote
-        pinned = False
-        # Servers are set aside, and workers know before they get episodes.
-        if uses_servers:
-            pinned = self.engines.pin_servers(session.ref.version, all_servers=exclusive)
-            self.engines.send_table([worker.peer for worker in self.workers.peers], now)
+        workers = list(self.workers.peers)
+        if self.engines.remote:
+            # Servers are reserved, and workers know before they get episodes.
+            servers_ready = self.engines.reserve_servers(session.ref.version, all_servers=exclusive)
+            self.engines.send_table([worker.peer for worker in workers], now)
+            able_workers = workers if servers_ready else []
+        else:
+            # A worker's own engine gets the version, again after a refusal or a long silence.
+            able_workers = [worker for worker in workers if worker.eval_version == session.ref.version]
+            for worker in workers:
+                is_due = now - worker.eval_requested_at > self.config.weights.deadline
+                if worker.eval_version != session.ref.version and is_due:
+                    worker.eval_requested_at = now
+                    self.fleet.versions.engines[worker.peer].asleep = False
+                    self.journal.outbox.to_control(
+                        worker.peer, self.fleet.versions.load_message(session.ref, "eval")
+                    )
 
         waiting = iter(self.episodes.waiting)
-        for worker in self.workers.peers:
-            if not (pinned if uses_servers else self._has_version(session, worker, now)):
-                continue
-
+        transcribed_rows = self._transcribed_rows
+        for worker in able_workers:
             slot_limit = math.ceil((1.0 if exclusive else MID_RUN_FRACTION) * worker.hello.slots)
             free_slots = min(
                 worker.free_slots, slot_limit - sum(uid.startswith(UID_START) for uid in worker.running)
             )
             for episode in islice(waiting, max(0, free_slots)):
                 row = HeldOut.from_uid(episode.uid).row
-                self.workers.give_episode(
-                    worker, episode, self.samples[row], 0, row in self._transcribed_rows, now
-                )
+                self.workers.give_episode(worker, episode, self.samples[row], 0, row in transcribed_rows, now)
 
         episode_count = len(self.episodes.episodes)
         ended_count = episode_count - self._in_flight
-        self.state.waits.append(
+        self.fleet.waits.append(
             f"the validation of step {session.step}: {ended_count} of {episode_count} episodes are over"
         )
 
@@ -249,19 +259,6 @@ class Validation:
         """True if a session is under way, or will be resumed once the run has started."""
         return self.is_busy or (not self._resumed and self._stored_session() is not None)
 
-    def _has_version(self, session: SessionStart, worker: WorkerRecord, now: float) -> bool:
-        """Return True if the worker's own engine has the version; else send the version, if it is time.
-
-        The version is sent again after a refusal or a long silence.
-        """
-        if worker.eval_version == session.ref.version:
-            return True
-        if now - worker.eval_requested_at > self.state.config.weights.deadline:
-            worker.eval_requested_at = now
-            self.state.versions.engines[worker.peer].asleep = False
-            self.state.outbox.to_control(worker.peer, self.state.versions.load_message(session.ref, "eval"))
-        return False
-
     def confirm_load(self, peer: bytes, message: Loaded, now: float) -> None:
         """Handle the report of a worker's second engine that loaded a version, or could not load it."""
         if (worker := self.workers.peers.get(peer)) is None:
@@ -269,7 +266,7 @@ class Validation:
 
         if message.error:
             log.warning("%s could not load v%d: %s", worker.name, message.ref.version.step, message.error)
-            worker.eval_requested_at = now + LOAD_RETRY - self.state.config.weights.deadline
+            worker.eval_requested_at = now + LOAD_RETRY - self.config.weights.deadline
         else:
             self.engines.record_probe(message)
             worker.eval_version = message.ref.version
@@ -296,11 +293,11 @@ class Validation:
             for uid in self._episode_uids(session.step, row)
         )
         entries = (transcript_entry(uid, self.samples[row], **self._outcome_entry(uid)) for row, uid in uids)
-        save_transcripts(self.state.run_dir, "validation", session.step, entries, replace=True)
+        save_transcripts(self.run_dir, "validation", session.step, entries, replace=True)
 
         self._session_resources.close()
         if self.engines.remote:
-            self.engines.unpin_servers()
+            self.engines.release_servers()
 
     def _metrics(
         self, session: SessionStart, episodes: Sequence[EpisodeRecord], unfinished: int
@@ -316,7 +313,7 @@ class Validation:
 
         metrics: dict[str, float] = {}
         if not unfinished:  # without the missing episodes, which are long, means would be biased
-            threshold = threshold_of(self.state.config, judged_episodes)
+            threshold = threshold_of(self.config, judged_episodes)
             metrics = (
                 sample_means(numbers_per_sample(judged_episodes, threshold))
                 | mean_sizes(judged_episodes)
@@ -358,11 +355,11 @@ class Validation:
 
         outcome: dict[str, Any] = {"components": ending.result.components}
         if mode != SCORED:
-            success = succeeds(ending.result, self.state.config.validation.success)
+            success = succeeds(ending.result, self.config.validation.success)
             outcome = {"success": success, **result_entry(ending.result)}
 
         text = self.episodes.texts.get(uid)
         if text is None:
-            text = msgspec.msgpack.decode(self.state.store.reader.held_out_record(uid), type=Finished).text
+            text = msgspec.msgpack.decode(self.journal.store.reader.held_out_record(uid), type=Finished).text
 
         return {"mode": mode} | outcome | {"turns": ending.stats.turns, "notes": ending.notes, "text": text}

@@ -19,9 +19,10 @@ class EngineRecord(msgspec.Struct):
 
     is_up: a server has reported its URL.
     quarantined: the weights are wrong; the engine gets no work before it has loaded them anew.
-    held_for_validation: set aside for a validation; the engine keeps its version.
+    reserved_for_validation: the engine samples a validation only, and keeps its version.
     pushed, acked: versions that were sent and confirmed; NO_VERSION: none.
-    unproven: a version is loaded, but must be compared with the trainer by the probe before sampling.
+    unproven: a version is loaded, but must be sent again with the probe, and compared with the trainer,
+        before sampling.
     asleep: the engine has confirmed that it holds neither KV cache nor weights, and was sent no version
         since.
     woken: the engine has loaded a version since.
@@ -30,7 +31,7 @@ class EngineRecord(msgspec.Struct):
     name: str
     is_up: bool = True
     quarantined: bool = False
-    held_for_validation: bool = False
+    reserved_for_validation: bool = False
     push_s: float = 0.0  # seconds of the newest load
     pushed: PolicyVersion = NO_VERSION
     acked: PolicyVersion = NO_VERSION
@@ -71,19 +72,11 @@ class VersionLedger:
         self.ref = ref
         return True
 
-    def needs_push(self, engine: EngineRecord, now: float) -> bool:
-        """Return True if the engine is to be sent the newest version now.
-
-        An unproven engine needs the probe.
-        """
-        probe_ready = not engine.unproven or self._find_probe(self.newest) is not None
-        return engine.pushed < self.newest and now >= engine.send_at and probe_ready
-
     def load_message(self, ref: WeightsRef, lane: str) -> LoadWeights:
         """Return the message to load a version, with its probe if the trainer has scored the probe."""
-        return LoadWeights(ref, lane, self._find_probe(ref.version))
+        return LoadWeights(ref, lane, self.find_probe(ref.version))
 
-    def _find_probe(self, version: PolicyVersion) -> Probe | None:
+    def find_probe(self, version: PolicyVersion) -> Probe | None:
         """Return the probe with the trainer's log-probs of this version; None if not scored."""
         return next((probed.probe for probed in self.recent_probes if probed.version == version), None)
 
@@ -93,7 +86,7 @@ class VersionLedger:
         That is so if an engine waits for the probe, if the last score was PROBE_INTERVAL steps ago, or with
         `always`, before the trainer offloads.
         """
-        if self._find_probe(version) is not None:
+        if self.find_probe(version) is not None:
             return False
         if always:
             return True
@@ -110,7 +103,7 @@ class VersionLedger:
         longer than a step, probes arrive before their version is written. Ranks repeat the newest probe after
         a quiet time.
         """
-        if self._find_probe(probed.version) is not None:
+        if self.find_probe(probed.version) is not None:
             return
         retained_probes = [
             earlier for earlier in self.recent_probes if self.newest <= earlier.version < probed.version

@@ -11,9 +11,7 @@ import hashlib
 import heapq
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
 
 from asyncrl.buffer.records import LOSSES, NEVER_STALE, EpisodeRecord, State
 from asyncrl.buffer.staleness import assignable_episodes
@@ -27,8 +25,6 @@ from asyncrl.wire.messages.shared import Attempt
 from asyncrl.wire.messages.worker import Assign, Cancel, Fenced, MinVersion, WorkerHeartbeat, WorkerHello
 
 MAX_ASSIGNED = 128  # episodes assigned in a pass of the loop, as messages must not wait for thousands
-
-W = TypeVar("W")
 
 
 @dataclass
@@ -56,37 +52,45 @@ class WorkerHandler:
     """Handles leases and assignments of training episodes and of held-out episodes."""
 
     def __init__(self, state: RunState, engines: EngineHandler) -> None:
-        self.state = state
+        self.config = state.config
+        self.run_dir = state.run_dir
+        self.ledger = state.ledger
+        self.buffer = state.ledger.buffer
+        self.fleet = state.fleet
+        self.store = state.journal.store
+        self.outbox = state.journal.outbox
+        self._send_welcome = state.send_welcome
         self.engines = engines
         self.peers = Peers(state, "rollout", state.config.rollout.workers, self._on_lost)
-        self.assign_seq = state.coordinator_epoch << 32  # grows across restarts of the coordinator
+        self.assign_seq = self.store.epoch << 32  # grows across restarts of the coordinator
         self.work_left = False  # the last pass left episodes that can be assigned
 
         # Running episodes of the store, by worker incarnation.
         self._restored_episodes: defaultdict[str, list[EpisodeRecord]] = defaultdict(list)
-        for episode in state.all_episodes:
+        for episode in state.ledger.all_episodes:
             if episode.state is State.RUNNING:
                 self._restored_episodes[episode.worker].append(episode)
 
     # -- control -------------------------------------------------------------------------------------
 
     def welcome_worker(self, peer: bytes, message: WorkerHello, now: float) -> None:
-        """Handle the hello of a worker, first or repeated. Both are alike, as a hello has the whole state."""
-        if self.peers.accept_hello(peer, message, now, lambda: self._join(peer, message, now)) is not None:
-            self.state.send_welcome(peer)
-            self.state.outbox.to_control(peer, self._min_version_message())
-            self.engines.resend_to_worker(peer, message.version, now)
+        """Handle the hello of a worker, first or repeated: each hello has the whole state."""
+        new_worker = WorkerRecord(peer, f"worker {message.index}", message, now, message.acked)
+        worker = self.peers.accept_hello(new_worker, now)
+        if worker is None:
+            return
 
-    def _join(self, peer: bytes, message: WorkerHello, now: float) -> WorkerRecord:
-        """Make the record of a worker. Its episodes go on if only the coordinator was restarted."""
-        worker = WorkerRecord(peer, f"worker {message.index}", message, now, message.acked)
-        for episode in self._restored_episodes.pop(message.incarnation, []):
-            if episode.worker == message.incarnation and episode.state is State.RUNNING:
-                worker.running[episode.uid] = (episode.assign_seq, now)
+        if worker is new_worker:
+            # If only the coordinator was restarted, the worker still runs its episodes.
+            for episode in self._restored_episodes.pop(message.incarnation, []):
+                if episode.worker == message.incarnation and episode.state is State.RUNNING:
+                    worker.running[episode.uid] = (episode.assign_seq, now)
+            if not self.engines.remote:
+                self.engines.add_engine(peer, worker.name)
 
-        if not self.engines.remote:
-            self.engines.add_engine(peer, worker.name)
-        return worker
+        self._send_welcome(peer)
+        self.outbox.to_control(peer, self._min_version_message())
+        self.engines.resend_to_worker(peer, message.version, now)
 
     def note_heartbeat(self, peer: bytes, message: WorkerHeartbeat, now: float) -> None:
         worker = self.peers.get(peer)
@@ -95,14 +99,14 @@ class WorkerHandler:
 
         worker.leaving = worker.leaving or message.leaving
         if message.in_time or message.tokens > (worker.heartbeat.tokens if worker.heartbeat else 0):
-            self.state.liveness.note_alive(now)
+            self.fleet.liveness.note_alive(now)
 
         held_uids = {attempt.uid for attempt in message.held}
         for uid, (assign_seq, sent_at) in [
             item for item in worker.running.items() if item[0] not in held_uids
         ]:
             has_arrived = assign_seq <= message.assigned
-            overdue = worker.heartbeat_at - sent_at > self.state.config.launch.lease  # by the last heartbeat
+            overdue = worker.heartbeat_at - sent_at > self.config.launch.lease  # by the last heartbeat
             if has_arrived or overdue:
                 self._lose_episode(worker, uid, "", now)
 
@@ -112,13 +116,13 @@ class WorkerHandler:
         # Acks may have overtaken the hello on the other channel.
         worker.last_record = max(worker.last_record, message.acked)
 
-        ledger_of = self.state.ledger_of
+        owner_of = self.ledger.owner_of
         incarnation = worker.hello.incarnation
         for attempt in message.held:  # 100,000 a second in a large run
-            episode = ledger_of(attempt.uid).episodes.get(attempt.uid)
+            episode = owner_of(attempt.uid).episodes.get(attempt.uid)
             if episode is None or episode.attempt != attempt.attempt or episode.worker != incarnation:
                 # The episode was reassigned or given up while the worker was silent.
-                self.state.outbox.to_control(peer, Cancel(attempt))
+                self.outbox.to_control(peer, Cancel(attempt))
 
     def note_leaving(self, peer: bytes) -> None:
         """Note that a worker is about to end by a signal. Other peers are ignored."""
@@ -128,10 +132,10 @@ class WorkerHandler:
     def send_min_version(self) -> None:
         """Send all workers the oldest version that a turn may start on."""
         for worker in self.peers:
-            self.state.outbox.to_control(worker.peer, self._min_version_message())
+            self.outbox.to_control(worker.peer, self._min_version_message())
 
     def _min_version_message(self) -> MinVersion:
-        return MinVersion(max(0, self.state.batches.committed - self.state.buffer.max_start_staleness))
+        return MinVersion(max(0, self.ledger.batches.committed - self.buffer.max_start_staleness))
 
     # -- losing --------------------------------------------------------------------------------------
 
@@ -140,20 +144,11 @@ class WorkerHandler:
         for worker in self.peers:
             worker.running = {uid: (seq, now) for uid, (seq, _) in worker.running.items()}
 
-    def assign_pending(self, now: float) -> None:
-        """Remove silent workers, send the table of servers, and assign pending episodes."""
-        self.peers.remove_silent(now)
-        self.engines.send_table([worker.peer for worker in self.peers], now)
-        self._assign_pending(now)
-
     def _on_lost(self, worker: WorkerRecord, reason: str, now: float) -> None:
         """Issue the episodes of a lost worker again, from their last durable turns."""
-        index = worker.hello.index
-        step = self.state.batches.committed + 1
-        log_file = self.state.run_dir / "logs" / f"rollout-{index}.log"
-        last_output = cause_of_death(log_file, worker.hello.incarnation, crashed=False)
-        cause = f"{worker.name} in step {step} ({reason})"
-        if last_output:
+        log_file = self.run_dir / "logs" / f"rollout-{worker.hello.index}.log"
+        cause = f"{worker.name} in step {self.ledger.batches.committed + 1} ({reason})"
+        if last_output := cause_of_death(log_file, worker.hello.incarnation, crashed=False):
             cause += f": {last_output}"
 
         for uid in list(worker.running):
@@ -163,7 +158,7 @@ class WorkerHandler:
     def reissue_orphans(self, now: float) -> None:
         """Issue episodes again whose worker is not connected, after a restart of the coordinator."""
         connected_workers = {worker.hello.incarnation for worker in self.peers}
-        for episode in self.state.all_episodes:
+        for episode in self.ledger.all_episodes:
             if episode.state is State.RUNNING and episode.worker not in connected_workers:
                 # A stop of the run is no failed attempt.
                 self._reissue_episode(episode, FailReason.WORKER_LOST, now)
@@ -172,7 +167,7 @@ class WorkerHandler:
         if worker.running.pop(uid, None) is None:
             return  # the group was dropped with an episode that was lost just before
 
-        episode = self.state.ledger_of(uid).episodes.get(uid)
+        episode = self.ledger.owner_of(uid).episodes.get(uid)
         if episode is None or episode.worker != worker.hello.incarnation or episode.state != "running":
             return
 
@@ -185,7 +180,7 @@ class WorkerHandler:
         self, worker: WorkerRecord, episode: EpisodeRecord, reason: FailReason, detail: str, now: float
     ) -> None:
         worker.running.pop(episode.uid, None)
-        self.state.outbox.to_bulk(worker.peer, Fenced(Attempt(episode.uid, episode.attempt)))
+        self.outbox.to_bulk(worker.peer, Fenced(Attempt(episode.uid, episode.attempt)))
         self.fail_episode(episode, reason, detail, now)
 
     def fail_episode(self, episode: EpisodeRecord, reason: FailReason, detail: str, now: float) -> None:
@@ -193,25 +188,25 @@ class WorkerHandler:
 
         An attempt that is lost while the run stops is only issued again.
         """
-        if self.state.stopping and reason in LOSSES:
+        if self.fleet.stopping and reason in LOSSES:
             self._reissue_episode(episode, reason, now)
             return
 
-        if episode.uid in self.state.held_out.episodes:
-            self.state.held_out.causes[episode.uid] = detail
+        if episode.uid in self.ledger.held_out.episodes:
+            self.ledger.held_out.causes[episode.uid] = detail
         else:
-            self.state.failed_attempts.add_failure(reason, detail, self.state.store)
-            sample = self.state.buffer.live_groups[episode.group].sample
-            self.state.first_attempts.note_failure(episode.assign_seq, sample, reason)
+            self.ledger.failed_attempts.add_failure(reason, detail, self.store)
+            sample = self.buffer.live_groups[episode.group].sample
+            self.ledger.first_attempts.note_failure(episode.assign_seq, sample, reason)
 
         self._reissue_episode(episode, reason, now)
 
     def _reissue_episode(self, episode: EpisodeRecord, reason: FailReason, now: float) -> None:
         """Issue an episode again, or give the episode up."""
-        ledger = self.state.ledger_of(episode.uid)
-        self.cancel_episodes(ledger.fail_attempt(episode, reason, self.state.engine_time(now)))
+        owner = self.ledger.owner_of(episode.uid)
+        self.cancel_episodes(owner.fail_attempt(episode, reason, self.fleet.engine_time(now)))
         if not episode.turns and not episode.open:
-            self.state.store.forget_frames(episode.uid)
+            self.store.forget_frames(episode.uid)
 
     def cancel_episodes(self, episodes: list[EpisodeRecord]) -> None:
         """Tell the workers to stop these running episodes."""
@@ -219,7 +214,7 @@ class WorkerHandler:
         for episode in episodes:
             worker = connected_workers.get(episode.worker)
             if worker is not None and worker.running.pop(episode.uid, None) is not None:
-                self.state.outbox.to_control(worker.peer, Cancel(Attempt(episode.uid, episode.attempt)))
+                self.outbox.to_control(worker.peer, Cancel(Attempt(episode.uid, episode.attempt)))
 
     # -- assigning ----------------------------------------------------------------------------------
 
@@ -231,67 +226,96 @@ class WorkerHandler:
     def total_slots(self) -> int:
         return sum(worker.hello.slots for worker in self.peers)
 
-    def _assign_pending(self, now: float) -> None:
+    def assign_pending(self, now: float) -> None:
         """Assign pending episodes, oldest first, to the least loaded worker with weights that are new enough.
 
-        At most MAX_ASSIGNED episodes are assigned.
+        Before, silent workers are removed, and all workers get the table of servers. At most MAX_ASSIGNED
+        episodes are assigned; `work_left` is True if a further episode is waiting then.
         """
-        state = self.state
+        self.peers.remove_silent(now)
+        self.engines.send_table([worker.peer for worker in self.peers], now)
+
         self.work_left = False
-        if not state.buffer.waiting_count:
+        if not self.buffer.waiting_count:
             return
 
         if missing_server := self.engines.missing_server:
             if self.free_slots:
-                state.waits.append(f"new episodes wait for {missing_server}")
+                self.fleet.waits.append(f"new episodes wait for {missing_server}")
             return
 
-        usable_workers = (worker for worker in self.peers if not self.engines.quarantined(worker.peer))
-        versions_of = self.engines.steps_by_worker()
-        unmet_version = NEVER_STALE
+        usable_versions = self.engines.usable_versions(worker.peer for worker in self.peers)
+        workers = [
+            worker
+            for worker in self.peers
+            if usable_versions[worker.peer] and not self.engines.quarantined(worker.peer)
+        ]
+        slots_left = sum(worker.free_slots for worker in workers)
         assignments_left = MAX_ASSIGNED
-        slots = FreeSlots((worker, worker.free_slots, versions_of(worker.peer)) for worker in usable_workers)
-        in_order = state.config.buffer.on_stale != "hold"  # later episodes never need older weights
+        in_order = self.config.buffer.on_stale != "hold"  # later episodes never need older weights
+        unmet_version = NEVER_STALE
 
-        for min_version, episode in assignable_episodes(state.buffer):
+        # A heap of the workers that have free slots and `heap_version` or a newer version, most free slots
+        # first. Looking at each of 512 workers for each episode would take 5 ms of a pass.
+        heap: list[tuple[int, int, WorkerRecord]] = []
+        heap_version = NEVER_STALE
+
+        for min_version, episode in assignable_episodes(self.buffer):
             self.work_left = assignments_left == 0
-            if self.work_left or not slots:
+            if self.work_left or slots_left == 0:
                 return
-
             if min_version >= unmet_version:
                 if in_order:
                     return
                 continue
 
-            if (assignment := slots.take_slot(min_version)) is None:
+            if min_version != heap_version:
+                heap_version = min_version
+                heap = [
+                    (-worker.free_slots, number, worker)
+                    for number, worker in enumerate(workers)
+                    if worker.free_slots and usable_versions[worker.peer][-1] >= min_version
+                ]
+                heapq.heapify(heap)
+
+            if not heap:
                 unmet_version = min_version
-                acked_steps = [engine.acked.step for engine in state.versions.engines.values()]
+                acked_steps = [engine.acked.step for engine in self.fleet.versions.engines.values()]
                 acked_count = sum(step >= min_version for step in acked_steps)
-                state.waits.append(
+                self.fleet.waits.append(
                     f"new episodes wait for weights v{max(0, min_version)}: "
                     f"{acked_count} of {len(acked_steps)} engines acked"
                 )
                 continue
 
-            worker, oldest_usable = assignment
-            group = state.buffer.live_groups[episode.group]
-            is_transcribed = is_kept(group.id, episode.member, state.config.buffer.groups_per_batch)
+            # The episode may start on the oldest version that is new enough.
+            _, number, worker = heap[0]
+            versions = usable_versions[worker.peer]
+            oldest_usable = versions[bisect_left(versions, min_version)]
+            group = self.buffer.live_groups[episode.group]
+            is_transcribed = is_kept(group.id, episode.member, self.config.buffer.groups_per_batch)
             self.give_episode(
-                worker, episode, state.samples[group.sample], oldest_usable, is_transcribed, now
+                worker, episode, self.ledger.samples[group.sample], oldest_usable, is_transcribed, now
             )
+
             assignments_left -= 1
+            slots_left -= 1
+            if worker.free_slots:
+                heapq.heapreplace(heap, (-worker.free_slots, number, worker))
+            else:
+                heapq.heappop(heap)
 
     def admit_groups(self, now: float) -> None:
         """Admit groups whose episodes can be assigned in this pass of the loop."""
-        buffer = self.state.buffer
-        batches = self.state.batches
+        buffer = self.buffer
+        batches = self.ledger.batches
         if buffer.has_room:
             free_slots = self.free_slots - buffer.waiting_count
             total_slots = self.total_slots
             while buffer.waiting_count < MAX_ASSIGNED and buffer.can_admit(free_slots, total_slots):
-                free_slots -= len(buffer.admit_group(batches.committed, self.state.engine_time(now)).members)
+                free_slots -= len(buffer.admit_group(batches.committed, self.fleet.engine_time(now)).members)
 
-        if buffer.prompts.over and self.state.config.data.at_end == "drop":
+        if buffer.prompts.over and self.config.data.at_end == "drop":
             self.cancel_episodes(batches.drop_remainder())
 
     def give_episode(
@@ -307,17 +331,17 @@ class WorkerHandler:
 
         `is_transcribed`: the text is to be stored.
         """
-        frames = self.state.read_frames(episode)
-        ledger = self.state.ledger_of(episode.uid)
-        parts = self.state.read_parts(episode)
+        frames = self.ledger.read_frames(episode)
+        ledger = self.ledger.owner_of(episode.uid)
+        parts = self.ledger.read_parts(episode)
 
         self.assign_seq += 1
-        engine_time = self.state.engine_time(now)
+        engine_time = self.fleet.engine_time(now)
         ledger.assign(episode, worker.hello.incarnation, self.assign_seq, min_version, engine_time)
 
-        is_training = ledger is self.state.buffer
+        is_training = ledger is self.buffer
         if not episode.member:
-            self.state.store.put_question(episode.group if is_training else -1 - episode.group, sample)
+            self.store.put_question(episode.group if is_training else -1 - episode.group, sample)
 
         # A held-out episode that is continued samples the same tokens, so an evaluation that was killed ends
         # with the same result.
@@ -329,64 +353,18 @@ class WorkerHandler:
             attempt=Attempt(episode.uid, episode.attempt),
             sample=sample,
             lane="train" if is_training else "eval",
-            temperature=0.0 if episode.greedy else self.state.config.rollout.temperature,
-            key=sampling_key(self.state.config.seed, episode.uid, draw_number),
+            temperature=0.0 if episode.greedy else self.config.rollout.temperature,
+            key=sampling_key(self.config.seed, episode.uid, draw_number),
             transcript=is_transcribed,
             min_version=min_version,
             seconds=episode.seconds,
             parts=len(parts),
         )
 
-        self.state.outbox.to_control(worker.peer, message, frames + parts)
+        self.outbox.to_control(worker.peer, message, frames + parts)
 
 
 def sampling_key(seed: int, uid: str, attempt: int) -> int:
     """Return the key of the counter RNG: samples depend on (seed, uid, attempt, position) and the weights."""
     digest = hashlib.blake2b(f"{seed}/{uid}/{attempt}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
-
-
-class FreeSlots(Generic[W]):
-    """The free slots of the workers in a pass of the loop.
-
-    Args:
-        workers: tuples of a worker, the number of free slots, and the usable policy versions, ascending: the
-            versions of all servers, or the version of the worker's own engine.
-
-    The cost of `take_slot` grows with the logarithm of the number of workers, and with the number of
-    different newest versions.
-    """
-
-    def __init__(self, workers: Iterable[tuple[W, int, Sequence[int]]]) -> None:
-        self._heaps_by_version: defaultdict[int, list[tuple[int, int, W, Sequence[int]]]] = defaultdict(list)
-        for order_number, (worker, free_count, versions) in enumerate(workers):
-            if free_count > 0 and versions:
-                self._heaps_by_version[versions[-1]].append((-free_count, order_number, worker, versions))
-
-        for heap in self._heaps_by_version.values():
-            heapq.heapify(heap)
-
-    def __bool__(self) -> bool:
-        return any(self._heaps_by_version.values())
-
-    def take_slot(self, min_version: int) -> tuple[W, int] | None:
-        """Take a slot of the worker with the most free slots that has `min_version` or a newer version.
-
-        Returns the worker and its oldest version that is new enough; None without such a worker.
-        """
-        suitable_heaps = [
-            heap
-            for newest_version, heap in self._heaps_by_version.items()
-            if newest_version >= min_version and heap
-        ]
-        if not suitable_heaps:
-            return None
-
-        heap = min(suitable_heaps)
-        negative_count, order_number, worker, versions = heap[0]
-        if negative_count < -1:
-            heapq.heapreplace(heap, (negative_count + 1, order_number, worker, versions))
-        else:
-            heapq.heappop(heap)
-
-        return worker, versions[bisect_left(versions, min_version)]

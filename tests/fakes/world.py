@@ -22,7 +22,7 @@ from asyncrl.buffer import payloads
 from asyncrl.buffer.records import EpisodeRecord, State
 from asyncrl.buffer.replay import ReplayBuffer
 from asyncrl.config import RunConfig, parse
-from asyncrl.coordinator import loop, reporting, state
+from asyncrl.coordinator import fleet, ledger, loop, reporting
 from asyncrl.coordinator.held_out import RECORD_PREFIX
 from asyncrl.coordinator.loop import Coordinator
 from asyncrl.observe.files import read_rows
@@ -157,7 +157,7 @@ class World:
         clock = SimpleNamespace(monotonic=lambda: self.now, time=lambda: self.now)
         with pytest.MonkeyPatch.context() as patch:
             give(patch, rows(9))
-            for module in (loop, state, reporting):
+            for module in (loop, fleet, ledger, reporting):
                 patch.setattr(module, "time", clock)
             patch.setattr(schema, "OPEN_DEADLINE", 0.0)
             patch.setattr(runstore, "MAX_FORGOTTEN", 2)
@@ -197,11 +197,11 @@ class World:
 
         def sampled(reporter: reporting.Reporter, tokens: int) -> None:
             on_turn(reporter, tokens)
-            add(reporter.state.store, "sampled", tokens)
+            add(reporter.journal.store, "sampled", tokens)
 
         def delivered(reporter: reporting.Reporter, episode: EpisodeRecord) -> None:
             on_landed(reporter, episode)
-            add(reporter.state.store, "delivered", 10 * episode.turns)
+            add(reporter.journal.store, "delivered", 10 * episode.turns)
 
         def cut_back(buffer: ReplayBuffer, episode: EpisodeRecord, turns: Sequence[Turn]) -> None:
             self.counted &= episode.state is not State.LANDED  # the episode will land again
@@ -209,7 +209,7 @@ class World:
 
         patch.setattr(reporting.Reporter, "count_turn", sampled)
         patch.setattr(reporting.Reporter, "note_landed", delivered)
-        patch.setattr(state, "cut_back", cut_back)
+        patch.setattr(ledger, "cut_back", cut_back)
 
     def _around(self, function: Callable[..., Any], paused: bool = False) -> Callable[..., Any]:
         def call(*arguments: Any, **named: Any) -> Any:
@@ -345,14 +345,15 @@ class World:
 
         self.launch()
         now = self.coordinator.state
-        assert now.coordinator_epoch > state.coordinator_epoch and now.trainer_epoch > state.trainer_epoch
+        assert now.journal.store.epoch > state.journal.store.epoch
+        assert now.fleet.trainer_epoch > state.fleet.trainer_epoch
 
     def _forget(self, coordinator: Coordinator) -> None:
         """SQLite copies its log into the database when the last connection closes: not after a kill -9."""
         left = {path: path.read_bytes() for path in self.run_dir.glob("run.db*") if path.suffix != ".db-shm"}
         crash_in = self.crash_in
         self.crash_in = None
-        coordinator.state.store.close()
+        coordinator.state.journal.store.close()
         coordinator.reporter._metrics_file.close()
 
         self.crash_in = crash_in
@@ -369,7 +370,9 @@ class World:
             self.launch()
             while not self.coordinator.is_over:
                 self.turns += 1
-                assert self.turns < MOST_TURNS, f"no end: {self.coordinator.state.waits} {self.log[-20:]}"
+                assert self.turns < MOST_TURNS, (
+                    f"no end: {self.coordinator.state.fleet.waits} {self.log[-20:]}"
+                )
                 self._turn()
             self.crash_in = None
             self._forget(self.coordinator)
@@ -394,13 +397,13 @@ class World:
 
         try:
             self.coordinator.run_pass(self.now)
-            self.coordinator.state.store.copies.wait_for_copy()
+            self.coordinator.state.journal.store.copies.wait_for_copy()
         except Crash:
             self._check_end()
 
     def _one_side(self) -> None:
         """Assert that engines and trainer never compute at once on the same devices."""
-        shifts = self.coordinator.state.shifts
+        shifts = self.coordinator.state.fleet.shifts
         if shifts is None:
             return
         self.seen[shifts.shift] += 1
@@ -432,10 +435,10 @@ class World:
         if self.now < self.full_until or self.crash_in is not None:
             return
         self.zombie = None
-        zombie.state.store.put_meta("written by", "a zombie")
+        zombie.state.journal.store.put_meta("written by", "a zombie")
         with pytest.raises(SupersededError):
-            zombie.state.persist()
-        zombie.state.store.close()
+            zombie.state.journal.persist()
+        zombie.state.journal.store.close()
 
     # -- what must hold --------------------------------------------------------------------------------
 
@@ -458,7 +461,7 @@ class World:
 
         if self.counted and not self.restored:
             sampled, delivered, abandoned = (
-                int(again.reader.meta(key, "0")) for key in ("sampled", "delivered", state.ABANDONED_KEY)
+                int(again.reader.meta(key, "0")) for key in ("sampled", "delivered", ledger.ABANDONED_KEY)
             )
             assert sampled == delivered + abandoned, (sampled, delivered, abandoned, self.log)
             self.abandoned = abandoned

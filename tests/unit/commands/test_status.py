@@ -62,7 +62,7 @@ def test_before_any_step_the_score_so_far_and_why_nothing_is_learned(
     batch = setup.coordinator.config.buffer
     for _ in range(2 * batch.groups_per_batch * batch.episodes_per_group):
         reporter.note_landed(EpisodeRecord("0.0", 0, 0, result=EpisodeResult(0.0, 1), stats=EpisodeStats(1)))
-    reporter.state.buffer.settled_counts[State.FILTERED] += 2 * batch.groups_per_batch
+    reporter.ledger.buffer.settled_counts[State.FILTERED] += 2 * batch.groups_per_batch
     reporter.write_status("running")
     lines = shown(setup.run_dir, capsys)
     assert "so far: reward 0.000, filtered 100%" in lines and "episodes scored 0; read episodes" in lines
@@ -73,7 +73,7 @@ def test_a_store_that_cannot_be_written_is_a_wait(
     setup: LoopSetup, capsys: pytest.CaptureFixture[str]
 ) -> None:
     setup.turn()
-    setup.coordinator.state.store.put_meta("something", "to write")
+    setup.coordinator.state.journal.store.put_meta("something", "to write")
     with closing(sqlite3.connect(setup.run_dir / "run.db", isolation_level=None)) as other:
         other.execute("BEGIN IMMEDIATE")
         setup.turn()

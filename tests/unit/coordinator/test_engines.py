@@ -12,7 +12,6 @@ from asyncrl.config import parse
 from asyncrl.coordinator.engines import MAX_REFUSALS, TABLES_PER_SECOND, EngineHandler
 from asyncrl.coordinator.state import RunState
 from asyncrl.coordinator.versions import MAX_PROBES, VersionLedger
-from asyncrl.coordinator.workers import FreeSlots
 from asyncrl.store.runstore import RunStore
 from asyncrl.types import NO_VERSION, PolicyVersion
 from asyncrl.weights.manifest import Probe, WeightsRef
@@ -57,7 +56,6 @@ class EngineSetup:
             VersionLedger(),
             RunStore(run_dir),
             self.sent,  # type: ignore[arg-type]
-            coordinator_epoch=1,
         )
         self.handler = EngineHandler(self.state, 0.0)
         for index, peer in enumerate((A, B)):
@@ -75,12 +73,12 @@ class EngineSetup:
 
     def publish(self, version: int) -> WeightsRef:
         ref = WeightsRef(PolicyVersion(1, version), f"v{version}")
-        assert self.state.versions.set_newest(ref)
+        assert self.state.fleet.versions.set_newest(ref)
         return ref
 
     def pushed(self, now: float = 0.0) -> dict[bytes, int]:
         """Versions sent at a tick, by supervisor."""
-        self.handler.push_versions(now)
+        self.handler.push_newest(now)
         return {peer: message.ref.version.step for peer, message in self.sent.take(LoadWeights)}
 
     def ack(self, peer: bytes, ref: WeightsRef, checksum: str = "sum", error: str = "", **more: Any) -> None:
@@ -96,8 +94,8 @@ class EngineSetup:
 
     def version(self, needed: int) -> int | None:
         """That an episode which needs one starts on."""
-        slot = FreeSlots([(WORKER, 1, self.handler.steps_by_worker()(WORKER))]).take_slot(needed)
-        return slot[1] if slot else None
+        versions = self.handler.usable_versions([WORKER])[WORKER]
+        return next((version for version in versions if version >= needed), None)
 
     def table(self) -> list[tuple[int, bool, str]]:
         return [(entry.version.step, entry.healthy, entry.lane) for entry in self.handler.server_table()]
@@ -135,7 +133,7 @@ class Script:
     def act(self, verb: str, argument: str = "", *more: str) -> None:
         setup = self.setup
         handler = self.setup.handler
-        versions = self.setup.state.versions
+        versions = self.setup.state.fleet.versions
         match verb:
             case "serve":
                 setup.serve(int(argument))
@@ -160,13 +158,13 @@ class Script:
             case "hello":
                 setup.join(self.peer(argument), "AB".index(argument))
             case "pins":
-                assert handler.pin_servers(PolicyVersion(1, int(argument)), "all" in more) is (
+                assert handler.reserve_servers(PolicyVersion(1, int(argument)), "all" in more) is (
                     "waits" not in more
                 )
             case "releases":
-                handler.unpin_servers()
+                handler.release_servers()
             case "pinned":
-                (one,) = [peer for peer, engine in versions.engines.items() if engine.held_for_validation]
+                (one,) = [peer for peer, engine in versions.engines.items() if engine.reserved_for_validation]
                 assert one == self.peer(argument, one)
             case "here":
                 assert [one.peer for one in handler.supervisors] == [self.peer(argument)]
@@ -241,7 +239,7 @@ def test_without_rolling_all_are_updated_at_once(tmp_path: Path) -> None:
 def test_a_server_that_was_started_samples_only_after_the_probe(setup: EngineSetup) -> None:
     """Each server is compared with the trainer before its first token; the version that it loaded first came
     without a probe. A newer one without is not loaded meanwhile; the others load it."""
-    versions = setup.state.versions
+    versions = setup.state.fleet.versions
     probe = Probe((1, 2), (-1.0,))
     first = setup.publish(0)
     assert setup.pushed() == {A: 0, B: 0} and not versions.lacks_probe(first.version)
@@ -255,7 +253,7 @@ def test_a_server_that_was_started_samples_only_after_the_probe(setup: EngineSet
     versions.add_probe(Probed(first.version, probe), 2.0)
     assert setup.pushed(2.0) == {} and versions.lacks_probe(second.version)
     versions.add_probe(Probed(second.version, probe), 3.0)
-    setup.handler.push_versions(3.0)  # the one that samples compares, too, and goes on
+    setup.handler.push_newest(3.0)  # the one that samples compares, too, and goes on
     order = LoadWeights(second, "train", probe)
     assert sorted(setup.sent.take(LoadWeights)) == [(A, order), (B, order)]
     assert [healthy for _, healthy, _ in setup.table()] == [True, False]
@@ -266,7 +264,7 @@ def test_a_server_that_was_started_samples_only_after_the_probe(setup: EngineSet
 
 def test_a_server_is_compared_where_writing_takes_longer_than_a_step(setup: EngineSetup) -> None:
     """When a version can be loaded, the trainer has scored the probe with newer ones already."""
-    versions = setup.state.versions
+    versions = setup.state.fleet.versions
     first = setup.publish(0)
     assert setup.pushed() == {A: 0, B: 0}
     setup.ack(A, first)
@@ -276,7 +274,7 @@ def test_a_server_is_compared_where_writing_takes_longer_than_a_step(setup: Engi
             versions.add_probe(Probed(PolicyVersion(1, step), Probe((step,), (-1.0,))), 1.0)
         if step > 2:
             setup.publish(step - 2)
-        setup.handler.push_versions(1.0)
+        setup.handler.push_newest(1.0)
         for peer, order in setup.sent.take(LoadWeights):
             if peer == B:
                 assert order.probe == Probe((order.ref.version.step,), (-1.0,))
@@ -285,7 +283,7 @@ def test_a_server_is_compared_where_writing_takes_longer_than_a_step(setup: Engi
 
 
 def test_probes_of_versions_that_are_never_written_do_not_pile_up(setup: EngineSetup) -> None:
-    versions = setup.state.versions
+    versions = setup.state.fleet.versions
     for step in range(1000):
         versions.add_probe(Probed(PolicyVersion(1, step), Probe((1,), (-1.0,))), 1.0)
     assert len(versions.recent_probes) == MAX_PROBES and versions.recent_probes[-1].version.step == 999
@@ -305,7 +303,7 @@ def test_a_version_is_not_given_up_while_an_engine_tries_it_for_the_first_time(s
 def test_a_silent_supervisor_is_lost_and_its_successor_starts_without_versions(setup: EngineSetup) -> None:
     setup.serve(3)
     setup.beat(B, 9.0)
-    setup.handler.push_versions(10.1)
+    setup.handler.push_newest(10.1)
     assert [supervisor.peer for supervisor in setup.handler.supervisors] == [B]
     setup.join(b"engine/0/c", 0, url="")
     assert setup.table() == [(3, True, "train"), (0, False, "train")]
@@ -352,7 +350,7 @@ def test_workers_get_what_changes_of_the_table_and_all_of_it_after_a_hello(setup
     setup.beat(A, 0.0)
     assert tables.send(WORKER, second_worker, lost=second_worker) == 2 and not tables.know(second_worker)
     assert tables.send(WORKER, second_worker) == 2 and tables.know(WORKER, second_worker)
-    assert setup.handler.pin_servers(ref.version, False)
+    assert setup.handler.reserve_servers(ref.version, False)
     setup.handler.supervisors.remove_process(B, "gone", 0.0)
     tables.setup.handler._started_at = -100.0  # its supervisor is not waited for
     tables.send(WORKER, second_worker)
@@ -373,7 +371,7 @@ def test_changes_of_the_table_that_come_fast_go_out_together(setup: EngineSetup)
     assert tables.send(*workers, after=0.6 * pause) == 2 * 512 and tables.know(*workers)
     setup.ack(A, setup.publish(2))
     assert tables.send(*workers, after=0.0) == 0
-    assert setup.handler.pin_servers(ref.version, False)  # its episodes follow at once
+    assert setup.handler.reserve_servers(ref.version, False)  # its episodes follow at once
     assert tables.send(*workers, after=0.0) > 0 and tables.know(*workers)
 
 
@@ -388,7 +386,7 @@ def test_what_workers_had_from_each_server_is_counted(setup: EngineSetup) -> Non
     setup.handler.add_use([], [EngineUse("engine 0", requests=1, prompt_tokens=30, cached_tokens=25)])
     gauges = setup.handler.gauges()
     assert gauges["engine/0/requests"] == 5 and gauges["engine/0/cache_hit"] == 0.5
-    assert gauges["engine/0/retracted"] == 3 == setup.state.live_limit.kv_cap.retracted_requests
+    assert gauges["engine/0/retracted"] == 3 == setup.state.ledger.live_limit.kv_cap.retracted_requests
     assert gauges["rollout/prefix_cache_hit"] == 0.5
     assert gauges["engine/1/requests"] == 0 and gauges["engine/1/version"] == 2
     assert gauges["async/engines"] == 2 and not any("engine/7" in name for name in gauges)
@@ -400,7 +398,7 @@ def test_the_memory_of_the_fullest_server_is_what_counts(setup: EngineSetup) -> 
         setup.beat(peer, 1.0, msgspec.structs.replace(HEALTHY, kv_use=use))
     gauges = setup.handler.gauges()
     assert (gauges["engine/0/kv_use"], gauges["engine/1/kv_use"]) == (0.3, 0.7)
-    assert setup.state.live_limit.kv_cap.mean_use == 0.7
+    assert setup.state.ledger.live_limit.kv_cap.mean_use == 0.7
 
 
 def test_a_restarted_coordinator_waits_for_the_supervisors_before_it_tells_of_them(
@@ -429,7 +427,7 @@ def test_servers_of_scorers_are_in_the_table_and_count_for_nothing_else(tmp_path
     gauges = setup.handler.gauges()
     assert gauges["scorer/teacher/cache_hit"] == 0.75 and gauges["scorer/teacher/servers"] == 1
     assert gauges["scorer/reward/servers"] == 0 and "rollout/prefix_cache_hit" not in gauges
-    setup.handler.push_versions(11.0)  # silent for longer than its lease
+    setup.handler.push_newest(11.0)  # silent for longer than its lease
     assert len(setup.handler.server_table()) == 0
 
 
@@ -438,7 +436,7 @@ def test_engines_score_for_a_scorer_without_servers_of_its_own(tmp_path: Path) -
     setup = EngineSetup(tmp_path, {"reference": {"urls": ["engines"]}}, lora_rank=2, adapters=True)
     setup.serve(1)
     assert setup.handler.missing_server == ""
-    setup.state.versions.engines[B].held_for_validation = True
+    setup.state.fleet.versions.engines[B].reserved_for_validation = True
     *_, last = setup.handler.server_table()
     lent = EngineEntry("scorer reference engine 0", "http://host", "a", NO_VERSION, True, lane="reference")
     assert last == lent and [entry.lane for entry in setup.handler.server_table()] == [

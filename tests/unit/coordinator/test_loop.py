@@ -100,7 +100,7 @@ class LoopSetup:
     @contextmanager
     def locked(self) -> Iterator[None]:
         """What this turn has put cannot be written: another process has the store locked."""
-        self.coordinator.state.store.put_meta("something", "to write")
+        self.coordinator.state.journal.store.put_meta("something", "to write")
         with closing(sqlite3.connect(self.run_dir / "run.db", isolation_level=None)) as connection:
             connection.execute("BEGIN IMMEDIATE")
             self.turn()
@@ -152,25 +152,25 @@ def test_nothing_is_taken_in_while_the_store_is_locked(setup: LoopSetup) -> None
     setup.join(1, index=1)
     for peer in (OBSERVER, OTHER):
         assert setup.received(peer, Welcome) == 1
-    issued = coordinator.state.buffer.next_group
+    issued = coordinator.state.ledger.buffer.next_group
     with setup.locked():
         assert setup.join() is None
         setup.turn()
-        assert "locked" in coordinator.state.waits[0] and setup.received(OBSERVER, Status) > 0
+        assert "locked" in coordinator.state.fleet.waits[0] and setup.received(OBSERVER, Status) > 0
         assert setup.received(OTHER, Welcome) > 0  # who is known is kept in contact
         assert coordinator.workers.peers.get(WORKER) is None
     setup.turn(60.0)  # a long pause
     assert setup.received(WORKER, Welcome) == 1
     assert len(coordinator.workers.peers) == 2 and not coordinator.lifecycle.error, "leases are extended"
-    assert coordinator.state.store.reader.meta("something") == "to write"
-    assert coordinator.state.buffer.next_group >= issued
+    assert coordinator.state.journal.store.reader.meta("something") == "to write"
+    assert coordinator.state.ledger.buffer.next_group >= issued
 
 
 def test_of_beats_in_a_pause_the_newest_of_each_peer_is_kept(setup: LoopSetup) -> None:
     """Hundreds of peers send them for minutes. What is no beat waits in its order, a repeat once."""
     coordinator = setup.coordinator
     setup.join()
-    coordinator.state.store._db.execute("PRAGMA busy_timeout=0")
+    coordinator.state.journal.store._db.execute("PRAGMA busy_timeout=0")
     with setup.locked():
         for tokens in range(20):
             setup.say(WORKER, WorkerHeartbeat(0, (), 0.0, 0.0, tokens))
@@ -266,7 +266,7 @@ def test_leases_are_extended_before_messages_that_waited_are_read(setup: LoopSet
 def test_a_coordinator_that_was_replaced_leaves_everything_alone(setup: LoopSetup) -> None:
     setup.turn()
     with closing(RunStore(setup.run_dir)):
-        setup.coordinator.state.store.put_meta("a", "b")
+        setup.coordinator.state.journal.store.put_meta("a", "b")
         with pytest.raises(SupersededError):
             setup.turn()
     assert not read_summary(setup.run_dir) and not setup.coordinator.is_over
@@ -275,13 +275,13 @@ def test_a_coordinator_that_was_replaced_leaves_everything_alone(setup: LoopSetu
 def test_a_version_of_an_earlier_launch_is_sent_to_nobody(setup: LoopSetup) -> None:
     """A power cut may have damaged its files: servers that refuse them would end the run."""
     ref = WeightsRef(PolicyVersion(1, 3), str(setup.run_dir))
-    setup.coordinator.state.store.put_meta("version", msgspec.json.encode(ref).decode())
+    setup.coordinator.state.journal.store.put_meta("version", msgspec.json.encode(ref).decode())
     setup.turn()
     for launch, sent in (("launch", True), ("the next", False)):
         setup.coordinator.close()
         setup.coordinator = Coordinator(setup.config, choose_endpoints("127.0.0.1", 0), launch)
-        assert (setup.coordinator.state.versions.ref is not None) == sent
-        assert setup.coordinator.state.versions.newest == PolicyVersion(1, 3)
+        assert (setup.coordinator.state.fleet.versions.ref is not None) == sent
+        assert setup.coordinator.state.fleet.versions.newest == PolicyVersion(1, 3)
 
 
 def test_a_version_that_no_engine_can_load_is_published_anew(setup: LoopSetup) -> None:
@@ -330,7 +330,7 @@ def test_an_account_that_is_not_exact_fails_the_run(
     """The index counts three more than the buffer. Commands that print an account say by their code, too."""
     coordinator = setup.coordinator
     setup.turn()
-    coordinator.state.store._db.execute("INSERT INTO pruned VALUES('trained', 3)")
+    coordinator.state.journal.store._db.execute("INSERT INTO pruned VALUES('trained', 3)")
     coordinator.lifecycle.stop_run("enough", coordinator._last_pass_at)
     coordinator.trainer.checkpoint_written = True
     setup.turn()
@@ -352,16 +352,16 @@ def test_an_account_that_is_not_exact_fails_the_run(
 def planned(coordinator: Coordinator) -> Commit:
     """A batch that a trainer has: the commit that it will send."""
     state = coordinator.state
-    group = state.buffer.admit_group(0, 0.0)
+    group = state.ledger.buffer.admit_group(0, 0.0)
     for uid in group.members:
-        state.store.put_frame(uid, 0, "generated", turn_payload())
-    land_group(state.buffer, group.id, 1.0, 0.0)
+        state.journal.store.put_frame(uid, 0, "generated", turn_payload())
+    land_group(state.ledger.buffer, group.id, 1.0, 0.0)
     coordinator.trainer.welcome_rank(
         TRAINER, TrainerHello(0, 1, incarnation_of("launch", 1), 0), coordinator._last_pass_at
     )
-    assert state.batches.next_part(0, 0, 1) and state.batches.next_part(0, 1, 1) == []
-    batch = state.batches.by_step[0]
-    return Commit(state.trainer_epoch, 1, batch.plan_hash, tuple(batch.uids), {})
+    assert state.ledger.batches.next_part(0, 0, 1) and state.ledger.batches.next_part(0, 1, 1) == []
+    batch = state.ledger.batches.by_step[0]
+    return Commit(state.fleet.trainer_epoch, 1, batch.plan_hash, tuple(batch.uids), {})
 
 
 @pytest.mark.parametrize("error", [OSError(28, "no space left"), ProtocolError("broken")])
@@ -388,10 +388,10 @@ def test_an_error_in_mid_turn_undoes_the_turn(
     coordinator.close()
     setup.peers.clear()
     setup.start()
-    assert setup.coordinator.state.batches.committed == 0
+    assert setup.coordinator.state.ledger.batches.committed == 0
     setup.say(TRAINER, commit)
-    assert setup.coordinator.state.batches.committed == 1
-    assert setup.coordinator.state.store.reader.counts() == {State.TRAINED: 2}
+    assert setup.coordinator.state.ledger.batches.committed == 1
+    assert setup.coordinator.state.journal.store.reader.counts() == {State.TRAINED: 2}
 
 
 READ_ONLY = "PRAGMA query_only=ON"
@@ -404,7 +404,7 @@ def test_a_store_error_at_a_busy_moment_is_no_lost_episode(setup: LoopSetup, fau
     of each. Where the store cannot be read either, nothing is said of the account."""
     coordinator = setup.coordinator
     state = coordinator.state
-    buffer = coordinator.state.buffer
+    buffer = coordinator.state.ledger.buffer
     commit = planned(coordinator)
     setup.turn()
     setup.say(TRAINER, commit)
@@ -414,7 +414,7 @@ def test_a_store_error_at_a_busy_moment_is_no_lost_episode(setup: LoopSetup, fau
     land_group(buffer, 1, 1.0, 0.0)
     land(buffer, "2.0")
     buffer.fail_attempt(buffer.episodes["3.1"], FailReason.PROMPT_TOO_LONG, 0.0)
-    assert state.batches.next_part(1, 0, 1) == ["1.0", "1.1"]
+    assert state.ledger.batches.next_part(1, 0, 1) == ["1.0", "1.1"]
     setup.turn()
     stored = buffer.account()
     reasons = dict(buffer.reasons)
@@ -425,14 +425,14 @@ def test_a_store_error_at_a_busy_moment_is_no_lost_episode(setup: LoopSetup, fau
         land(buffer, "2.1")
         buffer.fail_attempt(buffer.episodes["3.0"], FailReason.PROMPT_TOO_LONG, 0.0)
         buffer.drop_group(buffer.admit_group(1, 0.0), DropReason.STALE)
-        state.batches.commit_batch(2, ["1.0", "1.1"])
+        state.ledger.batches.commit_batch(2, ["1.0", "1.1"])
 
     if fault == "locked":
         with setup.locked():
             move_all()
             setup.turn(setup.config.launch.stall_timeout + 1)
     else:
-        state.store._db.execute(fault)
+        state.journal.store._db.execute(fault)
         move_all()
         setup.turn()
     assert coordinator.is_over and coordinator.lifecycle.error  # exit code 1
@@ -452,14 +452,14 @@ def test_the_status_counts_the_steps_that_the_data_are_enough_for(setup: LoopSet
     state = setup.coordinator.state
     total_steps = setup.coordinator.config.total_steps
     assert setup.coordinator.reporter.write_status("running").total_steps == total_steps > 1
-    state.buffer.prompts.max_draws = 1
+    state.ledger.buffer.prompts.max_draws = 1
     assert setup.coordinator.reporter.write_status("running").total_steps == 1
 
 
 def test_failed_attempts_are_in_the_status_the_rows_and_the_summary(setup: LoopSetup) -> None:
     coordinator = setup.coordinator
-    coordinator.state.failed_attempts.add_failure(
-        FailReason.REWARD_ERROR, "KeyError: 'b' (bad.py:41)", coordinator.state.store
+    coordinator.state.ledger.failed_attempts.add_failure(
+        FailReason.REWARD_ERROR, "KeyError: 'b' (bad.py:41)", coordinator.state.journal.store
     )
     assert coordinator.reporter.write_status("running").failed == (
         "attempts failed: 1 reward_error; the newest: KeyError: 'b' (bad.py:41)"

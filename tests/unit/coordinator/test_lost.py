@@ -39,26 +39,28 @@ PEER = b"trainer/0/x"
 
 def play(state: RunState, uid: str, turns: int, end: bool = False) -> None:
     """Turns of an episode, and its end."""
-    episode = state.buffer.episodes[uid]
+    episode = state.ledger.buffer.episodes[uid]
     if episode.state is State.PENDING:
-        run(state.buffer, uid)
+        run(state.ledger.buffer, uid)
     for _ in range(turns):
-        state.store.put_frame(uid, episode.turns, "generated", turn_payload(episode.turns, episode.turns))
+        state.journal.store.put_frame(
+            uid, episode.turns, "generated", turn_payload(episode.turns, episode.turns)
+        )
         episode.add_turn(20, 10, episode.turns, episode.turns)
-        state.buffer.mark_changed(episode)
+        state.ledger.buffer.mark_changed(episode)
     if end:
         result = EpisodeResult(1.0, 10 * episode.turns)
         stats = EpisodeStats(episode.turns)
-        state.buffer.finish_episode(episode, result, stats, 0.0)
+        state.ledger.buffer.finish_episode(episode, result, stats, 0.0)
 
 
 def landed(run_dir: Path, *uids: str, **buffer: Any) -> RunState:
     """A run whose first group, of these episodes, has landed, with a turn each."""
     state = build(run_dir, **buffer)
-    admit(state.buffer, 1)
+    admit(state.ledger.buffer, 1)
     for uid in uids:
         play(state, uid, 1, end=True)
-    state.persist()
+    state.journal.persist()
     return state
 
 
@@ -66,7 +68,7 @@ def started(run_dir: Path, step: int = 0, **buffer: Any) -> RunState:
     """The next coordinator, with a trainer at `step`."""
     state = build(run_dir, **buffer)
     Training(state, "next", step)
-    state.persist()
+    state.journal.persist()
     return state
 
 
@@ -75,7 +77,7 @@ class Power(DurableFiles):
 
     def cut(self, state: RunState, surviving: str) -> RunState:
         self.keep(surviving)
-        state.store.close()
+        state.journal.store.close()
         self.cut_power()
         return started(self.root)
 
@@ -96,8 +98,8 @@ class BadSector:
 
 
 def synced(state: RunState) -> None:
-    state.store.request_sync()
-    state.persist()
+    state.journal.store.request_sync()
+    state.journal.persist()
 
 
 def test_tokens_of_attempts_that_are_given_up_are_counted_once(tmp_path: Path) -> None:
@@ -105,29 +107,29 @@ def test_tokens_of_attempts_that_are_given_up_are_counted_once(tmp_path: Path) -
     of their group."""
 
     def fail(uid: str, reason: FailReason, counted: int) -> None:
-        state.buffer.fail_attempt(state.buffer.episodes[uid], reason, 0.0)
-        assert state.buffer.abandoned_tokens == counted
+        state.ledger.buffer.fail_attempt(state.ledger.buffer.episodes[uid], reason, 0.0)
+        assert state.ledger.buffer.abandoned_tokens == counted
 
     state = build(tmp_path)
-    admit(state.buffer, 3)
+    admit(state.ledger.buffer, 3)
     play(state, "0.0", 2)
     fail("0.0", FailReason.WORKER_LOST, 0)  # it goes on
-    run(state.buffer, "0.0")
+    run(state.ledger.buffer, "0.0")
     fail("0.0", FailReason.NOT_REPEATED, 20)
-    state.persist()
+    state.journal.persist()
     play(state, "0.0", 1)
     fail("0.0", FailReason.REWARD_ERROR, 30)
-    state.store.close()  # all of that was not durable
+    state.journal.store.close()  # all of that was not durable
     state = build(tmp_path)
-    assert (state.buffer.abandoned_tokens, state.buffer.episodes["0.0"].sampled) == (20, 0)
+    assert (state.ledger.buffer.abandoned_tokens, state.ledger.buffer.episodes["0.0"].sampled) == (20, 0)
     play(state, "0.0", 1)
     fail("0.0", FailReason.PROMPT_TOO_LONG, 30)
     play(state, "1.0", 1, end=True), play(state, "1.1", 3)
-    state.buffer.drop_group(state.buffer.live_groups[1], DropReason.STALE)
-    assert state.buffer.abandoned_tokens == 60
-    state.persist()
-    state.store.close()
-    assert build(tmp_path).buffer.abandoned_tokens == 60
+    state.ledger.buffer.drop_group(state.ledger.buffer.live_groups[1], DropReason.STALE)
+    assert state.ledger.buffer.abandoned_tokens == 60
+    state.journal.persist()
+    state.journal.store.close()
+    assert build(tmp_path).ledger.buffer.abandoned_tokens == 60
 
 
 def test_each_episode_goes_on_from_what_reached_the_disk(tmp_path: Path) -> None:
@@ -135,15 +137,15 @@ def test_each_episode_goes_on_from_what_reached_the_disk(tmp_path: Path) -> None
     power = Power(tmp_path)
     with power.recorded():
         state = build(tmp_path)
-        admit(state.buffer, 4)
+        admit(state.ledger.buffer, 4)
         play(state, "0.0", 2), play(state, "1.0", 1), play(state, "2.0", 3, end=True)
         synced(state)
         play(state, "0.0", 2), play(state, "0.1", 1), play(state, "1.0", 1, end=True)
         play(state, "2.1", 1, end=True), play(state, "3.0", 1, end=True)
-        state.persist()
+        state.journal.persist()
     again = power.cut(state, surviving="run.db*")
-    flow = again.buffer.account()
-    episodes = again.buffer.episodes
+    flow = again.ledger.buffer.account()
+    episodes = again.ledger.buffer.episodes
     assert flow.conserved and flow.issued == 8
     uids = ("0.0", "0.1", "1.0", "3.0")
     cut = {uid: (episodes[uid].state, episodes[uid].turns, episodes[uid].attempt) for uid in uids}
@@ -154,15 +156,19 @@ def test_each_episode_goes_on_from_what_reached_the_disk(tmp_path: Path) -> None
         "3.0": (State.PENDING, 0, 1),
     }
     assert (episodes["0.0"].tokens, episodes["0.0"].oldest, episodes["0.0"].newest) == (40, 0, 1)
-    assert episodes["2.0"].state is State.READY and again.buffer.state_counts()[State.DROPPED] == 1  # 2.1
-    assert again.buffer.reasons == {"dropped/corrupt": 1}
-    assert again.buffer.abandoned_tokens == 20 + 10 + 10 + 10  # not those of 2.1: it had landed
+    assert (
+        episodes["2.0"].state is State.READY and again.ledger.buffer.state_counts()[State.DROPPED] == 1
+    )  # 2.1
+    assert again.ledger.buffer.reasons == {"dropped/corrupt": 1}
+    assert again.ledger.buffer.abandoned_tokens == 20 + 10 + 10 + 10  # not those of 2.1: it had landed
     play(again, "0.0", 1)
-    again.persist()
-    assert list(again.store.reader.turn_frames("0.0", 3)) == [
+    again.journal.persist()
+    assert list(again.journal.store.reader.turn_frames("0.0", 3)) == [
         part for turn in range(3) for part in (turn_payload(turn, turn), b"")
     ]
-    assert again.store.reader.counts() == {k: v for k, v in again.buffer.state_counts().items() if v}
+    assert again.journal.store.reader.counts() == {
+        k: v for k, v in again.ledger.buffer.state_counts().items() if v
+    }
 
 
 @pytest.mark.parametrize("damage", ["sector", "flip", "file"])
@@ -170,10 +176,10 @@ def test_a_bad_sector_costs_what_is_in_it(
     tmp_path: Path, damage: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     state = build(tmp_path)
-    admit(state.buffer, 1)
+    admit(state.ledger.buffer, 1)
     play(state, "0.0", 3), play(state, "0.1", 1)
-    state.persist()
-    state.store.close()
+    state.journal.persist()
+    state.journal.store.close()
     (segment,) = (tmp_path / "segments").iterdir()
     if damage == "file":  # its name was not yet on the disk
         segment.unlink()
@@ -185,9 +191,9 @@ def test_a_bad_sector_costs_what_is_in_it(
     elif damage == "sector":
         monkeypatch.setattr(segments, "os", BadSector(bad))
     again = started(tmp_path)
-    left = {uid: episode.turns for uid, episode in again.buffer.episodes.items()}
+    left = {uid: episode.turns for uid, episode in again.ledger.buffer.episodes.items()}
     assert left == ({"0.0": 0, "0.1": 0} if damage == "file" else {"0.0": 1, "0.1": 1})
-    assert again.buffer.account().conserved
+    assert again.ledger.buffer.account().conserved
 
 
 class Training:
@@ -196,12 +202,12 @@ class Training:
     def __init__(self, state: RunState, incarnation: str, step: int = 0) -> None:
         self.state = state
         self.sent = Sent()
-        state.outbox = self.sent  # type: ignore[assignment]
+        state.journal.outbox = self.sent  # type: ignore[assignment]
         self.handler = TrainerHandler(state, lambda commit: None)
         self.handler.welcome_rank(PEER, TrainerHello(0, 1, incarnation, step), 0.0)
 
     def plan(self, micro: int, step: int = 0) -> WorkPlan:
-        self.handler.note_request(PEER, PlanRequest(self.state.trainer_epoch, step, micro))
+        self.handler.note_request(PEER, PlanRequest(self.state.fleet.trainer_epoch, step, micro))
         self.handler.serve_request()
         ((_, plan),) = self.sent.take(WorkPlan)
         return plan
@@ -209,7 +215,7 @@ class Training:
     def payloads(self, plan: WorkPlan) -> list[str]:
         """Those of the plan that the rank is given."""
         uids = tuple(planned.uid for planned in plan.trajectories)
-        request = PayloadRequest(self.state.trainer_epoch, plan.step, uids)
+        request = PayloadRequest(self.state.fleet.trainer_epoch, plan.step, uids)
         self.handler.send_payloads(PEER, request)
         ((_, payloads),) = self.sent.take(Payloads)
         return [uid for uid in uids if uid not in payloads.lost]
@@ -217,22 +223,24 @@ class Training:
     def train(self, uids: list[str] | None = None) -> list[str]:
         """Batch 0, of one part, perhaps as it was received before; what was in it."""
         uids = self.payloads(self.plan(0)) if uids is None else uids
-        commit = Commit(self.state.trainer_epoch, 1, self.plan(1).plan_hash, tuple(uids), {})
+        commit = Commit(self.state.fleet.trainer_epoch, 1, self.plan(1).plan_hash, tuple(uids), {})
         self.handler.record_commit(PEER, commit, 0.0)
-        self.state.persist()
+        self.state.journal.persist()
         return uids
 
 
 def damage(state: RunState, uid: str) -> None:
     """From now on the first turn of an episode cannot be read."""
-    state.store.forget_frames(uid)
-    state.persist()
+    state.journal.store.forget_frames(uid)
+    state.journal.persist()
 
 
 def audit(state: RunState) -> None:
-    flow = state.buffer.account()
-    assert flow.conserved and state.store.reader.trained_in_plans() == flow.trained
-    assert state.store.reader.counts() == {k: v for k, v in state.buffer.state_counts().items() if v}
+    flow = state.ledger.buffer.account()
+    assert flow.conserved and state.journal.store.reader.trained_in_plans() == flow.trained
+    assert state.journal.store.reader.counts() == {
+        k: v for k, v in state.ledger.buffer.state_counts().items() if v
+    }
 
 
 def test_a_plan_goes_on_without_what_cannot_be_read(tmp_path: Path) -> None:
@@ -244,11 +252,11 @@ def test_a_plan_goes_on_without_what_cannot_be_read(tmp_path: Path) -> None:
         plan = trainer.plan(0)
         assert trainer.payloads(plan) == ["0.0", "0.2"]
         assert len(plan.trajectories[0].siblings) == 3  # the baseline stays as it was
-        state.persist()
-    state.store.close()
+        state.journal.persist()
+    state.journal.store.close()
     again = build(tmp_path, episodes_per_group=3)
     assert Training(again, "c").train() == ["0.0", "0.2"]
-    flow = again.buffer.account()
+    flow = again.ledger.buffer.account()
     assert (flow.trained, flow.dropped, flow.taken) == (2, 1, 0)
     audit(again)
 
@@ -262,15 +270,15 @@ def test_what_a_trainer_was_given_before_the_damage_is_trained(tmp_path: Path, r
     trainer = Training(state, "b")
     first = trainer.payloads(trainer.plan(0))
     damage(state, "0.1")
-    state.store.close()
+    state.journal.store.close()
     again = build(tmp_path)
     trainer = Training(again, "b")
     assert trainer.payloads(trainer.plan(0)) == ["0.0"]
     assert len(trainer.plan(0).trajectories) == 2  # the others are dealt as if it were there
-    again.persist()
-    assert trainer.train(first) == ["0.0", "0.1"] and again.buffer.account().trained == 2
+    again.journal.persist()
+    assert trainer.train(first) == ["0.0", "0.1"] and again.ledger.buffer.account().trained == 2
     audit(again)
-    assert Training(again, "c").train() == ["0.0"] and again.buffer.reasons == {"dropped/corrupt": 1}
+    assert Training(again, "c").train() == ["0.0"] and again.ledger.buffer.reasons == {"dropped/corrupt": 1}
     audit(again)
 
 
@@ -280,11 +288,11 @@ def test_a_late_request_for_a_committed_step_loses_nothing(tmp_path: Path) -> No
     trainer = Training(state, "a")
     assert trainer.train() == ["0.0", "0.1"]
     damage(state, "0.1")
-    trainer.handler.note_request(PEER, PlanRequest(state.trainer_epoch, 0, 0))
-    trainer.handler.send_payloads(PEER, PayloadRequest(state.trainer_epoch, 0, ("0.0", "0.1")))
+    trainer.handler.note_request(PEER, PlanRequest(state.fleet.trainer_epoch, 0, 0))
+    trainer.handler.send_payloads(PEER, PayloadRequest(state.fleet.trainer_epoch, 0, ("0.0", "0.1")))
     trainer.handler.serve_request()
     assert trainer.sent.take(WorkPlan) == trainer.sent.take(Payloads) == []
-    state.persist()
+    state.journal.persist()
     audit(state)
 
 
@@ -295,14 +303,14 @@ def test_what_is_trained_again_may_have_been_lost_since(tmp_path: Path) -> None:
     damage(state, "0.1")
     trainer = Training(state, "b")  # it resumed from a checkpoint before that batch
     again = trainer.payloads(trainer.plan(0))
-    state.persist()
-    assert state.batches.by_step[0].lost == {"0.1"} and state.buffer.account().trained == 2
+    state.journal.persist()
+    assert state.ledger.batches.by_step[0].lost == {"0.1"} and state.ledger.buffer.account().trained == 2
     audit(state)
     assert trainer.train(again) == ["0.0"]
-    assert state.buffer.account().trained == 1 and state.buffer.reasons["dropped/corrupt"] == 1
+    assert state.ledger.buffer.account().trained == 1 and state.ledger.buffer.reasons["dropped/corrupt"] == 1
     audit(state)
-    state.batches.forget_covered_plans(1)
-    assert not state.batches.planned_episodes
+    state.ledger.batches.forget_covered_plans(1)
+    assert not state.ledger.batches.planned_episodes
 
 
 # -- a power cut between a checkpoint and the sync of the store ---------------------------------------------
@@ -320,7 +328,7 @@ class Trainer(Training):
 
     def step_on(self) -> None:
         """Admit a group where none is ready, land it, train it."""
-        buffer = self.state.buffer
+        buffer = self.state.ledger.buffer
         if not any(group.step < 0 for group in buffer.live_groups.values()):
             buffer.admit_group(self.step, 0.0)
         for episode in [e for e in buffer.episodes.values() if e.state in (State.PENDING, State.RUNNING)]:
@@ -330,16 +338,16 @@ class Trainer(Training):
         done = self.plan(1, self.step)
         assert done.kind == "step"
         self.step += 1
-        commit = Commit(self.state.trainer_epoch, self.step, done.plan_hash, tuple(uids), {})
+        commit = Commit(self.state.fleet.trainer_epoch, self.step, done.plan_hash, tuple(uids), {})
         self.handler.record_commit(PEER, commit, 0.0)
-        self.state.persist()
+        self.state.journal.persist()
 
     def save(self) -> CheckpointManifest:
         """What is on the disk before anybody is told."""
         self.total += len(self.uids)
         manifest = CheckpointManifest(
             step=self.step,
-            trainer_epoch=self.state.trainer_epoch,
+            trainer_epoch=self.state.fleet.trainer_epoch,
             parent=self.parent,
             trained=tuple(self.uids),
             trained_total=self.total,
@@ -352,9 +360,9 @@ class Trainer(Training):
         return manifest
 
     def tell(self, manifest: CheckpointManifest) -> None:
-        message = Checkpointed(self.state.trainer_epoch, manifest.step, manifest.trained_total)
+        message = Checkpointed(self.state.fleet.trainer_epoch, manifest.step, manifest.trained_total)
         self.handler.record_checkpoint(PEER, message, 0.0)
-        self.state.persist()
+        self.state.journal.persist()
 
 
 def cut(power: Power, state: RunState) -> RunState:
@@ -364,7 +372,7 @@ def cut(power: Power, state: RunState) -> RunState:
     for path in (power.root / "checkpoints").rglob("*"):
         power._note(path)
     power._note(power.root / "checkpoints")
-    state.store.close()
+    state.journal.store.close()
     power.cut_power()
     return build(power.root)
 
@@ -379,34 +387,34 @@ def test_what_the_checkpoints_say_is_trained_and_the_run_goes_on(
     with power.recorded():
         state = build(tmp_path)
         trainer = Trainer(state, "a")
-        state.persist()
+        state.journal.persist()
         trainer.step_on()
         if reported:
             trainer.tell(trainer.save())
         for _ in range(checkpoints):
             trainer.step_on(), trainer.step_on()
             manifest = trainer.save()
-        state.buffer.admit_group(trainer.step, 0.0)
-        state.persist()
+        state.ledger.buffer.admit_group(trainer.step, 0.0)
+        state.journal.persist()
     steps = trainer.step
-    old_epoch = state.trainer_epoch
+    old_epoch = state.fleet.trainer_epoch
     again = cut(power, state)
-    assert again.batches.committed == (1 if reported else 0)
-    again.buffer.admit_group(0, 0.0)  # by a coordinator that does not know yet
-    play(again, next(reversed(again.buffer.episodes)), 1)
+    assert again.ledger.batches.committed == (1 if reported else 0)
+    again.ledger.buffer.admit_group(0, 0.0)  # by a coordinator that does not know yet
+    play(again, next(reversed(again.ledger.buffer.episodes)), 1)
     resumed = Trainer(again, "b", manifest)
-    again.persist()
-    assert (again.batches.committed, again.trainer_epoch) == (steps, old_epoch + 1)
-    assert again.buffer.account().trained == manifest.trained_total == 2 * steps
+    again.journal.persist()
+    assert (again.ledger.batches.committed, again.fleet.trainer_epoch) == (steps, old_epoch + 1)
+    assert again.ledger.buffer.account().trained == manifest.trained_total == 2 * steps
     audit(again)
     for _ in range(2):
         resumed.step_on()
-    assert again.buffer.account().trained == 2 * steps + 4
+    assert again.ledger.buffer.account().trained == 2 * steps + 4
     audit(again)
     resumed.tell(resumed.save())
-    again.store.close()
+    again.journal.store.close()
     third = build(tmp_path)  # nothing is left to heal
-    assert third.batches.committed == steps + 2
+    assert third.ledger.batches.committed == steps + 2
     audit(third)
 
 
@@ -418,20 +426,22 @@ def test_what_was_ready_and_is_trained_now_needs_no_payload(tmp_path: Path) -> N
         trainer = Trainer(state, "a")
         trainer.step_on()
         trainer.tell(trainer.save())
-        state.buffer.admit_group(1, 0.0)
+        state.ledger.buffer.admit_group(1, 0.0)
         for uid in ("1.0", "1.1"):
             play(state, uid, 1, end=True)
-        state.persist()
+        state.journal.persist()
         power.keep("run.db*")  # with the index that says they are ready
         trainer.step_on()
         manifest = trainer.save()
     again = cut(power, state)
-    assert again.buffer.state_counts()[State.READY] == 2
+    assert again.ledger.buffer.state_counts()[State.READY] == 2
     Trainer(again, "b", manifest)
-    again.persist()
-    assert again.buffer.account().trained == 4 and not again.buffer.reasons
+    again.journal.persist()
+    assert again.ledger.buffer.account().trained == 4 and not again.ledger.buffer.reasons
     audit(again)
-    assert not any(again.store.reader.turn_frames("1.0", 1))  # it would keep its segment, and all later ones
+    assert not any(
+        again.journal.store.reader.turn_frames("1.0", 1)
+    )  # it would keep its segment, and all later ones
 
 
 @pytest.mark.parametrize("ending", ["filtered", "filtered, not yet written", "failed, its sibling runs"])
@@ -441,28 +451,31 @@ def test_episodes_that_ended_otherwise_before_the_trainer_came_are_trained(
     """The store was made anew from a copy, or lost power; workers are there before the trainer."""
     state = build(tmp_path, filter_zero_variance=True)
     trainer = Trainer(state, "a")
-    state.persist()
+    state.journal.persist()
     trainer.step = 1
     trainer.uids = ["0.0", "0.1"]
     manifest = trainer.save()  # of a step that the store has lost
-    group = state.buffer.admit_group(0, 0.0)
+    group = state.ledger.buffer.admit_group(0, 0.0)
     if ending.startswith("filtered"):
         for uid in group.members:
             play(state, uid, 1, end=True)
-        assert state.buffer.state_counts()[State.FILTERED] == 2 and not state.buffer.live_groups
+        assert state.ledger.buffer.state_counts()[State.FILTERED] == 2 and not state.ledger.buffer.live_groups
     else:
-        for _ in range(1 + state.buffer.retries):
+        for _ in range(1 + state.ledger.buffer.retries):
             play(state, "0.0", 1)
-            state.buffer.fail_attempt(state.buffer.episodes["0.0"], FailReason.TOOL_ERROR, 0.0)
+            state.ledger.buffer.fail_attempt(state.ledger.buffer.episodes["0.0"], FailReason.TOOL_ERROR, 0.0)
         play(state, "0.1", 1)
     if "not yet" not in ending:
-        state.persist()
+        state.journal.persist()
     Trainer(state, "b", manifest)
-    state.persist()
-    assert state.buffer.account().trained == manifest.trained_total == 2 and state.batches.committed == 1
-    assert not state.buffer.live_groups and not +state.buffer.reasons
+    state.journal.persist()
+    assert (
+        state.ledger.buffer.account().trained == manifest.trained_total == 2
+        and state.ledger.batches.committed == 1
+    )
+    assert not state.ledger.buffer.live_groups and not +state.ledger.buffer.reasons
     audit(state)
-    state.store.close()
+    state.journal.store.close()
     audit(build(tmp_path))
 
 
@@ -471,7 +484,7 @@ def test_a_store_that_no_manifest_fits_is_refused(tmp_path: Path, wrong: str) ->
     state = build(tmp_path)
     trainer = Trainer(state, "a")
     trainer.step_on()
-    state.persist()
+    state.journal.persist()
     trainer.step = 3
     trainer.uids = ["1.0", "1.1"]
     manifest = trainer.save()  # which does not know the batch that the store has
@@ -481,6 +494,6 @@ def test_a_store_that_no_manifest_fits_is_refused(tmp_path: Path, wrong: str) ->
         trainer.total += 2
     with pytest.raises(ProtocolError, match="not of one run"):
         Trainer(state, "b", manifest)
-    state.roll_back()
-    assert state.batches.committed == 1 and state.buffer.account().trained == 2
+    state.journal.roll_back()
+    assert state.ledger.batches.committed == 1 and state.ledger.buffer.account().trained == 2
     audit(state)

@@ -32,25 +32,25 @@ RANK = b"trainer/0/launch.2"
 
 
 @pytest.fixture
-def coordinator(tmp_path: Path) -> Iterator[Coordinator]:
+def coordinator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Coordinator]:
     stored(rows(4)).save(samples_path(tmp_path / "r", "train"))
     keys = {"name": "r", "run_dir": str(tmp_path), "model": {"path": "m"}, "data": {"train": "d"}}
     config = parse(keys)
+    monkeypatch.setattr("asyncrl.coordinator.loop.TransactionalOutbox", lambda *hubs: Sent())
     coordinator = Coordinator(config, choose_endpoints("127.0.0.1", 0), "launch")
     coordinator.lifecycle.phase = Phase.RUNNING
-    coordinator.state.outbox = Sent()  # type: ignore[assignment]
     coordinator._on_control(OBSERVER, ObserverHello(), [], now=0.0)
-    coordinator.state.liveness.note_progress(0.0)
+    coordinator.state.fleet.liveness.note_progress(0.0)
     yield coordinator
     coordinator.close()
 
 
 def trained(coordinator: Coordinator, steps: int) -> None:
-    coordinator.state.buffer.committed = steps
+    coordinator.state.ledger.buffer.committed = steps
 
 
 def tick(coordinator: Coordinator, now: float) -> None:
-    coordinator.state.waits = []
+    coordinator.state.fleet.waits = []
     coordinator._advance(now)
 
 
@@ -59,7 +59,9 @@ def test_a_stop_waits_for_a_slow_micro_batch_and_its_checkpoint(coordinator: Coo
     coordinator._on_control(b"observer/0/a", Stop("interrupted"), [], now=1000.0)
     tick(coordinator, 1400.0)
     assert coordinator.lifecycle.phase is Phase.STOPPING
-    assert coordinator.state.waits == ["a checkpoint after the micro-batch under way, for at most 196 s more"]
+    assert coordinator.state.fleet.waits == [
+        "a checkpoint after the micro-batch under way, for at most 196 s more"
+    ]
     coordinator._on_control(b"trainer/0/a", Checkpointed(0, 52, 0), [], now=1401.0)
     tick(coordinator, 1401.0)
     run = coordinator.lifecycle
@@ -98,7 +100,7 @@ PROGRESS = 300.0 + 120.0 + 3 * 660.0
 
 
 def sent(coordinator: Coordinator, kind: type) -> list[Any]:
-    outbox: Any = coordinator.state.outbox
+    outbox: Any = coordinator.state.journal.outbox
     return [message for _, message in outbox.take(kind)]
 
 
@@ -133,7 +135,7 @@ def test_signs_of_life_alone_are_no_progress(coordinator: Coordinator) -> None:
 
 def rank(coordinator: Coordinator, now: float) -> None:
     """The only trainer rank reports in, with what was trained."""
-    step = coordinator.state.batches.committed
+    step = coordinator.state.ledger.batches.committed
     coordinator.trainer._check_position = lambda step: None  # type: ignore[method-assign]
     coordinator._on_control(RANK, TrainerHello(0, 1, "launch.2", step), [], now)
 
@@ -146,7 +148,7 @@ def test_a_stall_ends_the_run_with_a_checkpoint_and_says_who_waits(coordinator: 
     coordinator._on_control(RANK, TrainerHeartbeat(0, 0.0, 0.0, "trajectories of step 3"), [], now)
     tick(coordinator, now)
     assert coordinator.lifecycle.phase is Phase.STOPPING
-    coordinator._on_control(RANK, Checkpointed(coordinator.state.trainer_epoch, 3, 0), [], now)
+    coordinator._on_control(RANK, Checkpointed(coordinator.state.fleet.trainer_epoch, 3, 0), [], now)
     tick(coordinator, now)
     assert coordinator.lifecycle.outcome == "failed"
     assert "nothing has moved for 420 s (launch.stall_timeout" in coordinator.lifecycle.error
@@ -189,11 +191,11 @@ def test_the_trainer_is_replaced_once_for_damaged_weights(coordinator: Coordinat
     for now in range(0, 60, 5):
         if now in (0, 30):  # the first trainer, and the next one
             coordinator._on_control(RANK, TrainerHello(0, 1, f"launch.{now}", 0), [], float(now))
-            request = PlanRequest(state.trainer_epoch, 0, 0)
+            request = PlanRequest(state.fleet.trainer_epoch, 0, 0)
             coordinator._on_bulk(RANK, request, [], float(now))
         if now in (0, 45):  # both publish weights that are damaged
-            state.versions.set_newest(WeightsRef(PolicyVersion(state.trainer_epoch, 0), ""))
-        coordinator.engines.refusals[b"e", state.versions.newest] += 5
+            state.fleet.versions.set_newest(WeightsRef(PolicyVersion(state.fleet.trainer_epoch, 0), ""))
+        coordinator.engines.refusals[b"e", state.fleet.versions.newest] += 5
         tick(coordinator, float(now))
         replaced += [now for order in sent(coordinator, Replace) if order.role == "trainer"]
     assert replaced == [0, 45]
@@ -213,7 +215,7 @@ def test_a_silent_worker_is_named_and_then_replaced(coordinator: Coordinator, si
             beat = WorkerHeartbeat(0, (), 0.0, 0.0, 0, in_time=True)
             coordinator._on_control(f"rollout/{index}/launch.{index}".encode(), beat, [], float(now))
         tick(coordinator, float(now))
-        named = {wait.partition(" ")[0] for wait in coordinator.state.waits if "is silent" in wait}
+        named = {wait.partition(" ")[0] for wait in coordinator.state.fleet.waits if "is silent" in wait}
         assert len(named) == (silent if now > 30 else 0)  # launch.lease
         replaced |= {(order.role, order.incarnation, now): named for order in sent(coordinator, Replace)}
     lost_incarnations = ["launch.1"] if silent == 1 else ["launch.0", "launch.1"]
@@ -241,7 +243,7 @@ def test_a_worker_that_missed_servers_is_sent_them_all(coordinator: Coordinator)
     coordinator.engines._started_at = -1000.0  # nobody waits for supervisors
     tick(coordinator, 1.0)
     assert [message.whole for message in sent(coordinator, Engines)] == [True]
-    coordinator.state.outbox.unreachable.add(WORKER)
+    coordinator.state.journal.outbox.unreachable.add(WORKER)
     coordinator._to_observers(Status("running", 0, 1, {}, ()))
     for now, count in ((2.0, 1), (3.0, 0)):
         tick(coordinator, now)
@@ -252,7 +254,7 @@ def test_an_observer_that_has_left_is_forgotten(coordinator: Coordinator) -> Non
     """In the turn after the status that did not reach it, long before the next one."""
     tick(coordinator, 1.0)
     assert len(sent(coordinator, Status)) == 1
-    coordinator.state.outbox.unreachable.add(OBSERVER)
+    coordinator.state.journal.outbox.unreachable.add(OBSERVER)
     tick(coordinator, 1.05)
     assert coordinator.observers == set()
     tick(coordinator, 2.0)
@@ -264,7 +266,7 @@ def test_an_observer_that_has_left_is_forgotten(coordinator: Coordinator) -> Non
 
 def test_batches_that_learn_nothing_end_the_run_with_a_checkpoint(coordinator: Coordinator) -> None:
     trained(coordinator, 3)
-    coordinator.state.skipped_batches = 21
+    coordinator.state.ledger.skipped_batches = 21
     tick(coordinator, 0.0)
     assert coordinator.lifecycle.phase is Phase.STOPPING
     assert "took no optimizer step" in coordinator.lifecycle.error
@@ -274,10 +276,12 @@ def test_first_attempts_that_all_fail_end_the_run_with_their_cause(coordinator: 
     """Also before the first step, when there is nothing to save."""
     cause = "KeyError: 'b' (bad.py:41)"
     for assign_number in range(128):
-        coordinator.state.first_attempts.note_failure(
+        coordinator.state.ledger.first_attempts.note_failure(
             assign_number, assign_number % 4, FailReason.REWARD_ERROR
         )
-    coordinator.state.failed_attempts.add_failure(FailReason.REWARD_ERROR, cause, coordinator.state.store)
+    coordinator.state.ledger.failed_attempts.add_failure(
+        FailReason.REWARD_ERROR, cause, coordinator.state.journal.store
+    )
     tick(coordinator, 0.0)
     tick(coordinator, 0.0)
     assert coordinator.lifecycle.outcome == "failed"
@@ -288,14 +292,14 @@ def test_first_attempts_that_all_fail_end_the_run_with_their_cause(coordinator: 
 
 
 def test_a_run_of_a_few_samples_all_of_whose_episodes_fail_has_failed(coordinator: Coordinator) -> None:
-    buffer = coordinator.state.buffer
+    buffer = coordinator.state.ledger.buffer
     buffer.prompts.max_draws = 1
     for episode in buffer.admit_group(0, 0.0).members:
         tick(coordinator, 0.0)
         assert coordinator.lifecycle.phase is Phase.RUNNING
         buffer.fail_attempt(buffer.episodes[episode], FailReason.PROMPT_TOO_LONG, 0.0)
-    coordinator.state.failed_attempts.add_failure(
-        FailReason.PROMPT_TOO_LONG, "100 tokens", coordinator.state.store
+    coordinator.state.ledger.failed_attempts.add_failure(
+        FailReason.PROMPT_TOO_LONG, "100 tokens", coordinator.state.journal.store
     )
     tick(coordinator, 0.0)
     tick(coordinator, 0.0)
@@ -307,8 +311,8 @@ def test_a_run_of_a_few_samples_all_of_whose_episodes_fail_has_failed(coordinato
 
 def test_groups_that_cannot_be_trained_end_the_run_with_a_checkpoint(coordinator: Coordinator) -> None:
     trained(coordinator, 3)
-    coordinator.state.buffer.untrained_groups = 10_000
-    coordinator.state.buffer.untrained_reason = "tool_error"
+    coordinator.state.ledger.buffer.untrained_groups = 10_000
+    coordinator.state.ledger.buffer.untrained_reason = "tool_error"
     tick(coordinator, 0.0)
     assert coordinator.lifecycle.phase is Phase.STOPPING and "tool_error" in coordinator.lifecycle.error
 
@@ -326,7 +330,7 @@ def test_an_order_that_fails_in_a_later_epoch_ends_the_run_with_a_checkpoint(
     trained(coordinator, 3)
     rank(coordinator, 0.0)
     coordinator._on_control(WORKER, WorkerHello(0, "launch.1", 64, 1), [], 0.0)
-    buffer = coordinator.state.buffer
+    buffer = coordinator.state.ledger.buffer
     buffer.prompts = Prompts(4, order)
     needed = buffer.total_groups
     buffer.total_groups = 3 * buffer.config.groups_per_batch + 4
@@ -336,7 +340,7 @@ def test_an_order_that_fails_in_a_later_epoch_ends_the_run_with_a_checkpoint(
     buffer.total_groups = needed
     coordinator._run_pass(0.0)
     assert len(buffer.live_groups) == 4 and coordinator.lifecycle.phase is Phase.STOPPING
-    coordinator._on_control(RANK, Checkpointed(coordinator.state.trainer_epoch, 3, 0), [], 1.0)
+    coordinator._on_control(RANK, Checkpointed(coordinator.state.fleet.trainer_epoch, 3, 0), [], 1.0)
     tick(coordinator, 1.0)
     assert coordinator.lifecycle.outcome == "failed"
     assert coordinator.lifecycle.error == (
@@ -346,10 +350,10 @@ def test_an_order_that_fails_in_a_later_epoch_ends_the_run_with_a_checkpoint(
 
 def test_a_run_begins_as_late_as_a_trainer_that_repeats_steps_needs(coordinator: Coordinator) -> None:
     life = coordinator.lifecycle
-    start = coordinator.state.liveness.start_seconds
+    start = coordinator.state.fleet.liveness.start_seconds
     life.phase = Phase.STARTING
     life._deadline = 10.0
-    coordinator.state.liveness.note_alive(20.0)
+    coordinator.state.fleet.liveness.note_alive(20.0)
     life.advance_phase(20.0 + start)
     with pytest.raises(ProtocolError, match=r"^not started within .*: "):
         life.advance_phase(21.0 + start)

@@ -39,7 +39,7 @@ def reporter(tmp_path: Path) -> Reporter:
 
 def row(reporter: Reporter, step: int, groups: int) -> dict[str, float]:
     """The row of a batch of so many groups."""
-    reporter.state.batches.by_step[step - 1] = Batch(step - 1, groups=set(range(groups)))
+    reporter.ledger.batches.by_step[step - 1] = Batch(step - 1, groups=set(range(groups)))
     return reporter.step_row(step, {})
 
 
@@ -56,7 +56,7 @@ def landed(
 
 
 def test_what_became_of_groups_is_counted_since_the_last_row(reporter: Reporter) -> None:
-    settled = reporter.state.buffer.settled_counts
+    settled = reporter.ledger.buffer.settled_counts
     settled.update({"usable": 3, State.FILTERED: 5, State.DROPPED: 2})
     first = row(reporter, 1, groups=2)
     assert first["flow/filtered_frac"] == 0.5
@@ -71,9 +71,9 @@ def test_what_became_of_groups_is_counted_since_the_last_row(reporter: Reporter)
 
 def test_an_episode_counts_half_when_it_lands_and_whole_when_it_is_taken(reporter: Reporter) -> None:
     """The default batch is of 32 groups of 8 episodes."""
-    episodes = list(reporter.state.buffer.episodes.values())
+    episodes = list(reporter.ledger.buffer.episodes.values())
     for episode, state in zip(episodes, (State.LANDED, State.TAKEN), strict=False):
-        reporter.state.buffer.set_state(episode, state)
+        reporter.ledger.buffer.set_state(episode, state)
     assert len(episodes) > 1 and reporter.batch_fraction() == 1.5 / (32 * 8)
 
 
@@ -108,16 +108,16 @@ def test_before_any_step_the_status_has_the_score_and_why_nothing_is_learned(
     """The default batch is of 32 groups of 8 episodes: less than two of them tell nothing."""
     for at in range(episodes):
         landed(reporter, scores[at % 2])
-    reporter.state.buffer.settled_counts.update({State.FILTERED: 64})
+    reporter.ledger.buffer.settled_counts.update({State.FILTERED: 64})
     status = reporter.write_status("running")
-    written = read_status(reporter.state.run_dir)
+    written = read_status(reporter.run_dir)
     assert [alert.what for alert in status.alerts if alert.name == "constant reward"] == [said] * bool(said)
     assert [alert_entry["name"] for alert_entry in written["alerts"]] == [
         alert.name for alert in status.alerts
     ]
     assert written["gauges"][REWARD] == sum(scores) / 2 and written["gauges"][FILTERED] == 1.0
     row(reporter, 1, groups=32)  # afterwards they are those of the last step
-    assert FILTERED in read_status(reporter.state.run_dir)["gauges"]
+    assert FILTERED in read_status(reporter.run_dir)["gauges"]
     assert FILTERED not in reporter.write_status("running").gauges
 
 
@@ -125,26 +125,25 @@ def test_the_status_tells_the_start_phase_from_what_came_after(reporter: Reporte
     reporter.started -= 1000.0
     reporter.begin_running()
     reporter.write_status("running")
-    written = read_status(reporter.state.run_dir)
+    written = read_status(reporter.run_dir)
     assert written["running"] < 500 < 1000 <= written["seconds"]
 
 
 def test_demonstrations_earn_no_reward_and_none_is_missed(reporter: Reporter) -> None:
     for _ in range(512):
         landed(reporter, 0.0)
-    reporter.state.samples = [replace(reporter.state.samples[0], given=0)]  # type: ignore[assignment]
+    reporter.ledger.samples = [replace(reporter.ledger.samples[0], given=0)]  # type: ignore[assignment]
     assert not any(alert.name == "constant reward" for alert in reporter.write_status("running").alerts)
 
 
 def test_who_waits_for_the_same_is_named_together_and_once(reporter: Reporter) -> None:
-    state = reporter.state
     trainer = reporter.trainer
     for rank in range(4):
         trainer.welcome_rank(f"trainer/{rank}/x".encode(), TrainerHello(rank, 4, "x", 0), 0.0)
         waiting = "trajectories of step 0" if rank < 3 else ""  # the last one computes
         trainer.note_heartbeat(f"trainer/{rank}/x".encode(), TrainerHeartbeat(rank, 0, 0, waiting), 0.0)
     trainer.note_request(b"trainer/0/x", PlanRequest(1, 0, 0))
-    state.waits = []
+    reporter.fleet.waits = []
     trainer.serve_request()
     assert reporter.describe_waits() == ("trainer 0 and 2 more: trajectories of step 0",)
     for rank in range(3):
@@ -160,7 +159,7 @@ def test_checkpoints_that_cannot_be_written_are_an_alert_until_one_is(reporter: 
     problem = "OSError: [Errno 28] No space left on device; checkpoint /runs/t/checkpoints/step-5"
 
     def alerts() -> list[str]:
-        status = read_status(reporter.state.run_dir) if reporter.write_status("running") else {}
+        status = read_status(reporter.run_dir) if reporter.write_status("running") else {}
         return [alert["what"] for alert in status["alerts"] if alert["name"] == "checkpoints are not written"]
 
     for incarnation, beats in (("x", (problem, "")), ("y", ("", problem))):
@@ -170,23 +169,23 @@ def test_checkpoints_that_cannot_be_written_are_an_alert_until_one_is(reporter: 
             trainer.note_heartbeat(b"trainer/0/" + incarnation.encode(), beat, 0.0)
             reported += alerts()
     assert reported == [f"{problem}; there is no checkpoint yet"] * 4
-    epoch = reporter.state.trainer_epoch
+    epoch = reporter.fleet.trainer_epoch
     trainer.welcome_rank(b"trainer/1/y", TrainerHello(1, 2, "y", 0), 0.0)
     trainer.record_checkpoint(b"trainer/0/y", Checkpointed(epoch, 0, 0), 0.0)
     trainer.note_heartbeat(b"trainer/1/y", TrainerHeartbeat(1, 0, 0, checkpoint_problem=problem), 0.0)
     assert alerts() == []
     trainer.note_heartbeat(b"trainer/0/y", TrainerHeartbeat(0, 0, 0, checkpoint_problem=problem), 0.0)
     assert alerts() == [f"{problem}; the newest checkpoint is of step 0"]
-    assert read_status(reporter.state.run_dir)["checkpoint_problem"] == alerts()[0], "the page reads it there"
-    reporter.state.persist()
+    assert read_status(reporter.run_dir)["checkpoint_problem"] == alerts()[0], "the page reads it there"
+    reporter.journal.persist()
     reporter.write_summary("failed", "")
-    (line,) = read_summary(reporter.state.run_dir)["alerts"]
+    (line,) = read_summary(reporter.run_dir)["alerts"]
     assert line.startswith(f"checkpoints are not written: {problem}; the newest checkpoint is of step 0; ")
 
 
 def test_live_groups_are_those_of_rule_1(reporter: Reporter) -> None:
     """Of one group, which a committed batch took, members still run: it is not counted."""
-    buffer = reporter.state.buffer
+    buffer = reporter.ledger.buffer
     admit(buffer, 3)
     buffer.tally.mark_taken(buffer.live_groups[0], 0)
     buffer.committed = 1
@@ -194,7 +193,7 @@ def test_live_groups_are_those_of_rule_1(reporter: Reporter) -> None:
 
 
 def test_retired_samples_are_reported(reporter: Reporter) -> None:
-    reporter.state.buffer.prompts.retired_samples = {3, 4}
+    reporter.ledger.buffer.prompts.retired_samples = {3, 4}
     assert row(reporter, 5, groups=1)["data/retired_samples"] == 2.0
 
 
@@ -224,7 +223,7 @@ def test_engines_that_are_busy_in_all_of_their_short_halves_are_not_idle(
     monkeypatch.setattr(time, "monotonic", lambda: now)
     monkeypatch.setattr(reporter, "_busy_totals", lambda: {"one": (busy, 0.0)})
     monkeypatch.setattr(reporter.workers, "peers", ["one"])
-    shifts = reporter.state.shifts = Shifts("auto", now, Shift.ROLLOUT)
+    shifts = reporter.fleet.shifts = Shifts("auto", now, Shift.ROLLOUT)
     reporter.begin_running()
     idle_fractions = []
     for step in range(40):
@@ -259,7 +258,7 @@ def test_a_validation_keeps_its_questions_whoever_ends_first_and_whoever_fails(t
     training = Training(tmp_path / "weights")
     setup = WorkerSetup(tmp_path)
     training.publish(1)
-    setup.state.versions.ref = training.ref(0)
+    setup.state.fleet.versions.ref = training.ref(0)
     limits = ValidationConfig(samples=64)
     setup.state.config = msgspec.structs.replace(setup.state.config, validation=limits)
     samples = [Sample(row, "s", (Message("user", "?"),), f'"truth {row}"') for row in range(64)]
@@ -270,8 +269,8 @@ def test_a_validation_keeps_its_questions_whoever_ends_first_and_whoever_fails(t
     assert validation.begin_session(step=2, final=False, now=0.0)
     while validation.is_busy:
         validation.assign_episodes(0.0, exclusive=True)
-        setup.state.persist()
-        assert not setup.state.held_out.texts
+        setup.state.journal.persist()
+        assert not setup.state.ledger.held_out.texts
         for _, message in reversed(setup.sent.take(Assign)):  # in another order than they were asked
             row = int(message.attempt.uid.split("/")[2])
             assert message.transcript == (row % 8 == 0)
@@ -281,7 +280,9 @@ def test_a_validation_keeps_its_questions_whoever_ends_first_and_whoever_fails(t
             failed = Failed(0, message.attempt, FailReason.TOOL_ERROR, "KeyError: 'b' (bad.py:41)")
             slow = row == 56 and message.attempt.attempt < 2
             setup.play(message.attempt, failed if row == 8 or slow else good)
-            results = setup.state.held_out.results.values()  # of a large evaluation texts are gigabytes
+            results = (
+                setup.state.ledger.held_out.results.values()
+            )  # of a large evaluation texts are gigabytes
             assert not any(isinstance(done, Finished) and done.text for done in results)
     transcripts = entries(tmp_path, "validation/step-2.jsonl")
     order = [(row, mode) for row in range(0, 64, 8) for mode in ("sampled", "greedy")]

@@ -104,7 +104,7 @@ def damage_checkpoint(world: World) -> None:
     """The newest is not as written, where there is another; then the trainer resumes. Not the last one, after
     which nothing is trained again, and not one that is all that is left of its steps after a power cut."""
     checkpoints = Checkpoints(world.run_dir / "checkpoints")
-    retained_batches = world.coordinator.state.batches.by_step
+    retained_batches = world.coordinator.state.ledger.batches.by_step
     if len(steps := checkpoints.steps()) < 2 or not retained_batches.keys() >= {*range(steps[1], steps[0])}:
         return
     if steps[0] < world.config.total_steps:
@@ -227,7 +227,7 @@ def test_a_last_version_that_no_engine_can_load(root: Path, seed: int, mended: b
     is complete without it."""
 
     def happen(world: World) -> None:
-        newest = world.coordinator.state.versions.newest
+        newest = world.coordinator.state.fleet.versions.newest
         steps = world.config.total_steps
         if newest.step == steps:
             damaged.setdefault("epoch", newest.epoch)

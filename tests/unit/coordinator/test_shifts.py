@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -26,7 +27,7 @@ def test_engines_idle_once_all_workers_have_said_so_twice() -> None:
     """A worker says how long its engine has sampled now and then only: silence in between is no idleness."""
     workers = [SimpleNamespace(heartbeat=SimpleNamespace(busy_s=0.0), heartbeat_at=0.0) for _ in range(2)]
     handlers: Any = SimpleNamespace(peers=workers, supervisors=[], remote=False)
-    state: Any = SimpleNamespace(coordinator_epoch=1)
+    state: Any = MagicMock()
     handler = ShiftHandler(state, handlers, handlers, handlers, handlers, lambda message: None)
 
     def beat(worker: int, at: float, busy: float) -> float:

@@ -13,7 +13,8 @@ import pytest
 from asyncrl.algorithms.advantages import Advantage
 from asyncrl.buffer.prompts import ComparedParts
 from asyncrl.config import parse
-from asyncrl.coordinator.state import RunState, TransactionalOutbox, load_state
+from asyncrl.coordinator.journal import TransactionalOutbox
+from asyncrl.coordinator.state import RunState, load_state
 from asyncrl.errors import ConfigError
 from asyncrl.store.runstore import RunStore
 from asyncrl.wire.messages.shared import Stop
@@ -47,8 +48,8 @@ def build(run_dir: Path, advantage: str = "dr_grpo", **buffer: Any) -> RunState:
 def land_whole(state: RunState, group: int, *rewards: float) -> None:
     """Land members with their payloads."""
     for member in range(len(rewards)):
-        state.store.put_frame(f"{group}.{member}", 0, "generated", turn_payload())
-    land_group(state.buffer, group, *rewards)
+        state.journal.store.put_frame(f"{group}.{member}", 0, "generated", turn_payload())
+    land_group(state.ledger.buffer, group, *rewards)
 
 
 def test_a_peer_that_a_message_does_not_reach_is_named() -> None:
@@ -67,11 +68,11 @@ def test_nothing_is_sent_before_it_is_durable(tmp_path: Path, monkeypatch: pytes
     state = build(tmp_path)
     order = list[str]()
     hub: Any = SimpleNamespace(send=lambda *_: order.append("sent") or True)
-    state.outbox = TransactionalOutbox(hub, hub)
-    state.outbox.to_control(b"peer", Stop(""))
-    commit = state.store.commit
-    monkeypatch.setattr(state.store, "commit", lambda: (commit(), order.append("durable")))
-    state.persist()
+    state.journal.outbox = TransactionalOutbox(hub, hub)
+    state.journal.outbox.to_control(b"peer", Stop(""))
+    commit = state.journal.store.commit
+    monkeypatch.setattr(state.journal.store, "commit", lambda: (commit(), order.append("durable")))
+    state.journal.persist()
     assert order == ["durable", "sent"]
 
 
@@ -79,10 +80,10 @@ def play(state: RunState, groups: int) -> list[int]:
     """Admit groups; every other one is solved by all of its members. The rows they got."""
     rows = []
     for _ in range(groups):
-        group = state.buffer.admit_group(0, 0.0)
+        group = state.ledger.buffer.admit_group(0, 0.0)
         rows.append(group.sample)
         land_whole(state, group.id, 1.0, float(group.id % 2 == 0))
-        state.persist()
+        state.journal.persist()
     return rows
 
 
@@ -92,23 +93,23 @@ def test_what_has_retired_stays_retired_and_the_order_goes_on(tmp_path: Path) ->
     for killed in (1, 3, 6):
         first = play(build(tmp_path / str(killed), retire_pass_rate=0.9), killed)
         again = build(tmp_path / str(killed), retire_pass_rate=0.9)
-        assert again.buffer.prompts.retired_samples == set(first[::2])
+        assert again.ledger.buffer.prompts.retired_samples == set(first[::2])
         assert first + play(again, 8 - killed) == uninterrupted
-        assert again.buffer.account().conserved
+        assert again.ledger.buffer.account().conserved
 
 
 def test_without_the_option_nothing_is_left_out(tmp_path: Path) -> None:
     play(build(tmp_path, retire_pass_rate=0.9), 3)
     again = build(tmp_path)
-    assert again.buffer.prompts.retired_samples == set()
+    assert again.ledger.buffer.prompts.retired_samples == set()
     assert len(set(play(again, 2 * ROWS))) == ROWS
 
 
 def test_an_advantage_that_wants_a_greedy_episode_gets_one(tmp_path: Path) -> None:
     state = build(tmp_path, advantage=f"{__name__}:GREEDY")
-    assert len(state.buffer.admit_group(0, 0.0).members) == 3
+    assert len(state.ledger.buffer.admit_group(0, 0.0).members) == 3
     plain = build(tmp_path / "plain")
-    assert len(plain.buffer.admit_group(0, 0.0).members) == 2
+    assert len(plain.ledger.buffer.admit_group(0, 0.0).members) == 2
 
 
 @pytest.mark.parametrize(
@@ -123,42 +124,42 @@ def test_an_advantage_that_wants_a_greedy_episode_gets_one(tmp_path: Path) -> No
 def test_the_buffer_knows_what_the_advantage_reads(
     tmp_path: Path, advantage: str, reads: ComparedParts
 ) -> None:
-    assert build(tmp_path, advantage=advantage).buffer.compared == reads
+    assert build(tmp_path, advantage=advantage).ledger.buffer.compared == reads
 
 
 def test_baselines_of_kept_plans_are_the_same_after_a_restart(tmp_path: Path) -> None:
     """Also of a group that is over, and of one whose other members are still there."""
     state = build(tmp_path, episodes_per_group=3, group_policy="partial", group_deadline=1.0)
     for group in range(2):
-        state.buffer.admit_group(0, 0.0)
+        state.ledger.buffer.admit_group(0, 0.0)
         land_whole(state, group, 1.0, 0.25, *([0.5] if group else []))
-    run(state.buffer, "0.2")
-    state.buffer.settle_overdue(2.0)
+    run(state.ledger.buffer, "0.2")
+    state.ledger.buffer.settle_overdue(2.0)
     for step in range(2):
-        assert len(train(state.batches, step)) == 2 + step
-    state.persist()
+        assert len(train(state.ledger.batches, step)) == 2 + step
+    state.journal.persist()
     again = build(tmp_path, episodes_per_group=3, group_policy="partial", group_deadline=1.0)
-    assert list(state.buffer.live_groups) == list(again.buffer.live_groups) == [0]
-    assert again.batches.baselines == state.batches.baselines
-    assert [len(baseline.members) for baseline in again.batches.baselines.values()] == [2, 3]
-    state.batches.forget_covered_plans(1)
-    assert list(state.batches.baselines) == [1]
+    assert list(state.ledger.buffer.live_groups) == list(again.ledger.buffer.live_groups) == [0]
+    assert again.ledger.batches.baselines == state.ledger.batches.baselines
+    assert [len(baseline.members) for baseline in again.ledger.batches.baselines.values()] == [2, 3]
+    state.ledger.batches.forget_covered_plans(1)
+    assert list(state.ledger.batches.baselines) == [1]
 
 
 def test_after_a_restart_what_has_landed_is_in_time_for_the_new_deadline(tmp_path: Path) -> None:
     keys = {"episodes_per_group": 4, "group_policy": "partial", "group_deadline": 1.0}
     state = build(tmp_path, **keys)
-    state.buffer.admit_group(0, 0.0)
+    state.ledger.buffer.admit_group(0, 0.0)
     for member in range(4):
-        run(state.buffer, f"0.{member}")
-    land(state.buffer, "0.2", now=1.5)
-    assert state.buffer.live_groups[0].baseline == (2,)  # after the deadline, alone
-    state.persist()
+        run(state.ledger.buffer, f"0.{member}")
+    land(state.ledger.buffer, "0.2", now=1.5)
+    assert state.ledger.buffer.live_groups[0].baseline == (2,)  # after the deadline, alone
+    state.journal.persist()
     again = build(tmp_path, **keys)
-    group = again.buffer.live_groups[0]
+    group = again.ledger.buffer.live_groups[0]
     assert group.baseline == () and not group.settled
-    land(again.buffer, "0.0", now=group.deadline - 0.5)
-    again.buffer.settle_overdue(group.deadline)
+    land(again.ledger.buffer, "0.0", now=group.deadline - 0.5)
+    again.ledger.buffer.settle_overdue(group.deadline)
     assert (group.baseline, group.late_siblings) == ((0, 2), (0, 2))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -54,8 +53,7 @@ class TrainerSetup:
             batches,
             VersionLedger(),
             RunStore(run_dir),
-            self.sent,
-            1,  # type: ignore[arg-type]
+            self.sent,  # type: ignore[arg-type]
         )
         self.commits: list[Commit] = []
         self.handler = TrainerHandler(self.state, self.commits.append)
@@ -63,17 +61,17 @@ class TrainerSetup:
     def hello(self, incarnation: str = "x", step: int = 0) -> None:
         for rank, peer in enumerate(PEERS):
             self.handler.welcome_rank(peer, TrainerHello(rank, 2, incarnation, step), 0.0)
-        self.state.trainer_epoch = self.sent.take(Welcome)[-1][1].trainer_epoch
+        self.state.fleet.trainer_epoch = self.sent.take(Welcome)[-1][1].trainer_epoch
 
     def take(self, step: int, micro: int, peer: bytes = PEERS[0]) -> WorkPlan | None:
-        self.handler.note_request(peer, PlanRequest(self.state.trainer_epoch, step, micro))
+        self.handler.note_request(peer, PlanRequest(self.state.fleet.trainer_epoch, step, micro))
         self.handler.serve_request()
         answers = self.sent.take(WorkPlan)
         assert all(to == PEERS[0] for to, _ in answers)
         return answers[0][1] if answers else None
 
     def payloads(self, rank: int, *uids: str, step: int = 0) -> list[Payloads]:
-        request = PayloadRequest(self.state.trainer_epoch, step, uids)
+        request = PayloadRequest(self.state.fleet.trainer_epoch, step, uids)
         self.handler.send_payloads(PEERS[rank], request)
         return [
             payloads_message for peer, payloads_message in self.sent.take(Payloads) if peer == PEERS[rank]
@@ -88,7 +86,7 @@ def setup(tmp_path: Path) -> TrainerSetup:
         land(buffer, uid)
     setup = TrainerSetup(tmp_path, buffer, batches)
     for uid in buffer.episodes:
-        setup.state.store.put_frame(uid, 0, "generated", turn_payload())
+        setup.state.journal.store.put_frame(uid, 0, "generated", turn_payload())
     setup.hello()
     return setup
 
@@ -107,10 +105,10 @@ def test_rank_0_alone_is_given_a_plan_and_each_rank_its_payloads(
     assert {(p.frames, p.tokens, p.width) for p in plan.trajectories} == {(1, 20, 20)}
     for _ in range(2):
         assert setup.payloads(1, "0.1", "1.0") == [Payloads(0, ("0.1", "1.0"))]
-    setup.state.store.forget_frames("1.1")
-    setup.state.persist()
+    setup.state.journal.store.forget_frames("1.1")
+    setup.state.journal.persist()
     assert setup.payloads(0, "0.0", "1.1") == [Payloads(0, ("0.0", "1.1"), ("1.1",))]
-    assert setup.state.batches.by_step[0].lost == {"1.1"}
+    assert setup.state.ledger.batches.by_step[0].lost == {"1.1"}
     assert setup.payloads(0, "9.9") == setup.payloads(0, "0.0", step=1) == []
 
 
@@ -130,7 +128,7 @@ def test_ranks_that_have_yet_to_meet_are_named_until_their_hello(setup: TrainerS
 
 def test_the_probe_is_asked_for_until_it_is_scored_and_is_no_part_of_the_plan(setup: TrainerSetup) -> None:
     """An engine was started: without the probe it may not sample, and nothing may ever become ready."""
-    versions = setup.state.versions
+    versions = setup.state.fleet.versions
     kinds = list[str]()
 
     def asked(micro: int) -> str:
@@ -141,11 +139,11 @@ def test_the_probe_is_asked_for_until_it_is_scored_and_is_no_part_of_the_plan(se
     versions.engines[b"engine"] = EngineRecord("engine")
     versions.engines[b"engine"].unproven = True
     kinds = [asked(1), asked(1)]
-    for epoch in (0, setup.state.trainer_epoch):  # one of a trainer that was replaced does not count
-        assert versions.lacks_probe(PolicyVersion(setup.state.trainer_epoch, 0))
+    for epoch in (0, setup.state.fleet.trainer_epoch):  # one of a trainer that was replaced does not count
+        assert versions.lacks_probe(PolicyVersion(setup.state.fleet.trainer_epoch, 0))
         setup.handler.record_probe(Probed(PolicyVersion(epoch, 0), Probe((1, 2), (-1.0,))), 0.0)
     assert [*kinds, asked(1)] == ["probe", "probe", "step"]
-    assert [*map(len, setup.state.batches.by_step[0].micros)] == [4]
+    assert [*map(len, setup.state.ledger.batches.by_step[0].micros)] == [4]
     commit_first(setup)
     setup.hello("y")
     assert asked(0) == "work"  # ranks that repeat a step score no probe
@@ -154,7 +152,7 @@ def test_the_probe_is_asked_for_until_it_is_scored_and_is_no_part_of_the_plan(se
 def test_a_trainer_that_waits_for_data_is_given_the_probe_and_no_batch(tmp_path: Path) -> None:
     setup = TrainerSetup(tmp_path, *make())
     setup.hello()
-    versions = setup.state.versions
+    versions = setup.state.fleet.versions
     versions.engines[b"engine"] = EngineRecord("engine")
     assert setup.take(0, 0) is None
     versions.engines[b"engine"].unproven = True
@@ -162,7 +160,7 @@ def test_a_trainer_that_waits_for_data_is_given_the_probe_and_no_batch(tmp_path:
     assert [plan.kind for _, plan in setup.sent.take(WorkPlan)] == ["probe"]
     versions.engines[b"engine"].unproven = False
     assert setup.take(0, 0) is None  # a batch without trajectories is no step
-    setup.state.buffer.prompts.retired_samples.update(range(100))  # the data is over
+    setup.state.ledger.buffer.prompts.retired_samples.update(range(100))  # the data is over
     end_plan = setup.take(0, 0)
     assert end_plan is not None and end_plan.kind == "end"
 
@@ -174,7 +172,7 @@ def test_a_stop_is_the_answer_from_then_on(setup: TrainerSetup) -> None:
 
 
 def checkpointed(setup: TrainerSetup, step: int) -> None:
-    message = Checkpointed(setup.state.trainer_epoch, step, 0)
+    message = Checkpointed(setup.state.fleet.trainer_epoch, step, 0)
     setup.handler.record_checkpoint(PEERS[0], message, 0.0)
 
 
@@ -219,8 +217,8 @@ def commit_first(setup: TrainerSetup) -> None:
 
 def commit_of(setup: TrainerSetup, step: int) -> Commit:
     """All of its plan is trained."""
-    batch = setup.state.batches.by_step[step - 1]
-    return Commit(setup.state.trainer_epoch, step, batch.plan_hash, tuple(batch.uids), {})
+    batch = setup.state.ledger.batches.by_step[step - 1]
+    return Commit(setup.state.fleet.trainer_epoch, step, batch.plan_hash, tuple(batch.uids), {})
 
 
 def test_a_commit_is_idempotent_and_another_plan_is_fatal(setup: TrainerSetup) -> None:
@@ -232,7 +230,7 @@ def test_a_commit_is_idempotent_and_another_plan_is_fatal(setup: TrainerSetup) -
     for _ in range(2):
         setup.handler.record_commit(PEERS[0], commit, 0.0)
     assert [message.step for _, message in setup.sent.take(Committed)] == [1, 1]
-    assert len(setup.commits) == 1 and setup.state.buffer.account().trained == 4
+    assert len(setup.commits) == 1 and setup.state.ledger.buffer.account().trained == 4
     with pytest.raises(ProtocolError, match="never issued"):
         setup.handler.record_commit(PEERS[0], msgspec.structs.replace(commit, plan_hash="other"), 0.0)
     first, *other_uids = commit.trained
@@ -249,18 +247,18 @@ def test_batches_in_a_row_without_an_optimizer_step_are_counted(setup: TrainerSe
     stepping = {"actor/skipped_steps": 1.0, "actor/grad_norm": 0.5}
     counts = []
     for step, metrics in enumerate((skipping, skipping, stepping, {}), start=1):
-        setup.state.batches.by_step[step - 1] = Batch(step - 1)
+        setup.state.ledger.batches.by_step[step - 1] = Batch(step - 1)
         commit = commit_of(setup, step)
         setup.handler.record_commit(PEERS[0], msgspec.structs.replace(commit, metrics=metrics), 0.0)
-        counts.append(setup.state.skipped_batches)
+        counts.append(setup.state.ledger.skipped_batches)
     assert counts == [1, 2, 0, 0]
 
 
 def test_a_new_trainer_fences_the_old_one_and_repeats_the_plans(setup: TrainerSetup) -> None:
     plan = setup.take(0, 0)
-    old_epoch = setup.state.trainer_epoch
+    old_epoch = setup.state.fleet.trainer_epoch
     setup.hello("y")
-    assert setup.state.trainer_epoch == old_epoch + 1
+    assert setup.state.fleet.trainer_epoch == old_epoch + 1
     setup.handler.note_request(PEERS[0], PlanRequest(old_epoch, 0, 0))
     setup.handler.serve_request()
     assert setup.sent.take(WorkPlan) == []
@@ -271,34 +269,33 @@ def test_a_new_trainer_fences_the_old_one_and_repeats_the_plans(setup: TrainerSe
 def test_a_launch_trains_all_after_the_checkpoint_that_its_trainer_resumes_from(setup: TrainerSetup) -> None:
     """Of one committed step: the next launch goes on after it, then a damaged checkpoint takes it back."""
     commit_first(setup)
-    setup.state.persist()
-    again = setup.state = setup.handler.state = replace(
-        setup.state, config=msgspec.structs.replace(setup.state.config, seed=9)
-    )
+    setup.state.journal.persist()
+    setup.state.fleet._config = msgspec.structs.replace(setup.state.config, seed=9)
     for incarnation, step, expected in (("y", 1, [(0, 0), (1, 9)]), ("z", 0, [(0, 9)])):
         setup.hello(incarnation, step)
-        again.persist()
-        assert [(launch.step, launch.config["seed"]) for launch in launches_of(again.run_dir)] == expected
+        setup.state.journal.persist()
+        launches = launches_of(setup.state.run_dir)
+        assert [(launch.step, launch.config["seed"]) for launch in launches] == expected
 
 
 def test_the_best_validated_checkpoint_is_known_after_a_restart_too(setup: TrainerSetup) -> None:
     """Of those that there are: two are kept beside it. Of equal ones the first."""
     state = setup.state
     config = msgspec.structs.replace(state.config.checkpoint, best=True)
-    state.config = msgspec.structs.replace(state.config, checkpoint=config)
+    state.config = setup.handler.config = msgspec.structs.replace(state.config, checkpoint=config)
     assert setup.handler._choose_best() == -1
     for step, score in ((1, 0.2), (2, 0.9), (3, 0.5), (4, 0.5), (5, 0.1)):
         if step != 2:  # validated without a checkpoint
-            state.store.put_checkpoint(step)
-        state.persist()
+            state.journal.store.put_checkpoint(step)
+        state.journal.persist()
         setup.handler.record_score(step, {"val-core/all/sampled/mean@1": score})
         setup.handler._choose_best()
-    state.store.put_checkpoint(6)
+    state.journal.store.put_checkpoint(6)
     setup.handler.record_score(4, {"val-core/all/sampled/mean@1": 0.8})  # late: it is deleted
     setup.handler.record_score(5, {"val-aux/episodes": 0.0})  # it was abandoned
-    state.persist()
+    state.journal.persist()
     assert setup.handler._choose_best() == TrainerHandler(state, lambda commit: None)._choose_best() == 3
-    state.config = msgspec.structs.replace(
+    setup.handler.config = msgspec.structs.replace(
         state.config, checkpoint=msgspec.structs.replace(config, best=False)
     )
     assert setup.handler._choose_best() == -1
@@ -312,23 +309,23 @@ def test_a_loss_on_held_out_demonstrations_is_better_when_it_is_lower(setup: Tra
 
 def test_a_checkpoint_of_a_trainer_that_was_replaced_covers_nothing(setup: TrainerSetup) -> None:
     """Its steps may be of a branch that the new trainer has left; the plans are still needed."""
-    old = setup.state.trainer_epoch
+    old = setup.state.fleet.trainer_epoch
     setup.hello("y")
     setup.handler.record_checkpoint(PEERS[0], Checkpointed(old, 5, 20), 0.0)
-    setup.state.persist()
-    assert setup.state.store.reader.checkpoints() == [] and setup.handler.checkpoint_step == -1
+    setup.state.journal.persist()
+    assert setup.state.journal.store.reader.checkpoints() == [] and setup.handler.checkpoint_step == -1
     assert [peer for peer, _ in setup.sent.take(Stop)] == [PEERS[0]]
 
 
 def test_a_dead_trainers_late_hello_does_not_strand_its_successor(setup: TrainerSetup) -> None:
-    setup.state.launch = "l"
+    setup.state.fleet.launch = "l"
     setup.hello("l.10")
-    epoch = setup.state.trainer_epoch
+    epoch = setup.state.fleet.trainer_epoch
     for incarnation in ("l.9", "earlier.11"):
         hello = TrainerHello(0, 2, incarnation, 0)
         setup.handler.welcome_rank(b"trainer/0/late", hello, 0.0)
         assert [peer for peer, _ in setup.sent.take(Stop)] == [b"trainer/0/late"]
-    assert setup.state.trainer_epoch == epoch and setup.handler.ranks.peers.get(PEERS[0])
+    assert setup.state.fleet.trainer_epoch == epoch and setup.handler.ranks.peers.get(PEERS[0])
     assert setup.take(0, 0) is not None
 
 
@@ -339,58 +336,60 @@ def test_a_checkpoint_of_another_run_is_refused(setup: TrainerSetup) -> None:
 
 def test_a_restarted_coordinator_learns_again_where_a_broadcast_version_is(setup: TrainerSetup) -> None:
     """Its store has the version, but an address is no directory that could be looked into."""
-    epoch = setup.state.trainer_epoch
+    epoch = setup.state.fleet.trainer_epoch
     published = Published(WeightsRef(PolicyVersion(epoch, 3), "tcp://host:1"), 0.0, 0.0)
-    setup.state.versions = VersionLedger(newest=PolicyVersion(epoch, 3))
+    setup.state.fleet.versions = VersionLedger(newest=PolicyVersion(epoch, 3))
     setup.handler.record_version(
         Published(WeightsRef(PolicyVersion(epoch, 2), "tcp://host:1"), 0.0, 0.0), 0.0
     )
-    assert setup.state.versions.ref is None
+    assert setup.state.fleet.versions.ref is None
     setup.handler.record_version(published, 0.0)
-    assert setup.state.versions.ref == published.ref
+    assert setup.state.fleet.versions.ref == published.ref
 
 
 def test_a_beat_is_progress_only_if_work_was_done_since_the_one_before(setup: TrainerSetup) -> None:
     """Two ranks behind a barrier. Each row: when, which rank, its micro-batches so far, newest progress."""
     rows = [(1, 0, 0, 0), (2, 0, 3, 2), (3, 0, 3, 2), (4, 1, 3, 4), (5, 1, 3, 4), (6, 0, 4, 6), (7, 0, 4, 6)]
-    setup.state.liveness.note_progress(0.0)
+    setup.state.fleet.liveness.note_progress(0.0)
     for now, rank, work, moved in rows:
         setup.handler.note_heartbeat(PEERS[rank], TrainerHeartbeat(rank, 0.0, 0.0, work=work), float(now))
-        assert setup.state.liveness.progress_at == moved
+        assert setup.state.fleet.liveness.progress_at == moved
 
 
 def test_a_restarted_trainer_counts_from_the_start(setup: TrainerSetup) -> None:
     setup.handler.note_heartbeat(PEERS[0], TrainerHeartbeat(0, 0.0, 0.0, work=9), 1.0)
     setup.hello("y")
     setup.handler.note_heartbeat(PEERS[0], TrainerHeartbeat(0, 0.0, 0.0, work=1), 2.0)
-    assert setup.state.liveness.progress_at == 2.0
+    assert setup.state.fleet.liveness.progress_at == 2.0
 
 
 def test_a_trainer_that_was_replaced_makes_no_progress(setup: TrainerSetup) -> None:
     """It would hide that its successor hangs."""
     setup.handler.note_heartbeat(b"trainer/0/gone", TrainerHeartbeat(0, 0.0, 0.0, work=9), 1.0)
-    assert setup.state.liveness.alive_at == 0.0
+    assert setup.state.fleet.liveness.alive_at == 0.0
 
 
 def lacking(setup: TrainerSetup, tokens: int, episodes: int, epoch: int | None = None) -> int:
     """A rank has told of too little memory; what the ranks are allowed then."""
-    epoch = setup.state.trainer_epoch if epoch is None else epoch
+    epoch = setup.state.fleet.trainer_epoch if epoch is None else epoch
     setup.handler.record_given_up(PEERS[1], GaveUp(epoch, 1, 1, "memory", "MemoryError", tokens, episodes))
     assert [peer for peer, _ in setup.sent.take(Stop)] == [PEERS[1]]
-    return setup.state.memory_limits.tokens
+    return setup.state.ledger.memory_limits.tokens
 
 
 def test_what_took_too_much_memory_is_halved_once_per_epoch_and_kept(setup: TrainerSetup) -> None:
     plan = setup.take(0, 0)
     assert lacking(setup, 4000, 4) == lacking(setup, 4000, 4) == 2000
-    setup.state.store.commit()
+    setup.state.journal.store.commit()
     setup.handler = TrainerHandler(setup.state, setup.commits.append)  # of a coordinator that was restarted
     assert lacking(setup, 4000, 4) == 2000, "the rank had not got its Stop"
-    again = MemoryLimits.load_from(setup.state.store.reader, 8192)
-    assert again.tokens == 2000 and MemoryLimits.load_from(setup.state.store.reader, 4096).tokens == 4096
+    again = MemoryLimits.load_from(setup.state.journal.store.reader, 8192)
+    assert (
+        again.tokens == 2000 and MemoryLimits.load_from(setup.state.journal.store.reader, 4096).tokens == 4096
+    )
     setup.handler.welcome_rank(PEERS[0], TrainerHello(0, 2, "y", 0), 0.0)
     welcome = setup.sent.take(Welcome)[-1][1]
-    assert welcome.micro_tokens == 2000 and welcome.trainer_epoch == setup.state.trainer_epoch
+    assert welcome.micro_tokens == 2000 and welcome.trainer_epoch == setup.state.fleet.trainer_epoch
     setup.handler.welcome_rank(PEERS[1], TrainerHello(1, 2, "y", 0), 0.0)
     assert setup.take(0, 0) == plan  # the plan as recorded; the ranks cut it
     assert lacking(setup, 500, 1, epoch=welcome.trainer_epoch - 1) == 2000  # of the ranks before
@@ -399,26 +398,26 @@ def test_what_took_too_much_memory_is_halved_once_per_epoch_and_kept(setup: Trai
 def test_more_layers_are_computed_again_before_micro_batches_are_cut(setup: TrainerSetup) -> None:
     """The level is the rank's to choose; the coordinator keeps it, and tells it to the next ranks."""
     for name, every, layers in (("y", 2, "1 layer in 2 is"), ("z", 1, "all layers are")):
-        epoch = setup.state.trainer_epoch
+        epoch = setup.state.fleet.trainer_epoch
         message = GaveUp(epoch, 1, 1, "memory", "MemoryError", 4000, 4, recompute_every=every)
         for _ in range(2):  # sent again until the rank has its Stop
             setup.handler.record_given_up(PEERS[1], message)
         assert setup.sent.take(Stop)[0][1].reason.endswith(f"{layers} recomputed from now on")
-        setup.state.store.commit()
+        setup.state.journal.store.commit()
         setup.handler = TrainerHandler(setup.state, setup.commits.append)
         setup.handler.welcome_rank(PEERS[0], TrainerHello(0, 2, name, 0), 0.0)
         welcome = setup.sent.take(Welcome)[-1][1]
         assert (welcome.recompute_every, welcome.micro_tokens) == (every, 8192)
         setup.handler.welcome_rank(PEERS[1], TrainerHello(1, 2, name, 0), 0.0)
-    stored = MemoryLimits.load_from(setup.state.store.reader, 8192)
+    stored = MemoryLimits.load_from(setup.state.journal.store.reader, 8192)
     assert (stored.recompute_every, stored.tokens) == (1, 8192)
     assert lacking(setup, 4000, 4) == 2000, "nothing more can be recomputed"
-    assert setup.state.memory_limits.recompute_every == 1
+    assert setup.state.ledger.memory_limits.recompute_every == 1
 
 
 @pytest.mark.parametrize(("recomputed", "advised"), [(0, True), (2, True), (1, False)])
 def test_the_advice_leaves_out_what_the_rank_did(setup: TrainerSetup, recomputed: int, advised: bool) -> None:
-    message = GaveUp(setup.state.trainer_epoch, 1, 1, "memory", "MemoryError", 9000, 1, recomputed)
+    message = GaveUp(setup.state.fleet.trainer_epoch, 1, 1, "memory", "MemoryError", 9000, 1, recomputed)
     with pytest.raises(ConfigError, match="9000 tokens") as raised:
         setup.handler.record_given_up(PEERS[1], message)
     assert ("trainer.activation_checkpointing=full" in str(raised.value)) == advised
@@ -433,7 +432,7 @@ def test_one_episode_that_does_not_fit_ends_the_run_and_names_the_keys(setup: Tr
 
 def spiked(setup: TrainerSetup, step: int, epoch: int | None = None) -> None:
     """Both ranks tell of it, and are told to end."""
-    epoch = setup.state.trainer_epoch if epoch is None else epoch
+    epoch = setup.state.fleet.trainer_epoch if epoch is None else epoch
     for peer in PEERS:
         setup.handler.record_given_up(
             peer, GaveUp(epoch, 0, step, "spike", f"step {step} spiked: its norm is 80")
@@ -443,12 +442,12 @@ def spiked(setup: TrainerSetup, step: int, epoch: int | None = None) -> None:
 
 def batch_of(setup: TrainerSetup, groups: int = 2) -> set[str]:
     """What is taken for the batch under way, of new groups."""
-    buffer = setup.state.buffer
-    step = setup.state.batches.committed
+    buffer = setup.state.ledger.buffer
+    step = setup.state.ledger.batches.committed
     admit(buffer, groups)
     for uid in [uid for uid, e in buffer.episodes.items() if e.state is State.PENDING]:
         land(buffer, uid)
-        setup.state.store.put_frame(uid, 0, "generated", turn_payload())
+        setup.state.journal.store.put_frame(uid, 0, "generated", turn_payload())
     plan = setup.take(step, 0)
     end = setup.take(step, 1)
     assert plan is not None and end is not None and end.kind == "step"
@@ -457,7 +456,7 @@ def batch_of(setup: TrainerSetup, groups: int = 2) -> set[str]:
 
 def on_spike(setup: TrainerSetup, value: str) -> None:
     trainer = msgspec.structs.replace(setup.state.config.trainer, on_spike=value)
-    setup.state.config = msgspec.structs.replace(setup.state.config, trainer=trainer)
+    setup.handler.config = msgspec.structs.replace(setup.state.config, trainer=trainer)
 
 
 def test_a_batch_that_spiked_is_left_out_by_name(
@@ -471,13 +470,13 @@ def test_a_batch_that_spiked_is_left_out_by_name(
     spiked(setup, 2)
     spiked(setup, 2)  # the answer was lost
     state = setup.state
-    flow = state.buffer.account()
+    flow = state.ledger.buffer.account()
     assert flow.conserved and flow.dropped == len(left_out) == 4 and flow.trained == 4
-    assert state.buffer.reasons == {"dropped/spike": 4}
+    assert state.ledger.buffer.reasons == {"dropped/spike": 4}
     assert caplog.text.count("step 2 spiked") == 1 and all(uid in caplog.text for uid in left_out)
-    state.persist()
-    stored_run = state.store.reader.load_run()
-    assert stored_run.pruned_counts == state.buffer.state_counts() and [
+    state.journal.persist()
+    stored_run = state.journal.store.reader.load_run()
+    assert stored_run.pruned_counts == state.ledger.buffer.state_counts() and [
         batch.uids for batch in stored_run.batches
     ][1:] == [[]]
     setup.hello("y")  # from the start: there is no checkpoint
@@ -486,7 +485,7 @@ def test_a_batch_that_spiked_is_left_out_by_name(
     next_batch = batch_of(setup)
     assert len(next_batch) == 4 and not next_batch & (first | left_out)
     setup.handler.record_commit(PEERS[0], commit_of(setup, 2), 0.0)
-    assert state.buffer.account().trained == 8 and state.buffer.account().conserved
+    assert state.ledger.buffer.account().trained == 8 and state.ledger.buffer.account().conserved
 
 
 def test_spikes_in_a_row_end_the_run_with_what_to_do(setup: TrainerSetup) -> None:
@@ -494,11 +493,11 @@ def test_spikes_in_a_row_end_the_run_with_what_to_do(setup: TrainerSetup) -> Non
     batch_of(setup, groups=0)
     for _ in range(MAX_SPIKES):
         spiked(setup, 1)
-        setup.hello(f"y{setup.state.trainer_epoch}")
+        setup.hello(f"y{setup.state.fleet.trainer_epoch}")
         batch_of(setup)
     with pytest.raises(ProtocolError, match=r"step 1 spiked: its norm is 80; .*; 3 other"):
         spiked(setup, 1)
-    assert setup.state.batches.by_step[0].closed, "its plan is kept"
+    assert setup.state.ledger.batches.by_step[0].closed, "its plan is kept"
 
 
 def test_a_spike_stops_a_run_that_wants_it(setup: TrainerSetup) -> None:

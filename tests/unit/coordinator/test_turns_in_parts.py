@@ -71,7 +71,7 @@ def test_the_next_attempt_is_given_the_parts_of_the_turn_that_was_under_way(setu
     again = message.attempt
     post(setup, again, part(6), peer=B)
     setup.records.process_record(B, Generated(3, again, 1), [turn_payload(1)], LATE)
-    episode = setup.state.buffer.episodes[first.uid]
+    episode = setup.state.ledger.buffer.episodes[first.uid]
     assert episode.open.keys() == {3} and (episode.turns, episode.sampled, episode.tokens) == (2, 20, 40)
     setup.finish(B, 4, again, turns=2)
     assert not episode.open
@@ -80,17 +80,22 @@ def test_the_next_attempt_is_given_the_parts_of_the_turn_that_was_under_way(setu
 def test_parts_alone_outlive_the_worker_and_the_coordinator(setup: WorkerSetup, tmp_path: Path) -> None:
     (_, first), _ = setup.tick()
     post(setup, first, part(0), part(4))
-    setup.state.persist()
-    (stored_episode,) = [one for one in setup.state.store.reader.load_run().episodes if one.uid == first.uid]
-    assert stored_episode.open == setup.state.buffer.episodes[first.uid].open
+    setup.state.journal.persist()
+    (stored_episode,) = [
+        one for one in setup.state.journal.store.reader.load_run().episodes if one.uid == first.uid
+    ]
+    assert stored_episode.open == setup.state.ledger.buffer.episodes[first.uid].open
     message, frames = lost(setup, first.uid)
     assert (message.parts, frames) == (2, [part(0), part(4)])
     end = Failed(1, message.attempt, FailReason.NOT_REPEATED, "")
     setup.records.process_record(B, end, [], LATE)
-    episode = setup.state.buffer.episodes[first.uid]
-    assert not episode.open and setup.state.buffer.abandoned_tokens == 0  # no durable turn had them
-    setup.state.persist()
-    assert list(setup.state.store.reader.turn_frames(first.uid, 1, ["part 0", "part 1"])) == [b"", b""]
+    episode = setup.state.ledger.buffer.episodes[first.uid]
+    assert not episode.open and setup.state.ledger.buffer.abandoned_tokens == 0  # no durable turn had them
+    setup.state.journal.persist()
+    assert list(setup.state.journal.store.reader.turn_frames(first.uid, 1, ["part 0", "part 1"])) == [
+        b"",
+        b"",
+    ]
 
 
 def test_another_turn_of_the_session_takes_the_place_of_one_that_was_given_up(setup: WorkerSetup) -> None:
@@ -102,9 +107,9 @@ def test_another_turn_of_the_session_takes_the_place_of_one_that_was_given_up(se
 
 def test_tokens_of_parts_wait_from_when_they_came_and_hold_the_floor(setup: WorkerSetup) -> None:
     (_, first), _ = setup.tick()
-    buffer = setup.state.buffer
+    buffer = setup.state.ledger.buffer
     episode = buffer.episodes[first.uid]
-    setup.state.versions.set_newest(WeightsRef(PolicyVersion(1, 5), "somewhere"))
+    setup.state.fleet.versions.set_newest(WeightsRef(PolicyVersion(1, 5), "somewhere"))
     post(setup, first, part(0, version=5), part(4, version=3))
     setup.records.process_record(A, Generated(3, first, 0), [turn_payload(version=3)], 9.0)
     waited = buffer.waiting_tokens
@@ -121,7 +126,7 @@ def test_a_turn_whose_parts_cannot_be_read_begins_anew(
     (_, first), _ = setup.tick()
     setup.turn(A, 1, first)
     post(setup, first, part(0), part(4))
-    setup.state.persist()
+    setup.state.journal.persist()
     read = SegmentReader.read_record
 
     def damaged(reader: SegmentReader, place: object) -> bytes:
@@ -134,7 +139,7 @@ def test_a_turn_whose_parts_cannot_be_read_begins_anew(
     message, frames = lost(setup, first.uid)
     assert (message.parts, frames) == (0, [turn_payload(), b""])
     post(setup, message.attempt, part(0, 2), peer=B)
-    assert setup.state.buffer.episodes[first.uid].open[0].tokens == 2
+    assert setup.state.ledger.buffer.episodes[first.uid].open[0].tokens == 2
 
 
 def test_parts_that_are_sent_again_after_their_turn_are_forgotten_with_it(setup: WorkerSetup) -> None:
@@ -145,9 +150,9 @@ def test_parts_that_are_sent_again_after_their_turn_are_forgotten_with_it(setup:
     assert worker is not None
     worker.last_record = 0  # the coordinator was killed between its commit and the ack
     post(setup, first, part(0))
-    assert setup.state.buffer.episodes[first.uid].open
+    assert setup.state.ledger.buffer.episodes[first.uid].open
     setup.turn(A, 2, first)
-    episode = setup.state.buffer.episodes[first.uid]
+    episode = setup.state.ledger.buffer.episodes[first.uid]
     assert (episode.turns, episode.open) == (1, {}) and setup.sent.take(Fenced) == []
 
 
@@ -168,17 +173,17 @@ def test_a_part_that_cannot_be_trained_is_never_given_to_another_attempt(
     setup: WorkerSetup, payload: bytes, error: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     (_, first), _ = setup.tick()
-    setup.state.vocabulary = 100
+    setup.state.fleet.vocabulary = 100
     post(setup, first, payload)
-    setup.state.persist()
-    episode = setup.state.buffer.episodes[first.uid]
+    setup.state.journal.persist()
+    episode = setup.state.ledger.buffer.episodes[first.uid]
     assert error in caplog.text and (episode.open, episode.attempt) == ({}, 1)
 
 
 def test_a_part_of_weights_that_were_never_pushed_is_charged_to_who_sampled_it(setup: WorkerSetup) -> None:
     (_, first), _ = setup.tick()
     post(setup, first, part(0), part(4, version=99))
-    assert setup.engines.quarantined(A) and setup.state.buffer.episodes[first.uid].open[0].parts == 1
+    assert setup.engines.quarantined(A) and setup.state.ledger.buffer.episodes[first.uid].open[0].parts == 1
 
 
 def test_a_turn_that_is_refused_takes_its_parts_along(setup: WorkerSetup) -> None:
@@ -186,13 +191,13 @@ def test_a_turn_that_is_refused_takes_its_parts_along(setup: WorkerSetup) -> Non
     (_, first), _ = setup.tick()
     post(setup, first, part(0))
     setup.records.process_record(A, Generated(2, first, 0), [turn_payload(version=99)], 1.0)
-    episode = setup.state.buffer.episodes[first.uid]
+    episode = setup.state.ledger.buffer.episodes[first.uid]
     assert (episode.attempt, episode.open) == (1, {})
 
 
 def test_parts_are_bounded_by_the_tokens_of_an_episode(setup: WorkerSetup) -> None:
     (_, first), _ = setup.tick()
-    episode = setup.state.buffer.episodes[first.uid]
+    episode = setup.state.ledger.buffer.episodes[first.uid]
     post(setup, first, part(0, 0), part(0, 0))  # no tokens
     assert episode.open == {}
     episode.tokens = setup.state.config.rollout.max_tokens - 10
@@ -203,7 +208,7 @@ def test_parts_are_bounded_by_the_tokens_of_an_episode(setup: WorkerSetup) -> No
 
 def test_no_part_is_no_reason_to_wait(setup: WorkerSetup) -> None:
     (_, first), _ = setup.tick()
-    assert setup.state.buffer.waiting_tokens.quantile(0.5, 9.0) == math.inf
+    assert setup.state.ledger.buffer.waiting_tokens.quantile(0.5, 9.0) == math.inf
     post(setup, first, b"nonsense")
     (fenced,) = setup.sent.take(Fenced)
     assert fenced[1].attempt == first

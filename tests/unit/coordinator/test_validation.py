@@ -35,7 +35,7 @@ def test_a_version_and_what_it_builds_upon_is_kept_until_the_session_ends(tmp_pa
     training.publish(3)  # one whole, and two that build upon it
     setup = WorkerSetup(tmp_path)
     validation = session(setup)
-    setup.state.versions.ref = training.ref(1)
+    setup.state.fleet.versions.ref = training.ref(1)
     assert validation.begin_session(step=1, final=False, now=0.0)
     training.publish(6)  # the fifth is whole again, the ninth, too
     disk.prune(training.directory, keep=1)
@@ -51,7 +51,7 @@ def test_a_version_that_is_gone_is_not_validated(tmp_path: Path) -> None:
     setup = WorkerSetup(tmp_path)
     validation = session(setup)
     training.publish(5)
-    setup.state.versions.ref = training.ref(0)
+    setup.state.fleet.versions.ref = training.ref(0)
     disk.prune(training.directory, keep=1)
     assert not validation.begin_session(step=1, final=False, now=0.0)
     assert not validation.is_busy
@@ -83,7 +83,7 @@ def validating(run_dir: Path, *samples: Sample) -> tuple[WorkerSetup, WorkerReco
     training = Training(run_dir / "weights")
     setup = WorkerSetup(run_dir)
     training.publish(1)
-    setup.state.versions.ref = training.ref(0)
+    setup.state.fleet.versions.ref = training.ref(0)
     setup.join(A)
     (worker,) = setup.handler.peers
     worker.eval_version = training.ref(0).version
@@ -103,7 +103,7 @@ def play(setup: WorkerSetup, validation: Validation, answer: Callable[[HeldOut],
     """What the session has measured, once all of its attempts were answered so."""
     while validation.is_busy:
         validation.assign_episodes(0.0, exclusive=True)
-        setup.state.persist()
+        setup.state.journal.persist()
         for _, message in setup.sent.take(Assign):
             setup.play(message.attempt, answer(HeldOut.from_uid(message.attempt.uid)))
     ((_, metrics),) = validation.results
@@ -121,26 +121,26 @@ def test_a_failed_episode_is_tried_again_and_then_counts_as_nothing(tmp_path: Pa
         return BROKE if identity.mode == SAMPLED else scored(EpisodeResult(reward))
 
     metrics = play(setup, validation, answer)
-    assert "the validation of step 1: 1 of 2 episodes are over" in setup.state.waits
+    assert "the validation of step 1: 1 of 2 episodes are over" in setup.state.fleet.waits
     assert tries == {SAMPLED: 1 + setup.state.config.rollout.retries, GREEDY: 1}
     assert metrics["val-core/all/sampled/success"] == 0.0
     assert metrics["val-core/all/greedy/success"] == float(reward == 1.0)
     assert metrics["val-core/all/greedy/mean@1"] == reward
     assert metrics["val-core/all/sampled/mean@1"] == min(reward, 0.0)
     assert metrics["val-aux/failed"] == metrics["val-aux/samples"] == 1.0, "of one sample, both episodes"
-    assert not worker.running and setup.state.held_out.audit()
-    assert setup.state.held_out.account() == HeldOutAccount(issued=2, scored=1, failed=1)
-    assert setup.state.failed_attempts.counts == {} and setup.state.first_attempts.landed is False, (
-        "no training"
-    )
+    assert not worker.running and setup.state.ledger.held_out.audit()
+    assert setup.state.ledger.held_out.account() == HeldOutAccount(issued=2, scored=1, failed=1)
+    assert (
+        setup.state.ledger.failed_attempts.counts == {} and setup.state.ledger.first_attempts.landed is False
+    ), "no training"
 
 
 def test_what_a_session_has_scored_is_listed_and_can_be_read(tmp_path: Path) -> None:
     """As long as the store has room for it; a session that begins anew has nothing of the one before."""
     setup, _, validation = validating(tmp_path)
-    store = setup.state.store
+    store = setup.state.journal.store
     validation.assign_episodes(0.0, exclusive=True)
-    setup.state.persist()
+    setup.state.journal.persist()
     for seq, (_, message) in enumerate(setup.sent.take(Assign)):
         setup.turn(A, 2 * seq + 1, message.attempt)
         end = Finished(2 * seq + 2, message.attempt, EpisodeResult(0.5), EpisodeStats(1), answer="so be it")
@@ -148,23 +148,23 @@ def test_what_a_session_has_scored_is_listed_and_can_be_read(tmp_path: Path) -> 
             A, end if seq else replace(BROKE, seq=2, attempt=message.attempt), [], 0.0
         )
     validation.assign_episodes(validation.deadline + 1, exclusive=True)
-    setup.state.persist()
+    setup.state.journal.persist()
     held_out = Listing.of('[["kind","=","held out"]]', "-mode", "", "")
     failed, scored = episode_page(store.reader, held_out)
     assert (scored["kind"], scored["mode"], scored["step"], scored["score"]) == ("held out", GREEDY, 1, 0.5)
     assert (scored["answer"], scored["truth"], scored["state"]) == ("so be it", "1", "landed")
     assert (failed["state"], failed["reason"], failed["score"]) == ("failed", FailReason.AGENT_ERROR, None)
     assert store.reader.episode(scored["uid"]).result.reward == 0.5
-    assert store.reader.counts() == setup.state.buffer.state_counts(), (
+    assert store.reader.counts() == setup.state.ledger.buffer.state_counts(), (
         "they are not counted with those of training"
     )
     assert store.reader.rows("SELECT DISTINCT spare FROM frames") == [(1,)]
     assert all(store.reader.turn_frames(scored["uid"], 1, ["generated"]))
     again = session(setup)
     again.begin_session(step=1, final=False, now=0.0)
-    setup.state.persist()
+    setup.state.journal.persist()
     assert episode_page(store.reader, held_out) == [] and store.reader.rows("SELECT * FROM frames") == []
-    assert store.reader.rows("SELECT * FROM answers") == [] and setup.state.held_out.audit()
+    assert store.reader.rows("SELECT * FROM answers") == [] and setup.state.ledger.held_out.audit()
 
 
 @pytest.mark.parametrize(
@@ -184,7 +184,7 @@ def test_success_is_what_the_threshold_says_and_the_score_stays_a_number(
 ) -> None:
     setup, _, validation = validating(tmp_path)
     limits = ValidationConfig(success=threshold)
-    setup.state.config = replace(setup.state.config, validation=limits)
+    validation.config = replace(setup.state.config, validation=limits)
     metrics = play(setup, validation, lambda which: scored(result))
     assert metrics["val-core/all/greedy/success"] == success
     assert metrics["val-core/all/greedy/mean@1"] == result.reward
@@ -246,7 +246,7 @@ def test_episodes_of_a_lost_worker_go_on_from_their_durable_turns(tmp_path: Path
     validation.assign_episodes(0.0, exclusive=True)
     after = [message.attempt for _, message in setup.sent.take(Assign)]
     assert {(a.uid, a.attempt + 1) for a in before} == {(a.uid, a.attempt) for a in after}
-    assert [episode.turns for episode in setup.state.held_out.episodes.values()] == [1, 0]
+    assert [episode.turns for episode in setup.state.ledger.held_out.episodes.values()] == [1, 0]
     assert len(again.running) == len(after) and again.free_slots == again.hello.slots - len(after)
 
 
@@ -263,16 +263,16 @@ def test_who_failed_and_cannot_be_tried_again_in_time_counts_as_failed(tmp_path:
 
 def test_a_session_that_a_restart_cut_short_begins_again(tmp_path: Path) -> None:
     setup, _, before = validating(tmp_path)
-    setup.state.persist()
-    ref = setup.state.versions.ref
-    setup.state.versions.ref = None  # a newer one by now, or not known yet
+    setup.state.journal.persist()
+    ref = setup.state.fleet.versions.ref
+    setup.state.fleet.versions.ref = None  # a newer one by now, or not known yet
     after = session(setup)
     after.resume_session(0.0, training_over=False)
     assert after.session is not None and before.session is not None
     assert (after.session.step, after.session.ref) == (1, ref) and after.session == before.session
     assert [episode.uid for episode in after.episodes.waiting] == ["val1/sampled/0", "val1/greedy/0"]
     after.assign_episodes(after.deadline + 1, exclusive=True)  # ended, however
-    setup.state.persist()
+    setup.state.journal.persist()
     again = session(setup)
     again.resume_session(0.0, training_over=False)
     assert not again.is_busy
@@ -282,14 +282,14 @@ def test_a_session_whose_weights_are_gone_is_done_with_the_newest(tmp_path: Path
     training = Training(tmp_path / "weights")
     setup = WorkerSetup(tmp_path)
     training.publish(5)
-    setup.state.versions.ref = training.ref(0)
+    setup.state.fleet.versions.ref = training.ref(0)
     before = session(setup)
     assert before.begin_session(step=1, final=False, now=0.0)
-    setup.state.persist()
+    setup.state.journal.persist()
     before._session_resources.close()  # as when its process ends
     disk.prune(training.directory, keep=1)
-    setup.state.versions.ref = training.ref(4)
-    setup.state.buffer.committed = 5
+    setup.state.fleet.versions.ref = training.ref(4)
+    setup.state.ledger.buffer.committed = 5
     after = session(setup)
     after.resume_session(0.0, training_over=False)
     assert after.session is not None and (after.session.step, after.session.ref) == (5, training.ref(4))
@@ -300,11 +300,11 @@ def test_a_session_that_no_weights_are_left_for_has_failed_and_the_account_says_
     validation.assign_episodes(0.0, exclusive=True)
     uids = [message.attempt.uid for _, message in setup.sent.take(Assign)]
     setup.play(Attempt(uids[0], 0), Finished(0, Attempt(uids[0], 0), EpisodeResult(1.0), EpisodeStats(1)))
-    setup.state.persist()
+    setup.state.journal.persist()
     validation._session_resources.close()
-    assert setup.state.versions.ref is not None
-    disk.delete_version(setup.state.versions.ref)
-    held_out = setup.state.held_out
+    assert setup.state.fleet.versions.ref is not None
+    disk.delete_version(setup.state.fleet.versions.ref)
+    held_out = setup.state.ledger.held_out
     held_out.restore_episodes()  # as the next coordinator does
     assert held_out.account() == HeldOutAccount(issued=2, scored=1, in_flight=1) and held_out.audit()
     del held_out.results[uids[0]]
@@ -312,7 +312,7 @@ def test_a_session_that_no_weights_are_left_for_has_failed_and_the_account_says_
     held_out.restore_episodes()
     after = Validation(setup.state, setup.handler, setup.engines, [SAMPLE])
     after.resume_session(0.0, training_over=False)
-    setup.state.persist()
+    setup.state.journal.persist()
     assert not after.is_busy and held_out.account() == HeldOutAccount(issued=2, scored=1, failed=1)
     assert held_out.audit() and held_out.results.keys() == {*uids}
     assert after._stored_session() is None
@@ -320,11 +320,11 @@ def test_a_session_that_no_weights_are_left_for_has_failed_and_the_account_says_
 
 def test_rounds_that_are_begun_anew_are_no_failures(tmp_path: Path) -> None:
     setup, _, _ = validating(tmp_path)
-    held_out = setup.state.held_out
+    held_out = setup.state.ledger.held_out
     for step in (3, 3, 6):  # under other settings, then of another step
         uids = [HeldOut(step, mode, 0).uid for mode in (SAMPLED, GREEDY)]
         held_out.begin_session(uid_prefix(step), uids, continues=False)
-        setup.state.persist()
+        setup.state.journal.persist()
     held_out.restore_episodes()
     flow = HeldOutAccount(issued=8, in_flight=2, begun_anew=6)
     assert held_out.account() == flow and flow.conserved and held_out.audit()
@@ -350,8 +350,8 @@ def test_an_engine_that_refuses_the_version_is_asked_again_after_a_while(tmp_pat
 
 def test_the_last_validation_is_left_to_the_end_of_the_run(tmp_path: Path) -> None:
     setup, _, _ = validating(tmp_path)
-    setup.state.persist()
-    setup.state.buffer.committed = 1
+    setup.state.journal.persist()
+    setup.state.ledger.buffer.committed = 1
     after = session(setup)
     after.resume_session(0.0, training_over=True)
     assert not after.is_busy
@@ -370,11 +370,11 @@ def test_a_session_that_was_cut_short_goes_on_with_what_is_left(tmp_path: Path) 
         setup.records.process_record(A, turn, [turn_payload(0, version)], 0.0)
         setup.finish(A, 2 * seq + 2, first[uid].attempt)
     setup.turn(A, 5, first["val1/sampled/1"].attempt)
-    setup.state.persist()
+    setup.state.journal.persist()
 
     def again(peer: bytes) -> tuple[Validation, dict[str, Assign]]:
         setup.join(peer)
-        setup.state.held_out.restore_episodes()
+        setup.state.ledger.held_out.restore_episodes()
         setup.handler.reissue_orphans(0.0)
         next_session = session(setup, 3 * [SAMPLE])
         next_session.resume_session(now=0.0, training_over=False)
@@ -386,7 +386,7 @@ def test_a_session_that_was_cut_short_goes_on_with_what_is_left(tmp_path: Path) 
     resumed, left = again(B)
     assert left.keys() == first.keys() - over.keys()
     assert all(message.key == first[uid].key for uid, message in left.items())
-    episodes = setup.state.held_out.episodes
+    episodes = setup.state.ledger.held_out.episodes
     seq = 0
     assert episodes["val1/sampled/1"].turns == 1
     for message in left.values():
@@ -399,7 +399,7 @@ def test_a_session_that_was_cut_short_goes_on_with_what_is_left(tmp_path: Path) 
     assert metrics["val-core/all/sampled/success"] == metrics["val-core/all/greedy/success"] == 1 / 3
     assert (metrics["val-aux/policy_version_min"], metrics["val-aux/policy_version"]) == (0.0, 5.0)
 
-    setup.state.store.rollback()  # the end was not written
+    setup.state.journal.store.rollback()  # the end was not written
     limits = ValidationConfig(success=0.5)
     setup.state.config = replace(setup.state.config, validation=limits)
     assert again(b"rollout/0/c")[1].keys() == first.keys()

@@ -69,7 +69,6 @@ class WorkerSetup:
             VersionLedger(),
             RunStore(run_dir),
             self.sent,  # type: ignore[arg-type]
-            coordinator_epoch=1,
         )
         self.landed: list[EpisodeRecord] = []
         self.engines = EngineHandler(self.state, 0.0)
@@ -90,7 +89,7 @@ class WorkerSetup:
 
     def tick(self, now: float = 0.0) -> list[tuple[bytes, Attempt]]:
         """What is assigned to whom."""
-        self.engines.push_versions(now)
+        self.engines.push_newest(now)
         self.handler.assign_pending(now)
         return [(peer, message.attempt) for peer, message in self.sent.take(Assign)]
 
@@ -115,7 +114,7 @@ class WorkerSetup:
         return [ack.seq for _, ack in self.sent.take(Ack)]
 
     def state_of(self, uid: str) -> tuple[State, int]:
-        episode = self.state.buffer.episodes[uid]
+        episode = self.state.ledger.buffer.episodes[uid]
         return episode.state, episode.attempt
 
 
@@ -137,7 +136,7 @@ def test_records_are_processed_once_and_acknowledged_in_order(setup: WorkerSetup
     setup.turn(A, 1, first)
     assert setup.acks() == [2] and [episode.uid for episode in setup.landed] == [first.uid]
     assert setup.sent.take(Fenced) == [], "it is no record of an attempt that was given up"
-    assert list(setup.state.store.reader.turn_frames(first.uid, 1)) == [turn_payload(), b""]
+    assert list(setup.state.journal.store.reader.turn_frames(first.uid, 1)) == [turn_payload(), b""]
 
 
 def test_many_episodes_are_assigned_over_several_turns_of_the_loop(
@@ -147,7 +146,7 @@ def test_many_episodes_are_assigned_over_several_turns_of_the_loop(
     monkeypatch.setattr("asyncrl.coordinator.workers.MAX_ASSIGNED", 3)
     setup = WorkerSetup(tmp_path)
     setup.join(A, 0), setup.join(B, 1)
-    admit(setup.state.buffer, 3)
+    admit(setup.state.ledger.buffer, 3)
     assigned_counts = []
     more = []
     for _ in range(4):
@@ -180,10 +179,10 @@ def test_failed_attempts_are_counted_though_the_next_one_lands(setup: WorkerSetu
     setup.handler.peers.remove_process(A, "killed", 0.0)
     state = setup.state
     lost = "worker 0 in step 1 (killed): Killed: too much memory"
-    assert state.failed_attempts == FailedAttempts({"reward_error": 1, "worker_lost": 1}, cause, lost)
+    assert state.ledger.failed_attempts == FailedAttempts({"reward_error": 1, "worker_lost": 1}, cause, lost)
     assert [episode.uid for episode in setup.landed] == [first.uid]
-    state.store.commit()
-    assert FailedAttempts.load_from(state.store) == state.failed_attempts, (
+    state.journal.store.commit()
+    assert FailedAttempts.load_from(state.journal.store) == state.ledger.failed_attempts, (
         "a restarted coordinator goes on counting"
     )
 
@@ -195,16 +194,16 @@ def test_first_attempts_are_judged_until_one_lands(setup: WorkerSetup) -> None:
         for _, attempt in setup.tick():
             seq += 1
             setup.records.process_record(A, Failed(seq, attempt, FailReason.TOOL_ERROR, "no"), [], 0.0)
-        if state.buffer.waiting_count == 0:
-            admit(state.buffer, 1)
-    assert state.futile_reason() == (
+        if state.ledger.buffer.waiting_count == 0:
+            admit(state.ledger.buffer, 1)
+    assert state.ledger.futile_reason() == (
         f"the first {seq} attempts (samples: 1) all failed with tool_error: no; "
         "mend that, then go on with resume=auto"
     )
     (_, first), *_ = setup.tick()
     setup.turn(A, seq + 1, first)
     setup.finish(A, seq + 2, first)
-    assert state.first_attempts.landed and state.futile_reason() == ""
+    assert state.ledger.first_attempts.landed and state.ledger.futile_reason() == ""
 
 
 def test_a_silent_worker_loses_its_episodes_and_is_fenced_when_it_returns(setup: WorkerSetup) -> None:
@@ -215,7 +214,7 @@ def test_a_silent_worker_loses_its_episodes_and_is_fenced_when_it_returns(setup:
     again = dict(setup.tick(now=31.0))
     assert setup.state_of(first.uid) == (State.RUNNING, 1)
     assert again.keys() == {B}
-    assert setup.state.buffer.episodes[first.uid].turns == 1  # goes on from the durable turn
+    assert setup.state.ledger.buffer.episodes[first.uid].turns == 1  # goes on from the durable turn
     setup.join(A)
     setup.finish(A, 1, first)
     assert setup.sent.take(Fenced) == [(A, Fenced(first))] and setup.landed == []
@@ -237,7 +236,7 @@ def test_a_hello_that_its_acks_have_overtaken_stops_no_record(setup: WorkerSetup
 
 
 def test_a_dead_workers_late_hello_does_not_replace_its_successor(setup: WorkerSetup) -> None:
-    setup.state.launch = "l"
+    setup.state.fleet.launch = "l"
     late_peer = b"rollout/0/l.2"
     living = b"rollout/0/l.10"
     setup.join(living), setup.tick()
@@ -258,7 +257,7 @@ def test_a_continued_episode_has_what_is_left_of_its_time(setup: WorkerSetup) ->
         message.attempt.uid: message.seconds for peer, message in setup.sent.take(Assign) if peer == B
     }
     assert seconds_by_uid == {first.uid: 7.5, "0.1": 0.0}
-    again = setup.state.buffer.episodes[first.uid]
+    again = setup.state.ledger.buffer.episodes[first.uid]
     setup.records.process_record(B, Failed(1, Attempt(first.uid, 1), FailReason.REWARD_ERROR, ""), [], 31.0)
     assert (again.attempt, again.turns, again.seconds) == (2, 0, 0.0)  # starts again from the prompt
 
@@ -292,12 +291,12 @@ def leaves(setup: WorkerSetup) -> None:
 
 
 def stops(setup: WorkerSetup, act: Callable[[], None]) -> None:
-    setup.state.stopping = True
+    setup.state.fleet.stopping = True
     act()
 
 
 def loses_its_server(setup: WorkerSetup) -> None:
-    for episode in list(setup.state.buffer.episodes.values()):
+    for episode in list(setup.state.ledger.buffer.episodes.values()):
         setup.play(Attempt(episode.uid, 0), Failed(0, Attempt("", 0), FailReason.ENGINE_LOST, "gone"))
 
 
@@ -322,8 +321,8 @@ def test_a_stop_that_was_asked_for_is_no_loss(
     setup.join(A)
     assert len(setup.tick()) == 2
     end(setup)
-    assert setup.state.buffer.waiting_count == 2
-    assert sum(setup.state.failed_attempts.counts.values()) == lost
+    assert setup.state.ledger.buffer.waiting_count == 2
+    assert sum(setup.state.ledger.failed_attempts.counts.values()) == lost
     worker = setup.handler.peers.get(A)
     assert worker is None or worker.free_slots == (0 if worker.leaving else 8), (
         "one that leaves is given nothing"
@@ -347,10 +346,10 @@ def test_a_held_attempt_that_is_not_current_is_cancelled(setup: WorkerSetup) -> 
 
 def test_a_side_turn_has_no_part_in_staleness_and_sizes(setup: WorkerSetup) -> None:
     (_, first), _ = setup.tick()
-    setup.state.versions.set_newest(WeightsRef(PolicyVersion(1, 5), "somewhere"))
+    setup.state.fleet.versions.set_newest(WeightsRef(PolicyVersion(1, 5), "somewhere"))
     side = turn_payload(untrained=True)
     setup.records.process_record(A, Generated(1, first, 0), [side], 0.0)
-    buffer = setup.state.buffer
+    buffer = setup.state.ledger.buffer
     episode = buffer.episodes[first.uid]
     age = buffer.waiting_tokens.quantile(0.5, 9.0)
     assert (episode.oldest, episode.tokens, age) == (-1, 0, math.inf)
@@ -394,9 +393,9 @@ def test_an_end_that_cannot_be_fails_the_episode_and_nothing_else(
     assert error in caplog.text
     setup.turn(A, 3, second)
     setup.finish(A, 4, second)
-    setup.state.persist()  # SQLite takes NaN for no value
+    setup.state.journal.persist()  # SQLite takes NaN for no value
     assert setup.state_of(first.uid) == (State.PENDING, 1) and [e.uid for e in setup.landed] == [second.uid]
-    assert setup.state.buffer.episodes[first.uid].turns == 0
+    assert setup.state.ledger.buffer.episodes[first.uid].turns == 0
 
 
 @pytest.mark.parametrize(
@@ -431,10 +430,10 @@ def test_a_turn_that_cannot_be_trained_is_never_taken_in(
 ) -> None:
     """It would end the trainer at every start, as its plan is repeated."""
     (_, first), _ = setup.tick()
-    setup.state.vocabulary = 100
+    setup.state.fleet.vocabulary = 100
     setup.records.process_record(A, Generated(1, first, 0), [payload], 0.0)
     assert error in caplog.text
-    assert setup.state.buffer.episodes[first.uid].turns == 0 and setup.state_of(first.uid)[1] == 1
+    assert setup.state.ledger.buffer.episodes[first.uid].turns == 0 and setup.state_of(first.uid)[1] == 1
     assert [message.attempt for _, message in setup.sent.take(Fenced)] == [first]
 
 
@@ -442,7 +441,7 @@ def test_a_turn_that_cannot_be_trained_is_never_taken_in(
 def test_a_turn_beyond_the_limit_is_not_trained(setup: WorkerSetup, left: int, attempt: int) -> None:
     """Memory is reserved by the limit."""
     (_, first), _ = setup.tick()
-    setup.state.buffer.episodes[first.uid].tokens = setup.state.config.rollout.max_tokens - left
+    setup.state.ledger.buffer.episodes[first.uid].tokens = setup.state.config.rollout.max_tokens - left
     setup.turn(A, 1, first)
     assert setup.state_of(first.uid)[1] == attempt
 
@@ -461,7 +460,7 @@ def test_an_episode_may_end_that_began_with_a_larger_limit(setup: WorkerSetup) -
 
 def test_a_worker_may_call_itself_as_it_likes(setup: WorkerSetup) -> None:
     """More digits than Python reads as a number end nothing; an earlier start is told to end all the same."""
-    setup.state.launch = "launch"
+    setup.state.fleet.launch = "launch"
     names = [f"launch.{start}" for start in ("10", "9" * 5000, "11", "2")]
     for name in names:
         setup.join(f"rollout/7/{name}".encode(), index=7)
@@ -477,10 +476,10 @@ def test_what_an_episode_left_for_its_reward_is_kept(
     setup.turn(A, 1, first)
     end = Finished(2, first, EpisodeResult(1.0), EpisodeStats(1))
     setup.records.process_record(A, end, [payload], 0.0)
-    setup.state.persist()
+    setup.state.journal.persist()
     assert setup.state_of(first.uid)[0] is state
     if state is State.LANDED:
-        assert stored_result(setup.state.store.reader, first.uid, 1) == {"a": 1}
+        assert stored_result(setup.state.journal.store.reader, first.uid, 1) == {"a": 1}
 
 
 REPLY = msgspec.msgpack.encode(TurnReply())
@@ -491,7 +490,7 @@ def test_replies_that_fit_no_turn_are_never_taken_in(setup: WorkerSetup, turn: i
     (_, first), _ = setup.tick()
     setup.turn(A, 1, first)
     setup.records.process_record(A, Replied(2, first, turn), [payload], 0.0)
-    setup.state.persist()
+    setup.state.journal.persist()
     assert setup.state_of(first.uid) == (State.PENDING, 1)
 
 
@@ -505,12 +504,12 @@ def test_a_version_that_was_never_pushed_quarantines_the_worker(setup: WorkerSet
 def test_engines_must_agree_on_a_version(setup: WorkerSetup) -> None:
     setup.join(B, index=1)
     ref = WeightsRef(PolicyVersion(1, 1), "somewhere")
-    setup.state.versions.set_newest(ref)
+    setup.state.fleet.versions.set_newest(ref)
     setup.tick()
     assert {peer for peer, _ in setup.sent.take(LoadWeights)} == {A, B}
     setup.engines.confirm_load(A, Loaded(ref, "train", "sum", 0.1), 0.0)
     setup.engines.confirm_load(B, Loaded(ref, "train", "other", 0.1), 0.0)
-    assert [setup.state.versions.engines[peer].acked.step for peer in (A, B)] == [1, 0]
+    assert [setup.state.fleet.versions.engines[peer].acked.step for peer in (A, B)] == [1, 0]
     assert [setup.engines.quarantined(peer) for peer in (A, B)] == [False, True]
 
 
@@ -523,10 +522,10 @@ def test_a_hello_out_of_silence_is_sent_what_its_engine_lacks(
     setup: WorkerSetup, says: int, acked: int, again: bool
 ) -> None:
     """A worker says hello after 5 s in which the coordinator had nothing to say, as in each long turn."""
-    setup.state.versions.set_newest(WeightsRef(PolicyVersion(1, 3), "somewhere"))
+    setup.state.fleet.versions.set_newest(WeightsRef(PolicyVersion(1, 3), "somewhere"))
     setup.tick()
     assert [peer for peer, _ in setup.sent.take(LoadWeights)] == [A]
-    setup.state.versions.engines[A].acked = PolicyVersion(1, acked)
+    setup.state.fleet.versions.engines[A].acked = PolicyVersion(1, acked)
     setup.handler.welcome_worker(A, WorkerHello(0, "a", 8, 1, 0, PolicyVersion(1, says)), 1.0)
     setup.tick(1.0)
     assert [peer for peer, _ in setup.sent.take(LoadWeights)] == [A] * again
@@ -535,11 +534,11 @@ def test_a_hello_out_of_silence_is_sent_what_its_engine_lacks(
 def test_a_probe_that_the_trainer_repeats_is_not_compared_again(setup: WorkerSetup) -> None:
     """A rank repeats its newest one when the coordinator welcomes it, which is after each quiet time."""
     ref = WeightsRef(PolicyVersion(1, 3), "somewhere")
-    setup.state.versions.set_newest(ref)
+    setup.state.fleet.versions.set_newest(ref)
     probed = Probed(ref.version, Probe((1, 2), (-1.0,)))
     probes = []
     for now in (0.0, 1.0, 2.0):
-        setup.state.versions.add_probe(probed, now)
+        setup.state.fleet.versions.add_probe(probed, now)
         setup.tick(now)
         probes += [message.probe for _, message in setup.sent.take(LoadWeights)]
         setup.engines.confirm_load(A, Loaded(ref, "train", "sum", 0.1, probe_tokens=1), now)
@@ -547,10 +546,10 @@ def test_a_probe_that_the_trainer_repeats_is_not_compared_again(setup: WorkerSet
 
 
 def test_an_assignment_says_how_old_the_weights_of_its_turns_may_be(setup: WorkerSetup) -> None:
-    setup.state.versions.engines[A].acked = PolicyVersion(1, 3)
+    setup.state.fleet.versions.engines[A].acked = PolicyVersion(1, 3)
     setup.handler.assign_pending(0.0)
     assert [message.min_version for _, message in setup.sent.take(Assign)] == [3, 3]
-    assert {episode.min_version for episode in setup.state.buffer.episodes.values()} == {3}
+    assert {episode.min_version for episode in setup.state.ledger.buffer.episodes.values()} == {3}
 
 
 def test_without_its_greedy_episode_a_group_is_cancelled_wherever_it_runs(tmp_path: Path) -> None:
@@ -560,7 +559,7 @@ def test_without_its_greedy_episode_a_group_is_cancelled_wherever_it_runs(tmp_pa
     peer, greedy = assigned_attempts.pop("0.2")
     setup.records.process_record(peer, Failed(1, greedy, FailReason.PROMPT_TOO_LONG, ""), [], 0.0)
     assert sorted((to, m.attempt) for to, m in setup.sent.take(Cancel)) == sorted(assigned_attempts.values())
-    assert setup.handler.free_slots == 4 and not setup.state.buffer.live_groups
+    assert setup.handler.free_slots == 4 and not setup.state.ledger.buffer.live_groups
     left, attempt = assigned_attempts["0.0"]
     setup.turn(left, 2 if left == peer else 1, attempt)  # written before the word arrived
     assert [message.attempt for _, message in setup.sent.take(Fenced)] == [attempt]
@@ -573,8 +572,8 @@ def test_a_lost_worker_may_hold_a_greedy_episode_and_the_group_it_takes_along(tm
     worker = setup.handler.peers.get(A)
     assert worker is not None
     worker.running = dict(reversed(worker.running.items()))  # the greedy one is the first to be given up
-    for episode in setup.state.buffer.episodes.values():
+    for episode in setup.state.ledger.buffer.episodes.values():
         episode.losses = MAX_LOSSES
     setup.handler.peers.remove_process(A, "gone", 0.0)
-    flow = setup.state.buffer.account()
+    flow = setup.state.ledger.buffer.account()
     assert flow.conserved and (flow.failed, flow.dropped) == (1, 2)

@@ -9,15 +9,14 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
 
 from asyncrl.config import RunConfig, parse
+from asyncrl.coordinator.journal import TransactionalOutbox
 from asyncrl.coordinator.peers import WrittenFiles
-from asyncrl.coordinator.state import TransactionalOutbox
 from asyncrl.errors import ConfigError
 from asyncrl.launch import joined
 from asyncrl.launch.joined import JoinedProcess, SentFiles, Ticket, claim_directory, release_directory
@@ -43,9 +42,8 @@ class Home:
     def start(self) -> None:
         self.gate = Gate(self.endpoints)
         self.hub = Hub(self.endpoints.bulk, ToCoordinatorBulk, self.gate)
-        outbox = TransactionalOutbox(self.hub, self.hub)
-        self.state: Any = SimpleNamespace(run_dir=self.run_dir, outbox=outbox)
-        self.files = WrittenFiles(self.state)
+        self.outbox: Any = TransactionalOutbox(self.hub, self.hub)
+        self.files = WrittenFiles(self.run_dir, self.outbox)
 
     def close(self) -> None:
         self.hub.close()
@@ -74,7 +72,7 @@ class Home:
                 self.hub.socket.poll(5)
                 while (received := self.hub.receive()) is not None:
                     self.files.append_bytes(*received, time.monotonic())
-                self.state.outbox.flush()
+                self.outbox.flush()
             return acting.result()
 
     def read(self, name: str) -> bytes:
@@ -125,13 +123,13 @@ def test_what_an_answer_was_lost_for_is_not_added_twice(home: Home, monkeypatch:
     home.write("timeline/rollout-1.jsonl", b"once")
     assert home.during(sender.send_new)
     home.write("timeline/rollout-1.jsonl", b", only")
-    answer = home.state.outbox.to_bulk
+    answer = home.outbox.to_bulk
     lost = list[Any]()
 
     def lose_data(peer: bytes, message: Any) -> None:
         lost.append(message) if message.size == 10 and not lost else answer(peer, message)
 
-    home.state.outbox.to_bulk = lose_data
+    home.outbox.to_bulk = lose_data
     assert not home.during(sender.send_new) and lost
     assert home.during(sender.send_new) and home.read("timeline/rollout-1.jsonl") == b"once, only"
     for _ in range(2):  # as a socket that is closed still sends

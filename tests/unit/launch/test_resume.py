@@ -50,8 +50,8 @@ def run(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> Callabl
     give(monkeypatch, rows(5))
     with prepare_and_lock(made()):
         state = load_state(made(), tmp_path / "x", RunStore(tmp_path / "x"), Sent())  # type: ignore[arg-type]
-        state.persist()
-        state.store.close()
+        state.journal.persist()
+        state.journal.store.close()
     return made
 
 

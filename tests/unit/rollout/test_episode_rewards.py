@@ -124,20 +124,20 @@ def test_the_coordinator_keeps_what_an_episode_earned(tmp_path: Path) -> None:
     setup.turn(A, 1, attempt)
     result = EpisodeResult(0.5, 10, (0.5,), {"format": 1.0}, shaping=-0.5)
     setup.records.process_record(A, Finished(2, attempt, result, EpisodeStats(1)), [], 0.0)
-    setup.state.persist()
-    stored_episode = {episode.uid: episode for episode in setup.state.store.reader.load_run().episodes}[
-        attempt.uid
-    ]
-    for episode in (setup.state.buffer.episodes[attempt.uid], stored_episode):
+    setup.state.journal.persist()
+    stored_episode = {
+        episode.uid: episode for episode in setup.state.journal.store.reader.load_run().episodes
+    }[attempt.uid]
+    for episode in (setup.state.ledger.buffer.episodes[attempt.uid], stored_episode):
         assert episode.result == result
 
 
 def test_the_greedy_episode_is_asked_for_at_temperature_zero(tmp_path: Path) -> None:
     setup = WorkerSetup(tmp_path)
-    episodes: list[EpisodeRecord] = list(setup.state.buffer.episodes.values())
+    episodes: list[EpisodeRecord] = list(setup.state.ledger.buffer.episodes.values())
     episodes[-1].greedy = True
     setup.join(A)
-    setup.engines.push_versions(0.0)
+    setup.engines.push_newest(0.0)
     setup.handler.assign_pending(0.0)
     temperatures = {message.attempt.uid: message.temperature for _, message in setup.sent.take(Assign)}
     assert temperatures == {"0.0": setup.state.config.rollout.temperature, "0.1": 0.0}

@@ -14,7 +14,8 @@ from asyncrl.buffer.batches import Batches
 from asyncrl.buffer.records import State
 from asyncrl.buffer.replay import ReplayBuffer
 from asyncrl.config import parse
-from asyncrl.coordinator.state import RunState, restore_from_store
+from asyncrl.coordinator.ledger import restore_from_store
+from asyncrl.coordinator.state import RunState
 from asyncrl.coordinator.trainer import TrainerHandler
 from asyncrl.coordinator.versions import VersionLedger
 from asyncrl.store import runstore, segments
@@ -41,7 +42,7 @@ class Coordinator:
         config = parse({"name": "t", "model": {"path": "m"}, "data": {"train": "d"}, "total_steps": 100})
         outbox: Any = Sent()
         self.state = RunState(
-            config, run_dir, [], self.buffer, self.batches, VersionLedger(), self.store, outbox, 1
+            config, run_dir, [], self.buffer, self.batches, VersionLedger(), self.store, outbox
         )
         restore_from_store(config, self.store, self.buffer, self.batches)
         self.trainer = TrainerHandler(self.state, lambda commit: None)
@@ -66,14 +67,14 @@ class Coordinator:
         self.turn()
 
     def checkpoint(self, keep: int) -> None:
-        config = self.state.config
+        config = self.trainer.config
         checkpoint = msgspec.structs.replace(config.checkpoint, keep=keep)
-        self.state.config = msgspec.structs.replace(config, checkpoint=checkpoint)
+        self.trainer.config = msgspec.structs.replace(config, checkpoint=checkpoint)
         self.trainer.record_checkpoint(b"trainer/0/x", Checkpointed(0, self.buffer.committed, 0), 0.0)
 
     def turn(self) -> None:
         self.trainer.forget_covered()
-        self.state.persist()
+        self.state.journal.persist()
 
     def forget(self) -> None:
         """All that need not be kept."""

@@ -24,7 +24,8 @@ import pytest
 
 from asyncrl.config import RunConfig
 from asyncrl.coordinator import loop
-from asyncrl.coordinator.state import TransactionalOutbox, load_state
+from asyncrl.coordinator.journal import TransactionalOutbox
+from asyncrl.coordinator.state import load_state
 from asyncrl.data import Samples, samples_path
 from asyncrl.store.checkpoints import Checkpoints
 from asyncrl.store.reader import RunReader
@@ -166,19 +167,19 @@ def landed_episodes(config: RunConfig) -> None:
     outbox: Any = mock.Mock(spec=TransactionalOutbox)
     state = load_state(config, run_dir, store, outbox)
     for _ in range(STEPS * GROUPS):
-        state.buffer.admit_group(0, 0.0)
-    for episode in list(state.buffer.episodes.values()):
+        state.ledger.buffer.admit_group(0, 0.0)
+    for episode in list(state.ledger.buffer.episodes.values()):
         context = tuple(dice.randrange(VOCABULARY) for _ in range(dice.randint(2, 6)))
         ids = tuple(dice.randrange(VOCABULARY) for _ in range(dice.randint(2, 14)))
         logprobs = (-math.log(VOCABULARY),) * len(ids)
         turn = Turn(0, context, Generation(ids, logprobs, (VersionSpan(0, len(ids), 0, 0),), StopReason.STOP))
         store.put_frame(episode.uid, 0, "generated", msgspec.msgpack.encode(turn))
-        state.buffer.assign(episode, "w", 1, 0, 0.0)
+        state.ledger.buffer.assign(episode, "w", 1, 0, 0.0)
         episode.add_turn(len(context) + len(ids), len(ids), 0, 0)
         result = EpisodeResult(float(episode.member), len(ids))
         stats = EpisodeStats(1)
-        state.buffer.finish_episode(episode, result, stats, 0.0)
-    state.persist()
+        state.ledger.buffer.finish_episode(episode, result, stats, 0.0)
+    state.journal.persist()
     store.close()
 
 
