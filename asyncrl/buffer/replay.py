@@ -26,7 +26,7 @@ from asyncrl.buffer.records import (
     Tally,
 )
 from asyncrl.config import BufferConfig
-from asyncrl.types import DropReason, EpisodeResult, EpisodeStats, FailReason, FilterReason
+from asyncrl.types import NO_STEP, DropReason, EpisodeResult, EpisodeStats, FailReason, FilterReason
 
 USABLE = "usable"  # a possible outcome of a group, besides State.FILTERED and State.DROPPED
 
@@ -100,7 +100,7 @@ class ReplayBuffer:
 
         self.next_group = 0
         self.committed = 0  # number of committed batches
-        self.closed_step = -1  # newest batch that is closed
+        self.closed_step = 0  # newest step whose batch is closed; 0: none
         self.departed_counts: Counter[State] = Counter()  # episodes that have left memory, by state
         self.reasons: Counter[str] = Counter()
         self.untrained_groups = 0  # groups in a row that left untrained
@@ -112,6 +112,11 @@ class ReplayBuffer:
         self._changed_episodes: dict[str, EpisodeRecord] = {}
         self._moved_episodes: dict[str, EpisodeRecord] = {}  # episodes whose state has changed
         self._changed_groups: dict[int, GroupRecord] = {}
+
+    @property
+    def current_step(self) -> int:
+        """The step under way, which trains the batch after the committed batches."""
+        return self.committed + 1
 
     # -- persistence ---------------------------------------------------------------------------------
 
@@ -174,7 +179,7 @@ class ReplayBuffer:
         return (
             self.tally.count_live(self.committed) + 1 <= self.max_live_groups
             and self.missing_groups + self.spare_groups > 0
-            and (self.closed_step + 1) * self.config.groups_per_batch < self.total_groups
+            and self.closed_step * self.config.groups_per_batch < self.total_groups
             and not self.prompts.over
             and self.prompts.draw_sample(self.prompts.position) >= 0
         )
@@ -190,14 +195,14 @@ class ReplayBuffer:
         """Groups that may be live: as many as flow control permits, but no more than fit into max_bytes."""
         return min(self.live_limit, self._max_groups_in_memory)
 
-    def admit_group(self, step: int, now: float) -> GroupRecord:
+    def admit_group(self, now: float) -> GroupRecord:
         """Issue the next group, whose episodes become pending."""
         group_id = self.next_group
         position = self.prompts.position
         member_uids = [f"{group_id}.{member}" for member in range(self.group_size)]
         sample = self.prompts.draw_sample(position)
         patience = self.deadlines.patience(now)
-        group = GroupRecord(group_id, sample, step, member_uids, patience, position=position)
+        group = GroupRecord(group_id, sample, self.current_step, member_uids, patience, position=position)
 
         self.live_groups[group_id] = self._changed_groups[group_id] = group
         for member, uid in enumerate(member_uids):
@@ -431,7 +436,7 @@ class ReplayBuffer:
     def take_episode(self, episode: EpisodeRecord, step: int) -> None:
         group = self.live_groups[episode.group]
         self.untrained_groups = 0
-        if group.step < 0:
+        if group.step == NO_STEP:
             group.settled = True  # only a group from a checkpoint's manifest is not settled yet
             self.tally.mark_taken(group, step)
             self._changed_groups[group.id] = group
@@ -447,7 +452,7 @@ class ReplayBuffer:
             self._forget_if_over(self.live_groups[group_id])
 
     def note_commit(self, step: int) -> None:
-        """Note that the first `step` batches are committed."""
+        """Note that all steps up to `step` are committed."""
         self.committed = step
         self.refills = 0
 
@@ -477,7 +482,7 @@ class ReplayBuffer:
         if group.id not in self.live_groups or not self.tally.is_over(group):
             return
 
-        if group.step < 0:
+        if group.step == NO_STEP:
             self.untrained_groups += 1
             self.untrained_reason = self.trainable_members(group)[-1].ending
 

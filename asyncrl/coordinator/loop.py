@@ -393,7 +393,7 @@ class Coordinator:
 
         engines = map(bytes.decode, self.state.versions.engines)
         is_validating = self.validation.is_busy
-        taken_groups = len(self.state.batches.by_step[message.step - 1].groups)
+        taken_groups = len(self.state.batches.by_step[message.step].groups)
         now = self.state.engine_time(time.monotonic())
         self.state.live_limit.update_limit(row, taken_groups, [*engines], is_validating, now)
         self._to_observers(shared.StepReport(message.step, row, self.reporter.episode_values))

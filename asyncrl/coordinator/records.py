@@ -160,7 +160,7 @@ class RecordHandler:
 
         sample = state.samples[state.buffer.live_groups[episode.group].sample]
         transcript = transcript_entry(episode.uid, sample, **outcome)
-        save_transcripts(state.run_dir, "training", state.batches.committed + 1, [transcript])
+        save_transcripts(state.run_dir, "training", state.buffer.current_step, [transcript])
 
     def _store_turn(
         self,

@@ -20,7 +20,7 @@ from asyncrl.coordinator.state import RunState, log
 from asyncrl.coordinator.trainer import TrainerHandler
 from asyncrl.coordinator.validation import Validation
 from asyncrl.coordinator.workers import WorkerHandler
-from asyncrl.types import NO_VERSION
+from asyncrl.types import NO_VERSION, start_version
 from asyncrl.wire.messages.shared import Replace, Sleep, Slept
 
 SLEEP_RETRY = 2.0  # seconds after which an engine without an answer gets Sleep again
@@ -126,10 +126,10 @@ class ShiftHandler:
         """Return the answer that rank 0's request would get if the trainer had the devices."""
         state = self.state
         request = self.trainer.ranks.open_request
-        if request is None or request.step > state.batches.committed:
+        if request is None or request.step > state.buffer.current_step:
             return NO_REQUEST
 
-        if request.step in (state.config.total_steps, *range(state.batches.committed)):
+        if start_version(request.step) in (state.config.total_steps, *range(state.batches.committed)):
             return Outlook(ready=True, group_fraction=1.0, batch_complete=True)
 
         ranks = self.trainer.ranks.rank_count // state.config.trainer.sequence_parallel

@@ -149,7 +149,7 @@ class WorkerHandler:
     def _on_lost(self, worker: WorkerRecord, reason: str, now: float) -> None:
         """Issue the episodes of a lost worker again, from their last durable turns."""
         index = worker.hello.index
-        step = self.state.batches.committed + 1
+        step = self.state.buffer.current_step
         log_file = self.state.run_dir / "logs" / f"rollout-{index}.log"
         last_output = cause_of_death(log_file, worker.hello.incarnation, crashed=False)
         cause = f"{worker.name} in step {step} ({reason})"
@@ -289,7 +289,7 @@ class WorkerHandler:
             free_slots = self.free_slots - buffer.waiting_count
             total_slots = self.total_slots
             while buffer.waiting_count < MAX_ASSIGNED and buffer.can_admit(free_slots, total_slots):
-                free_slots -= len(buffer.admit_group(batches.committed, self.state.engine_time(now)).members)
+                free_slots -= len(buffer.admit_group(self.state.engine_time(now)).members)
 
         if buffer.prompts.over and self.state.config.data.at_end == "drop":
             self.cancel_episodes(batches.drop_remainder())
