@@ -216,12 +216,11 @@ class Batches:
             token_limit: no further group is selected once the selected groups have this many tokens.
 
         Returns:
-            the trajectories, the untaken groups among all candidates, and whether the batch is full with
-            these groups.
+            the trajectories, the untaken groups among all candidates, and whether these fill the batch.
         """
         buffer = self.buffer
         config = buffer.config
-        min_version = start_version(batch.step) - config.max_staleness
+        oldest_trainable = start_version(batch.step) - config.max_staleness  # tokens before it are stale
 
         # The candidates are ready members, oldest groups first. Each new group takes a slot of the batch.
         # With on_stale=hold, slots are kept free for groups that would be stale in a later batch.
@@ -229,23 +228,18 @@ class Batches:
         candidates: list[EpisodeRecord] = []
         new_groups: set[int] = set()
         tokens = 0  # estimate of the tokens that ranks compute
-        all_may_wait = True  # all candidates are late members that are not stale in the next batch
 
         for group_id in sorted(buffer.tally.groups_by_state[State.READY]):
             group = buffer.live_groups[group_id]
-            ready_members: list[EpisodeRecord] = []
-            for member in buffer.trainable_members(group):
-                if member.state is not State.READY:
-                    continue
-                if config.on_stale == "drop" and 0 <= member.oldest < min_version:
+            members = buffer.trainable_members(group)
+            for member in members:
+                is_stale = 0 <= member.oldest < oldest_trainable
+                if is_stale and member.state is State.READY and config.on_stale == "drop":
                     buffer.drop_episode(member, DropReason.STALE)
-                else:
-                    ready_members.append(member)
-            if not ready_members:
+            if not (ready_members := [member for member in members if member.state is State.READY]):
                 continue
 
-            is_late = group.step != NO_STEP or group.filtered
-            if not is_late:
+            if group.step == NO_STEP and not group.filtered:  # late members need no slot
                 oldest_version = oldest_version_of(buffer, group)
                 if not slots.may_take(oldest_version):
                     continue
@@ -253,10 +247,6 @@ class Batches:
                 new_groups.add(group.id)
 
             candidates += ready_members
-            all_may_wait = all_may_wait and all(
-                is_late and member.member not in group.baseline and member.oldest > min_version
-                for member in ready_members
-            )
             tokens += sum(member.tokens for member in ready_members)
             if self.packing == "tree":  # the prompt of a group is computed once
                 tokens -= sum(member.stats.prompt for member in ready_members[:-1])
@@ -265,7 +255,7 @@ class Batches:
 
         # The batch is full when nothing more can enter. A short batch is trained if so many groups were
         # filtered that `max_refill` is reached, or at the end of the data; an empty batch is begun there only
-        # with `flush_at_end`. Late members are waited for first, as each would become a batch otherwise.
+        # with `flush_at_end`.
         tally = buffer.tally
         has_unfinished = bool(tally.groups_by_state[State.PENDING] or tally.groups_by_state[State.RUNNING])
         data_exhausted = buffer.prompts.over and not has_unfinished and tally.untaken_groups <= new_groups
@@ -276,13 +266,17 @@ class Batches:
             or (refill_limit_reached and slots.may_close)
         )
 
+        # A full batch leaves a few late members to the next batch, if there is one and none will be stale.
+        last_batch = buffer.prompts.over or batch.step >= buffer.total_groups // config.groups_per_batch
+        may_join_next = not last_batch and all(
+            member.group not in new_groups
+            and member.member not in buffer.live_groups[member.group].baseline
+            and member.oldest > oldest_trainable
+            for member in candidates
+        )
         many_groups = len(new_groups) >= MIN_GROUP_FRACTION * config.groups_per_batch
         min_tokens = (MIN_TOKEN_FRACTION if many_groups else 1) * self.micro_batch_tokens * ranks
-        last_batch = buffer.prompts.over or batch.step >= buffer.total_groups // config.groups_per_batch
-
-        # A full batch that could get only a few late members leaves these to the next batch, if there is one.
-        should_wait = not batch_full or (all_may_wait and not last_batch)
-        if tokens < min_tokens and should_wait:
+        if tokens < min_tokens and (not batch_full or may_join_next):
             candidates = []
         return candidates, new_groups, batch_full
 

@@ -107,7 +107,7 @@ class GroupSlots:
         oldest_versions: Iterable[int],
     ) -> None:
         self.free_slots = free_slots
-        self._min_version = current_version - max_staleness
+        self._oldest_trainable = current_version - max_staleness  # tokens before this version are stale
         self.slots_left = [free_slots + ahead * slots_per_batch for ahead in range(max_staleness + 1)]
         for oldest_version, groups in Counter(oldest_versions).items():
             self._reserve(oldest_version, groups)
@@ -133,7 +133,7 @@ class GroupSlots:
             for ahead, left in enumerate(self.slots_left[: self._batches_until_due(oldest_version)])
             if left <= 0
         ]
-        return self._min_version + (full_batches[-1] + 1 if full_batches else 0)
+        return self._oldest_trainable + (full_batches[-1] + 1 if full_batches else 0)
 
     def move_group(self, before: int, after: int) -> None:
         """Note that the oldest version of a group has changed."""
@@ -151,7 +151,7 @@ class GroupSlots:
 
     def _batches_until_due(self, oldest_version: int) -> int:
         """Return the number of batches until a group with this oldest version is due."""
-        return max(0, oldest_version - self._min_version)
+        return max(0, oldest_version - self._oldest_trainable)
 
 
 def assignable_episodes(buffer: ReplayBuffer) -> Iterator[tuple[int, EpisodeRecord]]:
@@ -165,7 +165,6 @@ def assignable_episodes(buffer: ReplayBuffer) -> Iterator[tuple[int, EpisodeReco
     """
     slots = upcoming_slots(buffer)
     waiting_groups = sorted(buffer.tally.groups_by_state[State.PENDING])
-
     counts_of_older = buffer.tally.count_older(waiting_groups, buffer.committed)
 
     for group_id, older_groups in zip(waiting_groups, counts_of_older, strict=True):
@@ -227,9 +226,9 @@ def drop_overdue(buffer: ReplayBuffer) -> list[EpisodeRecord]:
     Such groups exist only in a resumed run with a lower max_staleness, or with another rule before. Returns
     the members that were running.
     """
-    min_version = buffer.committed - buffer.config.max_staleness
+    oldest_trainable = buffer.committed - buffer.config.max_staleness
     overdue_groups = [
-        group for group in _untaken_groups(buffer) if oldest_version_of(buffer, group) < min_version
+        group for group in _untaken_groups(buffer) if oldest_version_of(buffer, group) < oldest_trainable
     ]
     return [episode for group in overdue_groups for episode in buffer.drop_group(group, DropReason.STALE)]
 

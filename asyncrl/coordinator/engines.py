@@ -179,7 +179,7 @@ class EngineHandler:
         self.probe_gap = max(self.probe_gap, message.probe_gap)
         self.probe_tokens += message.probe_tokens
 
-    def steps_by_worker(self) -> Callable[[bytes], list[int]]:
+    def start_versions_lookup(self) -> Callable[[bytes], list[int]]:
         """Return a function from a worker to the versions that its episodes can start on, ascending.
 
         These are the version of the worker's own engine, or the versions of all servers.

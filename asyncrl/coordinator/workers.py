@@ -247,10 +247,12 @@ class WorkerHandler:
             return
 
         usable_workers = (worker for worker in self.peers if not self.engines.quarantined(worker.peer))
-        versions_of = self.engines.steps_by_worker()
+        start_versions_of = self.engines.start_versions_lookup()
         unmet_version = NEVER_STALE
         assignments_left = MAX_ASSIGNED
-        slots = FreeSlots((worker, worker.free_slots, versions_of(worker.peer)) for worker in usable_workers)
+        slots = FreeSlots(
+            (worker, worker.free_slots, start_versions_of(worker.peer)) for worker in usable_workers
+        )
         in_order = state.config.buffer.on_stale != "hold"  # later episodes never need older weights
 
         for min_version, episode in assignable_episodes(state.buffer):

@@ -96,7 +96,7 @@ class EngineSetup:
 
     def version(self, needed: int) -> int | None:
         """That an episode which needs one starts on."""
-        slot = FreeSlots([(WORKER, 1, self.handler.steps_by_worker()(WORKER))]).take_slot(needed)
+        slot = FreeSlots([(WORKER, 1, self.handler.start_versions_lookup()(WORKER))]).take_slot(needed)
         return slot[1] if slot else None
 
     def table(self) -> list[tuple[int, bool, str]]:
