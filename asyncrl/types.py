@@ -28,6 +28,12 @@ class PolicyVersion(NamedTuple):
 
 
 NO_VERSION = PolicyVersion(0, 0)  # nothing published; a trainer's first epoch is 1
+NO_STEP = -1  # the step of an episode or a group that no batch has taken; 0 is the policy before training
+
+
+def start_version(step: int) -> int:
+    """Return the policy version that a step starts from. Step N, from 1 on, leads from version N-1 to N."""
+    return step - 1
 
 
 class StopReason(enum.StrEnum):

@@ -34,8 +34,9 @@ class LossInput:
     `prox` is log prox; with one optimizer step per batch it is `logp` without gradient. `row` is the episode
     each token belongs to, for losses over sequences; these count `trainable` tokens only (all log-probs are
     finite, and `logp`, `prox` and `mu` equal elsewhere). `turn`: which turn of its episode wrote it, from 0;
-    `lag`: step being trained minus version that sampled it. `reference`: log-probs of the reference policy;
-    `prepared`: what the loss's own `prepare` gave each token; None where the loss declares neither.
+    `lag`: version that the step starts from minus version that sampled it. `reference`: log-probs of the
+    reference policy; `prepared`: what the loss's own `prepare` gave each token; None where the loss declares
+    neither.
     """
 
     logp: Tensor

@@ -19,7 +19,7 @@ from asyncrl.buffer.shifts import Outlook
 from asyncrl.buffer.staleness import oldest_version_of, upcoming_slots
 from asyncrl.config import Packing
 from asyncrl.errors import ProtocolError
-from asyncrl.types import DropReason, EpisodeResult
+from asyncrl.types import NO_STEP, DropReason, EpisodeResult, start_version
 
 # Largest part of a plan, in micro-batches per rank. Larger parts are cut better, but delay a stop.
 MAX_MICRO_BATCHES_PER_PART = 4
@@ -66,7 +66,7 @@ class Baseline(msgspec.Struct, frozen=True):
 class Batch(msgspec.Struct):
     """The plan of one optimizer batch, as stored.
 
-    step: number of committed batches before this batch.
+    step: the step that trains this batch, from 1 on.
     micros: uids of each part. The ranks partition a part and cut their shares into micro-batches.
     groups: ids of the groups that count towards the batch.
     closed: no further part will be added.
@@ -75,7 +75,7 @@ class Batch(msgspec.Struct):
     ranks, budget: number of ranks and tokens of a micro-batch when the plan was last handed out.
     """
 
-    step: int  # 0-based: number of committed batches before
+    step: int
     micros: list[list[str]] = []
     groups: set[int] = set()
     closed: bool = False
@@ -137,13 +137,13 @@ class Batches:
         self.baselines = dict(baselines)
 
         self.buffer.closed_step = max(
-            (step for step, batch in self.by_step.items() if batch.closed), default=-1
+            (step for step, batch in self.by_step.items() if batch.closed), default=0
         )
 
     def next_part(self, step: int, part_index: int, ranks: int, token_budget: int = 0) -> list[str] | None:
         """Return the uids of a part of the plan; [] if the batch is complete, None if the caller must wait.
 
-        The caller refuses a `step` greater than `committed`.
+        The caller refuses a `step` later than the buffer's `current_step`.
 
         Args:
             ranks: number of ranks among which the part is partitioned.
@@ -216,12 +216,11 @@ class Batches:
             token_limit: no further group is selected once the selected groups have this many tokens.
 
         Returns:
-            the trajectories, the untaken groups among all candidates, and whether the batch is full with
-            these groups.
+            the trajectories, the untaken groups among all candidates, and whether these fill the batch.
         """
         buffer = self.buffer
         config = buffer.config
-        min_version = batch.step - config.max_staleness
+        oldest_trainable = start_version(batch.step) - config.max_staleness  # tokens before it are stale
 
         # The candidates are ready members, oldest groups first. Each new group takes a slot of the batch.
         # With on_stale=hold, slots are kept free for groups that would be stale in a later batch.
@@ -229,23 +228,18 @@ class Batches:
         candidates: list[EpisodeRecord] = []
         new_groups: set[int] = set()
         tokens = 0  # estimate of the tokens that ranks compute
-        all_may_wait = True  # all candidates are late members that are not stale in the next batch
 
         for group_id in sorted(buffer.tally.groups_by_state[State.READY]):
             group = buffer.live_groups[group_id]
-            ready_members: list[EpisodeRecord] = []
-            for member in buffer.trainable_members(group):
-                if member.state is not State.READY:
-                    continue
-                if config.on_stale == "drop" and 0 <= member.oldest < min_version:
+            members = buffer.trainable_members(group)
+            for member in members:
+                is_stale = 0 <= member.oldest < oldest_trainable
+                if is_stale and member.state is State.READY and config.on_stale == "drop":
                     buffer.drop_episode(member, DropReason.STALE)
-                else:
-                    ready_members.append(member)
-            if not ready_members:
+            if not (ready_members := [member for member in members if member.state is State.READY]):
                 continue
 
-            is_late = group.step >= 0 or group.filtered
-            if not is_late:
+            if group.step == NO_STEP and not group.filtered:  # late members need no slot
                 oldest_version = oldest_version_of(buffer, group)
                 if not slots.may_take(oldest_version):
                     continue
@@ -253,10 +247,6 @@ class Batches:
                 new_groups.add(group.id)
 
             candidates += ready_members
-            all_may_wait = all_may_wait and all(
-                is_late and member.member not in group.baseline and member.oldest > min_version
-                for member in ready_members
-            )
             tokens += sum(member.tokens for member in ready_members)
             if self.packing == "tree":  # the prompt of a group is computed once
                 tokens -= sum(member.stats.prompt for member in ready_members[:-1])
@@ -265,7 +255,7 @@ class Batches:
 
         # The batch is full when nothing more can enter. A short batch is trained if so many groups were
         # filtered that `max_refill` is reached, or at the end of the data; an empty batch is begun there only
-        # with `flush_at_end`. Late members are waited for first, as each would become a batch otherwise.
+        # with `flush_at_end`.
         tally = buffer.tally
         has_unfinished = bool(tally.groups_by_state[State.PENDING] or tally.groups_by_state[State.RUNNING])
         data_exhausted = buffer.prompts.over and not has_unfinished and tally.untaken_groups <= new_groups
@@ -276,19 +266,24 @@ class Batches:
             or (refill_limit_reached and slots.may_close)
         )
 
+        # A full batch leaves a few late members to the next batch, if there is one and none will be stale.
+        last_batch = buffer.prompts.over or batch.step >= buffer.total_groups // config.groups_per_batch
+        may_join_next = not last_batch and all(
+            member.group not in new_groups
+            and member.member not in buffer.live_groups[member.group].baseline
+            and member.oldest > oldest_trainable
+            for member in candidates
+        )
         many_groups = len(new_groups) >= MIN_GROUP_FRACTION * config.groups_per_batch
         min_tokens = (MIN_TOKEN_FRACTION if many_groups else 1) * self.micro_batch_tokens * ranks
-        last_batch = buffer.prompts.over or batch.step + 1 >= buffer.total_groups // config.groups_per_batch
-
-        # A full batch that could get only a few late members leaves these to the next batch, if there is one.
-        should_wait = not batch_full or (all_may_wait and not last_batch)
-        if tokens < min_tokens and should_wait:
+        if tokens < min_tokens and (not batch_full or may_join_next):
             candidates = []
         return candidates, new_groups, batch_full
 
     def drop_remainder(self) -> list[EpisodeRecord]:
         """Drop groups that cannot fill a batch, as the data has run out. Return their running members."""
-        has_begun = bool(self.by_step.get(self.committed, Batch(self.committed)).planned)
+        current_step = self.buffer.current_step
+        has_begun = bool(self.by_step.get(current_step, Batch(current_step)).planned)
         if has_begun or len(self.buffer.tally.untaken_groups) >= self.buffer.config.groups_per_batch:
             return []
         return self.buffer.drop_all(DropReason.END_OF_DATA)
@@ -306,14 +301,14 @@ class Batches:
     # -- commit, rollback, retention -----------------------------------------------------------------
 
     def commit_batch(self, step: int, trained_uids: Collection[str]) -> None:
-        """Record that batch number `step` (1-based) was applied, perhaps again by a restarted trainer.
+        """Record that the batch of `step` was applied, perhaps again by a restarted trainer.
 
         Planned episodes that were not trained, as their payload could not be read, are dropped as corrupt.
 
         Raises:
             ProtocolError: `trained_uids` is not the plan without its lost episodes.
         """
-        batch = self.by_step[step - 1]
+        batch = self.by_step[step]
         if mismatched_uids := set(trained_uids).symmetric_difference(batch.uids) - batch.lost:
             raise ProtocolError(
                 f"commit of step {step} does not fit its plan: {' '.join(sorted(mismatched_uids))}"
@@ -342,7 +337,7 @@ class Batches:
         The remaining members of its groups are dropped, too, as no other batch could take them. Returns the
         members that were running.
         """
-        step = self.committed
+        step = self.buffer.current_step
         for uid in self.by_step[step].planned:
             self.buffer.drop_episode(self.planned_episodes[uid], reason)
 
@@ -355,7 +350,7 @@ class Batches:
         self._forget_plans([step])
         self.by_step[step] = Batch(step)  # written over the plan in the store
         self._changed_steps.add(step)
-        self.buffer.closed_step = step - 1
+        self.buffer.closed_step = self.committed
 
         return running_episodes
 
@@ -369,11 +364,11 @@ class Batches:
         self._changed_steps.add(step)
 
     def skip_to(self, step: int) -> None:
-        """Count batches up to `step` as committed, as checkpoints show, although this store did not know.
+        """Count all steps up to `step` as committed, as checkpoints show, although this store did not know.
 
         Their plans are forgotten. Episodes that are still taken by these plans are dropped as corrupt.
         """
-        skipped_steps = [number for number in self.by_step if self.committed <= number < step]
+        skipped_steps = [number for number in self.by_step if self.committed < number <= step]
         for episode in [
             self.planned_episodes[uid] for number in skipped_steps for uid in self.by_step[number].planned
         ]:
@@ -384,8 +379,8 @@ class Batches:
         self.buffer.note_commit(step)
 
     def forget_covered_plans(self, step: int) -> list[str]:
-        """Forget the plans of the first `step` batches, which a checkpoint covers. Return their uids."""
-        return self._forget_plans(list(takewhile(lambda number: number < step, self.by_step)))
+        """Forget the plans of the steps up to `step`, which a checkpoint covers. Return their uids."""
+        return self._forget_plans(list(takewhile(lambda number: number <= step, self.by_step)))
 
     def _forget_plans(self, steps: list[int]) -> list[str]:
         forgotten_batches = [self.by_step.pop(number) for number in steps]

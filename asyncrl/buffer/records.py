@@ -9,7 +9,7 @@ from collections import Counter, defaultdict
 
 import msgspec
 
-from asyncrl.types import EpisodeResult, EpisodeStats, FailReason, FilterReason
+from asyncrl.types import NO_STEP, EpisodeResult, EpisodeStats, FailReason, FilterReason
 
 # Failures that another attempt would only repeat.
 FINAL_FAILURES = frozenset({FailReason.PROMPT_TOO_LONG})
@@ -65,7 +65,7 @@ class EpisodeRecord(msgspec.Struct, gc=False, array_like=True):
 
     oldest, newest: policy versions of the episode's trained tokens.
     min_version: while the episode runs, no token is added that is older than this version.
-    step: the batch that took the episode, from which the lag of tokens is counted.
+    step: the step whose batch took the episode; the lag of tokens is counted from its start version.
     greedy: sampled at temperature 0 and never trained; the other members are compared with this reward.
     """
 
@@ -90,7 +90,7 @@ class EpisodeRecord(msgspec.Struct, gc=False, array_like=True):
     seconds: float = 0.0  # time from the beginning to the newest durable turn
     result: EpisodeResult = EpisodeResult(0.0)  # result of the attempt that landed
     stats: EpisodeStats = EpisodeStats(0)
-    step: int = -1
+    step: int = NO_STEP
     greedy: bool = False
     agent: str = ""  # names of the agents that asked for trained turns
     failed_tool: str = ""  # name of the first tool that failed
@@ -192,6 +192,8 @@ class GroupRecord(msgspec.Struct, array_like=True):
     filtered: the baseline members were filtered; only late members may still be trained.
     position: position of the sample in the order of the data.
     retires: the sample is not drawn again.
+    issued_step: the step under way when the group was issued.
+    step: the step whose batch first took a member; NO_STEP: untaken.
     """
 
     id: int
@@ -205,7 +207,7 @@ class GroupRecord(msgspec.Struct, array_like=True):
     baseline: tuple[int, ...] = ()
     first_only: bool = False
     filtered: bool = False
-    step: int = -1  # batch that first took a member; -1: untaken
+    step: int = NO_STEP
     position: int = -1
     retires: bool = False
 
@@ -243,7 +245,7 @@ class Tally:
     state_counts: number of episodes in each state.
     groups_by_state: ids of the groups with a member in a state.
     untaken_groups: ids of the groups of which no batch has taken a member yet, without filtered groups.
-    groups_by_step: ids of the groups whose first member a batch took, without filtered groups.
+    groups_by_step: ids of the groups by the step that took their first member, without filtered groups.
     filtered_groups: ids of filtered groups. Only their late members may still be trained, and these do not
         count as a group of a batch.
     """
@@ -304,13 +306,13 @@ class Tally:
 
     def _closed_groups(self, committed: int) -> set[int]:
         return self.filtered_groups.union(
-            *(group_ids for step, group_ids in self.groups_by_step.items() if step < committed)
+            *(group_ids for step, group_ids in self.groups_by_step.items() if step <= committed)
         )
 
     def _index_group(self, group: GroupRecord) -> None:
         if group.filtered:
             self.filtered_groups.add(group.id)
-        elif group.step < 0:
+        elif group.step == NO_STEP:
             self.untaken_groups.add(group.id)
         else:
             self.groups_by_step[group.step].add(group.id)

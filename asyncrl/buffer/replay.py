@@ -26,7 +26,7 @@ from asyncrl.buffer.records import (
     Tally,
 )
 from asyncrl.config import BufferConfig
-from asyncrl.types import DropReason, EpisodeResult, EpisodeStats, FailReason, FilterReason
+from asyncrl.types import NO_STEP, DropReason, EpisodeResult, EpisodeStats, FailReason, FilterReason
 
 USABLE = "usable"  # a possible outcome of a group, besides State.FILTERED and State.DROPPED
 
@@ -100,7 +100,7 @@ class ReplayBuffer:
 
         self.next_group = 0
         self.committed = 0  # number of committed batches
-        self.closed_step = -1  # newest batch that is closed
+        self.closed_step = 0  # newest step whose batch is closed; 0: none
         self.departed_counts: Counter[State] = Counter()  # episodes that have left memory, by state
         self.reasons: Counter[str] = Counter()
         self.untrained_groups = 0  # groups in a row that left untrained
@@ -112,6 +112,11 @@ class ReplayBuffer:
         self._changed_episodes: dict[str, EpisodeRecord] = {}
         self._moved_episodes: dict[str, EpisodeRecord] = {}  # episodes whose state has changed
         self._changed_groups: dict[int, GroupRecord] = {}
+
+    @property
+    def current_step(self) -> int:
+        """The step under way, which trains the batch after the committed batches."""
+        return self.committed + 1
 
     # -- persistence ---------------------------------------------------------------------------------
 
@@ -174,7 +179,7 @@ class ReplayBuffer:
         return (
             self.tally.count_live(self.committed) + 1 <= self.max_live_groups
             and self.missing_groups + self.spare_groups > 0
-            and (self.closed_step + 1) * self.config.groups_per_batch < self.total_groups
+            and self.closed_step * self.config.groups_per_batch < self.total_groups
             and not self.prompts.over
             and self.prompts.draw_sample(self.prompts.position) >= 0
         )
@@ -190,14 +195,14 @@ class ReplayBuffer:
         """Groups that may be live: as many as flow control permits, but no more than fit into max_bytes."""
         return min(self.live_limit, self._max_groups_in_memory)
 
-    def admit_group(self, step: int, now: float) -> GroupRecord:
+    def admit_group(self, now: float) -> GroupRecord:
         """Issue the next group, whose episodes become pending."""
         group_id = self.next_group
         position = self.prompts.position
         member_uids = [f"{group_id}.{member}" for member in range(self.group_size)]
         sample = self.prompts.draw_sample(position)
         patience = self.deadlines.patience(now)
-        group = GroupRecord(group_id, sample, step, member_uids, patience, position=position)
+        group = GroupRecord(group_id, sample, self.current_step, member_uids, patience, position=position)
 
         self.live_groups[group_id] = self._changed_groups[group_id] = group
         for member, uid in enumerate(member_uids):
@@ -235,24 +240,32 @@ class ReplayBuffer:
     def finish_episode(
         self, episode: EpisodeRecord, result: EpisodeResult, stats: EpisodeStats, now: float
     ) -> None:
-        """Record an episode that landed. The episode's group may settle."""
+        """Record an episode that landed. The episode's group may settle.
+
+        In a group that has settled, this late member is ready at once, or filtered if its siblings have
+        earned the same.
+        """
         group = self.live_groups[episode.group]
         self._settle_if_due(group, now)  # a deadline that passed since the last pass counts first
+        is_late = group.settled
 
         episode.result = result
         episode.stats = stats
         self.mark_changed(episode)
         self.set_state(episode, State.LANDED)
-        self._note_member_end(group, now)
 
-        if group.settled:
-            self._land_late(group, episode, now)
-            return
-
-        if now >= group.deadline:
+        if not is_late and now >= group.deadline:
             group.baseline += (episode.member,)
             self._changed_groups[group.id] = group
         self._settle_if_due(group, now)
+
+        if is_late:
+            siblings = [self.episodes[group.members[member]] for member in group.late_siblings]
+            if self._earned_equal([episode, *siblings]):
+                self.set_state(episode, State.FILTERED, FilterReason.ZERO_VARIANCE)
+                self._forget_if_over(group)
+            else:
+                self._mark_ready(episode, now)
 
     def fail_attempt(self, episode: EpisodeRecord, reason: FailReason, now: float) -> list[EpisodeRecord]:
         """Issue an episode again after a failed attempt, or give the episode up.
@@ -267,13 +280,9 @@ class ReplayBuffer:
         if not will_retry:
             group = self.live_groups[episode.group]
             self.set_state(episode, State.FAILED, reason)
-            running_members = [
-                member for member in self.trainable_members(group) if member.state is State.RUNNING
-            ]
-            self._note_member_end(group, now)
-            self._settle_if_due(group, now)
+            running_members = self._settle_if_due(group, now)
             self._forget_if_over(group)
-            return [member for member in running_members if member.state is State.DROPPED]
+            return running_members
 
         if not episode.turns and not episode.open:
             self.waiting_tokens.forget_lives(episode.uid)
@@ -285,101 +294,85 @@ class ReplayBuffer:
     def settle_overdue(self, now: float) -> None:
         """Settle the groups whose deadline has passed, if enough of their members have landed."""
         for group_id in self.deadlines.pop_passed(now):
-            if group_id in self.live_groups:
+            if group_id in self.live_groups and not self.live_groups[group_id].settled:
                 self._settle_if_due(self.live_groups[group_id], now)
 
     def trainable_members(self, group: GroupRecord) -> list[EpisodeRecord]:
         """Return the members that may be trained: all but the greedy episode."""
         return [self.episodes[uid] for uid in group.members[: self.config.episodes_per_group]]
 
-    def _settle_if_due(self, group: GroupRecord, now: float) -> None:
-        """Fix the baseline of a group once all members have ended, or enough have landed by the deadline.
+    def _settle_if_due(self, group: GroupRecord, now: float) -> list[EpisodeRecord]:
+        """Settle a group once all members have ended, or enough have landed by the deadline.
 
-        A group whose greedy episode failed is dropped.
+        The landed members are the baseline from then on, and become ready. If they all earned the same, they
+        are filtered. If too few landed, or the greedy episode failed, the group is dropped. After the end of
+        the last member, even of a settled group, the group's duration and whether its sample retires are
+        known.
+
+        Returns the running members that are dropped.
         """
+        members = self.trainable_members(group)
         greedy_episode = self.episodes[group.members[-1]] if self.greedy else None
-        all_ended = self._all_ended(group)
+        landed_members = [member for member in members if member.state is State.LANDED]
+        min_group = self.config.min_group
+
+        all_ended = all(
+            self.episodes[uid].state not in (State.PENDING, State.RUNNING) for uid in group.members
+        )
+        if all_ended:
+            self.deadlines.end_group(group, now)
+            results = [
+                member.result for member in members if member.state not in (State.FAILED, State.DROPPED)
+            ]
+            if len(results) >= min_group and solved(results, self.config.retire_pass_rate):
+                group.retires = True
+                self.prompts.retired_samples.add(group.sample)
+                self._changed_groups[group.id] = group
+
         overdue = now >= group.deadline
-        landed_members = [
-            episode for episode in self.trainable_members(group) if episode.state is State.LANDED
-        ]
+        enough_landed = len(landed_members) >= min_group
         greedy_failed = greedy_episode is not None and greedy_episode.state is State.FAILED
-        enough_landed = len(landed_members) >= self.config.min_group
-
         if group.settled or not (all_ended or greedy_failed or (overdue and enough_landed)):
-            return
+            return []
 
-        in_time = tuple(episode.member for episode in landed_members if episode.member not in group.baseline)
+        # Members that landed after the deadline are in the baseline already, and stay behind the others.
+        in_time = tuple(member.member for member in landed_members if member.member not in group.baseline)
         group.settled = True
-        group.first_only = overdue and len(in_time) < self.config.min_group
+        group.first_only = overdue and len(in_time) < min_group
         group.baseline = in_time + group.baseline
         self._changed_groups[group.id] = group
 
         if greedy_failed or not enough_landed:
-            self._discard_members(group, State.DROPPED, DropReason.GROUP_SHORT)
-        elif self._earned_equal(landed_members, greedy_episode):
+            self.settled_counts[State.DROPPED] += 1
+            return self.drop_group(group, DropReason.GROUP_SHORT)
+
+        if self._earned_equal(landed_members, greedy_episode):
+            self.settled_counts[State.FILTERED] += 1
             self.refills += 1
             self.tally.mark_filtered(group)
-            self._discard_members(group, State.FILTERED, FilterReason.ZERO_VARIANCE)
-        else:
-            self.settled_counts[USABLE] += 1
-            for episode in landed_members:
-                self._mark_ready(episode, now)
-            if greedy_episode is not None:
-                self.set_state(greedy_episode, State.FILTERED, FilterReason.BASELINE)
-
-    def _land_late(self, group: GroupRecord, episode: EpisodeRecord, now: float) -> None:
-        """Make a late member ready, or filter the member if its siblings have earned the same."""
-        siblings = [self.episodes[group.members[member]] for member in group.late_siblings]
-        if self._earned_equal([episode, *siblings], None):
-            self.set_state(episode, State.FILTERED, FilterReason.ZERO_VARIANCE)
+            for episode in landed_members if greedy_episode is None else [*landed_members, greedy_episode]:
+                self.set_state(episode, State.FILTERED, FilterReason.ZERO_VARIANCE)
             self._forget_if_over(group)
-        else:
+            return []
+
+        self.settled_counts[USABLE] += 1
+        for episode in landed_members:
             self._mark_ready(episode, now)
+        if greedy_episode is not None:
+            self.set_state(greedy_episode, State.FILTERED, FilterReason.BASELINE)
+        return []
 
     def _mark_ready(self, episode: EpisodeRecord, now: float) -> None:
         self.waiting_tokens.end_lives(episode.uid, now)
         self.set_state(episode, State.READY, reason="")
 
     def _earned_equal(
-        self, compared_episodes: list[EpisodeRecord], greedy_episode: EpisodeRecord | None
+        self, compared_episodes: list[EpisodeRecord], greedy_episode: EpisodeRecord | None = None
     ) -> bool:
         """Return True if these episodes are to be filtered, as a comparison teaches nothing."""
         results = [episode.result for episode in compared_episodes]
         greedy_reward = greedy_episode.result.reward if greedy_episode else None
         return self.config.filter_zero_variance and all_equal(results, greedy_reward, self.compared)
-
-    def _all_ended(self, group: GroupRecord) -> bool:
-        """Return True if no member of a group will land any more."""
-        return all(self.episodes[uid].state not in (State.PENDING, State.RUNNING) for uid in group.members)
-
-    def _note_member_end(self, group: GroupRecord, now: float) -> None:
-        """After a group's last member has ended, note the group's duration and whether its sample retires."""
-        if not self._all_ended(group):
-            return
-
-        self.deadlines.end_group(group, now)
-        landed_results = [
-            member.result
-            for member in self.trainable_members(group)
-            if member.state not in (State.FAILED, State.DROPPED)
-        ]
-
-        if len(landed_results) >= self.config.min_group and solved(
-            landed_results, self.config.retire_pass_rate
-        ):
-            group.retires = True
-            self.prompts.retired_samples.add(group.sample)
-            self._changed_groups[group.id] = group
-
-    def _discard_members(self, group: GroupRecord, state: State, reason: str) -> None:
-        """Filter the landed members of a group, or drop all members that are not over."""
-        self.settled_counts[state] += 1
-        discarded_states = (State.LANDED,) if state is State.FILTERED else IN_FLIGHT
-        for uid in group.members:
-            if self.episodes[uid].state in discarded_states:
-                self.set_state(self.episodes[uid], state, reason)
-        self._forget_if_over(group)
 
     def drop_episode(self, episode: EpisodeRecord, reason: DropReason) -> None:
         """Give up a ready, landed or not yet running episode."""
@@ -431,7 +424,7 @@ class ReplayBuffer:
     def take_episode(self, episode: EpisodeRecord, step: int) -> None:
         group = self.live_groups[episode.group]
         self.untrained_groups = 0
-        if group.step < 0:
+        if group.step == NO_STEP:
             group.settled = True  # only a group from a checkpoint's manifest is not settled yet
             self.tally.mark_taken(group, step)
             self._changed_groups[group.id] = group
@@ -447,7 +440,7 @@ class ReplayBuffer:
             self._forget_if_over(self.live_groups[group_id])
 
     def note_commit(self, step: int) -> None:
-        """Note that the first `step` batches are committed."""
+        """Note that all steps up to `step` are committed."""
         self.committed = step
         self.refills = 0
 
@@ -477,7 +470,7 @@ class ReplayBuffer:
         if group.id not in self.live_groups or not self.tally.is_over(group):
             return
 
-        if group.step < 0:
+        if group.step == NO_STEP:
             self.untrained_groups += 1
             self.untrained_reason = self.trainable_members(group)[-1].ending
 

@@ -2,12 +2,13 @@
 
 The rules and proofs are in docs/staleness.md.
 
-V is the step being trained (completed optimizer batches), s the version that sampled a token, and
-lag = V - s. Versions of a branch that a rollback has left can be ahead of V; their distance counts.
+V is the version that the step in training starts from (completed optimizer batches), s the version that
+sampled a token, and lag = V - s. Versions of a branch that a rollback has left can be ahead of V; their
+distance counts.
 
-With `on_stale=hold` a group whose oldest token was sampled by version s may be trained until batch
-s + max_staleness, where the group is due. While at most as many groups are due by each batch as slots are
-left until then, every group can be taken in time (proof: docs/staleness.md).
+With `on_stale=hold` a group whose oldest token was sampled by version s may be trained until the step that
+starts from version s + max_staleness, where the group is due. While at most as many groups are due by each
+batch as slots are left until then, every group can be taken in time (proof: docs/staleness.md).
 """
 
 from __future__ import annotations
@@ -21,16 +22,16 @@ from asyncrl.buffer.replay import ReplayBuffer
 from asyncrl.types import DropReason, VersionSpan
 
 
-def lag(step: int, version: int) -> int:
+def lag(current_version: int, version: int) -> int:
     """Return the distance in optimizer batches between the policy in training and the policy that sampled."""
-    return abs(step - version)
+    return abs(current_version - version)
 
 
-def token_lags(spans: Iterable[VersionSpan], step: int) -> list[int]:
-    """Return the lag of every token of the spans, in order."""
+def token_lags(spans: Iterable[VersionSpan], current_version: int) -> list[int]:
+    """Return the lag of every token of the spans, in order, behind the version in training."""
     lags: list[int] = []
     for span in spans:
-        lags += [lag(step, span.version)] * (span.end - span.start)
+        lags += [lag(current_version, span.version)] * (span.end - span.start)
     return lags
 
 
@@ -86,27 +87,27 @@ class GroupSlots:
     j = 0 … max_staleness.
 
     Args:
-        step: number of committed batches, V.
+        current_version: number of committed batches, V.
         free_slots: slots left in the current batch.
         slots_per_batch: slots of each later batch.
         max_staleness: largest lag of a trained token, in batches.
         oldest_versions: the oldest version of a token, for each live group that is not taken.
 
     Example: V = 7, max_staleness 1, two slots a batch, the oldest versions 6, 6 and 7. Two groups are due in
-    batch 7, the third in batch 8: `slots_left` is [0, 1]. Another group may start on version 7, not on
-    version 6.
+    the current batch, the third in the next: `slots_left` is [0, 1]. Another group may start on version 7,
+    not on version 6.
     """
 
     def __init__(
         self,
-        step: int,
+        current_version: int,
         free_slots: int,
         slots_per_batch: int,
         max_staleness: int,
         oldest_versions: Iterable[int],
     ) -> None:
         self.free_slots = free_slots
-        self._min_version = step - max_staleness
+        self._oldest_trainable = current_version - max_staleness  # tokens before this version are stale
         self.slots_left = [free_slots + ahead * slots_per_batch for ahead in range(max_staleness + 1)]
         for oldest_version, groups in Counter(oldest_versions).items():
             self._reserve(oldest_version, groups)
@@ -132,7 +133,7 @@ class GroupSlots:
             for ahead, left in enumerate(self.slots_left[: self._batches_until_due(oldest_version)])
             if left <= 0
         ]
-        return self._min_version + (full_batches[-1] + 1 if full_batches else 0)
+        return self._oldest_trainable + (full_batches[-1] + 1 if full_batches else 0)
 
     def move_group(self, before: int, after: int) -> None:
         """Note that the oldest version of a group has changed."""
@@ -150,7 +151,7 @@ class GroupSlots:
 
     def _batches_until_due(self, oldest_version: int) -> int:
         """Return the number of batches until a group with this oldest version is due."""
-        return max(0, oldest_version - self._min_version)
+        return max(0, oldest_version - self._oldest_trainable)
 
 
 def assignable_episodes(buffer: ReplayBuffer) -> Iterator[tuple[int, EpisodeRecord]]:
@@ -158,13 +159,12 @@ def assignable_episodes(buffer: ReplayBuffer) -> Iterator[tuple[int, EpisodeReco
 
     The caller may assign each episode before the next is requested.
 
-    Rule 2: the tokens will not be stale when they are trained. After `older_groups` older groups that is at
-    step `committed + older_groups // groups_per_batch` or later, if groups are taken in order. With
-    on_stale=hold the slots of the coming batches give the exact step.
+    Rule 2: the tokens will not be stale when they are trained. After `older_groups` older groups that is in a
+    step from version `committed + older_groups // groups_per_batch` or later, if groups are taken in order.
+    With on_stale=hold the slots of the coming batches give the exact step.
     """
     slots = upcoming_slots(buffer)
     waiting_groups = sorted(buffer.tally.groups_by_state[State.PENDING])
-
     counts_of_older = buffer.tally.count_older(waiting_groups, buffer.committed)
 
     for group_id, older_groups in zip(waiting_groups, counts_of_older, strict=True):
@@ -210,9 +210,9 @@ def oldest_version_of(buffer: ReplayBuffer, group: GroupRecord) -> int:
 def upcoming_slots(buffer: ReplayBuffer) -> GroupSlots:
     """Return the slots of the current batch and the next batches, less the groups that need them."""
     groups_per_batch = buffer.config.groups_per_batch
-    taken_groups = len(buffer.tally.groups_by_step[buffer.committed])
+    taken_groups = len(buffer.tally.groups_by_step[buffer.current_step])
     # A closed batch may be short.
-    free_slots = 0 if buffer.closed_step == buffer.committed else groups_per_batch - taken_groups
+    free_slots = 0 if buffer.closed_step == buffer.current_step else groups_per_batch - taken_groups
     oldest_versions = (oldest_version_of(buffer, group) for group in _untaken_groups(buffer))
 
     return GroupSlots(
@@ -226,9 +226,9 @@ def drop_overdue(buffer: ReplayBuffer) -> list[EpisodeRecord]:
     Such groups exist only in a resumed run with a lower max_staleness, or with another rule before. Returns
     the members that were running.
     """
-    min_version = buffer.committed - buffer.config.max_staleness
+    oldest_trainable = buffer.committed - buffer.config.max_staleness
     overdue_groups = [
-        group for group in _untaken_groups(buffer) if oldest_version_of(buffer, group) < min_version
+        group for group in _untaken_groups(buffer) if oldest_version_of(buffer, group) < oldest_trainable
     ]
     return [episode for group in overdue_groups for episode in buffer.drop_group(group, DropReason.STALE)]
 

@@ -21,6 +21,7 @@ from asyncrl.config.composition import recompose
 from asyncrl.data.rows import write_rows
 from asyncrl.errors import ConfigError, one_line, users_code
 from asyncrl.registry import search_working_directory
+from asyncrl.types import NO_STEP
 from asyncrl.values import printable
 
 if TYPE_CHECKING:
@@ -152,9 +153,8 @@ async def _regrade_episodes(
 
 
 def _batch_step(group: GroupRecord) -> int:
-    """Return the step of the group's batch, or the step under way when the group was issued; counted from
-    1."""
-    return (group.step if group.step >= 0 else group.issued_step) + 1
+    """Return the step of the group's batch, or the step under way when the group was issued."""
+    return group.issued_step if group.step == NO_STEP else group.step
 
 
 def _regraded_rows(

@@ -398,7 +398,7 @@ class Coordinator:
 
         engines = map(bytes.decode, self.fleet.versions.engines)
         is_validating = self.validation.is_busy
-        taken_groups = len(self.ledger.batches.by_step[message.step - 1].groups)
+        taken_groups = len(self.ledger.batches.by_step[message.step].groups)
         now = self.fleet.engine_time(time.monotonic())
         self.ledger.live_limit.update_limit(row, taken_groups, [*engines], is_validating, now)
         self._to_observers(shared.StepReport(message.step, row, self.reporter.episode_values))

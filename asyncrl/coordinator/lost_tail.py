@@ -52,7 +52,7 @@ def recover_commits(state: RunState, step: int, now: float) -> None:
     for uid in trained_uids:  # payloads of trained episodes are not needed
         store.forget_frames(uid)
 
-    store.forget_plans(range(known_steps, step), recovered_count)
+    store.forget_plans(known_steps + 1, step, recovered_count)
     store.put_commit(step, manifests[-1].trainer_epoch, "")
     store.put_checkpoint(step)
     store.request_sync()
@@ -78,7 +78,7 @@ def _mark_trained(
     for uid in uids:
         group_id = int(uid.partition(".")[0])
         while group_id >= buffer.next_group:  # issued in the lost part of the store
-            buffer.admit_group(buffer.committed, now)
+            buffer.admit_group(now)
 
         episode = buffer.find_unwritten(uid) or reader.find_episode(uid)
         if episode is None or episode.state is State.TRAINED:
@@ -88,9 +88,9 @@ def _mark_trained(
         buffer.reasons -= Counter([f"{episode.state}/{episode.reason}"])
         if group_id in buffer.live_groups:
             live_groups.add(group_id)
-            buffer.take_episode(episode, step - 1)
+            buffer.take_episode(episode, step)
         else:
-            episode.step = step - 1
+            episode.step = step
             buffer.correct_state(episode, State.TRAINED)
 
     trained_uids = set(uids)

@@ -165,7 +165,7 @@ class RecordHandler:
 
         sample = self.ledger.samples[self.buffer.live_groups[episode.group].sample]
         transcript = transcript_entry(episode.uid, sample, **outcome)
-        save_transcripts(self.run_dir, "training", self.ledger.batches.committed + 1, [transcript])
+        save_transcripts(self.run_dir, "training", self.ledger.buffer.current_step, [transcript])
 
     def _store_turn(
         self,

@@ -352,7 +352,7 @@ class Reporter:
             row[FILTERED] = filtered_groups / settled_groups
             row["rollout/discarded_group_frac"] = (settled_groups - usable_groups) / settled_groups
 
-        trained_groups = len(self.ledger.batches.by_step[step - 1].groups)
+        trained_groups = len(self.ledger.batches.by_step[step].groups)
         if trained_groups:
             row["rollout/groups_per_trained_group"] = settled_groups / trained_groups
 

@@ -20,7 +20,7 @@ from asyncrl.coordinator.state import RunState, log
 from asyncrl.coordinator.trainer import TrainerHandler
 from asyncrl.coordinator.validation import Validation
 from asyncrl.coordinator.workers import WorkerHandler
-from asyncrl.types import NO_VERSION
+from asyncrl.types import NO_VERSION, start_version
 from asyncrl.wire.messages.shared import Replace, Sleep, Slept
 
 SLEEP_RETRY = 2.0  # seconds after which an engine without an answer gets Sleep again
@@ -148,10 +148,10 @@ class ShiftHandler:
     def _request_outlook(self) -> Outlook:
         """Return the answer that rank 0's request would get if the trainer had the devices."""
         request = self.trainer.ranks.open_request
-        if request is None or request.step > self.batches.committed:
+        if request is None or request.step > self.buffer.current_step:
             return NO_REQUEST
 
-        if request.step in (self.config.total_steps, *range(self.batches.committed)):
+        if start_version(request.step) in (self.config.total_steps, *range(self.batches.committed)):
             return Outlook(ready=True, group_fraction=1.0, batch_complete=True)
 
         ranks = self.trainer.ranks.rank_count // self.config.trainer.sequence_parallel

@@ -7,6 +7,7 @@ unblocks: the ranks (plans, payloads, committed), and through the clock the work
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +21,7 @@ from asyncrl.coordinator.peers import Peers
 from asyncrl.coordinator.state import RunState, log
 from asyncrl.errors import ProtocolError
 from asyncrl.observe.metrics import NLL_HELD_OUT, SAMPLED_SCORE
-from asyncrl.types import DropReason, PolicyVersion
+from asyncrl.types import DropReason, PolicyVersion, start_version
 from asyncrl.wire.addresses import is_older
 from asyncrl.wire.messages import shared, trainer
 
@@ -71,9 +72,9 @@ class TrainerHandler:
 
         self.stopping = False  # the last checkpoint was requested
         self.checkpoint_written = False  # the last checkpoint was written
-        # Plans before this step are not needed.
+        # Plans up to this step are not needed.
         self._covered_step = int(self.store.reader.meta("to_forget", "0"))
-        self._stop_step: int | None = None  # step at which the ranks were told to stop
+        self._stop_step: int | None = None  # step after which the ranks were told to stop
 
         # Step of the newest checkpoint.
         self.checkpoint_step = max(self.store.reader.checkpoints(), default=-1)
@@ -163,7 +164,7 @@ class TrainerHandler:
         """Raise a ProtocolError unless the store has all plans that the ranks repeat, from `step` on."""
         retained_batches = self.batches.by_step
         committed = self.batches.committed
-        if any(number not in retained_batches for number in range(step, committed)):
+        if any(number not in retained_batches for number in range(step + 1, committed + 1)):
             raise ProtocolError(
                 f"the trainer's checkpoint is of step {step}, but the run store holds the plans of steps "
                 f"{min(retained_batches, default=committed)} to {committed}: "
@@ -229,7 +230,7 @@ class TrainerHandler:
             return
 
         stored_hash = self.store.reader.plan_hash(message.step)
-        batch = self.batches.by_step.get(message.step - 1)
+        batch = self.batches.by_step.get(message.step)
         expected_hash = batch.plan_hash if batch is not None else stored_hash
         if message.plan_hash != expected_hash:
             raise ProtocolError(f"commit of step {message.step} names a plan that was never issued")
@@ -308,7 +309,7 @@ class TrainerHandler:
 
     def _leave_out_batch(self, message: trainer.GaveUp) -> list[EpisodeRecord]:
         step = message.step
-        batch = self.batches.by_step.get(message.step - 1)
+        batch = self.batches.by_step.get(step)
         if batch is None or not batch.closed:  # the batch was left out before a restart of the coordinator
             return []
 
@@ -383,10 +384,10 @@ class TrainerHandler:
             return
 
         first_step = next(iter(self.batches.by_step))
-        forgotten_uids = self.batches.forget_covered_plans(first_step + 1)
+        forgotten_uids = self.batches.forget_covered_plans(first_step)
         for uid in forgotten_uids:
             self.store.release_frames(uid)
-        self.store.cover_steps(first_step + 1, len(forgotten_uids))
+        self.store.cover_steps(first_step, len(forgotten_uids))
 
         if not self._covers_more:
             self.store.request_sync()  # the store then removes payloads beyond store.keep_bytes
@@ -398,7 +399,7 @@ class TrainerHandler:
 
     @property
     def _covers_more(self) -> bool:
-        return next(iter(self.batches.by_step), self._covered_step) < self._covered_step
+        return next(iter(self.batches.by_step), math.inf) <= self._covered_step
 
     def request_checkpoint(self) -> None:
         """Let the ranks write a checkpoint at the next micro-batch, unless the newest covers all training."""
@@ -444,7 +445,7 @@ class TrainerHandler:
     ) -> RankRecord | None:
         """Return the rank of a request; None for an outdated trainer, or a step that it has committed."""
         is_late = (
-            message.trainer_epoch != self.fleet.trainer_epoch or message.step < self.ranks.committed_step
+            message.trainer_epoch != self.fleet.trainer_epoch or message.step <= self.ranks.committed_step
         )
         is_replaced = is_older(self.ranks.incarnation, self._waiting_incarnation)
         return None if is_late or is_replaced else self.ranks.peers.get(peer)
@@ -476,14 +477,14 @@ class TrainerHandler:
         Ranks at rest are stopped, too.
         """
         shifts = self.fleet.shifts
-        version = PolicyVersion(self.fleet.trainer_epoch, request.step)
+        version = PolicyVersion(self.fleet.trainer_epoch, start_version(request.step))
         if shifts is None or shifts.shift is Shift.TRAIN or self.stopping:
             return self._make_plan(request)
 
         if shifts.shift is Shift.ROLLOUT or self.ranks.offloaded:
             return None
 
-        is_newest = request.step == self.batches.committed
+        is_newest = version.step == self.batches.committed
         lacks_probe = is_newest and self.fleet.versions.lacks_probe(version, always=True)
         return trainer.WorkPlan(request.step, request.micro, "probe" if lacks_probe else "rest")
 
@@ -491,18 +492,19 @@ class TrainerHandler:
         """Return the requested plan. None: the request has to wait."""
         batches = self.batches
         step = request.step
+        version = PolicyVersion(state.trainer_epoch, start_version(step))
         make_plan = partial(trainer.WorkPlan, step, request.micro)
 
-        if step > batches.committed:
-            raise ProtocolError(f"the trainer asks for step {step} before committing {step - 1}")
+        if version.step > batches.committed:
+            raise ProtocolError(f"the trainer asks for step {step} before committing {version.step}")
 
         if self.stopping:
-            self._stop_step = step
+            self._stop_step = version.step
             return make_plan("stop")
-        if step >= self.config.total_steps:
+        if step > self.config.total_steps:
             return make_plan("end")
 
-        if step == batches.committed and self.fleet.versions.lacks_probe(
+        if version.step == batches.committed and self.fleet.versions.lacks_probe(
             PolicyVersion(self.fleet.trainer_epoch, step)
         ):
             return make_plan("probe")  # ranks that repeat steps score no probe

@@ -313,7 +313,7 @@ class WorkerHandler:
             free_slots = self.free_slots - buffer.waiting_count
             total_slots = self.total_slots
             while buffer.waiting_count < MAX_ASSIGNED and buffer.can_admit(free_slots, total_slots):
-                free_slots -= len(buffer.admit_group(batches.committed, self.fleet.engine_time(now)).members)
+                free_slots -= len(buffer.admit_group(self.fleet.engine_time(now)).members)
 
         if buffer.prompts.over and self.config.data.at_end == "drop":
             self.cancel_episodes(batches.drop_remainder())

@@ -212,7 +212,7 @@ class Simulation:
         if shifts is None or self.workload.shift is None:
             return
 
-        step = self.buffer.committed
+        step = self.buffer.current_step
         trainer_waits = not self._trainer_working
         outlook = (
             self.batches.outlook(step, self._micro_batches, self.workload.ranks)
@@ -277,7 +277,7 @@ class Simulation:
         version = len(self._published_at)
 
         while self.buffer.can_admit(slots - self._used_slots - self.buffer.waiting_count, slots):
-            self.buffer.admit_group(self.buffer.committed, self._engine_clock)
+            self.buffer.admit_group(self._engine_clock)
         if not self.buffer.waiting_count:
             return
 
@@ -371,7 +371,7 @@ class Simulation:
         if self._trainer_working or buffer_state == self._refused_state or not self._has_devices(Shift.TRAIN):
             return
 
-        uids = self.batches.next_part(self.buffer.committed, self._micro_batches, self.workload.ranks)
+        uids = self.batches.next_part(self.buffer.current_step, self._micro_batches, self.workload.ranks)
         self._refused_state = (-1, 0) if uids is not None else buffer_state
         if uids is None:
             return
@@ -403,10 +403,10 @@ class Simulation:
         self._state_changed = True
 
     def _commit_step(self) -> None:
-        step = self.buffer.committed
+        step = self.buffer.current_step
         open_groups = self.buffer.tally.count_live(self.buffer.committed)
-        self.batches.commit_batch(step + 1, self.batches.by_step[step].uids)
-        self.batches.forget_covered_plans(step + 1)
+        self.batches.commit_batch(step, self.batches.by_step[step].uids)
+        self.batches.forget_covered_plans(step)
         self.buffer.pop_changes()  # Changes are meant for a store; a simulation has none
 
         if self.shifts is None:

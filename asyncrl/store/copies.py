@@ -34,7 +34,7 @@ EPOCH_MARGIN = 1_000_000  # more epochs than ever begin between two checkpoints
 # The condition of the rows that a copy has, by table.
 COPIED_ROWS = {
     **dict.fromkeys(("meta", "retired", "commits", "checkpoints"), ""),
-    "plans": f"WHERE step >= (SELECT coalesce(max(value + 0), 0) FROM run.meta WHERE key='{COVERED_TO}')",
+    "plans": f"WHERE step > (SELECT coalesce(max(value + 0), 0) FROM run.meta WHERE key='{COVERED_TO}')",
     "groups": "WHERE NOT over OR id IN needed OR id = (SELECT max(id) FROM run.groups)",
     **dict.fromkeys(("episodes", "questions"), "WHERE group_id IN (SELECT id FROM main.groups)"),
     **dict.fromkeys(("answers", "calls"), "WHERE uid IN (SELECT uid FROM main.episodes)"),

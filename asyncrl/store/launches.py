@@ -29,6 +29,10 @@ class LaunchRecord(msgspec.Struct, frozen=True):
     step: int
     config: dict[str, Any]
 
+    @property
+    def first_step(self) -> int:
+        return self.step + 1
+
 
 decode_launches = msgspec.json.Decoder(list[LaunchRecord]).decode
 
@@ -57,11 +61,11 @@ def launches_of(run_dir: Path) -> list[LaunchRecord]:
 
 
 def launch_at(launches: Sequence[LaunchRecord], step: int) -> LaunchRecord:
-    """Return the launch that trained a step, counted from 1; the newest launch for 0, not trained yet.
+    """Return the launch that trained a step, or the newest launch for 0 and NO_STEP: not trained yet.
     ConfigError without launches."""
     if not launches:
         raise ConfigError("the run has no record of its configuration: run.db and config.yaml are gone")
-    return next((launch for launch in reversed(launches) if launch.step < step or not step), launches[0])
+    return next((launch for launch in reversed(launches) if launch.step < step or step < 1), launches[0])
 
 
 def with_launch(launches: Sequence[LaunchRecord], step: int, config: RunConfig) -> list[LaunchRecord]:

@@ -27,6 +27,7 @@ SCANNED_EPISODES = 200  # newest episodes whose component names become facets
 TEXTS = ("question", "answer", "truth")
 COMPONENT_PREFIX = "components."
 CALLED_TOOL = "tool"
+START_VERSION = "(e.step - 1)"  # see types.start_version
 MAX_STALENESS = "(SELECT value ->> '$[#-1].config.buffer.max_staleness' FROM meta WHERE key = 'launches')"
 
 COLUMNS = {
@@ -37,11 +38,13 @@ COLUMNS = {
     "group": "CASE WHEN e.group_id >= 0 THEN e.group_id END",
     **{name: f"q.{name}" for name in ("sample", "source")},
     **{name: f"coalesce({table}.{name}, '')" for name, table in zip(TEXTS, "qaq", strict=True)},
-    "lag": "CASE e.kind WHEN 'train' THEN max(abs(e.step - 1 - e.oldest), abs(e.step - 1 - e.newest)) END",
+    "lag": f"""CASE e.kind WHEN 'train'
+        THEN max(abs({START_VERSION} - e.oldest), abs({START_VERSION} - e.newest)) END""",
     # Tokens beyond the bound of the newest launch: none, some, all.
-    "stale": f"""CASE e.kind WHEN 'train' THEN CASE WHEN e.step - 1 - e.newest > {MAX_STALENESS} THEN 'all'
-        WHEN e.step - 1 - e.oldest > {MAX_STALENESS} THEN 'some'
-        WHEN e.step - 1 - e.oldest <= {MAX_STALENESS} THEN 'none' END END""",
+    "stale": f"""CASE e.kind WHEN 'train' THEN CASE
+        WHEN {START_VERSION} - e.newest > {MAX_STALENESS} THEN 'all'
+        WHEN {START_VERSION} - e.oldest > {MAX_STALENESS} THEN 'some'
+        WHEN {START_VERSION} - e.oldest <= {MAX_STALENESS} THEN 'none' END END""",
 }
 FACETS = {
     "kind": "kind",

@@ -14,12 +14,13 @@ from asyncrl.buffer.batches import Baseline, Batch
 from asyncrl.buffer.records import EpisodeRecord, GroupRecord, State
 from asyncrl.store.schema import DATABASE, StoreError, damage_error, open_to_read
 from asyncrl.store.segments import FrameLocation, SegmentReader
+from asyncrl.types import NO_STEP
 
 T = TypeVar("T")
-# The step of a held-out episode is the step of the validation; no batch takes such an episode.
-EPISODE_QUERY = """SELECT record, state, reason, CASE kind WHEN 'train' THEN coalesce(step, 0) - 1 ELSE -1 END
-    FROM episodes WHERE """
-COVERED_TO = "covered_to"  # key in meta: a checkpoint covers the batches before this number
+# The column `step` of a held-out episode is the step of the validation; no batch takes such an episode.
+EPISODE_QUERY = f"""SELECT record, state, reason, CASE kind WHEN 'train' THEN coalesce(step, {NO_STEP})
+    ELSE {NO_STEP} END FROM episodes WHERE """
+COVERED_TO = "covered_to"  # key in meta: a checkpoint covers the steps up to this number
 FrameKey = tuple[str, int, str]  # uid, turn, generated | replied | result; uid, session, part_kind
 
 
@@ -108,27 +109,27 @@ class RunReader:
     def committed_plans(self) -> list[Batch]:
         """Return the plans of committed batches, oldest first, as far as no checkpoint covers these
         batches."""
-        committed = {step - 1 for (step,) in self.rows("SELECT step FROM commits")}
+        committed = {step for (step,) in self.rows("SELECT step FROM commits")}
         return [batch for batch in self.plans() if batch.step in committed]
 
     def planned_steps(self) -> set[int]:
-        """Return the committed batches (0-based) whose plan and payloads are still stored."""
-        return {step for (step,) in self.rows("SELECT p.step FROM plans p JOIN commits c ON c.step=p.step+1")}
+        """Return the committed steps whose plan and payloads are still stored."""
+        return {step for (step,) in self.rows("SELECT step FROM plans JOIN commits USING (step)")}
 
     def plan(self, step: int) -> Batch:
-        """Return the plan of a batch from `planned_steps`."""
+        """Return the plan of a step from `planned_steps`."""
         matching_plans = self._records(Batch, "SELECT record FROM plans WHERE step=?", step)
-        return _first_record(matching_plans, "plan of batch", step)
+        return _first_record(matching_plans, "plan of step", step)
 
     @property
     def covered(self) -> int:
-        """Return the number of batches whose plans no resume needs: a resume begins at a checkpoint of this
-        step, or later."""
+        """Return the newest step whose plan no resume needs: a resume begins at a checkpoint of this step, or
+        later."""
         return int(self.meta(COVERED_TO, "0"))
 
     def plans(self) -> list[Batch]:
         """Return the batches that no retained checkpoint covers, oldest first."""
-        return self._records(Batch, "SELECT record FROM plans WHERE step>=? ORDER BY step", self.covered)
+        return self._records(Batch, "SELECT record FROM plans WHERE step>? ORDER BY step", self.covered)
 
     def trained_in_plans(self) -> int:
         """Count trajectories in committed batches: in the stored plans, and the recorded count of the

@@ -22,7 +22,7 @@ from asyncrl.store.copies import Copies
 from asyncrl.store.reader import COVERED_TO, FrameKey, RunReader
 from asyncrl.store.schema import DATABASE, SupersededError, store_error, take_over
 from asyncrl.store.segments import FrameLocation, SegmentReader, SegmentWriter, fsync
-from asyncrl.types import Sample, ToolReply
+from asyncrl.types import NO_STEP, Sample, ToolReply
 from asyncrl.values import shorten_to_line
 
 EPISODE_TABLES = ("episodes", "answers", "calls", "frames")  # tables with rows by uid
@@ -166,15 +166,14 @@ class RunStore:
         self._released_episodes.add(uid)
         self._add_statement("UPDATE frames SET spare=1 WHERE uid=?", (uid,))
 
-    def forget_plans(self, steps: range, rows: int) -> None:
-        """Record batches with `rows` trajectories of which only the commit is known."""
-        self._add_statement("DELETE FROM plans WHERE step>=? AND step<?", (steps.start, steps.stop))
+    def forget_plans(self, first_step: int, last_step: int, rows: int) -> None:
+        """Record steps that trained `rows` trajectories, and of which only the commit is known."""
+        self._add_statement("DELETE FROM plans WHERE step BETWEEN ? AND ?", (first_step, last_step))
         self._count_covered(rows)
 
     def cover_steps(self, step: int, rows: int) -> None:
-        """Record that the oldest retained checkpoint covers the batches before `step`, `rows` trajectories
-        more than the previous checkpoint. Covered batches stay covered, also when more checkpoints are
-        retained."""
+        """Record that the oldest retained checkpoint covers the steps up to `step`, `rows` trajectories more
+        than the previous checkpoint. Covered steps stay covered, also when more checkpoints are retained."""
         self._add_statement(RAISE_META, (COVERED_TO, step))
         self._count_covered(rows)
 
@@ -221,9 +220,9 @@ class RunStore:
                 self._db.executemany("INSERT OR REPLACE INTO frames VALUES(?,?,?,?,?,?)", rows)
                 if self.pruning:
                     newest_segment = self._segments.newest_segment
-                    covered_steps = self.reader.covered
+                    covered_step = self.reader.covered
                     oldest_segment = prune_store(
-                        self._db, self._segment_reader, newest_segment, self._keep_bytes, covered_steps
+                        self._db, self._segment_reader, newest_segment, self._keep_bytes, covered_step
                     )
 
             self._clear_pending()
@@ -332,7 +331,7 @@ def episode_row(
 
 
 def _trained_step(episode: EpisodeRecord) -> int | None:
-    return episode.step + 1 if episode.step >= 0 else None
+    return None if episode.step == NO_STEP else episode.step
 
 
 def _plain_truth(truth: str) -> str:
@@ -353,7 +352,7 @@ def _plain_truth(truth: str) -> str:
 FORGETTABLE_GROUPS = """
 SELECT id FROM groups WHERE over AND id <= ? AND id < (SELECT max(id) FROM groups) AND NOT EXISTS (
     SELECT 1 FROM episodes e WHERE e.group_id = groups.id AND (
-        e.step > (SELECT coalesce(min(step), 1 << 60) FROM plans)
+        e.step >= (SELECT coalesce(min(step), 1 << 60) FROM plans)
         OR EXISTS (SELECT 1 FROM frames f WHERE f.uid = e.uid)))
 """
 # Held-out episodes of this validation and of earlier validations.
@@ -368,12 +367,12 @@ ON CONFLICT(state) DO UPDATE SET count = count + excluded.count
 
 
 def prune_store(
-    db: sqlite3.Connection, segments: SegmentReader, newest_segment: int, keep_bytes: int, covered_steps: int
+    db: sqlite3.Connection, segments: SegmentReader, newest_segment: int, keep_bytes: int, covered_step: int
 ) -> int | None:
     """Forget data beyond `keep_bytes`, of at most MAX_FORGOTTEN episodes, within a transaction.
 
-    A checkpoint covers the batches before `covered_steps`; the plans of these batches go with the first
-    forgotten payloads. Returns None when there may be more to forget; else the oldest segment that is still
+    A checkpoint covers the steps up to `covered_step`; the plans of these steps go with the first forgotten
+    payloads. Returns None when there may be more to forget; else the oldest segment that is still
     referred to, or `newest_segment`: once the transaction is durable, earlier segments can be deleted.
     """
     (needed_segment,) = db.execute("SELECT min(segment) FROM frames WHERE spare=0").fetchone()
@@ -388,8 +387,8 @@ def prune_store(
 
     step_query = "SELECT group_id, coalesce(step, 0) FROM episodes WHERE uid=?"
     episode_rows = [row for uid in pruned_uids if (row := db.execute(step_query, uid).fetchone())]
-    covered_plans = [step for group, step in episode_rows if group >= 0 and step <= covered_steps]
-    db.execute("DELETE FROM plans WHERE step < ?", (max(covered_plans, default=0),))
+    covered_plans = [step for group, step in episode_rows if group >= 0 and step <= covered_step]
+    db.execute("DELETE FROM plans WHERE step <= ?", (max(covered_plans, default=0),))
     db.executemany("DELETE FROM frames WHERE uid=?", pruned_uids)
 
     newest_group = max((group for group, _ in episode_rows), default=-1)  # newer groups have newer payloads

@@ -1,9 +1,9 @@
 """The tables of `run.db`, and the version of the schema. All code that opens the database does so here.
 
-The row of an episode has the values that lists show, where steps are counted from 1 and NULL means not known
-yet, and the record from which a coordinator continues. The record is older than the row if only state, reason
-and step have changed since. Held-out episodes have rows once finished, in groups below 0: -1 - the sample's
-row. Texts, which few queries read, are in separate tables.
+The row of an episode has the values that lists show, where NULL means not known yet, and the record from
+which a coordinator continues. The record is older than the row if only state, reason and step have changed
+since. Held-out episodes have rows once finished, in groups below 0: -1 - the sample's row. Texts, which few
+queries read, are in separate tables.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from asyncrl.errors import AsyncrlError, ConfigError, disk_full
 log = logging.getLogger("asyncrl.store")
 
 DATABASE = "run.db"
-SCHEMA_VERSION = 16  # raise when a table, a stored struct, or `Sample` changes
+SCHEMA_VERSION = 17  # raise when a table, a stored struct, or `Sample` changes
 TABLES = """
 CREATE TABLE meta(key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
 CREATE TABLE groups(id INTEGER PRIMARY KEY, over INTEGER NOT NULL, record BLOB NOT NULL);

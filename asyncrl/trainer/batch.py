@@ -253,7 +253,7 @@ def with_turns(
 def training_sample(
     planned: PlannedTrajectory,
     turns: Sequence[Turn],
-    step: int,
+    current_version: int,
     max_staleness: int,
     aggregation: Aggregation,
     *,
@@ -262,8 +262,8 @@ def training_sample(
     scorer_topk: int | None = None,
     agent_names: Sequence[str] = ("",),
 ) -> TrainingSample:
-    """Join the turns of a trajectory token by token, for batch `step`, with their weight by the `aggregation`
-    rule, rewards and lags, and mark tokens over `max_staleness`.
+    """Join the turns of a trajectory token by token, for the step that starts from `current_version`, with
+    their weight by the `aggregation` rule, rewards and lags, and mark tokens over `max_staleness`.
 
     `expert_choices`: how many experts the model chooses for a token, if the servers' choices are replayed;
     else 0. `scorer_topk`: turns carry the reference's log-probs, and as many likeliest tokens per position; a
@@ -286,8 +286,8 @@ def training_sample(
     turn_indices = np.repeat(np.arange(len(turns)), [len(turn.generation.ids) for turn in turns])
     logprobs = [logprob for turn in turns for logprob in turn.generation.logprobs]
     version_spans = [span for turn in turns for span in turn.generation.spans]
-    staleness = token_lags(version_spans, step)
-    exact_spans = [span.version == span.kv_version == step for span in version_spans]
+    staleness = token_lags(version_spans, current_version)
+    exact_spans = [span.version == span.kv_version == current_version for span in version_spans]
     token_share = aggregation(len(token_origins), planned.group_tokens)
     adapter_of = {
         turn.row: agent_names.index(turn.agent) if turn.agent in agent_names else 0 for turn in turns

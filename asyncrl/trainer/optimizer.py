@@ -137,19 +137,19 @@ def trainable(model: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
-def learning_rate(config: TrainerConfig, step: int, total_steps: int) -> float:
-    """Return the rate of the optimizer step that trains batch `step` (0-based), a function of `step` alone,
+def learning_rate(config: TrainerConfig, steps_done: int, total_steps: int) -> float:
+    """Return the rate of the optimizer step that follows `steps_done` steps, a function of this number alone,
     so that skipped, replayed and resumed steps agree.
 
     Linear warm-up reaches the peak with the last warm-up step; then the schedule falls to `lr_end`·lr at the
     last step. A step beyond `total_steps` keeps the final rate.
     """
-    if step < config.warmup_steps:
-        return config.lr * (step + 1) / config.warmup_steps
+    if steps_done < config.warmup_steps:
+        return config.lr * (steps_done + 1) / config.warmup_steps
     if config.lr_schedule == "constant":
         return config.lr
     decay_steps = max(total_steps - 1 - config.warmup_steps, 1)
-    decay_done = min((step - config.warmup_steps) / decay_steps, 1.0)
+    decay_done = min((steps_done - config.warmup_steps) / decay_steps, 1.0)
     decay_factor = (
         1 - decay_done if config.lr_schedule == "linear" else (1 + math.cos(math.pi * decay_done)) / 2
     )
@@ -164,7 +164,7 @@ NORM_PREFIX = "grad_norm/"  # keys in a learner's state, so that repeated steps 
 
 
 class SpikeError(AsyncrlError):
-    """The batch of a step (1-based) spiked, and is to be left out: its gradient `norm` exceeds `limit`."""
+    """The batch of a step spiked, and is to be left out: its gradient `norm` exceeds `limit`."""
 
     def __init__(self, step: int, norm: float, limit: float) -> None:
         excess = f", over {limit:g} (trainer.spike_factor)" if math.isfinite(norm) else ""

@@ -176,7 +176,7 @@ class TrainerRank:
     def _train_part(self, plan: trainer.WorkPlan, work: PlannedWork) -> None:
         uids = [planned.uid for planned, _ in work]
         self.trainer_world.check_shared(uids, list[str])  # a payload may have become unreadable in between
-        span_fields = {"step": plan.step + 1, "micro": plan.micro}
+        span_fields = {"step": plan.step, "micro": plan.micro}
         with self.timeline.span("train", **span_fields), self.stopwatch.phase("update_actor"):
             self.learner.accumulate(work)
         self._batch_uids += uids
@@ -186,7 +186,7 @@ class TrainerRank:
         # A step that was committed once is not left out.
         self.learner.on_spike = "skip" if self.is_repeating else self.config.trainer.on_spike
 
-        with self.timeline.span("step", step=plan.step + 1), self.stopwatch.phase("update_actor"):
+        with self.timeline.span("step", step=plan.step), self.stopwatch.phase("update_actor"):
             metrics = self.learner.finish()
             if not is_tiny(self.learner):
                 trim_heap()
@@ -226,7 +226,7 @@ class TrainerRank:
     def _take_plan(self, micro_batches: int) -> tuple[trainer.WorkPlan, PlannedWork]:
         """Return the next plan, and this rank's part of it with its turns, once all ranks hold their
         payloads."""
-        step = self.learner.step
+        step = self.learner.step + 1
         planned_work = list[tuple[trainer.PlannedTrajectory, list[Turn]]]()
 
         offload_note = ", at rest while engines sample" if self.device_offload.is_offloaded else ""

@@ -32,22 +32,22 @@ def retrain(
     counted from 1. `token_budget`: tokens of a micro-batch; 0: as recorded. On one CPU rank, with the run's
     configuration, the metrics equal the run's to the last bit. ConfigError names the steps that can be
     repeated, StoreError an unreadable record."""
-    first_step = start_step(reader, checkpoints, step)
+    checkpoint_step = start_step(reader, checkpoints, step)
     torch.set_num_threads(config.launch.threads)
     torch.manual_seed(config.seed)
 
     try:
         learner = Learner(config, world.join_ranks(0, 1, device=config.model.device))
         learner.on_spike = "skip"  # the batch is looked at, not left out
-        if first_step > INITIAL:
-            checkpoint.load_checkpoint(checkpoints, first_step, learner)
+        if checkpoint_step > INITIAL:
+            checkpoint.load_checkpoint(checkpoints, checkpoint_step, learner)
 
-        for step_index in range(first_step, step):
-            plan = reader.plan(step_index)
+        for repeated_step in range(checkpoint_step + 1, step + 1):
+            plan = reader.plan(repeated_step)
             learner.token_budget = token_budget or plan.budget
             for work in recorded_work(config, reader, plan, learner.partition):
                 learner.accumulate(work)
-            yield step_index + 1, learner.finish()
+            yield repeated_step, learner.finish()
     finally:
         world.leave_ranks()
 
@@ -57,10 +57,10 @@ def start_step(reader: RunReader, checkpoints: Checkpoints, step: int) -> int:
     ConfigError if there is none."""
     planned_steps = reader.planned_steps()
     checkpoint_step = max(INITIAL, checkpoint.newest_step(checkpoints, before_step=step))
-    if step > 0 and planned_steps.issuperset(range(checkpoint_step, step)):
+    if step > 0 and planned_steps.issuperset(range(checkpoint_step + 1, step + 1)):
         return checkpoint_step
     end_of_start = {
-        start: next(planned_step for planned_step in count(start) if planned_step not in planned_steps)
+        start: next(end for end in count(start) if end + 1 not in planned_steps)
         for start in (INITIAL, *checkpoints.steps())
     }
     start_of_end = {end: start for start, end in sorted(end_of_start.items(), reverse=True) if end > start}

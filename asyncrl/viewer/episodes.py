@@ -27,7 +27,7 @@ from asyncrl.observe.held_out import UID_START
 from asyncrl.observe.transcripts import read_ratios
 from asyncrl.registry import name_and_options
 from asyncrl.store.reader import RunReader
-from asyncrl.types import Observation, Turn
+from asyncrl.types import NO_STEP, Observation, Turn, start_version
 
 MAX_LOG_RATIO = 20.0  # nats
 SEARCH_SECONDS = 1.0  # time limit for reading transcripts in a search
@@ -97,7 +97,7 @@ def masked_fraction(reader: RunReader, episode_row: Mapping[str, Any], max_stale
     with suppress(AsyncrlError):
         turns = turns_of(list(reader.turn_frames(episode_row["uid"], episode_row["turns"])))
         spans = [span for turn in turns if not turn.untrained for span in turn.generation.spans]
-        return fmean(stale_mask(token_lags(spans, episode_row["step"] - 1), max_staleness))
+        return fmean(stale_mask(token_lags(spans, start_version(episode_row["step"])), max_staleness))
     return None
 
 
@@ -111,7 +111,7 @@ def transcript(
     episode = reader.episode(uid)
     turns, missing = stored_turns(reader, episode)
     token_values = dict[str, list[Any]]()  # lists of all trained tokens, or shorter
-    if episode.step >= 0 and (ratio_record := read_ratios(run_dir, episode.step + 1, uid)):
+    if episode.step != NO_STEP and (ratio_record := read_ratios(run_dir, episode.step, uid)):
         ratios = [
             None if log_ratio is None else exp(min(log_ratio, MAX_LOG_RATIO))
             for log_ratio in ratio_record.log_ratio
@@ -195,7 +195,8 @@ def _turn_answers(
         spans = [
             (span.version, span.kv_version) for span in generation.spans for _ in range(span.start, span.end)
         ]
-        lags = [] if turn.untrained or step < 0 else token_lags(generation.spans, step)
+        is_counted = not turn.untrained and step != NO_STEP
+        lags = token_lags(generation.spans, start_version(step)) if is_counted else []
         yield {
             "index": turn.index,
             "row": turn.row,

@@ -73,7 +73,7 @@ def overview(run_dir: Path, ending: str) -> dict[str, Any]:
     launches = launches_of(run_dir)
     config = launches[-1].config if launches else {}
     key_changes = [
-        (new_launch.step + 1, describe_differences(old_launch.config, new_launch.config))
+        (new_launch.first_step, describe_differences(old_launch.config, new_launch.config))
         for old_launch, new_launch in pairwise(launches)
     ]
     resume_alerts = [

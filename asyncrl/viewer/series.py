@@ -152,7 +152,7 @@ def run_marks(run_dir: Path, columns: MetricColumns) -> list[dict[str, Any]]:
         keys |= leaves(launches[-1].config)
         launch_marks = dict.fromkeys(reader.restarts(), ("restart", "started again"))
         for old_launch, new_launch in pairwise(launches):
-            launch_marks[new_launch.step + 1] = (
+            launch_marks[new_launch.first_step] = (
                 "resume",
                 f"resumed with {describe_differences(old_launch.config, new_launch.config)}",
             )

@@ -146,7 +146,7 @@ class Views:
         path = self._run_path(query)
         uid = query.get("uid", "")
         with closing(RunReader.open(path)) as reader:
-            config = _run_config(path, reader.episode(uid).step + 1)
+            config = _run_config(path, reader.episode(uid).step)
             uid_condition = msgspec.json.encode([("uid", "=", uid)]).decode()
             if not (episode_rows := listing.episode_page(reader, Listing.of(uid_condition, "", "", ""))):
                 raise ConfigError(f"episode {uid}: its validation is under way; it is listed once it is over")

@@ -116,10 +116,10 @@ class PlantedRun:
         """Train groups in which the first player has one episode and the second player the other."""
         for step in range(STEPS):
             for _ in range(GROUPS):
-                group = self.buffer.admit_group(step, now=0.0)
+                group = self.buffer.admit_group(now=0.0)
                 for uid, player in zip(group.members, (first, second), strict=True):
                     self.land(uid, player(group.sample, step), step)
-            self.commit(step)
+            self.commit()
 
     def land(self, uid: str, played: Played, step: int = 0) -> None:
         """An episode of the buffer is over."""
@@ -127,9 +127,10 @@ class PlantedRun:
         episode = self.buffer.episodes[uid]
         self.buffer.finish_episode(episode, *self._write(episode, played, step), 0.0)
 
-    def commit(self, step: int) -> None:
-        train(self.batches, step)
-        self.store.put_commit(step + 1, 1, self.batches.by_step[step].plan_hash)
+    def commit(self) -> None:
+        step = self.buffer.current_step
+        train(self.batches)
+        self.store.put_commit(step, 1, self.batches.by_step[step].plan_hash)
         self._index()
 
     def _index(self) -> None:
@@ -275,7 +276,7 @@ def save_run(run_dir: Path, **training: float) -> Path:
         turn = Said("0123456789", reply, spans=SPANS)
         planted_run.land(uid, Played([turn], f"the answer of {uid}", reward, {"acc": reward}))
 
-    planted_run.commit(0)
+    planted_run.commit()
     run(planted_run.buffer, "2.0")
     land(planted_run.buffer, "3.0")
     planted_run.buffer.drop_group(planted_run.buffer.live_groups[3], DropReason.GROUP_SHORT)

@@ -444,7 +444,7 @@ class PlayedTrainer:
                 self._committed(message)
 
     def _request(self) -> None:
-        self.first.ask(PlanRequest(self.epoch, self.step, self.micro, self.resting), bulk=True)
+        self.first.ask(PlanRequest(self.epoch, self.step + 1, self.micro, self.resting), bulk=True)
 
     def _hand(self, rank: PlayedRank, plan: WorkPlan, part: tuple[PlannedTrajectory, ...]) -> None:
         """Hand a plan of rank 0 to a rank, which requests its part."""
@@ -452,7 +452,7 @@ class PlayedTrainer:
         rank.uids = []
         rank.turns = {planned.uid: planned.frames for planned in part}
         if part:
-            rank.ask(PayloadRequest(self.epoch, self.step, tuple(rank.turns)), bulk=True)
+            rank.ask(PayloadRequest(self.epoch, plan.step, tuple(rank.turns)), bulk=True)
 
     def _start(self) -> None:
         """Train once the last rank has its part."""

@@ -36,7 +36,7 @@ def save_conversations(run_dir: Path, long: int = LONG) -> Path:
         halves = [turn._replace(versions=(0, 1)) for turn in turns]
         planted_run.land(uid, Played(halves, answer_text, reward, {"right": reward, "format": 1.0}))
 
-    planted_run.commit(0)
+    planted_run.commit()
     return planted_run.close()
 
 

@@ -157,12 +157,12 @@ def test_ranks_rest_when_ordered_and_train_as_ever(size: int, run: Run, world: W
     requests = trainer.PlanRequest
     with run.ranks(size):
         request = coordinator.until(requests)
-        assert request == requests(EPOCH, 0, 0) and coordinator.asked == {*range(size)}
+        assert request == requests(EPOCH, 1, 0) and coordinator.asked == {*range(size)}
         for _ in range(2):
             coordinator.plan(request, "rest")
         for _ in range(2):  # the second order has an answer, too
             request = coordinator.until(requests)
-            assert request == requests(EPOCH, 0, 0, resting=True)
+            assert request == requests(EPOCH, 1, 0, resting=True)
         half = len(run.planned) // 2
         coordinator.plan(request, "work", trajectories=run.planned[:half])
         request = coordinator.until(requests, micro=1)
@@ -176,7 +176,7 @@ def test_ranks_rest_when_ordered_and_train_as_ever(size: int, run: Run, world: W
         coordinator.plan(request, "step")
         commit = coordinator.until(trainer.Commit)
         ref = coordinator.until(trainer.Published).ref
-        request = coordinator.until(requests, step=1)
+        request = coordinator.until(requests, step=2)
         coordinator.plan(request, "rest")  # the version may not be written yet
         request = coordinator.until(requests, resting=True)
         coordinator.plan(request, "end")
@@ -186,7 +186,7 @@ def test_ranks_rest_when_ordered_and_train_as_ever(size: int, run: Run, world: W
     phases = {f"timing_s/{name}" for name in ("rest", "wait_devices", "wake")}
     assert phases <= commit.metrics.keys() and ref.version == (EPOCH, 1)
     waiting_rank = "" if size == 1 else "rank 0, which waits for "
-    assert f"{waiting_rank}trajectories of step 0, at rest while engines sample" in coordinator.waits
+    assert f"{waiting_rank}trajectories of step 1, at rest while engines sample" in coordinator.waits
     learner = make_learner(run.config, world, "float32")
     for part in (run.episodes[:half], run.episodes[half:]):
         learner.accumulate(part)

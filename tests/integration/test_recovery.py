@@ -79,7 +79,7 @@ def lacking(given):
         MARKER.touch()
         raise torch.OutOfMemoryError("no room for it")
     value = -given.correction.weight * given.advantage * given.logp
-    return TokenLoss(value, clipped=torch.zeros_like(given.fresh))
+    return TokenLoss(value, clipped=torch.zeros_like(given.trainable))
 '''
 
 
@@ -123,7 +123,7 @@ def spiking(given):
     if next(calls) == 3 and not MARKER.exists():
         MARKER.touch()
         value = value * float("nan")
-    return TokenLoss(value, clipped=given.fresh & False)
+    return TokenLoss(value, clipped=given.trainable & False)
 '''
 
 

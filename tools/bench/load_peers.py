@@ -209,7 +209,7 @@ class Trainer(Peer):
         self._tell(Published(ref, 0.0, 0.0))
 
     def _next(self) -> None:
-        self._ask(PlanRequest(self.epoch, self.step, self.micro))
+        self._ask(PlanRequest(self.epoch, self.step + 1, self.micro))
 
     def receive(self, message: Any, frames: list[bytes]) -> None:
         match message:

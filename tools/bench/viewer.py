@@ -76,7 +76,7 @@ def make_run(run_dir: Path, episodes: int, steps: int) -> None:
         run_dir, samples, buffer={"episodes_per_group": MEMBERS, "groups_per_batch": GROUPS}
     )
     for number in range(episodes // MEMBERS):
-        group = planted_run.buffer.admit_group(step, now=0.0)
+        group = planted_run.buffer.admit_group(now=0.0)
         for uid in group.members:
             planted_run.land(uid, _played(draw, step), step)
 
@@ -85,7 +85,7 @@ def make_run(run_dir: Path, episodes: int, steps: int) -> None:
         elif ready := (ready + 1) % GROUPS:
             continue
         else:
-            planted_run.commit(step)
+            planted_run.commit()
             step += 1
 
     planted_run.close()

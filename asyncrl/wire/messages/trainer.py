@@ -50,7 +50,7 @@ class GrantDevices(WireMessage, frozen=True):
 
 
 class Commit(WireMessage, frozen=True):
-    """Rank 0 took the optimizer step of batch `step` (1-based: the completed step). `trained`: uids of all
+    """Rank 0 took the optimizer step of the batch of `step`. `trained`: uids of all
     ranks, of the plan's trajectories whose payloads reached a rank."""
 
     trainer_epoch: Count
@@ -95,7 +95,7 @@ class Checkpointed(WireMessage, frozen=True):
 
 
 class GaveUp(WireMessage, frozen=True):
-    """A rank gave up batch `step` (1-based), and ends when Stop answers; all ranks end together.
+    """A rank gave up the batch of `step`, and ends when Stop answers; all ranks end together.
 
     memory: a micro-batch of `tokens` tokens, padding included, of `episodes` episodes took too much memory.
     The rank had recomputed every `recomputed_every`-th layer (0: none); the next ranks may recompute every
@@ -116,7 +116,7 @@ class GaveUp(WireMessage, frozen=True):
 
 
 class PlanRequest(WireMessage, frozen=True):
-    """Rank 0 asks for part `micro` of batch `step` (0-based: the step being trained), for all ranks.
+    """Rank 0 asks for part `micro` of the batch of `step`, the step after the trained ones, for all ranks.
     `resting`: no rank holds anything on a device."""
 
     trainer_epoch: Count
@@ -190,7 +190,7 @@ class WorkPlan(WireMessage, frozen=True):
 
 
 class PayloadRequest(WireMessage, frozen=True):
-    """A rank asks for the payloads of trajectories of batch `step`, which it is to train."""
+    """A rank asks for the payloads of trajectories of the batch of `step`, which it is to train."""
 
     trainer_epoch: Count
     step: Count

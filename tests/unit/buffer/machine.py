@@ -13,7 +13,16 @@ from asyncrl.buffer.records import EpisodeRecord, State
 from asyncrl.buffer.replay import ReplayBuffer
 from asyncrl.buffer.staleness import oldest_version_of
 from asyncrl.config import BufferConfig
-from asyncrl.types import EpisodeResult, EpisodeStats, FailReason, Generation, StopReason, Turn, VersionSpan
+from asyncrl.types import (
+    NO_STEP,
+    EpisodeResult,
+    EpisodeStats,
+    FailReason,
+    Generation,
+    StopReason,
+    Turn,
+    VersionSpan,
+)
 
 
 def make(
@@ -36,9 +45,9 @@ def make(
     return buffer, Batches(buffer, micro_batch_tokens=1 << 20, flush_at_end=True)
 
 
-def admit(buffer: ReplayBuffer, groups: int, step: int = 0) -> None:
+def admit(buffer: ReplayBuffer, groups: int) -> None:
     for _ in range(groups):
-        buffer.admit_group(step, now=0.0)
+        buffer.admit_group(now=0.0)
 
 
 def run(buffer: ReplayBuffer, uid: str) -> None:
@@ -99,15 +108,17 @@ def play(buffer: ReplayBuffer, batches: Batches, events: str) -> list[list[str]]
         elif first == "a":
             before = buffer.next_group
             while buffer.can_admit(100, 100):
-                buffer.admit_group(buffer.committed, now)
+                buffer.admit_group(now)
             assert buffer.next_group - before == int(arguments), word
         elif first == "@":
             buffer.settle_overdue(now := float(arguments))
         elif first == "T":
-            trained.append(sorted(train(batches, batches.committed)))
+            trained.append(sorted(train(batches)))
         elif first in "M?":
-            current_batch = batches.by_step.get(batches.committed)
-            plan = batches.next_part(batches.committed, len(current_batch.micros) if current_batch else 0, 1)
+            current_batch = batches.by_step.get(buffer.current_step)
+            plan = batches.next_part(
+                buffer.current_step, len(current_batch.micros) if current_batch else 0, 1
+            )
             assert bool(plan) is (first == "M") and plan != [], (word, plan)
         elif reward:
             land(buffer, uid, float(reward), now=now)
@@ -133,9 +144,9 @@ def count_again(buffer: ReplayBuffer) -> None:
         members = {episode.group for episode in episodes.values() if episode.state is state}
         assert tally.groups_by_state[state] == members, state
     for step in {group.step for group in groups} | set(tally.groups_by_step):
-        ids = tally.untaken_groups if step < 0 else tally.groups_by_step[step]
+        ids = tally.untaken_groups if step == NO_STEP else tally.groups_by_step[step]
         assert ids == {g.id for g in groups if g.step == step and not g.filtered}
-    is_open = [not g.filtered and (g.step < 0 or g.step >= buffer.committed) for g in groups]
+    is_open = [not g.filtered and (g.step == NO_STEP or g.step > buffer.committed) for g in groups]
     assert tally.count_live(buffer.committed) == sum(is_open)
     ranks = [sum(is_open[:position]) for position in range(len(groups))]
     assert tally.count_older(list(buffer.live_groups), buffer.committed) == ranks
@@ -149,15 +160,16 @@ def count_again(buffer: ReplayBuffer) -> None:
     )
 
 
-def train(batches: Batches, step: int, ranks: int = 1) -> list[str]:
-    """Take and commit batch `step`; the uids in it."""
+def train(batches: Batches) -> list[str]:
+    """Take and commit the batch of the current step; the uids in it."""
+    step = batches.buffer.current_step
     micro = 0
     uids = []
-    while plan := batches.next_part(step, micro, ranks):
+    while plan := batches.next_part(step, micro, 1):
         uids += plan
         micro += 1
     assert plan == [], "the batch must be complete"
-    batches.commit_batch(step + 1, uids)
+    batches.commit_batch(step, uids)
     return uids
 
 

@@ -21,10 +21,10 @@ def test_a_trainer_that_waits_is_given_what_is_worth_a_micro_batch(ranks: int, g
     for group in range(9):
         for member in range(2):
             land(buffer, f"{group}.{member}").tokens = 500
-        plan = batches.next_part(0, len(parts), ranks)
+        plan = batches.next_part(1, len(parts), ranks)
         parts += [plan] if plan else []
     assert [len(plan) / 2 for plan in parts] == groups
-    assert batches.next_part(0, len(parts), ranks) == []
+    assert batches.next_part(1, len(parts), ranks) == []
 
 
 def test_what_a_group_shares_counts_once() -> None:
@@ -33,9 +33,9 @@ def test_what_a_group_shares_counts_once() -> None:
     batches.packing = "tree"
     batches.micro_batch_tokens = 1000
     land_groups(buffer, 8, 89, *[90] * 30)
-    assert batches.next_part(0, 0, 1) is None
+    assert batches.next_part(1, 0, 1) is None
     land_groups(buffer, 1, 89, *[90] * 30)
-    assert len(batches.next_part(0, 0, 1) or []) == 9 * 30
+    assert len(batches.next_part(1, 0, 1) or []) == 9 * 30
 
 
 @pytest.mark.parametrize(("total", "oldest", "alone"), [(9, 1, False), (2, 1, True), (9, 0, True)])
@@ -48,23 +48,23 @@ def test_a_late_member_is_no_micro_batch_by_itself(total: int, oldest: int, alon
     run(buffer, "0.2")
     land(buffer, "0.0", version=1), land(buffer, "0.1", version=1)
     buffer.settle_overdue(5.0)
-    assert batches.next_part(1, 0, 1) == ["0.0", "0.1"]
+    assert batches.next_part(2, 0, 1) == ["0.0", "0.1"]
     land(buffer, "0.2", version=oldest, now=6.0)
-    assert batches.next_part(1, 1, 1) == (["0.2"] if alone else [])
+    assert batches.next_part(2, 1, 1) == (["0.2"] if alone else [])
     if not alone:
         batches.commit_batch(2, ["0.0", "0.1"])
         admit(buffer, 1)
         land(buffer, "1.0"), land(buffer, "1.1"), land(buffer, "1.2")
-        assert sorted(batches.next_part(2, 0, 1) or []) == ["0.2", "1.0", "1.1", "1.2"]
+        assert sorted(batches.next_part(3, 0, 1) or []) == ["0.2", "1.0", "1.1", "1.2"]
 
 
 def test_what_is_counted_does_not_grow_with_the_steps() -> None:
     """Each turn of the loop looks at all of it."""
     buffer, batches = make()
     for step in range(20):
-        admit(buffer, 2, step)
+        admit(buffer, 2)
         land_group(buffer, 2 * step, 1.0, 1.0), land_group(buffer, 2 * step + 1, 1.0, 1.0)
-        train(batches, step)
+        train(batches)
     assert len(buffer.tally.groups_by_step) <= 2
 
 
@@ -88,12 +88,12 @@ def test_forgetting_plans_looks_at_each_of_them_once() -> None:
 
     buffer, batches = make()
     for step in range(40):
-        admit(buffer, 2, step)
+        admit(buffer, 2)
         land_group(buffer, 2 * step, 1.0, 1.0), land_group(buffer, 2 * step + 1, 1.0, 1.0)
-        train(batches, step)
+        train(batches)
     batches.planned_episodes, batches.by_step = Counted(batches.planned_episodes), Counted(batches.by_step)
-    for step in range(30):
-        assert len(batches.forget_covered_plans(step + 1)) == 4
+    for step in range(1, 31):
+        assert len(batches.forget_covered_plans(step)) == 4
     assert Counted.looks <= 30 * (4 * 2 + 4)
     assert batches.baselines.keys() == set(range(60, 80)) and len(batches.planned_episodes) == 40
 
@@ -102,10 +102,10 @@ def test_drop_mode_drops_by_token_age() -> None:
     buffer, batches = make(on_stale="drop", max_staleness=1, groups_per_batch=1, target_staleness=1)
     admit(buffer, 2)
     land(buffer, "0.0", version=0), land(buffer, "0.1", version=0)
-    train(batches, 0)
+    train(batches)
     buffer.committed = 2
     land(buffer, "1.0", version=0), land(buffer, "1.1", version=1)
-    assert batches.next_part(2, 0, 1) == ["1.1"]
+    assert batches.next_part(3, 0, 1) == ["1.1"]
     assert buffer.reasons[f"{State.DROPPED}/{DropReason.STALE}"] == 1
 
 
@@ -115,14 +115,14 @@ def test_hold_waits_for_the_straggler_that_would_cross_the_bound() -> None:
     for uid in ("0.0", "0.1", "1.0", "1.1"):
         buffer.assign(buffer.episodes[uid], "w", 1, 0, 0.0)
     land(buffer, "1.0"), land(buffer, "1.1")
-    # Batch 0 may take group 1: group 0 (version 0) is still within the bound in batch 1.
-    assert sorted(train(batches, 0)) == ["1.0", "1.1"]
-    admit(buffer, 1, step=1)
+    # Step 1 may take group 1: group 0 (version 0) is still within the bound in step 2.
+    assert sorted(train(batches)) == ["1.0", "1.1"]
+    admit(buffer, 1)
     land(buffer, "2.0", version=1), land(buffer, "2.1", version=1)
-    assert batches.next_part(1, 0, 1) is None  # taking group 2 now would leave group 0 over the bound
+    assert batches.next_part(2, 0, 1) is None  # taking group 2 now would leave group 0 over the bound
     land(buffer, "0.0"), land(buffer, "0.1")
-    assert sorted(train(batches, 1)) == ["0.0", "0.1"]
-    assert sorted(train(batches, 2)) == ["2.0", "2.1"]
+    assert sorted(train(batches)) == ["0.0", "0.1"]
+    assert sorted(train(batches)) == ["2.0", "2.1"]
 
 
 def test_a_restarted_trainer_is_given_the_same_plans() -> None:
@@ -130,8 +130,8 @@ def test_a_restarted_trainer_is_given_the_same_plans() -> None:
     admit(buffer, 2)
     for uid in ("0.0", "0.1", "1.0", "1.1"):
         land(buffer, uid)
-    first = train(batches, 0)
-    again = [batches.next_part(0, micro, 1) for micro in range(2)]
+    first = train(batches)
+    again = [batches.next_part(1, micro, 1) for micro in range(2)]
     assert again == [first, []]
     assert sorted(batches.forget_covered_plans(1)) == sorted(first)
     assert not batches.by_step and not batches.planned_episodes
@@ -143,11 +143,11 @@ def test_a_plan_is_stored_with_the_ranks_and_the_budget_that_it_was_last_handed_
     admit(buffer, 2)
     for uid in ("0.0", "0.1", "1.0", "1.1"):
         land(buffer, uid)
-    train(batches, 0)
+    train(batches)
     batches.pop_changes()
     stored = []
     for ranks, budget in ((2, 100), (2, 100), (2, 50)):
-        batches.next_part(0, 0, ranks, budget)
+        batches.next_part(1, 0, ranks, budget)
         stored.append([(batch.ranks, batch.budget) for batch in batches.pop_changes()])
     assert stored == [[(2, 100)], [], [(2, 50)]]
 
@@ -168,7 +168,7 @@ def test_ranks_are_given_what_is_ready_up_to_a_limit(monkeypatch: pytest.MonkeyP
     buffer, batches = make(groups_per_batch=8)
     batches.micro_batch_tokens = 100
     land_groups(buffer, 8, 0, 40, 40)
-    plans = [batches.next_part(0, micro, 2) for micro in range(3)]
+    plans = [batches.next_part(1, micro, 2) for micro in range(3)]
     assert plans == [[f"{g}.{m}" for g in some for m in (0, 1)] for some in (range(5), range(5, 8), ())]
 
 
@@ -183,13 +183,13 @@ def test_a_batch_that_is_left_out_leaves_nothing_of_its_groups() -> None:
         run(buffer, f"{group}.2")
     buffer.settle_overdue(2.0)
     assert not buffer.has_room
-    planned_uids = batches.next_part(0, 0, 1)
-    assert planned_uids == ["0.0", "0.1", "1.0", "1.1"] and batches.next_part(0, 1, 1) == []
+    planned_uids = batches.next_part(1, 0, 1)
+    assert planned_uids == ["0.0", "0.1", "1.0", "1.1"] and batches.next_part(1, 1, 1) == []
     assert [episode.uid for episode in batches.leave_out_batch(DropReason.SPIKE)] == ["0.2", "1.2"]
     assert buffer.reasons == {"dropped/spike": 6} and not buffer.live_groups and buffer.account().conserved
-    assert batches.by_step[0].uids == [] and buffer.has_room
+    assert batches.by_step[1].uids == [] and buffer.has_room
     count_again(buffer)
     admit(buffer, 2)
     for group in (2, 3):
         land_group(buffer, group, 0.0, 1.0, 0.0)
-    assert len(train(batches, 0)) == 6
+    assert len(train(batches)) == 6

@@ -132,7 +132,7 @@ def test_the_limit_is_read_by_admission() -> None:
     assert buffer.max_live_groups == 3  # auto begins with a target of a half
     buffer.live_limit = 5
     while buffer.can_admit(100, 100):
-        buffer.admit_group(0, now=0.0)
+        buffer.admit_group(now=0.0)
     assert len(buffer.live_groups) == 5
     assert make(target_staleness=1.5, max_staleness=4)[0].max_live_groups == 5
     assert make(max_staleness=0)[0].max_live_groups == 2
@@ -145,18 +145,18 @@ def test_a_run_that_waits_for_tools_issues_a_few_groups_more_until_its_last_batc
 
     def admitted() -> int:
         while buffer.can_admit(100, 100):
-            buffer.admit_group(0, now=0.0)
+            buffer.admit_group(now=0.0)
         return buffer.next_group
 
     assert admitted() == 5
     for group in (0, 1):
         land_group(buffer, group, 0.0, 1.0)
-    train(batches, 0)
+    train(batches)
     buffer.spare_groups = 3
     assert admitted() == 7
     for group in (4, 6):  # the last batch has no need of the slowest
         land_group(buffer, group, 0.0, 1.0)
-    assert batches.next_part(1, 0, 1) == ["4.0", "4.1", "6.0", "6.1"] and batches.next_part(1, 1, 1) == []
+    assert batches.next_part(2, 0, 1) == ["4.0", "4.1", "6.0", "6.1"] and batches.next_part(2, 1, 1) == []
     buffer.spare_groups = 5
     assert admitted() == 7
     batches.commit_batch(2, ["4.0", "4.1", "6.0", "6.1"])

@@ -187,11 +187,11 @@ def test_a_group_has_one_member_more() -> None:
 def test_its_reward_is_the_baseline_and_it_leaves_as_filtered() -> None:
     buffer, batches = world()
     land_group(buffer, 0, 1.0, 0.0)
-    assert batches.next_part(0, 0, 1) is None  # without it there is no baseline
+    assert batches.next_part(1, 0, 1) is None  # without it there is no baseline
     land(buffer, "0.2", 0.25)
     assert flow(buffer).filtered == 1
     assert buffer.reasons[f"{State.FILTERED}/{FilterReason.BASELINE}"] == 1
-    assert sorted(train(batches, 0)) == ["0.0", "0.1"]
+    assert sorted(train(batches)) == ["0.0", "0.1"]
     baseline = batches.baselines[0]
     assert baseline.greedy == 0.25
     assert [
@@ -223,7 +223,7 @@ def test_a_group_whose_greedy_episode_is_given_up_is_dropped_at_once(
     assert [episode.member for episode in running] == [i for i in (0, 1) if states[i] == "running"]
     assert (account.failed, account.dropped, list(buffer.live_groups)) == (1 + failed, 2 - failed, [1])
     assert buffer.reasons[f"{State.DROPPED}/{DropReason.GROUP_SHORT}"] == 2 - failed
-    assert batches.next_part(0, 0, 1) is None and buffer.settled_counts[State.DROPPED] == 1
+    assert batches.next_part(1, 0, 1) is None and buffer.settled_counts[State.DROPPED] == 1
 
 
 def test_it_is_not_what_hold_waits_for() -> None:

@@ -106,7 +106,7 @@ def test_ages_of_tokens_in_a_buffer() -> None:
     """A member that lands after the deadline of 4 s, and one whose first attempt failed, have tokens of their
     own ages."""
     buffer, _ = make(episodes_per_group=4, group_policy="partial", group_deadline=4.0)
-    buffer.admit_group(0, now=0.0)
+    buffer.admit_group(now=0.0)
     for member in range(4):
         buffer.assign(buffer.episodes[f"0.{member}"], "w", 1, 0, 1.0 + member / 8)
         buffer.waiting_tokens.begin_life(f"0.{member}", 2.0, 10)

@@ -107,7 +107,7 @@ def test_the_buffer_asks_for_what_is_read(reads: ComparedParts, filtered: int) -
 
 
 def rows_of(buffer: ReplayBuffer, count: int) -> list[int]:
-    return [buffer.admit_group(0, 0.0).sample for _ in range(count)]
+    return [buffer.admit_group(0.0).sample for _ in range(count)]
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ def rows_of(buffer: ReplayBuffer, count: int) -> list[int]:
 )
 def test_a_sample_retires_at_its_pass_rate(rewards: tuple[float, ...], retires: bool) -> None:
     buffer, _ = make(episodes_per_group=4, retire_pass_rate=0.75, filter_zero_variance=True)
-    group = buffer.admit_group(0, 0.0)
+    group = buffer.admit_group(0.0)
     land_group(buffer, 0, *rewards[:3])
     assert not buffer.prompts.retired_samples  # the group is not complete
     land(buffer, "0.3", rewards[3])
@@ -140,11 +140,11 @@ def test_shaping_neither_hides_nor_makes_a_solved_sample() -> None:
 
 def test_a_failed_member_is_not_one_that_did_not_pass() -> None:
     buffer, _ = make(episodes_per_group=3, retire_pass_rate=0.75)
-    group = buffer.admit_group(0, 0.0)
+    group = buffer.admit_group(0.0)
     land_group(buffer, 0, 1.0, 1.0)
     give_up(buffer, "0.2")
     assert buffer.prompts.retired_samples == {group.sample}
-    buffer.admit_group(0, 0.0)
+    buffer.admit_group(0.0)
     land(buffer, "1.0")
     give_up(buffer, "1.1"), give_up(buffer, "1.2")  # one of three is no group
     assert buffer.prompts.retired_samples == {group.sample}
@@ -167,10 +167,10 @@ def test_when_all_samples_have_retired_the_data_is_over() -> None:
     assert not buffer.prompts.over
     land_group(buffer, 1, 1.0, 1.0)
     assert buffer.prompts.over and not buffer.can_admit(100, 100)
-    assert len(train(batches, 0)) == 4
-    assert batches.next_part(1, 0, 1) is None and not batches.over  # a group of a retired sample still runs
+    assert len(train(batches)) == 4
+    assert batches.next_part(2, 0, 1) is None and not batches.over  # a group of a retired sample still runs
     land_group(buffer, 2, 1.0, 0.0)
-    assert len(train(batches, 1)) == 2 and batches.over
+    assert len(train(batches)) == 2 and batches.over
 
 
 def test_a_pass_over_the_data_ends_where_it_did_before() -> None:
@@ -179,18 +179,18 @@ def test_a_pass_over_the_data_ends_where_it_did_before() -> None:
     land_group(buffer, 0, 1.0, 1.0)
     second = []
     while not buffer.prompts.over:
-        second.append(buffer.admit_group(0, 0.0).sample)
+        second.append(buffer.admit_group(0.0).sample)
     assert sorted(second) == sorted(first[1:])
 
 
 def test_a_late_member_completes_the_record_of_its_sample() -> None:
     keys = {"group_policy": "partial", "group_deadline": 5.0, "groups_per_batch": 1}
     buffer, batches = make(episodes_per_group=3, retire_pass_rate=0.9, **keys)
-    group = buffer.admit_group(0, 0.0)
+    group = buffer.admit_group(0.0)
     land_group(buffer, 0, 1.0, 1.0)
     buffer.assign(buffer.episodes["0.2"], "w", 1, 0, 0.0)
     buffer.settle_overdue(5.0)
-    train(batches, 0)
+    train(batches)
     assert not buffer.prompts.retired_samples
     land(buffer, "0.2", now=6.0)
     assert buffer.prompts.retired_samples == {group.sample}

@@ -96,7 +96,7 @@ def test_where_too_few_land_in_time_the_first_two_are_compared_and_later_ones_wi
         tuple(order[:2]),
         (order[0],),
     )
-    train(batches, 0)
+    train(batches)
     (baseline,) = batches.baselines.values()
     rewards = {
         member: [result.reward for result in baseline.siblings(batches.planned_episodes[f"0.{member}"])[0]]
@@ -119,12 +119,12 @@ def test_the_deadline_counts_from_the_start_and_is_what_half_of_the_groups_need(
     assert [group.patience for group in buffer.live_groups.values()] == [math.inf] * 2  # nothing is known yet
     for uid, now in (("0.0", 1.0), ("0.1", 2.0), ("1.0", 3.0), ("1.1", 9.0)):
         land(buffer, uid, now=now)  # both began at 0
-    group = buffer.admit_group(0, now=50.0)
+    group = buffer.admit_group(now=50.0)
     assert (group.patience, group.deadline) == (2.0, math.inf)
     for uid in group.members:
         buffer.assign(buffer.episodes[uid], "w", 1, 0, 60.0 + float(uid[-1]))
     assert (group.started, group.deadline) == (60.0, 62.0)
-    slow = buffer.admit_group(0, now=70.0)
+    slow = buffer.admit_group(now=70.0)
     assert slow.patience == 9.0  # of three, the one that has run for ten seconds counts
 
 
@@ -136,7 +136,7 @@ def test_groups_that_leave_untrained_are_counted_in_a_row() -> None:
         buffer.fail_attempt(buffer.episodes[uid], FailReason.PROMPT_TOO_LONG, 0.0)
     assert (buffer.untrained_groups, buffer.untrained_reason) == (1, "failed (prompt_too_long)")
     land(buffer, "1.0"), land(buffer, "1.1")
-    train(batches, 0)
+    train(batches)
     assert buffer.untrained_groups == 0
 
 
@@ -169,7 +169,7 @@ class FlowMachine(RuleBasedStateMachine):
         for _ in range(n):
             if self.buffer.can_admit(10, 10):
                 retired_before = set(self.buffer.prompts.retired_samples)
-                assert self.buffer.admit_group(self.batches.committed, self.now).sample not in retired_before
+                assert self.buffer.admit_group(self.now).sample not in retired_before
 
     @rule(n=st.integers(1, 6))
     def assign(self, n: int) -> None:
@@ -202,17 +202,19 @@ class FlowMachine(RuleBasedStateMachine):
         config = self.buffer.config
         refill_limit_reached = self.buffer.refills >= config.max_refill * config.groups_per_batch
         short = refill_limit_reached or self.buffer.prompts.over
-        plan = self.batches.next_part(self.batches.committed, self.micro, 1)
+        plan = self.batches.next_part(self.buffer.current_step, self.micro, 1)
         if plan is None:
             return
-        assert plan == self.batches.next_part(self.batches.committed, self.micro, 1)  # asked again: the same
+        assert plan == self.batches.next_part(
+            self.buffer.current_step, self.micro, 1
+        )  # asked again: the same
         self.micro += 1
         if not plan:
-            batch = self.batches.by_step[self.batches.committed]
+            batch = self.batches.by_step[self.buffer.current_step]
             self.trained.update(batch.uids)
             assert len(batch.groups) == 2 or (short and len(batch.groups) < 2)
             assert all((b.greedy is not None) is self.buffer.greedy for b in self.batches.baselines.values())
-            self.batches.commit_batch(batch.step + 1, batch.uids)
+            self.batches.commit_batch(batch.step, batch.uids)
             self.micro = 0
 
     @invariant()
@@ -303,7 +305,7 @@ def test_a_buffer_that_was_in_use_is_restored_as_a_new_one_is() -> None:
     used, batches = make(**sizes)
     admit(used, 4)
     land_group(used, 0, 1.0, 0.0)
-    train(batches, 0)
+    train(batches)
     land(used, "1.0")
     stored = msgspec.msgpack.encode((list(used.live_groups.values()), list(used.episodes.values())))
 
@@ -311,7 +313,7 @@ def test_a_buffer_that_was_in_use_is_restored_as_a_new_one_is() -> None:
     run(used, "2.0")
     give_up(used, "2.1")
     used.drop_group(used.live_groups[3], DropReason.STALE)
-    admit(used, 1, step=5)
+    admit(used, 1)
     land(used, "1.1")
     used.settle_overdue(99.0)
     assert oldest_version_of(used, used.live_groups[1]) == 0 and used.oldest_versions

@@ -141,7 +141,7 @@ class World:
 
     @property
     def outlook(self) -> Outlook:
-        step = self.buffer.committed
+        step = self.buffer.current_step
         return self.batches.outlook(step, self.micro, self.ranks) if self.asked else NO_REQUEST
 
     def progress(self) -> None:
@@ -152,7 +152,7 @@ class World:
         buffer = self.buffer
         before = self._state()
         while buffer.can_admit(self.slots - self._running() - buffer.waiting_count, self.slots):
-            buffer.admit_group(buffer.committed, self.time)
+            buffer.admit_group(self.time)
         buffer.settle_overdue(self.time)
         drop_overdue(buffer)
         for needed, episode in list(assignable_episodes(buffer)):
@@ -204,7 +204,7 @@ class World:
             self.resting = False
             self.progress()
             return
-        uids = self.batches.next_part(self.buffer.committed, self.micro, self.ranks)
+        uids = self.batches.next_part(self.buffer.current_step, self.micro, self.ranks)
         if uids is None:
             return
         self.resting = False
@@ -212,8 +212,8 @@ class World:
         if uids:
             self.micro += 1
             return
-        step = self.buffer.committed
-        self.batches.commit_batch(step + 1, self.batches.by_step[step].uids)
+        step = self.buffer.current_step
+        self.batches.commit_batch(step, self.batches.by_step[step].uids)
         self.micro = 0
 
     def wait(self) -> None:

@@ -25,7 +25,7 @@ from asyncrl.buffer.staleness import (
     token_lags,
     upcoming_slots,
 )
-from asyncrl.types import DropReason, EpisodeResult, EpisodeStats, FailReason, VersionSpan
+from asyncrl.types import DropReason, EpisodeResult, EpisodeStats, FailReason, VersionSpan, start_version
 from tests.unit.buffer.machine import admit, count_again, land_group, make
 
 lags = st.lists(st.integers(0, 20), max_size=40)
@@ -34,14 +34,14 @@ lags = st.lists(st.integers(0, 20), max_size=40)
 def test_by_hand() -> None:
     """At V = 7 with a bound of 4, versions below 3 are over it."""
     spans = [VersionSpan(2, 4, 1, 1), VersionSpan(4, 5, 2, 2), VersionSpan(8, 10, 3, 3)]
-    lags = token_lags(spans, step=7)
+    lags = token_lags(spans, current_version=7)
     assert lags == [6, 6, 5, 4, 4]
     assert stale_mask(lags, max_staleness=4) == [True, True, True, False, False]
 
 
 def test_versions_ahead_of_the_step_count_by_distance() -> None:
     assert lag(3, 5) == lag(5, 3) == 2
-    assert stale_mask(token_lags([VersionSpan(0, 1, 9, 9)], step=3), max_staleness=4) == [True]
+    assert stale_mask(token_lags([VersionSpan(0, 1, 9, 9)], current_version=3), max_staleness=4) == [True]
 
 
 @settings(deadline=None)
@@ -134,7 +134,7 @@ class HeldRun:
 
     def go_on(self) -> None:
         while self.buffer.can_admit(100, 100):
-            self.buffer.admit_group(self.buffer.committed, self.now)
+            self.buffer.admit_group(self.now)
         drop_overdue(self.buffer)
         for needed, episode in assignable_episodes(self.buffer):
             if fit := [self.held[server] for server in self.usable(needed)]:
@@ -181,14 +181,17 @@ class HeldRun:
 
     def take(self) -> None:
         count_again(self.buffer)
-        step = self.buffer.committed
+        step = self.buffer.current_step
         plan = None
         while not self.training:
             batch = self.batches.by_step.get(step)
             if (plan := self.batches.next_part(step, len(batch.micros) if batch else 0, 1)) is None:
                 return
             self.worst = max(
-                [self.worst, *(step - self.batches.planned_episodes[uid].oldest for uid in plan)]
+                [
+                    self.worst,
+                    *(start_version(step) - self.batches.planned_episodes[uid].oldest for uid in plan),
+                ]
             )
             if not plan:
                 self.training = True
@@ -196,7 +199,8 @@ class HeldRun:
 
     def commit(self) -> None:
         self.training = False
-        self.batches.commit_batch(self.buffer.committed + 1, self.batches.by_step[self.buffer.committed].uids)
+        step = self.buffer.current_step
+        self.batches.commit_batch(step, self.batches.by_step[step].uids)
         if self.buffer.committed % self.every == 0:
             self.published = self.buffer.committed
 
@@ -259,12 +263,12 @@ def test_a_group_that_starts_late_leaves_room_for_the_older_one() -> None:
     """By the order of admission there would be room for both; but a younger group has gone first."""
     buffer, batches = make(on_stale="hold", max_staleness=1, target_staleness=1)
     buffer.committed = 1
-    admit(buffer, 3, step=1)
+    admit(buffer, 3)
     for uid in ("0.0", "0.1"):
         buffer.assign(buffer.episodes[uid], "w", 1, 0, 0.0)  # due in batch 1
     land_group(buffer, 2, 1.0, 0.0, version=1)
     batches.micro_batch_tokens = 40
-    assert batches.next_part(1, 0, 1) == ["2.0", "2.1"]
+    assert batches.next_part(2, 0, 1) == ["2.0", "2.1"]
     assert {needed for needed, _ in assignable_episodes(buffer)} == {
         1
     }  # group 1: on version 0, both would be due now
@@ -274,11 +278,11 @@ def test_a_batch_that_was_closed_short_has_no_places_left() -> None:
     buffer, batches = make(on_stale="hold", max_staleness=1, target_staleness=1, max_refill=1)
     buffer.committed = 1
     buffer.refills = 2
-    admit(buffer, 2, step=1)
+    admit(buffer, 2)
     land_group(buffer, 0, 1.0, 0.0, version=1)
-    assert len(batches.next_part(1, 0, 1) or []) == 2
+    assert len(batches.next_part(2, 0, 1) or []) == 2
     assert {needed for needed, _ in assignable_episodes(buffer)} == {0}  # due in batch 1, while that is open
-    assert batches.next_part(1, 1, 1) == []
+    assert batches.next_part(2, 1, 1) == []
     assert {needed for needed, _ in assignable_episodes(buffer)} == {1}
 
 

@@ -297,7 +297,7 @@ def test_a_version_that_no_engine_can_load_is_published_anew(setup: LoopSetup) -
     coordinator.engines.refusals.clear()
     for of_others in ({"lost": True}, {"process_failed": True}):
         setup.say(WORKER, *[msgspec.structs.replace(refusal, **of_others)] * MAX_REFUSALS)
-    coordinator.trainer.note_request(TRAINER, PlanRequest(1, 0, 0))
+    coordinator.trainer.note_request(TRAINER, PlanRequest(1, 1, 0))
     setup.turn(), setup.turn()
     assert setup.received(OBSERVER, Replace) == 0, (
         "nobody delivered it, or a process lacked memory: that says nothing about its files"
@@ -316,7 +316,7 @@ def test_many_engines_that_miss_a_version_once_are_no_damage(setup: LoopSetup) -
     ref = WeightsRef(PolicyVersion(1, 0), str(setup.run_dir))
     setup.say(OBSERVER, ObserverHello())
     setup.say(TRAINER, TrainerHello(0, 1, incarnation_of("launch", 1), 0), Published(ref, 0.0, 0.0))
-    coordinator.trainer.note_request(TRAINER, PlanRequest(1, 0, 0))
+    coordinator.trainer.note_request(TRAINER, PlanRequest(1, 1, 0))
     for engine in (f"engine/{number}/x".encode() for number in range(MAX_REFUSALS)):
         coordinator.engines.add_engine(engine, "engine")
         coordinator.engines.confirm_load(engine, Loaded(ref, "train", "", 0.0, error="gone"), 0.0)
@@ -352,15 +352,15 @@ def test_an_account_that_is_not_exact_fails_the_run(
 def planned(coordinator: Coordinator) -> Commit:
     """A batch that a trainer has: the commit that it will send."""
     state = coordinator.state
-    group = state.ledger.buffer.admit_group(0, 0.0)
+    group = state.ledger.buffer.admit_group(0.0)
     for uid in group.members:
         state.journal.store.put_frame(uid, 0, "generated", turn_payload())
     land_group(state.ledger.buffer, group.id, 1.0, 0.0)
     coordinator.trainer.welcome_rank(
         TRAINER, TrainerHello(0, 1, incarnation_of("launch", 1), 0), coordinator._last_pass_at
     )
-    assert state.ledger.batches.next_part(0, 0, 1) and state.ledger.batches.next_part(0, 1, 1) == []
-    batch = state.ledger.batches.by_step[0]
+    assert state.ledger.batches.next_part(1, 0, 1) and state.ledger.batches.next_part(1, 1, 1) == []
+    batch = state.ledger.batches.by_step[1]
     return Commit(state.fleet.trainer_epoch, 1, batch.plan_hash, tuple(batch.uids), {})
 
 
@@ -410,11 +410,11 @@ def test_a_store_error_at_a_busy_moment_is_no_lost_episode(setup: LoopSetup, fau
     setup.say(TRAINER, commit)
     setup.join(slots=3)
     while buffer.next_group < 4:
-        buffer.admit_group(1, 0.0)
+        buffer.admit_group(0.0)
     land_group(buffer, 1, 1.0, 0.0)
     land(buffer, "2.0")
     buffer.fail_attempt(buffer.episodes["3.1"], FailReason.PROMPT_TOO_LONG, 0.0)
-    assert state.ledger.batches.next_part(1, 0, 1) == ["1.0", "1.1"]
+    assert state.ledger.batches.next_part(2, 0, 1) == ["1.0", "1.1"]
     setup.turn()
     stored = buffer.account()
     reasons = dict(buffer.reasons)
@@ -424,7 +424,7 @@ def test_a_store_error_at_a_busy_moment_is_no_lost_episode(setup: LoopSetup, fau
     def move_all() -> None:
         land(buffer, "2.1")
         buffer.fail_attempt(buffer.episodes["3.0"], FailReason.PROMPT_TOO_LONG, 0.0)
-        buffer.drop_group(buffer.admit_group(1, 0.0), DropReason.STALE)
+        buffer.drop_group(buffer.admit_group(0.0), DropReason.STALE)
         state.ledger.batches.commit_batch(2, ["1.0", "1.1"])
 
     if fault == "locked":

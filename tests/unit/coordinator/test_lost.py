@@ -17,7 +17,7 @@ from asyncrl.coordinator.trainer import TrainerHandler
 from asyncrl.errors import ProtocolError
 from asyncrl.store import segments
 from asyncrl.store.checkpoints import CheckpointManifest
-from asyncrl.types import DropReason, EpisodeResult, EpisodeStats, FailReason
+from asyncrl.types import NO_STEP, DropReason, EpisodeResult, EpisodeStats, FailReason
 from asyncrl.wire.messages.trainer import (
     Checkpointed,
     Commit,
@@ -206,7 +206,7 @@ class Training:
         self.handler = TrainerHandler(state, lambda commit: None)
         self.handler.welcome_rank(PEER, TrainerHello(0, 1, incarnation, step), 0.0)
 
-    def plan(self, micro: int, step: int = 0) -> WorkPlan:
+    def plan(self, micro: int, step: int = 1) -> WorkPlan:
         self.handler.note_request(PEER, PlanRequest(self.state.fleet.trainer_epoch, step, micro))
         self.handler.serve_request()
         ((_, plan),) = self.sent.take(WorkPlan)
@@ -288,8 +288,8 @@ def test_a_late_request_for_a_committed_step_loses_nothing(tmp_path: Path) -> No
     trainer = Training(state, "a")
     assert trainer.train() == ["0.0", "0.1"]
     damage(state, "0.1")
-    trainer.handler.note_request(PEER, PlanRequest(state.fleet.trainer_epoch, 0, 0))
-    trainer.handler.send_payloads(PEER, PayloadRequest(state.fleet.trainer_epoch, 0, ("0.0", "0.1")))
+    trainer.handler.note_request(PEER, PlanRequest(state.fleet.trainer_epoch, 1, 0))
+    trainer.handler.send_payloads(PEER, PayloadRequest(state.fleet.trainer_epoch, 1, ("0.0", "0.1")))
     trainer.handler.serve_request()
     assert trainer.sent.take(WorkPlan) == trainer.sent.take(Payloads) == []
     state.journal.persist()
@@ -304,7 +304,7 @@ def test_what_is_trained_again_may_have_been_lost_since(tmp_path: Path) -> None:
     trainer = Training(state, "b")  # it resumed from a checkpoint before that batch
     again = trainer.payloads(trainer.plan(0))
     state.journal.persist()
-    assert state.ledger.batches.by_step[0].lost == {"0.1"} and state.ledger.buffer.account().trained == 2
+    assert state.ledger.batches.by_step[1].lost == {"0.1"} and state.ledger.buffer.account().trained == 2
     audit(state)
     assert trainer.train(again) == ["0.0"]
     assert state.ledger.buffer.account().trained == 1 and state.ledger.buffer.reasons["dropped/corrupt"] == 1
@@ -329,13 +329,13 @@ class Trainer(Training):
     def step_on(self) -> None:
         """Admit a group where none is ready, land it, train it."""
         buffer = self.state.ledger.buffer
-        if not any(group.step < 0 for group in buffer.live_groups.values()):
-            buffer.admit_group(self.step, 0.0)
+        if not any(group.step == NO_STEP for group in buffer.live_groups.values()):
+            buffer.admit_group(0.0)
         for episode in [e for e in buffer.episodes.values() if e.state in (State.PENDING, State.RUNNING)]:
             play(self.state, episode.uid, 1, end=True)
-        uids = [planned.uid for planned in self.plan(0, self.step).trajectories]
+        uids = [planned.uid for planned in self.plan(0, self.step + 1).trajectories]
         self.uids += uids
-        done = self.plan(1, self.step)
+        done = self.plan(1, self.step + 1)
         assert done.kind == "step"
         self.step += 1
         commit = Commit(self.state.fleet.trainer_epoch, self.step, done.plan_hash, tuple(uids), {})
@@ -394,13 +394,13 @@ def test_what_the_checkpoints_say_is_trained_and_the_run_goes_on(
         for _ in range(checkpoints):
             trainer.step_on(), trainer.step_on()
             manifest = trainer.save()
-        state.ledger.buffer.admit_group(trainer.step, 0.0)
+        state.ledger.buffer.admit_group(0.0)
         state.journal.persist()
     steps = trainer.step
     old_epoch = state.fleet.trainer_epoch
     again = cut(power, state)
     assert again.ledger.batches.committed == (1 if reported else 0)
-    again.ledger.buffer.admit_group(0, 0.0)  # by a coordinator that does not know yet
+    again.ledger.buffer.admit_group(0.0)  # by a coordinator that does not know yet
     play(again, next(reversed(again.ledger.buffer.episodes)), 1)
     resumed = Trainer(again, "b", manifest)
     again.journal.persist()
@@ -426,7 +426,7 @@ def test_what_was_ready_and_is_trained_now_needs_no_payload(tmp_path: Path) -> N
         trainer = Trainer(state, "a")
         trainer.step_on()
         trainer.tell(trainer.save())
-        state.ledger.buffer.admit_group(1, 0.0)
+        state.ledger.buffer.admit_group(0.0)
         for uid in ("1.0", "1.1"):
             play(state, uid, 1, end=True)
         state.journal.persist()
@@ -455,7 +455,7 @@ def test_episodes_that_ended_otherwise_before_the_trainer_came_are_trained(
     trainer.step = 1
     trainer.uids = ["0.0", "0.1"]
     manifest = trainer.save()  # of a step that the store has lost
-    group = state.ledger.buffer.admit_group(0, 0.0)
+    group = state.ledger.buffer.admit_group(0.0)
     if ending.startswith("filtered"):
         for uid in group.members:
             play(state, uid, 1, end=True)

@@ -191,7 +191,7 @@ def test_the_trainer_is_replaced_once_for_damaged_weights(coordinator: Coordinat
     for now in range(0, 60, 5):
         if now in (0, 30):  # the first trainer, and the next one
             coordinator._on_control(RANK, TrainerHello(0, 1, f"launch.{now}", 0), [], float(now))
-            request = PlanRequest(state.fleet.trainer_epoch, 0, 0)
+            request = PlanRequest(state.fleet.trainer_epoch, 1, 0)
             coordinator._on_bulk(RANK, request, [], float(now))
         if now in (0, 45):  # both publish weights that are damaged
             state.fleet.versions.set_newest(WeightsRef(PolicyVersion(state.fleet.trainer_epoch, 0), ""))
@@ -294,7 +294,7 @@ def test_first_attempts_that_all_fail_end_the_run_with_their_cause(coordinator: 
 def test_a_run_of_a_few_samples_all_of_whose_episodes_fail_has_failed(coordinator: Coordinator) -> None:
     buffer = coordinator.state.ledger.buffer
     buffer.prompts.max_draws = 1
-    for episode in buffer.admit_group(0, 0.0).members:
+    for episode in buffer.admit_group(0.0).members:
         tick(coordinator, 0.0)
         assert coordinator.lifecycle.phase is Phase.RUNNING
         buffer.fail_attempt(buffer.episodes[episode], FailReason.PROMPT_TOO_LONG, 0.0)

@@ -39,7 +39,7 @@ def reporter(tmp_path: Path) -> Reporter:
 
 def row(reporter: Reporter, step: int, groups: int) -> dict[str, float]:
     """The row of a batch of so many groups."""
-    reporter.ledger.batches.by_step[step - 1] = Batch(step - 1, groups=set(range(groups)))
+    reporter.ledger.batches.by_step[step] = Batch(step, groups=set(range(groups)))
     return reporter.step_row(step, {})
 
 
@@ -142,7 +142,7 @@ def test_who_waits_for_the_same_is_named_together_and_once(reporter: Reporter) -
         trainer.welcome_rank(f"trainer/{rank}/x".encode(), TrainerHello(rank, 4, "x", 0), 0.0)
         waiting = "trajectories of step 0" if rank < 3 else ""  # the last one computes
         trainer.note_heartbeat(f"trainer/{rank}/x".encode(), TrainerHeartbeat(rank, 0, 0, waiting), 0.0)
-    trainer.note_request(b"trainer/0/x", PlanRequest(1, 0, 0))
+    trainer.note_request(b"trainer/0/x", PlanRequest(1, 1, 0))
     reporter.fleet.waits = []
     trainer.serve_request()
     assert reporter.describe_waits() == ("trainer 0 and 2 more: trajectories of step 0",)

@@ -105,7 +105,9 @@ def damage_checkpoint(world: World) -> None:
     which nothing is trained again, and not one that is all that is left of its steps after a power cut."""
     checkpoints = Checkpoints(world.run_dir / "checkpoints")
     retained_batches = world.coordinator.state.ledger.batches.by_step
-    if len(steps := checkpoints.steps()) < 2 or not retained_batches.keys() >= {*range(steps[1], steps[0])}:
+    if len(steps := checkpoints.steps()) < 2 or not retained_batches.keys() >= {
+        *range(steps[1] + 1, steps[0] + 1)
+    }:
         return
     if steps[0] < world.config.total_steps:
         Path(checkpoints.file_path(steps[0], "state")).write_bytes(b"damaged")

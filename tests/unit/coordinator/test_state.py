@@ -80,7 +80,7 @@ def play(state: RunState, groups: int) -> list[int]:
     """Admit groups; every other one is solved by all of its members. The rows they got."""
     rows = []
     for _ in range(groups):
-        group = state.ledger.buffer.admit_group(0, 0.0)
+        group = state.ledger.buffer.admit_group(0.0)
         rows.append(group.sample)
         land_whole(state, group.id, 1.0, float(group.id % 2 == 0))
         state.journal.persist()
@@ -107,9 +107,9 @@ def test_without_the_option_nothing_is_left_out(tmp_path: Path) -> None:
 
 def test_an_advantage_that_wants_a_greedy_episode_gets_one(tmp_path: Path) -> None:
     state = build(tmp_path, advantage=f"{__name__}:GREEDY")
-    assert len(state.ledger.buffer.admit_group(0, 0.0).members) == 3
+    assert len(state.ledger.buffer.admit_group(0.0).members) == 3
     plain = build(tmp_path / "plain")
-    assert len(plain.ledger.buffer.admit_group(0, 0.0).members) == 2
+    assert len(plain.ledger.buffer.admit_group(0.0).members) == 2
 
 
 @pytest.mark.parametrize(
@@ -131,12 +131,12 @@ def test_baselines_of_kept_plans_are_the_same_after_a_restart(tmp_path: Path) ->
     """Also of a group that is over, and of one whose other members are still there."""
     state = build(tmp_path, episodes_per_group=3, group_policy="partial", group_deadline=1.0)
     for group in range(2):
-        state.ledger.buffer.admit_group(0, 0.0)
+        state.ledger.buffer.admit_group(0.0)
         land_whole(state, group, 1.0, 0.25, *([0.5] if group else []))
     run(state.ledger.buffer, "0.2")
     state.ledger.buffer.settle_overdue(2.0)
     for step in range(2):
-        assert len(train(state.ledger.batches, step)) == 2 + step
+        assert len(train(state.ledger.batches)) == 2 + step
     state.journal.persist()
     again = build(tmp_path, episodes_per_group=3, group_policy="partial", group_deadline=1.0)
     assert list(state.ledger.buffer.live_groups) == list(again.ledger.buffer.live_groups) == [0]
@@ -149,7 +149,7 @@ def test_baselines_of_kept_plans_are_the_same_after_a_restart(tmp_path: Path) ->
 def test_after_a_restart_what_has_landed_is_in_time_for_the_new_deadline(tmp_path: Path) -> None:
     keys = {"episodes_per_group": 4, "group_policy": "partial", "group_deadline": 1.0}
     state = build(tmp_path, **keys)
-    state.ledger.buffer.admit_group(0, 0.0)
+    state.ledger.buffer.admit_group(0.0)
     for member in range(4):
         run(state.ledger.buffer, f"0.{member}")
     land(state.ledger.buffer, "0.2", now=1.5)

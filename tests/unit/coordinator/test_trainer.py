@@ -70,7 +70,7 @@ class TrainerSetup:
         assert all(to == PEERS[0] for to, _ in answers)
         return answers[0][1] if answers else None
 
-    def payloads(self, rank: int, *uids: str, step: int = 0) -> list[Payloads]:
+    def payloads(self, rank: int, *uids: str, step: int = 1) -> list[Payloads]:
         request = PayloadRequest(self.state.fleet.trainer_epoch, step, uids)
         self.handler.send_payloads(PEERS[rank], request)
         return [
@@ -99,17 +99,17 @@ def test_rank_0_alone_is_given_a_plan_and_each_rank_its_payloads(
     setup: TrainerSetup,
 ) -> None:
     """A retry gets the same; what is not of the batch is not given."""
-    assert setup.take(0, 0, PEERS[1]) is None
-    plan = setup.take(0, 0)
-    assert plan is not None and uids(plan) == {"0.0", "0.1", "1.0", "1.1"} and setup.take(0, 0) == plan
+    assert setup.take(1, 0, PEERS[1]) is None
+    plan = setup.take(1, 0)
+    assert plan is not None and uids(plan) == {"0.0", "0.1", "1.0", "1.1"} and setup.take(1, 0) == plan
     assert {(p.frames, p.tokens, p.width) for p in plan.trajectories} == {(1, 20, 20)}
     for _ in range(2):
-        assert setup.payloads(1, "0.1", "1.0") == [Payloads(0, ("0.1", "1.0"))]
+        assert setup.payloads(1, "0.1", "1.0") == [Payloads(1, ("0.1", "1.0"))]
     setup.state.journal.store.forget_frames("1.1")
     setup.state.journal.persist()
-    assert setup.payloads(0, "0.0", "1.1") == [Payloads(0, ("0.0", "1.1"), ("1.1",))]
-    assert setup.state.ledger.batches.by_step[0].lost == {"1.1"}
-    assert setup.payloads(0, "9.9") == setup.payloads(0, "0.0", step=1) == []
+    assert setup.payloads(0, "0.0", "1.1") == [Payloads(1, ("0.0", "1.1"), ("1.1",))]
+    assert setup.state.ledger.batches.by_step[1].lost == {"1.1"}
+    assert setup.payloads(0, "9.9") == setup.payloads(0, "0.0", step=2) == []
 
 
 def test_ranks_that_have_yet_to_meet_are_named_until_their_hello(setup: TrainerSetup) -> None:
@@ -132,7 +132,7 @@ def test_the_probe_is_asked_for_until_it_is_scored_and_is_no_part_of_the_plan(se
     kinds = list[str]()
 
     def asked(micro: int) -> str:
-        plan = setup.take(0, micro)
+        plan = setup.take(1, micro)
         return plan.kind if plan else ""
 
     assert asked(0) == "work"
@@ -143,7 +143,7 @@ def test_the_probe_is_asked_for_until_it_is_scored_and_is_no_part_of_the_plan(se
         assert versions.lacks_probe(PolicyVersion(setup.state.fleet.trainer_epoch, 0))
         setup.handler.record_probe(Probed(PolicyVersion(epoch, 0), Probe((1, 2), (-1.0,))), 0.0)
     assert [*kinds, asked(1)] == ["probe", "probe", "step"]
-    assert [*map(len, setup.state.ledger.batches.by_step[0].micros)] == [4]
+    assert [*map(len, setup.state.ledger.batches.by_step[1].micros)] == [4]
     commit_first(setup)
     setup.hello("y")
     assert asked(0) == "work"  # ranks that repeat a step score no probe
@@ -154,21 +154,21 @@ def test_a_trainer_that_waits_for_data_is_given_the_probe_and_no_batch(tmp_path:
     setup.hello()
     versions = setup.state.fleet.versions
     versions.engines[b"engine"] = EngineRecord("engine")
-    assert setup.take(0, 0) is None
+    assert setup.take(1, 0) is None
     versions.engines[b"engine"].unproven = True
     setup.handler.serve_request()  # the request still waits
     assert [plan.kind for _, plan in setup.sent.take(WorkPlan)] == ["probe"]
     versions.engines[b"engine"].unproven = False
-    assert setup.take(0, 0) is None  # a batch without trajectories is no step
+    assert setup.take(1, 0) is None  # a batch without trajectories is no step
     setup.state.ledger.buffer.prompts.retired_samples.update(range(100))  # the data is over
-    end_plan = setup.take(0, 0)
+    end_plan = setup.take(1, 0)
     assert end_plan is not None and end_plan.kind == "end"
 
 
 def test_a_stop_is_the_answer_from_then_on(setup: TrainerSetup) -> None:
-    assert setup.take(0, 0) is not None
+    assert setup.take(1, 0) is not None
     setup.handler.request_checkpoint()
-    assert [plan.kind for _ in range(2) if (plan := setup.take(0, 1))] == ["stop", "stop"]
+    assert [plan.kind for _ in range(2) if (plan := setup.take(1, 1))] == ["stop", "stop"]
 
 
 def checkpointed(setup: TrainerSetup, step: int) -> None:
@@ -201,7 +201,7 @@ def test_ranks_that_repeat_steps_save_what_they_have_repeated(setup: TrainerSetu
     commit_first(setup)
     setup.hello("y")
     setup.handler.request_checkpoint()
-    plan = setup.take(0, 0)
+    plan = setup.take(1, 0)
     assert plan is not None and plan.kind == "stop"
     checkpointed(setup, 0)
     assert setup.handler.checkpoint_written
@@ -209,21 +209,21 @@ def test_ranks_that_repeat_steps_save_what_they_have_repeated(setup: TrainerSetu
 
 def commit_first(setup: TrainerSetup) -> None:
     """Ranks take and commit the first batch."""
-    setup.take(0, 0)
-    done = setup.take(0, 1)
+    setup.take(1, 0)
+    done = setup.take(1, 1)
     assert done is not None and done.kind == "step"
     setup.handler.record_commit(PEERS[0], commit_of(setup, 1), 0.0)
 
 
 def commit_of(setup: TrainerSetup, step: int) -> Commit:
     """All of its plan is trained."""
-    batch = setup.state.ledger.batches.by_step[step - 1]
+    batch = setup.state.ledger.batches.by_step[step]
     return Commit(setup.state.fleet.trainer_epoch, step, batch.plan_hash, tuple(batch.uids), {})
 
 
 def test_a_commit_is_idempotent_and_another_plan_is_fatal(setup: TrainerSetup) -> None:
-    setup.take(0, 0)
-    done = setup.take(0, 1)
+    setup.take(1, 0)
+    done = setup.take(1, 1)
     assert done is not None and done.kind == "step"
     commit = commit_of(setup, 1)
     assert commit.plan_hash == done.plan_hash
@@ -247,7 +247,7 @@ def test_batches_in_a_row_without_an_optimizer_step_are_counted(setup: TrainerSe
     stepping = {"actor/skipped_steps": 1.0, "actor/grad_norm": 0.5}
     counts = []
     for step, metrics in enumerate((skipping, skipping, stepping, {}), start=1):
-        setup.state.ledger.batches.by_step[step - 1] = Batch(step - 1)
+        setup.state.ledger.batches.by_step[step] = Batch(step)
         commit = commit_of(setup, step)
         setup.handler.record_commit(PEERS[0], msgspec.structs.replace(commit, metrics=metrics), 0.0)
         counts.append(setup.state.ledger.skipped_batches)
@@ -255,14 +255,14 @@ def test_batches_in_a_row_without_an_optimizer_step_are_counted(setup: TrainerSe
 
 
 def test_a_new_trainer_fences_the_old_one_and_repeats_the_plans(setup: TrainerSetup) -> None:
-    plan = setup.take(0, 0)
+    plan = setup.take(1, 0)
     old_epoch = setup.state.fleet.trainer_epoch
     setup.hello("y")
     assert setup.state.fleet.trainer_epoch == old_epoch + 1
-    setup.handler.note_request(PEERS[0], PlanRequest(old_epoch, 0, 0))
+    setup.handler.note_request(PEERS[0], PlanRequest(old_epoch, 1, 0))
     setup.handler.serve_request()
     assert setup.sent.take(WorkPlan) == []
-    again = setup.take(0, 0)
+    again = setup.take(1, 0)
     assert plan is not None and again is not None and again.trajectories == plan.trajectories
 
 
@@ -326,7 +326,7 @@ def test_a_dead_trainers_late_hello_does_not_strand_its_successor(setup: Trainer
         setup.handler.welcome_rank(b"trainer/0/late", hello, 0.0)
         assert [peer for peer, _ in setup.sent.take(Stop)] == [b"trainer/0/late"]
     assert setup.state.fleet.trainer_epoch == epoch and setup.handler.ranks.peers.get(PEERS[0])
-    assert setup.take(0, 0) is not None
+    assert setup.take(1, 0) is not None
 
 
 def test_a_checkpoint_of_another_run_is_refused(setup: TrainerSetup) -> None:
@@ -378,7 +378,7 @@ def lacking(setup: TrainerSetup, tokens: int, episodes: int, epoch: int | None =
 
 
 def test_what_took_too_much_memory_is_halved_once_per_epoch_and_kept(setup: TrainerSetup) -> None:
-    plan = setup.take(0, 0)
+    plan = setup.take(1, 0)
     assert lacking(setup, 4000, 4) == lacking(setup, 4000, 4) == 2000
     setup.state.journal.store.commit()
     setup.handler = TrainerHandler(setup.state, setup.commits.append)  # of a coordinator that was restarted
@@ -391,7 +391,7 @@ def test_what_took_too_much_memory_is_halved_once_per_epoch_and_kept(setup: Trai
     welcome = setup.sent.take(Welcome)[-1][1]
     assert welcome.micro_tokens == 2000 and welcome.trainer_epoch == setup.state.fleet.trainer_epoch
     setup.handler.welcome_rank(PEERS[1], TrainerHello(1, 2, "y", 0), 0.0)
-    assert setup.take(0, 0) == plan  # the plan as recorded; the ranks cut it
+    assert setup.take(1, 0) == plan  # the plan as recorded; the ranks cut it
     assert lacking(setup, 500, 1, epoch=welcome.trainer_epoch - 1) == 2000  # of the ranks before
 
 
@@ -443,7 +443,7 @@ def spiked(setup: TrainerSetup, step: int, epoch: int | None = None) -> None:
 def batch_of(setup: TrainerSetup, groups: int = 2) -> set[str]:
     """What is taken for the batch under way, of new groups."""
     buffer = setup.state.ledger.buffer
-    step = setup.state.ledger.batches.committed
+    step = buffer.state.ledger.batches.committed
     admit(buffer, groups)
     for uid in [uid for uid, e in buffer.episodes.items() if e.state is State.PENDING]:
         land(buffer, uid)
@@ -480,7 +480,7 @@ def test_a_batch_that_spiked_is_left_out_by_name(
         batch.uids for batch in stored_run.batches
     ][1:] == [[]]
     setup.hello("y")  # from the start: there is no checkpoint
-    again = setup.take(0, 0)
+    again = setup.take(1, 0)
     assert again is not None and uids(again) == first
     next_batch = batch_of(setup)
     assert len(next_batch) == 4 and not next_batch & (first | left_out)
@@ -497,7 +497,7 @@ def test_spikes_in_a_row_end_the_run_with_what_to_do(setup: TrainerSetup) -> Non
         batch_of(setup)
     with pytest.raises(ProtocolError, match=r"step 1 spiked: its norm is 80; .*; 3 other"):
         spiked(setup, 1)
-    assert setup.state.ledger.batches.by_step[0].closed, "its plan is kept"
+    assert setup.state.ledger.batches.by_step[1].closed, "its plan is kept"
 
 
 def test_a_spike_stops_a_run_that_wants_it(setup: TrainerSetup) -> None:

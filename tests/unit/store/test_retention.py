@@ -60,8 +60,8 @@ class Coordinator:
                 self.store.put_question(int(uid.partition(".")[0]), SAMPLE)
 
         if len(self.buffer.tally.groups_by_state[State.READY]) >= 2:
-            train(self.batches, self.buffer.committed)
-            plan = self.batches.by_step[self.buffer.committed - 1]
+            train(self.batches)
+            plan = self.batches.by_step[self.buffer.committed]
             self.store.put_commit(self.buffer.committed, 1, plan.plan_hash)
 
         self.turn()
@@ -141,7 +141,9 @@ def test_nothing_needed_goes_and_everything_else_does(tmp_path: Path, seed: int,
             assert spare <= keep_bytes and kept_episodes < issued
             assert spare > keep_bytes - 3000, "what fits is kept"
         else:
-            assert kept_episodes == issued and reader.planned_steps() == set(range(run.buffer.committed))
+            assert kept_episodes == issued and reader.planned_steps() == set(
+                range(1, run.buffer.committed + 1)
+            )
 
     run.store.close()
 
@@ -157,9 +159,9 @@ def test_a_turn_forgets_one_batch_and_a_restart_goes_on_with_it(tmp_path: Path) 
 
     run.store.close()  # as by kill -9
     again = Coordinator(tmp_path, 0, Random(0))
-    assert [*again.batches.by_step] == [3, 4, 5] and again.buffer.account() == run.buffer.account()
+    assert [*again.batches.by_step] == [4, 5, 6] and again.buffer.account() == run.buffer.account()
     again.turn()
-    assert [*again.batches.by_step] == [4, 5]
+    assert [*again.batches.by_step] == [5, 6]
     again.forget()
     assert (
         not again.batches.by_step and again.store.reader.trained_in_plans() == again.buffer.account().trained

@@ -55,10 +55,10 @@ def test_everything_comes_back(tmp_path: Path) -> None:
         store.put_frame(uid, 0, "generated", uid.encode())
 
     persist(store, buffer)
-    train(batches, 0)
+    train(batches)
     persist(store, buffer)  # what left the buffer between two transactions is over in the store, too
     store.put_batches(batches.pop_changes())
-    store.put_commit(1, 1, batches.by_step[0].plan_hash)
+    store.put_commit(1, 1, batches.by_step[1].plan_hash)
     store.commit()
     store.close()
 
@@ -67,8 +67,8 @@ def test_everything_comes_back(tmp_path: Path) -> None:
     assert snapshot.committed_steps == 1 and snapshot.next_group == 3
     assert [group.id for group in snapshot.groups] == [2]
     assert {e.uid: e.state for e in snapshot.episodes} == {"2.0": State.LANDED, "2.1": State.PENDING}
-    assert snapshot.batches[0].uids == batches.by_step[0].uids
-    assert snapshot.batches[0].plan_hash == batches.by_step[0].plan_hash
+    assert snapshot.batches[0].uids == batches.by_step[1].uids
+    assert snapshot.batches[0].plan_hash == batches.by_step[1].plan_hash
     assert snapshot.baselines == batches.baselines and snapshot.baselines.keys() == {0, 1}
     assert {e.uid for e in snapshot.planned_episodes} == {"0.0", "0.1", "1.0", "1.1"}
     assert snapshot.pruned_counts[State.TRAINED] == 4
@@ -159,7 +159,7 @@ def test_only_a_commit_commits(tmp_path: Path) -> None:
 
 def writes(store: RunStore) -> None:
     store.put_frame("0.0", 0, "generated", b"x" * 5000)
-    store.forget_plans(range(1), 4)
+    store.forget_plans(1, 1, 4)
     store.put_commit(1, 1, "hash")
     store.request_sync()
 

@@ -167,7 +167,7 @@ def landed_episodes(config: RunConfig) -> None:
     outbox: Any = mock.Mock(spec=TransactionalOutbox)
     state = load_state(config, run_dir, store, outbox)
     for _ in range(STEPS * GROUPS):
-        state.ledger.buffer.admit_group(0, 0.0)
+        state.ledger.buffer.admit_group(0.0)
     for episode in list(state.ledger.buffer.episodes.values()):
         context = tuple(dice.randrange(VOCABULARY) for _ in range(dice.randint(2, 6)))
         ids = tuple(dice.randrange(VOCABULARY) for _ in range(dice.randint(2, 14)))
@@ -286,7 +286,7 @@ def check_trained(launcher: Launcher, parts: int) -> list[str]:
     """The digests of rank 0, by step."""
     with closing(RunReader.open(launcher.run_dir)) as reader:
         assert reader.trained_in_plans() == reader.counts()["trained"] == STEPS * GROUPS * MEMBERS  # type: ignore[index]
-        plans = {step: reader.plan(step - 1) for step in range(1, STEPS + 1)}
+        plans = {step: reader.plan(step) for step in range(1, STEPS + 1)}
     manifests = launcher.place.lineage(STEPS, 0)
     once = [uid for manifest in manifests for uid in manifest.trained]
     assert len(once) == len(set(once)) == manifests[-1].trained_total == STEPS * GROUPS * MEMBERS

@@ -171,7 +171,7 @@ def test_a_wait_that_is_over_is_withdrawn_before_the_rank_computes(
         clock.now += HEARTBEAT_SECONDS / 10  # a beat is not due by the time
         seen.append(f"{what}: {last_reported_wait()}")
 
-    mail = [(WorkPlan(0, 1, "stop"), []), (WorkPlan(0, 0, "work"), [])]
+    mail = [(WorkPlan(1, 1, "stop"), []), (WorkPlan(1, 0, "work"), [])]
     welcome = [(Welcome(1, 0, 0), [])]
 
     def stopped() -> None:
@@ -190,7 +190,7 @@ def test_a_wait_that_is_over_is_withdrawn_before_the_rank_computes(
         "it waits: the coordinator's welcome",
         "it scores: ",
         "it tries: trying the largest micro-batch",
-        "it waits: trajectories of step 0",
+        "it waits: trajectories of step 1",
         "it trains: ",
     ]
     rank.timeline.close()
@@ -235,7 +235,7 @@ def test_no_rank_trains_before_all_hold_their_payloads(rank: TrainerRank, clock:
     def advance(seconds: float) -> None:
         clock.now += seconds
 
-    mail = [(WorkPlan(0, 0, "step"), [])]
+    mail = [(WorkPlan(1, 0, "step"), [])]
     rank.client.broadcast = Others()  # type: ignore[assignment]
     rank.client._poller = SimpleNamespace(wait=advance)  # type: ignore[assignment]
     rank.client.bulk.receive = lambda timeout: mail.pop() if mail else None  # type: ignore[method-assign]
@@ -372,7 +372,7 @@ def test_the_last_checkpoint_is_tried_until_stop_comes(
         clock.now += seconds
 
     rank.client._poller = SimpleNamespace(wait=advance)  # type: ignore[assignment]
-    mail = [(WorkPlan(0, 0, "stop"), [])]
+    mail = [(WorkPlan(1, 0, "stop"), [])]
     rank._await_welcome = lambda: Welcome(1, 0, 1)  # type: ignore[method-assign]
     rank.client.bulk.receive = lambda timeout: mail.pop() if mail else None  # type: ignore[method-assign]
     stop = (Stop("stopped"), [])
@@ -392,7 +392,7 @@ def test_a_commit_waits_longer_than_a_full_disk_may_stop_the_coordinator(
     for link in (rank.client.control, rank.client.bulk):
         link.receive = lambda timeout: None  # type: ignore[method-assign]
     with pytest.raises(DeadlineError, match="the commit of step 0"):
-        rank._commit_step(WorkPlan(0, 1, "step"), [], {})
+        rank._commit_step(WorkPlan(1, 1, "step"), [], {})
     assert any(isinstance(message, Commit) for message in rank.client.control.sent)  # type: ignore[attr-defined]
     assert clock.now > 100.0 + rank.config.launch.stall_timeout
 

@@ -51,7 +51,7 @@ def test_a_lost_episode_keeps_its_place_when_a_plan_is_partitioned_again(
         run.play()
     config = parse({"name": "t", "model": {"path": "m"}, "data": {"train": "d"}, "total_steps": 1})
     with closing(RunReader.open(tmp_path)) as reader:
-        plan = reader.plan(0)
+        plan = reader.plan(1)
         lost = plan.micros[0][0]
         plan.lost.add(lost)
 
@@ -74,5 +74,5 @@ def test_what_the_run_forgets_meanwhile_is_said(tmp_path: Path, table: str) -> N
     with closing(RunReader.open(tmp_path)) as reader:
         run.store._db.execute(f"DELETE FROM {table}")
         with pytest.raises(StoreError, match=r"store\.keep_bytes"):
-            next(recorded_work(config, reader, reader.plan(0), lambda planned, ranks: [[[*planned]]]))
+            next(recorded_work(config, reader, reader.plan(1), lambda planned, ranks: [[[*planned]]]))
     run.store.close()
