@@ -62,7 +62,7 @@ def snapshot_of(tensors: Mapping[str, Tensor], version: PolicyVersion) -> Snapsh
     specs = [TensorSpec(name, tuple(tensor.shape), types[name]) for name, tensor in copies.items()]
     layout = tuple(sorted(specs, key=lambda spec: -ITEM_BYTES[spec.dtype]))  # so all are aligned in a file
 
-    return Snapshot(version, layout, 0.0, lambda: nullcontext(PinnedTensors(layout, copies)))
+    return Snapshot(version, layout, lambda: nullcontext(PinnedTensors(layout, copies)))
 
 
 def buckets(snapshot: Snapshot, bucket_bytes: int) -> Iterator[Tensors]:

@@ -100,12 +100,12 @@ def published_by(learner: Learner, world: World) -> Tensors:
     """What engines would be given; nothing on ranks other than the first."""
     policy = learner.policy
     host = HostShards(published_shards(policy), policy.published, torch.float32, 60.0)
-    index = host.claim_buffer(lambda busy: world.gather(busy, list[int]))
-    host.copy_shards(index, published_shards(policy))
+    gather = lambda busy: world.gather(busy, list[int])  # noqa: E731
+    snapshot = host.copy_version(PolicyVersion(0, SAVED_AT), published_shards(policy), gather)
     wanted = full_state(policy)
     published: Tensors = {}
     if world.rank == 0:
-        for bucket in buckets(host.take_snapshot(index, PolicyVersion(0, SAVED_AT), 0.0), 1000):
+        for bucket in buckets(snapshot, 1000):
             published |= {name: tensor.clone() for name, tensor in bucket.items()}
         assert all(torch.equal(published[name], tensor) for name, tensor in wanted.items())
     world.gather(0, int)

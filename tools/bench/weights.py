@@ -126,10 +126,11 @@ class Bench:
 
     def snapshot(self, version: int) -> Snapshot:
         begin = time.process_time()
-        index = self.host.claim_buffer(lambda busy: [busy])
-        self.host.copy_shards(index, published_shards(self.policy))
+        snapshot = self.host.copy_version(
+            PolicyVersion(0, version), published_shards(self.policy), lambda busy: [busy]
+        )
         self.times.measured("copy", begin)
-        return self.host.take_snapshot(index, PolicyVersion(0, version), 0.0)
+        return snapshot
 
     def publish(self, snapshot: Snapshot) -> None:
         whole_version = self.timed("write whole", lambda: self.whole_versions.write_version(snapshot))

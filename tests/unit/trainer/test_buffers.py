@@ -97,9 +97,8 @@ def through_all(world: World, folder: Path) -> dict[str, Any]:
         writer = VersionWriter(folder / f"versions-{size}", size, full_every=3)
         for version in range(3):
             kept = {name: buffer + buffer for name, buffer in kept.items()}
-            index = host.claim_buffer(lambda busy: world.gather(busy, list[int]))
-            host.copy_shards(index, published_shards(policy), kept)
-            snapshot = host.take_snapshot(index, PolicyVersion(0, version), 0.0)
+            gather = lambda busy: world.gather(busy, list[int])  # noqa: E731
+            snapshot = host.copy_version(PolicyVersion(0, version), published_shards(policy), gather, kept)
             if world.rank == 0:
                 manifest, read = disk.read_tensors(writer.write_version(snapshot))
                 assert (manifest.delta is None) == (version == 0)

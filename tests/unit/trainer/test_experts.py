@@ -71,10 +71,9 @@ def gradients(policy: Policy, world: World) -> dict[str, Tensor]:
 def published(policy: Policy, world: World) -> dict[str, Tensor]:
     """What rank 0 collects of a version, in small buckets, from host memory."""
     host = HostShards(published_shards(policy), policy.published, torch.float32, 60.0)
-    host.copy_shards(0, published_shards(policy))
+    snapshot = host.copy_version(PolicyVersion(0, 1), published_shards(policy), lambda busy: [busy])
     found: dict[str, Tensor] = {}
     if world.rank == 0:
-        snapshot = host.take_snapshot(0, PolicyVersion(0, 1), 0.0)
         found = {name: t.clone() for bucket in buckets(snapshot, 3000) for name, t in bucket.items()}
     world.gather(0, int)
     host.close(60.0)

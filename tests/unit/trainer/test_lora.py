@@ -141,9 +141,8 @@ def test_a_version_is_copied_weight_by_weight(world: World, path: str) -> None:
     merged = Adapters.merged_weight
     with mock.patch.object(Adapters, "merged_weight", noted):
         host = HostShards(published_shards(policy), policy.published, torch.float32, 60.0)
-        host.copy_shards(host.claim_buffer(lambda busy: [busy]), published_shards(policy))
+        version = host.copy_version(PolicyVersion(0, 1), published_shards(policy), lambda busy: [busy])
     assert len(made) > 8 and most <= 2
-    version = host.take_snapshot(0, PolicyVersion(0, 1), 0.0)
     found = {name: t for bucket in buckets(version, 1 << 20) for name, t in bucket.items()}
     assert all(torch.equal(found[name], weight) for name, weight in full_state(policy).items())
 

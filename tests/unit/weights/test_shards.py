@@ -52,9 +52,8 @@ def buffers(version: int) -> Tensors:
 def taken(
     host: HostShards, world: World, policy: Policy, version: int, kept: Tensors | None = None
 ) -> Snapshot:
-    index = host.claim_buffer(lambda busy: world.gather(busy, list[int]))
-    host.copy_shards(index, published_shards(policy), kept or {})
-    return host.take_snapshot(index, PolicyVersion(0, version), 0.0)
+    gather = lambda busy: world.gather(busy, list[int])  # noqa: E731
+    return host.copy_version(PolicyVersion(0, version), published_shards(policy), gather, kept or {})
 
 
 @torch.no_grad()
@@ -219,15 +218,13 @@ def collect_from_a_late_rank(world: World, folder: Path) -> Any:
     world.gather(0, int)
     found: Tensors = {}
     if world.rank == 0:
-        host.copy_shards(0, published_shards(policy))
-        reader = threading.Thread(
-            target=lambda: found.update(collected(host.take_snapshot(0, PolicyVersion(0, 1), 0.0), 1))
-        )
+        snapshot = host.copy_version(PolicyVersion(0, 1), published_shards(policy), lambda busy: [busy])
+        reader = threading.Thread(target=lambda: found.update(collected(snapshot, 1)))
         reader.start()
         reader.join(DEADLINE)
     else:
         assert asked.wait(DEADLINE) and host._buffers.copy_count == 0
-        host.copy_shards(0, published_shards(policy))
+        host.copy_version(PolicyVersion(0, 1), published_shards(policy), lambda busy: [busy])
     host.close(DEADLINE)
     return {"same": all(torch.equal(found[name], tensor) for name, tensor in wanted.items())} if found else {}
 
