@@ -210,7 +210,7 @@ class CoordinatorClient:
 
     def heartbeat_message(self) -> trainer.TrainerHeartbeat:
         stopwatch = self._learner.stopwatch
-        problem = self._checkpointing.checkpoint_problem
+        problem = self._checkpointing.problem
         not_saved = f"not saved: {problem}" if problem else ""
         wait_texts = (self.waiting_for, not_saved, self._publishing.unwritten_reason)
 

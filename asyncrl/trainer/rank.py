@@ -314,9 +314,14 @@ class TrainerRank:
             self.client.control.send(self.client.probed_message)
 
     def _save_if_due(self) -> None:
-        """Begin a checkpoint if due. Writing goes on beside training, where there is memory for a copy."""
+        """Begin a checkpoint after a commit, if due; a checkpoint that becomes due while another is being
+        written begins after the first step without. Writing goes on beside training, where there is memory
+        for a copy."""
         self._report_saved()
-        if self.checkpointing.mark_due():
+        if self.learner.step % self.config.checkpoint.pause == 0:
+            self.checkpointing.is_due = True
+
+        if self.checkpointing.is_due and not self.checkpointing.is_writing:
             with self.timeline.span("checkpoint"), self.stopwatch.phase("save_checkpoint"):
                 if not self.checkpointing.begin_checkpoint(self.trainer_epoch):
                     self._await_saved()
@@ -325,7 +330,7 @@ class TrainerRank:
         """Save the last committed step, and return when its checkpoint is complete; a full disk may have room
         later."""
         with self.timeline.span("checkpoint"), self.stopwatch.phase("save_checkpoint"):
-            while self.checkpointing.parent_step != self.learner.step:
+            while self.checkpointing.newest_step != self.learner.step:
                 if not self.checkpointing.is_writing:
                     self.checkpointing.begin_checkpoint(self.trainer_epoch, self.device_offload)
                 self._await_saved()
@@ -335,7 +340,10 @@ class TrainerRank:
     def _await_saved(self) -> None:
         """Send heartbeats, with the bytes written so far, until the checkpoint under way has ended."""
         while self.checkpointing.is_writing:
-            self.client.waiting_for = self.checkpointing.write_progress
+            written_megabytes = self.checkpointing.checkpoints.written_bytes / 1e6
+            self.client.waiting_for = (
+                f"a checkpoint is being written, {written_megabytes:,.0f} MB since the start"
+            )
             self._report_saved()
             self.client.wait_for(SAVE_POLL_SECONDS)
         self.client.waiting_for = ""
