@@ -26,8 +26,8 @@ from asyncrl.runtime.liveness import progress_limit, silence_limit
 from asyncrl.trainer import world
 from asyncrl.trainer.batch import with_turns
 from asyncrl.trainer.checkpointing import Checkpointing, shared_checkpoints
-from asyncrl.trainer.client import CoordinatorClient, Stopped, meet_others
-from asyncrl.trainer.device_offload import DeviceOffload, await_devices
+from asyncrl.trainer.client import CoordinatorClient, Stopped, await_devices, meet_others
+from asyncrl.trainer.device_offload import DeviceOffload
 from asyncrl.trainer.learner import Learner, PlannedWork
 from asyncrl.trainer.memory import give_up_message, is_tiny, try_largest
 from asyncrl.trainer.optimizer import SpikeError
@@ -48,10 +48,10 @@ def run(config: RunConfig, endpoints: Endpoints, rank: int, incarnation: str, re
     """Run a trainer rank until the coordinator sends Stop. Returns the exit code."""
     torch.set_num_threads(config.launch.threads)
     torch.manual_seed(config.seed)
-    if not await_devices(config, endpoints, rank, incarnation):
-        return 0
 
     try:
+        if config.shifts:
+            await_devices(endpoints, rank, incarnation)
         trainer_world = world.join_ranks(
             rank,
             config.trainer.ranks,
@@ -155,7 +155,7 @@ class TrainerRank:
                 self.device_offload.onload()
 
             match plan.kind:
-                case "rest":
+                case "rest":  # the wire's word for an offload
                     self.device_offload.offload(self.client.meet_ranks)
                 case "work":
                     self._train_part(plan, work)

@@ -5,6 +5,9 @@
     unblocks: the engines (the published version)
 
 Computation is on the CPU, so that engines have the GPUs; there are neither optimizer nor gradients.
+
+The wait is not that of `CoordinatorClient`: there are no requests, no other ranks, and neither a learner nor
+checkpoints for heartbeats to report.
 """
 
 from __future__ import annotations

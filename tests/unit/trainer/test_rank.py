@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,10 +30,12 @@ from asyncrl.types import PolicyVersion
 from asyncrl.weights.manifest import Probe
 from asyncrl.wire.messages.shared import Stop, Welcome, WireMessage
 from asyncrl.wire.messages.trainer import (
+    AskDevices,
     Checkpointed,
     Commit,
     Committed,
     GaveUp,
+    GrantDevices,
     PlanRequest,
     Probed,
     TrainerHeartbeat,
@@ -236,7 +239,7 @@ def test_no_rank_trains_before_all_hold_their_payloads(rank: TrainerRank, clock:
         clock.now += seconds
 
     mail = [(WorkPlan(0, 0, "step"), [])]
-    rank.client.broadcast = Others()  # type: ignore[assignment]
+    rank.client._broadcast = Others()  # type: ignore[assignment]
     rank.client._poller = SimpleNamespace(wait=advance)  # type: ignore[assignment]
     rank.client.bulk.receive = lambda timeout: mail.pop() if mail else None  # type: ignore[method-assign]
     rank.client.control.receive = lambda timeout: None  # type: ignore[method-assign]
@@ -268,6 +271,21 @@ def test_a_wait_for_other_ranks_has_an_end(rank: TrainerRank, clock: SimpleNames
         rank.client._await_ranks("rank 0", lambda: None)
     begun = clock.now
     assert rank.client._await_ranks("rank 0", lambda: clock.now > begun + 2 * limit or None, is_patient=True)
+
+
+@pytest.mark.parametrize("answer", [GrantDevices(), Stop("over")])
+def test_a_rank_asks_for_the_devices_until_they_are_free(
+    monkeypatch: pytest.MonkeyPatch, answer: GrantDevices | Stop
+) -> None:
+    answers = [None, None, (answer, [])]
+    closed: list[bool] = []
+    link = FakeLink()
+    link.receive = lambda timeout: answers.pop(0)  # type: ignore[attr-defined]
+    link.close = lambda: closed.append(True)  # type: ignore[attr-defined]
+    monkeypatch.setattr(client, "Link", lambda *about: link)
+    with pytest.raises(Stopped, match="over") if isinstance(answer, Stop) else nullcontext():
+        client.await_devices(Endpoints("", ""), 1, "x")
+    assert link.sent == [AskDevices(1, "x")] * 3 and closed
 
 
 class FailingDisk:
