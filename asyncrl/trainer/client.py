@@ -224,9 +224,12 @@ class CoordinatorClient:
         self._publishing.allow_pause()
 
     def hello_message(self) -> trainer.TrainerHello:
-        vocabulary = self._learner.policy.vocabulary
         return trainer.TrainerHello(
-            self._world.rank, self._world.size, self._incarnation, self.committed_step, vocabulary
+            self._world.rank,
+            self._world.size,
+            self._incarnation,
+            self.committed_step,
+            self._learner.policy.vocabulary,
         )
 
     def heartbeat_message(self) -> trainer.TrainerHeartbeat:

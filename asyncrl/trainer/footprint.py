@@ -277,7 +277,7 @@ def _norm_inputs(layer: Shapes, name: str, width: int, hidden_size: int) -> int:
     if width == hidden_size:
         return width
     projection = f"{name.split('.')[-2].removesuffix('norm')}proj"
-    return next((s[0] for n, s in layer.items() if n.split(".")[-2] == projection), width)
+    return next((shape[0] for weight, shape in layer.items() if weight.split(".")[-2] == projection), width)
 
 
 def _state_numbers_per_parameter(trainer: TrainerConfig) -> float:

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from asyncrl.config import RunConfig
 from asyncrl.errors import disk_full, one_line
-from asyncrl.trainer.model import Policy, adapter_shards, copied_buffers, published_shards, score_ids
+from asyncrl.trainer.model import Policy, PublishedShards, adapter_shards, copied_buffers, score_ids
 from asyncrl.trainer.packing import padded_meanwhile
 from asyncrl.trainer.world import World
 from asyncrl.types import PolicyVersion
@@ -110,7 +110,7 @@ class Publishing:
             self._sender.offer_snapshot(snapshot)
 
     def _published_shards(self) -> Mapping[str, DTensor]:
-        return adapter_shards(self.policy) if self._adapters else published_shards(self.policy)
+        return adapter_shards(self.policy) if self._adapters else PublishedShards(self.policy)
 
     def _buffers(self) -> dict[str, Tensor]:
         return {} if self._adapters else copied_buffers(self.policy)

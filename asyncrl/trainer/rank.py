@@ -13,6 +13,8 @@ before all hold their payloads. Requests, waits and heartbeats are those of `tra
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import NoReturn
@@ -176,8 +178,10 @@ class TrainerRank:
     def _train_part(self, plan: trainer.WorkPlan, work: PlannedWork) -> None:
         uids = [planned.uid for planned, _ in work]
         self.trainer_world.check_shared(uids, list[str])  # a payload may have become unreadable in between
-        span_fields = {"step": plan.step + 1, "micro": plan.micro}
-        with self.timeline.span("train", **span_fields), self.stopwatch.phase("update_actor"):
+        with (
+            self.timeline.span("train", step=plan.step + 1, micro=plan.micro),
+            self.stopwatch.phase("update_actor"),
+        ):
             self.learner.accumulate(work)
         self._batch_uids += uids
 
@@ -202,7 +206,7 @@ class TrainerRank:
         if self.publishing.noise_floor is not None:
             metrics["weights/probe_noise_floor"] = self.publishing.noise_floor
         metrics |= performance(*self.stopwatch.lap(), metrics, self.peak_flops, self.trainer_world.size)
-        with self.timeline.span("wait_commit"), self.stopwatch.phase("wait_commit", waiting=True):
+        with self._waiting("wait_commit"):
             to_publish = self._commit_step(plan, batch_uids, metrics)
         self.client.committed_step = self.learner.step
         self.ratio_recorder.save_step(self.learner.step)
@@ -216,7 +220,7 @@ class TrainerRank:
     # -- requests to the coordinator -------------------------------------------------------------------
 
     def _await_welcome(self) -> shared.Welcome:
-        with self.timeline.span("wait_welcome"), self.stopwatch.phase("wait_welcome", waiting=True):
+        with self._waiting("wait_welcome"):
             welcome, _ = self.client.request(self.client.hello_message(), "the coordinator's welcome")
         self.trainer_epoch = welcome.trainer_epoch
         self.learner.token_budget = welcome.micro_tokens or self.learner.token_budget
@@ -230,8 +234,7 @@ class TrainerRank:
         planned_work = list[tuple[trainer.PlannedTrajectory, list[Turn]]]()
 
         offload_note = ", at rest while engines sample" if self.device_offload.is_offloaded else ""
-        wait_name = "wait_devices" if offload_note else "wait_data"
-        with self.timeline.span(wait_name), self.stopwatch.phase(wait_name, waiting=True):
+        with self._waiting("wait_devices" if offload_note else "wait_data"):
             request = trainer.PlanRequest(
                 self.trainer_epoch, step, micro_batches, self.device_offload.is_offloaded
             )
@@ -256,9 +259,8 @@ class TrainerRank:
         self, plan: trainer.WorkPlan, trained_uids: list[str], metrics: dict[str, float]
     ) -> bool:
         """Commit the step. Returns whether this version is to be published."""
-        trainer_epoch = self.trainer_epoch
         step = self.learner.step
-        commit = trainer.Commit(trainer_epoch, step, plan.plan_hash, tuple(trained_uids), metrics)
+        commit = trainer.Commit(self.trainer_epoch, step, plan.plan_hash, tuple(trained_uids), metrics)
         answer = self.client.request_for_all(commit, f"the commit of step {step}")
         self.checkpointing.best_step = answer.best
         return bool(answer.publish)
@@ -266,7 +268,7 @@ class TrainerRank:
     def _await_stop(self) -> NoReturn:
         """Report the checkpoint again until Stop comes: a restarted coordinator does not know the checkpoint
         yet."""
-        with self.timeline.span("wait_stop"), self.stopwatch.phase("wait_stop", waiting=True):
+        with self._waiting("wait_stop"):
             self.client.request(self._checkpointed_message(), "the coordinator's stop", is_patient=True)
         raise AssertionError("unreachable: only Stop ends this wait")
 
@@ -289,6 +291,12 @@ class TrainerRank:
         except Stopped as stop:
             return f"{message.detail}: {stop}"
         raise AssertionError("unreachable: only Stop ends this wait")
+
+    @contextmanager
+    def _waiting(self, name: str) -> Iterator[None]:
+        """Record the body as a wait, in the timeline and in the timings of the step."""
+        with self.timeline.span(name), self.stopwatch.phase(name, waiting=True):
+            yield
 
     # -- publishing and saving -------------------------------------------------------------------------
 

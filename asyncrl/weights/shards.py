@@ -103,15 +103,14 @@ class HostShards:
             dist.all_gather(all_sizes, torch.tensor(own_sizes), group=self._group)
             self._sizes_by_rank = [sizes.tolist() for sizes in all_sizes]
 
-        lower_sizes = self._sizes_by_rank[: self.rank]
         self._buffer_offsets = list(accumulate(own_sizes, initial=0))  # where tensors begin in a buffer
 
         self._offsets_in_tensor = [
-            sum(tensor_sizes) for tensor_sizes in zip([0] * len(own_sizes), *lower_sizes, strict=True)
+            sum(tensor_sizes)
+            for tensor_sizes in zip([0] * len(own_sizes), *self._sizes_by_rank[: self.rank], strict=True)
         ]
         page_locked = any(shard.device.type == "cuda" for shard in shards.values())
         self._buffers = Buffers(self._buffer_offsets[-1], page_locked, 2 + deltas)
-        self.received_bytes = 0  # by this collector
         self._collect_lock = threading.Lock()  # one bucket is collected at a time
         self._is_collector = self.rank_count > 1 and self.rank < collectors
 
@@ -190,7 +189,6 @@ class HostShards:
                 _wait_for(dist.irecv(size, rank, group=self._group, tag=_ANSWER_TAG), self._deadline)
                 data = torch.empty(int(size), dtype=torch.uint8)
                 _wait_for(dist.irecv(data, rank, group=self._group, tag=_ANSWER_TAG), self._deadline)
-                self.received_bytes += data.numel()
                 parts_by_rank.append(msgspec.msgpack.decode(data.numpy().data, type=list[RangePart]))
 
         return list(zip(*parts_by_rank, strict=True))

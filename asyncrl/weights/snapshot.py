@@ -12,7 +12,6 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Protocol, Self
 
 import numpy as np
@@ -21,7 +20,7 @@ from torch import Tensor
 
 from asyncrl.types import PolicyVersion
 from asyncrl.weights.manifest import Layout, Superseded
-from asyncrl.weights.memory import allocate_page_locked
+from asyncrl.weights.memory import allocate_memory
 from asyncrl.weights.ranges import RangePart
 
 CLAIM_SECONDS = 60.0  # for all ranks to agree on the next buffer
@@ -62,15 +61,6 @@ class Snapshot:
         return sum(spec.nbytes for spec in self.layout)
 
 
-def concat_parts(range_parts: Iterable[RangePart], memory: Tensor | None = None) -> Tensor:
-    """Copy the bytes of some parts one behind the other, [n] of uint8, into `memory` if not None."""
-    arrays = [np.frombuffer(data, np.uint8) for range_part in range_parts for data in range_part.data]
-    size = sum(array.size for array in arrays)
-    target = torch.empty(size, dtype=torch.uint8) if memory is None else memory[:size]
-    np.concatenate(arrays or [NO_ARRAY], out=target.numpy())
-    return target
-
-
 class BucketBuffers:
     """Memory for buckets from several ranks: two buffers in turn, one filled while the other is sent. The
     first bucket allocates both buffers. `page_locked`: a GPU copies directly from the buffers."""
@@ -81,12 +71,16 @@ class BucketBuffers:
         self._fill_count = 0
 
     def fill_next(self, range_parts: Iterable[RangePart], largest_bucket: int) -> Tensor:
-        """Return the bytes of some parts, at most `largest_bucket`; overwrites the bucket before the last."""
+        """Return the bytes of some parts one behind the other, [n] of uint8, at most `largest_bucket`;
+        overwrites the bucket before the last."""
         if not self._buffers or len(self._buffers[0]) < largest_bucket:
-            allocate = allocate_page_locked if self._page_locked else partial(torch.empty, dtype=torch.uint8)
-            self._buffers = [allocate(largest_bucket), allocate(largest_bucket)]
+            self._buffers = [allocate_memory(largest_bucket, self._page_locked) for _ in range(2)]
+
         self._fill_count += 1
-        return concat_parts(range_parts, self._buffers[self._fill_count % 2])
+        arrays = [np.frombuffer(data, np.uint8) for range_part in range_parts for data in range_part.data]
+        target = self._buffers[self._fill_count % 2][: sum(array.size for array in arrays)]
+        np.concatenate(arrays or [NO_ARRAY], out=target.numpy())
+        return target
 
 
 def tensor_as_bytes(tensor: Tensor) -> np.ndarray:
@@ -111,7 +105,7 @@ class Buffers:
     def __init__(self, size: int, page_locked: bool, count: int = 2) -> None:
         self._size = size
         self._page_locked = page_locked
-        self._buffers = [self._new_buffer() for _ in range(count)]
+        self._buffers = [Buffer(allocate_memory(size, page_locked)) for _ in range(count)]
         self._changed = threading.Condition()
         self._claiming = False
         self.copy_count = 0
@@ -127,7 +121,7 @@ class Buffers:
         with self._changed:
             free_indices = [index for index in range(len(self._buffers)) if index not in busy]
             if not free_indices:  # the trainer does not wait
-                self._buffers.append(self._new_buffer())
+                self._buffers.append(Buffer(allocate_memory(self._size, self._page_locked)))
                 free_indices = [len(self._buffers) - 1]
 
             oldest_index = min(free_indices, key=lambda index: self._buffers[index].copied)
@@ -182,8 +176,3 @@ class Buffers:
         finally:
             with self._changed:
                 buffer.readers -= 1
-
-    def _new_buffer(self) -> Buffer:
-        if self._page_locked:
-            return Buffer(allocate_page_locked(self._size))
-        return Buffer(torch.empty(self._size, dtype=torch.uint8))

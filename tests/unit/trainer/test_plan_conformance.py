@@ -31,7 +31,7 @@ from asyncrl.store.reader import RunReader
 from asyncrl.store.runstore import RunStore
 from asyncrl.trainer import client, rank
 from asyncrl.trainer.learner import Learner, PlannedWork
-from asyncrl.trainer.model import published_shards
+from asyncrl.trainer.model import PublishedShards
 from asyncrl.trainer.retrain import retrain
 from asyncrl.types import EpisodeResult, EpisodeStats, Generation, StopReason, Turn, VersionSpan
 from asyncrl.wire.addresses import incarnation_of
@@ -145,7 +145,7 @@ OF_COORDINATOR = ("planned", "given", "committed")
 
 def digest(learner: Learner) -> str:
     """This rank's part of the weights."""
-    state = sorted(published_shards(learner.policy).items())
+    state = sorted(PublishedShards(learner.policy).items())
     parts = (tensor.detach().to_local().numpy().tobytes() for _, tensor in state)
     return hashlib.blake2b(b"".join(parts), digest_size=8).hexdigest()
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from asyncrl.weights import snapshot
+from asyncrl.weights import memory
 from asyncrl.weights.manifest import Superseded
 from asyncrl.weights.memory import allocate_page_locked
 from asyncrl.weights.ranges import RangePart
@@ -64,16 +64,16 @@ def test_pages_are_unlocked_when_the_last_tensor_goes_and_before_they_are_freed(
     contents = list[bytes]()
 
     def unregister(address: int) -> None:
-        with open("/proc/self/mem", "rb") as memory:
-            memory.seek(address)
-            contents.append(memory.read(3))  # OSError, had the pages been given back
+        with open("/proc/self/mem", "rb") as process_memory:
+            process_memory.seek(address)
+            contents.append(process_memory.read(3))  # OSError, had the pages been given back
 
     runtime = SimpleNamespace(cudaHostRegister=lambda address, size, flags: 0, cudaHostUnregister=unregister)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
-    memory = allocate_page_locked(5_000_000)
-    memory[:3] = torch.tensor([7, 8, 9])
-    last = memory[4_000_000:].view(torch.bfloat16)
-    del memory
+    pages = allocate_page_locked(5_000_000)
+    pages[:3] = torch.tensor([7, 8, 9])
+    last = pages[4_000_000:].view(torch.bfloat16)
+    del pages
     assert not contents
     del last
     assert contents == [bytes([7, 8, 9])]
@@ -83,7 +83,7 @@ def test_buckets_of_several_ranks_are_put_together_in_two_buffers(monkeypatch: p
     """They are pinned once. One is filled while the other is sent."""
     sizes = list[int]()
     monkeypatch.setattr(
-        snapshot, "allocate_page_locked", lambda size: sizes.append(size) or torch.zeros(size).byte()
+        memory, "allocate_page_locked", lambda size: sizes.append(size) or torch.zeros(size).byte()
     )
     buckets = BucketBuffers(page_locked=True)
 
