@@ -299,10 +299,11 @@ def write_adapters(checkpoints: Checkpoints, step: int, config: RunConfig, out_d
 
     layer_names = tuple(sorted({name.rpartition(".")[0] for name in adapter_tensors}))
     for agent, rank_and_alpha in config.adapters.items():
-        agent_names_to_tensors = {
-            agent_tensor_name(peft_name(name), agent): tensor for name, tensor in adapter_tensors.items()
+        agent_tensors = {
+            agent_name: tensor
+            for name, tensor in adapter_tensors.items()
+            if (agent_name := agent_tensor_name(peft_name(name), agent))
         }
-        agent_tensors = {name: tensor for name, tensor in agent_names_to_tensors.items() if name}
         (out_directory / agent).mkdir(exist_ok=True)
         save_file(agent_tensors, out_directory / agent / "adapter_model.safetensors", {"format": "pt"})
         is_transposed = any(_is_transposed(layer, agent, stored_tensors) for layer in layer_names)

@@ -76,13 +76,14 @@ class StoredTensor(NamedTuple):
 def stored_tensors(path: str) -> dict[str, StoredTensor]:
     """Return the tensors in the files of weights, by name. Only the headers are read. Raises ConfigError for
     a file that cannot be read, or is not as long as its header says."""
-    headers = (_read_header(file) for file in weight_files(path))
-    entries = (entry for header in headers for entry in header.items() if entry[0] != "__metadata__")
-    return {
-        name: StoredTensor(tuple(tensor["shape"]), tensor["dtype"], end - start)
-        for name, tensor in entries
-        for start, end in [tensor["data_offsets"]]
-    }
+    tensors = {}
+    for file in weight_files(path):
+        for name, tensor in _read_header(file).items():
+            if name != "__metadata__":
+                start, end = tensor["data_offsets"]
+                tensors[name] = StoredTensor(tuple(tensor["shape"]), tensor["dtype"], end - start)
+
+    return tensors
 
 
 def weight_shapes(path: str) -> dict[str, tuple[int, ...]]:
