@@ -155,7 +155,7 @@ class EngineHandler:
             )
             self.fleet.liveness.note_alive(now)
 
-    def pop_unloadable_version(self) -> str:
+    def pop_load_failure(self) -> str:
         """Return why no engine can load the newest version, once an engine has refused it MAX_REFUSALS times.
 
         Returns '' if an engine holds the version, or is loading it without a refusal so far. A process that

@@ -443,7 +443,7 @@ class Coordinator:
         waits_for_engines = ranks.open_request or (self.fleet.shifts and ranks.last_plan_kind == "end")
         ranks_wait = waits_for_engines and published and not self.lifecycle.ending
 
-        if ranks_wait and (damage := self.engines.pop_unloadable_version()):
+        if ranks_wait and (damage := self.engines.pop_load_failure()):
             damage += "; the next trainer publishes it anew"
             self._request_replacement(shared.Replace("trainer", damage, ranks.incarnation))
             # No second replacement before the next trainer sends a request.

@@ -215,8 +215,8 @@ class TrainerHandler:
             len(peers) < max(1, self.ranks.rank_count) or bool(peers.silent_processes(now))
         )
 
-    def _superseded(self, peer: bytes, message: trainer.Commit | trainer.Checkpointed) -> bool:
-        """Return True for a message of an earlier trainer, and tell that trainer to end."""
+    def _stop_if_earlier(self, peer: bytes, message: trainer.Commit | trainer.Checkpointed) -> bool:
+        """Return whether a message is of an earlier trainer, which is then told to end."""
         if is_earlier := message.trainer_epoch != self.fleet.trainer_epoch:
             self.outbox.to_control(peer, shared.Stop("a newer trainer has taken over"))
         return is_earlier
@@ -226,7 +226,7 @@ class TrainerHandler:
 
         The ranks report which episodes were trained, as they may hold payloads that cannot be read any more.
         """
-        if self._superseded(peer, message):
+        if self._stop_if_earlier(peer, message):
             return
 
         stored_hash = self.store.reader.plan_hash(message.step)
@@ -343,7 +343,7 @@ class TrainerHandler:
 
     def record_checkpoint(self, peer: bytes, message: trainer.Checkpointed, now: float) -> None:
         """Record a checkpoint. Plans that the oldest retained checkpoint covers can be forgotten."""
-        if self._superseded(peer, message):
+        if self._stop_if_earlier(peer, message):
             return
 
         self._checkpoint_problem = ""

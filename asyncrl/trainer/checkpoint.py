@@ -12,10 +12,10 @@ import logging
 import math
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar
 
 import msgspec
 import torch
@@ -48,27 +48,25 @@ State = dict[str, Any]
 def snapshot(learner: Learner, *, copy: bool = True, device_offload: DeviceOffload | None = None) -> State:
     """Return the state of this rank, copied to main memory. With `copy` False, return the tensors themselves,
     after onloading."""
+    if not copy:
+        if device_offload is not None:
+            device_offload.onload()
+        return _learner_state(learner)
 
     def host_copy(tensor: Tensor) -> Tensor:
         with device_offload.onloaded(tensor) if device_offload is not None else nullcontext():
             return tensor.detach().to("cpu", copy=True)
 
-    if device_offload is not None and not copy:
-        device_offload.onload()
-    learner_state = _learner_state(learner)
-    return tree_map_only(Tensor, host_copy, learner_state) if copy else learner_state
+    return tree_map_only(Tensor, host_copy, _learner_state(learner))
 
 
 def state_bytes(state: State) -> int:
     """Return the bytes of a state on this rank."""
     return sum(
-        (tensor.to_local() if isinstance(tensor, DTensor) else tensor).nbytes
-        for tensor in state_tensors(state)
+        (leaf.to_local() if isinstance(leaf, DTensor) else leaf).nbytes
+        for leaf in tree_leaves(state)
+        if isinstance(leaf, Tensor)
     )
-
-
-def state_tensors(state: State) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(state) if isinstance(leaf, Tensor)]
 
 
 def write_checkpoint(
@@ -91,27 +89,28 @@ def write_checkpoint(
     model = learner.config.model
     files = StepFiles(checkpoints, step)
 
-    def save_state() -> None:
-        save_shards(state, storage_writer=shard_writer(files), process_group=world.group)
-
-    def export_model() -> None:
-        export_hf(files.create_file, learner.policy, state["model"], world, model.path, model.template)
-
-    def seal_manifest() -> None:
-        if is_first_rank:
-            checkpoints.write_manifest(
-                msgspec.structs.replace(
-                    manifest, files={name: file for part in files_by_rank for name, file in part.items()}
-                )
-            )
-
     try:
-        _run_on_all_ranks(world, lambda: checkpoints.prepare_step(step) if is_first_rank else None)
-        _run_on_all_ranks(world, save_state)
+        with _failing_together(world):
+            if is_first_rank:
+                checkpoints.prepare_step(step)
+
+        with _failing_together(world):
+            # Files are synchronised when they are closed.
+            shard_writer = _use_files(FileSystemWriter(STATE_FOLDER, sync_files=False), files)
+            save_shards(state, storage_writer=shard_writer, process_group=world.group)
+
         if with_export:
-            _run_on_all_ranks(world, export_model)
+            with _failing_together(world):
+                export_hf(
+                    files.create_file, learner.policy, state["model"], world, model.path, model.template
+                )
+
+        # The manifest comes last, when all ranks have written: it makes the checkpoint complete.
         files_by_rank = world.gather(files.written, Files)
-        _run_on_all_ranks(world, seal_manifest)
+        with _failing_together(world):
+            if is_first_rank:
+                all_files = {name: file for files_of in files_by_rank for name, file in files_of.items()}
+                checkpoints.write_manifest(msgspec.structs.replace(manifest, files=all_files))
     except CheckpointError as error:
         if is_first_rank:
             checkpoints.remove_step(step)
@@ -122,11 +121,12 @@ def manifest_of(learner: Learner, **lineage: Any) -> CheckpointManifest:
     return CheckpointManifest(step=learner.step, state=_carried_state(learner, learner.state), **lineage)
 
 
-def _run_on_all_ranks(world: World, part_of_saving: Callable[[], object]) -> None:
-    """Run a part of saving. A failure on one rank raises CheckpointError on all ranks."""
+@contextmanager
+def _failing_together(world: World) -> Iterator[None]:
+    """Raise CheckpointError on all ranks if the body, a part of saving, fails on one. A collective."""
     problem = ""
     try:
-        part_of_saving()
+        yield
     except CheckpointException as error:  # torch has gathered the errors of all ranks
         problem = one_line(next(iter(error.failures.values()))[0])
     except Exception as error:  # the others wait for this rank
@@ -142,7 +142,7 @@ def load_checkpoint(checkpoints: Checkpoints, step: int, learner: Learner) -> Ch
     other models."""
     manifest = checkpoints.manifest(step)
     path = checkpoints.file_path(step)
-    stored_reader = shard_reader(StepFiles(checkpoints, step))
+    stored_reader = _use_files(FileSystemReader(STATE_FOLDER), StepFiles(checkpoints, step))
     state = _learner_state(learner)
     stored_tensors = stored_reader.read_metadata().state_dict_metadata
     if f"rng.{learner.world.rank}" not in stored_tensors:  # more ranks than were saved: they keep their seed
@@ -260,19 +260,15 @@ class StepFiles(FileSystemBase):
         return True
 
 
-def shard_writer(files: StepFiles) -> FileSystemWriter:
-    # Files are synchronised when they are closed.
-    file_writer: Any = FileSystemWriter(STATE_FOLDER, sync_files=False)
-    file_writer.fs = files
-    file_writer.path = STATE_FOLDER
-    return cast(FileSystemWriter, file_writer)
+Storage = TypeVar("Storage", FileSystemReader, FileSystemWriter)
 
 
-def shard_reader(files: StepFiles) -> FileSystemReader:
-    file_reader: Any = FileSystemReader(STATE_FOLDER)
-    file_reader.fs = files
-    file_reader.path = STATE_FOLDER
-    return cast(FileSystemReader, file_reader)
+def _use_files(storage: Storage, files: StepFiles) -> Storage:
+    """Let a reader or writer of torch use the files of a checkpoint."""
+    adapted_storage: Any = storage
+    adapted_storage.fs = files
+    adapted_storage.path = STATE_FOLDER
+    return storage
 
 
 MODEL_PREFIX = "model."  # prefix of the policy's tensors in a checkpoint
@@ -281,7 +277,7 @@ MODEL_PREFIX = "model."  # prefix of the policy's tensors in a checkpoint
 def write_adapters(checkpoints: Checkpoints, step: int, config: RunConfig, out_directory: Path) -> None:
     """Write adapter_model.safetensors (float32) and adapter_config.json, each agent's into a directory of its
     name; no other tensors are read. ConfigError where the run trained all weights."""
-    stored_reader = shard_reader(StepFiles(checkpoints, step))
+    stored_reader = _use_files(FileSystemReader(STATE_FOLDER), StepFiles(checkpoints, step))
     stored_tensors = {
         name.removeprefix(MODEL_PREFIX): metadata
         for name, metadata in stored_reader.read_metadata().state_dict_metadata.items()
@@ -303,10 +299,11 @@ def write_adapters(checkpoints: Checkpoints, step: int, config: RunConfig, out_d
 
     layer_names = tuple(sorted({name.rpartition(".")[0] for name in adapter_tensors}))
     for agent, rank_and_alpha in config.adapters.items():
-        agent_names_to_tensors = {
-            agent_tensor_name(peft_name(name), agent): tensor for name, tensor in adapter_tensors.items()
+        agent_tensors = {
+            agent_name: tensor
+            for name, tensor in adapter_tensors.items()
+            if (agent_name := agent_tensor_name(peft_name(name), agent))
         }
-        agent_tensors = {name: tensor for name, tensor in agent_names_to_tensors.items() if name}
         (out_directory / agent).mkdir(exist_ok=True)
         save_file(agent_tensors, out_directory / agent / "adapter_model.safetensors", {"format": "pt"})
         is_transposed = any(_is_transposed(layer, agent, stored_tensors) for layer in layer_names)

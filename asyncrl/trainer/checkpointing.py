@@ -78,8 +78,9 @@ def shared_checkpoints(config: RunConfig, run_dir: Path, world: World) -> Checkp
 
 class Checkpointing:
     """Writes the checkpoints of a run in the background. Made by all ranks together; methods are collectives
-    unless their section says otherwise. `newest_manifest`: of the newest complete checkpoint. `problem`: why
-    the last one could not be written. `best_step`: the step kept for its validation score."""
+    unless their section says otherwise. `newest_manifest`: of the newest complete checkpoint. `is_due`: the
+    next checkpoint is to begin as soon as none is under way. `best_step`: the step kept for its validation
+    score."""
 
     def __init__(self, config: RunConfig, checkpoints: Checkpoints, learner: Learner) -> None:
         self._config = config.checkpoint
@@ -87,11 +88,11 @@ class Checkpointing:
         self._world = learner.world
         self.checkpoints = checkpoints
         self.newest_manifest: CheckpointManifest | None = None
-        self.problem = checkpoints.write_problem
+        self.is_due = False
         self.best_step = -1
         self.trained_total = 0
         self._trained_uids: list[str] = []  # uids since the newest checkpoint, or the checkpoint under way
-        self._is_due = False
+        self._problem = checkpoints.write_problem
         self._write_job: WriteJob | None = None
         self._state_bytes = checkpoint.state_bytes(checkpoint.snapshot(learner, copy=False))
         largest_state = max(self._world.gather(self._state_bytes, int))
@@ -103,23 +104,17 @@ class Checkpointing:
     # -- not collectives -------------------------------------------------------------------------------
 
     @property
-    def parent_step(self) -> int:
+    def newest_step(self) -> int:
         """Return the step of the newest checkpoint; -1: none."""
         return self.newest_manifest.step if self.newest_manifest else -1
 
     @property
-    def write_progress(self) -> str:
-        """Describes the checkpoint that is being written; '' for none."""
-        written = f"{self.checkpoints.written_bytes / 1e6:,.0f} MB since the start"
-        return f"a checkpoint is being written, {written}" if self.is_writing else ""
-
-    @property
-    def checkpoint_problem(self) -> str:
-        """Says why the newest checkpoint could not be written, as soon as that is known; '' after a
+    def problem(self) -> str:
+        """Say why the newest checkpoint could not be written, as soon as that is known; '' after a
         success."""
         if self._write_job is None or not self._write_job.result.done() or self._write_job.result.exception():
-            return self.problem
-        return self._write_job.result.result() or self.problem
+            return self._problem
+        return self._write_job.result.result() or self._problem
 
     @property
     def is_writing(self) -> bool:
@@ -130,12 +125,6 @@ class Checkpointing:
         """Record the uids of committed episodes."""
         self._trained_uids += uids
         self.trained_total += len(uids)
-
-    def mark_due(self) -> bool:
-        """Note that a checkpoint is due if the step asks for it. Returns whether a due checkpoint may begin
-        now."""
-        self._is_due = self._is_due or self._learner.step % self._config.pause == 0
-        return self._is_due and not self.is_writing
 
     # -- collectives -----------------------------------------------------------------------------------
 
@@ -163,7 +152,7 @@ class Checkpointing:
         manifest = checkpoint.manifest_of(
             self._learner,
             trainer_epoch=trainer_epoch,
-            parent=self.parent_step,
+            parent=self.newest_step,
             trained=tuple(self._trained_uids),
             trained_total=self.trained_total,
         )
@@ -172,7 +161,7 @@ class Checkpointing:
             manifest, time.monotonic(), self._writer_thread.submit(self._write_in_thread, state, manifest)
         )
         self._trained_uids = []
-        self._is_due = False
+        self.is_due = False
 
         return is_copied
 
@@ -193,16 +182,15 @@ class Checkpointing:
             return False
 
         self._write_job = None
-        self.problem = result.result()
+        self._problem = result.result()
 
-        if self.problem:  # the next checkpoint lists these episodes again
-            log.error("not saved: %s", self.problem)
+        if self._problem:  # the next checkpoint lists these episodes again
+            log.error("not saved: %s", self._problem)
             self._trained_uids[:0] = manifest.trained
-            self._is_due = True
+            self.is_due = True
             return False
 
         self.newest_manifest = manifest
-
         return True
 
     def _write_in_thread(self, state: checkpoint.State, manifest: CheckpointManifest) -> str:

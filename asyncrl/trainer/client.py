@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from typing import Any
 
 import msgspec
@@ -39,20 +40,40 @@ class Stopped(Exception):
     """The coordinator sent Stop."""
 
 
+# Before a rank has a learner, it has no CoordinatorClient. Two waits of that time have a link of their own.
+
+
+def await_devices(endpoints: Endpoints, rank: int, incarnation: str) -> None:
+    """Wait until engines have left the devices to this rank, which has loaded nothing yet. There is no
+    deadline: the coordinator gives engines a limit to fall asleep. Stop ends the wait."""
+    with closing(_control_link(endpoints, rank, incarnation)) as link:
+        answer = None
+        while not isinstance(answer, trainer.GrantDevices):
+            link.send(trainer.AskDevices(rank, incarnation))
+            answer = _receive_unless_stopped(link, RESEND_SECONDS)
+
+
 def meet_others(endpoints: Endpoints, rank: int, incarnation: str, wait_names: Iterator[str]) -> None:
-    """Wait until all ranks have met, and let the coordinator name this wait meanwhile."""
-    link = Link(endpoints.control, ToTrainerControl, identity("trainer", rank, incarnation), endpoints.keys)
+    """Wait until all ranks have met, and let the coordinator name this wait meanwhile. Stop ends the wait."""
     next_heartbeat = 0.0
-    try:
+    with closing(_control_link(endpoints, rank, incarnation)) as link:
         for name in wait_names:
             if time.monotonic() > next_heartbeat:
                 next_heartbeat = time.monotonic() + HEARTBEAT_SECONDS
                 link.send(trainer.TrainerHeartbeat(rank, 0.0, 0.0, name))
-            answer, _ = link.receive(MEET_POLL) or (None, [])
-            if isinstance(answer, shared.Stop):
-                raise Stopped(answer.reason)
-    finally:
-        link.close()
+            _receive_unless_stopped(link, MEET_POLL)
+
+
+def _control_link(endpoints: Endpoints, rank: int, incarnation: str) -> Link:
+    return Link(endpoints.control, ToTrainerControl, identity("trainer", rank, incarnation), endpoints.keys)
+
+
+def _receive_unless_stopped(link: Link, timeout: float) -> Any:
+    """Return the next message; None after `timeout` seconds."""
+    message, _ = link.receive(timeout) or (None, [])
+    if isinstance(message, shared.Stop):
+        raise Stopped(message.reason)
+    return message
 
 
 class CoordinatorClient:
@@ -73,7 +94,7 @@ class CoordinatorClient:
     ) -> None:
         self._world = world
         self._incarnation = incarnation
-        self.broadcast = broadcast
+        self._broadcast = broadcast
         self._learner = learner
         self._checkpointing = checkpointing
         self._publishing = publishing
@@ -81,7 +102,7 @@ class CoordinatorClient:
         self._progress_limit = progress_limit(config)
 
         name = identity("trainer", world.rank, incarnation)
-        self.control = Link(endpoints.control, ToTrainerControl, name, endpoints.keys)
+        self.control = _control_link(endpoints, world.rank, incarnation)
         self.bulk = Link(endpoints.bulk, ToTrainerBulk, name, endpoints.keys)
         self._poller = Poller(self.control, self.bulk)
 
@@ -133,20 +154,20 @@ class CoordinatorClient:
         hit the timeout of collectives."""
         if self._world.rank != 0:
             encoded_answer = self._await_ranks(
-                f"rank 0, which waits for {wait_name}", self.broadcast.next_word, is_patient
+                f"rank 0, which waits for {wait_name}", self._broadcast.next_word, is_patient
             )
             return msgspec.msgpack.decode(encoded_answer, type=trainer.WorkPlan | trainer.Committed)
 
         answer, _ = self.request(message, wait_name, is_patient)
-        self.broadcast.send_word(msgspec.msgpack.encode(answer))
+        self._broadcast.send_word(msgspec.msgpack.encode(answer))
         return answer
 
     # -- waits -----------------------------------------------------------------------------------------
 
     def meet_ranks(self, wait_name: str) -> None:
         """Wait for all ranks to be here."""
-        self.broadcast.arrive_at_meeting()
-        self._await_ranks(wait_name, lambda: self.broadcast.all_arrived or None)
+        self._broadcast.arrive_at_meeting()
+        self._await_ranks(wait_name, lambda: self._broadcast.all_arrived or None)
 
     def wait_for(self, seconds: float) -> None:
         """Send heartbeats, and let servers join, for some seconds. Stop ends the wait."""
@@ -203,14 +224,17 @@ class CoordinatorClient:
         self._publishing.allow_pause()
 
     def hello_message(self) -> trainer.TrainerHello:
-        vocabulary = self._learner.policy.vocabulary
         return trainer.TrainerHello(
-            self._world.rank, self._world.size, self._incarnation, self.committed_step, vocabulary
+            self._world.rank,
+            self._world.size,
+            self._incarnation,
+            self.committed_step,
+            self._learner.policy.vocabulary,
         )
 
     def heartbeat_message(self) -> trainer.TrainerHeartbeat:
         stopwatch = self._learner.stopwatch
-        problem = self._checkpointing.checkpoint_problem
+        problem = self._checkpointing.problem
         not_saved = f"not saved: {problem}" if problem else ""
         wait_texts = (self.waiting_for, not_saved, self._publishing.unwritten_reason)
 

@@ -26,41 +26,15 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
-from asyncrl.config import RunConfig
 from asyncrl.errors import ConfigError, one_line
 from asyncrl.observe.timeline import Timeline
 from asyncrl.runtime.process import main_memory
 from asyncrl.trainer.learner import Learner
 from asyncrl.trainer.world import World
 from asyncrl.weights.memory import allocate_page_locked, trim_heap
-from asyncrl.wire.messages.channels import ToTrainerControl
-from asyncrl.wire.messages.shared import Stop
-from asyncrl.wire.messages.trainer import AskDevices, GrantDevices
-from asyncrl.wire.sockets import Endpoints, Link, identity
 
 log = logging.getLogger("asyncrl.trainer")
-ASK_EVERY = 2.0  # seconds between two requests
 SMALL_STORAGE = 4096  # bytes: smaller storages stay on the device
-
-
-def await_devices(config: RunConfig, endpoints: Endpoints, rank: int, incarnation: str) -> bool:
-    """Return True once engines have left the devices to this rank, which has loaded nothing yet. Return False
-    if the coordinator stops the run. There is no deadline: the coordinator gives engines a limit to fall
-    asleep."""
-    if not config.shifts:
-        return True
-
-    link = Link(endpoints.control, ToTrainerControl, identity("trainer", rank, incarnation), endpoints.keys)
-    try:
-        while True:
-            link.send(AskDevices(rank, incarnation))
-            answer, _ = link.receive(ASK_EVERY) or (None, [])
-            if isinstance(answer, Stop):
-                log.info("leaving: %s", answer.reason)
-            if isinstance(answer, GrantDevices | Stop):
-                return isinstance(answer, GrantDevices)
-    finally:
-        link.close()
 
 
 class DeviceOffload:
@@ -81,6 +55,7 @@ class DeviceOffload:
     def offload(self, meet: Callable[[str], None]) -> None:
         """Offload, and return when all ranks have: `meet` waits for the ranks by a name. All ranks must call
         this. Raises ConfigError where main memory has no room."""
+        # The timings' names, "rest" here and "wake" below, are columns of the metrics.
         with self._timeline.span("rest"), self._learner.stopwatch.phase("rest", waiting=True):
             if not self.is_offloaded:
                 self._copy_and_empty()
@@ -179,7 +154,7 @@ def unlinked_file(directory: Path, size: int) -> Tensor:
             file_path = f"/proc/self/fd/{file.fileno()}"
             return torch.from_file(file_path, shared=True, size=size, dtype=torch.uint8)
     except OSError as error:
-        log.warning("resting in main memory: %s", one_line(error))
+        log.warning("offloaded to main memory itself: %s", one_line(error))
         return torch.empty(size, dtype=torch.uint8)
 
 

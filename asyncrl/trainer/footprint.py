@@ -180,12 +180,18 @@ def _work_bytes(config: RunConfig, model: ModelSizes, frozen: bool) -> WorkBytes
     total_numbers = count(model.shapes)
     if not (hidden_size and vocabulary_size and layer_numbers):
         raise ValueError("config.json has no hidden_size or vocab_size, or the weights have no layers")
-    bytes_by_layer = [
-        tokens * _kept_token_bytes(model, layer, number_bytes, length) for layer in model.layers
-    ]
-    input_bytes = number_bytes * hidden_size * tokens
-    root_numbers = total_numbers - sum(layer_numbers)
 
+    input_bytes = number_bytes * hidden_size * tokens
+    activation_bytes = 0
+    recomputed_bytes = 0  # of the largest layer that is computed once more
+    for index, layer in enumerate(model.layers):
+        layer_bytes = tokens * _kept_token_bytes(model, layer, number_bytes, length)
+        if recomputed_every and index % recomputed_every == 0:
+            recomputed_bytes = max(recomputed_bytes, layer_bytes)
+            layer_bytes = input_bytes + tokens * _attention_output_bytes(model, layer, number_bytes)
+        activation_bytes += layer_bytes
+
+    root_numbers = total_numbers - sum(layer_numbers)
     group_numbers = max(layer_numbers)
     gathered_bytes = 2 * group_numbers * number_bytes
     if total_numbers < LAYER_MIN_PARAMETERS:
@@ -198,22 +204,12 @@ def _work_bytes(config: RunConfig, model: ModelSizes, frozen: bool) -> WorkBytes
         if frozen
         else group_numbers * (number_bytes + MASTER_BYTES) + vocabulary_size * hidden_size * MASTER_BYTES
     )
-    # The largest layer that is computed once more.
-    recomputed_bytes = max(bytes_by_layer[::recomputed_every]) if recomputed_every else 0
-    stored_bytes = [
-        input_bytes + tokens * _attention_output_bytes(model, layer, number_bytes) for layer in model.layers
-    ]
     logit_bytes = DIVERGENCE_BYTES if config.kl.diverges and not config.kl.top_k else LOGIT_BYTES
     # The teacher's output layer and its input.
     teacher_bytes = root_numbers * number_bytes + input_bytes if config.kl.diverges else 0
 
     return WorkBytes(
-        activations=sum(
-            stored_bytes[index]
-            if recomputed_every and index % recomputed_every == 0
-            else bytes_by_layer[index]
-            for index in range(len(layer_numbers))
-        ),
+        activations=activation_bytes,
         logits=min(CHUNK_TOKENS, tokens) * vocabulary_size * logit_bytes
         + tokens * hidden_size * FEATURE_BYTES
         + root_numbers * number_bytes
@@ -277,7 +273,7 @@ def _norm_inputs(layer: Shapes, name: str, width: int, hidden_size: int) -> int:
     if width == hidden_size:
         return width
     projection = f"{name.split('.')[-2].removesuffix('norm')}proj"
-    return next((s[0] for n, s in layer.items() if n.split(".")[-2] == projection), width)
+    return next((shape[0] for weight, shape in layer.items() if weight.split(".")[-2] == projection), width)
 
 
 def _state_numbers_per_parameter(trainer: TrainerConfig) -> float:

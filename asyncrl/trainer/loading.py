@@ -17,7 +17,7 @@ import logging
 import math
 from collections import Counter, defaultdict
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import transformers
@@ -29,7 +29,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+from transformers.core_model_loading import rename_source_key
 from transformers.utils import logging as transformers_logging
 
 from asyncrl.errors import ConfigError
@@ -40,7 +40,7 @@ from asyncrl.trainer.world import World
 from asyncrl.weights.adapters import initial_values
 from asyncrl.weights.checkpoint_match import AutoClass, check_finite, load_pretrained
 from asyncrl.weights.model_files import stored_tensors, weight_files
-from asyncrl.weights.names import FilePiece, file_pieces
+from asyncrl.weights.names import FilePiece, file_pieces, split_rules
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +74,14 @@ def read_model(auto_class: AutoClass, path: str, dtype: str, world: World, key: 
                 "%s: its files do not hold the weights as they are: rank 0 reads all of them", path
             )
             filled_model = load_pretrained(auto_class, path, f"{key} {path}", dtype=master_dtype(dtype))
-            _check_tied_weights(model, filled_model)
+
+            # Of tied tensors with different values in the files, transformers would keep both.
+            untied_names = model.all_tied_weights_keys.keys() - filled_model.all_tied_weights_keys.keys()
+            if untied_names:
+                raise ValueError(
+                    f"config.json ties {', '.join(sorted(untied_names))} to another tensor, and the files "
+                    "hold other values for it; set tie_word_embeddings=false there"
+                )
 
         file_dtypes = frozenset(tensor.dtype for tensor in stored_tensors(path).values())
 
@@ -86,16 +93,6 @@ def read_model(auto_class: AutoClass, path: str, dtype: str, world: World, key: 
         file_dtypes=file_dtypes,
         error_label=f"{key} {path}",
     )
-
-
-def _check_tied_weights(model: PreTrainedModel, filled_model: PreTrainedModel) -> None:
-    """Raise ValueError where the files hold different values for tensors that the configuration ties:
-    transformers would then keep both."""
-    if untied_names := model.all_tied_weights_keys.keys() - filled_model.all_tied_weights_keys.keys():
-        raise ValueError(
-            f"config.json ties {', '.join(sorted(untied_names))} to another tensor, and the files hold "
-            "other values for it; set tie_word_embeddings=false there"
-        )
 
 
 def model_without_weights(auto_class: AutoClass, path: str, dtype: str) -> PreTrainedModel:
@@ -111,9 +108,8 @@ def model_without_weights(auto_class: AutoClass, path: str, dtype: str) -> PreTr
         )
 
     model.tie_weights()  # emptying parameters one by one separates shared ones
-    model_in_evaluation: PreTrainedModel = model.eval()  # no dropout, rho must be 1 at lag 0
-
-    return model_in_evaluation
+    model.eval()  # no dropout, rho must be 1 at lag 0
+    return cast(PreTrainedModel, model)
 
 
 def master_dtype(dtype: str) -> torch.dtype:
@@ -123,8 +119,7 @@ def master_dtype(dtype: str) -> torch.dtype:
 
 def stored_dtype(parameter: nn.Parameter, dtype: str) -> torch.dtype:
     """Return the dtype that a parameter is kept in where forwards compute in `dtype`."""
-    forward_dtype: torch.dtype = getattr(torch, dtype)
-    return master_dtype(dtype) if parameter.requires_grad else forward_dtype
+    return master_dtype(dtype) if parameter.requires_grad else cast(torch.dtype, getattr(torch, dtype))
 
 
 def cast_parameters(root: nn.Module, dtype: str) -> None:
@@ -147,10 +142,22 @@ def shard_and_fill(root: nn.Module, source: WeightsSource, world: World, *, offl
 
     if source.file_tensors:
         fill_shards(source.model, source.file_tensors, source.error_label)
-        _initialise_added(source)
+        state = source.model.state_dict(keep_vars=True)
+        read_tensors = {id(state[piece.parameter]) for piece in source.file_tensors}
+        for name, tensor in state.items():
+            if id(tensor) not in read_tensors:
+                copy_shard(initial_values(name, tensor), tensor)
     else:
+        all_weights: dict[str, Any] = {}  # on rank 0, which broadcasts
+        if source.filled_model is not None:
+            all_weights = source.filled_model.state_dict()
+            all_weights |= {
+                name: initial_values(name, parameter)
+                for name, parameter in source.model.named_parameters()
+                if name not in all_weights
+            }
         options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-        set_model_state_dict(source.model, _all_weights(source), options=options)
+        set_model_state_dict(source.model, all_weights, options=options)
 
     assert all(isinstance(parameter, DTensor) for parameter in root.parameters()), "FSDP2 did not shard"
 
@@ -170,18 +177,10 @@ def _log_rounding(source: WeightsSource) -> None:
 def shard_empty(
     root: nn.Module, model: PreTrainedModel, dtype: str, world: World, *, offload: bool = False
 ) -> None:
-    """Shard `root`, which holds `model`, and allocate the shards without values."""
+    """Shard `root`, which holds `model`, and allocate the shards without values. Parameters are DTensors
+    afterwards, on every device."""
     pin_memory = world.device.type == "cuda"
     offload_policy = CPUOffloadPolicy(pin_memory=pin_memory) if offload else OffloadPolicy()
-    _shard_parameters(root, model, dtype, world, offload_policy)
-    _allocate(root, world.device, torch.device("cpu") if offload else world.device)
-    model.tie_weights()
-
-
-def _shard_parameters(
-    root: nn.Module, model: PreTrainedModel, dtype: str, world: World, offload_policy: OffloadPolicy
-) -> None:
-    """Call fully_shard on every device; parameters are DTensors afterwards."""
     mixed_precision = MixedPrecisionPolicy(cast_forward_inputs=False)
     if dtype == "bfloat16":
         mixed_precision = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
@@ -193,39 +192,16 @@ def _shard_parameters(
     # Embedding and head (often one tied tensor) stay in the root's group.
     fully_shard(root, mesh=world.mesh, mp_policy=mixed_precision, offload_policy=offload_policy)
 
-
-def _allocate(root: nn.Module, device: torch.device, shard_device: torch.device) -> None:
-    """Allocate the parameters on `shard_device`, and move buffers to `device`."""
+    # `to_empty` allocates buffers, too, without their values.
     buffers = [
-        (module, name, buffer.to(device))
+        (module, name, buffer.to(world.device))
         for module in root.modules()
         for name, buffer in module.named_buffers(recurse=False)
     ]
-    root.to_empty(device=shard_device)
+    root.to_empty(device=torch.device("cpu") if offload else world.device)
     for module, name, buffer in buffers:
         setattr(module, name, buffer)
-
-
-def _initialise_added(source: WeightsSource) -> None:
-    """Initialise the weights that were added since the model was read."""
-    state = source.model.state_dict(keep_vars=True)
-    read_tensors = {id(state[piece.parameter]) for piece in source.file_tensors}
-    for name, tensor in state.items():
-        if id(tensor) not in read_tensors:
-            copy_shard(initial_values(name, tensor), tensor)
-
-
-def _all_weights(source: WeightsSource) -> dict[str, Any]:
-    """Return all weights on rank 0, and nothing on other ranks."""
-    if source.filled_model is None:
-        return {}
-    weights = source.filled_model.state_dict()
-    added_weights = {
-        name: initial_values(name, parameter)
-        for name, parameter in source.model.named_parameters()
-        if name not in weights
-    }
-    return weights | added_weights
+    model.tie_weights()
 
 
 COMPARED_ROWS = 1024  # rows of two tensors that are compared at once
@@ -270,7 +246,6 @@ def locate_tensors(model: PreTrainedModel, path: str) -> dict[FilePiece, FileTen
             return {}
 
     complete_tensors = {id(tensors[name]) for name, count in counts.items() if count == tensors[name].numel()}
-
     return located if all(id(tensor) in complete_tensors for tensor in tensors.values()) else {}
 
 
@@ -293,13 +268,10 @@ def _wanted_keys(
     model: PreTrainedModel, keys: list[str], wanted_pieces: dict[str, FilePiece]
 ) -> list[tuple[str, str]]:
     """Return the wanted keys of a file, each with the name of its tensor in the model."""
-    rules = get_model_conversion_mapping(model)
-    renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
-
-    converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+    conversion = split_rules(get_model_conversion_mapping(model))
     named_keys = []
     for key in keys:
-        for conversion_rules in ((renamings, converters), ([], [])):  # in the order of transformers
+        for conversion_rules in (conversion, ([], [])):  # in the order of transformers
             name, computed = rename_source_key(key, *conversion_rules, model.base_model_prefix, wanted_pieces)
             if name in wanted_pieces and computed is None:
                 named_keys.append((key, name))

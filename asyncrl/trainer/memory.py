@@ -82,14 +82,17 @@ def try_largest(learner: Learner) -> None:
     entropy_grad = config.algorithm.entropy_coef > 0
     learner.micro_batch_size = sequence_count * sequence_length, sequence_count // config.rollout.full_rows
 
-    # The second finds gradients, as later ones do.
-    for trial_tokens in (
-        smallest_tokens(learner.packing),
-        tokens,
-    ):
-        device_tokens = trial_tokens.to(learner.world.device)
-        models = learner.policy, learner.critic, learner.reference
-        forward_backward(*models, device_tokens, entropy_grad, learner.recipe.divergence, config.kl.top_k)
+    # The second micro-batch finds gradients, as later ones do.
+    for trial_tokens in (smallest_tokens(learner.packing), tokens):
+        forward_backward(
+            learner.policy,
+            learner.critic,
+            learner.reference,
+            trial_tokens.to(learner.world.device),
+            entropy_grad,
+            learner.recipe.divergence,
+            config.kl.top_k,
+        )
         learner.after_micro_batch()  # each may compile for minutes
 
     learner.micro_batch_size = 0, 0
@@ -97,12 +100,11 @@ def try_largest(learner: Learner) -> None:
     if learner.critic is not None:
         learner.critic.optimizer.zero_grad()
     trim_heap()
-    seconds = time.monotonic() - started_at
     log.info(
         "the largest micro-batch, %d rows of %d tokens, was tried in %.1f s",
         sequence_count,
         sequence_length,
-        seconds,
+        time.monotonic() - started_at,
     )
 
 
@@ -120,10 +122,12 @@ def give_up_message(error: Exception, trainer_epoch: int, rank: int, learner: Le
         return make_message("spike", str(error))
 
     if lacks_memory(error) and any(learner.micro_batch_size):
-        detail = f"out of memory ({one_line(error)})"
-        recomputation = learner.recomputation
         return make_message(
-            "memory", detail, *learner.micro_batch_size, recomputation.every, recomputation.next_every
+            "memory",
+            f"out of memory ({one_line(error)})",
+            *learner.micro_batch_size,
+            learner.recomputation.every,
+            learner.recomputation.next_every,
         )
 
     raise error

@@ -182,7 +182,6 @@ def _decide_cut(policy: Policy, dtype: str, world: World, is_compiled: bool) -> 
     """Set `policy.uncut` if the gradient check fails for logits that are computed in chunks, for which the
     model is cut in front of its output layer. The model itself is checked where no small copy can be made."""
     problems = shared_architecture_problems(policy.lm.config, world)
-    model_class = type(policy.lm).__name__
     if problems is None and not policy.uncut:
         problems = cached_gradient_check(policy, (), dtype, world, is_compiled)
     problem = "has no backbone" if policy.uncut else problems and problems["cut"]
@@ -190,7 +189,9 @@ def _decide_cut(policy: Policy, dtype: str, world: World, is_compiled: bool) -> 
 
     if problem:
         logger.warning(
-            "%s is not cut at its output layer, so its logits are not chunked: it %s", model_class, problem
+            "%s is not cut at its output layer, so its logits are not chunked: it %s",
+            type(policy.lm).__name__,
+            problem,
         )
 
 
@@ -229,12 +230,6 @@ def score_ids(
     return tuple(scores.logp.tolist())
 
 
-def published_shards(policy: Policy) -> Mapping[str, DTensor]:
-    """Return the published weights, by the model's own names: the trained weights, or copies with an adapter
-    merged in. A weight that two modules share has the first name only. Reading a weight is a collective."""
-    return PublishedShards(policy)
-
-
 def adapter_shards(policy: Policy) -> Mapping[str, DTensor]:
     """Return the policy's adapters, by the model's own names."""
     assert policy.adapters is not None
@@ -246,8 +241,11 @@ def adapter_shards(policy: Policy) -> Mapping[str, DTensor]:
 
 
 class PublishedShards(Mapping[str, DTensor]):
-    """Merges a weight only when it is read: copies of all weights would take as much of a GPU as the
-    model."""
+    """The published weights, by the model's own names: the trained weights, or copies with an adapter merged
+    in. A weight that two modules share has the first name only.
+
+    Reading a weight is a collective. Only then is the adapter merged: copies of all weights would take as
+    much of a GPU as the model."""
 
     def __init__(self, policy: Policy) -> None:
         self._weights = dict(policy.lm.named_parameters())

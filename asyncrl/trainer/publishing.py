@@ -3,11 +3,16 @@
 consumes: the policy, after a step
 waits for: the copy to host memory only; collecting, writing and announcing go on in the background
 unblocks: the coordinator (published), which sends the version to the engines
+
+trainer's thread, all ranks:  Publishing.publish ── copy to host memory ──► the next step
+publisher's thread, rank 0:   PublisherThread ── write (collects from all ranks), or offer ──► announce
 """
 
 from __future__ import annotations
 
+import logging
 import random
+import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,31 +21,34 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from asyncrl.config import RunConfig
-from asyncrl.trainer.model import Policy, adapter_shards, copied_buffers, published_shards, score_ids
+from asyncrl.errors import disk_full, one_line
+from asyncrl.trainer.model import Policy, PublishedShards, adapter_shards, copied_buffers, score_ids
 from asyncrl.trainer.packing import padded_meanwhile
 from asyncrl.trainer.world import World
 from asyncrl.types import PolicyVersion
 from asyncrl.weights import disk
 from asyncrl.weights.collective import Sender
 from asyncrl.weights.delta import VersionWriter
-from asyncrl.weights.manifest import Probe, WeightsRef
+from asyncrl.weights.manifest import Probe, Superseded
 from asyncrl.weights.pause import TrainingPause
 from asyncrl.weights.shards import HostShards
-from asyncrl.weights.snapshot import Publisher, Snapshot
+from asyncrl.weights.snapshot import Snapshot
 from asyncrl.wire.addresses import local_address
 from asyncrl.wire.messages.channels import ToTrainerControl
 from asyncrl.wire.messages.trainer import Published
 from asyncrl.wire.sockets import Endpoints, Link, identity
 
+log = logging.getLogger("asyncrl.weights")
+
 PROBE_TOKENS = 65
 NOISE_ROWS = 16  # sequences in the probe's larger batch, as other shapes round otherwise
+FULL_RETRY_SECONDS = 5.0  # seconds until the next try after a write failed on a full disk
 
 
 class Publishing:
-    """Publishes versions of the policy. Made by all ranks together. `announced`: the last version that rank 0
-    has announced. `noise_floor`: how far the trainer's own log-probs of the probe differ when scored in a
-    larger batch (by another attention function, where sequences are packed), at the first probe; no engine
-    can be expected to come closer."""
+    """Publishes versions of the policy. Made by all ranks together. `noise_floor`: how far the trainer's own
+    log-probs of the probe differ when scored in a larger batch (by another attention function, where
+    sequences are packed), at the first probe; no engine can be expected to come closer."""
 
     def __init__(
         self, config: RunConfig, endpoints: Endpoints, run_dir: Path, world: World, policy: Policy
@@ -49,7 +57,6 @@ class Publishing:
         self.world = world
         self.policy = policy
         self._endpoints = endpoints
-        self.announced: Published | None = None  # set by the publisher's thread
         self.noise_floor: float | None = None
 
         # The fixed text that trainer and engines score; any ids do.
@@ -81,26 +88,29 @@ class Publishing:
 
         self._pause: TrainingPause | None = None
         self._sender = None if self._files else self._make_sender(collector_count)
-        self._link: Link | None = None  # belongs to the publisher's thread while that lives
-        self._publisher = Publisher(self._write_version, self._announce_version) if world.rank == 0 else None
+        self._publisher: PublisherThread | None = None
+        if world.rank == 0:
+            version_target = self._files or self._sender
+            assert version_target is not None, "rank 0 is the first sender"
+            self._publisher = PublisherThread(version_target, endpoints)
 
     def publish(self, version: PolicyVersion) -> None:
         """Copy the weights to host memory, and leave writing and announcing to the publisher. A collective.
         Raises the error of an earlier publish."""
         started_at = time.monotonic()
         buffers = self._buffers()  # small, and not to wait for the copies behind them
-        buffer_index = self._host.claim_buffer(lambda busy: self.world.gather(busy, list[int]))
-        self._host.copy_shards(buffer_index, self._published_shards(), buffers)
-        self.raise_failure()
+        snapshot = self._host.copy_version(
+            version, self._published_shards(), lambda busy: self.world.gather(busy, list[int]), buffers
+        )
 
-        snapshot = self._host.take_snapshot(buffer_index, version, time.monotonic() - started_at)
+        self.raise_failure()
         if self._publisher is not None:
-            self._publisher.submit_snapshot(snapshot)
+            self._publisher.submit_snapshot(snapshot, copy_seconds=time.monotonic() - started_at)
         elif self._sender is not None:
             self._sender.offer_snapshot(snapshot)
 
     def _published_shards(self) -> Mapping[str, DTensor]:
-        return adapter_shards(self.policy) if self._adapters else published_shards(self.policy)
+        return adapter_shards(self.policy) if self._adapters else PublishedShards(self.policy)
 
     def _buffers(self) -> dict[str, Tensor]:
         return {} if self._adapters else copied_buffers(self.policy)
@@ -134,6 +144,11 @@ class Publishing:
             self._pause.allow_pause()
 
     @property
+    def announced(self) -> Published | None:
+        """Return the last version that this rank has announced."""
+        return self._publisher.announced if self._publisher is not None else None
+
+    @property
     def unwritten_reason(self) -> str:
         """Says why the newest version is not written yet, on a full disk; else ''."""
         full_disk = self._publisher.full_error if self._publisher is not None else ""
@@ -142,8 +157,8 @@ class Publishing:
     def drain(self) -> None:
         """Write the published versions before this rank ends. Called on all ranks."""
         timeout = self.config.launch.stop_timeout / 2
-        if self._publisher is not None and self._publisher.close(timeout) and self._link is not None:
-            self._link.close()
+        if self._publisher is not None:
+            self._publisher.close(timeout)
         if self._sender is not None:
             self._sender.close()
         self._host.close(timeout)
@@ -166,26 +181,93 @@ class Publishing:
 
         return sender
 
-    # -- the publisher's thread ------------------------------------------------------------------------
 
-    def _write_version(self, snapshot: Snapshot) -> WeightsRef:
-        """Write a version where engines find it, or offer it to them."""
-        if self._files is None:
-            assert self._sender is not None, "rank 0 is the first sender"
-            return self._sender.offer_snapshot(snapshot)
-        ref = self._files.write_version(snapshot)
-        disk.prune(self._files.directory)
-        return ref
+class PublisherThread:
+    """Rank 0's thread, which writes versions, or offers them to engines, and announces them. The thread has a
+    mailbox of one: a newer snapshot replaces a snapshot that still waits.
 
-    def _announce_version(self, ref: WeightsRef, snapshot_s: float, write_s: float) -> None:
+    `announced`: the last announced version. A failed write ends the thread, and `error` is for the owner to
+    raise. On a full disk the newest version waits, and `full_error` is the error's text.
+    """
+
+    def __init__(self, version_target: VersionWriter | Sender, endpoints: Endpoints) -> None:
+        self.announced: Published | None = None
+        self.error: Exception | None = None
+        self.full_error = ""
+        self._version_target = version_target
+        self._endpoints = endpoints
+        self._link: Link | None = None  # belongs to the thread while that lives
+        self._pending: tuple[Snapshot, float] | None = None  # a snapshot, and the seconds that its copy took
+        self._closing = False
+
+        self._wake = threading.Condition()
+        self._thread = threading.Thread(target=self._run, name="publisher", daemon=True)
+        self._thread.start()
+
+    def submit_snapshot(self, snapshot: Snapshot, copy_seconds: float) -> None:
+        """Submit a snapshot, without blocking. Raises the error that ended an earlier write."""
+        if self.error is not None:
+            raise self.error
+        with self._wake:
+            self._pending = (snapshot, copy_seconds)
+            self._wake.notify()
+
+    def close(self, timeout: float) -> bool:
+        """Write a pending snapshot and end; False after `timeout` seconds."""
+        with self._wake:
+            self._closing = True
+            self._wake.notify()
+        self._thread.join(timeout)
+
+        has_ended = not self._thread.is_alive()
+        if has_ended and self._link is not None:
+            self._link.close()
+        return has_ended
+
+    def _run(self) -> None:
+        while True:
+            with self._wake:
+                self._wake.wait_for(lambda: self._pending is not None or self._closing)
+                pending = self._pending
+                self._pending = None
+            if pending is None:
+                return
+
+            snapshot, copy_seconds = pending
+            try:
+                started_at = time.monotonic()
+                if isinstance(self._version_target, Sender):
+                    ref = self._version_target.offer_snapshot(snapshot)
+                else:
+                    ref = self._version_target.write_version(snapshot)
+                    disk.prune(self._version_target.directory)
+
+                self.full_error = ""
+                self._announce_version(Published(ref, copy_seconds, time.monotonic() - started_at))
+            except Superseded:
+                log.info("v%d was replaced by a newer version before it was written", snapshot.version.step)
+            except Exception as error:
+                if disk_full(error):
+                    log.warning("v%d is not written: %s", snapshot.version.step, error)
+                    with self._wake:
+                        self.full_error = one_line(error)
+                        if not self._wake.wait_for(lambda: self._closing, FULL_RETRY_SECONDS):
+                            self._pending = self._pending or pending
+                    continue
+
+                log.exception("publishing v%d failed", snapshot.version.step)
+                self.error = error  # the owner raises it at its next submit
+                return
+
+    def _announce_version(self, announcement: Published) -> None:
         """Send Published over a socket that belongs to this thread."""
         if self._link is None:
             name = identity("trainer", 0)
             self._link = Link(self._endpoints.control, ToTrainerControl, name, self._endpoints.keys)
-        self.announced = Published(ref, snapshot_s, write_s)
-        self._link.send(self.announced)
+        self.announced = announcement
+        self._link.send(announcement)
 
 
-def readers(config: RunConfig, ranks: int) -> int:
+def readers(config: RunConfig, rank_count: int) -> int:
     """Count the ranks that may collect versions, one version per rank at a time."""
-    return 1 if config.weights.transport == "disk" else max(1, min(ranks, config.engine.server_count))
+    return 1 if config.weights.transport == "disk" else max(1, min(rank_count, config.engine.server_count))

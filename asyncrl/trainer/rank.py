@@ -13,6 +13,8 @@ before all hold their payloads. Requests, waits and heartbeats are those of `tra
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import NoReturn
@@ -26,8 +28,8 @@ from asyncrl.runtime.liveness import progress_limit, silence_limit
 from asyncrl.trainer import world
 from asyncrl.trainer.batch import with_turns
 from asyncrl.trainer.checkpointing import Checkpointing, shared_checkpoints
-from asyncrl.trainer.client import CoordinatorClient, Stopped, meet_others
-from asyncrl.trainer.device_offload import DeviceOffload, await_devices
+from asyncrl.trainer.client import CoordinatorClient, Stopped, await_devices, meet_others
+from asyncrl.trainer.device_offload import DeviceOffload
 from asyncrl.trainer.learner import Learner, PlannedWork
 from asyncrl.trainer.memory import give_up_message, is_tiny, try_largest
 from asyncrl.trainer.optimizer import SpikeError
@@ -48,10 +50,10 @@ def run(config: RunConfig, endpoints: Endpoints, rank: int, incarnation: str, re
     """Run a trainer rank until the coordinator sends Stop. Returns the exit code."""
     torch.set_num_threads(config.launch.threads)
     torch.manual_seed(config.seed)
-    if not await_devices(config, endpoints, rank, incarnation):
-        return 0
 
     try:
+        if config.shifts:
+            await_devices(endpoints, rank, incarnation)
         trainer_world = world.join_ranks(
             rank,
             config.trainer.ranks,
@@ -155,7 +157,7 @@ class TrainerRank:
                 self.device_offload.onload()
 
             match plan.kind:
-                case "rest":
+                case "rest":  # the wire's word for an offload
                     self.device_offload.offload(self.client.meet_ranks)
                 case "work":
                     self._train_part(plan, work)
@@ -177,7 +179,10 @@ class TrainerRank:
         uids = [planned.uid for planned, _ in work]
         self.trainer_world.check_shared(uids, list[str])  # a payload may have become unreadable in between
         span_fields = {"step": plan.step, "micro": plan.micro}
-        with self.timeline.span("train", **span_fields), self.stopwatch.phase("update_actor"):
+        with (
+            self.timeline.span("train", step=plan.step + 1, micro=plan.micro),
+            self.stopwatch.phase("update_actor"),
+        ):
             self.learner.accumulate(work)
         self._batch_uids += uids
 
@@ -202,7 +207,7 @@ class TrainerRank:
         if self.publishing.noise_floor is not None:
             metrics["weights/probe_noise_floor"] = self.publishing.noise_floor
         metrics |= performance(*self.stopwatch.lap(), metrics, self.peak_flops, self.trainer_world.size)
-        with self.timeline.span("wait_commit"), self.stopwatch.phase("wait_commit", waiting=True):
+        with self._waiting("wait_commit"):
             to_publish = self._commit_step(plan, batch_uids, metrics)
         self.client.committed_step = self.learner.step
         self.ratio_recorder.save_step(self.learner.step)
@@ -216,7 +221,7 @@ class TrainerRank:
     # -- requests to the coordinator -------------------------------------------------------------------
 
     def _await_welcome(self) -> shared.Welcome:
-        with self.timeline.span("wait_welcome"), self.stopwatch.phase("wait_welcome", waiting=True):
+        with self._waiting("wait_welcome"):
             welcome, _ = self.client.request(self.client.hello_message(), "the coordinator's welcome")
         self.trainer_epoch = welcome.trainer_epoch
         self.learner.token_budget = welcome.micro_tokens or self.learner.token_budget
@@ -230,8 +235,7 @@ class TrainerRank:
         planned_work = list[tuple[trainer.PlannedTrajectory, list[Turn]]]()
 
         offload_note = ", at rest while engines sample" if self.device_offload.is_offloaded else ""
-        wait_name = "wait_devices" if offload_note else "wait_data"
-        with self.timeline.span(wait_name), self.stopwatch.phase(wait_name, waiting=True):
+        with self._waiting("wait_devices" if offload_note else "wait_data"):
             request = trainer.PlanRequest(
                 self.trainer_epoch, step, micro_batches, self.device_offload.is_offloaded
             )
@@ -256,9 +260,8 @@ class TrainerRank:
         self, plan: trainer.WorkPlan, trained_uids: list[str], metrics: dict[str, float]
     ) -> bool:
         """Commit the step. Returns whether this version is to be published."""
-        trainer_epoch = self.trainer_epoch
         step = self.learner.step
-        commit = trainer.Commit(trainer_epoch, step, plan.plan_hash, tuple(trained_uids), metrics)
+        commit = trainer.Commit(self.trainer_epoch, step, plan.plan_hash, tuple(trained_uids), metrics)
         answer = self.client.request_for_all(commit, f"the commit of step {step}")
         self.checkpointing.best_step = answer.best
         return bool(answer.publish)
@@ -266,7 +269,7 @@ class TrainerRank:
     def _await_stop(self) -> NoReturn:
         """Report the checkpoint again until Stop comes: a restarted coordinator does not know the checkpoint
         yet."""
-        with self.timeline.span("wait_stop"), self.stopwatch.phase("wait_stop", waiting=True):
+        with self._waiting("wait_stop"):
             self.client.request(self._checkpointed_message(), "the coordinator's stop", is_patient=True)
         raise AssertionError("unreachable: only Stop ends this wait")
 
@@ -289,6 +292,12 @@ class TrainerRank:
         except Stopped as stop:
             return f"{message.detail}: {stop}"
         raise AssertionError("unreachable: only Stop ends this wait")
+
+    @contextmanager
+    def _waiting(self, name: str) -> Iterator[None]:
+        """Record the body as a wait, in the timeline and in the timings of the step."""
+        with self.timeline.span(name), self.stopwatch.phase(name, waiting=True):
+            yield
 
     # -- publishing and saving -------------------------------------------------------------------------
 
@@ -314,9 +323,14 @@ class TrainerRank:
             self.client.control.send(self.client.probed_message)
 
     def _save_if_due(self) -> None:
-        """Begin a checkpoint if due. Writing goes on beside training, where there is memory for a copy."""
+        """Begin a checkpoint after a commit, if due; a checkpoint that becomes due while another is being
+        written begins after the first step without. Writing goes on beside training, where there is memory
+        for a copy."""
         self._report_saved()
-        if self.checkpointing.mark_due():
+        if self.learner.step % self.config.checkpoint.pause == 0:
+            self.checkpointing.is_due = True
+
+        if self.checkpointing.is_due and not self.checkpointing.is_writing:
             with self.timeline.span("checkpoint"), self.stopwatch.phase("save_checkpoint"):
                 if not self.checkpointing.begin_checkpoint(self.trainer_epoch):
                     self._await_saved()
@@ -325,7 +339,7 @@ class TrainerRank:
         """Save the last committed step, and return when its checkpoint is complete; a full disk may have room
         later."""
         with self.timeline.span("checkpoint"), self.stopwatch.phase("save_checkpoint"):
-            while self.checkpointing.parent_step != self.learner.step:
+            while self.checkpointing.newest_step != self.learner.step:
                 if not self.checkpointing.is_writing:
                     self.checkpointing.begin_checkpoint(self.trainer_epoch, self.device_offload)
                 self._await_saved()
@@ -335,7 +349,10 @@ class TrainerRank:
     def _await_saved(self) -> None:
         """Send heartbeats, with the bytes written so far, until the checkpoint under way has ended."""
         while self.checkpointing.is_writing:
-            self.client.waiting_for = self.checkpointing.write_progress
+            written_megabytes = self.checkpointing.checkpoints.written_bytes / 1e6
+            self.client.waiting_for = (
+                f"a checkpoint is being written, {written_megabytes:,.0f} MB since the start"
+            )
             self._report_saved()
             self.client.wait_for(SAVE_POLL_SECONDS)
         self.client.waiting_for = ""

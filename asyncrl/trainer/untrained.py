@@ -5,6 +5,9 @@
     unblocks: the engines (the published version)
 
 Computation is on the CPU, so that engines have the GPUs; there are neither optimizer nor gradients.
+
+The wait is not that of `CoordinatorClient`: there are no requests, no other ranks, and neither a learner nor
+checkpoints for heartbeats to report.
 """
 
 from __future__ import annotations
@@ -34,7 +37,11 @@ HELLO_SECONDS = 4.0
 
 
 def run(config: RunConfig, endpoints: Endpoints, rank: int, incarnation: str, rendezvous: str = "") -> int:
-    """Publish once, then send heartbeats until the coordinator sends Stop. Returns the exit code."""
+    """Publish once, then send heartbeats until the coordinator sends Stop. Returns the exit code.
+
+    A silent coordinator, which may have been restarted, gets a hello again, and the messages that it may not
+    know. DeadlineError if the first answer does not come.
+    """
     torch.set_num_threads(config.launch.threads)
     torch.manual_seed(config.seed)
     trainer_world = world.join_ranks(0, 1, rendezvous, "cpu", progress_limit(config))
@@ -42,58 +49,49 @@ def run(config: RunConfig, endpoints: Endpoints, rank: int, incarnation: str, re
 
     link = Link(endpoints.control, ToTrainerControl, identity("trainer", 0, incarnation), endpoints.keys)
     publishing = Publishing(config, endpoints, Path(config.run_dir) / config.name, trainer_world, policy)
-    try:
-        log.info("leaving: %s", _serve_weights(config, link, publishing, incarnation, policy.vocabulary))
-        publishing.drain()
-    finally:
-        link.close()
-        world.leave_ranks()
-
-    return 0
-
-
-def _serve_weights(
-    config: RunConfig, link: Link, publishing: Publishing, incarnation: str, vocabulary: int
-) -> str:
-    """Serve until Stop, and return its reason. A silent coordinator, which may have been restarted, gets a
-    hello again, and the messages that it may not know. DeadlineError if the first answer does not come."""
-    hello_message = TrainerHello(0, 1, incarnation, 0, vocabulary)
+    hello_message = TrainerHello(0, 1, incarnation, 0, policy.vocabulary)
     probed_message = None
     heard_at = time.monotonic()
     hello_at = heard_at
-    link.send(hello_message)
 
-    while True:
-        now = time.monotonic()
-        publishing.raise_failure()
-        if probed_message is None and now > heard_at + silence_limit(config):
-            raise DeadlineError(f"waited {silence_limit(config):g} s for the coordinator's welcome")
+    try:
+        link.send(hello_message)
+        while True:
+            now = time.monotonic()
+            publishing.raise_failure()
+            if probed_message is None and now > heard_at + silence_limit(config):
+                raise DeadlineError(f"waited {silence_limit(config):g} s for the coordinator's welcome")
 
-        if now > max(heard_at, hello_at) + HELLO_SECONDS:
-            hello_at = now
-            link.send(hello_message)
+            if now > max(heard_at, hello_at) + HELLO_SECONDS:
+                hello_at = now
+                link.send(hello_message)
 
-        link.send(TrainerHeartbeat(0, 0.0, 0.0, publishing.unwritten_reason, 0, 0))
+            link.send(TrainerHeartbeat(0, 0.0, 0.0, publishing.unwritten_reason, 0, 0))
 
-        received = link.receive(HEARTBEAT_SECONDS)
-        while received is not None:
-            message: ToTrainerControl = received[0]
-            heard_at = time.monotonic()
+            received = link.receive(HEARTBEAT_SECONDS)
+            while received is not None:
+                message: ToTrainerControl = received[0]
+                heard_at = time.monotonic()
 
-            match message:
-                case Stop():
-                    return message.reason
-                case Welcome() if probed_message is None:
-                    version = PolicyVersion(message.trainer_epoch, 0)
-                    publishing.publish(version)
-                    probed_message = Probed(version, publishing.score_probe())
-                    link.send(probed_message)
-                case Welcome():
-                    for earlier_message in filter(None, (probed_message, publishing.announced)):
-                        link.send(earlier_message)
-                case Committed() | GrantDevices():
-                    pass  # nothing is trained
-                case _:
-                    assert_never(message)
+                match message:
+                    case Stop():
+                        log.info("leaving: %s", message.reason)
+                        publishing.drain()
+                        return 0
+                    case Welcome() if probed_message is None:
+                        version = PolicyVersion(message.trainer_epoch, 0)
+                        publishing.publish(version)
+                        probed_message = Probed(version, publishing.score_probe())
+                        link.send(probed_message)
+                    case Welcome():
+                        for earlier_message in filter(None, (probed_message, publishing.announced)):
+                            link.send(earlier_message)
+                    case Committed() | GrantDevices():
+                        pass  # nothing is trained
+                    case _:
+                        assert_never(message)
 
-            received = link.receive(0.0)
+                received = link.receive(0.0)
+    finally:
+        link.close()
+        world.leave_ranks()

@@ -86,9 +86,9 @@ class World:
         process_groups = list[dist.ProcessGroup]()
         replica_group = None
         if replicas > 1:
-            names = ("replicate", "shard")
-            shape = (replicas, self.size // replicas)
-            replica_shard_mesh = init_device_mesh(device_type, shape, mesh_dim_names=names)
+            replica_shard_mesh = init_device_mesh(
+                device_type, (replicas, self.size // replicas), mesh_dim_names=("replicate", "shard")
+            )
             process_groups += replica_shard_mesh.get_all_groups()
             mesh = replica_shard_mesh["shard"]
             replica_group = replica_shard_mesh.get_group("replicate")
@@ -256,13 +256,12 @@ class RankZeroBroadcast:
         if world.size > 1:
             address = _address(world.rendezvous)
             host = address[0] if address else "127.0.0.1"
-            open_store = partial(TCPStore, host, wait_for_workers=False)
             listener = _listener(host) if world.rank == 0 else None
             port = world.gather(listener.getsockname()[1] if listener else 0, int)[0]
             listener_options: dict[str, Any] = (
                 {"is_master": True, "master_listen_fd": listener.detach()} if listener else {}
             )
-            self._store = open_store(port, **listener_options)
+            self._store = TCPStore(host, port, wait_for_workers=False, **listener_options)
 
     def send_word(self, word: bytes) -> None:
         """Send a word from rank 0. The word before the last is deleted: a meeting took place since."""
@@ -351,9 +350,9 @@ def _init_nccl(init_group: Callable[..., None], device: torch.device) -> None:
     the device, torch makes it at once, and the sum shows that all ranks have it."""
     torch.cuda.set_device(device)  # the device of this thread
     init_group(device_id=device)
-    ranks = torch.ones(1, device=device)
-    dist.all_reduce(ranks)
-    ranks.item()  # waits for the device
+    rank_count = torch.ones(1, device=device)
+    dist.all_reduce(rank_count)
+    rank_count.item()  # waits for the device
 
 
 def _wait_for_nccl(init_nccl: Callable[[], None], device: torch.device, limit: float) -> Iterator[str]:
@@ -395,15 +394,14 @@ class _Meeting:
         """Yield the name of the wait while ranks are missing. Raises DeadlineError after the limit."""
         deadline = time.monotonic() + self._meet_limit
         while missing_ranks := self._missing_ranks():
-            names = ", ".join(map(str, missing_ranks))
-            wait_name = f"trainer ranks meet: of {self._size}, not there yet: {names}"
+            missing_names = ", ".join(map(str, missing_ranks))
+            wait_name = f"trainer ranks meet: of {self._size}, not there yet: {missing_names}"
             yield wait_name
 
             if time.monotonic() > deadline:
-                log_name = f"logs/trainer-{missing_ranks[0]}.log"
                 raise DeadlineError(
                     f"waited {self._meet_limit:g} s at {self._rendezvous}: {wait_name}; "
-                    f"{log_name} may say why"
+                    f"logs/trainer-{missing_ranks[0]}.log may say why"
                 )
 
     def _missing_ranks(self) -> list[int]:

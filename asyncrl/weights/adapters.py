@@ -84,10 +84,8 @@ class Adapters:
     def adapter_index(self, agent: str) -> int:
         """Return the index of an agent's adapter: the agent's own, else the adapter '', else one behind the
         last."""
-        adapter_agents = [*self._scale_by_agent]
         return next(
-            (adapter_agents.index(name) for name in (agent, "") if name in adapter_agents),
-            len(adapter_agents),
+            (self.agents.index(name) for name in (agent, "") if name in self.agents), len(self.agents)
         )
 
     def select_adapters(self, agents: Tensor | None) -> None:

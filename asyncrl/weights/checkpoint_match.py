@@ -24,7 +24,7 @@ import msgspec
 
 from asyncrl.errors import ConfigError, one_line
 from asyncrl.user_cache import keep_result, read_result
-from asyncrl.weights.model_files import StoredTensor, read_json, stored_tensors
+from asyncrl.weights.model_files import FLOAT_DTYPES, StoredTensor, read_json, stored_tensors
 
 AutoClass = Literal["AutoModelForCausalLM", "AutoModel", "AutoModelForSequenceClassification"]
 MAX_UNEXPECTED = 0.01  # fraction of the bytes that a model may leave out without a rule of its class
@@ -111,10 +111,13 @@ class CheckpointMatch(msgspec.Struct, frozen=True):
         if any(_ADAPTER.search(name) for name in self.unexpected):
             return "these are weights of an adapter (LoRA); name its base model, or merge it into that first"
 
-        if prefix := self._other_prefix():
-            return (
-                f"names in the files have another prefix: {prefix}; save the model with save_pretrained(...)"
-            )
+        for name in self.missing[:NAMES_SHOWN]:  # a model may have ten thousand tensors
+            for file_name in self.unexpected:
+                if file_name != name and (file_name.endswith(f".{name}") or name.endswith(f".{file_name}")):
+                    return (
+                        f"names in the files have another prefix: {file_name} instead of {name}; save the "
+                        "model with save_pretrained(...)"
+                    )
 
         if all(map(_HEAD.match, self.missing)) and "Classification" in self.model_class:
             return "the model has no trained head; give one that was trained for classification"
@@ -125,15 +128,6 @@ class CheckpointMatch(msgspec.Struct, frozen=True):
             )
 
         return "a file was not saved or not fetched; fetch or save the model anew"
-
-    def _other_prefix(self) -> str:
-        """Return an example if names in the files differ from the model's names by a prefix; '' if not.
-        Compares the first tensors only, since a model may have ten thousands."""
-        for name in self.missing[:NAMES_SHOWN]:
-            for file_name in self.unexpected:
-                if file_name != name and (file_name.endswith(f".{name}") or name.endswith(f".{file_name}")):
-                    return f"{file_name} instead of {name}"
-        return ""
 
 
 class UnknownModelError(ConfigError):
@@ -163,7 +157,9 @@ def compare_checkpoint(path: str, label: str, auto_class: AutoClass) -> Checkpoi
     model_config = read_json(Path(path) / "config.json")
     tensor_table = sorted((name, *tensor) for name, tensor in tensors.items())
     source_code = Path(__file__).read_bytes()
-    result_key = _digest((source_code, version("transformers"), auto_class, model_config, tensor_table))
+    match_inputs = (source_code, version("transformers"), auto_class, model_config, tensor_table)
+    digest = hashlib.sha256(msgspec.json.encode(match_inputs, order="sorted")).hexdigest()
+    result_key = f"checkpoint match {digest}"
     if (cached_match := read_result(result_key, CheckpointMatch)) is not None:
         return cached_match
 
@@ -205,10 +201,6 @@ def check_finite(tensor: Any, name: str, label: str) -> None:
         return
     if not tensor.isfinite().all():
         raise ConfigError(f"{label}: {name} holds NaN or infinity; save or fetch the model anew")
-
-
-def _digest(parts: object) -> str:
-    return "checkpoint match " + hashlib.sha256(msgspec.json.encode(parts, order="sorted")).hexdigest()
 
 
 def _compare(path: str, label: str, auto_class: str, tensors: dict[str, StoredTensor]) -> CheckpointMatch:
@@ -253,28 +245,27 @@ def _compare(path: str, label: str, auto_class: str, tensors: dict[str, StoredTe
     drafts = _draft_tensors(unexpected, model.state_dict())
     unexpected -= drafts
     renamed = _model_names(model, tensors)
+    left_out_patterns = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_unexpected or ()]
+    left_out_by_class = {
+        name for name in tensors if any(pattern.search(name) for pattern in left_out_patterns)
+    }
+    mismatched = [
+        f"{name} is {_describe_shape(in_files)} in the files and {_describe_shape(in_model)} in the model"
+        for name, in_files, in_model in sorted(info["mismatched_keys"])
+    ]
 
     return CheckpointMatch(
         model_class=model_class,
         missing=sorted(info["missing_keys"]),
         unexpected=sorted(unexpected),
-        mismatched=[
-            *_describe_shape_mismatches(info["mismatched_keys"]),
-            *_describe_undeclared_quantization(model, tensors, renamed),
-        ],
-        left_out=sorted(drafts | _left_out_by_class(model, tensors)),
+        mismatched=[*mismatched, *_describe_undeclared_quantization(model, tensors, renamed)],
+        left_out=sorted(drafts | left_out_by_class),
         unexpected_bytes=sum(
             tensor.nbytes for name, tensor in tensors.items() if {name, renamed[name]} & unexpected
         ),
         total_bytes=sum(tensor.nbytes for tensor in tensors.values()),
         of_transformers=type(model).__module__.startswith("transformers."),
     )
-
-
-def _describe_shape_mismatches(mismatched: Iterable[tuple[str, Any, Any]]) -> Iterator[str]:
-    for name, in_files, in_model in sorted(mismatched):
-        stored = _describe_shape(in_files)
-        yield f"{name} is {stored} in the files and {_describe_shape(in_model)} in the model"
 
 
 def _describe_undeclared_quantization(
@@ -288,29 +279,23 @@ def _describe_undeclared_quantization(
     state = model.state_dict()
     for name, tensor in sorted(tensors.items()):
         expected = state.get(renamed[name])
-        if expected is not None and expected.is_floating_point() and not tensor.is_float:
+        if expected is not None and expected.is_floating_point() and tensor.dtype not in FLOAT_DTYPES:
             yield f"{name} is {tensor.dtype} in the files, and config.json has no quantization_config"
 
 
 def _model_names(model: Any, names: Iterable[str]) -> dict[str, str]:
     """Return the model's name of each tensor in the files, as transformers renames it."""
     from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+    from transformers.core_model_loading import rename_source_key
 
-    rules = get_model_conversion_mapping(model)
-    renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
-    converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+    from asyncrl.weights.names import split_rules
+
+    renamings, converters = split_rules(get_model_conversion_mapping(model))
     state = model.state_dict()
-
     return {
         name: rename_source_key(name, renamings, converters, model.base_model_prefix, state)[0]
         for name in names
     }
-
-
-def _left_out_by_class(model: Any, names: Iterable[str]) -> set[str]:
-    patterns = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_unexpected or ()]
-    return {name for name in names if any(pattern.search(name) for pattern in patterns)}
 
 
 def _draft_tensors(names: Iterable[str], model_names: Iterable[str]) -> set[str]:

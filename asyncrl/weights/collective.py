@@ -112,12 +112,11 @@ class Sender:
     def latest_snapshot(self, version: PolicyVersion, seconds: float) -> Snapshot | None:
         """Return the offered version, after a short wait for `version`: another rank may announce a version a
         little before this rank offers it."""
-
-        def is_offered() -> bool:
-            return self._latest_snapshot is not None and self._latest_snapshot.version >= version
-
         with self._offer_condition:
-            self._offer_condition.wait_for(is_offered, min(OFFER_SECONDS, seconds))
+            self._offer_condition.wait_for(
+                lambda: self._latest_snapshot is not None and self._latest_snapshot.version >= version,
+                min(OFFER_SECONDS, seconds),
+            )
             return self._latest_snapshot
 
     def close(self) -> None:
@@ -163,7 +162,14 @@ class EngineConnection:
 
         seconds = self._sender.seconds  # for the first request after dialling
         try:
-            while (request := self._next_request(time.monotonic() + seconds)) is not None:
+            while True:
+                idle_deadline = time.monotonic() + seconds
+                try:
+                    request = messages.receive_question(self._socket, messages.VersionRequest, idle_deadline)
+                except TimeoutError:
+                    log.info("weights: %s has asked for nothing for long, and is disconnected", self._engine)
+                    return
+
                 seconds = IDLE_SECONDS
                 self._engine = request.engine
                 deadline = time.monotonic() + min(self._sender.seconds, request.seconds)  # NaN never wins
@@ -178,13 +184,6 @@ class EngineConnection:
             self._socket.close()
             if self._group is not None:
                 self._group.close()
-
-    def _next_request(self, deadline: float) -> messages.VersionRequest | None:
-        try:
-            return messages.receive_question(self._socket, messages.VersionRequest, deadline)
-        except TimeoutError:
-            log.info("weights: %s has asked for nothing for long, and is disconnected", self._engine)
-            return None
 
     def disconnect(self) -> None:
         """End `serve_engine` from another thread, as if the engine had left."""
@@ -243,16 +242,16 @@ class EngineConnection:
             self._socket, messages.Sent(build_manifest(snapshot.version, tuple(entries))), deadline
         )
 
-    def _join_group(self, ranks: int, deadline: float) -> tuple[ServerGroup, int]:
+    def _join_group(self, rank_count: int, deadline: float) -> tuple[ServerGroup, int]:
         """Return the engine's group, and the port at which the engine joins a new group; 0 for an old
         group."""
-        if self._group is not None and self._group.ranks == ranks:
+        if self._group is not None and self._group.rank_count == rank_count:
             return self._group, 0
         if self._group is not None:
             self._group.close()
 
         name = f"asyncrl-{uuid.uuid4().hex}"
-        self._group = ServerGroup(name, ranks, self._sender.device, self._sender.seconds)
+        self._group = ServerGroup(name, rank_count, self._sender.device, self._sender.seconds)
         self._group.await_listening(deadline)
 
         return self._group, self._group.port

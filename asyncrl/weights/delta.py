@@ -77,10 +77,9 @@ class VersionWriter:
                 self._base_copy = (manifest, held_copy)
                 self._base_lock = copy_lock.pop_all()
 
-        delta = manifest.delta
-        if delta:
+        if manifest.delta:
             self._delta_count += 1
-            self._delta_bytes += delta.size
+            self._delta_bytes += manifest.delta.size
         else:
             self._delta_count = 0
             self._delta_bytes = 0
@@ -134,32 +133,24 @@ def materialise(ref: WeightsRef, cache: Path) -> WeightsRef:
     from the last whole version published; the cached version is used up. Raises WeightsError when `ref`
     cannot be made, and OSError when the cache has no room for one version.
     """
-    lineage = list(disk.lineage_of(ref))
-    shorter_lineage = _lineage_from(_cached_version(cache), lineage)
-    if shorter_lineage is not None:
-        try:
-            return _build_version(shorter_lineage, cache)
-        except WeightsError as error:
-            log.warning("%s is made from the last whole version: %s", ref.label, error)
+    lineage = list(disk.lineage_of(ref))  # newest first
+    cached_version: Version | None = None
+    for cached_ref in reversed(disk.published_versions(cache)):
+        with suppress(WeightsError):
+            cached_version = (cached_ref, disk.read_manifest(cached_ref))
+            break
+
+    if cached_version is not None:
+        cached_identity = (cached_version[0].version, cached_version[1].checksum)
+        identities = [(lineage_ref.version, manifest.checksum) for lineage_ref, manifest in lineage]
+        if cached_identity in identities:
+            try:
+                shorter_lineage = [*lineage[: identities.index(cached_identity)], cached_version]
+                return _build_version(shorter_lineage, cache)
+            except WeightsError as error:
+                log.warning("%s is made from the last whole version: %s", ref.label, error)
 
     return _build_version(lineage, cache)
-
-
-def _cached_version(cache: Path) -> Version | None:
-    """Return the version that the cache holds, without reading its tensors."""
-    for ref in reversed(disk.published_versions(cache)):
-        with suppress(WeightsError):
-            return ref, disk.read_manifest(ref)
-    return None
-
-
-def _lineage_from(cached_version: Version | None, lineage: list[Version]) -> list[Version] | None:
-    """Return the lineage, newest first, as far back as the cached version; None if this is not part of it."""
-    if cached_version is not None:
-        for index, (ref, manifest) in enumerate(lineage):
-            if (ref.version, manifest.checksum) == (cached_version[0].version, cached_version[1].checksum):
-                return [*lineage[:index], cached_version]
-    return None
 
 
 def _build_version(lineage: list[Version], cache: Path) -> WeightsRef:

@@ -247,8 +247,12 @@ def bytes_needed(version_bytes: int, deltas: bool, caches: int, served_adapters:
 
 def space_needed(config: RunConfig, version_bytes: int) -> int:
     """Return the bytes that a run's versions may take at once."""
-    deltas = config.weights.full_every > 1
-    return bytes_needed(version_bytes, deltas, config.engine.server_count, config.versions_held)
+    return bytes_needed(
+        version_bytes,
+        deltas=config.weights.full_every > 1,
+        caches=config.engine.server_count,
+        served_adapters=config.versions_held,
+    )
 
 
 def weights_directory(setting: str, run_dir: Path, run_name: str, needed_bytes: int) -> Path:
@@ -268,10 +272,8 @@ def weights_directory(setting: str, run_dir: Path, run_name: str, needed_bytes: 
 
     shared_directory = SHARED_MEMORY / f"asyncrl-{unique_name}"
     free_bytes = 0
-
-    if SHARED_MEMORY.is_dir():
-        free_bytes = shutil.disk_usage(SHARED_MEMORY).free
-        free_bytes += _bytes_in(shared_directory)  # the run's own files are written over
+    if SHARED_MEMORY.is_dir():  # the run's own files are written over
+        free_bytes = shutil.disk_usage(SHARED_MEMORY).free + _bytes_in(shared_directory)
 
     if free_bytes >= needed_bytes:
         return shared_directory
@@ -319,20 +321,17 @@ def _needed_versions(ref: WeightsRef) -> set[PolicyVersion]:
 def _claimed(ref: WeightsRef) -> Iterator[bool]:
     """Yield True if no reader has locked the version; then no reader can during the body. False also for a
     version that cannot be locked."""
+    claimed = True  # also without a manifest: another process has begun to delete the version
     with ExitStack() as stack:
         try:
             # Opened for writing: on NFS an exclusive lock needs this.
             descriptor = os.open(Path(ref.path) / MANIFEST, os.O_RDWR)
             stack.callback(os.close, descriptor)
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except FileNotFoundError:  # no version: another process has begun to delete it
-            claimed = True
         except OSError as error:
-            if not isinstance(error, BlockingIOError):
+            claimed = isinstance(error, FileNotFoundError)
+            if not isinstance(error, FileNotFoundError | BlockingIOError):
                 log.warning("weights %s are kept: they cannot be locked (%s)", ref.path, error)
-            claimed = False
-        else:
-            claimed = True
 
         yield claimed
 

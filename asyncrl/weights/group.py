@@ -15,6 +15,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -51,12 +52,12 @@ def loaded_nccl_version() -> str:
 
 
 class ServerGroup:
-    """A group of `ranks` ranks; a broadcast takes at most `seconds`. Rank 0 has the store at which ranks
+    """A group of `rank_count` ranks; a broadcast takes at most `seconds`. Rank 0 has the store at which ranks
     meet."""
 
-    def __init__(self, name: str, ranks: int, device: torch.device, seconds: float) -> None:
+    def __init__(self, name: str, rank_count: int, device: torch.device, seconds: float) -> None:
         self.name = name
-        self.ranks = ranks
+        self.rank_count = rank_count
         self.backend: Backend = "nccl" if device.type == "cuda" else "gloo"
         self._device = device
         self._seconds = timedelta(seconds=seconds)
@@ -87,13 +88,7 @@ class ServerGroup:
         """Begin to send `data` to all other ranks, after all have joined. The caller must not write to `data`
         meanwhile. `on_sent` is called on another thread when all ranks have the data, before the future is
         done."""
-        group_future = self._group_future
-
-        def send() -> None:
-            self._send_data(group_future.result(), data)
-            on_sent()
-
-        return run_in_background(send)
+        return run_in_background(partial(self._send_data, self._group_future, data, on_sent))
 
     def close(self) -> None:
         """Give up the group without waiting. Ranks that wait for a broadcast get an error; a rank that joins
@@ -104,13 +99,15 @@ class ServerGroup:
         self._group_future = Future()
         group_future.add_done_callback(_abort_group)
 
-    def _send_data(self, group: Any, data: Tensor) -> None:
+    def _send_data(self, group_future: Future[Any], data: Tensor, on_sent: Callable[[], None]) -> None:
+        group = group_future.result()
         options = BroadcastOptions()
         options.rootRank = 0
         with torch.cuda.stream(self._send_stream):
             group.broadcast([data.to(self._device)], options).wait()
             if self._send_stream is not None:  # NCCL's `wait` only makes the stream wait
                 self._await_sent(self._send_stream.record_event())
+        on_sent()
 
     def _await_sent(self, sent: Any) -> None:
         """Wait for a CUDA event. DeadlineError long before NCCL's watchdog, which would end the process."""
@@ -128,7 +125,9 @@ class ServerGroup:
         nested_store = PrefixStore(f"{self.name}/", PrefixStore(self.name, store))
 
         if self.backend == "gloo":
-            group = ProcessGroupGloo(PrefixStore("cpu/", nested_store), 0, self.ranks, default_pg_timeout)
+            group = ProcessGroupGloo(
+                PrefixStore("cpu/", nested_store), 0, self.rank_count, default_pg_timeout
+            )
             group._set_default_timeout(self._seconds)
             return group
 
@@ -139,7 +138,7 @@ class ServerGroup:
         # NCCL's watchdog ends the process after this time; `close` comes long before.
         options._timeout = default_pg_timeout
         torch.cuda.set_device(self._device)
-        return ProcessGroupNCCL(PrefixStore("cuda/", nested_store), 0, self.ranks, options)
+        return ProcessGroupNCCL(PrefixStore("cuda/", nested_store), 0, self.rank_count, options)
 
 
 def _abort_group(group_future: Future[Any]) -> None:

@@ -184,11 +184,6 @@ def build_manifest(
     return Manifest(version, tensors, overall_checksum(tensors), delta, adapters or {})
 
 
-def xxh3(data: Any) -> str:
-    """Return the 64-bit xxh3 of any buffer, as 16 hex digits."""
-    return xxhash.xxh3_64_hexdigest(data)
-
-
 def overall_checksum(tensors: Iterable[TensorEntry]) -> str:
     """Compute one checksum over the names, shapes, types and checksums of all tensors, in order."""
-    return xxh3(msgspec.json.encode(tuple(tensors)))
+    return xxhash.xxh3_64_hexdigest(msgspec.json.encode(tuple(tensors)))

@@ -48,6 +48,11 @@ def trim_heap() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
+def allocate_memory(size: int, page_locked: bool) -> torch.Tensor:
+    """Return `size` bytes of main memory, [size] of uint8."""
+    return allocate_page_locked(size) if page_locked else torch.empty(size, dtype=torch.uint8)
+
+
 def allocate_page_locked(size: int) -> torch.Tensor:
     """Return `size` bytes of main memory, [size] of uint8, that a GPU copies to and from directly; a warning,
     and ordinary memory, where the system does not allow it. torch's own page-locked memory comes in powers of

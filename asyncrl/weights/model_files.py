@@ -30,7 +30,8 @@ _NO_LINEAR = re.compile(r"embed|wte|wpe|(?<!shared_)experts?\.|router|\bgate\.|n
 SERVED_MODULES = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 IGNORED_KEYS = {"dtype", "torch_dtype", "transformers_version", "_name_or_path", "name_or_path", "use_cache"}
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}  # bytes of a number, by model.dtype
-FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")  # safetensors' names
+# safetensors' names of numbers as they are computed with; quantized numbers are smaller, or integers.
+FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
 MAX_VALUE_SIZE = 64  # keys, or characters of JSON
 
 
@@ -71,22 +72,18 @@ class StoredTensor(NamedTuple):
     dtype: str  # safetensors' name: BF16, F32, I64 …
     nbytes: int
 
-    @property
-    def is_float(self) -> bool:
-        """True for numbers as they are computed with; quantized ones are smaller or integers."""
-        return self.dtype in FLOAT_DTYPES
-
 
 def stored_tensors(path: str) -> dict[str, StoredTensor]:
     """Return the tensors in the files of weights, by name. Only the headers are read. Raises ConfigError for
     a file that cannot be read, or is not as long as its header says."""
-    headers = (_read_header(file) for file in weight_files(path))
-    entries = (entry for header in headers for entry in header.items() if entry[0] != "__metadata__")
-    return {
-        name: StoredTensor(tuple(tensor["shape"]), tensor["dtype"], end - start)
-        for name, tensor in entries
-        for start, end in [tensor["data_offsets"]]
-    }
+    tensors = {}
+    for file in weight_files(path):
+        for name, tensor in _read_header(file).items():
+            if name != "__metadata__":
+                start, end = tensor["data_offsets"]
+                tensors[name] = StoredTensor(tuple(tensor["shape"]), tensor["dtype"], end - start)
+
+    return tensors
 
 
 def weight_shapes(path: str) -> dict[str, tuple[int, ...]]:
@@ -105,8 +102,8 @@ def linear_shapes(path: str) -> dict[str, tuple[int, ...]]:
 
 def adapter_count(config: RunConfig) -> int:
     """Count the parameters of a run's adapters."""
-    ranks = sum(rank for rank, _ in config.adapters.values())
-    return ranks * sum(map(sum, linear_shapes(config.model.path).values())) if ranks else 0
+    total_rank = sum(rank for rank, _ in config.adapters.values())
+    return total_rank * sum(map(sum, linear_shapes(config.model.path).values())) if total_rank else 0
 
 
 def served_modules(path: str) -> set[str]:

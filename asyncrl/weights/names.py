@@ -9,8 +9,8 @@ splitting means reading piece by piece: nothing is copied, and a tensor sharded 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -54,10 +54,10 @@ def file_pieces(model: PreTrainedModel, tensors: Mapping[str, Tensor] | None = N
     tensors = dict(model.named_parameters()) if tensors is None else tensors
     mapping = get_model_conversion_mapping(model, add_legacy=False)[::-1]
     # Files may have or lack such a prefix; `save_pretrained` does not know either.
-    reverse_rules = [rule.reverse_transform() for rule in mapping if not isinstance(rule, PrefixChange)]
+    renamings, converters = split_rules(
+        rule.reverse_transform() for rule in mapping if not isinstance(rule, PrefixChange)
+    )
 
-    renamings = [rule for rule in reverse_rules if isinstance(rule, WeightRenaming)]
-    converters = [rule for rule in reverse_rules if isinstance(rule, WeightConverter)]
     pieces_by_parameter = {}
     for parameter in sorted(tensors, key=dot_natural_key):  # some rules depend on the order
         name, pattern = rename_source_key(parameter, renamings, converters, reverse=True)
@@ -68,6 +68,13 @@ def file_pieces(model: PreTrainedModel, tensors: Mapping[str, Tensor] | None = N
         )
 
     return tuple(piece for parameter in tensors for piece in pieces_by_parameter[parameter])
+
+
+def split_rules(rules: Iterable[Any]) -> tuple[list[WeightRenaming], list[WeightConverter]]:
+    """Return the rules of a model's conversion by kind, as `rename_source_key` takes them."""
+    rules = list(rules)
+    renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
+    return renamings, [rule for rule in rules if isinstance(rule, WeightConverter)]
 
 
 def saved_buffers(model: PreTrainedModel) -> dict[str, Tensor]:

@@ -87,33 +87,36 @@ class HostShards:
         self._deadline = deadline
         self.file_offsets = dict(tensor_offsets(self.layout))
         self.rank = dist.get_rank()
-        self.ranks = dist.get_world_size()
-
-        self._group: dist.ProcessGroup | None = None
-        if self.ranks > 1:
-            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=deadline))
+        self.rank_count = dist.get_world_size()
 
         bytes_here = {
             piece.name: _count_held(piece, shards[piece.parameter]) * dtype.itemsize for piece in pieces
         }
         bytes_here |= {name: 0 if self.rank else buffer.nbytes for name, buffer in buffers.items()}
-        self._sizes_by_rank = self._exchange_sizes([bytes_here[spec.name] for spec in self.layout])
-        own_sizes = self._sizes_by_rank[self.rank]
-        lower_sizes = self._sizes_by_rank[: self.rank]
+        own_sizes = [bytes_here[spec.name] for spec in self.layout]
+        self._sizes_by_rank = [own_sizes]
+
+        self._group: dist.ProcessGroup | None = None
+        if self.rank_count > 1:
+            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=deadline))
+            all_sizes = [torch.zeros(len(own_sizes), dtype=torch.int64) for _ in range(self.rank_count)]
+            dist.all_gather(all_sizes, torch.tensor(own_sizes), group=self._group)
+            self._sizes_by_rank = [sizes.tolist() for sizes in all_sizes]
+
         self._buffer_offsets = list(accumulate(own_sizes, initial=0))  # where tensors begin in a buffer
 
         self._offsets_in_tensor = [
-            sum(tensor_sizes) for tensor_sizes in zip([0] * len(own_sizes), *lower_sizes, strict=True)
+            sum(tensor_sizes)
+            for tensor_sizes in zip([0] * len(own_sizes), *self._sizes_by_rank[: self.rank], strict=True)
         ]
         page_locked = any(shard.device.type == "cuda" for shard in shards.values())
         self._buffers = Buffers(self._buffer_offsets[-1], page_locked, 2 + deltas)
-        self.received_bytes = 0  # by this collector
         self._collect_lock = threading.Lock()  # one bucket is collected at a time
-        self._is_collector = self.ranks > 1 and self.rank < collectors
+        self._is_collector = self.rank_count > 1 and self.rank < collectors
 
         self._threads = [
             threading.Thread(target=self._serve_collector, args=(rank,), name="weight-shards", daemon=True)
-            for rank in range(min(collectors, self.ranks))
+            for rank in range(min(collectors, self.rank_count))
             if rank != self.rank
         ]
         for thread in self._threads:
@@ -121,29 +124,30 @@ class HostShards:
 
     # -- foreground ------------------------------------------------------------------------------------
 
-    def claim_buffer(self, gather: Callable[[list[int]], list[list[int]]]) -> int:
-        """Return the buffer that all ranks copy into next. A collective: `gather` returns the lists of all
-        ranks."""
-        return self._buffers.claim_buffer(
-            {index for busy in gather(self._buffers.begin_claim()) for index in busy}
-        )
+    def copy_version(
+        self,
+        version: PolicyVersion,
+        shards: Shards,
+        gather: Callable[[list[int]], list[list[int]]],
+        buffers: Mapping[str, Tensor] = {},
+    ) -> Snapshot:
+        """Copy this rank's shards, cast to the exported type, and on rank 0 the buffers. Return the version,
+        for collectors. A collective: `gather` returns the lists of all ranks, and adapters are merged when a
+        shard is read."""
+        # All ranks choose the same buffer, one that no rank is reading.
+        busy_indices = {index for busy in gather(self._buffers.begin_claim()) for index in busy}
+        buffer_index = self._buffers.claim_buffer(busy_indices)
 
-    def copy_shards(self, index: int, shards: Shards, buffers: Mapping[str, Tensor] = {}) -> None:
-        """Copy this rank's shards, cast to the exported type, and on rank 0 the buffers. A collective with
-        adapters, which are merged when a shard is read."""
         own_buffers = [buffers[spec.name] for spec in self.layout if spec.name in buffers and not self.rank]
         typed_buffers = [(buffer, buffer.dtype) for buffer in own_buffers]
         larger_buffers = [buffer for buffer in typed_buffers if buffer[1].itemsize > self._dtype.itemsize]
         own_shards = ((_local_part(shard), self._dtype) for shard in shards.values())
         self._buffers.copy_tensors(
-            index, chain(larger_buffers, own_shards, typed_buffers[len(larger_buffers) :])
+            buffer_index, chain(larger_buffers, own_shards, typed_buffers[len(larger_buffers) :])
         )
 
-    def take_snapshot(self, index: int, version: PolicyVersion, seconds: float) -> Snapshot:
-        """Return the copy just made as a version, at a collector."""
-        return Snapshot(
-            version, self.layout, seconds, partial(self._hold_copy, (index, self._buffers.copy_count))
-        )
+        copy_id = (buffer_index, self._buffers.copy_count)
+        return Snapshot(version, self.layout, partial(self._hold_copy, copy_id))
 
     def close(self, timeout: float) -> None:
         """End the threads, on all ranks: collectors end the threads of other ranks, and each rank waits for
@@ -169,32 +173,31 @@ class HostShards:
 
     def collect_parts(self, memory: Tensor, base: Tensor | None, ask: Ask) -> list[Sequence[RangePart]]:
         """Collect the parts of all ranks for each tensor; `memory`, `base`: this rank's copies."""
-        if self.ranks == 1:
+        if self.rank_count == 1:
             return [(range_part,) for range_part in self._own_parts(memory, base, ask)]
 
+        parts_by_rank = []
         rank_failure = WeightsError.instead_of(RuntimeError, text="a trainer rank did not deliver its shards")
         with self._collect_lock, rank_failure:
             self._send_ask(ask, self._deadline)
-            parts_by_rank = [
-                self._own_parts(memory, base, ask) if rank == self.rank else self._receive_parts(rank)
-                for rank in range(self.ranks)
-            ]
+            for rank in range(self.rank_count):
+                if rank == self.rank:
+                    parts_by_rank.append(self._own_parts(memory, base, ask))
+                    continue
+
+                size = torch.empty(1, dtype=torch.int64)
+                _wait_for(dist.irecv(size, rank, group=self._group, tag=_ANSWER_TAG), self._deadline)
+                data = torch.empty(int(size), dtype=torch.uint8)
+                _wait_for(dist.irecv(data, rank, group=self._group, tag=_ANSWER_TAG), self._deadline)
+                parts_by_rank.append(msgspec.msgpack.decode(data.numpy().data, type=list[RangePart]))
 
         return list(zip(*parts_by_rank, strict=True))
 
     def _send_ask(self, ask: Ask, timeout: float) -> None:
         request = torch.frombuffer(bytearray(msgspec.json.encode(ask).ljust(ASK_BYTES)), dtype=torch.uint8)
-        for rank in range(self.ranks):
+        for rank in range(self.rank_count):
             if rank != self.rank:
                 _wait_for(dist.isend(request, rank, group=self._group, tag=_QUESTION_TAG), timeout)
-
-    def _receive_parts(self, rank: int) -> list[RangePart]:
-        size = torch.empty(1, dtype=torch.int64)
-        _wait_for(dist.irecv(size, rank, group=self._group, tag=_ANSWER_TAG), self._deadline)
-        data = torch.empty(int(size), dtype=torch.uint8)
-        _wait_for(dist.irecv(data, rank, group=self._group, tag=_ANSWER_TAG), self._deadline)
-        self.received_bytes += data.numel()
-        return msgspec.msgpack.decode(data.numpy().data, type=list[RangePart])
 
     # -- the other ranks -------------------------------------------------------------------------------
 
@@ -237,8 +240,8 @@ class HostShards:
         `base`."""
         tensor_range = slice(ask.start, ask.stop)
         sizes = self._sizes_by_rank[self.rank][tensor_range]
-        file = Path(ask.file)
-        writes_file = bool(ask.file) and ask.machine == socket.gethostname() and file.is_file()
+        path = Path(ask.file)
+        writes_file = bool(ask.file) and ask.machine == socket.gethostname() and path.is_file()
         old_tensors = [None] * len(sizes) if base is None else self.own_bytes(base, tensor_range).split(sizes)
         new_tensors = self.own_bytes(memory, tensor_range).split(sizes)
 
@@ -256,7 +259,12 @@ class HostShards:
                     codec.encode_changes(old_bytes.numpy(), tensor_bytes.numpy(), ITEM_BYTES[spec.dtype])
                 )
             elif writes_file and len(data):
-                writes_file = _write_range(file, self.file_offsets[spec.name] + start_byte, data)
+                writes_file = False  # after an error, rank 0 writes the bytes, and reports the error
+                with suppress(OSError):
+                    with path.open("r+b") as file:
+                        file.seek(self.file_offsets[spec.name] + start_byte)
+                        file.write(data)
+                    writes_file = True  # closing may fail, too
 
             range_parts.append(
                 make_range_part(spec, tensor_bytes.numpy(), start_byte, NO_BYTES if writes_file else data)
@@ -267,14 +275,6 @@ class HostShards:
     def own_bytes(self, memory: Tensor, part: slice) -> Tensor:
         """Return this rank's bytes of a part of the layout, [n] of uint8."""
         return memory[self._buffer_offsets[part.start] : self._buffer_offsets[part.stop]]
-
-    def _exchange_sizes(self, own_sizes: list[int]) -> list[list[int]]:
-        """Return the sizes of all ranks' shards, by rank."""
-        if self.ranks == 1:
-            return [own_sizes]
-        all_sizes = [torch.zeros(len(own_sizes), dtype=torch.int64) for _ in range(self.ranks)]
-        dist.all_gather(all_sizes, torch.tensor(own_sizes), group=self._group)
-        return [sizes.tolist() for sizes in all_sizes]
 
 
 @dataclass(frozen=True)
@@ -294,17 +294,7 @@ class HeldShards:
         return self.host.collect_parts(self.memory, base_memory, ask)
 
     def contiguous_bytes(self, part: slice) -> Tensor | None:
-        return self.host.own_bytes(self.memory, part) if self.host.ranks == 1 else None
-
-
-def _write_range(file: Path, start: int, data: memoryview) -> bool:
-    """Write bytes into a file; False after an error: then rank 0 writes the bytes itself, and reports the
-    error."""
-    with suppress(OSError), file.open("r+b") as open_file:
-        open_file.seek(start)
-        open_file.write(data)
-        return True
-    return False
+        return self.host.own_bytes(self.memory, part) if self.host.rank_count == 1 else None
 
 
 def export_layout(

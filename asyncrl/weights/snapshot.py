@@ -1,7 +1,5 @@
 """Copies of the weights in host memory: written by the trainer, read in the background by the publisher.
 
-The trainer hands a snapshot over to the publisher and goes on.
-
 A buffer that is being read, on any rank, is never written to: ranks exchange the indices of busy buffers, and
 claim the same free buffer. Copies are numbered, and a reader names a copy by its number. The tensors of a
 version lie in ranges on many ranks: a collector reads one bucket at a time, or has each rank write its own
@@ -10,23 +8,19 @@ range, so publishing never brings the whole model into one process.
 
 from __future__ import annotations
 
-import logging
 import threading
-import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Protocol, Self
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from asyncrl.errors import disk_full, one_line
 from asyncrl.types import PolicyVersion
-from asyncrl.weights.manifest import Layout, Superseded, WeightsRef
-from asyncrl.weights.memory import allocate_page_locked
+from asyncrl.weights.manifest import Layout, Superseded
+from asyncrl.weights.memory import allocate_memory
 from asyncrl.weights.ranges import RangePart
 
 CLAIM_SECONDS = 60.0  # for all ranks to agree on the next buffer
@@ -55,27 +49,16 @@ class HeldCopy(Protocol):
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A version in host memory, at ranks that collect. `seconds`: how long the trainer waited for the copy.
-    `hold_copy` can be used several times, from any thread; raises Superseded when a newer version has
-    replaced the copy."""
+    """A version in host memory, at ranks that collect. `hold_copy` can be used several times, from any
+    thread; raises Superseded when a newer version has replaced the copy."""
 
     version: PolicyVersion
     layout: Layout
-    seconds: float
     hold_copy: Callable[[], AbstractContextManager[HeldCopy]]
 
     @property
     def total_bytes(self) -> int:
         return sum(spec.nbytes for spec in self.layout)
-
-
-def concat_parts(range_parts: Iterable[RangePart], memory: Tensor | None = None) -> Tensor:
-    """Copy the bytes of some parts one behind the other, [n] of uint8, into `memory` if not None."""
-    arrays = [np.frombuffer(data, np.uint8) for range_part in range_parts for data in range_part.data]
-    size = sum(array.size for array in arrays)
-    target = torch.empty(size, dtype=torch.uint8) if memory is None else memory[:size]
-    np.concatenate(arrays or [NO_ARRAY], out=target.numpy())
-    return target
 
 
 class BucketBuffers:
@@ -88,12 +71,16 @@ class BucketBuffers:
         self._fill_count = 0
 
     def fill_next(self, range_parts: Iterable[RangePart], largest_bucket: int) -> Tensor:
-        """Return the bytes of some parts, at most `largest_bucket`; overwrites the bucket before the last."""
+        """Return the bytes of some parts one behind the other, [n] of uint8, at most `largest_bucket`;
+        overwrites the bucket before the last."""
         if not self._buffers or len(self._buffers[0]) < largest_bucket:
-            allocate = allocate_page_locked if self._page_locked else partial(torch.empty, dtype=torch.uint8)
-            self._buffers = [allocate(largest_bucket), allocate(largest_bucket)]
+            self._buffers = [allocate_memory(largest_bucket, self._page_locked) for _ in range(2)]
+
         self._fill_count += 1
-        return concat_parts(range_parts, self._buffers[self._fill_count % 2])
+        arrays = [np.frombuffer(data, np.uint8) for range_part in range_parts for data in range_part.data]
+        target = self._buffers[self._fill_count % 2][: sum(array.size for array in arrays)]
+        np.concatenate(arrays or [NO_ARRAY], out=target.numpy())
+        return target
 
 
 def tensor_as_bytes(tensor: Tensor) -> np.ndarray:
@@ -118,7 +105,7 @@ class Buffers:
     def __init__(self, size: int, page_locked: bool, count: int = 2) -> None:
         self._size = size
         self._page_locked = page_locked
-        self._buffers = [self._new_buffer() for _ in range(count)]
+        self._buffers = [Buffer(allocate_memory(size, page_locked)) for _ in range(count)]
         self._changed = threading.Condition()
         self._claiming = False
         self.copy_count = 0
@@ -134,7 +121,7 @@ class Buffers:
         with self._changed:
             free_indices = [index for index in range(len(self._buffers)) if index not in busy]
             if not free_indices:  # the trainer does not wait
-                self._buffers.append(self._new_buffer())
+                self._buffers.append(Buffer(allocate_memory(self._size, self._page_locked)))
                 free_indices = [len(self._buffers) - 1]
 
             oldest_index = min(free_indices, key=lambda index: self._buffers[index].copied)
@@ -148,9 +135,6 @@ class Buffers:
         """Copy tensors, cast to types with `size` bytes in all, into a claimed buffer. Tensors of larger
         types come first."""
         buffer = self._buffers[index]
-        with self._changed:
-            buffer.copied = 0
-
         start = 0
         for tensor, dtype in tensors:
             size = tensor.numel() * dtype.itemsize
@@ -175,14 +159,12 @@ class Buffers:
         """Yield the memory of a copy that is made within `wait_seconds`. Raises Superseded without such a
         copy. 0: a reader that other ranks do not know of, which must not begin between `begin_claim` and
         `claim_buffer`."""
-
-        def is_copied() -> bool:
-            return index < len(self._buffers) and self._buffers[index].copied == copied
-
         with self._changed:
             if not wait_seconds and not self._changed.wait_for(lambda: not self._claiming, CLAIM_SECONDS):
                 raise Superseded("ranks have not agreed on what to write next: nothing may be read so long")
-            if not self._changed.wait_for(is_copied, wait_seconds):
+            if not self._changed.wait_for(
+                lambda: index < len(self._buffers) and self._buffers[index].copied == copied, wait_seconds
+            ):
                 raise Superseded(f"copy {copied} of the weights is not in host memory (any more)")
             buffer = self._buffers[index]
             buffer.readers += 1
@@ -194,82 +176,3 @@ class Buffers:
         finally:
             with self._changed:
                 buffer.readers -= 1
-
-    def _new_buffer(self) -> Buffer:
-        if self._page_locked:
-            return Buffer(allocate_page_locked(self._size))
-        return Buffer(torch.empty(self._size, dtype=torch.uint8))
-
-
-FULL_RETRY_SECONDS = 5.0  # until the next try after a write failed on a full disk
-
-log = logging.getLogger("asyncrl.weights")
-
-
-class Publisher:
-    """A thread with a mailbox of one: a newer snapshot replaces a snapshot that still waits.
-
-    The thread calls `write`, which puts a version where engines read, and then `announce(ref, snapshot_s,
-    write_s)`. A failed write ends the thread, and `error` is for the owner to raise. On a full disk the
-    newest version waits, and `full_error` is the error's text.
-    """
-
-    def __init__(
-        self, write: Callable[[Snapshot], WeightsRef], announce: Callable[[WeightsRef, float, float], None]
-    ) -> None:
-        self._write_version = write
-        self._announce = announce
-        self.error: Exception | None = None
-        self.full_error = ""
-        self._pending_snapshot: Snapshot | None = None
-        self._closing = False
-
-        self._wake = threading.Condition()
-        self._thread = threading.Thread(target=self._run, name="publisher", daemon=True)
-        self._thread.start()
-
-    def submit_snapshot(self, snapshot: Snapshot) -> None:
-        """Submit a snapshot, without blocking. Raises the error that ended an earlier write."""
-        if self.error is not None:
-            raise self.error
-        with self._wake:
-            self._pending_snapshot = snapshot
-            self._wake.notify()
-
-    def close(self, timeout: float) -> bool:
-        """Write a pending snapshot and end; False after `timeout` seconds."""
-        with self._wake:
-            self._closing = True
-            self._wake.notify()
-        self._thread.join(timeout)
-        return not self._thread.is_alive()
-
-    def _next_snapshot(self) -> Snapshot | None:
-        """Wait for the next snapshot; None at the end."""
-        with self._wake:
-            self._wake.wait_for(lambda: self._pending_snapshot is not None or self._closing)
-            snapshot = self._pending_snapshot
-            self._pending_snapshot = None
-            return snapshot
-
-    def _run(self) -> None:
-        while (snapshot := self._next_snapshot()) is not None:
-            try:
-                started_at = time.monotonic()
-                ref = self._write_version(snapshot)
-                self.full_error = ""
-                self._announce(ref, snapshot.seconds, time.monotonic() - started_at)
-            except Superseded:
-                log.info("v%d was replaced by a newer version before it was written", snapshot.version.step)
-            except Exception as error:
-                if disk_full(error):
-                    log.warning("v%d is not written: %s", snapshot.version.step, error)
-                    with self._wake:
-                        self.full_error = one_line(error)
-                        if not self._wake.wait_for(lambda: self._closing, FULL_RETRY_SECONDS):
-                            self._pending_snapshot = self._pending_snapshot or snapshot
-                    continue
-
-                log.exception("publishing v%d failed", snapshot.version.step)
-                self.error = error  # the owner raises it at its next submit
-                return

@@ -24,7 +24,7 @@ from asyncrl.trainer import checkpoint
 from asyncrl.trainer.checkpoint import StepFiles
 from asyncrl.trainer.export import export_hf
 from asyncrl.trainer.learner import Learner
-from asyncrl.trainer.model import Policy, published_shards
+from asyncrl.trainer.model import Policy, PublishedShards
 from asyncrl.trainer.scores import Selected
 from asyncrl.trainer.world import World
 from asyncrl.types import EpisodeResult, Generation, StopReason, Turn, VersionSpan
@@ -174,7 +174,7 @@ def full_state(policy: Policy) -> dict[str, Tensor]:
     dtype = policy.export_dtype
     return {
         name: shard.detach().full_tensor().to(dtype).clone()
-        for name, shard in published_shards(policy).items()
+        for name, shard in PublishedShards(policy).items()
     }
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +15,7 @@ from asyncrl.weights import codec
 from asyncrl.weights.delta import VersionWriter
 from asyncrl.weights.manifest import ITEM_BYTES, AdapterSpec, Layout, TensorSpec, WeightsRef, split_buckets
 from asyncrl.weights.ranges import RangePart, make_range_part
-from asyncrl.weights.snapshot import Snapshot, Tensors, concat_parts, tensor_as_bytes
+from asyncrl.weights.snapshot import BucketBuffers, Snapshot, Tensors, tensor_as_bytes
 
 BUCKET_BYTES = 256 << 20
 
@@ -62,7 +62,13 @@ def snapshot_of(tensors: Mapping[str, Tensor], version: PolicyVersion) -> Snapsh
     specs = [TensorSpec(name, tuple(tensor.shape), types[name]) for name, tensor in copies.items()]
     layout = tuple(sorted(specs, key=lambda spec: -ITEM_BYTES[spec.dtype]))  # so all are aligned in a file
 
-    return Snapshot(version, layout, 0.0, lambda: nullcontext(PinnedTensors(layout, copies)))
+    return Snapshot(version, layout, lambda: nullcontext(PinnedTensors(layout, copies)))
+
+
+def concat_parts(range_parts: Iterable[RangePart]) -> Tensor:
+    """Return the bytes of some parts one behind the other, [n] of uint8."""
+    range_parts = list(range_parts)
+    return BucketBuffers(page_locked=False).fill_next(range_parts, sum(part.size for part in range_parts))
 
 
 def buckets(snapshot: Snapshot, bucket_bytes: int) -> Iterator[Tensors]:

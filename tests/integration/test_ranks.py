@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from asyncrl.store.checkpoints import CheckpointManifest
 from asyncrl.trainer.learner import Learner
-from asyncrl.trainer.model import published_shards
+from asyncrl.trainer.model import PublishedShards
 from asyncrl.trainer.world import World
 from asyncrl.types import PolicyVersion
 from asyncrl.weights.shards import HostShards
@@ -99,13 +99,13 @@ def work(world: World, directory: Path) -> dict[str, Any]:
 def published_by(learner: Learner, world: World) -> Tensors:
     """What engines would be given; nothing on ranks other than the first."""
     policy = learner.policy
-    host = HostShards(published_shards(policy), policy.published, torch.float32, 60.0)
-    index = host.claim_buffer(lambda busy: world.gather(busy, list[int]))
-    host.copy_shards(index, published_shards(policy))
+    host = HostShards(PublishedShards(policy), policy.published, torch.float32, 60.0)
+    gather = lambda busy: world.gather(busy, list[int])  # noqa: E731
+    snapshot = host.copy_version(PolicyVersion(0, SAVED_AT), PublishedShards(policy), gather)
     wanted = full_state(policy)
     published: Tensors = {}
     if world.rank == 0:
-        for bucket in buckets(host.take_snapshot(index, PolicyVersion(0, SAVED_AT), 0.0), 1000):
+        for bucket in buckets(snapshot, 1000):
             published |= {name: tensor.clone() for name, tensor in bucket.items()}
         assert all(torch.equal(published[name], tensor) for name, tensor in wanted.items())
     world.gather(0, int)

@@ -37,7 +37,7 @@ from asyncrl.episodes.parts import EpisodeParts
 from asyncrl.rewards import RewardInput
 from asyncrl.tools import ToolSession
 from asyncrl.trainer.learner import Learner
-from asyncrl.trainer.model import published_shards
+from asyncrl.trainer.model import PublishedShards
 from asyncrl.trainer.world import World, join_ranks
 from asyncrl.types import EpisodeResult, Sample
 from asyncrl.wire.messages.trainer import PlannedTrajectory
@@ -247,7 +247,7 @@ def snapshot(learner: Learner) -> Weights:
     dtype = learner.policy.export_dtype
     return {
         name: shard.detach().full_tensor().to(dtype).clone()  # type: ignore[attr-defined]
-        for name, shard in published_shards(learner.policy).items()
+        for name, shard in PublishedShards(learner.policy).items()
     }
 
 

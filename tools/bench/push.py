@@ -72,7 +72,7 @@ class Bench:
         tensors = self._models[self._version % 2]
         pinned = PinnedTensors(self._layout, tensors)
         version = PolicyVersion(0, self._version)
-        return Snapshot(version, self._layout, 0.0, lambda: nullcontext(pinned))
+        return Snapshot(version, self._layout, lambda: nullcontext(pinned))
 
     @property
     def megabytes(self) -> float:

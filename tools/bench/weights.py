@@ -31,7 +31,7 @@ from common import table
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from asyncrl.config import ModelConfig
-from asyncrl.trainer.model import Policy, Selected, load_policy, published_shards
+from asyncrl.trainer.model import Policy, PublishedShards, Selected, load_policy
 from asyncrl.trainer.world import World, join_ranks, leave_ranks
 from asyncrl.weights import disk
 from asyncrl.weights.delta import VersionWriter, materialise
@@ -105,7 +105,7 @@ class Bench:
         )
 
         self.host = HostShards(
-            published_shards(self.policy), self.policy.published, self.policy.export_dtype, 60.0
+            PublishedShards(self.policy), self.policy.published, self.policy.export_dtype, 60.0
         )
         self.whole_versions = VersionWriter(directory / "whole", BUCKET_BYTES)
         self.deltas = VersionWriter(directory / "deltas", BUCKET_BYTES, full_every=1 << 30)
@@ -126,10 +126,11 @@ class Bench:
 
     def snapshot(self, version: int) -> Snapshot:
         begin = time.process_time()
-        index = self.host.claim_buffer(lambda busy: [busy])
-        self.host.copy_shards(index, published_shards(self.policy))
+        snapshot = self.host.copy_version(
+            PolicyVersion(0, version), PublishedShards(self.policy), lambda busy: [busy]
+        )
         self.times.measured("copy", begin)
-        return self.host.take_snapshot(index, PolicyVersion(0, version), 0.0)
+        return snapshot
 
     def publish(self, snapshot: Snapshot) -> None:
         whole_version = self.timed("write whole", lambda: self.whole_versions.write_version(snapshot))

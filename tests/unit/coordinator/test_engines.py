@@ -294,10 +294,10 @@ def test_a_version_is_not_given_up_while_an_engine_tries_it_for_the_first_time(s
     assert setup.pushed() == {A: 0, B: 0}
     for again in range(MAX_REFUSALS):
         setup.ack(A, ref, error="cut off")
-        assert not setup.handler.pop_unloadable_version()
+        assert not setup.handler.pop_load_failure()
         assert setup.pushed(2.0 * again + 1) == {A: 0}
     setup.ack(B, ref, error="cut off")
-    assert setup.handler.pop_unloadable_version() == "no engine can load v0: cut off"
+    assert setup.handler.pop_load_failure() == "no engine can load v0: cut off"
 
 
 def test_a_silent_supervisor_is_lost_and_its_successor_starts_without_versions(setup: EngineSetup) -> None:

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config, Qwen2For
 from asyncrl.config import ModelConfig
 from asyncrl.engines.torch.engine import replace_weights
 from asyncrl.store.checkpoints import CheckpointManifest
-from asyncrl.trainer.model import copied_buffers, load_policy, published_shards, score_ids
+from asyncrl.trainer.model import PublishedShards, copied_buffers, load_policy, score_ids
 from asyncrl.trainer.world import World
 from asyncrl.types import PolicyVersion
 from asyncrl.weights import disk
@@ -92,14 +92,13 @@ def through_all(world: World, folder: Path) -> dict[str, Any]:
     found["scores"] = score_ids(policy, IDS, world.device)
     found["exported"] = export(folder, policy, world, source)
     kept = copied_buffers(policy)
-    host = HostShards(published_shards(policy), policy.published, policy.export_dtype, 60.0, buffers=kept)
+    host = HostShards(PublishedShards(policy), policy.published, policy.export_dtype, 60.0, buffers=kept)
     for size in (1, 50, 1 << 20):  # bytes of a bucket: each tensor alone, some together, all at once
         writer = VersionWriter(folder / f"versions-{size}", size, full_every=3)
         for version in range(3):
             kept = {name: buffer + buffer for name, buffer in kept.items()}
-            index = host.claim_buffer(lambda busy: world.gather(busy, list[int]))
-            host.copy_shards(index, published_shards(policy), kept)
-            snapshot = host.take_snapshot(index, PolicyVersion(0, version), 0.0)
+            gather = lambda busy: world.gather(busy, list[int])  # noqa: E731
+            snapshot = host.copy_version(PolicyVersion(0, version), PublishedShards(policy), gather, kept)
             if world.rank == 0:
                 manifest, read = disk.read_tensors(writer.write_version(snapshot))
                 assert (manifest.delta is None) == (version == 0)

@@ -22,7 +22,7 @@ from asyncrl.trainer.attention import FOREST_ATTENTION
 from asyncrl.trainer.batch import sequence_routes
 from asyncrl.trainer.forced_routes import ForcedRoutes
 from asyncrl.trainer.loading import locate_tensors
-from asyncrl.trainer.model import Policy, load_critic, load_policy, published_shards
+from asyncrl.trainer.model import Policy, PublishedShards, load_critic, load_policy
 from asyncrl.trainer.packing import packing_for
 from asyncrl.trainer.scores import Selected
 from asyncrl.trainer.world import World
@@ -70,11 +70,10 @@ def gradients(policy: Policy, world: World) -> dict[str, Tensor]:
 
 def published(policy: Policy, world: World) -> dict[str, Tensor]:
     """What rank 0 collects of a version, in small buckets, from host memory."""
-    host = HostShards(published_shards(policy), policy.published, torch.float32, 60.0)
-    host.copy_shards(0, published_shards(policy))
+    host = HostShards(PublishedShards(policy), policy.published, torch.float32, 60.0)
+    snapshot = host.copy_version(PolicyVersion(0, 1), PublishedShards(policy), lambda busy: [busy])
     found: dict[str, Tensor] = {}
     if world.rank == 0:
-        snapshot = host.take_snapshot(0, PolicyVersion(0, 1), 0.0)
         found = {name: t.clone() for bucket in buckets(snapshot, 3000) for name, t in bucket.items()}
     world.gather(0, int)
     host.close(60.0)

@@ -18,7 +18,7 @@ from asyncrl import cli
 from asyncrl.config import ModelConfig
 from asyncrl.errors import ConfigError
 from asyncrl.store.checkpoints import CheckpointManifest
-from asyncrl.trainer.model import Policy, load_policy, published_shards, score_ids
+from asyncrl.trainer.model import Policy, PublishedShards, load_policy, score_ids
 from asyncrl.trainer.world import World
 from asyncrl.types import PolicyVersion
 from asyncrl.weights.adapters import Adapters
@@ -101,7 +101,7 @@ def test_the_merged_export_scores_as_the_adapters_do(world: World, path: str, tm
     ids = tuple(few_tokens().ids[0].tolist())
     state = full_state(policy)
     assert state.keys() == dict(plain_model(path).named_parameters()).keys()
-    assert list(published_shards(policy)) == list(state)
+    assert list(PublishedShards(policy)) == list(state)
     with torch.no_grad():
         table = exported(torch.tensor([ids])).logits[0].log_softmax(-1)
     probe = [float(table[i, token]) for i, token in enumerate(ids[1:])]
@@ -140,10 +140,9 @@ def test_a_version_is_copied_weight_by_weight(world: World, path: str) -> None:
 
     merged = Adapters.merged_weight
     with mock.patch.object(Adapters, "merged_weight", noted):
-        host = HostShards(published_shards(policy), policy.published, torch.float32, 60.0)
-        host.copy_shards(host.claim_buffer(lambda busy: [busy]), published_shards(policy))
+        host = HostShards(PublishedShards(policy), policy.published, torch.float32, 60.0)
+        version = host.copy_version(PolicyVersion(0, 1), PublishedShards(policy), lambda busy: [busy])
     assert len(made) > 8 and most <= 2
-    version = host.take_snapshot(0, PolicyVersion(0, 1), 0.0)
     found = {name: t for bucket in buckets(version, 1 << 20) for name, t in bucket.items()}
     assert all(torch.equal(found[name], weight) for name, weight in full_state(policy).items())
 
@@ -169,7 +168,7 @@ def work(world: World, folder: Path) -> Any:
         laid = world.arranged(world.size, 1) if name == "gpt2" else world
         with mock.patch("asyncrl.trainer.loading.LAYER_MIN_PARAMETERS", 0):
             policy = adapted(path, laid)
-        published = published_shards(policy)
+        published = PublishedShards(policy)
         local = {name: len(p.to_local()) for name, p in policy.lm.named_parameters()}
         assert all(s.placements[-1] == Shard(0) for s in published.values())
         assert all(len(s.to_local()) == local[name] for name, s in published.items())

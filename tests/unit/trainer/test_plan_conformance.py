@@ -31,9 +31,8 @@ from asyncrl.store.checkpoints import Checkpoints
 from asyncrl.store.reader import RunReader
 from asyncrl.store.runstore import RunStore
 from asyncrl.trainer import client, rank
-from asyncrl.trainer.checkpointing import Checkpointing
 from asyncrl.trainer.learner import Learner, PlannedWork
-from asyncrl.trainer.model import published_shards
+from asyncrl.trainer.model import PublishedShards
 from asyncrl.trainer.retrain import retrain
 from asyncrl.types import EpisodeResult, EpisodeStats, Generation, StopReason, Turn, VersionSpan
 from asyncrl.wire.addresses import incarnation_of
@@ -102,7 +101,7 @@ def train(config: RunConfig, endpoints: Endpoints, index: int, incarnation: str)
     is trained and not committed, and when a commit is acknowledged."""
     run_dir = Path(config.run_dir) / config.name
     fault = Fault(run_dir)
-    due = Checkpointing.mark_due
+    save_if_due = rank.TrainerRank._save_if_due
     accumulate = Learner.accumulate
     finish = Learner.finish
     uids = list[str]()
@@ -124,17 +123,17 @@ def train(config: RunConfig, endpoints: Endpoints, index: int, incarnation: str)
             fault.at("trained")
         return metrics
 
-    def acknowledged(saving: Checkpointing) -> bool:
-        if index == 0 and saving._learner.step == STEPS:
+    def acknowledged(trainer_rank: rank.TrainerRank) -> None:
+        if index == 0 and trainer_rank.learner.step == STEPS:
             fault.at("acknowledged")
-        return due(saving)
+        save_if_due(trainer_rank)
 
     place = f"{run_dir}/{incarnation}" if config.trainer.ranks > 1 else ""
     patched = partial(mock.patch.object, Learner)
     with (
         mock.patch.multiple(client, RESEND_SECONDS=0.2, HEARTBEAT_SECONDS=0.05),
         mock.patch.object(rank, "SAVE_POLL_SECONDS", 0.01),
-        mock.patch.object(Checkpointing, "mark_due", acknowledged),
+        mock.patch.object(rank.TrainerRank, "_save_if_due", acknowledged),
         patched("accumulate", accumulating),
         patched("finish", finishing),
     ):
@@ -147,7 +146,7 @@ OF_COORDINATOR = ("planned", "given", "committed")
 
 def digest(learner: Learner) -> str:
     """This rank's part of the weights."""
-    state = sorted(published_shards(learner.policy).items())
+    state = sorted(PublishedShards(learner.policy).items())
     parts = (tensor.detach().to_local().numpy().tobytes() for _, tensor in state)
     return hashlib.blake2b(b"".join(parts), digest_size=8).hexdigest()
 

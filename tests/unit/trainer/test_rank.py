@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import threading
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import msgspec
 import pytest
 import torch
 from torch.distributed import DistNetworkError
@@ -28,10 +30,12 @@ from asyncrl.types import PolicyVersion
 from asyncrl.weights.manifest import Probe
 from asyncrl.wire.messages.shared import Stop, Welcome, WireMessage
 from asyncrl.wire.messages.trainer import (
+    AskDevices,
     Checkpointed,
     Commit,
     Committed,
     GaveUp,
+    GrantDevices,
     PlanRequest,
     Probed,
     TrainerHeartbeat,
@@ -144,10 +148,9 @@ def test_servers_may_join_after_every_micro_batch_and_during_waits(
     pauses.clear()
     busy = iter((True, False))
     monkeypatch.setattr(Checkpointing, "is_writing", property(lambda saving: next(busy)))
-    monkeypatch.setattr(Checkpointing, "write_progress", "a checkpoint")
     monkeypatch.setattr(rank, "_report_saved", lambda: None)
     rank._await_saved()
-    assert set(pauses) == {"a checkpoint"}
+    assert set(pauses) == {"a checkpoint is being written, 0 MB since the start"}
 
 
 def test_a_rank_that_only_waits_beats_and_tells_no_work(rank: TrainerRank, clock: SimpleNamespace) -> None:
@@ -236,7 +239,7 @@ def test_no_rank_trains_before_all_hold_their_payloads(rank: TrainerRank, clock:
         clock.now += seconds
 
     mail = [(WorkPlan(1, 0, "step"), [])]
-    rank.client.broadcast = Others()  # type: ignore[assignment]
+    rank.client._broadcast = Others()  # type: ignore[assignment]
     rank.client._poller = SimpleNamespace(wait=advance)  # type: ignore[assignment]
     rank.client.bulk.receive = lambda timeout: mail.pop() if mail else None  # type: ignore[method-assign]
     rank.client.control.receive = lambda timeout: None  # type: ignore[method-assign]
@@ -270,6 +273,21 @@ def test_a_wait_for_other_ranks_has_an_end(rank: TrainerRank, clock: SimpleNames
     assert rank.client._await_ranks("rank 0", lambda: clock.now > begun + 2 * limit or None, is_patient=True)
 
 
+@pytest.mark.parametrize("answer", [GrantDevices(), Stop("over")])
+def test_a_rank_asks_for_the_devices_until_they_are_free(
+    monkeypatch: pytest.MonkeyPatch, answer: GrantDevices | Stop
+) -> None:
+    answers = [None, None, (answer, [])]
+    closed: list[bool] = []
+    link = FakeLink()
+    link.receive = lambda timeout: answers.pop(0)  # type: ignore[attr-defined]
+    link.close = lambda: closed.append(True)  # type: ignore[attr-defined]
+    monkeypatch.setattr(client, "Link", lambda *about: link)
+    with pytest.raises(Stopped, match="over") if isinstance(answer, Stop) else nullcontext():
+        client.await_devices(Endpoints("", ""), 1, "x")
+    assert link.sent == [AskDevices(1, "x")] * 3 and closed
+
+
 class FailingDisk:
     """In place of `checkpoint.write`: the first `failures` fail."""
 
@@ -301,9 +319,17 @@ def saved(rank: TrainerRank) -> bool:
 def test_all_turns_since_the_newest_checkpoint_are_kept_so_there_is_one_in_the_end(
     rank: TrainerRank, every: int, due: int
 ) -> None:
-    rank.checkpointing._config = CheckpointConfig(every=every)
+    rank.config = msgspec.structs.replace(rank.config, checkpoint=CheckpointConfig(every=every))
+    saved_steps = list[int]()
+
+    def begin(trainer_epoch: int) -> bool:
+        saved_steps.append(rank.learner.step)
+        return True
+
+    rank.checkpointing.begin_checkpoint = begin  # type: ignore[method-assign,assignment]
     for rank.learner.step in range(1, due + 1):
-        assert rank.checkpointing.mark_due() == (rank.learner.step == due)
+        rank._save_if_due()
+    assert saved_steps == [due]
 
 
 def test_training_goes_on_while_a_checkpoint_is_written_and_nobody_hears_of_it(
@@ -353,7 +379,7 @@ def test_a_checkpoint_that_cannot_be_written_is_tried_again_and_lists_all(
         "a long step does not hide the failure"
     )
     assert not rank.checkpointing.poll_checkpoint()
-    assert rank.checkpointing.mark_due()  # at once, not after the next `every` steps
+    assert rank.checkpointing.is_due and not rank.checkpointing.is_writing  # not after `every` more steps
     assert rank.client.heartbeat_message().waiting == "not saved: step-0: OSError: no space"
     rank.publishing.unwritten_reason = "no room for weights"  # type: ignore[misc]
     assert rank.client.heartbeat_message().waiting.endswith("no space; no room for weights")

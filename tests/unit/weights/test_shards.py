@@ -17,17 +17,17 @@ import pytest
 import torch
 
 from asyncrl.config import ModelConfig
-from asyncrl.trainer.model import Policy, load_policy, published_shards
+from asyncrl.trainer.model import Policy, PublishedShards, load_policy
 from asyncrl.trainer.world import World
 from asyncrl.types import PolicyVersion
 from asyncrl.weights import disk, ranges
 from asyncrl.weights.delta import VersionWriter
 from asyncrl.weights.manifest import Superseded, WeightsError, split_buckets
 from asyncrl.weights.shards import HostShards
-from asyncrl.weights.snapshot import Snapshot, Tensors, concat_parts
+from asyncrl.weights.snapshot import Snapshot, Tensors
 from tests.fakes.ranks import run_ranks
 from tests.fakes.training import full_state, save_tiny_qwen
-from tests.fakes.weights import buckets
+from tests.fakes.weights import buckets, concat_parts
 
 pytestmark = pytest.mark.slow
 
@@ -52,9 +52,8 @@ def buffers(version: int) -> Tensors:
 def taken(
     host: HostShards, world: World, policy: Policy, version: int, kept: Tensors | None = None
 ) -> Snapshot:
-    index = host.claim_buffer(lambda busy: world.gather(busy, list[int]))
-    host.copy_shards(index, published_shards(policy), kept or {})
-    return host.take_snapshot(index, PolicyVersion(0, version), 0.0)
+    gather = lambda busy: world.gather(busy, list[int])  # noqa: E731
+    return host.copy_version(PolicyVersion(0, version), PublishedShards(policy), gather, kept or {})
 
 
 @torch.no_grad()
@@ -75,7 +74,7 @@ def test_one_ranks_buckets_are_sent_from_where_they_lie(world: World, tmp_path: 
     """They are not copied; the bytes are those that are collected. A tensor that is sent alone, too."""
     policy = policy_of(world, tmp_path)
     kept = buffers(0)
-    host = HostShards(published_shards(policy), policy.published, torch.bfloat16, DEADLINE, buffers=kept)
+    host = HostShards(PublishedShards(policy), policy.published, torch.bfloat16, DEADLINE, buffers=kept)
     snapshot = taken(host, world, policy, 1, kept)
     for bucket_bytes in BUCKETS:
         with snapshot.hold_copy() as pinned:
@@ -90,9 +89,7 @@ def test_one_ranks_buckets_are_sent_from_where_they_lie(world: World, tmp_path: 
 
 def collect_twice(world: World, folder: Path) -> Any:
     policy = policy_of(world, folder)
-    host = HostShards(
-        published_shards(policy), policy.published, torch.bfloat16, DEADLINE, buffers=buffers(0)
-    )
+    host = HostShards(PublishedShards(policy), policy.published, torch.bfloat16, DEADLINE, buffers=buffers(0))
     assert len(threads()) == (world.rank > 0)
     found: dict[str, Any] = {"wanted": [], "found": []}
     for version in (1, 2):
@@ -124,7 +121,7 @@ def test_whole_tensors_as_they_were_copied(tmp_path: Path, ranks: int):
 def overtake(world: World, folder: Path) -> Any:
     """Rank 0 reads one version slowly while three newer ones are copied."""
     policy = policy_of(world, folder)
-    host = HostShards(published_shards(policy), policy.published, torch.bfloat16, DEADLINE)
+    host = HostShards(PublishedShards(policy), policy.published, torch.bfloat16, DEADLINE)
     wanted = []
     snapshots = []
     found = {}
@@ -158,7 +155,7 @@ def collect_everywhere(world: World, folder: Path) -> Any:
     copied; rank 1 keeps the first one for long, so that no rank may copy over it."""
     policy = policy_of(world, folder)
     host = HostShards(
-        published_shards(policy), policy.published, torch.bfloat16, DEADLINE, collectors=world.size
+        PublishedShards(policy), policy.published, torch.bfloat16, DEADLINE, collectors=world.size
     )
     assert len(threads()) == world.size - 1
     wanted: list[Tensors] = []
@@ -202,7 +199,7 @@ def collect_from_a_late_rank(world: World, folder: Path) -> Any:
     """Rank 1 copies only when rank 0 has asked for it."""
     policy = policy_of(world, folder)
     wanted = full_state(policy)
-    host = HostShards(published_shards(policy), policy.published, torch.bfloat16, DEADLINE)
+    host = HostShards(PublishedShards(policy), policy.published, torch.bfloat16, DEADLINE)
     asked = threading.Event()
     waiting = host._buffers._changed
     wait_for = waiting.wait_for
@@ -219,15 +216,13 @@ def collect_from_a_late_rank(world: World, folder: Path) -> Any:
     world.gather(0, int)
     found: Tensors = {}
     if world.rank == 0:
-        host.copy_shards(0, published_shards(policy))
-        reader = threading.Thread(
-            target=lambda: found.update(collected(host.take_snapshot(0, PolicyVersion(0, 1), 0.0), 1))
-        )
+        snapshot = host.copy_version(PolicyVersion(0, 1), PublishedShards(policy), lambda busy: [busy])
+        reader = threading.Thread(target=lambda: found.update(collected(snapshot, 1)))
         reader.start()
         reader.join(DEADLINE)
     else:
         assert asked.wait(DEADLINE) and host._buffers.copy_count == 0
-        host.copy_shards(0, published_shards(policy))
+        host.copy_version(PolicyVersion(0, 1), PublishedShards(policy), lambda busy: [busy])
     host.close(DEADLINE)
     return {"same": all(torch.equal(found[name], tensor) for name, tensor in wanted.items())} if found else {}
 
@@ -240,7 +235,7 @@ def lose_a_rank(world: World, folder: Path) -> Any:
     """Rank 1 dies or freezes between two buckets."""
     how = (folder / "how").read_text()
     policy = policy_of(world, folder)
-    host = HostShards(published_shards(policy), policy.published, torch.bfloat16, DEADLINE)
+    host = HostShards(PublishedShards(policy), policy.published, torch.bfloat16, DEADLINE)
     snapshot = taken(host, world, policy, 1)
     if world.rank == 1:
         (folder / "pid").write_text(str(os.getpid()))
@@ -285,7 +280,7 @@ def deltas_of_ranks(world: World, folder: Path) -> Any:
     for machine in ("here", f"machine-{world.rank}"):
         directory = folder / f"versions-on-{machine}"
         socket.gethostname = lambda name=machine: name
-        host = HostShards(published_shards(policy), policy.published, torch.bfloat16, DEADLINE, 1, buffers(0))
+        host = HostShards(PublishedShards(policy), policy.published, torch.bfloat16, DEADLINE, 1, buffers(0))
         writer = VersionWriter(directory, 1000, full_every=100)
         for version in range(1, 6):
             wanted = full_state(policy)

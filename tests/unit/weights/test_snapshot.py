@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import threading
 from types import SimpleNamespace
 
@@ -10,13 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from asyncrl.types import PolicyVersion
-from asyncrl.weights import snapshot
-from asyncrl.weights.manifest import Superseded, WeightsRef
+from asyncrl.weights import memory
+from asyncrl.weights.manifest import Superseded
 from asyncrl.weights.memory import allocate_page_locked
 from asyncrl.weights.ranges import RangePart
-from asyncrl.weights.snapshot import BucketBuffers, Buffers, Publisher, Snapshot
-from tests.fakes.weights import snapshot_of
+from asyncrl.weights.snapshot import BucketBuffers, Buffers
 
 
 def copy(buffers: Buffers, value: float) -> int:
@@ -67,16 +64,16 @@ def test_pages_are_unlocked_when_the_last_tensor_goes_and_before_they_are_freed(
     contents = list[bytes]()
 
     def unregister(address: int) -> None:
-        with open("/proc/self/mem", "rb") as memory:
-            memory.seek(address)
-            contents.append(memory.read(3))  # OSError, had the pages been given back
+        with open("/proc/self/mem", "rb") as process_memory:
+            process_memory.seek(address)
+            contents.append(process_memory.read(3))  # OSError, had the pages been given back
 
     runtime = SimpleNamespace(cudaHostRegister=lambda address, size, flags: 0, cudaHostUnregister=unregister)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
-    memory = allocate_page_locked(5_000_000)
-    memory[:3] = torch.tensor([7, 8, 9])
-    last = memory[4_000_000:].view(torch.bfloat16)
-    del memory
+    pages = allocate_page_locked(5_000_000)
+    pages[:3] = torch.tensor([7, 8, 9])
+    last = pages[4_000_000:].view(torch.bfloat16)
+    del pages
     assert not contents
     del last
     assert contents == [bytes([7, 8, 9])]
@@ -86,7 +83,7 @@ def test_buckets_of_several_ranks_are_put_together_in_two_buffers(monkeypatch: p
     """They are pinned once. One is filled while the other is sent."""
     sizes = list[int]()
     monkeypatch.setattr(
-        snapshot, "allocate_page_locked", lambda size: sizes.append(size) or torch.zeros(size).byte()
+        memory, "allocate_page_locked", lambda size: sizes.append(size) or torch.zeros(size).byte()
     )
     buckets = BucketBuffers(page_locked=True)
 
@@ -177,96 +174,3 @@ def test_nobody_begins_to_read_between_telling_and_claiming(buffers: Buffers):
     assert found == [] and buffers.claim_buffer(busy) == first
     reader.join(30)
     assert found == ["superseded"]
-
-
-# -- the publisher's thread: the latest wins, nobody waits, errors reach the owner ---------------------------
-
-DEADLINE = 60.0
-
-
-def version(number: int) -> Snapshot:
-    return snapshot_of({"a": torch.ones(1)}, PolicyVersion(0, number))
-
-
-class Slow:
-    """Writes when it is let to; `started` once per write."""
-
-    def __init__(self) -> None:
-        self.started = threading.Semaphore(0)
-        self.go = threading.Semaphore(0)
-        self.announced: list[int] = []
-        self.fails: Exception | None = None
-        self.publisher = Publisher(self.write, self.announce)
-
-    def write(self, snapshot: Snapshot) -> WeightsRef:
-        self.started.release()
-        assert self.go.acquire(timeout=DEADLINE)
-        if self.fails is not None:
-            raise self.fails
-        return WeightsRef(snapshot.version, "")
-
-    def announce(self, ref: WeightsRef, snapshot_s: float, write_s: float) -> None:
-        assert write_s >= 0
-        self.announced.append(ref.version.step)
-
-
-def test_a_newer_version_replaces_one_that_waits():
-    slow = Slow()
-    slow.publisher.submit_snapshot(version(1))
-    assert slow.started.acquire(timeout=DEADLINE)
-    for number in (2, 3, 4):
-        slow.publisher.submit_snapshot(version(number))
-    slow.go.release(2)
-    assert slow.publisher.close(DEADLINE)
-    assert slow.announced == [1, 4]
-
-
-def test_a_version_that_is_gone_is_passed_over():
-    slow = Slow()
-    slow.fails = Superseded("a newer one")
-    slow.go.release()
-    slow.publisher.submit_snapshot(version(1))
-    assert slow.started.acquire(timeout=DEADLINE)
-    slow.publisher.submit_snapshot(version(2))
-    assert slow.started.acquire(timeout=DEADLINE)
-    slow.fails = None
-    slow.go.release()
-    assert slow.publisher.close(DEADLINE)
-    assert slow.announced == [2] and slow.publisher.error is None
-
-
-def test_a_full_disk_is_waited_for_and_the_newest_version_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(snapshot, "FULL_RETRY_SECONDS", 0.0)
-    slow = Slow()
-    slow.fails = OSError(errno.ENOSPC, "no space left on device")
-    slow.go.release()
-    slow.publisher.submit_snapshot(version(1))
-    assert slow.started.acquire(timeout=DEADLINE)
-    assert slow.started.acquire(timeout=DEADLINE), "it is not tried again"
-    assert "no space" in slow.publisher.full_error
-    slow.publisher.submit_snapshot(version(2))
-    slow.go.release()
-    assert slow.started.acquire(timeout=DEADLINE)
-    slow.fails = None
-    slow.go.release()
-    assert slow.publisher.close(DEADLINE)
-    assert slow.announced == [2] and not slow.publisher.full_error and slow.publisher.error is None
-
-
-def test_what_a_write_failed_with_is_raised_at_the_next():
-    slow = Slow()
-    slow.fails = OSError("no such device")
-    slow.publisher.submit_snapshot(version(1))
-    slow.go.release()
-    assert slow.publisher.close(DEADLINE)
-    with pytest.raises(OSError, match="no such"):
-        slow.publisher.submit_snapshot(version(2))
-
-
-def test_closing_does_not_wait_longer_than_its_limit():
-    slow = Slow()
-    slow.publisher.submit_snapshot(version(1))
-    assert slow.started.acquire(timeout=DEADLINE)
-    assert not slow.publisher.close(0.05)
-    slow.go.release()
-    assert slow.publisher.close(DEADLINE)

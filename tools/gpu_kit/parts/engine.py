@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from asyncrl.config import ModelConfig
 from asyncrl.engines.base import Request, Sampling
 from asyncrl.engines.torch.engine import TorchEngine, build
-from asyncrl.trainer.model import Policy, load_policy, published_shards
+from asyncrl.trainer.model import Policy, PublishedShards, load_policy
 from asyncrl.trainer.scores import Selected
 from asyncrl.trainer.world import World, join_ranks, leave_ranks
 from asyncrl.types import Generation, PolicyVersion
@@ -255,7 +255,7 @@ def own(policy: Policy) -> list[torch.Tensor]:
 
 def as_published(setup: Setup) -> dict[str, torch.Tensor]:
     kept = getattr(torch, setup.dtype)
-    return {name: shard.to_local().to(kept) for name, shard in published_shards(setup.policy).items()}
+    return {name: shard.to_local().to(kept) for name, shard in PublishedShards(setup.policy).items()}
 
 
 def first_version(turn: Generation) -> Generation:

@@ -39,10 +39,11 @@ from asyncrl.engines.torch.engine import build
 from asyncrl.engines.torch.recorded import RECORD_AFTER
 from asyncrl.server_supervisor.supervisor import first_finished
 from asyncrl.trainer.model import adapter_shards, load_policy, score_ids
-from asyncrl.trainer.publishing import Publishing
+from asyncrl.trainer.publishing import PublisherThread, Publishing
 from asyncrl.trainer.world import World, join_ranks, leave_ranks
 from asyncrl.types import Generation, PolicyVersion
 from asyncrl.weights.manifest import WeightsRef
+from asyncrl.wire.messages.trainer import Published
 from parts.bundle import NOT_THERE, has_saver, server_command
 from parts.common import (
     EXACT,
@@ -561,8 +562,9 @@ class PublisherHere:
         self._step = 0
         self._directory: Path | None = None  # of versions, in /dev/shm where that has room
         nobody: Any = None
-        with mock.patch.object(Publishing, "_announce_version", self._announce):
-            self._publishing = Publishing(config, nobody, Path(config.run_dir) / config.name, world, policy)
+        self._no_link = mock.patch.object(PublisherThread, "_announce_version", self._announce)
+        self._no_link.start()
+        self._publishing = Publishing(config, nobody, Path(config.run_dir) / config.name, world, policy)
 
     def publish(self) -> Pushed:
         """Publish the weights as they are, and wait until the files are there."""
@@ -583,11 +585,12 @@ class PublisherHere:
 
     def close(self) -> None:
         self._publishing.drain()
+        self._no_link.stop()
         if self._directory is not None:
             shutil.rmtree(self._directory, ignore_errors=True)
 
-    def _announce(self, ref: WeightsRef, snapshot_s: float, write_s: float) -> None:
-        self._announced.put((ref, write_s))
+    def _announce(self, announcement: Published) -> None:
+        self._announced.put((announcement.ref, announcement.write_s))
 
     def _synchronize(self) -> None:
         if self._world.device.type == "cuda":

@@ -22,7 +22,7 @@ from asyncrl.engines.torch.engine import build
 from asyncrl.observe.timeline import Timeline, merge_spans, timeline_files
 from asyncrl.trainer.device_offload import DeviceOffload
 from asyncrl.trainer.learner import Learner
-from asyncrl.trainer.model import published_shards
+from asyncrl.trainer.model import PublishedShards
 from asyncrl.trainer.world import join_ranks, leave_ranks
 from asyncrl.types import PolicyVersion
 from parts.common import FREED, MB, Context, Finding, failure, release, synchronize, used_memory
@@ -98,7 +98,7 @@ async def _take_turns(context: Context, learner: Learner) -> list[Finding]:
     findings.append(Finding("weights and moments of the rank", str(same), "as before", same))
     tensors = {
         name: shard.to_local().to("cpu", torch.bfloat16, copy=True)
-        for name, shard in published_shards(learner.policy).items()
+        for name, shard in PublishedShards(learner.policy).items()
     }
     ref = publish(tensors, context.work / "published", PolicyVersion(0, 1))
     with timed("rest"):
