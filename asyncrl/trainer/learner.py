@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from asyncrl.algorithms.diagnostics import token_sums
+from asyncrl.algorithms.diagnostics import report_tokens
 from asyncrl.algorithms.kl import adapted
 from asyncrl.algorithms.normalise import Whitening
 from asyncrl.algorithms.recipe import compose
@@ -211,8 +211,8 @@ class Learner:
         self._held_samples = []
         self._tally = report.MetricSums()
         self.step += 1
-        metrics = report.batch_metrics(tally, advantage_scaling(self.recipe, tally, self.whitening))
-        self._update_state(tally, metrics)
+        metrics = report.batch_metrics(tally, advantage_scaling(self.recipe, tally.sums, self.whitening))
+        self._update_state(tally.sums, metrics)
 
         if metrics.get("trainer/replayed_share") == 0:
             logger.warning(
@@ -226,22 +226,21 @@ class Learner:
 
         return metrics
 
-    def _update_state(self, tally: report.MetricSums, metrics: dict[str, float]) -> None:
+    def _update_state(self, sums: report.BatchSums, metrics: dict[str, float]) -> None:
         """Update the state for the next batch: the KL coefficient, and the running moments of advantages."""
         kl_config = self.config.kl
         if kl_config.where != "none":
             metrics["actor/kl_coef"] = self.state["kl_coef"]
-            episode_count = int(metrics.get("trainer/trajectories", 0))
             self.state["kl_coef"] = adapted(
                 self.state["kl_coef"],
                 metrics.get("actor/ref_kl", kl_config.target),
                 kl_config.target,
-                episode_count,
+                sums.trajectories,
                 kl_config.horizon,
             )
 
         if self.recipe.scale == "whiten_running":
-            self.state |= Whitening.updated(self.whitening, report.advantage_tokens(tally)).state()
+            self.state |= Whitening.updated(self.whitening, sums.token_advantages).state()
 
     # -- behind the barrier ----------------------------------------------------------------------------
 
@@ -469,11 +468,9 @@ class Learner:
         denominator = math.fsum(sample.denominator for sample in samples)
         if self.policy.forced_routes is not None:
             report.tally_routes(tally, micro_batch.selected.routes, micro_batch.selected.ids.numel())
-        tally.add_total("_D", denominator)
-        report.tally_tokens(tally, token_sums(evaluated.token_state), denominator)
-        report.tally_agents(
-            tally, self.agent_names, micro_batch.adapter_index, evaluated.token_state, denominator
-        )
+        tally.sums.denominator += denominator
+        report.tally_tokens(tally, report_tokens(evaluated.token_state))
+        report.tally_agents(tally, self.agent_names, micro_batch.adapter_index, evaluated.token_state)
         report.tally_terms(tally, evaluated.loss_terms, denominator)
 
     def _with_advantages(
@@ -508,7 +505,7 @@ class Learner:
         self.micro_batch_size = (0, 0)
 
         batch_tally = report.merged_sums(self.world.gather_data(tally, report.MetricSums))
-        denominator = self.recipe.aggregate.divisor(batch_tally.totals.pop("_D", 0.0))
+        denominator = self.recipe.aggregate.divisor(batch_tally.sums.denominator)
         if denominator:
             gradient_scale = self._expected_denominator / denominator
             if self.critic is not None:
@@ -536,25 +533,27 @@ class Learner:
         # Terms beside the policy loss also count tokens that the correction, or the loss, drops.
         has_kl_term = config.kl.in_loss and (recipe.loss.ratio == "mu" or bool(recipe.divergence))
         has_other_terms = config.algorithm.entropy_coef > 0 or has_kl_term
-        has_trained_tokens = (
-            batch_tally.totals.get("_trainable" if has_other_terms else "trainer/kept_tokens", 0.0) > 0
-        )
+        sums = batch_tally.sums
+        learned_tokens = sums.tokens.trainable_tokens if has_other_terms else sums.tokens.kept_tokens
+        learned_by_agent = sums.trainable_by_agent if has_other_terms else sums.kept_by_agent
 
         trained_by_agent = self.policy.trained_parameters
-        for agent in report.agents_without_tokens(batch_tally, self.agent_names, has_other_terms):
-            for parameter in trained_by_agent[agent]:
-                parameter.grad = None  # no gradient: neither moments nor decay act
+        if len(self.agent_names) > 1:
+            for agent in self.agent_names:
+                if not learned_by_agent.get(agent):
+                    for parameter in trained_by_agent[agent]:
+                        parameter.grad = None  # no gradient: neither moments nor decay act
 
         step_rate = self._learning_rate() * (
-            report.ess_factor(batch_tally) if config.algorithm.ess_lr else 1.0
+            report.ess_factor(sums.tokens) if config.algorithm.ess_lr else 1.0
         )
 
         norms = [0.0]
         is_taken = False
-        if has_trained_tokens:
-            batch_factor = self._batch_factor(batch_tally)
+        if learned_tokens:
+            batch_factor = self._batch_factor(sums)
             largest_norm = norm_limit(self.state, config.trainer.spike_factor)
-            report.scale_losses(batch_tally, batch_factor)
+            report.scale_losses(sums, batch_factor)
             clip_norm = config.trainer.grad_clip
             self.world.average_gradients(self.policy.parameters())
             norms, is_taken = take_step(
@@ -580,7 +579,7 @@ class Learner:
         critic_rate = self._learning_rate() * self.config.critic.lr / self.config.trainer.lr
         batch_tally.add_highest("critic/lr", critic_rate)
 
-        if batch_tally.totals.get("_trainable"):
+        if batch_tally.sums.tokens.trainable_tokens:
             parameter_groups = [[*critic.parameters()]]
             clip_norm = self.config.trainer.grad_clip
             self.world.average_gradients(critic.parameters())
@@ -593,12 +592,12 @@ class Learner:
     def _learning_rate(self) -> float:
         return learning_rate(self.config.trainer, self.step, self.config.total_steps)
 
-    def _batch_factor(self, batch_tally: report.MetricSums) -> float:
+    def _batch_factor(self, sums: report.BatchSums) -> float:
         """Return the factor that the whole batch puts on the gradient: 1/std of advantages, 1/mean weight.
         Behind a barrier the advantages were divided already."""
         factor = 1.0
-        if self.recipe.batch_mean_weight and batch_tally.totals.get("_weight"):
-            factor *= batch_tally.totals["trainer/kept_tokens"] / batch_tally.totals["_weight"]
+        if self.recipe.batch_mean_weight and sums.tokens.weight:
+            factor *= sums.tokens.kept_tokens / sums.tokens.weight
         if not self.behind_barrier:
-            factor *= report.advantage_factor(self.recipe.scale, batch_tally)
+            factor *= report.advantage_factor(self.recipe.scale, sums)
         return factor
