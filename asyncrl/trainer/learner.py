@@ -14,6 +14,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -41,7 +42,7 @@ from asyncrl.trainer.footprint import RECOMPUTED_EVERY, least_recomputation
 from asyncrl.trainer.layers import compiled_graphs
 from asyncrl.trainer.loading import master_dtype
 from asyncrl.trainer.model import Critic, load_critic, load_policy, load_reference
-from asyncrl.trainer.objective import Evaluated, evaluate, teacher_of
+from asyncrl.trainer.objective import MicroBatchLoss, evaluate
 from asyncrl.trainer.optimizer import (
     SpikeError,
     learning_rate,
@@ -54,6 +55,8 @@ from asyncrl.trainer.packing import packing_for
 from asyncrl.trainer.performance import FlopCount, Stopwatch
 from asyncrl.trainer.prefix_tree import common_prefix
 from asyncrl.trainer.recompute import Recomputation
+from asyncrl.trainer.scores import Scores
+from asyncrl.trainer.teacher import Teacher
 from asyncrl.trainer.world import World
 from asyncrl.types import Turn
 from asyncrl.wire.messages.trainer import PlannedTrajectory
@@ -63,13 +66,16 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class _EvaluatedMicroBatch:
-    """Holds a micro-batch between its forward and the count of its loss terms. `logp`: [N]."""
+class _TrainedMicroBatch:
+    """Holds a micro-batch between its backward and the count of its loss terms. `logprobs`: [N]."""
 
     samples: Sequence[TrainingSample]
     micro_batch: MicroBatch
-    logp: Tensor
-    evaluated: Evaluated
+    logprobs: Tensor
+    loss: MicroBatchLoss
+
+
+TrainMicroBatch = Callable[[Sequence[TrainingSample], MicroBatch], _TrainedMicroBatch]
 
 
 class Learner:
@@ -125,7 +131,7 @@ class Learner:
         # Called after every micro-batch, for signs of life.
         self.after_micro_batch: Callable[[], None] = lambda: None
         self.ratio_recorder: report.RatioRecorder | None = None  # records ratios of single tokens
-        self._expected_denominator = 256.0  # estimate of D, for a loss of about 1; see take_optimizer_step
+        self._expected_denominator = 256.0  # estimate of D, for a loss of about 1; see _take_optimizer_step
         self._held_samples: list[TrainingSample] = []
         self._tally = report.MetricSums()
         self._flop_count = FlopCount.of(self.policy.lm)
@@ -170,6 +176,18 @@ class Learner:
         """Return the running statistics of earlier batches; None while unknown."""
         return Whitening.from_state(self.state)
 
+    def rank_part(self, planned: Sequence[PlannedTrajectory]) -> list[list[PlannedTrajectory]]:
+        """Return this rank's part of a plan, cut into parts of about a micro-batch."""
+        data_ranks = self.world.data_ranks
+        return self.partition(planned, data_ranks)[self.world.rank * data_ranks // self.world.size]
+
+    def partition(
+        self, planned: Sequence[PlannedTrajectory], rank_count: int
+    ) -> list[list[list[PlannedTrajectory]]]:
+        """Return the parts of all `rank_count` ranks."""
+        hidden_size = self.policy.lm.config.get_text_config().hidden_size
+        return partition_plan(planned, self.packing, self.token_budget, hidden_size, rank_count)
+
     def accumulate(self, work: PlannedWork) -> None:
         """Train on this rank's trajectories of one part of the plan; empty for an idle rank."""
         mask_truncated = self.config.algorithm.mask_truncated
@@ -195,9 +213,8 @@ class Learner:
 
         if self.behind_barrier:
             self._held_samples += samples
-            return
-
-        self._train_samples(samples, self._tally)
+        else:
+            self._train_streamed(samples)
 
     def finish(self) -> dict[str, float]:
         """Complete the batch: take its optimizer step(s), count it, return the metrics of all ranks. Raises
@@ -206,7 +223,7 @@ class Learner:
             tally = report.merged_sums(self.world.gather_data(self._tally, report.MetricSums))
             tally.merge(self._train_held_batch())
         else:
-            tally = self.take_optimizer_step(self._tally)
+            tally = self._take_optimizer_step(self._tally)
 
         self._held_samples = []
         self._tally = report.MetricSums()
@@ -242,6 +259,53 @@ class Learner:
         if self.recipe.scale == "whiten_running":
             self.state |= Whitening.updated(self.whitening, sums.token_advantages).state()
 
+    # -- streamed --------------------------------------------------------------------------------------
+
+    def _train_streamed(self, samples: Sequence[TrainingSample]) -> None:
+        """Train on samples as they arrive. Advantages that no model enters are computed before any forward;
+        others once critic and reference have scored the micro-batch."""
+        if self.critic is None and self.reference is None:
+            samples = self._with_advantages(samples)
+        self._train_samples(samples, self._tally, self._train_micro_batch)
+
+    def _train_micro_batch(
+        self, samples: Sequence[TrainingSample], micro_batch: MicroBatch
+    ) -> _TrainedMicroBatch:
+        """Run forward and backward of a micro-batch of the stream, with the missing advantages in between."""
+        if self.reference is not None:
+            if self.recipe.scores_reference:
+                with self.stopwatch.phase("ref"):
+                    reference_logprobs = self.reference.logp(micro_batch.reference_tokens)
+                    samples = with_values(samples, "reference", reference_logprobs)
+            if self.critic is None:
+                samples = self._with_advantages(samples)
+            micro_batch = micro_batch.updated(samples)
+
+        scores, values = self._forward(micro_batch)
+        if values is not None:
+            samples = self._with_advantages(with_values(samples, "value", values.detach()))
+            micro_batch = micro_batch.updated(samples)
+
+        return self._backward(samples, micro_batch, scores, values)
+
+    def _with_advantages(self, samples: Sequence[TrainingSample]) -> list[TrainingSample]:
+        """Return the samples with advantages that depend on no other episodes of the batch, and count
+        these."""
+        if self.config.kl.where == "reward":
+            samples = [
+                with_kl_penalty(sample, self.state["kl_coef"], self.recipe.kl_estimator)[0]
+                for sample in samples
+            ]
+
+        with self.stopwatch.phase("adv"):
+            samples = [with_advantages(sample, self.recipe) for sample in samples]
+        report.tally_advantages(self._tally, samples)
+
+        whitening = self.whitening if self.recipe.scale == "whiten_running" else None
+        if whitening is not None:
+            samples = [with_scaled_advantages(sample, whitening.apply) for sample in samples]
+        return samples
+
     # -- behind the barrier ----------------------------------------------------------------------------
 
     def _train_held_batch(self) -> report.MetricSums:
@@ -267,8 +331,11 @@ class Learner:
             mini_batch_of = partition_groups(groups, mini_batches, f"{self.config.seed}/{self.step}/{epoch}")
             tally = report.MetricSums()
             mini_batch_samples = [sample for sample in samples if mini_batch_of[sample.group] == mini_batch]
-            self._train_samples(mini_batch_samples, tally, progress=index / self.recipe.optimizer_steps)
-            batch_tally.merge(self.take_optimizer_step(tally))
+            progress = index / self.recipe.optimizer_steps
+            self._train_samples(
+                mini_batch_samples, tally, partial(self._train_compared_micro_batch, progress=progress)
+            )
+            batch_tally.merge(self._take_optimizer_step(tally))
 
         return batch_tally
 
@@ -305,17 +372,42 @@ class Learner:
 
         return scored_samples
 
-    def rank_part(self, planned: Sequence[PlannedTrajectory]) -> list[list[PlannedTrajectory]]:
-        """Return this rank's part of a plan, cut into parts of about a micro-batch."""
-        data_ranks = self.world.data_ranks
-        return self.partition(planned, data_ranks)[self.world.rank * data_ranks // self.world.size]
+    def _train_compared_micro_batch(
+        self, samples: Sequence[TrainingSample], micro_batch: MicroBatch, progress: float
+    ) -> _TrainedMicroBatch:
+        """Run forward and backward of a micro-batch whose advantages are fixed. `progress`: the fraction of
+        the batch's optimizer steps already taken."""
+        scores, values = self._forward(micro_batch)
+        return self._backward(samples, micro_batch, scores, values, progress)
 
-    def partition(
-        self, planned: Sequence[PlannedTrajectory], rank_count: int
-    ) -> list[list[list[PlannedTrajectory]]]:
-        """Return the parts of all `rank_count` ranks."""
-        hidden_size = self.policy.lm.config.get_text_config().hidden_size
-        return partition_plan(planned, self.packing, self.token_budget, hidden_size, rank_count)
+    # -- micro-batches ---------------------------------------------------------------------------------
+
+    def _train_samples(
+        self,
+        samples: Sequence[TrainingSample],
+        tally: report.MetricSums,
+        train_micro_batch: TrainMicroBatch,
+    ) -> None:
+        """Run forward and backward of all samples, one micro-batch after another; gradients add up, not yet
+        divided, and counts go to `tally`. Samples without effect on the gradient are counted only."""
+        if self.recipe.skips_inert:
+            unscored_samples = [sample for sample in samples if not sample.is_scored]
+            report.tally_unscored(tally, unscored_samples, self.agent_names)
+            samples = [sample for sample in samples if sample.is_scored]
+
+        sample_lists = self._cut_micro_batches(samples)
+        micro_batches_on_device = map(self._collate_on_device, sample_lists)
+        micro_batch = next(micro_batches_on_device, None)
+        for part_samples in sample_lists:
+            assert micro_batch is not None
+            trained = train_micro_batch(part_samples, micro_batch)
+
+            # The GPU computes the backward meanwhile; counting reads from the GPU and waits for it.
+            micro_batch = next(micro_batches_on_device, None)
+            self._count_micro_batch(trained, tally)
+            if self.reference is not None:
+                self.reference.release()
+            self.after_micro_batch()
 
     def _cut_micro_batches(self, samples: Sequence[TrainingSample]) -> list[list[TrainingSample]]:
         """Cut this rank's samples under the token budget, padded to the same count on all ranks."""
@@ -355,146 +447,69 @@ class Learner:
         )
         return micro_batch.to(self.world.device)
 
-    # -- a micro-batch ---------------------------------------------------------------------------------
-
-    def _train_samples(
-        self, samples: Sequence[TrainingSample], tally: report.MetricSums, progress: float = 0.0
-    ) -> None:
-        """Run forward and backward of some episodes; gradients add up, not yet divided, and counts go to
-        `tally`.
-
-        Behind a barrier the samples come with their advantages, and `progress` is the fraction of the batch's
-        optimizer steps already taken. Otherwise advantages are computed here, or once the critic has scored a
-        micro-batch. Episodes without effect on the gradient are counted only.
-        """
-        if not self.behind_barrier and not (self.recipe.critic or self.reference is not None):
-            samples = self._with_advantages(samples, tally)
-
-        if self.recipe.skips_inert:
-            report.tally_unscored(
-                tally, [sample for sample in samples if not sample.is_scored], self.agent_names
-            )
-            samples = [sample for sample in samples if sample.is_scored]
-
-        sample_lists = self._cut_micro_batches(samples)
-
-        micro_batches_on_device = map(self._collate_on_device, sample_lists)
-        micro_batch = next(micro_batches_on_device, None)
-        for part_samples in sample_lists:
-            assert micro_batch is not None
-            evaluated = self._forward_backward(part_samples, micro_batch, tally, progress)
-
-            # The GPU computes the backward meanwhile; counting reads from the GPU and waits for it.
-            micro_batch = next(micro_batches_on_device, None)
-            self._count_micro_batch(evaluated, tally)
-            if self.reference is not None:
-                self.reference.release()
-            self.after_micro_batch()
-
-    def _forward_backward(
-        self,
-        samples: Sequence[TrainingSample],
-        micro_batch: MicroBatch,
-        tally: report.MetricSums,
-        progress: float,
-    ) -> _EvaluatedMicroBatch:
-        """Run forward and backward of one micro-batch of these samples. Only advantages are counted in
-        `tally`."""
-        if not self.behind_barrier and self.reference is not None:
-            if self.recipe.scores_reference:
-                with self.stopwatch.phase("ref"):
-                    reference_logprobs = self.reference.logp(micro_batch.reference_tokens)
-                    samples = with_values(samples, "reference", reference_logprobs)
-            if not self.recipe.critic:
-                samples = self._with_advantages(samples, tally)
-            micro_batch = micro_batch.updated(samples)
-
-        evaluated = self._forward(samples, micro_batch, tally, progress)
-        (evaluated.evaluated.loss_sum * (self.averaged_ranks / self._expected_denominator)).backward()
-        return evaluated
-
-    def _forward(
-        self,
-        samples: Sequence[TrainingSample],
-        micro_batch: MicroBatch,
-        tally: report.MetricSums,
-        progress: float,
-    ) -> _EvaluatedMicroBatch:
-        """Run the forward of a micro-batch; the loss is not yet divided. Only advantages are counted in
-        `tally`."""
+    def _forward(self, micro_batch: MicroBatch) -> tuple[Scores, Tensor | None]:
+        """Return the policy's scores of a micro-batch and the critic's values [N], both with gradient."""
         self._computed_tokens += micro_batch.selected.ids.numel()
         self._computed_flops += self._flop_count.total_flops(
             micro_batch.selected.host_positions, len(micro_batch.selected.labels)
         )
-        entropy_grad = self.config.algorithm.entropy_coef > 0
 
         teacher = None
         if self.recipe.divergence:
+            divergence = self.recipe.divergence
+            top_k = self.config.kl.top_k
             with self.stopwatch.phase("ref"):
-                teacher = teacher_of(
-                    micro_batch, self.reference, self.recipe.divergence, self.config.kl.top_k
-                )
+                if self.reference is None:  # servers have scored the tokens
+                    teacher = Teacher(divergence, top_k)
+                else:
+                    teacher = self.reference.teacher(micro_batch.reference_tokens, divergence, top_k)
 
+        entropy_grad = self.config.algorithm.entropy_coef > 0
         scores = self.policy(micro_batch.selected, entropy_grad=entropy_grad, teacher=teacher)
 
-        value: Tensor | None = None
+        values: Tensor | None = None
         if self.critic is not None:
             with self.stopwatch.phase("values"):
-                value = self.critic(micro_batch.selected)
+                values = self.critic(micro_batch.selected)
 
-        if not self.behind_barrier and value is not None:
-            samples = self._with_advantages(with_values(samples, "value", value.detach()), tally)
-            micro_batch = micro_batch.updated(samples)
+        return scores, values
 
+    def _backward(
+        self,
+        samples: Sequence[TrainingSample],
+        micro_batch: MicroBatch,
+        scores: Scores,
+        values: Tensor | None,
+        progress: float = 0.0,
+    ) -> _TrainedMicroBatch:
+        """Compute the loss of a micro-batch that has its advantages, and run its backward."""
         kl_coef = self.state["kl_coef"]
-        evaluated = evaluate(micro_batch, scores, value, self.config, self.recipe, kl_coef, progress)
+        loss = evaluate(micro_batch, scores, values, self.config, self.recipe, kl_coef, progress)
+        (loss.loss_sum * (self.averaged_ranks / self._expected_denominator)).backward()
+        return _TrainedMicroBatch(samples, micro_batch, scores.logp.detach(), loss)
 
-        return _EvaluatedMicroBatch(samples, micro_batch, scores.logp.detach(), evaluated)
-
-    def _count_micro_batch(
-        self, evaluated_micro_batch: _EvaluatedMicroBatch, tally: report.MetricSums
-    ) -> None:
+    def _count_micro_batch(self, trained: _TrainedMicroBatch, tally: report.MetricSums) -> None:
         """Count the loss terms of a micro-batch, and record ratios of single tokens."""
-        samples = evaluated_micro_batch.samples
-        micro_batch = evaluated_micro_batch.micro_batch
-        evaluated = evaluated_micro_batch.evaluated
+        micro_batch = trained.micro_batch
+        token_state = trained.loss.token_state
+
         # Demonstrations have no rollout log-probs.
         if self.ratio_recorder is not None and not self.recipe.loss.demonstrations:
-            is_dropped = evaluated.token_state.correction.masked & evaluated.token_state.trainable
-            self.ratio_recorder.record_micro_batch(
-                samples, evaluated_micro_batch.logp - micro_batch.rollout_logprobs, is_dropped
-            )
+            is_dropped = token_state.correction.masked & token_state.trainable
+            log_ratio = trained.logprobs - micro_batch.rollout_logprobs
+            self.ratio_recorder.record_micro_batch(trained.samples, log_ratio, is_dropped)
 
-        denominator = math.fsum(sample.denominator for sample in samples)
+        denominator = math.fsum(sample.denominator for sample in trained.samples)
+        tally.sums.denominator += denominator
         if self.policy.forced_routes is not None:
             report.tally_routes(tally, micro_batch.selected.routes, micro_batch.selected.ids.numel())
-        tally.sums.denominator += denominator
-        report.tally_tokens(tally, report_tokens(evaluated.token_state))
-        report.tally_agents(tally, self.agent_names, micro_batch.adapter_index, evaluated.token_state)
-        report.tally_terms(tally, evaluated.loss_terms, denominator)
-
-    def _with_advantages(
-        self, samples: Sequence[TrainingSample], tally: report.MetricSums
-    ) -> list[TrainingSample]:
-        """Return the samples with advantages that depend on no other episodes of the batch."""
-        if self.config.kl.where == "reward":
-            samples = [
-                with_kl_penalty(sample, self.state["kl_coef"], self.recipe.kl_estimator)[0]
-                for sample in samples
-            ]
-
-        with self.stopwatch.phase("adv"):
-            samples = [with_advantages(sample, self.recipe) for sample in samples]
-        report.tally_advantages(tally, samples)
-        whitening = self.whitening if self.recipe.scale == "whiten_running" else None
-
-        return (
-            [with_scaled_advantages(sample, whitening.apply) for sample in samples] if whitening else samples
-        )
+        report.tally_tokens(tally, report_tokens(token_state))
+        report.tally_agents(tally, self.agent_names, micro_batch.adapter_index, token_state)
+        report.tally_terms(tally, trained.loss.loss_terms, denominator)
 
     # -- an optimizer step -----------------------------------------------------------------------------
 
-    def take_optimizer_step(self, tally: report.MetricSums) -> report.MetricSums:
+    def _take_optimizer_step(self, tally: report.MetricSums) -> report.MetricSums:
         """Divide by the true D, clip, step. Returns the tally of all ranks, with the metrics of the step.
 
         Without a kept token there is nothing to learn, and neither Adam's moments nor weight decay act.
@@ -551,7 +566,11 @@ class Learner:
         norms = [0.0]
         is_taken = False
         if learned_tokens:
-            batch_factor = self._batch_factor(sums)
+            # The whole batch's factor on the gradient. Behind a barrier, advantages were divided before: the
+            # tally of an optimizer step counts none, and their factor is 1.
+            batch_factor = report.advantage_factor(recipe.scale, sums)
+            if recipe.batch_mean_weight and sums.tokens.weight:
+                batch_factor *= sums.tokens.kept_tokens / sums.tokens.weight
             largest_norm = norm_limit(self.state, config.trainer.spike_factor)
             report.scale_losses(sums, batch_factor)
             clip_norm = config.trainer.grad_clip
@@ -591,13 +610,3 @@ class Learner:
 
     def _learning_rate(self) -> float:
         return learning_rate(self.config.trainer, self.step, self.config.total_steps)
-
-    def _batch_factor(self, sums: report.BatchSums) -> float:
-        """Return the factor that the whole batch puts on the gradient: 1/std of advantages, 1/mean weight.
-        Behind a barrier the advantages were divided already."""
-        factor = 1.0
-        if self.recipe.batch_mean_weight and sums.tokens.weight:
-            factor *= sums.tokens.kept_tokens / sums.tokens.weight
-        if not self.behind_barrier:
-            factor *= report.advantage_factor(self.recipe.scale, sums)
-        return factor

@@ -14,7 +14,7 @@ from asyncrl.algorithms.diagnostics import metrics_of, report_tokens
 from asyncrl.algorithms.recipe import Recipe, compose
 from asyncrl.config import RunConfig, parse
 from asyncrl.trainer.batch import MicroBatch, collate
-from asyncrl.trainer.objective import Evaluated, evaluate, loss_input, proximal_of
+from asyncrl.trainer.objective import MicroBatchLoss, evaluate, loss_input, proximal_of
 from asyncrl.trainer.scores import Scores
 
 MU = torch.tensor([-1.0, -2.0, -3.0], dtype=torch.float64)
@@ -85,7 +85,7 @@ def evaluated(
     progress: float = 0.0,
     divergence: Tensor | None = None,
     **sections: dict[str, Any],
-) -> tuple[Evaluated, list[float]]:
+) -> tuple[MicroBatchLoss, list[float]]:
     """Of tokens with pi/mu of RATIO and k2 = 1/2 to the reference, and the gradient by log pi. `prox`:
     prox/mu, where it was recomputed."""
     config = configured(**sections)
