@@ -56,12 +56,11 @@ class ForestAttention:
         if self.device.type == "cpu":
             return NodeKernel(self.forest)
         flex_kernel = FlexKernel(self.forest, self.device)
-        lengths = [len(sequence) for sequence in self.forest.sequences]
-        most_tokens = MAX_REPETITION * len(self.forest.ids)
-        one_by_one = np.mean(lengths) >= LONG_SEQUENCE and sum(lengths) <= most_tokens
+        lengths = [*map(len, self.forest.sequences)]
         is_hopper = torch.cuda.get_device_capability(self.device)[0] == 9  # cuDNN is no faster on other GPUs
+        shares_little = sum(lengths) <= MAX_REPETITION * len(self.forest.ids)
 
-        if one_by_one and is_hopper:
+        if is_hopper and shares_little and np.mean(lengths) >= LONG_SEQUENCE:
             return SequenceKernel(self.forest, self.device, flex_kernel)
         return flex_kernel
 
@@ -155,8 +154,9 @@ def _attend_batch(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
         key, value = (x.repeat_interleave(len(query) // len(x), dim=0) for x in (key, value))
 
     if scoring.softcap is None:
-        attend = nn.functional.scaled_dot_product_attention
-        return attend(query, key, value, mask, is_causal=mask is None, scale=scoring.scale)
+        return nn.functional.scaled_dot_product_attention(
+            query, key, value, mask, is_causal=mask is None, scale=scoring.scale
+        )
 
     if mask is None:
         mask = torch.full((query.shape[2],) * 2, -torch.inf, dtype=query.dtype).triu(1)
@@ -351,13 +351,12 @@ class FlexKernel:
             partly_visible &= lowest_position[:, None] - highest_position < window
             fully_visible &= highest_position[:, None] - lowest_position < window
 
-        mask_mod = self.visible(window)
-        lengths = (token_count, token_count)
-        partial_blocks = _block_lists(partly_visible & ~fully_visible)
-        full_blocks = _block_lists(fully_visible)
-
         return BlockMask.from_kv_blocks(
-            *partial_blocks, *full_blocks, mask_mod=mask_mod, BLOCK_SIZE=BLOCK_TOKENS, seq_lengths=lengths
+            *_block_lists(partly_visible & ~fully_visible),
+            *_block_lists(fully_visible),
+            mask_mod=self.visible(window),
+            BLOCK_SIZE=BLOCK_TOKENS,
+            seq_lengths=(token_count, token_count),
         )
 
 

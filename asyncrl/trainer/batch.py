@@ -9,7 +9,8 @@ its lag, whether it may contribute. Log-probs and values by models are added to 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -170,20 +171,18 @@ class MicroBatch:
         not copied again."""
         if not any(sample.model_tokens for sample in samples):
             return self
-        added_columns: dict[str, Any] = _optional_columns(
-            samples, self.rollout_logprobs.dtype, self.rollout_logprobs.device
+        return replace(
+            self, **_optional_columns(samples, self.rollout_logprobs.dtype, self.rollout_logprobs.device)
         )
-        return replace(self, **added_columns)
 
     def to(self, device: torch.device) -> MicroBatch:
         return moved_to_device(self, device)
 
     def with_tensors(self, convert: Callable[[Tensor], Tensor], device: torch.device) -> MicroBatch:
         """Return a copy whose tensors went through `convert`, with attention on `device`."""
-        columns = {field.name: getattr(self, field.name) for field in fields(self)}
         converted_columns: dict[str, Any] = {
             name: column.with_tensors(convert, device) if isinstance(column, Selected) else convert(column)
-            for name, column in columns.items()
+            for name, column in vars(self).items()
             if column is not None
         }
         return replace(self, **converted_columns)
@@ -284,10 +283,8 @@ def training_sample(
 
     sequence_of, position = np.array(token_origins, dtype=np.int64).reshape(-1, 2).T
     turn_indices = np.repeat(np.arange(len(turns)), [len(turn.generation.ids) for turn in turns])
-    logprobs = [logprob for turn in turns for logprob in turn.generation.logprobs]
     version_spans = [span for turn in turns for span in turn.generation.spans]
     staleness = token_lags(version_spans, step)
-    exact_spans = [span.version == span.kv_version == step for span in version_spans]
     token_share = aggregation(len(token_origins), planned.group_tokens)
     adapter_of = {
         turn.row: agent_names.index(turn.agent) if turn.agent in agent_names else 0 for turn in turns
@@ -303,11 +300,14 @@ def training_sample(
         position=position,
         turn=turn_indices,
         rewards=token_rewards(planned.own, turn_indices),
-        rollout_logprobs=np.array(logprobs, dtype=np.float64),
+        rollout_logprobs=np.array(
+            [logprob for turn in turns for logprob in turn.generation.logprobs], dtype=np.float64
+        ),
         lag=np.asarray(staleness, dtype=np.int64),
         stale=np.asarray(stale_mask(staleness, max_staleness), dtype=bool),
         exact=np.repeat(
-            np.asarray(exact_spans, dtype=bool), [span.end - span.start for span in version_spans]
+            np.array([span.version == span.kv_version == step for span in version_spans], dtype=bool),
+            [span.end - span.start for span in version_spans],
         ),
         reference=None if scorer_topk is None else references(turns, scorer_topk),
         routes=sequence_routes(turns, [*map(len, sequences)], expert_choices) if expert_choices else (),
@@ -355,9 +355,7 @@ def collate(samples: Sequence[TrainingSample], dtype: torch.dtype, packing: Pack
     def per_token(values: Sequence[float]) -> Tensor:
         return torch.from_numpy(np.repeat(np.asarray(values, dtype=np.float64), token_counts)).to(dtype)
 
-    def join_column(name: str) -> Tensor:
-        return _join_column(samples, name)
-
+    join_column = partial(_join_column, samples)
     sequence_of = (
         np.repeat(np.cumsum([0, *(len(sample.sequences) for sample in samples[:-1])]), token_counts)
         + join_column("sequence_of").numpy()
@@ -417,7 +415,7 @@ def collate(samples: Sequence[TrainingSample], dtype: torch.dtype, packing: Pack
 
 def _optional_columns(
     samples: Sequence[TrainingSample], dtype: torch.dtype, device: torch.device
-) -> dict[str, Tensor]:
+) -> dict[str, Any]:
     names = [name for name in OPTIONAL_COLUMNS if getattr(samples[0], name) is not None]
     columns = to_device([_join_column(samples, name).to(dtype) for name in names], device)
     return dict(zip(names, columns, strict=True))

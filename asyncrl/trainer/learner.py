@@ -101,16 +101,17 @@ class Learner:
         )
         self.critic = load_critic(config, world, self.recomputation) if self.recipe.critic else None
         self.scorers_read_reference = self.recipe.reference and config.scored_reference
-        loads_reference = self.recipe.reference and not self.scorers_read_reference
-        self.reference = load_reference(config, world, self.policy) if loads_reference else None
+        self.reference = None
         policies = [self.policy]
-        if self.reference is not None and self.reference.policy is not self.policy:
-            policies.append(self.reference.policy)
+        if self.recipe.reference and not self.scorers_read_reference:
+            self.reference = load_reference(config, world, self.policy)
+            if self.reference.policy is not self.policy:
+                policies.append(self.reference.policy)
+
         models = [*policies, *([self.critic] if self.critic else [])]  # in the same order on all ranks
-        wanted_packing = config.trainer.packing
-        dtype = config.model.dtype
-        is_compiled = config.trainer.compile
-        self.packing = packing_for(models, wanted_packing, dtype, world, is_compiled)
+        self.packing = packing_for(
+            models, config.trainer.packing, config.model.dtype, world, config.trainer.compile
+        )
         for policy in policies:
             policy.packing = self.packing
 
@@ -190,20 +191,16 @@ class Learner:
 
     def accumulate(self, work: PlannedWork) -> None:
         """Train on this rank's trajectories of one part of the plan; empty for an idle rank."""
-        mask_truncated = self.config.algorithm.mask_truncated
-        aggregation = self.recipe.aggregate
-        expert_choices = (
-            self.policy.forced_routes.choices_per_token if self.policy.forced_routes is not None else 0
-        )
+        forced_routes = self.policy.forced_routes
         samples = [
             training_sample(
                 planned,
                 turns,
                 self.step,
                 self.max_staleness,
-                aggregation,
-                mask_truncated=mask_truncated,
-                expert_choices=expert_choices,
+                self.recipe.aggregate,
+                mask_truncated=self.config.algorithm.mask_truncated,
+                expert_choices=forced_routes.choices_per_token if forced_routes is not None else 0,
                 scorer_topk=self.config.kl.top_k if self.scorers_read_reference else None,
                 agent_names=self.agent_names,
             )
@@ -315,16 +312,13 @@ class Learner:
         Mini-batches consist of whole groups, each with its own denominator. The lag was checked once, at the
         start of the batch; the policy's drift inside the batch shows as `actor/ppo_kl`.
         """
-        mini_batches = self.config.algorithm.steps_per_batch
-        kl_coef = self.state["kl_coef"]
-        scored_samples = self._score_held_samples(self._held_samples)
+        samples = self._score_held_samples()
         with self.stopwatch.phase("adv"):
-            kl_penalty = kl_coef if self.config.kl.where == "reward" else None
-            samples, batch_tally = compare_batch(
-                self.world, scored_samples, self.recipe, kl_penalty, self.whitening
-            )
-
+            kl_penalty = self.state["kl_coef"] if self.config.kl.where == "reward" else None
+            samples, batch_tally = compare_batch(self.world, samples, self.recipe, kl_penalty, self.whitening)
         samples = prepare_batch(self.world, samples, self.recipe.loss)
+
+        mini_batches = self.config.algorithm.steps_per_batch
         groups = set().union(*self.world.gather({sample.group for sample in samples}, set[str]))
         for index in range(self.recipe.optimizer_steps):
             epoch, mini_batch = divmod(index, mini_batches)
@@ -339,15 +333,15 @@ class Learner:
 
         return batch_tally
 
-    def _score_held_samples(self, samples: Sequence[TrainingSample]) -> list[TrainingSample]:
-        """Return the samples with log-probs and values of the current models, where the recipe asks."""
+    def _score_held_samples(self) -> list[TrainingSample]:
+        """Return the held samples with log-probs and values of the current models, where the recipe asks."""
         recipe = self.recipe
-        scored_samples = list[TrainingSample]()
         needs_policy = recipe.prox == "recompute"
         if not (needs_policy or recipe.critic or self.reference is not None):
-            return list(samples)
+            return self._held_samples
 
-        for part_samples in self._cut_micro_batches(samples):
+        scored_samples = list[TrainingSample]()
+        for part_samples in self._cut_micro_batches(self._held_samples):
             micro_batch = self._collate_on_device(part_samples)
             columns: dict[str, Tensor | None] = {}
             with torch.no_grad():
@@ -441,10 +435,7 @@ class Learner:
     def _collate_on_device(self, samples: Sequence[TrainingSample]) -> MicroBatch:
         micro_batch = collate(samples, self.dtype, self.packing)
         # From here on the micro-batch takes the device's memory.
-        self.micro_batch_size = (
-            micro_batch.selected.ids.numel(),
-            len(samples),
-        )
+        self.micro_batch_size = (micro_batch.selected.ids.numel(), len(samples))
         return micro_batch.to(self.world.device)
 
     def _forward(self, micro_batch: MicroBatch) -> tuple[Scores, Tensor | None]:
@@ -502,7 +493,9 @@ class Learner:
         denominator = math.fsum(sample.denominator for sample in trained.samples)
         tally.sums.denominator += denominator
         if self.policy.forced_routes is not None:
-            report.tally_routes(tally, micro_batch.selected.routes, micro_batch.selected.ids.numel())
+            routes = micro_batch.selected.routes
+            replayed_tokens = 0.0 if routes is None else float((routes[:, 0] >= 0).sum())
+            tally.add_ratio("trainer/replayed_share", replayed_tokens, micro_batch.selected.ids.numel())
         report.tally_tokens(tally, report_tokens(token_state))
         report.tally_agents(tally, self.agent_names, micro_batch.adapter_index, token_state)
         report.tally_terms(tally, trained.loss.loss_terms, denominator)
@@ -572,15 +565,15 @@ class Learner:
             if recipe.batch_mean_weight and sums.tokens.weight:
                 batch_factor *= sums.tokens.kept_tokens / sums.tokens.weight
             largest_norm = norm_limit(self.state, config.trainer.spike_factor)
-            report.scale_losses(sums, batch_factor)
-            clip_norm = config.trainer.grad_clip
+            sums.tokens.loss *= batch_factor
+            sums.loss_by_agent = {agent: loss * batch_factor for agent, loss in sums.loss_by_agent.items()}
             self.world.average_gradients(self.policy.parameters())
             norms, is_taken = take_step(
                 trained_by_agent.values(),
                 self.optimizer,
                 step_rate,
                 gradient_scale * batch_factor,
-                clip_norm,
+                config.trainer.grad_clip,
                 largest_norm,
             )
             total_norm = math.hypot(*norms)
@@ -599,11 +592,13 @@ class Learner:
         batch_tally.add_highest("critic/lr", critic_rate)
 
         if batch_tally.sums.tokens.trainable_tokens:
-            parameter_groups = [[*critic.parameters()]]
-            clip_norm = self.config.trainer.grad_clip
             self.world.average_gradients(critic.parameters())
             norms, is_taken = take_step(
-                parameter_groups, critic.optimizer, critic_rate, gradient_scale, clip_norm
+                [[*critic.parameters()]],
+                critic.optimizer,
+                critic_rate,
+                gradient_scale,
+                self.config.trainer.grad_clip,
             )
             if is_taken:
                 batch_tally.add_highest("critic/grad_norm", norms[0])

@@ -225,5 +225,6 @@ def recomputed(layer_forward: Callable[..., Any]) -> Callable[..., Any]:
         calls = deque[KeptCall]()
         return Recording(calls), Replaying(calls)
 
-    no_dropout: Any = {"preserve_rng_state": False}
-    return partial(checkpoint, layer_forward, use_reentrant=False, context_fn=make_modes, **no_dropout)
+    return partial(
+        checkpoint, layer_forward, use_reentrant=False, context_fn=make_modes, preserve_rng_state=False
+    )

@@ -123,12 +123,6 @@ def tally_samples(tally: MetricSums, samples: Sequence[TrainingSample], longest_
         _tally_staleness(tally, sample)
 
 
-def tally_routes(tally: MetricSums, routes: Tensor | None, tokens: int) -> None:
-    """Count the fraction of tokens, including padding, that went to the experts chosen by the server."""
-    replayed = 0.0 if routes is None else float((routes[:, 0] >= 0).sum())
-    tally.add_ratio("trainer/replayed_share", replayed, tokens)
-
-
 def tally_computed(tally: MetricSums, tokens: int, flops: float) -> None:
     """Count the tokens of one rank's policy forwards, including padding, shared prefixes once, and the
     floating point operations of these forwards."""
@@ -159,7 +153,10 @@ def tally_advantages(tally: MetricSums, samples: Sequence[TrainingSample]) -> No
         for rewards, advantage in _compared_episodes(sample, sample.advantage):
             if len(advantage):
                 tally.sums.episode_advantages += Moments(1.0, float(advantage.mean()))
-                tally.sums.varied_episodes += _has_variance(rewards, advantage)
+                # A group varies in rewards or, by turn or by component, in advantages.
+                tally.sums.varied_episodes += max(rewards) - min(rewards) > REWARD_TOLERANCE or bool(
+                    np.abs(advantage).max() > REWARD_TOLERANCE
+                )
 
 
 def _compared_episodes(
@@ -174,11 +171,6 @@ def _compared_episodes(
     for agent in dict.fromkeys(result.agents):
         rewards = [member.of(agent).reward for member in members if agent in member.agents]
         yield rewards, advantage[np.asarray(result.agents)[sample.turn] == agent]
-
-
-def _has_variance(rewards: Sequence[float], advantage: np.ndarray) -> bool:
-    """True if the group has variance, in rewards or (by turn, by component) in advantages."""
-    return max(rewards) - min(rewards) > REWARD_TOLERANCE or bool(np.abs(advantage).max() > REWARD_TOLERANCE)
 
 
 def advantage_factor(scale: Scale, sums: BatchSums) -> float:
@@ -256,12 +248,6 @@ def tally_agents(
     )
 
 
-def scale_losses(sums: BatchSums, factor: float) -> None:
-    """Multiply the policy loss, and the agents' parts of it, by a factor."""
-    sums.tokens.loss *= factor
-    sums.loss_by_agent = {agent: loss * factor for agent, loss in sums.loss_by_agent.items()}
-
-
 def record_norms(batch_tally: MetricSums, names: Sequence[str], norms: Sequence[float]) -> None:
     """Record the gradient norms of a step: in total, and of several agents' adapters."""
     batch_tally.add_highest("actor/grad_norm", math.hypot(*norms))
@@ -324,21 +310,15 @@ def batch_metrics(
     if NLL in metrics:  # demonstrations have no advantages, and no version sampled them that could be old
         return {name: value for name, value in metrics.items() if not name.startswith(SAMPLED_METRICS)}
 
-    return metrics | _lag_metrics(LagHistogram(sums.tokens.kept_by_lag), LagHistogram(sums.tokens_by_lag))
+    kept_lags = LagHistogram(sums.tokens.kept_by_lag)
+    for percent in (5, 25, 50, 75, 95):
+        metrics[f"staleness/lag/p{percent:02}"] = kept_lags.quantile(percent / 100)
 
-
-def _lag_metrics(entered_lags: LagHistogram, all_lags: LagHistogram) -> dict[str, float]:
-    """Return `staleness/lag/*` as measured on the tokens that entered the loss; `lag_taken/max` of all
-    tokens."""
-    return {
-        "staleness/lag/mean": entered_lags.mean,
-        **{
-            f"staleness/lag/p{percent:02}": entered_lags.quantile(percent / 100)
-            for percent in (5, 25, 50, 75, 95)
-        },
-        "staleness/lag/min": entered_lags.quantile(0.0),
-        "staleness/lag/max": entered_lags.max,
-        "staleness/lag_taken/max": all_lags.max,
+    return metrics | {
+        "staleness/lag/mean": kept_lags.mean,
+        "staleness/lag/min": kept_lags.quantile(0.0),
+        "staleness/lag/max": kept_lags.max,
+        "staleness/lag_taken/max": LagHistogram(sums.tokens_by_lag).max,
     }
 
 

@@ -7,7 +7,7 @@ A chunk's logits are dropped after the forward and recomputed in the backward (a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -95,20 +95,18 @@ class Selected:
         if packing == "padded":
             width = max(map(len, sequences))
             offsets = [index * width + np.arange(len(sequence)) for index, sequence in enumerate(sequences)]
-            laid_out_routes = _laid_out_routes(routes, offsets, width * len(sequences))
             padded_ids = np.stack(
                 [np.pad(sequence, (0, width - len(sequence))) for sequence in sequences]
             ).astype(np.int64)
             ids, adapter_indices = _split_adapters(torch.from_numpy(padded_ids), adapters)
             token_index = sequence_of * width + position
-            labels = ids.flatten()[token_index]
 
             return cls(
                 ids,
-                labels,
+                ids.flatten()[token_index],
                 token_index - 1,
                 temperature,
-                routes=laid_out_routes,
+                routes=_laid_out_routes(routes, offsets, width * len(sequences)),
                 adapter_indices=adapter_indices,
             )
 
@@ -120,27 +118,24 @@ class Selected:
         )
         ids, positions = (torch.from_numpy(array)[None] for array in (forest.ids, forest.positions))
         ids, adapter_indices = _split_adapters(ids, adapters)
-        laid_out_routes = _laid_out_routes(routes, forest.sequences, len(forest.ids))
-        selected = cls(
+        return cls(
             ids,
             ids[0, token_index],
             predictor,
             temperature,
             positions,
             ForestAttention(forest),
-            laid_out_routes,
+            _laid_out_routes(routes, forest.sequences, len(forest.ids)),
+            adapter_indices=adapter_indices,
         )
-
-        return replace(selected, adapter_indices=adapter_indices)
 
     def to(self, device: torch.device) -> Selected:
         return moved_to_device(self, device)
 
     def with_tensors(self, convert: Callable[[Tensor], Tensor], device: torch.device) -> Selected:
         """Return a copy whose tensors went through `convert`, with attention on `device`."""
-        values_by_name = {field.name: getattr(self, field.name) for field in fields(self)}
         tensors: dict[str, Any] = {
-            name: convert(column) for name, column in values_by_name.items() if isinstance(column, Tensor)
+            name: convert(column) for name, column in vars(self).items() if isinstance(column, Tensor)
         }
         return replace(
             self,
@@ -337,18 +332,15 @@ def _rank_part(tokens: Selected, own_tokens: np.ndarray, sequence_ranks: Sequenc
     if routes is not None:
         routes = pad(routes, (0, 0, 0, padding), value=UNKNOWN_EXPERT)[own_slice]
     (selected_index,) = to_device([torch.from_numpy(own_tokens)], ids.device)
-    labels = tokens.labels[selected_index]
-    temperature = tokens.temperature[selected_index]
-    predictor = tokens.predictor_index[own_tokens] - start
     teacher_scores = tokens.teacher_scores and TeacherScores(
         *(column[selected_index] for column in tokens.teacher_scores)
     )
 
     return Selected(
         ids,
-        labels,
-        predictor,
-        temperature,
+        tokens.labels[selected_index],
+        tokens.predictor_index[own_tokens] - start,
+        tokens.temperature[selected_index],
         positions,
         tokens.forest,
         routes,
@@ -363,7 +355,7 @@ HeadInput = tuple[Tensor, Logits]  # features and their logits, see score_chunks
 
 
 class SplitModel:
-    """A causal LM cut in two in front of its output layer: hidden states of all tokens, logits of a few.
+    """Splits a causal LM in two in front of its output layer: hidden states of all tokens, logits of a few.
 
         split:  ids ──backbone──► [B, T, H] ──selected──► [N, H];  n of them ──the rest──► logits [n, V]
         whole:  ids ──the model's forward, selecting in front of its output layer──► logits [N, V]
@@ -417,9 +409,8 @@ class SplitModel:
 
     def run_whole(self, tokens: Selected) -> HeadInput:
         """Run the model's forward unchanged; logits of all tokens."""
-        head_product = self._make_head_product()
+        self._head_product = self._make_head_product()
         self._selected = tokens
-        self._head_product = head_product
         try:
             logits = self._lm(**tokens.inputs).logits[0]
             assert self._has_selected, "the model did not call its output layer"
@@ -446,8 +437,9 @@ class SplitModel:
         weight = self._head.weight
         bias = self._head.bias
         if self.fp32_head:
-            wide_parameters = widened(weight), None if bias is None else widened(bias)
-            return lambda hidden: linear(widened(hidden), *wide_parameters)
+            wide_weight = widened(weight)
+            wide_bias = None if bias is None else widened(bias)
+            return lambda hidden: linear(widened(hidden), wide_weight, wide_bias)
 
         if bias is not None or weight.dtype == widened(weight[:0]).dtype or not weight.requires_grad:
             return lambda hidden: linear(hidden, weight, bias)
@@ -455,7 +447,7 @@ class SplitModel:
         return lambda hidden: _Linear.apply(hidden, weight, gradient_sum)
 
     def _run_head(self, hidden: Tensor) -> Tensor:
-        assert self._head_product is not None, "the output layer is called through the cut only"
+        assert self._head_product is not None, "the output layer is called by `split` and `run_whole` only"
         return self._head_product(hidden)
 
 
