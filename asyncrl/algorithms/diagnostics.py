@@ -232,7 +232,24 @@ def report_tokens(state: TokenState) -> TokenReport:
     """Reduce one micro-batch. One transfer from the device."""
     log_ratio = (state.prox - state.mu).double().clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     log_ratio = torch.where(state.trainable, log_ratio, 0.0)
-    names, table = _table(state, log_ratio)
+
+    # Rows of sums by lag bucket, the last column over all tokens: fields of TokenSums, then the bins.
+    lag_bucket = torch.bucketize(state.lag, torch.tensor(LAG_EDGES, device=state.lag.device))
+    token_columns = _columns(state, log_ratio)
+    column_sums = _scatter(
+        lag_bucket, torch.stack([column.double() for column in token_columns.values()]), len(LAG_NAMES)
+    )
+    bin_edges = torch.tensor(BIN_EDGES[1:-1], dtype=torch.float64, device=log_ratio.device)
+    bin_count = len(BIN_EDGES) - 1
+    bin_index = torch.bucketize(log_ratio, bin_edges) * len(LAG_NAMES) + lag_bucket
+    bin_sums = _scatter(bin_index, state.trainable.double()[None], bin_count * len(LAG_NAMES))
+    bucket_sums = torch.cat([column_sums, bin_sums.view(bin_count, -1)])
+    column_sums, bin_sums = torch.cat([bucket_sums, bucket_sums.sum(1, keepdim=True)], 1).split(
+        [len(token_columns), bin_count]
+    )
+    table = torch.cat([column_sums, _episodes(state, log_ratio, lag_bucket), bin_sums])
+    names = [*token_columns, "episodes", "episode_weight", "episode_weight_squared"]
+
     extremes = _extremes(state, log_ratio)
     enters_loss = _kept(state).double()
     lag_counts = enters_loss.new_zeros(LAGS).index_add(0, state.lag.clamp(max=LAGS - 1), enters_loss)
@@ -249,41 +266,17 @@ def report_tokens(state: TokenState) -> TokenReport:
         histogram = {index: row[column] for index, row in enumerate(rows[len(names) :]) if row[column]}
         return {**named_sums, "histogram": histogram}
 
-    lag_sums = [RatioSums(**ratio_fields(column)) for column in range(len(LAG_NAMES))]
-
     return TokenReport(
         sums=TokenSums(
             **ratio_fields(-1),
             **{name: row[-1] for name, row in named_rows.items() if name not in RATIO_FIELDS},
             micro_batches=1,
             kept_by_lag={lag: int(count) for lag, count in enumerate(flat_sums[-LAGS:]) if count},
-            by_lag_bucket=dict(zip(LAG_NAMES, lag_sums, strict=True)),
+            by_lag_bucket={lag: RatioSums(**ratio_fields(column)) for column, lag in enumerate(LAG_NAMES)},
         ),
         highest={name: value for name, value in extreme_values.items() if not name.startswith("-")},
         lowest={name[1:]: -value for name, value in extreme_values.items() if name.startswith("-")},
     )
-
-
-def _table(state: TokenState, log_ratio: Tensor) -> tuple[list[str], Tensor]:
-    """Return sums [rows, lag buckets + 1], the last column over all tokens, and the fields of TokenSums that
-    the first rows are; the rows behind these are bins of the histogram."""
-    lag_bucket = torch.bucketize(state.lag, torch.tensor(LAG_EDGES, device=state.lag.device))
-    token_columns = _columns(state, log_ratio)
-    by_lag = _scatter(
-        lag_bucket, torch.stack([column.double() for column in token_columns.values()]), len(LAG_NAMES)
-    )
-    bin_edges = torch.tensor(BIN_EDGES[1:-1], dtype=torch.float64, device=log_ratio.device)
-    bin_count = len(BIN_EDGES) - 1
-    bin_index = torch.bucketize(log_ratio, bin_edges) * len(LAG_NAMES) + lag_bucket
-    histogram = _scatter(bin_index, state.trainable.double()[None], bin_count * len(LAG_NAMES)).view(
-        bin_count, -1
-    )
-    token_table = torch.cat([by_lag, histogram])
-    token_table = torch.cat([token_table, token_table.sum(1, keepdim=True)], 1)
-    column_sums, bin_sums = token_table.split([len(by_lag), bin_count])
-    names = [*token_columns, "episodes", "episode_weight", "episode_weight_squared"]
-
-    return names, torch.cat([column_sums, _episodes(state, log_ratio, lag_bucket), bin_sums])
 
 
 def _columns(state: TokenState, log_ratio: Tensor) -> dict[str, Tensor]:

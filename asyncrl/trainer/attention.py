@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -136,10 +136,10 @@ def _node_batch(chunks: Sequence[Chunk], window: int | None, dtype: torch.dtype)
     queries = pad_sequence([torch.from_numpy(keys[-count:]) for keys, count in chunks], batch_first=True)
     if window is None and all(count == len(keys) for keys, count in chunks):  # padding comes last
         return NodeBatch(queries, keys, None)
-    first_position = torch.tensor([[len(keys) - count] for keys, count in chunks])
-    last_position = torch.tensor([[len(keys) - 1] for keys, _ in chunks])
 
     # Padding sees what the last query sees: a row of scores without a key would be NaN.
+    first_position = torch.tensor([[len(keys) - count] for keys, count in chunks])
+    last_position = torch.tensor([[len(keys) - 1] for keys, _ in chunks])
     query_position = (first_position + torch.arange(queries.shape[1])).minimum(last_position)
     distance = query_position[:, :, None] - torch.arange(keys.shape[1])
     is_hidden = distance < 0 if window is None else (distance < 0) | (distance >= window)
@@ -185,10 +185,7 @@ def _forest_attention(
     if dropout:
         forest.ignored_arguments.add("dropout")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    scoring = Scoring(scale, sliding_window, softcap)
-
-    def attend(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:  # attention of some heads
-        return forest.kernel.attend(queries, keys, values, scoring)
+    attend = partial(forest.kernel.attend, scoring=Scoring(scale, sliding_window, softcap))
 
     if ranks is None:
         output = attend(query[0], key[0], value[0])
@@ -251,7 +248,6 @@ class SequenceKernel:
         is_plain = scoring.window is None and scoring.softcap is None and query.dtype.itemsize == 2
         if not is_plain or not query.shape[-1] == value.shape[-1] <= 128:
             return self._fallback.attend(query, key, value, scoring)
-        causal_attention = nn.functional.scaled_dot_product_attention
         outputs = []
         ordered = (x if self._token_order is None else x[:, self._token_order] for x in (query, key, value))
         # A single split also gives a single gradient.
@@ -261,7 +257,9 @@ class SequenceKernel:
             for sequence, length, new_count in zip(sequences, self._lengths, self._new_counts, strict=True):
                 padding = -length % LENGTH_MULTIPLE  # keys behind all queries: none sees them
                 q, k, v = (pad(x, (0, 0, 0, padding))[None] for x in sequence)
-                output = causal_attention(q, k, v, is_causal=True, scale=scoring.scale, enable_gqa=True)
+                output = nn.functional.scaled_dot_product_attention(
+                    q, k, v, is_causal=True, scale=scoring.scale, enable_gqa=True
+                )
                 outputs.append(output[0, :, length - new_count : length])
 
         results = torch.cat(outputs, dim=1)

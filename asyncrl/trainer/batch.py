@@ -223,11 +223,9 @@ def partition_plan(
     parts_by_rank = []
     for rank_part in partition_units(largest_first, rank_count):
         rank_pieces = [plan_pieces[index] for index in rank_part.members]
+        index_lists = micro_batches(rank_pieces, token_budget)
         parts_by_rank.append(
-            [
-                [planned[rank_part.members[piece_index]] for piece_index in micro_batch]
-                for micro_batch in micro_batches(rank_pieces, token_budget)
-            ]
+            [[planned[rank_part.members[index]] for index in indices] for indices in index_lists]
         )
 
     return parts_by_rank
@@ -286,7 +284,7 @@ def training_sample(
     version_spans = [span for turn in turns for span in turn.generation.spans]
     staleness = token_lags(version_spans, step)
     token_share = aggregation(len(token_origins), planned.group_tokens)
-    adapter_of = {
+    sequence_adapters = {
         turn.row: agent_names.index(turn.agent) if turn.agent in agent_names else 0 for turn in turns
     }
 
@@ -311,9 +309,7 @@ def training_sample(
         ),
         reference=None if scorer_topk is None else references(turns, scorer_topk),
         routes=sequence_routes(turns, [*map(len, sequences)], expert_choices) if expert_choices else (),
-        sequence_adapters=tuple(adapter_of[row] for row in range(len(sequences)))
-        if len(agent_names) > 1
-        else (),
+        sequence_adapters=tuple(sequence_adapters.values()) if len(agent_names) > 1 else (),
         teacher_sequences=teacher_sequences_of(sequences, turns) if scorer_topk is None else (),
         teacher_topk=topk_of_turns(turns, scorer_topk) if scorer_topk else None,
         excluded=mask_truncated and planned.own.end.truncated,
@@ -438,15 +434,12 @@ def _dummy_batch(dtype: torch.dtype, packing: Packing) -> MicroBatch:
     zero = torch.zeros(1, dtype=dtype)
     false = torch.zeros(1, dtype=torch.bool)
     zero_index = torch.zeros(1, dtype=torch.int64)
-    teacher_scores = TeacherScores(zero_index[:, None], zero[:, None], zero)
     ids = np.zeros(2, dtype=np.int64)
-    first_token = np.array([0])
-    second_token = np.array([1])
+    second_token = Selected.lay_out([ids], np.array([0]), np.array([1]), zero + 1, packing)
 
     return MicroBatch(
         selected=replace(
-            Selected.lay_out([ids], first_token, second_token, zero + 1, packing),
-            teacher_scores=teacher_scores,
+            second_token, teacher_scores=TeacherScores(zero_index[:, None], zero[:, None], zero)
         ),
         episode=zero_index,
         turn=zero_index,

@@ -51,9 +51,9 @@ def check_gradients(
     share the model. A collective. Gradients are cleared.
     """
     model = transformer_of(root)
-    rng = np.random.default_rng(0)
     own_attention = model.config._attn_implementation
     vocabulary_size = model.config.get_text_config().vocab_size
+    rng = np.random.default_rng(0)
     common_start, *ends = (
         rng.integers(min(RESERVED_IDS, vocabulary_size - 1), vocabulary_size, n) for n in (24, 9, 14, 30)
     )

@@ -298,8 +298,8 @@ class Learner:
             samples = [with_advantages(sample, self.recipe) for sample in samples]
         report.tally_advantages(self._tally, samples)
 
-        whitening = self.whitening if self.recipe.scale == "whiten_running" else None
-        if whitening is not None:
+        whitening = self.whitening
+        if whitening is not None and self.recipe.scale == "whiten_running":
             samples = [with_scaled_advantages(sample, whitening.apply) for sample in samples]
         return samples
 
@@ -385,8 +385,9 @@ class Learner:
         """Run forward and backward of all samples, one micro-batch after another; gradients add up, not yet
         divided, and counts go to `tally`. Samples without effect on the gradient are counted only."""
         if self.recipe.skips_inert:
-            unscored_samples = [sample for sample in samples if not sample.is_scored]
-            report.tally_unscored(tally, unscored_samples, self.agent_names)
+            report.tally_unscored(
+                tally, [sample for sample in samples if not sample.is_scored], self.agent_names
+            )
             samples = [sample for sample in samples if sample.is_scored]
 
         sample_lists = self._cut_micro_batches(samples)
@@ -427,10 +428,10 @@ class Learner:
             )
 
         index_lists = micro_batches(pieces, self.token_budget, padded=self.packing == "padded")
-        micro_batch_count = max(self.world.gather(len(index_lists), int))
         sample_lists = [[samples[index] for index in indices] for indices in index_lists]
+        missing = max(self.world.gather(len(sample_lists), int)) - len(sample_lists)
 
-        return sample_lists + [[] for _ in range(micro_batch_count - len(sample_lists))]
+        return sample_lists + [[] for _ in range(missing)]
 
     def _collate_on_device(self, samples: Sequence[TrainingSample]) -> MicroBatch:
         micro_batch = collate(samples, self.dtype, self.packing)
@@ -455,8 +456,11 @@ class Learner:
                 else:
                     teacher = self.reference.teacher(micro_batch.reference_tokens, divergence, top_k)
 
-        entropy_grad = self.config.algorithm.entropy_coef > 0
-        scores = self.policy(micro_batch.selected, entropy_grad=entropy_grad, teacher=teacher)
+        scores = self.policy(
+            micro_batch.selected,
+            entropy_grad=self.config.algorithm.entropy_coef > 0,
+            teacher=teacher,
+        )
 
         values: Tensor | None = None
         if self.critic is not None:
@@ -474,8 +478,9 @@ class Learner:
         progress: float = 0.0,
     ) -> _TrainedMicroBatch:
         """Compute the loss of a micro-batch that has its advantages, and run its backward."""
-        kl_coef = self.state["kl_coef"]
-        loss = evaluate(micro_batch, scores, values, self.config, self.recipe, kl_coef, progress)
+        loss = evaluate(
+            micro_batch, scores, values, self.config, self.recipe, self.state["kl_coef"], progress
+        )
         (loss.loss_sum * (self.averaged_ranks / self._expected_denominator)).backward()
         return _TrainedMicroBatch(samples, micro_batch, scores.logp.detach(), loss)
 
@@ -543,10 +548,9 @@ class Learner:
         has_other_terms = config.algorithm.entropy_coef > 0 or has_kl_term
         sums = batch_tally.sums
         learned_tokens = sums.tokens.trainable_tokens if has_other_terms else sums.tokens.kept_tokens
-        learned_by_agent = sums.trainable_by_agent if has_other_terms else sums.kept_by_agent
-
         trained_by_agent = self.policy.trained_parameters
         if len(self.agent_names) > 1:
+            learned_by_agent = sums.trainable_by_agent if has_other_terms else sums.kept_by_agent
             for agent in self.agent_names:
                 if not learned_by_agent.get(agent):
                     for parameter in trained_by_agent[agent]:

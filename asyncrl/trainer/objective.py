@@ -126,16 +126,16 @@ def loss_input(micro_batch: MicroBatch, scores: Scores, recipe: Recipe, progress
 
     # Bad numbers must be gone before exp: zero times infinity is not zero.
     proximal_logprobs = torch.where(trainable, proximal_logprobs, 0.0)
-    is_sampled = trainable & (not recipe.loss.demonstrations)
-    rollout_logprobs = torch.where(is_sampled, micro_batch.rollout_logprobs, proximal_logprobs)
+    rollout_logprobs = proximal_logprobs
+    if not recipe.loss.demonstrations:
+        rollout_logprobs = torch.where(trainable, micro_batch.rollout_logprobs, proximal_logprobs)
     logp = torch.where(trainable, scores.logp, proximal_logprobs)
     reference = None if reference is None else torch.where(trainable, reference, logp.detach())
     assert micro_batch.advantage is not None
 
     current_log_ratio = logp.detach() - rollout_logprobs
-    log_ratio = proximal_logprobs - rollout_logprobs if recipe.loss.ratio == "prox" else current_log_ratio
     correction_input = CorrectionInput(
-        log_ratio=log_ratio,
+        log_ratio=current_log_ratio if recipe.loss.ratio == "mu" else proximal_logprobs - rollout_logprobs,
         current=current_log_ratio,
         advantage=micro_batch.advantage,
         row=micro_batch.episode,
@@ -160,11 +160,10 @@ def loss_input(micro_batch: MicroBatch, scores: Scores, recipe: Recipe, progress
 
 def correct_distributions(inputs: LossInput, recipe: Recipe) -> Correction:
     """Correct a loss of whole distributions, which is independent of the sampled token."""
-    logp = inputs.logp.detach()
-    log_ratio = (logp if recipe.loss.ratio == "mu" else inputs.prox) - inputs.mu
+    current_log_ratio = inputs.logp.detach() - inputs.mu
     correction_input = CorrectionInput(
-        log_ratio=log_ratio,
-        current=logp - inputs.mu,
+        log_ratio=current_log_ratio if recipe.loss.ratio == "mu" else inputs.prox - inputs.mu,
+        current=current_log_ratio,
         advantage=inputs.advantage,
         row=inputs.row,
         turn=inputs.turn,

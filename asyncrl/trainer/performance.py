@@ -87,11 +87,10 @@ def _attention_costs(config: Any) -> tuple[AttentionCost, ...]:
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // head_count
     query_dim = getattr(config, "qk_head_dim", None) or head_dim
     value_dim = getattr(config, "v_head_dim", None) or head_dim
-    window = getattr(config, "sliding_window", None) or math.inf
     reach_by_type = {
         "full_attention": math.inf,
         "hybrid": math.inf,  # attention beside a state space
-        "sliding_attention": window,
+        "sliding_attention": getattr(config, "sliding_window", None) or math.inf,
         "chunked_attention": getattr(config, "attention_chunk_size", None) or math.inf,
     }
     uniform = "sliding_attention" if getattr(config, "use_sliding_window", True) else "full_attention"

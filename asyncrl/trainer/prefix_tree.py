@@ -48,7 +48,7 @@ def plant_forest(sequences: Sequence[np.ndarray], *, share_prefixes: bool) -> Fo
         # The members are sorted sequences that agree on the path, and may agree on more.
         members, path = pending.pop()
         first_sequence = sequences[members[0]]
-        common_end = common_prefix(sequences[members[0]], sequences[members[-1]])
+        common_end = common_prefix(first_sequence, sequences[members[-1]])
         if len(members) == 1 or common_end - len(path) >= LEAST_SHARED:
             node_size = common_end - len(path)
             ids.append(first_sequence[len(path) : common_end])

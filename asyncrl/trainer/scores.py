@@ -308,11 +308,10 @@ def in_parts(
     )
     own_tokens = rank_order[starts[sequence_ranks.index] :][: token_counts[sequence_ranks.index]]
     (gathered_order,) = to_device([torch.from_numpy(gathered_index)], tokens.ids.device)
-    own_columns = run_part(_rank_part(tokens, own_tokens, sequence_ranks))
 
     return [
         None if column is None else sequence_ranks.gather(column, most_tokens)[gathered_order]
-        for column in own_columns
+        for column in run_part(_rank_part(tokens, own_tokens, sequence_ranks))
     ]
 
 
@@ -421,11 +420,9 @@ class SplitModel:
             self._has_selected = False
 
     def _run_backbone(self, *args: Any, **kwargs: Any) -> Any:
-        return (
-            self._backbone_forward(*args, **kwargs)
-            if self._backbone_output is None
-            else self._backbone_output
-        )
+        if self._backbone_output is not None:
+            return self._backbone_output
+        return self._backbone_forward(*args, **kwargs)
 
     def _select_hidden(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Tensor] | None:
         if self._selected is None:
@@ -477,8 +474,7 @@ class _Linear(Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, Tensor]:
         hidden, weight = ctx.saved_tensors
-        product = _float32_product(gradient.flatten(0, -2).t(), hidden.flatten(0, -2))
-        return gradient @ weight, None, product
+        return gradient @ weight, None, _float32_product(gradient.flatten(0, -2).t(), hidden.flatten(0, -2))
 
 
 def _float32_product(left: Tensor, right: Tensor) -> Tensor:
