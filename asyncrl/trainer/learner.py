@@ -1,6 +1,9 @@
 """The learner: models, optimizers and schedule; turns a stream of micro-batches into optimizer steps.
 
-    accumulate(work) … accumulate(work) ──► gradients, undivided ──► finish(): replicas' mean, / D, clip
+    stream    accumulate(work): advantages, forward, backward ──► gradients, undivided
+              finish(): replicas' mean, / D, clip, optimizer step
+    barrier   accumulate(work): the samples are held
+              finish(): scores, advantages of the whole batch; for each mini-batch as in the stream
 
 Exactness: the loss of a batch is (Σ_t w_t·L_t)/D with w_t fixed before the forward and a single D, known only
 when the batch is complete. FSDP2, and replicas once a step, *average* gradients over ranks, so every loss is
@@ -82,7 +85,7 @@ class Learner:
     """Trains as one rank of the trainer. `step` is V: the number of completed optimizer batches.
 
     Methods are collectives: all ranks call the same methods in the same order. Where the recipe has a barrier
-    the episodes wait for `finish`, which compares the whole batch (see barrier.py). `state`: the numbers of a
+    the samples wait for `finish`, which compares the whole batch (see barrier.py). `state`: the numbers of a
     checkpoint beside models and optimizers, constant within a batch.
     """
 
@@ -190,7 +193,8 @@ class Learner:
         return partition_plan(planned, self.packing, self.token_budget, hidden_size, rank_count)
 
     def accumulate(self, work: PlannedWork) -> None:
-        """Train on this rank's trajectories of one part of the plan; empty for an idle rank."""
+        """Train on this rank's trajectories of one part of the plan, or hold them behind the barrier. An idle
+        rank has none."""
         forced_routes = self.policy.forced_routes
         samples = [
             training_sample(
@@ -214,8 +218,9 @@ class Learner:
             self._train_streamed(samples)
 
     def finish(self) -> dict[str, float]:
-        """Complete the batch: take its optimizer step(s), count it, return the metrics of all ranks. Raises
-        SpikeError on all ranks if the batch is to be left out; this learner cannot be used afterwards."""
+        """Complete the batch: take its optimizer step(s), update the state, return the metrics of all ranks.
+        Raises SpikeError on all ranks if the batch is to be left out; this learner cannot be used
+        afterwards."""
         if self.behind_barrier:
             tally = report.merged_sums(self.world.gather_data(self._tally, report.MetricSums))
             tally.merge(self._train_held_batch())
@@ -508,7 +513,8 @@ class Learner:
     # -- an optimizer step -----------------------------------------------------------------------------
 
     def _take_optimizer_step(self, tally: report.MetricSums) -> report.MetricSums:
-        """Divide by the true D, clip, step. Returns the tally of all ranks, with the metrics of the step.
+        """Divide the gradients by the true D, clip, step. Returns the tally of all ranks, with the metrics of
+        the step.
 
         Without a kept token there is nothing to learn, and neither Adam's moments nor weight decay act.
         """

@@ -191,7 +191,9 @@ class Recomputation:
 
         @wraps(layer_forward)
         def forward(*args: Any, **kwargs: Any) -> Any:
-            return (recomputed_forward if self._is_recomputed(index) else layer_forward)(*args, **kwargs)
+            if self._is_recomputed(index):
+                return recomputed_forward(*args, **kwargs)
+            return layer_forward(*args, **kwargs)
 
         return forward
 

@@ -109,7 +109,7 @@ def merged_sums(parts: Iterable[MetricSums]) -> MetricSums:
 
 
 def tally_samples(tally: MetricSums, samples: Sequence[TrainingSample], longest_prompt: int) -> None:
-    """Count scores, lengths and staleness of a micro-batch. `longest_prompt`: tokens a prompt may have."""
+    """Count the samples, their scores, lengths and staleness. `longest_prompt`: tokens a prompt may have."""
     for sample in samples:
         tally.add_summary("critic/score", [sample.planned.own.score])
         tally.add_summary("response_length", [sample.model_tokens])
@@ -212,7 +212,7 @@ def _tally_staleness(tally: MetricSums, sample: TrainingSample) -> None:
 
 
 def _count_lags(tokens_by_lag: dict[int, int], lags: np.ndarray) -> None:
-    """Add the tokens that have each of these lags."""
+    """Count tokens of these lags in `tokens_by_lag`."""
     lag_values, counts = np.unique(lags, return_counts=True)
     for lag, count in zip(lag_values.tolist(), counts.tolist(), strict=True):
         tokens_by_lag[lag] = tokens_by_lag.get(lag, 0) + count
@@ -233,7 +233,8 @@ def tally_agents(
     adapter_index: Tensor | None,
     state: TokenState,
 ) -> None:
-    """Count tokens and policy loss by agent, where several have adapters. `adapter_index`: of each token."""
+    """Count tokens and policy loss by agent, where several have adapters. `names`: of the adapters' agents;
+    `adapter_index`: of each token."""
     if adapter_index is None:
         return
     enters_loss = state.trainable & ~state.correction.masked

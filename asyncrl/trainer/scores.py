@@ -92,40 +92,36 @@ class Selected:
                 for sequence, adapter in zip(sequences, adapters, strict=True)
             ]
 
+        positions = None
+        attention = None
         if packing == "padded":
             width = max(map(len, sequences))
+            padded = [np.pad(sequence, (0, width - len(sequence))) for sequence in sequences]
+            ids = torch.from_numpy(np.stack(padded).astype(np.int64))
             offsets = [index * width + np.arange(len(sequence)) for index, sequence in enumerate(sequences)]
-            padded_ids = np.stack(
-                [np.pad(sequence, (0, width - len(sequence))) for sequence in sequences]
-            ).astype(np.int64)
-            ids, adapter_indices = _split_adapters(torch.from_numpy(padded_ids), adapters)
-            token_index = sequence_of * width + position
+        else:
+            forest = plant_forest(sequences, share_prefixes=packing == "tree")
+            ids, positions = (torch.from_numpy(array)[None] for array in (forest.ids, forest.positions))
+            attention = ForestAttention(forest)
+            offsets = forest.sequences
 
-            return cls(
-                ids,
-                ids.flatten()[token_index],
-                token_index - 1,
-                temperature,
-                routes=_laid_out_routes(routes, offsets, width * len(sequences)),
-                adapter_indices=adapter_indices,
-            )
+        adapter_indices = None
+        if adapters:
+            adapter_indices = ids >> ADAPTER_BITS
+            ids = ids & ((1 << ADAPTER_BITS) - 1)
 
-        forest = plant_forest(sequences, share_prefixes=packing == "tree")
-        token_order = np.concatenate(forest.sequences)
-        sequence_starts = np.cumsum([0, *map(len, sequences[:-1])])
-        token_index, predictor = (
-            token_order[sequence_starts[sequence_of] + within] for within in (position, position - 1)
-        )
-        ids, positions = (torch.from_numpy(array)[None] for array in (forest.ids, forest.positions))
-        ids, adapter_indices = _split_adapters(ids, adapters)
+        # Where the tokens, and the tokens in front of them, lie among the flattened ids.
+        token_order = np.concatenate(offsets)
+        order_index = np.cumsum([0, *map(len, sequences[:-1])])[sequence_of] + position
+
         return cls(
             ids,
-            ids[0, token_index],
-            predictor,
+            ids.flatten()[token_order[order_index]],
+            token_order[order_index - 1],
             temperature,
             positions,
-            ForestAttention(forest),
-            _laid_out_routes(routes, forest.sequences, len(forest.ids)),
+            attention,
+            _laid_out_routes(routes, offsets, ids.numel()),
             adapter_indices=adapter_indices,
         )
 
@@ -171,11 +167,6 @@ class Selected:
         """Select the hidden states [B, T, H] that predict the tokens: [N, H]."""
         (predictor_index,) = to_device([torch.from_numpy(self.predictor_index)], hidden.device)
         return hidden.flatten(0, 1)[predictor_index]
-
-
-def _split_adapters(ids: Tensor, adapters: Sequence[int]) -> tuple[Tensor, Tensor | None]:
-    """Return the ids, and the adapter indices in the bits above the ids."""
-    return (ids & ((1 << ADAPTER_BITS) - 1), ids >> ADAPTER_BITS) if adapters else (ids, None)
 
 
 def _laid_out_routes(
