@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property, partial
+from functools import cache, cached_property
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -185,7 +185,10 @@ def _forest_attention(
     if dropout:
         forest.ignored_arguments.add("dropout")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    attend = partial(forest.kernel.attend, scoring=Scoring(scale, sliding_window, softcap))
+    scoring = Scoring(scale, sliding_window, softcap)
+
+    def attend(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:  # attention of some heads
+        return forest.kernel.attend(queries, keys, values, scoring)
 
     if ranks is None:
         output = attend(query[0], key[0], value[0])
