@@ -90,11 +90,18 @@ def ratio_of(log_ratio: Tensor) -> Tensor:
 
 
 def select_rules(named_rules: Mapping[str, Mapping[str, Any]], where: str) -> list[Rule]:
-    """The rules of a configuration with their options bound. ConfigError for two weight rules."""
+    """The rules of a configuration with their options bound. ConfigError for two weight rules, and for a band
+    that holds nothing."""
     selected_rules = []
     for name, options in named_rules.items():
         rule = corrections.load(name, where)
-        selected_rules.append(replace(rule, of=_bound(rule.of, options, f"{where}.{name}")))
+        bound: Any = bind_options(rule.of, options, f"{where}.{name}")
+        low, high = (bound.keywords.get(limit) for limit in ("low", "high"))
+        if low is not None and high is not None and low > high:
+            raise ConfigError(
+                f"{where}.{name}: low {low} is above high {high}, nothing would be kept; swap them"
+            )
+        selected_rules.append(replace(rule, of=bound))
 
     if sum(rule.kind == "weight" for rule in selected_rules) > 1:
         raise ConfigError(
@@ -102,17 +109,6 @@ def select_rules(named_rules: Mapping[str, Mapping[str, Any]], where: str) -> li
         )
 
     return selected_rules
-
-
-def _bound(
-    of: Callable[..., CorrectionMask], options: Mapping[str, Any], where: str
-) -> Callable[..., CorrectionMask]:
-    """`of` with its options; ConfigError for a band that holds nothing."""
-    bound = bind_options(of, options, where)
-    low, high = (bound.keywords.get(name) for name in ("low", "high"))  # type: ignore[attr-defined]
-    if low is not None and high is not None and low > high:
-        raise ConfigError(f"{where}: low {low} is above high {high}, nothing would be kept; swap them")
-    return bound
 
 
 def correct(rules: Sequence[Rule], tokens: CorrectionInput) -> Correction:

@@ -1,6 +1,6 @@
 """Measures how far the tokens of a micro-batch are off-policy, as sums, and makes metrics of a batch's sums.
 
-    micro-batch ──token_sums──► sums ──(+ over micro-batches and ranks)──► metrics_of
+    micro-batch ──report_tokens──► sums ──(+ over micro-batches and ranks)──► metrics_of
 
 Everything before `metrics_of` is a sum or an extreme over tokens or episodes, so the cut does not matter.
 rho = prox/mu; k1 = -log rho and k3 = rho - 1 - log rho estimate KL(mu, prox). Weights are what the correction
@@ -15,7 +15,9 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any, Self
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -64,34 +66,83 @@ class TokenState:
     clipped_lower: Tensor | None = None
 
 
-@dataclass(frozen=True)
-class TokenSums:
-    """`sums` add; those of a lag bucket are named `lag/<bucket>/<name>`. `highest` take the maximum, `lowest`
-    the minimum, by metric. `kept_lags`: lag → tokens that entered the loss."""
+class FieldSums(msgspec.Struct):
+    """Base of sums that add up field by field: numbers, sums in their turn, and dicts of both, key by key."""
 
-    sums: dict[str, float]
+    def __add__(self, addend: Self) -> Self:
+        return type(self)(
+            **{name: _added(getattr(self, name), getattr(addend, name)) for name in self.__struct_fields__}
+        )
+
+
+def _added(left: Any, right: Any) -> Any:
+    if not isinstance(left, dict):
+        return left + right
+    return left | {key: _added(left[key], value) if key in left else value for key, value in right.items()}
+
+
+class RatioSums(FieldSums):
+    """Sums over trainable tokens: how many, how many of these the correction masks or truncates, and numbers
+    of their rho. `histogram`: tokens in each bin of log rho, by the bin's index; empty bins are left out.
+    `episodes`: those with such a token; `episode_weight`: the product of its tokens' rho."""
+
+    trainable_tokens: float = 0.0
+    masked_tokens: float = 0.0
+    truncated_tokens: float = 0.0
+    log_rho: float = 0.0
+    rho: float = 0.0
+    rho_squared: float = 0.0
+    k3: float = 0.0
+    episodes: float = 0.0
+    episode_weight: float = 0.0
+    episode_weight_squared: float = 0.0
+    histogram: dict[int, float] = {}
+
+
+class TokenSums(RatioSums):
+    """Sums over all tokens, for the kinds of tokens that TokenState tells apart; in `by_lag_bucket` those of
+    RatioSums for each bucket. `kept_tokens` enter the loss, and `kept_by_lag` counts them by lag; a trust
+    region may clip the `eligible_tokens`. `exact_difference` is |log prox - log mu|, `weight` the
+    correction's, 0 where masked, `push` the advantage of a kept token times the weights of correction and
+    aggregation."""
+
+    micro_batches: int = 0
+    model_tokens: float = 0.0
+    kept_tokens: float = 0.0
+    nonfinite_tokens: float = 0.0
+    eligible_tokens: float = 0.0
+    clipped_tokens: float = 0.0
+    clipped_lower_tokens: float = 0.0
+    exact_tokens: float = 0.0
+    exact_difference: float = 0.0
+    exact_k3: float = 0.0
+    loss: float = 0.0
+    drift: float = 0.0
+    entropy: float = 0.0
+    weight: float = 0.0
+    weight_squared: float = 0.0
+    zero_advantage_tokens: float = 0.0
+    positive_advantage: float = 0.0
+    negative_advantage: float = 0.0
+    kept_positive_advantage: float = 0.0
+    kept_negative_advantage: float = 0.0
+    push: float = 0.0
+    push_size: float = 0.0
+    kept_by_lag: dict[int, int] = {}
+    by_lag_bucket: dict[str, RatioSums] = {}
+
+
+@dataclass(frozen=True)
+class TokenReport:
+    """Describes the tokens of a micro-batch by sums, and by the maximum (`highest`) and minimum (`lowest`)
+    of some metrics."""
+
+    sums: TokenSums
     highest: dict[str, float]
     lowest: dict[str, float]
-    kept_lags: dict[int, int]
 
 
-# Metric → (numerator, denominator), both names of sums.
-RATIOS = {
-    "actor/pg_clipfrac": ("clipped", "eligible"),
-    "actor/pg_clipfrac_lower": ("clipped_lower", "eligible"),
-    "actor/ppo_kl": ("drift", "trainable"),
-    "actor/entropy": ("entropy", "tokens"),
-    "rollout_corr/rollout_is_mean": ("weight", "trainable"),
-    "rollout_corr/rho_mean": ("rho", "trainable"),
-    "rollout_corr/logprob_diff_mean": ("exact_diff", "exact"),
-    "rollout_corr/k3_kl_same_version": ("exact_k3", "exact"),
-    "rollout_corr/zero_advantage_frac": ("zero_advantage", "trainable"),
-    # How much of Σ|A| the correction leaves, by sign of A, and whether what is left pushes one way.
-    "rollout_corr/kept_advantage/positive": ("kept_positive", "positive"),
-    "rollout_corr/kept_advantage/negative": ("kept_negative", "negative"),
-    "rollout_corr/residual_drift": ("push", "push_size"),
-}
-TOTALS = {"rollout_corr/logprob_diff_tokens": "exact", "rollout_corr/nonfinite_tokens": "nonfinite"}
+RATIO_FIELDS = frozenset(RatioSums.__struct_fields__)
 # Reported for every lag bucket → its metric over all tokens.
 OVERALL = {
     "kl": "rollout_corr/kl",
@@ -105,48 +156,62 @@ OVERALL = {
 }
 
 
-def metrics_of(sums: Mapping[str, float]) -> dict[str, float]:
+def metrics_of(sums: TokenSums) -> dict[str, float]:
     """The metrics of a whole batch from its sums. What has nothing to be a share of is left out."""
-    metrics = {metric: sums[a] / sums[b] for metric, (a, b) in RATIOS.items() if sums.get(b)}
-    metrics |= {metric: sums[name] for metric, name in TOTALS.items() if name in sums}
+    if not sums.micro_batches:
+        return {}
 
-    if sums.get("weight2"):
-        metrics["rollout_corr/rollout_is_eff_sample_size"] = sums["weight"] ** 2 / (
-            sums["trainable"] * sums["weight2"]
+    ratios = {
+        "actor/pg_clipfrac": (sums.clipped_tokens, sums.eligible_tokens),
+        "actor/pg_clipfrac_lower": (sums.clipped_lower_tokens, sums.eligible_tokens),
+        "actor/ppo_kl": (sums.drift, sums.trainable_tokens),
+        "actor/entropy": (sums.entropy, sums.model_tokens),
+        "rollout_corr/rollout_is_mean": (sums.weight, sums.trainable_tokens),
+        "rollout_corr/rho_mean": (sums.rho, sums.trainable_tokens),
+        "rollout_corr/logprob_diff_mean": (sums.exact_difference, sums.exact_tokens),
+        "rollout_corr/k3_kl_same_version": (sums.exact_k3, sums.exact_tokens),
+        "rollout_corr/zero_advantage_frac": (sums.zero_advantage_tokens, sums.trainable_tokens),
+        # How much of Σ|A| the correction leaves, by sign of A, and whether what is left pushes one way.
+        "rollout_corr/kept_advantage/positive": (sums.kept_positive_advantage, sums.positive_advantage),
+        "rollout_corr/kept_advantage/negative": (sums.kept_negative_advantage, sums.negative_advantage),
+        "rollout_corr/residual_drift": (sums.push, sums.push_size),
+    }
+    metrics = {metric: a / b for metric, (a, b) in ratios.items() if b}
+    metrics["rollout_corr/logprob_diff_tokens"] = sums.exact_tokens
+    metrics["rollout_corr/nonfinite_tokens"] = sums.nonfinite_tokens
+
+    if sums.weight_squared:
+        metrics["rollout_corr/rollout_is_eff_sample_size"] = sums.weight**2 / (
+            sums.trainable_tokens * sums.weight_squared
         )
 
     metrics |= {OVERALL[name]: value for name, value in _spread(sums).items() if name in OVERALL}
 
-    for lag in LAG_NAMES:
-        prefix = f"lag/{lag}/"
-        lag_sums = {
-            name.removeprefix(prefix): value for name, value in sums.items() if name.startswith(prefix)
-        }
+    for lag, lag_sums in sums.by_lag_bucket.items():
         metrics |= {f"rollout_corr/by_lag/{lag}/{name}": value for name, value in _spread(lag_sums).items()}
 
     return metrics
 
 
-def _spread(sums: Mapping[str, float]) -> dict[str, float]:
+def _spread(sums: RatioSums) -> dict[str, float]:
     """How far rho is from 1, by the sums of a lag bucket or of all tokens. Empty without trainable tokens."""
-    trainable_count = sums.get("trainable", 0.0)
+    trainable_count = sums.trainable_tokens
     if not trainable_count:
         return {}
-    log_rho = sums.get("log_rho", 0.0) / trainable_count
-    rho2 = sums["rho2"] / trainable_count
-    bins = {int(name[4:]): count for name, count in sums.items() if name.startswith("bin/")}
+    log_rho = sums.log_rho / trainable_count
+    rho2 = sums.rho_squared / trainable_count
 
     return {
         "tokens": trainable_count,
         "log_rho": log_rho,
         "kl": -log_rho,
-        "k3": sums.get("k3", 0.0) / trainable_count,
+        "k3": sums.k3 / trainable_count,
         "chi2": rho2 - 1,
-        "masked_frac": sums.get("masked", 0.0) / trainable_count,
-        "truncated_frac": sums.get("truncated", 0.0) / trainable_count,
-        "ess": (sums["rho"] / trainable_count) ** 2 / rho2,
-        "seq_ess": sums["episode_w"] ** 2 / (sums["episode_w2"] * sums["episodes"]),
-        **{f"rho_{name}": _rho_at(bins, q) for name, q in QUANTILES.items()},
+        "masked_frac": sums.masked_tokens / trainable_count,
+        "truncated_frac": sums.truncated_tokens / trainable_count,
+        "ess": (sums.rho / trainable_count) ** 2 / rho2,
+        "seq_ess": sums.episode_weight**2 / (sums.episode_weight_squared * sums.episodes),
+        **{f"rho_{name}": _rho_at(sums.histogram, q) for name, q in QUANTILES.items()},
     }
 
 
@@ -163,11 +228,28 @@ def _rho_at(bins: Mapping[int, float], quantile: float) -> float:
     raise AssertionError("quantile of no token")
 
 
-def token_sums(state: TokenState) -> TokenSums:
+def report_tokens(state: TokenState) -> TokenReport:
     """Reduce one micro-batch. One transfer from the device."""
     log_ratio = (state.prox - state.mu).double().clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     log_ratio = torch.where(state.trainable, log_ratio, 0.0)
-    names, table = _table(state, log_ratio)
+
+    # Rows of sums by lag bucket, the last column over all tokens: fields of TokenSums, then the bins.
+    lag_bucket = torch.bucketize(state.lag, torch.tensor(LAG_EDGES, device=state.lag.device))
+    token_columns = _columns(state, log_ratio)
+    column_sums = _scatter(
+        lag_bucket, torch.stack([column.double() for column in token_columns.values()]), len(LAG_NAMES)
+    )
+    bin_edges = torch.tensor(BIN_EDGES[1:-1], dtype=torch.float64, device=log_ratio.device)
+    bin_count = len(BIN_EDGES) - 1
+    bin_index = torch.bucketize(log_ratio, bin_edges) * len(LAG_NAMES) + lag_bucket
+    bin_sums = _scatter(bin_index, state.trainable.double()[None], bin_count * len(LAG_NAMES))
+    bucket_sums = torch.cat([column_sums, bin_sums.view(bin_count, -1)])
+    column_sums, bin_sums = torch.cat([bucket_sums, bucket_sums.sum(1, keepdim=True)], 1).split(
+        [len(token_columns), bin_count]
+    )
+    table = torch.cat([column_sums, _episodes(state, log_ratio, lag_bucket), bin_sums])
+    names = [*token_columns, "episodes", "episode_weight", "episode_weight_squared"]
+
     extremes = _extremes(state, log_ratio)
     enters_loss = _kept(state).double()
     lag_counts = enters_loss.new_zeros(LAGS).index_add(0, state.lag.clamp(max=LAGS - 1), enters_loss)
@@ -175,36 +257,30 @@ def token_sums(state: TokenState) -> TokenSums:
     extreme_values = dict(zip(extremes, flat_sums[table.numel() :], strict=False))
     extreme_values = {name: value for name, value in extreme_values.items() if value != NOTHING}
 
-    return TokenSums(
-        sums=_named(names, flat_sums[: table.numel()]),
+    width = table.shape[1]
+    rows = [flat_sums[start : start + width] for start in range(0, table.numel(), width)]
+    named_rows = dict(zip(names, rows, strict=False))
+
+    def ratio_fields(column: int) -> dict[str, Any]:
+        named_sums = {name: row[column] for name, row in named_rows.items() if name in RATIO_FIELDS}
+        histogram = {index: row[column] for index, row in enumerate(rows[len(names) :]) if row[column]}
+        return {**named_sums, "histogram": histogram}
+
+    return TokenReport(
+        sums=TokenSums(
+            **ratio_fields(-1),
+            **{name: row[-1] for name, row in named_rows.items() if name not in RATIO_FIELDS},
+            micro_batches=1,
+            kept_by_lag={lag: int(count) for lag, count in enumerate(flat_sums[-LAGS:]) if count},
+            by_lag_bucket={lag: RatioSums(**ratio_fields(column)) for column, lag in enumerate(LAG_NAMES)},
+        ),
         highest={name: value for name, value in extreme_values.items() if not name.startswith("-")},
         lowest={name[1:]: -value for name, value in extreme_values.items() if name.startswith("-")},
-        kept_lags={lag: int(count) for lag, count in enumerate(flat_sums[-LAGS:]) if count},
     )
-
-
-def _table(state: TokenState, log_ratio: Tensor) -> tuple[list[str], Tensor]:
-    """Names of sums, and the sums [names, lag buckets + 1]; the last column is over all tokens."""
-    lag_bucket = torch.bucketize(state.lag, torch.tensor(LAG_EDGES, device=state.lag.device))
-    token_columns = _columns(state, log_ratio)
-    by_lag = _scatter(
-        lag_bucket, torch.stack([column.double() for column in token_columns.values()]), len(LAG_NAMES)
-    )
-    bin_edges = torch.tensor(BIN_EDGES[1:-1], dtype=torch.float64, device=log_ratio.device)
-    bin_count = len(BIN_EDGES) - 1
-    bin_index = torch.bucketize(log_ratio, bin_edges) * len(LAG_NAMES) + lag_bucket
-    histogram = _scatter(bin_index, state.trainable.double()[None], bin_count * len(LAG_NAMES)).view(
-        bin_count, -1
-    )
-    token_sums_table = torch.cat([by_lag, histogram])
-    token_sums_table = torch.cat([token_sums_table, token_sums_table.sum(1, keepdim=True)], 1)
-    names = [*token_columns, *(f"bin/{i}" for i in range(bin_count)), "episodes", "episode_w", "episode_w2"]
-
-    return names, torch.cat([token_sums_table, _episodes(state, log_ratio, lag_bucket)])
 
 
 def _columns(state: TokenState, log_ratio: Tensor) -> dict[str, Tensor]:
-    """Return the columns that are summed over tokens, [N] each and 0 where the token is out of scope."""
+    """Return the columns [N] whose sums are the fields of TokenSums, 0 where the token is out of scope."""
     trainable = state.trainable
     enters_loss = _kept(state)
     is_exact = state.exact & state.trainable
@@ -218,31 +294,31 @@ def _columns(state: TokenState, log_ratio: Tensor) -> dict[str, Tensor]:
 
     return {
         "loss": torch.where(enters_loss, state.loss, 0.0),
-        "tokens": state.counted,
-        "trainable": trainable,
-        "kept": enters_loss,
-        "nonfinite": state.within_staleness & ~trainable,
-        "eligible": is_eligible,
-        "clipped": state.clipped & is_eligible,
-        "clipped_lower": clipped_lower & is_eligible,
-        "masked": state.correction.masked & trainable,
-        "truncated": state.correction.truncated & trainable,
+        "model_tokens": state.counted,
+        "trainable_tokens": trainable,
+        "kept_tokens": enters_loss,
+        "nonfinite_tokens": state.within_staleness & ~trainable,
+        "eligible_tokens": is_eligible,
+        "clipped_tokens": state.clipped & is_eligible,
+        "clipped_lower_tokens": clipped_lower & is_eligible,
+        "masked_tokens": state.correction.masked & trainable,
+        "truncated_tokens": state.correction.truncated & trainable,
         "log_rho": log_ratio,
         "rho": torch.where(trainable, rho, 0.0),
-        "rho2": torch.where(trainable, rho**2, 0.0),
+        "rho_squared": torch.where(trainable, rho**2, 0.0),
         "k3": k3_values,
         "drift": torch.where(trainable, state.drift, 0.0),
         "entropy": torch.where(state.counted, state.entropy.nan_to_num(0.0), 0.0),
-        "exact": is_exact,
-        "exact_diff": torch.where(is_exact, (state.prox - state.mu).abs(), 0.0),
+        "exact_tokens": is_exact,
+        "exact_difference": torch.where(is_exact, (state.prox - state.mu).abs(), 0.0),
         "exact_k3": torch.where(is_exact, k3_values, 0.0),
         "weight": weight,
-        "weight2": weight**2,
-        "zero_advantage": trainable & (advantage == 0),
-        "positive": advantage.clamp(min=0),
-        "negative": (-advantage).clamp(min=0),
-        "kept_positive": weight * advantage.clamp(min=0),
-        "kept_negative": weight * (-advantage).clamp(min=0),
+        "weight_squared": weight**2,
+        "zero_advantage_tokens": trainable & (advantage == 0),
+        "positive_advantage": advantage.clamp(min=0),
+        "negative_advantage": (-advantage).clamp(min=0),
+        "kept_positive_advantage": weight * advantage.clamp(min=0),
+        "kept_negative_advantage": weight * (-advantage).clamp(min=0),
         "push": weighted_push,
         "push_size": weighted_push.abs(),
     }
@@ -287,20 +363,3 @@ def _kept(state: TokenState) -> Tensor:
 def _scatter(indices: Tensor, values: Tensor, size: int) -> Tensor:
     """[k, size]: Σ of `values` [k, N] by place [N]."""
     return values.new_zeros(len(values), size).index_add(1, indices, values)
-
-
-LAG_SUMS = ("trainable", "masked", "truncated", "log_rho", "rho", "rho2", "k3", "bin/", "episode")
-
-
-def _named(names: list[str], flat: list[float]) -> dict[str, float]:
-    """All sums over all tokens but empty bins, and those of lag buckets that are there."""
-    width = len(LAG_NAMES) + 1
-    sums = dict[str, float]()
-    for i, name in enumerate(names):
-        *by_lag, total = flat[i * width : (i + 1) * width]
-        if total or not name.startswith("bin/"):
-            sums[name] = total
-        if name.startswith(LAG_SUMS):
-            sums |= {f"lag/{lag}/{name}": v for lag, v in zip(LAG_NAMES, by_lag, strict=True) if v}
-
-    return sums

@@ -120,7 +120,12 @@ class Loss:
     def bound(self, options: Mapping[str, Any], where: str) -> Loss:
         """Return the loss with its options set. ConfigError as in `bind_options`."""
         of: Any = bind_options(self.of, options, where)
-        return replace(self, of=of, prepare=self.prepare and _with_known(self.prepare, of.keywords))
+        if self.prepare is None:
+            return replace(self, of=of)
+
+        accepted = inspect.signature(self.prepare).parameters
+        prepare_options = {name: value for name, value in of.keywords.items() if name in accepted}
+        return replace(self, of=of, prepare=functools.partial(self.prepare, **prepare_options))
 
 
 RENAMED = {  # names of what other options of a loss, or another loss, are
@@ -137,11 +142,6 @@ def loss(
     """Register `(tokens: LossInput, *, options…) -> TokenLoss` as `name`. `declared_fields`: of
     Loss."""
     return lambda function: losses.register(name)(Loss(function, ratio, **declared_fields))
-
-
-def _with_known(function: Prepare, values: dict[str, Any]) -> Prepare:
-    accepted = inspect.signature(function).parameters
-    return functools.partial(function, **{name: values[name] for name in values if name in accepted})
 
 
 def value_loss(value: Tensor, old_value: Tensor, returns: Tensor, clip: float) -> tuple[Tensor, Tensor]:

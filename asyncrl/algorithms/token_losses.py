@@ -20,8 +20,6 @@ from asyncrl.algorithms.losses import LossInput, TokenLoss, loss
 
 if TYPE_CHECKING:
     from torch import Tensor
-if TYPE_CHECKING:
-    from torch import Tensor
 
 Share = Annotated[float, Meta(gt=0, lt=1)]
 Positive = Annotated[float, Meta(gt=0)]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 
 import msgspec
 import numpy as np
@@ -68,8 +69,7 @@ def with_kl_penalty(
         torch.from_numpy(np.where(is_finite, logprobs, 0.0))
         for logprobs in (sample.rollout_logprobs, sample.reference)
     )
-    divergence = kl_tokens(rollout_logprobs, reference, estimator)
-    penalty = -coefficient * divergence.numpy()
+    penalty = -coefficient * kl_tokens(rollout_logprobs, reference, estimator).numpy()
     turn_penalties = np.zeros(max(sample.turns, 1))
     np.add.at(turn_penalties, sample.turn, penalty)
     planned = msgspec.structs.replace(
@@ -133,9 +133,7 @@ def gather_episodes(
             PackedEpisode(planned.uid, planned.group, planned.own, planned.place, encoded_arrays)
         )
 
-    all_episodes = [
-        packed for part in world.gather_data(rank_episodes, list[PackedEpisode]) for packed in part
-    ]
+    all_episodes = chain.from_iterable(world.gather_data(rank_episodes, list[PackedEpisode]))
     return sorted(all_episodes, key=lambda packed: packed.uid)
 
 

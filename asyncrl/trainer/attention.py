@@ -56,12 +56,11 @@ class ForestAttention:
         if self.device.type == "cpu":
             return NodeKernel(self.forest)
         flex_kernel = FlexKernel(self.forest, self.device)
-        lengths = [len(sequence) for sequence in self.forest.sequences]
-        most_tokens = MAX_REPETITION * len(self.forest.ids)
-        one_by_one = np.mean(lengths) >= LONG_SEQUENCE and sum(lengths) <= most_tokens
+        lengths = [*map(len, self.forest.sequences)]
         is_hopper = torch.cuda.get_device_capability(self.device)[0] == 9  # cuDNN is no faster on other GPUs
+        shares_little = sum(lengths) <= MAX_REPETITION * len(self.forest.ids)
 
-        if one_by_one and is_hopper:
+        if is_hopper and shares_little and np.mean(lengths) >= LONG_SEQUENCE:
             return SequenceKernel(self.forest, self.device, flex_kernel)
         return flex_kernel
 
@@ -137,10 +136,10 @@ def _node_batch(chunks: Sequence[Chunk], window: int | None, dtype: torch.dtype)
     queries = pad_sequence([torch.from_numpy(keys[-count:]) for keys, count in chunks], batch_first=True)
     if window is None and all(count == len(keys) for keys, count in chunks):  # padding comes last
         return NodeBatch(queries, keys, None)
-    first_position = torch.tensor([[len(keys) - count] for keys, count in chunks])
-    last_position = torch.tensor([[len(keys) - 1] for keys, _ in chunks])
 
     # Padding sees what the last query sees: a row of scores without a key would be NaN.
+    first_position = torch.tensor([[len(keys) - count] for keys, count in chunks])
+    last_position = torch.tensor([[len(keys) - 1] for keys, _ in chunks])
     query_position = (first_position + torch.arange(queries.shape[1])).minimum(last_position)
     distance = query_position[:, :, None] - torch.arange(keys.shape[1])
     is_hidden = distance < 0 if window is None else (distance < 0) | (distance >= window)
@@ -155,8 +154,9 @@ def _attend_batch(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
         key, value = (x.repeat_interleave(len(query) // len(x), dim=0) for x in (key, value))
 
     if scoring.softcap is None:
-        attend = nn.functional.scaled_dot_product_attention
-        return attend(query, key, value, mask, is_causal=mask is None, scale=scoring.scale)
+        return nn.functional.scaled_dot_product_attention(
+            query, key, value, mask, is_causal=mask is None, scale=scoring.scale
+        )
 
     if mask is None:
         mask = torch.full((query.shape[2],) * 2, -torch.inf, dtype=query.dtype).triu(1)
@@ -251,7 +251,6 @@ class SequenceKernel:
         is_plain = scoring.window is None and scoring.softcap is None and query.dtype.itemsize == 2
         if not is_plain or not query.shape[-1] == value.shape[-1] <= 128:
             return self._fallback.attend(query, key, value, scoring)
-        causal_attention = nn.functional.scaled_dot_product_attention
         outputs = []
         ordered = (x if self._token_order is None else x[:, self._token_order] for x in (query, key, value))
         # A single split also gives a single gradient.
@@ -261,7 +260,9 @@ class SequenceKernel:
             for sequence, length, new_count in zip(sequences, self._lengths, self._new_counts, strict=True):
                 padding = -length % LENGTH_MULTIPLE  # keys behind all queries: none sees them
                 q, k, v = (pad(x, (0, 0, 0, padding))[None] for x in sequence)
-                output = causal_attention(q, k, v, is_causal=True, scale=scoring.scale, enable_gqa=True)
+                output = nn.functional.scaled_dot_product_attention(
+                    q, k, v, is_causal=True, scale=scoring.scale, enable_gqa=True
+                )
                 outputs.append(output[0, :, length - new_count : length])
 
         results = torch.cat(outputs, dim=1)
@@ -351,13 +352,12 @@ class FlexKernel:
             partly_visible &= lowest_position[:, None] - highest_position < window
             fully_visible &= highest_position[:, None] - lowest_position < window
 
-        mask_mod = self.visible(window)
-        lengths = (token_count, token_count)
-        partial_blocks = _block_lists(partly_visible & ~fully_visible)
-        full_blocks = _block_lists(fully_visible)
-
         return BlockMask.from_kv_blocks(
-            *partial_blocks, *full_blocks, mask_mod=mask_mod, BLOCK_SIZE=BLOCK_TOKENS, seq_lengths=lengths
+            *_block_lists(partly_visible & ~fully_visible),
+            *_block_lists(fully_visible),
+            mask_mod=self.visible(window),
+            BLOCK_SIZE=BLOCK_TOKENS,
+            seq_lengths=(token_count, token_count),
         )
 
 

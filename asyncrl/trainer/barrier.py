@@ -29,9 +29,9 @@ from asyncrl.trainer.advantages import (
 )
 from asyncrl.trainer.batch import TrainingSample
 from asyncrl.trainer.report import (
+    BatchSums,
     MetricSums,
     advantage_factor,
-    advantage_tokens,
     merged_sums,
     tally_advantages,
 )
@@ -65,20 +65,20 @@ def compare_batch(
     tally = MetricSums()
     tally_advantages(tally, samples)
     batch_tally = merged_sums(world.gather_data(tally, MetricSums))
-    scale_advantages = advantage_scaling(recipe, batch_tally, whitening)
+    scale_advantages = advantage_scaling(recipe, batch_tally.sums, whitening)
 
     return [with_scaled_advantages(sample, scale_advantages) for sample in samples], batch_tally
 
 
 def advantage_scaling(
-    recipe: Recipe, batch_tally: MetricSums, whitening: Whitening | None
+    recipe: Recipe, sums: BatchSums, whitening: Whitening | None
 ) -> Callable[[np.ndarray], np.ndarray]:
     """Return the function that the batch's statistics apply to each advantage."""
     if recipe.scale in ("whiten", "whiten_running"):
         # The first batch has no earlier statistics.
         earlier_statistics = whitening if recipe.scale == "whiten_running" else None
-        return (earlier_statistics or Whitening.of(advantage_tokens(batch_tally))).apply
-    scale_factor = advantage_factor(recipe.scale, batch_tally)
+        return (earlier_statistics or Whitening.of(sums.token_advantages)).apply
+    scale_factor = advantage_factor(recipe.scale, sums)
     return lambda advantage: advantage * scale_factor
 
 

@@ -9,7 +9,8 @@ its lag, whether it may contribute. Log-probs and values by models are added to 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -170,20 +171,18 @@ class MicroBatch:
         not copied again."""
         if not any(sample.model_tokens for sample in samples):
             return self
-        added_columns: dict[str, Any] = _optional_columns(
-            samples, self.rollout_logprobs.dtype, self.rollout_logprobs.device
+        return replace(
+            self, **_optional_columns(samples, self.rollout_logprobs.dtype, self.rollout_logprobs.device)
         )
-        return replace(self, **added_columns)
 
     def to(self, device: torch.device) -> MicroBatch:
         return moved_to_device(self, device)
 
     def with_tensors(self, convert: Callable[[Tensor], Tensor], device: torch.device) -> MicroBatch:
         """Return a copy whose tensors went through `convert`, with attention on `device`."""
-        columns = {field.name: getattr(self, field.name) for field in fields(self)}
         converted_columns: dict[str, Any] = {
             name: column.with_tensors(convert, device) if isinstance(column, Selected) else convert(column)
-            for name, column in columns.items()
+            for name, column in vars(self).items()
             if column is not None
         }
         return replace(self, **converted_columns)
@@ -224,11 +223,9 @@ def partition_plan(
     parts_by_rank = []
     for rank_part in partition_units(largest_first, rank_count):
         rank_pieces = [plan_pieces[index] for index in rank_part.members]
+        index_lists = micro_batches(rank_pieces, token_budget)
         parts_by_rank.append(
-            [
-                [planned[rank_part.members[piece_index]] for piece_index in micro_batch]
-                for micro_batch in micro_batches(rank_pieces, token_budget)
-            ]
+            [[planned[rank_part.members[index]] for index in indices] for indices in index_lists]
         )
 
     return parts_by_rank
@@ -284,12 +281,11 @@ def training_sample(
 
     sequence_of, position = np.array(token_origins, dtype=np.int64).reshape(-1, 2).T
     turn_indices = np.repeat(np.arange(len(turns)), [len(turn.generation.ids) for turn in turns])
-    logprobs = [logprob for turn in turns for logprob in turn.generation.logprobs]
     version_spans = [span for turn in turns for span in turn.generation.spans]
     staleness = token_lags(version_spans, current_version)
     exact_spans = [span.version == span.kv_version == current_version for span in version_spans]
     token_share = aggregation(len(token_origins), planned.group_tokens)
-    adapter_of = {
+    sequence_adapters = {
         turn.row: agent_names.index(turn.agent) if turn.agent in agent_names else 0 for turn in turns
     }
 
@@ -303,17 +299,18 @@ def training_sample(
         position=position,
         turn=turn_indices,
         rewards=token_rewards(planned.own, turn_indices),
-        rollout_logprobs=np.array(logprobs, dtype=np.float64),
+        rollout_logprobs=np.array(
+            [logprob for turn in turns for logprob in turn.generation.logprobs], dtype=np.float64
+        ),
         lag=np.asarray(staleness, dtype=np.int64),
         stale=np.asarray(stale_mask(staleness, max_staleness), dtype=bool),
         exact=np.repeat(
-            np.asarray(exact_spans, dtype=bool), [span.end - span.start for span in version_spans]
+            np.array([span.version == span.kv_version == step for span in version_spans], dtype=bool),
+            [span.end - span.start for span in version_spans],
         ),
         reference=None if scorer_topk is None else references(turns, scorer_topk),
         routes=sequence_routes(turns, [*map(len, sequences)], expert_choices) if expert_choices else (),
-        sequence_adapters=tuple(adapter_of[row] for row in range(len(sequences)))
-        if len(agent_names) > 1
-        else (),
+        sequence_adapters=tuple(sequence_adapters.values()) if len(agent_names) > 1 else (),
         teacher_sequences=teacher_sequences_of(sequences, turns) if scorer_topk is None else (),
         teacher_topk=topk_of_turns(turns, scorer_topk) if scorer_topk else None,
         excluded=mask_truncated and planned.own.end.truncated,
@@ -355,9 +352,7 @@ def collate(samples: Sequence[TrainingSample], dtype: torch.dtype, packing: Pack
     def per_token(values: Sequence[float]) -> Tensor:
         return torch.from_numpy(np.repeat(np.asarray(values, dtype=np.float64), token_counts)).to(dtype)
 
-    def join_column(name: str) -> Tensor:
-        return _join_column(samples, name)
-
+    join_column = partial(_join_column, samples)
     sequence_of = (
         np.repeat(np.cumsum([0, *(len(sample.sequences) for sample in samples[:-1])]), token_counts)
         + join_column("sequence_of").numpy()
@@ -417,7 +412,7 @@ def collate(samples: Sequence[TrainingSample], dtype: torch.dtype, packing: Pack
 
 def _optional_columns(
     samples: Sequence[TrainingSample], dtype: torch.dtype, device: torch.device
-) -> dict[str, Tensor]:
+) -> dict[str, Any]:
     names = [name for name in OPTIONAL_COLUMNS if getattr(samples[0], name) is not None]
     columns = to_device([_join_column(samples, name).to(dtype) for name in names], device)
     return dict(zip(names, columns, strict=True))
@@ -440,15 +435,12 @@ def _dummy_batch(dtype: torch.dtype, packing: Packing) -> MicroBatch:
     zero = torch.zeros(1, dtype=dtype)
     false = torch.zeros(1, dtype=torch.bool)
     zero_index = torch.zeros(1, dtype=torch.int64)
-    teacher_scores = TeacherScores(zero_index[:, None], zero[:, None], zero)
     ids = np.zeros(2, dtype=np.int64)
-    first_token = np.array([0])
-    second_token = np.array([1])
+    second_token = Selected.lay_out([ids], np.array([0]), np.array([1]), zero + 1, packing)
 
     return MicroBatch(
         selected=replace(
-            Selected.lay_out([ids], first_token, second_token, zero + 1, packing),
-            teacher_scores=teacher_scores,
+            second_token, teacher_scores=TeacherScores(zero_index[:, None], zero[:, None], zero)
         ),
         episode=zero_index,
         turn=zero_index,

@@ -7,6 +7,7 @@ the trainer's own, with gradient.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from typing import Any
@@ -50,8 +51,7 @@ class ForcedRoutes:
     @property
     def choices_per_token(self) -> int:
         """Return the number of experts for a token, in all layers."""
-        layers, k = self._layers_and_choices
-        return layers * k
+        return math.prod(self._layers_and_choices)
 
     def use_routes(self, routes: Tensor | None) -> None:
         """Use these routes [T, choices] in all following forwards, including recomputed ones; None: the
@@ -95,7 +95,6 @@ class _ForcedTopK(TorchFunctionMode):
             )
 
         chosen_experts = torch.where(self._experts == UNKNOWN_EXPERT, selection[1], self._experts)
-
         return args[0].gather(-1, chosen_experts), chosen_experts
 
 

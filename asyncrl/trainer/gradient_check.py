@@ -1,5 +1,5 @@
-"""Checks that the gradients of sequences that are laid out together, or cut at the output layer, equal the
-gradients of sequences one by one. The checked model is usually a small copy (shrunk.py)."""
+"""Checks that the gradients of sequences that are laid out together, or whose logits are computed in chunks,
+equal the gradients of sequences one by one. The checked model is usually a small copy (shrunk.py)."""
 
 from __future__ import annotations
 
@@ -45,42 +45,40 @@ def check_gradients(
     world: World | None = None,
 ) -> dict[str, str]:
     """Compare each way to compute gradients with sequences computed one by one. Returns the problem of each
-    way, '' for none: `cut` at the output layer, and `layouts` of sequences.
+    way, '' for none: `split` at the output layer, and `layouts` of sequences.
 
     `root`: a policy or a critic, with weights. `limits_kind`: a key of ERROR_LIMITS. `world`: the ranks that
     share the model. A collective. Gradients are cleared.
     """
     model = transformer_of(root)
-    rng = np.random.default_rng(0)
     own_attention = model.config._attn_implementation
     vocabulary_size = model.config.get_text_config().vocab_size
+    rng = np.random.default_rng(0)
     common_start, *ends = (
         rng.integers(min(RESERVED_IDS, vocabulary_size - 1), vocabulary_size, n) for n in (24, 9, 14, 30)
     )
     sequences = [np.concatenate([common_start, ends[0]]), np.concatenate([common_start, ends[1]]), ends[2]]
     one_by_one = [_all_tokens([sequence], "padded") for sequence in sequences]
 
-    cut_methods: list[Any] = [] if getattr(root, "uncut", True) else ["cut"]
-    problems = dict.fromkeys(("cut", *LAYOUTS), "")
-    for method in (*cut_methods, *layouts):
-        laid_out = one_by_one if method == "cut" else [_all_tokens(sequences, method)]
+    split_methods: list[Any] = [] if getattr(root, "runs_whole", True) else ["split"]
+    problems = dict.fromkeys(("split", *LAYOUTS), "")
+    for method in (*split_methods, *layouts):
+        laid_out = one_by_one if method == "split" else [_all_tokens(sequences, method)]
         forest = laid_out[0].forest
         try:
-            _set_uncut(root, True)
+            _set_runs_whole(root, True)
             expected = _token_values(root, one_by_one, world)
             expected_norms = _norms(root, expected, world)
             for gradient in _local_gradients(root):
                 gradient.neg_()  # the next are added to it: no second set is held
-            _set_uncut(root, not cut_methods or bool(problems["cut"]))
+            _set_runs_whole(root, not split_methods or bool(problems["split"]))
             if forest is not None:
                 model.set_attn_implementation(FOREST_ATTENTION)
 
             distances = _norms(root, _token_values(root, laid_out, world) - expected, world)
             for quantity, limit in ERROR_LIMITS[limits_kind].items():
-                if (
-                    not (relative_distance := distances[quantity] / max(expected_norms[quantity], 1e-30))
-                    < limit
-                ):
+                relative_distance = distances[quantity] / max(expected_norms[quantity], 1e-30)
+                if not relative_distance < limit:  # also NaN
                     problems[method] = (
                         f"has {quantity} that differ from those of rows one by one by "
                         f"{relative_distance:.1e} of their norm (limit {limit:.0e})"
@@ -98,7 +96,7 @@ def check_gradients(
         if forest is not None:
             model.set_attn_implementation(own_attention)
 
-    _set_uncut(root, not cut_methods)
+    _set_runs_whole(root, not split_methods)
 
     return problems
 
@@ -117,7 +115,6 @@ def cached_gradient_check(
         cached_problems = read_result(cache_key, dict[str, str])
 
     problems_type: Any = dict[str, str] | None
-
     problems = world.gather(cached_problems, problems_type)[0]
     if problems is None:
         problems = check_gradients(root, layouts, dtype, world)
@@ -131,20 +128,16 @@ def cached_gradient_check(
 def _cache_key(root: nn.Module, layouts: Sequence[Packing], dtype: str, world: World, compiled: bool) -> str:
     model = transformer_of(root)
     device = world.device
-    settings = sorted((model.config.to_dict() | dict.fromkeys(IGNORED_SETTINGS)).items())
-    trained_names = sorted(name for name, parameter in root.named_parameters() if parameter.requires_grad)
-    device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    sharing_ranks = world.sequence.count if world.sequence else 1
-    classes = type(root).__name__, type(model).__name__
     key_parts = (
         "examined",
-        *classes,
-        settings,
-        trained_names,
+        type(root).__name__,
+        type(model).__name__,
+        sorted((model.config.to_dict() | dict.fromkeys(IGNORED_SETTINGS)).items()),
+        sorted(name for name, parameter in root.named_parameters() if parameter.requires_grad),
         *layouts,
         dtype,
-        device_name,
-        sharing_ranks,
+        torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        world.sequence.count if world.sequence else 1,
         compiled,
         *code_versions(),
     )
@@ -159,10 +152,10 @@ def _all_tokens(sequences: Sequence[np.ndarray], packing: Packing) -> Selected:
     return Selected.lay_out(sequences, sequence_of, position, torch.ones(len(sequence_of)), packing)
 
 
-def _set_uncut(root: Any, uncut: bool) -> None:
-    """Let the policy compute all logits at once, or cut at its output layer. A critic has no such layer."""
-    if hasattr(root, "uncut"):
-        root.uncut = uncut
+def _set_runs_whole(root: Any, runs_whole: bool) -> None:
+    """Let the policy compute all logits at once, or in chunks. A critic has none."""
+    if hasattr(root, "runs_whole"):
+        root.runs_whole = runs_whole
 
 
 def _token_values(root: nn.Module, selections: Sequence[Selected], world: World | None) -> Tensor:

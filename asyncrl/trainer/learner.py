@@ -1,6 +1,9 @@
 """The learner: models, optimizers and schedule; turns a stream of micro-batches into optimizer steps.
 
-    accumulate(work) … accumulate(work) ──► gradients, undivided ──► finish(): replicas' mean, / D, clip
+    stream    accumulate(work): advantages, forward, backward ──► gradients, undivided
+              finish(): replicas' mean, / D, clip, optimizer step
+    barrier   accumulate(work): the samples are held
+              finish(): scores, advantages of the whole batch; for each mini-batch as in the stream
 
 Exactness: the loss of a batch is (Σ_t w_t·L_t)/D with w_t fixed before the forward and a single D, known only
 when the batch is complete. FSDP2, and replicas once a step, *average* gradients over ranks, so every loss is
@@ -14,12 +17,13 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from asyncrl.algorithms.diagnostics import token_sums
+from asyncrl.algorithms.diagnostics import report_tokens
 from asyncrl.algorithms.kl import adapted
 from asyncrl.algorithms.normalise import Whitening
 from asyncrl.algorithms.recipe import compose
@@ -41,7 +45,7 @@ from asyncrl.trainer.footprint import RECOMPUTED_EVERY, least_recomputation
 from asyncrl.trainer.layers import compiled_graphs
 from asyncrl.trainer.loading import master_dtype
 from asyncrl.trainer.model import Critic, load_critic, load_policy, load_reference
-from asyncrl.trainer.objective import Evaluated, evaluate, teacher_of
+from asyncrl.trainer.objective import MicroBatchLoss, evaluate
 from asyncrl.trainer.optimizer import (
     SpikeError,
     learning_rate,
@@ -54,6 +58,8 @@ from asyncrl.trainer.packing import packing_for
 from asyncrl.trainer.performance import FlopCount, Stopwatch
 from asyncrl.trainer.prefix_tree import common_prefix
 from asyncrl.trainer.recompute import Recomputation
+from asyncrl.trainer.scores import Scores
+from asyncrl.trainer.teacher import Teacher
 from asyncrl.trainer.world import World
 from asyncrl.types import Turn
 from asyncrl.wire.messages.trainer import PlannedTrajectory
@@ -63,20 +69,23 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class _EvaluatedMicroBatch:
-    """Holds a micro-batch between its forward and the count of its loss terms. `logp`: [N]."""
+class _TrainedMicroBatch:
+    """Holds a micro-batch between its backward and the count of its loss terms. `logprobs`: [N]."""
 
     samples: Sequence[TrainingSample]
     micro_batch: MicroBatch
-    logp: Tensor
-    evaluated: Evaluated
+    logprobs: Tensor
+    loss: MicroBatchLoss
+
+
+TrainMicroBatch = Callable[[Sequence[TrainingSample], MicroBatch], _TrainedMicroBatch]
 
 
 class Learner:
     """Trains as one rank of the trainer. `step` is V: the number of completed optimizer batches.
 
     Methods are collectives: all ranks call the same methods in the same order. Where the recipe has a barrier
-    the episodes wait for `finish`, which compares the whole batch (see barrier.py). `state`: the numbers of a
+    the samples wait for `finish`, which compares the whole batch (see barrier.py). `state`: the numbers of a
     checkpoint beside models and optimizers, constant within a batch.
     """
 
@@ -95,16 +104,17 @@ class Learner:
         )
         self.critic = load_critic(config, world, self.recomputation) if self.recipe.critic else None
         self.scorers_read_reference = self.recipe.reference and config.scored_reference
-        loads_reference = self.recipe.reference and not self.scorers_read_reference
-        self.reference = load_reference(config, world, self.policy) if loads_reference else None
+        self.reference = None
         policies = [self.policy]
-        if self.reference is not None and self.reference.policy is not self.policy:
-            policies.append(self.reference.policy)
+        if self.recipe.reference and not self.scorers_read_reference:
+            self.reference = load_reference(config, world, self.policy)
+            if self.reference.policy is not self.policy:
+                policies.append(self.reference.policy)
+
         models = [*policies, *([self.critic] if self.critic else [])]  # in the same order on all ranks
-        wanted_packing = config.trainer.packing
-        dtype = config.model.dtype
-        is_compiled = config.trainer.compile
-        self.packing = packing_for(models, wanted_packing, dtype, world, is_compiled)
+        self.packing = packing_for(
+            models, config.trainer.packing, config.model.dtype, world, config.trainer.compile
+        )
         for policy in policies:
             policy.packing = self.packing
 
@@ -125,7 +135,7 @@ class Learner:
         # Called after every micro-batch, for signs of life.
         self.after_micro_batch: Callable[[], None] = lambda: None
         self.ratio_recorder: report.RatioRecorder | None = None  # records ratios of single tokens
-        self._expected_denominator = 256.0  # estimate of D, for a loss of about 1; see take_optimizer_step
+        self._expected_denominator = 256.0  # estimate of D, for a loss of about 1; see _take_optimizer_step
         self._held_samples: list[TrainingSample] = []
         self._tally = report.MetricSums()
         self._flop_count = FlopCount.of(self.policy.lm)
@@ -170,22 +180,31 @@ class Learner:
         """Return the running statistics of earlier batches; None while unknown."""
         return Whitening.from_state(self.state)
 
+    def rank_part(self, planned: Sequence[PlannedTrajectory]) -> list[list[PlannedTrajectory]]:
+        """Return this rank's part of a plan, cut into parts of about a micro-batch."""
+        data_ranks = self.world.data_ranks
+        return self.partition(planned, data_ranks)[self.world.rank * data_ranks // self.world.size]
+
+    def partition(
+        self, planned: Sequence[PlannedTrajectory], rank_count: int
+    ) -> list[list[list[PlannedTrajectory]]]:
+        """Return the parts of all `rank_count` ranks."""
+        hidden_size = self.policy.lm.config.get_text_config().hidden_size
+        return partition_plan(planned, self.packing, self.token_budget, hidden_size, rank_count)
+
     def accumulate(self, work: PlannedWork) -> None:
-        """Train on this rank's trajectories of one part of the plan; empty for an idle rank."""
-        mask_truncated = self.config.algorithm.mask_truncated
-        aggregation = self.recipe.aggregate
-        expert_choices = (
-            self.policy.forced_routes.choices_per_token if self.policy.forced_routes is not None else 0
-        )
+        """Train on this rank's trajectories of one part of the plan, or hold them behind the barrier. An idle
+        rank has none."""
+        forced_routes = self.policy.forced_routes
         samples = [
             training_sample(
                 planned,
                 turns,
                 self.step,
                 self.max_staleness,
-                aggregation,
-                mask_truncated=mask_truncated,
-                expert_choices=expert_choices,
+                self.recipe.aggregate,
+                mask_truncated=self.config.algorithm.mask_truncated,
+                expert_choices=forced_routes.choices_per_token if forced_routes is not None else 0,
                 scorer_topk=self.config.kl.top_k if self.scorers_read_reference else None,
                 agent_names=self.agent_names,
             )
@@ -195,24 +214,24 @@ class Learner:
 
         if self.behind_barrier:
             self._held_samples += samples
-            return
-
-        self._train_samples(samples, self._tally)
+        else:
+            self._train_streamed(samples)
 
     def finish(self) -> dict[str, float]:
-        """Complete the batch: take its optimizer step(s), count it, return the metrics of all ranks. Raises
-        SpikeError on all ranks if the batch is to be left out; this learner cannot be used afterwards."""
+        """Complete the batch: take its optimizer step(s), update the state, return the metrics of all ranks.
+        Raises SpikeError on all ranks if the batch is to be left out; this learner cannot be used
+        afterwards."""
         if self.behind_barrier:
             tally = report.merged_sums(self.world.gather_data(self._tally, report.MetricSums))
             tally.merge(self._train_held_batch())
         else:
-            tally = self.take_optimizer_step(self._tally)
+            tally = self._take_optimizer_step(self._tally)
 
         self._held_samples = []
         self._tally = report.MetricSums()
         self.step += 1
-        metrics = report.batch_metrics(tally, advantage_scaling(self.recipe, tally, self.whitening))
-        self._update_state(tally, metrics)
+        metrics = report.batch_metrics(tally, advantage_scaling(self.recipe, tally.sums, self.whitening))
+        self._update_state(tally.sums, metrics)
 
         if metrics.get("trainer/replayed_share") == 0:
             logger.warning(
@@ -226,22 +245,68 @@ class Learner:
 
         return metrics
 
-    def _update_state(self, tally: report.MetricSums, metrics: dict[str, float]) -> None:
+    def _update_state(self, sums: report.BatchSums, metrics: dict[str, float]) -> None:
         """Update the state for the next batch: the KL coefficient, and the running moments of advantages."""
         kl_config = self.config.kl
         if kl_config.where != "none":
             metrics["actor/kl_coef"] = self.state["kl_coef"]
-            episode_count = int(metrics.get("trainer/trajectories", 0))
             self.state["kl_coef"] = adapted(
                 self.state["kl_coef"],
                 metrics.get("actor/ref_kl", kl_config.target),
                 kl_config.target,
-                episode_count,
+                sums.trajectories,
                 kl_config.horizon,
             )
 
         if self.recipe.scale == "whiten_running":
-            self.state |= Whitening.updated(self.whitening, report.advantage_tokens(tally)).state()
+            self.state |= Whitening.updated(self.whitening, sums.token_advantages).state()
+
+    # -- streamed --------------------------------------------------------------------------------------
+
+    def _train_streamed(self, samples: Sequence[TrainingSample]) -> None:
+        """Train on samples as they arrive. Advantages that no model enters are computed before any forward;
+        others once critic and reference have scored the micro-batch."""
+        if self.critic is None and self.reference is None:
+            samples = self._with_advantages(samples)
+        self._train_samples(samples, self._tally, self._train_micro_batch)
+
+    def _train_micro_batch(
+        self, samples: Sequence[TrainingSample], micro_batch: MicroBatch
+    ) -> _TrainedMicroBatch:
+        """Run forward and backward of a micro-batch of the stream, with the missing advantages in between."""
+        if self.reference is not None:
+            if self.recipe.scores_reference:
+                with self.stopwatch.phase("ref"):
+                    reference_logprobs = self.reference.logp(micro_batch.reference_tokens)
+                    samples = with_values(samples, "reference", reference_logprobs)
+            if self.critic is None:
+                samples = self._with_advantages(samples)
+            micro_batch = micro_batch.updated(samples)
+
+        scores, values = self._forward(micro_batch)
+        if values is not None:
+            samples = self._with_advantages(with_values(samples, "value", values.detach()))
+            micro_batch = micro_batch.updated(samples)
+
+        return self._backward(samples, micro_batch, scores, values)
+
+    def _with_advantages(self, samples: Sequence[TrainingSample]) -> list[TrainingSample]:
+        """Return the samples with advantages that depend on no other episodes of the batch, and count
+        these."""
+        if self.config.kl.where == "reward":
+            samples = [
+                with_kl_penalty(sample, self.state["kl_coef"], self.recipe.kl_estimator)[0]
+                for sample in samples
+            ]
+
+        with self.stopwatch.phase("adv"):
+            samples = [with_advantages(sample, self.recipe) for sample in samples]
+        report.tally_advantages(self._tally, samples)
+
+        whitening = self.whitening
+        if whitening is not None and self.recipe.scale == "whiten_running":
+            samples = [with_scaled_advantages(sample, whitening.apply) for sample in samples]
+        return samples
 
     # -- behind the barrier ----------------------------------------------------------------------------
 
@@ -252,36 +317,36 @@ class Learner:
         Mini-batches consist of whole groups, each with its own denominator. The lag was checked once, at the
         start of the batch; the policy's drift inside the batch shows as `actor/ppo_kl`.
         """
-        mini_batches = self.config.algorithm.steps_per_batch
-        kl_coef = self.state["kl_coef"]
-        scored_samples = self._score_held_samples(self._held_samples)
+        samples = self._score_held_samples()
         with self.stopwatch.phase("adv"):
-            kl_penalty = kl_coef if self.config.kl.where == "reward" else None
-            samples, batch_tally = compare_batch(
-                self.world, scored_samples, self.recipe, kl_penalty, self.whitening
-            )
-
+            kl_penalty = self.state["kl_coef"] if self.config.kl.where == "reward" else None
+            samples, batch_tally = compare_batch(self.world, samples, self.recipe, kl_penalty, self.whitening)
         samples = prepare_batch(self.world, samples, self.recipe.loss)
+
+        mini_batches = self.config.algorithm.steps_per_batch
         groups = set().union(*self.world.gather({sample.group for sample in samples}, set[str]))
         for index in range(self.recipe.optimizer_steps):
             epoch, mini_batch = divmod(index, mini_batches)
             mini_batch_of = partition_groups(groups, mini_batches, f"{self.config.seed}/{self.step}/{epoch}")
             tally = report.MetricSums()
             mini_batch_samples = [sample for sample in samples if mini_batch_of[sample.group] == mini_batch]
-            self._train_samples(mini_batch_samples, tally, progress=index / self.recipe.optimizer_steps)
-            batch_tally.merge(self.take_optimizer_step(tally))
+            progress = index / self.recipe.optimizer_steps
+            self._train_samples(
+                mini_batch_samples, tally, partial(self._train_compared_micro_batch, progress=progress)
+            )
+            batch_tally.merge(self._take_optimizer_step(tally))
 
         return batch_tally
 
-    def _score_held_samples(self, samples: Sequence[TrainingSample]) -> list[TrainingSample]:
-        """Return the samples with log-probs and values of the current models, where the recipe asks."""
+    def _score_held_samples(self) -> list[TrainingSample]:
+        """Return the held samples with log-probs and values of the current models, where the recipe asks."""
         recipe = self.recipe
-        scored_samples = list[TrainingSample]()
         needs_policy = recipe.prox == "recompute"
         if not (needs_policy or recipe.critic or self.reference is not None):
-            return list(samples)
+            return self._held_samples
 
-        for part_samples in self._cut_micro_batches(samples):
+        scored_samples = list[TrainingSample]()
+        for part_samples in self._cut_micro_batches(self._held_samples):
             micro_batch = self._collate_on_device(part_samples)
             columns: dict[str, Tensor | None] = {}
             with torch.no_grad():
@@ -306,17 +371,43 @@ class Learner:
 
         return scored_samples
 
-    def rank_part(self, planned: Sequence[PlannedTrajectory]) -> list[list[PlannedTrajectory]]:
-        """Return this rank's part of a plan, cut into parts of about a micro-batch."""
-        data_ranks = self.world.data_ranks
-        return self.partition(planned, data_ranks)[self.world.rank * data_ranks // self.world.size]
+    def _train_compared_micro_batch(
+        self, samples: Sequence[TrainingSample], micro_batch: MicroBatch, progress: float
+    ) -> _TrainedMicroBatch:
+        """Run forward and backward of a micro-batch whose advantages are fixed. `progress`: the fraction of
+        the batch's optimizer steps already taken."""
+        scores, values = self._forward(micro_batch)
+        return self._backward(samples, micro_batch, scores, values, progress)
 
-    def partition(
-        self, planned: Sequence[PlannedTrajectory], rank_count: int
-    ) -> list[list[list[PlannedTrajectory]]]:
-        """Return the parts of all `rank_count` ranks."""
-        hidden_size = self.policy.lm.config.get_text_config().hidden_size
-        return partition_plan(planned, self.packing, self.token_budget, hidden_size, rank_count)
+    # -- micro-batches ---------------------------------------------------------------------------------
+
+    def _train_samples(
+        self,
+        samples: Sequence[TrainingSample],
+        tally: report.MetricSums,
+        train_micro_batch: TrainMicroBatch,
+    ) -> None:
+        """Run forward and backward of all samples, one micro-batch after another; gradients add up, not yet
+        divided, and counts go to `tally`. Samples without effect on the gradient are counted only."""
+        if self.recipe.skips_inert:
+            report.tally_unscored(
+                tally, [sample for sample in samples if not sample.is_scored], self.agent_names
+            )
+            samples = [sample for sample in samples if sample.is_scored]
+
+        sample_lists = self._cut_micro_batches(samples)
+        micro_batches_on_device = map(self._collate_on_device, sample_lists)
+        micro_batch = next(micro_batches_on_device, None)
+        for part_samples in sample_lists:
+            assert micro_batch is not None
+            trained = train_micro_batch(part_samples, micro_batch)
+
+            # The GPU computes the backward meanwhile; counting reads from the GPU and waits for it.
+            micro_batch = next(micro_batches_on_device, None)
+            self._count_micro_batch(trained, tally)
+            if self.reference is not None:
+                self.reference.release()
+            self.after_micro_batch()
 
     def _cut_micro_batches(self, samples: Sequence[TrainingSample]) -> list[list[TrainingSample]]:
         """Cut this rank's samples under the token budget, padded to the same count on all ranks."""
@@ -342,163 +433,88 @@ class Learner:
             )
 
         index_lists = micro_batches(pieces, self.token_budget, padded=self.packing == "padded")
-        micro_batch_count = max(self.world.gather(len(index_lists), int))
         sample_lists = [[samples[index] for index in indices] for indices in index_lists]
+        missing = max(self.world.gather(len(sample_lists), int)) - len(sample_lists)
 
-        return sample_lists + [[] for _ in range(micro_batch_count - len(sample_lists))]
+        return sample_lists + [[] for _ in range(missing)]
 
     def _collate_on_device(self, samples: Sequence[TrainingSample]) -> MicroBatch:
         micro_batch = collate(samples, self.dtype, self.packing)
         # From here on the micro-batch takes the device's memory.
-        self.micro_batch_size = (
-            micro_batch.selected.ids.numel(),
-            len(samples),
-        )
+        self.micro_batch_size = (micro_batch.selected.ids.numel(), len(samples))
         return micro_batch.to(self.world.device)
 
-    # -- a micro-batch ---------------------------------------------------------------------------------
-
-    def _train_samples(
-        self, samples: Sequence[TrainingSample], tally: report.MetricSums, progress: float = 0.0
-    ) -> None:
-        """Run forward and backward of some episodes; gradients add up, not yet divided, and counts go to
-        `tally`.
-
-        Behind a barrier the samples come with their advantages, and `progress` is the fraction of the batch's
-        optimizer steps already taken. Otherwise advantages are computed here, or once the critic has scored a
-        micro-batch. Episodes without effect on the gradient are counted only.
-        """
-        if not self.behind_barrier and not (self.recipe.critic or self.reference is not None):
-            samples = self._with_advantages(samples, tally)
-
-        if self.recipe.skips_inert:
-            report.tally_unscored(
-                tally, [sample for sample in samples if not sample.is_scored], self.agent_names
-            )
-            samples = [sample for sample in samples if sample.is_scored]
-
-        sample_lists = self._cut_micro_batches(samples)
-
-        micro_batches_on_device = map(self._collate_on_device, sample_lists)
-        micro_batch = next(micro_batches_on_device, None)
-        for part_samples in sample_lists:
-            assert micro_batch is not None
-            evaluated = self._forward_backward(part_samples, micro_batch, tally, progress)
-
-            # The GPU computes the backward meanwhile; counting reads from the GPU and waits for it.
-            micro_batch = next(micro_batches_on_device, None)
-            self._count_micro_batch(evaluated, tally)
-            if self.reference is not None:
-                self.reference.release()
-            self.after_micro_batch()
-
-    def _forward_backward(
-        self,
-        samples: Sequence[TrainingSample],
-        micro_batch: MicroBatch,
-        tally: report.MetricSums,
-        progress: float,
-    ) -> _EvaluatedMicroBatch:
-        """Run forward and backward of one micro-batch of these samples. Only advantages are counted in
-        `tally`."""
-        if not self.behind_barrier and self.reference is not None:
-            if self.recipe.scores_reference:
-                with self.stopwatch.phase("ref"):
-                    reference_logprobs = self.reference.logp(micro_batch.reference_tokens)
-                    samples = with_values(samples, "reference", reference_logprobs)
-            if not self.recipe.critic:
-                samples = self._with_advantages(samples, tally)
-            micro_batch = micro_batch.updated(samples)
-
-        evaluated = self._forward(samples, micro_batch, tally, progress)
-        (evaluated.evaluated.loss_sum * (self.averaged_ranks / self._expected_denominator)).backward()
-        return evaluated
-
-    def _forward(
-        self,
-        samples: Sequence[TrainingSample],
-        micro_batch: MicroBatch,
-        tally: report.MetricSums,
-        progress: float,
-    ) -> _EvaluatedMicroBatch:
-        """Run the forward of a micro-batch; the loss is not yet divided. Only advantages are counted in
-        `tally`."""
+    def _forward(self, micro_batch: MicroBatch) -> tuple[Scores, Tensor | None]:
+        """Return the policy's scores of a micro-batch and the critic's values [N], both with gradient."""
         self._computed_tokens += micro_batch.selected.ids.numel()
         self._computed_flops += self._flop_count.total_flops(
             micro_batch.selected.host_positions, len(micro_batch.selected.labels)
         )
-        entropy_grad = self.config.algorithm.entropy_coef > 0
 
         teacher = None
         if self.recipe.divergence:
+            divergence = self.recipe.divergence
+            top_k = self.config.kl.top_k
             with self.stopwatch.phase("ref"):
-                teacher = teacher_of(
-                    micro_batch, self.reference, self.recipe.divergence, self.config.kl.top_k
-                )
+                if self.reference is None:  # servers have scored the tokens
+                    teacher = Teacher(divergence, top_k)
+                else:
+                    teacher = self.reference.teacher(micro_batch.reference_tokens, divergence, top_k)
 
-        scores = self.policy(micro_batch.selected, entropy_grad=entropy_grad, teacher=teacher)
+        scores = self.policy(
+            micro_batch.selected,
+            entropy_grad=self.config.algorithm.entropy_coef > 0,
+            teacher=teacher,
+        )
 
-        value: Tensor | None = None
+        values: Tensor | None = None
         if self.critic is not None:
             with self.stopwatch.phase("values"):
-                value = self.critic(micro_batch.selected)
+                values = self.critic(micro_batch.selected)
 
-        if not self.behind_barrier and value is not None:
-            samples = self._with_advantages(with_values(samples, "value", value.detach()), tally)
-            micro_batch = micro_batch.updated(samples)
+        return scores, values
 
-        kl_coef = self.state["kl_coef"]
-        evaluated = evaluate(micro_batch, scores, value, self.config, self.recipe, kl_coef, progress)
+    def _backward(
+        self,
+        samples: Sequence[TrainingSample],
+        micro_batch: MicroBatch,
+        scores: Scores,
+        values: Tensor | None,
+        progress: float = 0.0,
+    ) -> _TrainedMicroBatch:
+        """Compute the loss of a micro-batch that has its advantages, and run its backward."""
+        loss = evaluate(
+            micro_batch, scores, values, self.config, self.recipe, self.state["kl_coef"], progress
+        )
+        (loss.loss_sum * (self.averaged_ranks / self._expected_denominator)).backward()
+        return _TrainedMicroBatch(samples, micro_batch, scores.logp.detach(), loss)
 
-        return _EvaluatedMicroBatch(samples, micro_batch, scores.logp.detach(), evaluated)
-
-    def _count_micro_batch(
-        self, evaluated_micro_batch: _EvaluatedMicroBatch, tally: report.MetricSums
-    ) -> None:
+    def _count_micro_batch(self, trained: _TrainedMicroBatch, tally: report.MetricSums) -> None:
         """Count the loss terms of a micro-batch, and record ratios of single tokens."""
-        samples = evaluated_micro_batch.samples
-        micro_batch = evaluated_micro_batch.micro_batch
-        evaluated = evaluated_micro_batch.evaluated
+        micro_batch = trained.micro_batch
+        token_state = trained.loss.token_state
+
         # Demonstrations have no rollout log-probs.
         if self.ratio_recorder is not None and not self.recipe.loss.demonstrations:
-            is_dropped = evaluated.token_state.correction.masked & evaluated.token_state.trainable
-            self.ratio_recorder.record_micro_batch(
-                samples, evaluated_micro_batch.logp - micro_batch.rollout_logprobs, is_dropped
-            )
+            is_dropped = token_state.correction.masked & token_state.trainable
+            log_ratio = trained.logprobs - micro_batch.rollout_logprobs
+            self.ratio_recorder.record_micro_batch(trained.samples, log_ratio, is_dropped)
 
-        denominator = math.fsum(sample.denominator for sample in samples)
+        denominator = math.fsum(sample.denominator for sample in trained.samples)
+        tally.sums.denominator += denominator
         if self.policy.forced_routes is not None:
-            report.tally_routes(tally, micro_batch.selected.routes, micro_batch.selected.ids.numel())
-        tally.add_total("_D", denominator)
-        report.tally_tokens(tally, token_sums(evaluated.token_state), denominator)
-        report.tally_agents(
-            tally, self.agent_names, micro_batch.adapter_index, evaluated.token_state, denominator
-        )
-        report.tally_terms(tally, evaluated.loss_terms, denominator)
-
-    def _with_advantages(
-        self, samples: Sequence[TrainingSample], tally: report.MetricSums
-    ) -> list[TrainingSample]:
-        """Return the samples with advantages that depend on no other episodes of the batch."""
-        if self.config.kl.where == "reward":
-            samples = [
-                with_kl_penalty(sample, self.state["kl_coef"], self.recipe.kl_estimator)[0]
-                for sample in samples
-            ]
-
-        with self.stopwatch.phase("adv"):
-            samples = [with_advantages(sample, self.recipe) for sample in samples]
-        report.tally_advantages(tally, samples)
-        whitening = self.whitening if self.recipe.scale == "whiten_running" else None
-
-        return (
-            [with_scaled_advantages(sample, whitening.apply) for sample in samples] if whitening else samples
-        )
+            routes = micro_batch.selected.routes
+            replayed_tokens = 0.0 if routes is None else float((routes[:, 0] >= 0).sum())
+            tally.add_ratio("trainer/replayed_share", replayed_tokens, micro_batch.selected.ids.numel())
+        report.tally_tokens(tally, report_tokens(token_state))
+        report.tally_agents(tally, self.agent_names, micro_batch.adapter_index, token_state)
+        report.tally_terms(tally, trained.loss.loss_terms, denominator)
 
     # -- an optimizer step -----------------------------------------------------------------------------
 
-    def take_optimizer_step(self, tally: report.MetricSums) -> report.MetricSums:
-        """Divide by the true D, clip, step. Returns the tally of all ranks, with the metrics of the step.
+    def _take_optimizer_step(self, tally: report.MetricSums) -> report.MetricSums:
+        """Divide the gradients by the true D, clip, step. Returns the tally of all ranks, with the metrics of
+        the step.
 
         Without a kept token there is nothing to learn, and neither Adam's moments nor weight decay act.
         """
@@ -508,7 +524,7 @@ class Learner:
         self.micro_batch_size = (0, 0)
 
         batch_tally = report.merged_sums(self.world.gather_data(tally, report.MetricSums))
-        denominator = self.recipe.aggregate.divisor(batch_tally.totals.pop("_D", 0.0))
+        denominator = self.recipe.aggregate.divisor(batch_tally.sums.denominator)
         if denominator:
             gradient_scale = self._expected_denominator / denominator
             if self.critic is not None:
@@ -536,33 +552,38 @@ class Learner:
         # Terms beside the policy loss also count tokens that the correction, or the loss, drops.
         has_kl_term = config.kl.in_loss and (recipe.loss.ratio == "mu" or bool(recipe.divergence))
         has_other_terms = config.algorithm.entropy_coef > 0 or has_kl_term
-        has_trained_tokens = (
-            batch_tally.totals.get("_trainable" if has_other_terms else "trainer/kept_tokens", 0.0) > 0
-        )
-
+        sums = batch_tally.sums
+        learned_tokens = sums.tokens.trainable_tokens if has_other_terms else sums.tokens.kept_tokens
         trained_by_agent = self.policy.trained_parameters
-        for agent in report.agents_without_tokens(batch_tally, self.agent_names, has_other_terms):
-            for parameter in trained_by_agent[agent]:
-                parameter.grad = None  # no gradient: neither moments nor decay act
+        if len(self.agent_names) > 1:
+            learned_by_agent = sums.trainable_by_agent if has_other_terms else sums.kept_by_agent
+            for agent in self.agent_names:
+                if not learned_by_agent.get(agent):
+                    for parameter in trained_by_agent[agent]:
+                        parameter.grad = None  # no gradient: neither moments nor decay act
 
         step_rate = self._learning_rate() * (
-            report.ess_factor(batch_tally) if config.algorithm.ess_lr else 1.0
+            report.ess_factor(sums.tokens) if config.algorithm.ess_lr else 1.0
         )
 
         norms = [0.0]
         is_taken = False
-        if has_trained_tokens:
-            batch_factor = self._batch_factor(batch_tally)
+        if learned_tokens:
+            # The whole batch's factor on the gradient. Behind a barrier, advantages were divided before: the
+            # tally of an optimizer step counts none, and their factor is 1.
+            batch_factor = report.advantage_factor(recipe.scale, sums)
+            if recipe.batch_mean_weight and sums.tokens.weight:
+                batch_factor *= sums.tokens.kept_tokens / sums.tokens.weight
             largest_norm = norm_limit(self.state, config.trainer.spike_factor)
-            report.scale_losses(batch_tally, batch_factor)
-            clip_norm = config.trainer.grad_clip
+            sums.tokens.loss *= batch_factor
+            sums.loss_by_agent = {agent: loss * batch_factor for agent, loss in sums.loss_by_agent.items()}
             self.world.average_gradients(self.policy.parameters())
             norms, is_taken = take_step(
                 trained_by_agent.values(),
                 self.optimizer,
                 step_rate,
                 gradient_scale * batch_factor,
-                clip_norm,
+                config.trainer.grad_clip,
                 largest_norm,
             )
             total_norm = math.hypot(*norms)
@@ -580,25 +601,17 @@ class Learner:
         critic_rate = self._learning_rate() * self.config.critic.lr / self.config.trainer.lr
         batch_tally.add_highest("critic/lr", critic_rate)
 
-        if batch_tally.totals.get("_trainable"):
-            parameter_groups = [[*critic.parameters()]]
-            clip_norm = self.config.trainer.grad_clip
+        if batch_tally.sums.tokens.trainable_tokens:
             self.world.average_gradients(critic.parameters())
             norms, is_taken = take_step(
-                parameter_groups, critic.optimizer, critic_rate, gradient_scale, clip_norm
+                [[*critic.parameters()]],
+                critic.optimizer,
+                critic_rate,
+                gradient_scale,
+                self.config.trainer.grad_clip,
             )
             if is_taken:
                 batch_tally.add_highest("critic/grad_norm", norms[0])
 
     def _learning_rate(self) -> float:
         return learning_rate(self.config.trainer, self.step, self.config.total_steps)
-
-    def _batch_factor(self, batch_tally: report.MetricSums) -> float:
-        """Return the factor that the whole batch puts on the gradient: 1/std of advantages, 1/mean weight.
-        Behind a barrier the advantages were divided already."""
-        factor = 1.0
-        if self.recipe.batch_mean_weight and batch_tally.totals.get("_weight"):
-            factor *= batch_tally.totals["trainer/kept_tokens"] / batch_tally.totals["_weight"]
-        if not self.behind_barrier:
-            factor *= report.advantage_factor(self.recipe.scale, batch_tally)
-        return factor

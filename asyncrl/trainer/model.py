@@ -54,8 +54,8 @@ class Policy(nn.Module):
     """Is the FSDP root around the language model: head and softmax run on the selected tokens only.
 
     `published`: the weights of the model as engines know them, without adapters.
-    `buffer_pieces`: persistent buffers, published unchanged. `uncut`: all logits are computed at once, not in
-    chunks, for a model that cannot be cut in front of its output layer. `sequence_ranks`: the ranks that
+    `buffer_pieces`: persistent buffers, published unchanged. `runs_whole`: all logits are computed at once,
+    not in chunks, for a model that cannot be split at its output layer. `sequence_ranks`: the ranks that
     compute a packed micro-batch together.
     """
 
@@ -85,7 +85,7 @@ class Policy(nn.Module):
         if adapters:
             self.adapters = Adapters(lm, adapters)
         self.split_model = SplitModel(lm, fp32_head=config.fp32_head)
-        self.uncut = not self.split_model.is_possible
+        self.runs_whole = not self.split_model.is_possible
 
     def forward(
         self,
@@ -126,7 +126,7 @@ class Policy(nn.Module):
             self.forced_routes.use_routes(part.routes)
         if self.adapters is not None:
             self.adapters.select_adapters(part.adapter_indices)
-        return (self.split_model.run_whole if self.uncut else self.split_model.split)(part)
+        return (self.split_model.run_whole if self.runs_whole else self.split_model.split)(part)
 
     def without_adapters(self) -> AbstractContextManager[None]:
         """Score without adapters inside the context."""
@@ -173,23 +173,23 @@ def load_policy(
         policy.forced_routes = ForcedRoutes(source.model) if trainer.router_replay else None
 
     shard_and_fill(policy, source, world, offload=offload)
-    _decide_cut(policy, config.dtype, world, is_compiled=trainer is not None and trainer.compile)
+    _decide_split(policy, config.dtype, world, is_compiled=trainer is not None and trainer.compile)
 
     return policy
 
 
-def _decide_cut(policy: Policy, dtype: str, world: World, is_compiled: bool) -> None:
-    """Set `policy.uncut` if the gradient check fails for logits that are computed in chunks, for which the
-    model is cut in front of its output layer. The model itself is checked where no small copy can be made."""
+def _decide_split(policy: Policy, dtype: str, world: World, is_compiled: bool) -> None:
+    """Set `policy.runs_whole` if the gradient check fails for logits that are computed in chunks, for which
+    the model is split at its output layer. The model itself is checked where no small copy can be made."""
     problems = shared_architecture_problems(policy.lm.config, world)
-    if problems is None and not policy.uncut:
+    if problems is None and not policy.runs_whole:
         problems = cached_gradient_check(policy, (), dtype, world, is_compiled)
-    problem = "has no backbone" if policy.uncut else problems and problems["cut"]
-    policy.uncut = bool(problem)
+    problem = "has no backbone" if policy.runs_whole else problems and problems["split"]
+    policy.runs_whole = bool(problem)
 
     if problem:
         logger.warning(
-            "%s is not cut at its output layer, so its logits are not chunked: it %s",
+            "%s is not split at its output layer, so its logits are not chunked: it %s",
             type(policy.lm).__name__,
             problem,
         )

@@ -17,17 +17,15 @@ from asyncrl.algorithms.losses import LossInput, TokenLoss, value_loss
 from asyncrl.algorithms.recipe import Recipe
 from asyncrl.config import RunConfig
 from asyncrl.trainer.batch import MicroBatch
-from asyncrl.trainer.model import Reference
 from asyncrl.trainer.scores import Scores
-from asyncrl.trainer.teacher import Teacher
 
 KL_CAP = 2.0  # bound of rho in a KL term without a correction weight
 Terms = dict[str, tuple[Tensor, Tensor | None]]  # metric → (sum, count); no count: per D
 
 
 @dataclass(frozen=True)
-class Evaluated:
-    """Holds the result of a micro-batch. `loss_sum`: Σ w·L, a scalar with gradient. `token_state`: the
+class MicroBatchLoss:
+    """Holds the loss of a micro-batch. `loss_sum`: Σ w·L, a scalar with gradient. `token_state`: the
     tokens, for diagnostics. `loss_terms`: sums of the terms added to the policy loss, by metric."""
 
     loss_sum: Tensor
@@ -43,7 +41,7 @@ def evaluate(
     recipe: Recipe,
     kl_coef: float,
     progress: float = 0.0,
-) -> Evaluated:
+) -> MicroBatchLoss:
     """Compute loss and diagnostics. `value`: the critic's, with gradient; `progress`: fraction of the batch's
     steps."""
     inputs = loss_input(micro_batch, scores, recipe, progress)
@@ -57,9 +55,10 @@ def evaluate(
     loss_sum = policy_loss.sum()
     terms = Terms()
 
-    def add_term(metric_name: str, term: Tensor, coefficient: float) -> Tensor:
-        terms[metric_name] = ((token_weight * term).detach().sum(), None)
-        return loss_sum + coefficient * (token_weight * term).sum()
+    def weighted_sum(metric_name: str, token_values: Tensor) -> Tensor:  # Σ w·value, also reported
+        term_sum = (token_weight * token_values).sum()
+        terms[metric_name] = (term_sum.detach(), None)
+        return term_sum
 
     if recipe.loss.demonstrations:
         terms["actor/nll"] = (torch.where(trainable, -logp.detach(), 0.0).sum(), trainable.sum())
@@ -77,19 +76,18 @@ def evaluate(
             kl_correction = correct_distributions(inputs, recipe)
 
         kl_weights = kl_weight(kl_correction, recipe, config.kl.where == "loss")
-        loss_sum = add_term("actor/kl_loss", kl_weights * torch.where(trainable, divergence, 0.0), kl_coef)
+        kl_values = kl_weights * torch.where(trainable, divergence, 0.0)
+        loss_sum = loss_sum + kl_coef * weighted_sum("actor/kl_loss", kl_values)
 
-    entropy = torch.where(trainable, scores.entropy, 0.0)
+    entropy_sum = weighted_sum("actor/entropy_loss", torch.where(trainable, scores.entropy, 0.0))
     if config.algorithm.entropy_coef:
-        loss_sum = add_term("actor/entropy_loss", entropy, -config.algorithm.entropy_coef)
-    else:
-        terms["actor/entropy_loss"] = ((token_weight * entropy.detach()).sum(), None)
+        loss_sum = loss_sum - config.algorithm.entropy_coef * entropy_sum
 
     if value is not None:
         assert micro_batch.returns is not None
         old_value = value.detach() if micro_batch.value is None else micro_batch.value
         critic_loss, is_clipped = value_loss(value, old_value, micro_batch.returns, config.critic.clip)
-        loss_sum = add_term("critic/vf_loss", torch.where(trainable, critic_loss, 0.0), 1.0)
+        loss_sum = loss_sum + weighted_sum("critic/vf_loss", torch.where(trainable, critic_loss, 0.0))
         terms["critic/vf_clipfrac"] = ((is_clipped & trainable).sum(), trainable.sum())
 
     without_proximal = recipe.prox == "mu"  # reports are of pi/mu then
@@ -113,14 +111,7 @@ def evaluate(
         lag=micro_batch.lag,
     )
 
-    return Evaluated(loss_sum, token_state, terms)
-
-
-def teacher_of(micro_batch: MicroBatch, reference: Reference | None, divergence: str, top_k: int) -> Teacher:
-    """Return the teacher of a divergence: a model here, or the scores of servers. A collective."""
-    if reference is not None:
-        return reference.teacher(micro_batch.reference_tokens, divergence, top_k)
-    return Teacher(divergence, top_k)
+    return MicroBatchLoss(loss_sum, token_state, terms)
 
 
 def loss_input(micro_batch: MicroBatch, scores: Scores, recipe: Recipe, progress: float) -> LossInput:
@@ -135,16 +126,16 @@ def loss_input(micro_batch: MicroBatch, scores: Scores, recipe: Recipe, progress
 
     # Bad numbers must be gone before exp: zero times infinity is not zero.
     proximal_logprobs = torch.where(trainable, proximal_logprobs, 0.0)
-    is_sampled = trainable & (not recipe.loss.demonstrations)
-    rollout_logprobs = torch.where(is_sampled, micro_batch.rollout_logprobs, proximal_logprobs)
+    rollout_logprobs = proximal_logprobs
+    if not recipe.loss.demonstrations:
+        rollout_logprobs = torch.where(trainable, micro_batch.rollout_logprobs, proximal_logprobs)
     logp = torch.where(trainable, scores.logp, proximal_logprobs)
     reference = None if reference is None else torch.where(trainable, reference, logp.detach())
     assert micro_batch.advantage is not None
 
     current_log_ratio = logp.detach() - rollout_logprobs
-    log_ratio = proximal_logprobs - rollout_logprobs if recipe.loss.ratio == "prox" else current_log_ratio
     correction_input = CorrectionInput(
-        log_ratio=log_ratio,
+        log_ratio=current_log_ratio if recipe.loss.ratio == "mu" else proximal_logprobs - rollout_logprobs,
         current=current_log_ratio,
         advantage=micro_batch.advantage,
         row=micro_batch.episode,
@@ -169,11 +160,10 @@ def loss_input(micro_batch: MicroBatch, scores: Scores, recipe: Recipe, progress
 
 def correct_distributions(inputs: LossInput, recipe: Recipe) -> Correction:
     """Correct a loss of whole distributions, which is independent of the sampled token."""
-    logp = inputs.logp.detach()
-    log_ratio = (logp if recipe.loss.ratio == "mu" else inputs.prox) - inputs.mu
+    current_log_ratio = inputs.logp.detach() - inputs.mu
     correction_input = CorrectionInput(
-        log_ratio=log_ratio,
-        current=logp - inputs.mu,
+        log_ratio=current_log_ratio if recipe.loss.ratio == "mu" else inputs.prox - inputs.mu,
+        current=current_log_ratio,
         advantage=inputs.advantage,
         row=inputs.row,
         turn=inputs.turn,

@@ -87,11 +87,10 @@ def _attention_costs(config: Any) -> tuple[AttentionCost, ...]:
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // head_count
     query_dim = getattr(config, "qk_head_dim", None) or head_dim
     value_dim = getattr(config, "v_head_dim", None) or head_dim
-    window = getattr(config, "sliding_window", None) or math.inf
     reach_by_type = {
         "full_attention": math.inf,
         "hybrid": math.inf,  # attention beside a state space
-        "sliding_attention": window,
+        "sliding_attention": getattr(config, "sliding_window", None) or math.inf,
         "chunked_attention": getattr(config, "attention_chunk_size", None) or math.inf,
     }
     uniform = "sliding_attention" if getattr(config, "use_sliding_window", True) else "full_attention"
@@ -124,15 +123,13 @@ def peak_flops(device: torch.device, dtype: str) -> float:
     sheet, or else measured by a large product of random matrices."""
     if device.type == "cuda" and dtype == "bfloat16":
         name = torch.cuda.get_device_name(device)
-        if matching_names := [
-            device_name for device_name in DATA_SHEET if re.search(rf"\b{device_name}\b", name)
-        ]:
+        matching_names = [model for model in DATA_SHEET if re.search(rf"\b{model}\b", name)]
+        if matching_names:
             return DATA_SHEET[max(matching_names, key=len)]
 
     matrix_size = PEAK_SIZE[device.type]
     # Random numbers, as a matrix of ones is faster on a GPU.
     matrix = torch.randn(matrix_size, matrix_size, device=device).to(getattr(torch, dtype))
-
     shortest = math.inf
     for _ in range(4):  # the first round warms up
         started_at = time.perf_counter()
@@ -152,8 +149,7 @@ def performance(
     """
     measured = {f"timing_s/{name}": phases[name] for name in TIMED if name in phases}
     tokens = metrics.get("perf/total_num_tokens", 0.0)
-    busy_seconds = phases.get("update_actor", 0.0)
-
+    measured["perf/throughput"] = tokens / (seconds * ranks) if seconds > 0 else 0.0
     if tokens:
         measured |= {
             f"timing_per_token_ms/{name}": 1e3 * phases[name] / tokens
@@ -161,8 +157,7 @@ def performance(
             if name in phases
         }
 
-    measured["perf/throughput"] = tokens / (seconds * ranks) if seconds > 0 else 0.0
-
+    busy_seconds = phases.get("update_actor", 0.0)
     if busy_seconds:
         measured["perf/mfu/actor"] = (
             1e12 * metrics.get("perf/model_tflop", 0.0) / (busy_seconds * peak_rate * ranks)
@@ -171,10 +166,10 @@ def performance(
     if torch.cuda.is_initialized():
         measured["perf/max_memory_allocated_gb"] = torch.cuda.max_memory_allocated() / GB
         measured["perf/max_memory_reserved_gb"] = torch.cuda.max_memory_reserved() / GB
+    measured["perf/cpu_memory_used_gb"] = psutil.Process().memory_info().rss / GB
+    measured["perf/time_per_step"] = seconds
 
-    memory = psutil.Process().memory_info().rss / GB
-
-    return measured | {"perf/time_per_step": seconds, "perf/cpu_memory_used_gb": memory}
+    return measured
 
 
 class Stopwatch:
@@ -201,7 +196,6 @@ class Stopwatch:
         outer = self._phase, self._waiting
         self._phase = name
         self._waiting = waiting
-
         try:
             yield
         finally:
@@ -233,9 +227,9 @@ class Stopwatch:
         now = self._clock()
         elapsed = now - self._charged_at
         self._charged_at = now
+
         if self._phase:
             self._phase_seconds[self._phase] = self._phase_seconds.get(self._phase, 0.0) + elapsed
-
         if self._waiting:
             self._idle_seconds += elapsed
         else:

@@ -48,7 +48,7 @@ def plant_forest(sequences: Sequence[np.ndarray], *, share_prefixes: bool) -> Fo
         # The members are sorted sequences that agree on the path, and may agree on more.
         members, path = pending.pop()
         first_sequence = sequences[members[0]]
-        common_end = common_prefix(sequences[members[0]], sequences[members[-1]])
+        common_end = common_prefix(first_sequence, sequences[members[-1]])
         if len(members) == 1 or common_end - len(path) >= LEAST_SHARED:
             node_size = common_end - len(path)
             ids.append(first_sequence[len(path) : common_end])
@@ -57,14 +57,15 @@ def plant_forest(sequences: Sequence[np.ndarray], *, share_prefixes: bool) -> Fo
             forest.paths.append(path)
             forest.sizes.append(node_size)
 
-        for next_id, branch in groupby(members, key=lambda index: _id_at(sequences[index], common_end)):
-            if next_id is None and len(path) == common_end:
-                for index in branch:
-                    forest.sequences[index] = path
-            elif next_id is None:
+        # By the next id, or none at the end of a sequence.
+        for next_ids, branch in groupby(members, key=lambda index: [*sequences[index][common_end:][:1]]):
+            if next_ids:
+                pending.append((list(branch), path))
+            elif len(path) < common_end:
                 pending += [([index], path) for index in branch]
             else:
-                pending.append((list(branch), path))
+                for index in branch:
+                    forest.sequences[index] = path
 
     positions = np.empty(token_count, dtype=np.int64)
     for path in forest.paths:
@@ -78,7 +79,3 @@ def common_prefix(left: np.ndarray, right: np.ndarray) -> int:
     length = min(len(left), len(right))
     differences = np.flatnonzero(left[:length] != right[:length])
     return int(differences[0]) if len(differences) else length
-
-
-def _id_at(sequence: np.ndarray, position: int) -> int | None:
-    return int(sequence[position]) if position < len(sequence) else None

@@ -191,7 +191,9 @@ class Recomputation:
 
         @wraps(layer_forward)
         def forward(*args: Any, **kwargs: Any) -> Any:
-            return (recomputed_forward if self._is_recomputed(index) else layer_forward)(*args, **kwargs)
+            if self._is_recomputed(index):
+                return recomputed_forward(*args, **kwargs)
+            return layer_forward(*args, **kwargs)
 
         return forward
 
@@ -225,5 +227,6 @@ def recomputed(layer_forward: Callable[..., Any]) -> Callable[..., Any]:
         calls = deque[KeptCall]()
         return Recording(calls), Replaying(calls)
 
-    no_dropout: Any = {"preserve_rng_state": False}
-    return partial(checkpoint, layer_forward, use_reentrant=False, context_fn=make_modes, **no_dropout)
+    return partial(
+        checkpoint, layer_forward, use_reentrant=False, context_fn=make_modes, preserve_rng_state=False
+    )

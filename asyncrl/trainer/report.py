@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.algorithms.credit import Scale
-from asyncrl.algorithms.diagnostics import TokenState, TokenSums, metrics_of
+from asyncrl.algorithms.diagnostics import FieldSums, TokenReport, TokenState, TokenSums, metrics_of
 from asyncrl.algorithms.normalise import Moments, end_factor, explained_variance
 from asyncrl.buffer.prompts import REWARD_TOLERANCE
 from asyncrl.buffer.staleness import LagHistogram, length_bucket, masked_by_quarter
@@ -23,30 +23,48 @@ from asyncrl.trainer.batch import TrainingSample
 from asyncrl.trainer.objective import Terms
 
 SAMPLED_METRICS = ("staleness/", "rollout_corr/by_lag/", ZERO_ADVANTAGE)  # metrics of sampled tokens
-KEPT_PREFIX = "_kept_lag/"  # + lag: tokens of that lag that entered the loss
 ADVANTAGE_METRICS = [f"critic/advantages/{kind}" for kind in ("mean", "max", "min")]
 LEAST_ESS_FACTOR = 0.1
-VARIED_EPISODES = "_varied"  # episodes of groups with variance
+AGENT_PREFIX = "actor/agent/"  # + name / metric, of the samples that train an agent's adapter
+NO_AGENT = "others"  # in place of an empty name: agents without an adapter of their own
+
+
+class BatchSums(FieldSums):
+    """Sums over a batch that the optimizer step and several metrics are computed from.
+
+    `denominator`: D, by which the losses are divided. `tokens_by_lag`: model tokens; `tokens.kept_tokens`
+    also counts episodes without advantage, which no model scores. The dicts by agent are filled where several
+    agents have adapters. `varied_episodes`: episodes of groups with variance; `episode_advantages`: the means
+    of the episodes' advantages. `returns` and `value_errors` (returns minus values): by token.
+    """
+
+    trajectories: int = 0
+    denominator: float = 0.0
+    tokens_by_lag: dict[int, int] = {}
+    tokens: TokenSums = msgspec.field(default_factory=TokenSums)
+    trainable_by_agent: dict[str, float] = {}
+    kept_by_agent: dict[str, float] = {}
+    loss_by_agent: dict[str, float] = {}
+    varied_episodes: int = 0
+    episode_advantages: Moments = Moments()
+    token_advantages: Moments = Moments()
+    returns: Moments = Moments()
+    value_errors: Moments = Moments()
 
 
 class MetricSums(msgspec.Struct):
-    """Holds ratios (numerator and denominator apart), totals, and extremes, by metric name. `moments` are no
-    metrics: they serve the division by numbers of the batch."""
+    """Holds ratios (numerator and denominator apart), totals, and extremes, by metric name, and the `sums`
+    that are no metrics themselves."""
 
     ratios: dict[str, tuple[float, float]] = {}
     totals: dict[str, float] = {}
     highest: dict[str, float] = {}
     lowest: dict[str, float] = {}
-    moments: dict[str, Moments] = {}
+    sums: BatchSums = msgspec.field(default_factory=BatchSums)
 
     def add_ratio(self, name: str, numerator: float, denominator: float) -> None:
         old_numerator, old_denominator = self.ratios.get(name, (0.0, 0.0))
         self.ratios[name] = (old_numerator + numerator, old_denominator + denominator)
-
-    def scale_ratio(self, name: str, factor: float) -> None:
-        """Multiply a ratio."""
-        old_numerator, old_denominator = self.ratios[name]
-        self.ratios[name] = (old_numerator * factor, old_denominator)
 
     def add_total(self, name: str, value: float) -> None:
         self.totals[name] = self.totals.get(name, 0.0) + value
@@ -65,9 +83,6 @@ class MetricSums(msgspec.Struct):
             self.add_highest(f"{name}/max", float(numbers.max()))
             self.add_lowest(f"{name}/min", float(numbers.min()))
 
-    def add_moments(self, name: str, part: Moments) -> None:
-        self.moments[name] = self.moments.get(name, Moments()) + part
-
     def merge(self, addend: MetricSums) -> None:
         for name, (numerator, denominator) in addend.ratios.items():
             self.add_ratio(name, numerator, denominator)
@@ -77,8 +92,7 @@ class MetricSums(msgspec.Struct):
             self.add_highest(name, value)
         for name, value in addend.lowest.items():
             self.add_lowest(name, value)
-        for name, part in addend.moments.items():
-            self.add_moments(name, part)
+        self.sums += addend.sums
 
     def metrics(self) -> dict[str, float]:
         """Return one number per name. A ratio with denominator 0 is left out."""
@@ -95,7 +109,7 @@ def merged_sums(parts: Iterable[MetricSums]) -> MetricSums:
 
 
 def tally_samples(tally: MetricSums, samples: Sequence[TrainingSample], longest_prompt: int) -> None:
-    """Count scores, lengths and staleness of a micro-batch. `longest_prompt`: tokens a prompt may have."""
+    """Count the samples, their scores, lengths and staleness. `longest_prompt`: tokens a prompt may have."""
     for sample in samples:
         tally.add_summary("critic/score", [sample.planned.own.score])
         tally.add_summary("response_length", [sample.model_tokens])
@@ -104,15 +118,9 @@ def tally_samples(tally: MetricSums, samples: Sequence[TrainingSample], longest_
         tally.add_ratio("response_length/clip_ratio", float(sample.planned.own.end.truncated), 1.0)
         tally.add_ratio("prompt_length/clip_ratio", float(sample.prompt_tokens >= longest_prompt), 1.0)
         tally.add_total("perf/total_num_tokens", sample.total_tokens)
-        tally.add_total("trainer/trajectories", 1)
+        tally.sums.trajectories += 1
         tally.add_total("trainer/model_tokens", sample.model_tokens)
         _tally_staleness(tally, sample)
-
-
-def tally_routes(tally: MetricSums, routes: Tensor | None, tokens: int) -> None:
-    """Count the fraction of tokens, including padding, that went to the experts chosen by the server."""
-    replayed = 0.0 if routes is None else float((routes[:, 0] >= 0).sum())
-    tally.add_ratio("trainer/replayed_share", replayed, tokens)
 
 
 def tally_computed(tally: MetricSums, tokens: int, flops: float) -> None:
@@ -136,16 +144,19 @@ def tally_advantages(tally: MetricSums, samples: Sequence[TrainingSample]) -> No
         if sample.returns is not None and sample.value is not None:
             tally.add_summary("critic/returns", sample.returns)
             tally.add_summary("critic/values", sample.value)
-            tally.add_moments("returns", Moments.of(sample.returns))
-            tally.add_moments("errors", Moments.of(sample.returns - sample.value))
+            tally.sums.returns += Moments.of(sample.returns)
+            tally.sums.value_errors += Moments.of(sample.returns - sample.value)
 
         if sample.model_tokens:
-            tally.add_moments("advantages", Moments.of(sample.advantage))
+            tally.sums.token_advantages += Moments.of(sample.advantage)
 
         for rewards, advantage in _compared_episodes(sample, sample.advantage):
             if len(advantage):
-                tally.add_moments("episodes", Moments(1.0, float(advantage.mean())))
-                tally.add_total(VARIED_EPISODES, _has_variance(rewards, advantage))
+                tally.sums.episode_advantages += Moments(1.0, float(advantage.mean()))
+                # A group varies in rewards or, by turn or by component, in advantages.
+                tally.sums.varied_episodes += max(rewards) - min(rewards) > REWARD_TOLERANCE or bool(
+                    np.abs(advantage).max() > REWARD_TOLERANCE
+                )
 
 
 def _compared_episodes(
@@ -162,28 +173,17 @@ def _compared_episodes(
         yield rewards, advantage[np.asarray(result.agents)[sample.turn] == agent]
 
 
-def _has_variance(rewards: Sequence[float], advantage: np.ndarray) -> bool:
-    """True if the group has variance, in rewards or (by turn, by component) in advantages."""
-    return max(rewards) - min(rewards) > REWARD_TOLERANCE or bool(np.abs(advantage).max() > REWARD_TOLERANCE)
+def advantage_factor(scale: Scale, sums: BatchSums) -> float:
+    """Return `end_factor` of a whole batch."""
+    return end_factor(scale, sums.episode_advantages, sums.varied_episodes)
 
 
-def advantage_factor(scale: Scale, tally: MetricSums) -> float:
-    """Return `end_factor` of a whole batch's tally."""
-    return end_factor(scale, tally.moments.get("episodes", Moments()), tally.totals.get(VARIED_EPISODES, 0.0))
-
-
-def ess_factor(tally: MetricSums) -> float:
+def ess_factor(sums: TokenSums) -> float:
     """Return √(ESS/N) of a whole batch's episodes (VCPO), at least 0.1."""
-    totals = tally.totals
-    if not totals.get("_episodes"):
+    if not sums.episodes:
         return 1.0
-    ess_fraction = totals["_episode_w"] ** 2 / (totals["_episode_w2"] * totals["_episodes"])
+    ess_fraction = sums.episode_weight**2 / (sums.episode_weight_squared * sums.episodes)
     return max(LEAST_ESS_FACTOR, math.sqrt(ess_fraction))
-
-
-def advantage_tokens(tally: MetricSums) -> Moments:
-    """Return the advantages of a whole batch's tokens."""
-    return tally.moments.get("advantages", Moments())
 
 
 def tally_terms(tally: MetricSums, terms: Terms, denominator: float) -> None:
@@ -197,9 +197,7 @@ def tally_terms(tally: MetricSums, terms: Terms, denominator: float) -> None:
 
 def _tally_staleness(tally: MetricSums, sample: TrainingSample) -> None:
     """Count lags, and the fraction over the bound by response length and by quarter of the response."""
-    lags, counts = np.unique(sample.lag, return_counts=True)
-    for lag, count in zip(lags.tolist(), counts.tolist(), strict=True):
-        tally.add_total(f"{LAG_TOKENS}{lag}", count)
+    _count_lags(tally.sums.tokens_by_lag, sample.lag)
     masked_count = int(sample.stale.sum())
     tally.add_ratio("staleness/masked_token_frac", masked_count, sample.model_tokens)
     tally.add_total("staleness/fully_masked_trajectories", float(0 < sample.model_tokens == masked_count))
@@ -213,22 +211,20 @@ def _tally_staleness(tally: MetricSums, sample: TrainingSample) -> None:
             tally.add_ratio(f"{by_length}/masked_q{quarter}", masked_tokens, quarter_tokens)
 
 
-def tally_tokens(tally: MetricSums, token_sums: TokenSums, denominator: float) -> None:
-    """Count loss and off-policyness of a micro-batch's tokens. `denominator`: the micro-batch's part of D."""
-    tally.add_ratio("actor/pg_loss", token_sums.sums["loss"], denominator)
-    tally.add_total("trainer/kept_tokens", token_sums.sums["kept"])
-    for name, value in token_sums.sums.items():
-        tally.add_total(f"_{name}", value)
-    for name, value in token_sums.highest.items():
+def _count_lags(tokens_by_lag: dict[int, int], lags: np.ndarray) -> None:
+    """Count tokens of these lags in `tokens_by_lag`."""
+    lag_values, counts = np.unique(lags, return_counts=True)
+    for lag, count in zip(lag_values.tolist(), counts.tolist(), strict=True):
+        tokens_by_lag[lag] = tokens_by_lag.get(lag, 0) + count
+
+
+def tally_tokens(tally: MetricSums, token_report: TokenReport) -> None:
+    """Count loss and off-policyness of a micro-batch's tokens."""
+    tally.sums.tokens += token_report.sums
+    for name, value in token_report.highest.items():
         tally.add_highest(name, value)
-    for name, value in token_sums.lowest.items():
+    for name, value in token_report.lowest.items():
         tally.add_lowest(name, value)
-    for lag, count in token_sums.kept_lags.items():
-        tally.add_total(f"{KEPT_PREFIX}{lag}", count)
-
-
-AGENT_PREFIX = "actor/agent/"  # + name / metric, of the samples that train an agent's adapter
-NO_AGENT = "others"  # in place of an empty name: agents without an adapter of their own
 
 
 def tally_agents(
@@ -236,9 +232,9 @@ def tally_agents(
     names: Sequence[str],
     adapter_index: Tensor | None,
     state: TokenState,
-    denominator: float,
 ) -> None:
-    """Count tokens and policy loss by agent, where several have adapters. `adapter_index`: of each token."""
+    """Count tokens and policy loss by agent, where several have adapters. `names`: of the adapters' agents;
+    `adapter_index`: of each token."""
     if adapter_index is None:
         return
     enters_loss = state.trainable & ~state.correction.masked
@@ -246,28 +242,11 @@ def tally_agents(
         [state.trainable.double(), enters_loss.double(), torch.where(enters_loss, state.loss, 0.0).double()]
     )
 
-    sums = columns.new_zeros(3, len(names)).index_add(1, adapter_index, columns).T.tolist()
-    for name, (trainable_tokens, entered_tokens, agent_loss) in zip(names, sums, strict=True):
-        tally.add_total(f"_trainable/{name}", trainable_tokens)
-        tally.add_total(f"{AGENT_PREFIX}{name or NO_AGENT}/tokens", entered_tokens)
-        tally.add_ratio(f"{AGENT_PREFIX}{name or NO_AGENT}/pg_loss", agent_loss, denominator)
-
-
-def agents_without_tokens(batch_tally: MetricSums, names: Sequence[str], count_dropped: bool) -> list[str]:
-    """Return the agents, of several, without tokens to learn from. `count_dropped`: tokens that the
-    correction drops count, for terms beside the policy loss."""
-    counter_names = {
-        name: f"_trainable/{name}" if count_dropped else f"{AGENT_PREFIX}{name or NO_AGENT}/tokens"
-        for name in names
-    }
-    return [name for name in names if len(names) > 1 and not batch_tally.totals.get(counter_names[name])]
-
-
-def scale_losses(batch_tally: MetricSums, factor: float) -> None:
-    """Multiply the policy loss, and the agents' parts of it, by a factor."""
-    for name in batch_tally.ratios:
-        if name.endswith("/pg_loss"):
-            batch_tally.scale_ratio(name, factor)
+    sums = columns.new_zeros(3, len(names)).index_add(1, adapter_index, columns).tolist()
+    trainable_tokens, kept_tokens, losses = (dict(zip(names, row, strict=True)) for row in sums)
+    tally.sums += BatchSums(
+        trainable_by_agent=trainable_tokens, kept_by_agent=kept_tokens, loss_by_agent=losses
+    )
 
 
 def record_norms(batch_tally: MetricSums, names: Sequence[str], norms: Sequence[float]) -> None:
@@ -280,26 +259,23 @@ def record_norms(batch_tally: MetricSums, names: Sequence[str], norms: Sequence[
 def tally_unscored(tally: MetricSums, samples: Sequence[TrainingSample], names: Sequence[str]) -> None:
     """Count episodes without advantage that no model scores: their part of D, and their tokens. Their ratios
     are unknown, so the correction counts as keeping all tokens. `names`: as in `tally_agents`."""
-    denominator = math.fsum(sample.denominator for sample in samples)
-    tally.add_total("_D", denominator)
-    tally.add_ratio("actor/pg_loss", 0.0, denominator)
-    for name in names if len(names) > 1 else ():
-        tally.add_ratio(f"{AGENT_PREFIX}{name or NO_AGENT}/pg_loss", 0.0, denominator)
+    sums = tally.sums
+    sums.denominator += math.fsum(sample.denominator for sample in samples)
+    if len(names) > 1:
+        sums.loss_by_agent = dict.fromkeys(names, 0.0) | sums.loss_by_agent
 
     for sample in samples:
         enters_loss = sample.within_staleness & np.isfinite(sample.rollout_logprobs)
-        entered_lags = sample.lag[enters_loss]
-        tally.add_total("trainer/kept_tokens", len(entered_lags))
+        kept_lags = sample.lag[enters_loss]
+        sums.tokens.kept_tokens += len(kept_lags)
+        _count_lags(sums.tokens.kept_by_lag, kept_lags)
 
         if sample.sequence_adapters:
             counts = np.bincount(
                 np.asarray(sample.sequence_adapters)[sample.sequence_of[enters_loss]], minlength=len(names)
             )
             for name, count in zip(names, counts.tolist(), strict=True):
-                tally.add_total(f"{AGENT_PREFIX}{name or NO_AGENT}/tokens", count)
-
-        for lag, count in zip(*np.unique(entered_lags, return_counts=True), strict=True):
-            tally.add_total(f"{KEPT_PREFIX}{lag}", int(count))
+                sums.kept_by_agent[name] = sums.kept_by_agent.get(name, 0.0) + count
 
 
 def batch_metrics(
@@ -315,39 +291,35 @@ def batch_metrics(
         if name in metrics:
             metrics[name] = float(scale_advantages(np.asarray(metrics[name])))
 
-    internal_sums = {name: metrics.pop(name) for name in list(metrics) if name.startswith("_")}
-    metrics |= metrics_of({name.removeprefix("_"): value for name, value in internal_sums.items()})
-    returns, errors = (tally.moments.get(name, Moments()) for name in ("returns", "errors"))
-    explained = explained_variance(returns, errors)
+    sums = tally.sums
+    metrics |= metrics_of(sums.tokens)
+    metrics |= {f"{LAG_TOKENS}{lag}": float(count) for lag, count in sums.tokens_by_lag.items()}
+    if sums.trajectories:
+        metrics["trainer/trajectories"] = float(sums.trajectories)
+        metrics["trainer/kept_tokens"] = sums.tokens.kept_tokens
+    for agent, kept_tokens in sums.kept_by_agent.items():
+        metrics[f"{AGENT_PREFIX}{agent or NO_AGENT}/tokens"] = kept_tokens
+
+    if sums.denominator:
+        metrics["actor/pg_loss"] = sums.tokens.loss / sums.denominator
+        for agent, loss in sums.loss_by_agent.items():
+            metrics[f"{AGENT_PREFIX}{agent or NO_AGENT}/pg_loss"] = loss / sums.denominator
+
+    explained = explained_variance(sums.returns, sums.value_errors)
     if explained is not None:
         metrics["critic/vf_explained_var"] = explained
     if NLL in metrics:  # demonstrations have no advantages, and no version sampled them that could be old
         return {name: value for name, value in metrics.items() if not name.startswith(SAMPLED_METRICS)}
 
-    return metrics | _lag_metrics(
-        _lag_histogram(internal_sums, KEPT_PREFIX), _lag_histogram(metrics, LAG_TOKENS)
-    )
+    kept_lags = LagHistogram(sums.tokens.kept_by_lag)
+    for percent in (5, 25, 50, 75, 95):
+        metrics[f"staleness/lag/p{percent:02}"] = kept_lags.quantile(percent / 100)
 
-
-def _lag_histogram(values: dict[str, float], prefix: str) -> LagHistogram:
-    count_by_lag = {
-        name.removeprefix(prefix): count for name, count in values.items() if name.startswith(prefix)
-    }
-    return LagHistogram({int(lag): int(count) for lag, count in count_by_lag.items()})
-
-
-def _lag_metrics(entered_lags: LagHistogram, all_lags: LagHistogram) -> dict[str, float]:
-    """Return `staleness/lag/*` as measured on the tokens that entered the loss; `lag_taken/max` of all
-    tokens."""
-    return {
-        "staleness/lag/mean": entered_lags.mean,
-        **{
-            f"staleness/lag/p{percent:02}": entered_lags.quantile(percent / 100)
-            for percent in (5, 25, 50, 75, 95)
-        },
-        "staleness/lag/min": entered_lags.quantile(0.0),
-        "staleness/lag/max": entered_lags.max,
-        "staleness/lag_taken/max": all_lags.max,
+    return metrics | {
+        "staleness/lag/mean": kept_lags.mean,
+        "staleness/lag/min": kept_lags.quantile(0.0),
+        "staleness/lag/max": kept_lags.max,
+        "staleness/lag_taken/max": LagHistogram(sums.tokens_by_lag).max,
     }
 
 

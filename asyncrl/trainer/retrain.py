@@ -79,12 +79,10 @@ def recorded_work(
 ) -> Iterator[PlannedWork]:
     """Yield the parts of the plan as its ranks trained them, rank by rank."""
     for uids in plan.micros:
-        episodes = map(reader.episode, uids)
-        temperature = config.rollout.temperature
         planned = [
-            PlannedTrajectory.of(episode, reader.baseline(episode.group), temperature) for episode in episodes
+            PlannedTrajectory.of(episode, reader.baseline(episode.group), config.rollout.temperature)
+            for episode in map(reader.episode, uids)
         ]
-
         for rank_parts in partition(planned, plan.ranks):
             ordered = [trajectory for trajectory in chain(*rank_parts) if trajectory.uid not in plan.lost]
             frames = [

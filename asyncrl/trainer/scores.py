@@ -7,7 +7,7 @@ A chunk's logits are dropped after the forward and recomputed in the backward (a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -92,55 +92,46 @@ class Selected:
                 for sequence, adapter in zip(sequences, adapters, strict=True)
             ]
 
+        positions = None
+        attention = None
         if packing == "padded":
             width = max(map(len, sequences))
+            padded = [np.pad(sequence, (0, width - len(sequence))) for sequence in sequences]
+            ids = torch.from_numpy(np.stack(padded).astype(np.int64))
             offsets = [index * width + np.arange(len(sequence)) for index, sequence in enumerate(sequences)]
-            laid_out_routes = _laid_out_routes(routes, offsets, width * len(sequences))
-            padded_ids = np.stack(
-                [np.pad(sequence, (0, width - len(sequence))) for sequence in sequences]
-            ).astype(np.int64)
-            ids, adapter_indices = _split_adapters(torch.from_numpy(padded_ids), adapters)
-            token_index = sequence_of * width + position
-            labels = ids.flatten()[token_index]
+        else:
+            forest = plant_forest(sequences, share_prefixes=packing == "tree")
+            ids, positions = (torch.from_numpy(array)[None] for array in (forest.ids, forest.positions))
+            attention = ForestAttention(forest)
+            offsets = forest.sequences
 
-            return cls(
-                ids,
-                labels,
-                token_index - 1,
-                temperature,
-                routes=laid_out_routes,
-                adapter_indices=adapter_indices,
-            )
+        adapter_indices = None
+        if adapters:
+            adapter_indices = ids >> ADAPTER_BITS
+            ids = ids & ((1 << ADAPTER_BITS) - 1)
 
-        forest = plant_forest(sequences, share_prefixes=packing == "tree")
-        token_order = np.concatenate(forest.sequences)
-        sequence_starts = np.cumsum([0, *map(len, sequences[:-1])])
-        token_index, predictor = (
-            token_order[sequence_starts[sequence_of] + within] for within in (position, position - 1)
-        )
-        ids, positions = (torch.from_numpy(array)[None] for array in (forest.ids, forest.positions))
-        ids, adapter_indices = _split_adapters(ids, adapters)
-        laid_out_routes = _laid_out_routes(routes, forest.sequences, len(forest.ids))
-        selected = cls(
+        # Where the tokens, and the tokens in front of them, lie among the flattened ids.
+        token_order = np.concatenate(offsets)
+        order_index = np.cumsum([0, *map(len, sequences[:-1])])[sequence_of] + position
+
+        return cls(
             ids,
-            ids[0, token_index],
-            predictor,
+            ids.flatten()[token_order[order_index]],
+            token_order[order_index - 1],
             temperature,
             positions,
-            ForestAttention(forest),
-            laid_out_routes,
+            attention,
+            _laid_out_routes(routes, offsets, ids.numel()),
+            adapter_indices=adapter_indices,
         )
-
-        return replace(selected, adapter_indices=adapter_indices)
 
     def to(self, device: torch.device) -> Selected:
         return moved_to_device(self, device)
 
     def with_tensors(self, convert: Callable[[Tensor], Tensor], device: torch.device) -> Selected:
         """Return a copy whose tensors went through `convert`, with attention on `device`."""
-        values_by_name = {field.name: getattr(self, field.name) for field in fields(self)}
         tensors: dict[str, Any] = {
-            name: convert(column) for name, column in values_by_name.items() if isinstance(column, Tensor)
+            name: convert(column) for name, column in vars(self).items() if isinstance(column, Tensor)
         }
         return replace(
             self,
@@ -176,11 +167,6 @@ class Selected:
         """Select the hidden states [B, T, H] that predict the tokens: [N, H]."""
         (predictor_index,) = to_device([torch.from_numpy(self.predictor_index)], hidden.device)
         return hidden.flatten(0, 1)[predictor_index]
-
-
-def _split_adapters(ids: Tensor, adapters: Sequence[int]) -> tuple[Tensor, Tensor | None]:
-    """Return the ids, and the adapter indices in the bits above the ids."""
-    return (ids & ((1 << ADAPTER_BITS) - 1), ids >> ADAPTER_BITS) if adapters else (ids, None)
 
 
 def _laid_out_routes(
@@ -313,11 +299,10 @@ def in_parts(
     )
     own_tokens = rank_order[starts[sequence_ranks.index] :][: token_counts[sequence_ranks.index]]
     (gathered_order,) = to_device([torch.from_numpy(gathered_index)], tokens.ids.device)
-    own_columns = run_part(_rank_part(tokens, own_tokens, sequence_ranks))
 
     return [
         None if column is None else sequence_ranks.gather(column, most_tokens)[gathered_order]
-        for column in own_columns
+        for column in run_part(_rank_part(tokens, own_tokens, sequence_ranks))
     ]
 
 
@@ -337,18 +322,15 @@ def _rank_part(tokens: Selected, own_tokens: np.ndarray, sequence_ranks: Sequenc
     if routes is not None:
         routes = pad(routes, (0, 0, 0, padding), value=UNKNOWN_EXPERT)[own_slice]
     (selected_index,) = to_device([torch.from_numpy(own_tokens)], ids.device)
-    labels = tokens.labels[selected_index]
-    temperature = tokens.temperature[selected_index]
-    predictor = tokens.predictor_index[own_tokens] - start
     teacher_scores = tokens.teacher_scores and TeacherScores(
         *(column[selected_index] for column in tokens.teacher_scores)
     )
 
     return Selected(
         ids,
-        labels,
-        predictor,
-        temperature,
+        tokens.labels[selected_index],
+        tokens.predictor_index[own_tokens] - start,
+        tokens.temperature[selected_index],
         positions,
         tokens.forest,
         routes,
@@ -363,7 +345,7 @@ HeadInput = tuple[Tensor, Logits]  # features and their logits, see score_chunks
 
 
 class SplitModel:
-    """A causal LM cut in two in front of its output layer: hidden states of all tokens, logits of a few.
+    """Splits a causal LM in two in front of its output layer: hidden states of all tokens, logits of a few.
 
         split:  ids ──backbone──► [B, T, H] ──selected──► [N, H];  n of them ──the rest──► logits [n, V]
         whole:  ids ──the model's forward, selecting in front of its output layer──► logits [N, V]
@@ -417,9 +399,8 @@ class SplitModel:
 
     def run_whole(self, tokens: Selected) -> HeadInput:
         """Run the model's forward unchanged; logits of all tokens."""
-        head_product = self._make_head_product()
+        self._head_product = self._make_head_product()
         self._selected = tokens
-        self._head_product = head_product
         try:
             logits = self._lm(**tokens.inputs).logits[0]
             assert self._has_selected, "the model did not call its output layer"
@@ -430,11 +411,9 @@ class SplitModel:
             self._has_selected = False
 
     def _run_backbone(self, *args: Any, **kwargs: Any) -> Any:
-        return (
-            self._backbone_forward(*args, **kwargs)
-            if self._backbone_output is None
-            else self._backbone_output
-        )
+        if self._backbone_output is not None:
+            return self._backbone_output
+        return self._backbone_forward(*args, **kwargs)
 
     def _select_hidden(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Tensor] | None:
         if self._selected is None:
@@ -446,8 +425,9 @@ class SplitModel:
         weight = self._head.weight
         bias = self._head.bias
         if self.fp32_head:
-            wide_parameters = widened(weight), None if bias is None else widened(bias)
-            return lambda hidden: linear(widened(hidden), *wide_parameters)
+            wide_weight = widened(weight)
+            wide_bias = None if bias is None else widened(bias)
+            return lambda hidden: linear(widened(hidden), wide_weight, wide_bias)
 
         if bias is not None or weight.dtype == widened(weight[:0]).dtype or not weight.requires_grad:
             return lambda hidden: linear(hidden, weight, bias)
@@ -455,7 +435,7 @@ class SplitModel:
         return lambda hidden: _Linear.apply(hidden, weight, gradient_sum)
 
     def _run_head(self, hidden: Tensor) -> Tensor:
-        assert self._head_product is not None, "the output layer is called through the cut only"
+        assert self._head_product is not None, "the output layer is called by `split` and `run_whole` only"
         return self._head_product(hidden)
 
 
@@ -485,8 +465,7 @@ class _Linear(Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, Tensor]:
         hidden, weight = ctx.saved_tensors
-        product = _float32_product(gradient.flatten(0, -2).t(), hidden.flatten(0, -2))
-        return gradient @ weight, None, product
+        return gradient @ weight, None, _float32_product(gradient.flatten(0, -2).t(), hidden.flatten(0, -2))
 
 
 def _float32_product(left: Tensor, right: Tensor) -> Tensor:

@@ -90,12 +90,10 @@ def references(turns: Sequence[Turn], topk: int) -> np.ndarray:
 
 def topk_of_turns(turns: Sequence[Turn], topk: int) -> tuple[np.ndarray, np.ndarray]:
     """Return the scorer's likeliest tokens [T, topk], and their log-probs."""
-    encoded_ids, encoded_logprobs = (
-        b"".join(getattr(scores_of(turn, topk), name) for turn in turns) for name in ("ids", "top")
-    )
-    return np.frombuffer(encoded_ids, "<i4").reshape(-1, topk), np.frombuffer(
-        encoded_logprobs, "<f4"
-    ).reshape(-1, topk)
+    scores = [scores_of(turn, topk) for turn in turns]
+    ids = np.frombuffer(b"".join(score.ids for score in scores), "<i4")
+    logprobs = np.frombuffer(b"".join(score.top for score in scores), "<f4")
+    return ids.reshape(-1, topk), logprobs.reshape(-1, topk)
 
 
 def teacher_sequences_of(sequences: Sequence[Sequence[int]], turns: Sequence[Turn]) -> tuple[np.ndarray, ...]:

@@ -212,7 +212,7 @@ def _policy(config: RunConfig, path: str, world: World, depth: int, *, trained: 
     if not trained:
         lm.requires_grad_(False)
     policy = Policy(lm, model, world.sequence)
-    policy.uncut = not policy.split_model.is_possible
+    policy.runs_whole = not policy.split_model.is_possible
     policy.packing = _pack(lm, config)
     if trained:
         prepare_layers(lm, config.trainer)

@@ -225,17 +225,17 @@ def plain_logp(model: Any, tokens: Selected) -> Tensor:
     return logits.log_softmax(-1).gather(1, tokens.labels[:, None])[:, 0]
 
 
-def random_cut(episodes: Sequence[Episode], ranks: int, micros: int, seed: int) -> list[list[list[Episode]]]:
-    """Cut episodes at random: [micro][rank] → episodes. Some parts may be empty."""
+def random_cut(episodes: Sequence[Episode], ranks: int, parts: int, seed: int) -> list[list[list[Episode]]]:
+    """Cut episodes at random into parts of a plan: [part][rank] → episodes, some of them empty."""
     rng = random.Random(seed)
-    cut: list[list[list[Episode]]] = [[[] for _ in range(ranks)] for _ in range(micros)]
+    cut: list[list[list[Episode]]] = [[[] for _ in range(ranks)] for _ in range(parts)]
     for episode in rng.sample(list(episodes), len(episodes)):
-        cut[rng.randrange(micros)][rng.randrange(ranks)].append(episode)
+        cut[rng.randrange(parts)][rng.randrange(ranks)].append(episode)
     return cut
 
 
 def balanced_cut(episodes: Sequence[Episode], ranks: int, budget: int) -> list[list[list[Episode]]]:
-    """[micro][rank] → episodes of like length, `budget` tokens a rank, as in a run."""
+    """[part][rank] → episodes of like length, `budget` tokens a rank, as in a run."""
     cut = []
     lengths = [sum(len(t.context) + len(t.generation.ids) for t in turns) for _, turns in episodes]
     pieces = [Piece(i, length, 0, 1, length) for i, length in enumerate(lengths)]
@@ -248,8 +248,8 @@ def balanced_cut(episodes: Sequence[Episode], ranks: int, budget: int) -> list[l
 def run_batch(learner: Learner, cut: list[list[list[Episode]]]) -> dict[str, float]:
     """Train an optimizer batch of this rank's part of a cut."""
     world = learner.world
-    for micro in cut:
-        learner.accumulate(micro[world.rank * world.data_ranks // world.size])
+    for part in cut:
+        learner.accumulate(part[world.rank * world.data_ranks // world.size])
     return learner.finish()
 
 
@@ -283,11 +283,11 @@ def gradients_and_metrics(
 
 
 def gradient_gap(
-    learner: Learner, episodes: Sequence[Episode], wanted: dict[str, Tensor], micros: int = 3
+    learner: Learner, episodes: Sequence[Episode], wanted: dict[str, Tensor], parts: int = 3
 ) -> float:
     """Return the `difference` between the wanted gradients and the gradients of a batch on one rank, cut
     at random."""
-    return difference(final_gradients(learner, random_cut(episodes, 1, micros, seed=0)), wanted)
+    return difference(final_gradients(learner, random_cut(episodes, 1, parts, seed=0)), wanted)
 
 
 def difference(actual: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:

@@ -77,7 +77,7 @@ def replay(world: World, folder: Path) -> list[list[Gradients]]:
     learner.optimizer = torch.optim.SGD(learner.policy.parameters(), lr=LR)
     found = []
     for batch in batches:
-        cuts = [random_cut(batch, world.size, micros, seed=micros) for micros in range(1, CUTS + 1)]
+        cuts = [random_cut(batch, world.size, parts, seed=parts) for parts in range(1, CUTS + 1)]
         found.append([final_gradients(learner, cut) for cut in cuts[:-1]])
         with shifts(learner, folder) as rests:
             found[-1].append(final_gradients(learner, cuts[-1]))

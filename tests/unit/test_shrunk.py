@@ -64,7 +64,7 @@ def test_packed_rows_trees_and_slots_of_an_architecture(kind: str) -> None:
     found = architecture_problems(config)
     assert found is not None and not found["padded"]
     assert agrees(found["packed"], packed) and agrees(found["tree"], packed)
-    assert bool(found["cut"]) == (kind == "opt")  # its forward goes around its backbone
+    assert bool(found["split"]) == (kind == "opt")  # its forward goes around its backbone
     assert agrees(decoding_problem(shrunk.shrunken_model(narrowed_config(config))), served)
 
 

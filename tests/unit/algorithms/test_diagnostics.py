@@ -5,6 +5,7 @@ import random
 from collections import Counter
 from dataclasses import replace
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -12,7 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.algorithms.correction import CorrectionInput, correct, select_rules
-from asyncrl.algorithms.diagnostics import LAG_NAMES, TokenState, TokenSums, metrics_of, token_sums
+from asyncrl.algorithms.diagnostics import (
+    LAG_NAMES,
+    RatioSums,
+    TokenReport,
+    TokenState,
+    TokenSums,
+    metrics_of,
+    report_tokens,
+)
 
 N = 60
 ROWS = 6
@@ -78,6 +87,20 @@ def state(keep: list[int] | None = None) -> TokenState:
     )
 
 
+def numbers(sums: RatioSums) -> dict[str, float]:
+    """All numbers among the sums, by field, and by lag bucket and bin."""
+    found: dict[str, float] = {}
+    for name, value in msgspec.structs.asdict(sums).items():
+        if name == "by_lag_bucket":
+            for lag, part in value.items():
+                found |= {f"{lag}/{key}": number for key, number in numbers(part).items()}
+        elif isinstance(value, dict):
+            found |= {f"{name}/{key}": number for key, number in value.items()}
+        else:
+            found[name] = value
+    return found
+
+
 def share(weights: list[float]) -> float:
     """Effective sample size over the number of samples."""
     return sum(weights) ** 2 / (len(weights) * sum(w * w for w in weights))
@@ -109,7 +132,7 @@ def spread(tokens: list[int]) -> dict[str, float]:
 
 
 def test_by_lag_against_plain_python() -> None:
-    metrics = metrics_of(token_sums(state()).sums)
+    metrics = metrics_of(report_tokens(state()).sums)
     assert list(BUCKETS) == LAG_NAMES
     for name, lags in BUCKETS.items():
         tokens = [i for i in range(N) if FRESH[i] and LAG[i] in lags]
@@ -125,7 +148,7 @@ def test_of_all_tokens_against_plain_python() -> None:
     trainable = [i for i in range(N) if FRESH[i]]
     exact = [i for i in trainable if LAG[i] == 0]
     whole = spread(trainable)
-    metrics = metrics_of(token_sums(state()).sums)
+    metrics = metrics_of(report_tokens(state()).sums)
     positive = [i for i in trainable if ADVANTAGE[i] > 0]
     push = [CAPPED[i] * ADVANTAGE[i] / (1 + ROW[i]) for i in KEPT]
     wanted = {
@@ -156,43 +179,41 @@ def test_of_all_tokens_against_plain_python() -> None:
 
 
 def test_sums_and_extremes_against_plain_python() -> None:
-    seen = token_sums(state())
+    seen = report_tokens(state())
     trainable = [i for i in range(N) if FRESH[i]]
     wanted = {
-        "tokens": N,
-        "trainable": len(trainable),
-        "kept": len(KEPT),
+        "model_tokens": N,
+        "trainable_tokens": len(trainable),
+        "kept_tokens": len(KEPT),
         "loss": 2.0 * len(KEPT),
         "weight": sum(CAPPED[i] for i in KEPT),
         "episodes": ROWS,
-        "episode_w": sum(episodes(trainable)),
-        "episode_w2": sum(w * w for w in episodes(trainable)),
+        "episode_weight": sum(episodes(trainable)),
+        "episode_weight_squared": sum(w * w for w in episodes(trainable)),
     }
-    assert {name: seen.sums[name] for name in wanted} == pytest.approx(wanted)
+    assert {name: getattr(seen.sums, name) for name in wanted} == pytest.approx(wanted)
     for name, values in (("rho", RATIO), ("rollout_is", WEIGHT)):
         assert seen.highest[f"rollout_corr/{name}_max"] == pytest.approx(max(values[i] for i in trainable))
         assert seen.lowest[f"rollout_corr/{name}_min"] == pytest.approx(min(values[i] for i in trainable))
     assert seen.highest["rollout_corr/logprob_diff_max"] == pytest.approx(
         max(abs(math.log(RATIO[i])) for i in trainable if LAG[i] == 0)
     )
-    assert seen.kept_lags == Counter(LAG[i] for i in KEPT)
+    assert seen.sums.kept_by_lag == Counter(LAG[i] for i in KEPT)
 
 
 @settings(max_examples=15, deadline=None)
 @given(st.lists(st.integers(0, 2), min_size=ROWS, max_size=ROWS))
 def test_the_cut_into_micro_batches_does_not_matter(micro_batch: list[int]) -> None:
     """Whole episodes, dealt in any way, give the sums of the whole batch."""
-    whole = token_sums(state())
-    parts = list[TokenSums]()
+    whole = report_tokens(state())
+    parts = list[TokenReport]()
     for k in set(micro_batch):
-        parts.append(token_sums(state([i for i in range(N) if micro_batch[ROW[i]] == k])))
-    added: Counter[str] = Counter()
-    for part in parts:
-        added.update(part.sums)  # type: ignore[arg-type]
-    assert dict(added) == pytest.approx(whole.sums)
+        parts.append(report_tokens(state([i for i in range(N) if micro_batch[ROW[i]] == k])))
+    added = sum((part.sums for part in parts), TokenSums())
+    assert numbers(added) == pytest.approx(numbers(whole.sums) | {"micro_batches": len(parts)})
     for name in whole.highest:
         assert max(part.highest.get(name, -math.inf) for part in parts) == whole.highest[name]
-    assert sum((Counter(part.kept_lags) for part in parts), Counter()) == whole.kept_lags
+    assert added.kept_by_lag == whole.sums.kept_by_lag
 
 
 @settings(max_examples=25, deadline=None)
@@ -210,7 +231,7 @@ def test_quantiles_are_those_of_numpy_up_to_the_width_of_a_bin(values: list[floa
     given = replace(
         given, row=row, lag=row, counted=yes, within_staleness=yes, trainable=yes, exact=yes, clipped=yes
     )
-    metrics = metrics_of(token_sums(replace(given, clipped_lower=None)).sums)
+    metrics = metrics_of(report_tokens(replace(given, clipped_lower=None)).sums)
     limited = np.clip(values, -20, 20)
     for name, q in (("p05", 0.05), ("p50", 0.5), ("p95", 0.95)):
         found = math.log(metrics[f"rollout_corr/rho_{name}"])
@@ -230,7 +251,7 @@ def correction_input(values: list[float]) -> CorrectionInput:
 def test_where_prox_is_mu_nothing_is_off() -> None:
     given = state()
     even = correct(RULES, replace(correction_input([0.0] * N), trainable=given.trainable))
-    metrics = metrics_of(token_sums(replace(given, mu=given.prox, correction=even)).sums)
+    metrics = metrics_of(report_tokens(replace(given, mu=given.prox, correction=even)).sums)
     for name in ("rollout_corr", *(f"rollout_corr/by_lag/{lag}" for lag in LAG_NAMES)):
         whole = name == "rollout_corr"
         assert metrics[f"{name}/{'rho_eff_sample_size' if whole else 'ess'}"] == pytest.approx(1)
@@ -243,9 +264,9 @@ def test_where_prox_is_mu_nothing_is_off() -> None:
 def test_a_fully_masked_batch_has_ratios_but_no_share_of_kept_tokens() -> None:
     given = state()
     nothing = replace(given.correction, weight=torch.zeros(N), masked=torch.ones(N, dtype=torch.bool))
-    seen = token_sums(replace(given, correction=nothing, ruled_out=nothing.masked))
+    seen = report_tokens(replace(given, correction=nothing, ruled_out=nothing.masked))
     metrics = metrics_of(seen.sums)
-    assert seen.kept_lags == {} and seen.sums["loss"] == 0
+    assert seen.sums.kept_by_lag == {} and seen.sums.loss == 0
     assert metrics["rollout_corr/rollout_rs_masked_fraction"] == 1
     assert metrics["rollout_corr/kept_advantage/positive"] == 0
     assert not {"actor/pg_clipfrac", "rollout_corr/residual_drift"} & set(metrics)
@@ -253,7 +274,7 @@ def test_a_fully_masked_batch_has_ratios_but_no_share_of_kept_tokens() -> None:
 
 def test_a_single_token() -> None:
     """Its lag is 11."""
-    metrics = metrics_of(token_sums(state([1])).sums)
+    metrics = metrics_of(report_tokens(state([1])).sums)
     assert metrics["rollout_corr/by_lag/9-16/tokens"] == 1
     assert metrics["rollout_corr/rho_mean"] == pytest.approx(RATIO[1])
     assert metrics["rollout_corr/rho_seq_eff_sample_size"] == pytest.approx(1)
@@ -264,29 +285,29 @@ def test_tokens_that_do_not_count_leave_no_trace() -> None:
     given = state([1])
     given.trainable[:] = given.counted[:] = given.within_staleness[:] = False
     given.drift[:] = given.entropy[:] = math.nan
-    seen = token_sums(given)
-    assert not any(seen.sums.values())
-    assert seen.highest == {} and seen.lowest == {} and seen.kept_lags == {}
-    assert not any(metrics_of(seen.sums).values()) and metrics_of({}) == {}
+    seen = report_tokens(given)
+    assert not any((numbers(seen.sums) | {"micro_batches": 0}).values())
+    assert seen.highest == {} and seen.lowest == {} and seen.sums.kept_by_lag == {}
+    assert not any(metrics_of(seen.sums).values()) and metrics_of(TokenSums()) == {}
 
 
 def test_extreme_log_probs_give_finite_sums() -> None:
     given = state()
     values = [10.0 ** (i % 39) * (-1) ** i for i in range(N)]
     wild = replace(given, mu=torch.tensor(values), correction=correct(RULES, correction_input(values)))
-    seen = token_sums(wild)
-    assert all(map(math.isfinite, seen.sums.values()))
+    seen = report_tokens(wild)
+    assert all(map(math.isfinite, numbers(seen.sums).values()))
     assert all(map(math.isfinite, metrics_of(seen.sums).values()))
 
 
 def test_one_episode_may_not_rule_the_effective_sample_size() -> None:
     """Weights e^12 and 1 count as e^8 and 1."""
     given = state([1, N - 2])
-    seen = token_sums(replace(given, mu=given.prox - torch.tensor([12.0, 0.0], dtype=torch.float64)))
-    assert seen.sums["episode_w"] == pytest.approx(math.exp(8) + 1)
-    assert seen.sums["episode_w2"] == pytest.approx(math.exp(16) + 1)
+    seen = report_tokens(replace(given, mu=given.prox - torch.tensor([12.0, 0.0], dtype=torch.float64)))
+    assert seen.sums.episode_weight == pytest.approx(math.exp(8) + 1)
+    assert seen.sums.episode_weight_squared == pytest.approx(math.exp(16) + 1)
 
 
 def test_a_lag_over_the_last_place_is_counted_there() -> None:
-    seen = token_sums(replace(state(KEPT[:1]), lag=torch.tensor([5000])))
-    assert seen.kept_lags == {1023: 1} and seen.sums["lag/17+/trainable"] == 1
+    seen = report_tokens(replace(state(KEPT[:1]), lag=torch.tensor([5000])))
+    assert seen.sums.kept_by_lag == {1023: 1} and seen.sums.by_lag_bucket["17+"].trainable_tokens == 1

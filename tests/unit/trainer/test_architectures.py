@@ -79,7 +79,7 @@ def misses(model: PreTrainedModel, how: Any, whole: bool) -> tuple[float, float]
     wanted = gradients(model, plain)
     values = torch.cat(plain).detach()
     policy = Policy(model, ModelConfig(path="other", dtype="float32"), None)
-    policy.uncut = whole or policy.uncut
+    policy.runs_whole = whole or policy.runs_whole
     if how != "padded":
         model.set_attn_implementation(FOREST_ATTENTION)
     index = np.repeat(np.arange(len(rows)), [len(row) - 1 for row in rows])
@@ -124,10 +124,10 @@ def test_no_model_is_packed_or_served_wrongly(
             depends = bool(found["padded"])
             refused = engine is None or bool(engine["decoding"])
             chosen.update([how, "refused" if refused else "served", *["depends on rows"] * depends])
-            gaps = misses(other(kind, patch), how, bool(found["cut"]))
+            gaps = misses(other(kind, patch), how, bool(found["split"]))
             again = ""
             if how == "tree":
-                gaps = max(gaps, misses(other(kind, patch), "packed", bool(found["cut"])))
+                gaps = max(gaps, misses(other(kind, patch), "packed", bool(found["split"])))
             if not refused:
                 again = decoding_problem(other(kind, patch))
         bad = not depends and not (gaps[0] < 1e-3 and gaps[1] < 2e-2)

@@ -17,7 +17,7 @@ from torch import Tensor
 from asyncrl.trainer.barrier import partition_groups
 from asyncrl.trainer.batch import collate
 from asyncrl.trainer.learner import Learner
-from asyncrl.trainer.objective import teacher_of
+from asyncrl.trainer.teacher import Teacher
 from asyncrl.trainer.world import World
 from asyncrl.types import TokenScores, Turn
 from tests.fakes.recipes import COMPARING, RECIPES, UNFILTERED, trained
@@ -201,7 +201,7 @@ def test_a_teacher_on_servers_teaches_what_one_in_the_trainer_does(
     wanted = final_gradients(here, [[episodes[:5]], [episodes[5:]]])
     assert difference(final_gradients(there, [[scored[:5]], [[]], [scored[5:]]]), wanted) < 1e-6  # float32
     idle = collate([], torch.float64, there.packing)
-    found = there.policy(idle.selected, teacher=teacher_of(idle, None, "js", 4)).divergence
+    found = there.policy(idle.selected, teacher=Teacher("js", 4)).divergence
     assert found is not None and found.isfinite().all()  # of a rank that has no episode
     unread = [(row, [with_generation(turns[0], scores=None), *turns[1:]]) for row, turns in scored]
     partly = final_gradients(there, [[unread]])

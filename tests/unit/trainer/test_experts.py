@@ -91,7 +91,7 @@ def through_all(world: World, folder: Path) -> dict[str, Any]:
             policy.lm.set_attn_implementation(FOREST_ATTENTION)
             found = {"gradients": gradients(policy, world)}
             # A forward that follows gathers parameters, as any does.
-            with patch("asyncrl.trainer.model._decide_cut"), LiveBytes() as counted:
+            with patch("asyncrl.trainer.model._decide_split"), LiveBytes() as counted:
                 policy = load_policy(ModelConfig(path=path, dtype="float32"), world)
         found["published"] = published(policy, world)
         found["exported"] = export(folder / family, policy, world, path)

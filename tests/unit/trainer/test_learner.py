@@ -184,10 +184,10 @@ def test_gradient_does_not_depend_on_the_cut(made: Made, world: World, episodes:
     learner = made(STEP)
     one = final_gradients(learner, whole(episodes))
     probed = list[tuple[float, ...]]()
-    for micros in (1, 2, 3, 7):
-        cut = random_cut(episodes, 1, micros, seed=micros)
+    for parts in (1, 2, 3, 7):
+        cut = random_cut(episodes, 1, parts, seed=parts)
         learner.after_micro_batch = lambda: probed.append(score_ids(learner.policy, (1, 2, 3), world.device))
-        assert difference(final_gradients(learner, cut), one) < TOLERANCE, micros
+        assert difference(final_gradients(learner, cut), one) < TOLERANCE, parts
     assert len(probed) >= 3 and len(set(probed)) == 1
 
 

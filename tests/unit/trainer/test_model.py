@@ -109,8 +109,8 @@ def test_what_a_model_does_to_its_logits_is_done(
     path = save(tmp_path)
     t = few_tokens()
     policy = load_policy(ModelConfig(path=path, dtype="float64"), world)
-    assert not policy.uncut
-    policy.uncut = whole
+    assert not policy.runs_whole
+    policy.runs_whole = whole
     scores = policy(t, entropy_grad=True, with_collision=True)
     table = plain_table(plain_model(path), t)
     assert torch.allclose(scores.logp, table.gather(1, t.labels[:, None])[:, 0], atol=1e-6)
@@ -137,7 +137,7 @@ def test_a_model_that_scores_otherwise_when_cut_is_not_cut(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # nothing was found before
     with caplog.at_level(logging.WARNING):
         policy = load_policy(ModelConfig(path=path, dtype="float64"), world)
-    assert policy.uncut and "not chunked" in caplog.text
+    assert policy.runs_whole and "not chunked" in caplog.text
     assert torch.allclose(policy(few_tokens()).logp, wanted)
 
 
@@ -152,7 +152,7 @@ def test_fp32_head_multiplies_in_float32(world: World, path: str) -> None:
     assert torch.allclose(scores.logp, wanted, atol=1e-5)
     rounded = load_policy(ModelConfig(path=path, dtype="bfloat16"), world)(t).logp
     assert not torch.allclose(rounded, wanted, atol=1e-4)
-    policy.uncut = True
+    policy.runs_whole = True
     assert torch.allclose(policy(t).logp, wanted, atol=1e-5)
     scores.logp.sum().backward()
     assert {p.grad.dtype for p in policy.parameters() if p.grad is not None} == {torch.float32}

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from asyncrl.algorithms.diagnostics import metrics_of, token_sums
+from asyncrl.algorithms.diagnostics import metrics_of, report_tokens
 from asyncrl.algorithms.recipe import Recipe, compose
 from asyncrl.config import RunConfig, parse
 from asyncrl.trainer.batch import MicroBatch, collate
-from asyncrl.trainer.objective import Evaluated, evaluate, loss_input, proximal_of
+from asyncrl.trainer.objective import MicroBatchLoss, evaluate, loss_input, proximal_of
 from asyncrl.trainer.scores import Scores
 
 MU = torch.tensor([-1.0, -2.0, -3.0], dtype=torch.float64)
@@ -85,7 +85,7 @@ def evaluated(
     progress: float = 0.0,
     divergence: Tensor | None = None,
     **sections: dict[str, Any],
-) -> tuple[Evaluated, list[float]]:
+) -> tuple[MicroBatchLoss, list[float]]:
     """Of tokens with pi/mu of RATIO and k2 = 1/2 to the reference, and the gradient by log pi. `prox`:
     prox/mu, where it was recomputed."""
     config = configured(**sections)
@@ -182,7 +182,7 @@ def test_around_mu_masks_and_reports_are_of_the_current_policy() -> None:
     algorithm = {**EPOCHS, "prox": "mu", "correction": {"mask": {}}}
     found, gradient = evaluated(algorithm=algorithm, progress=0.5)
     assert gradient == pytest.approx([-1.0, 0.0, 0.0, 1.5, -0.6], rel=1e-12)  # 0.3 would be clipped as well
-    metrics = metrics_of(token_sums(found.token_state).sums)
+    metrics = metrics_of(report_tokens(found.token_state).sums)
     drift = sum(map(math.log, RATIO)) / len(RATIO)
     assert metrics["rollout_corr/kl"] == metrics["actor/ppo_kl"] == pytest.approx(-drift, rel=1e-12)
     assert metrics["rollout_corr/rollout_rs_masked_fraction"] == 0.2
@@ -203,4 +203,4 @@ def test_a_token_with_a_bad_number_takes_no_part(source: str, bad: float) -> Non
     found, gradient = evaluated(prox=prox, reference=reference, algorithm=algorithm, kl={"where": "loss"})
     assert gradient[1] == 0 and all(map(math.isfinite, gradient)) and all(gradient[2:])
     assert found.token_state.trainable.tolist() == [True, False, True, True, True]
-    assert all(map(math.isfinite, metrics_of(token_sums(found.token_state).sums).values()))
+    assert all(map(math.isfinite, metrics_of(report_tokens(found.token_state).sums).values()))

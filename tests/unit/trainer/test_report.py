@@ -102,7 +102,7 @@ def test_gpg_counts_episodes_of_groups_without_variance(
             )
             a = own.reward - sum(rewards) / len(rewards)
             tally_advantages(tally, [replace(e, advantage=np.full(e.model_tokens, a))])
-    assert advantage_factor("nonzero", tally) == pytest.approx(wanted, rel=1e-12)
+    assert advantage_factor("nonzero", tally.sums) == pytest.approx(wanted, rel=1e-12)
 
 
 def test_each_agent_with_a_reward_of_its_own_counts_as_an_episode() -> None:
@@ -113,6 +113,6 @@ def test_each_agent_with_a_reward_of_its_own_counts_as_an_episode() -> None:
     for won, own in zip(scores, games, strict=True):
         e = training_sample(msgspec.structs.replace(ROW, own=own, siblings=games), TURNS, 5, 1, TOKEN_MEAN)
         tally_advantages(tally, [replace(e, advantage=np.where(e.turn < 1, won, -won))])
-    assert advantage_factor("nonzero", tally) == 1.0
+    assert advantage_factor("nonzero", tally.sums) == 1.0
     std = np.std([score for won in scores for score in (won, -won)], ddof=1)
-    assert advantage_factor("batch_std", tally) == pytest.approx(1 / (std + 1e-6))
+    assert advantage_factor("batch_std", tally.sums) == pytest.approx(1 / (std + 1e-6))

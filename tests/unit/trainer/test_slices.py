@@ -37,7 +37,7 @@ def read_on_ranks(world: World, folder: Path) -> Any:
         lambda: load_reference(config, world, loaded[0]).policy,
     ):
         # The forward that follows gathers the root's parameters, as any forward does.
-        with patch("asyncrl.trainer.model._decide_cut"), LiveBytes() as counted:
+        with patch("asyncrl.trainer.model._decide_split"), LiveBytes() as counted:
             loaded.append(load())
         shard = sum(p.to_local().nbytes for p in loaded[-1].parameters())
         peaks += world.gather([float(counted.peak), float(shard)], list[float])

@@ -16,12 +16,13 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 from torch.nn.functional import pad
 
+from asyncrl.algorithms.diagnostics import RatioSums, TokenSums
 from asyncrl.errors import DeadlineError, ProtocolError
 from asyncrl.trainer import prefix_tree
 from asyncrl.trainer import world as ranks
 from asyncrl.trainer.attention import ForestAttention, Scoring
 from asyncrl.trainer.prefix_tree import plant_forest
-from asyncrl.trainer.report import MetricSums
+from asyncrl.trainer.report import BatchSums, MetricSums
 from asyncrl.trainer.world import World
 from tests.fakes.ranks import DEADLINE, run_ranks
 
@@ -176,6 +177,9 @@ def tally(rank: int) -> MetricSums:
     metrics.add_ratio("a", 0.1, 3)
     metrics.add_total("n", rank)
     metrics.add_summary("x", [float("inf"), 1])
+    metrics.sums += BatchSums(
+        tokens_by_lag={rank: 2}, tokens=TokenSums(by_lag_bucket={"0": RatioSums(rho=0.1)})
+    )
     return metrics
 
 
