@@ -28,7 +28,7 @@ from asyncrl.errors import ConfigError, EngineError, ProtocolError, SetupError, 
 from asyncrl.gateway import Agent, AgentError, CommandError, Endpoint, Gateway, TimeUp
 from asyncrl.gateway.exchange import AgentReply, Listener
 from asyncrl.isolation.calls import LoopThread, to_its_end
-from asyncrl.rollout.context import EpisodeRun, Outcome
+from asyncrl.rollout.episode_run import EpisodeRun, Outcome
 from asyncrl.runtime.activity import Notifier, Waits
 from asyncrl.types import EpisodeEnd, EpisodeStats, FailReason, Turn
 from asyncrl.values import checked_result
@@ -133,7 +133,7 @@ class AgentHost:
         reply_tasks = list(map(asyncio.ensure_future, pending_replies))
         try:
             replies = await asyncio.gather(*reply_tasks)
-            await self._episode_run.until_durable()
+            await self._episode_run.records.until_durable()
         except BaseException:
             for reply_task in reply_tasks:
                 reply_task.cancel()
@@ -166,7 +166,7 @@ class AgentHost:
             if turn.index == len(self._branches.turns):
                 added_turn = self._add_turn(placement, turn)
                 if not self._branches.replaying:
-                    self._episode_run.restart_clock()
+                    self._episode_run.clock.restart()
                 return added_turn
             await self._turn_added.wait()
 
@@ -183,7 +183,7 @@ class AgentHost:
             watch = TurnWatch(
                 rules, request.tools, request.stops, prompt_ending(rules, placement.context), on_text
             )
-        generation = await self._episode_run.generate(
+        generation = await self._episode_run.sampling.generate(
             placement.ids,
             placement.max_new_tokens,
             row=placement.session,
@@ -258,7 +258,7 @@ class AgentPlayer:
         host = AgentHost(self.run, self._branches, self._idle_timer)
         self._idle_timer.start_idle()
         try:
-            async with self.agents.gateway.admit_episode(host, lambda: self.run.seconds) as endpoint:
+            async with self.agents.gateway.admit_episode(host, lambda: self.run.clock.seconds) as endpoint:
                 agent_task = await self._run_agent(endpoint, host.fatal_error)
         finally:
             self._idle_timer.stop_idle()
@@ -290,7 +290,7 @@ class AgentPlayer:
         """Run the agent until the program ends or `fatal_error` is done; the returned future is done in both
         cases."""
         max_tokens = self.run.context.rules.config.max_tokens
-        endpoint = replace(endpoint, max_tokens=max_tokens, seconds=self.run.seconds_left)
+        endpoint = replace(endpoint, max_tokens=max_tokens, seconds=self.run.clock.seconds_left)
         agent_call = self.agents.threads.call(
             partial(self.agents.agent, self.run.assignment.sample, endpoint)
         )

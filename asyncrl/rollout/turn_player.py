@@ -22,8 +22,8 @@ from asyncrl.conversation.episode import Episode
 from asyncrl.conversation.turns import turn_message
 from asyncrl.environments import Environment
 from asyncrl.errors import AsyncrlError, ProtocolError
-from asyncrl.rollout.context import EpisodeRun, Outcome
 from asyncrl.rollout.environment import EpisodeEnvironment
+from asyncrl.rollout.episode_run import EpisodeRun, Outcome
 from asyncrl.rollout.episode_runner import EnvironmentFailed
 from asyncrl.tools import Toolbox, ToolSession
 from asyncrl.tools.snapshots import hash_history
@@ -46,7 +46,7 @@ class TurnPlayer:
     _turn_histories: list[str] = field(default_factory=list)  # names of snapshots, one for each turn
 
     def __post_init__(self) -> None:
-        episode = self.run.attempt.uid
+        episode = self.run.assignment.attempt.uid
         snapshots = self.run.context.snapshots
         self._tools = self.toolbox.session(self.run.assignment.sample, episode, snapshots)
 
@@ -60,7 +60,7 @@ class TurnPlayer:
         await self._rebuild_state(episode, recorded)
         self.episode = episode
         if recorded:
-            self.run.restart_clock()
+            self.run.clock.restart()
         while not episode.over:
             event = await self._carry_out(episode)
             previous_episode = episode
@@ -90,20 +90,22 @@ class TurnPlayer:
         match episode.command:
             case commands.Generate(ids=ids, max_new_tokens=max_new_tokens, row=row) as generate_command:
                 teacher_prefix: tuple[int, ...] = ()
-                if self.run.scorer:
+                if self.run.sampling.scorer:
                     teacher_prefix = machine.teacher_prompt(self._rules, episode, generate_command)
-                generation = await self.run.generate(ids, max_new_tokens, row, teacher_prefix=teacher_prefix)
+                generation = await self.run.sampling.generate(
+                    ids, max_new_tokens, row, teacher_prefix=teacher_prefix
+                )
                 return commands.TurnGenerated(generation)
 
             case commands.CallTools(calls=calls):
-                await self.run.until_durable()
+                await self.run.records.until_durable()
                 names = ", ".join(sorted({call.name for call in calls}))
                 with self.run.context.waits.wait_named(f"tool {names}", self._tools.max_call_seconds(calls)):
                     replies = await asyncio.gather(*map(self._tools.call, calls))
                 return commands.ToolsReplied(tuple(replies))
 
             case commands.Step(message=message):
-                await self.run.until_durable()
+                await self.run.records.until_durable()
                 return commands.Observed(await self._step_environment(len(episode.turns), message))
 
             case commands.Score(answer=answer, end=end):
@@ -188,7 +190,7 @@ class TurnPlayer:
 
         self._tools.caught_up()
         if recorded and episode.turns[-1].replies != recorded[-1].replies:
-            await self.run.post_reply(episode.turns[-1])
+            await self.run.records.post_reply(episode.turns[-1])
 
     async def _repeat_turns(self, episode: Episode) -> None:
         for turn in episode.turns:
@@ -231,7 +233,7 @@ class TurnPlayer:
         if (last_turn.replies, last_turn.observation) != posted_reply:
             self._name_turns(episode.turns)
             await self._tools.save(last_turn.index, self._turn_histories[-1])  # first: see tools/snapshots.py
-            await self.run.post_reply(last_turn)
+            await self.run.records.post_reply(last_turn)
 
 
 def _outcome(episode: Episode) -> Outcome:

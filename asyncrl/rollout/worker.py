@@ -35,8 +35,9 @@ from asyncrl.isolation.calls import exits_raise
 from asyncrl.observe.timeline import START_EVENT, Timeline
 from asyncrl.remote import scorer_url
 from asyncrl.rollout.agent_player import AgentPlayer, Agents
-from asyncrl.rollout.context import EpisodeContext, EpisodeRun
+from asyncrl.rollout.context import EpisodeContext
 from asyncrl.rollout.demonstrations import DemonstrationPlayer, NoEngine
+from asyncrl.rollout.episode_run import EpisodeRun
 from asyncrl.rollout.episode_runner import EpisodeRunner, Player
 from asyncrl.rollout.samplers import LocalSampler, engine_factory
 from asyncrl.rollout.server_pool import ENGINE_LANES, Connect, ServerPool, connector
