@@ -83,13 +83,94 @@ class AgentHost:
     async def answer(
         self, request: AgentRequest, count: int, listener: Listener | None, attempt: int = 0
     ) -> Sequence[AgentReply] | Refusal:
+        """Return all answers to a request, once they are durable; see `Host`. When an answer fails, or the
+        client leaves, no answer counts as delivered: turns that were posted answer the same request when the
+        request comes again."""
+        branches = self._branches
         with self._end_episode_on_error(ConfigError):
             await self._render(request)
-            sources = self._branches.find_answers(request, count, attempt)
+            sources = branches.find_answers(request, count, attempt)
         if isinstance(sources, Refusal):
             return sources
+
+        async def reply_from(index: int, source: Turn | Placement) -> AgentReply:
+            if isinstance(source, Turn):  # posted before, and not delivered
+                turn = source
+            else:
+                on_text = None if listener is None else partial(listener.delta, index)
+                turn = await self._obtain_turn(source, on_text)
+            return AgentReply(
+                branches.model_message(turn),
+                turn,
+                branches.prompt_tokens(turn),
+                self._episode_run.context.rules.chat.decode,
+                branches.stopped_at(turn),
+            )
+
         with self._end_episode_on_error(), self._idle_timer.answering():
-            return await self._reply_to_all(sources, listener)
+            if listener is not None:
+                listener.start(branches.prompt_tokens(sources[0]))
+
+            reply_tasks = [
+                asyncio.ensure_future(reply_from(index, source)) for index, source in enumerate(sources)
+            ]
+            try:
+                replies = await asyncio.gather(*reply_tasks)
+                await self._episode_run.records.until_durable()
+            except BaseException:
+                for reply_task in reply_tasks:
+                    reply_task.cancel()
+                task_results = await asyncio.gather(*reply_tasks, return_exceptions=True)
+                new_turns = [reply.turn for reply in task_results if isinstance(reply, AgentReply)]
+                branches.give_back_answers([*sources, *new_turns])
+                raise
+
+            return replies
+
+    async def _obtain_turn(self, placement: Placement, on_text: OnText | None) -> Turn:
+        """Return the turn that answered this request in an earlier attempt, or sample and post a turn. The
+        placement is cancelled unless a turn was added."""
+        branches = self._branches
+        rules = self._episode_run.context.rules
+        request = placement.request
+        try:
+            # A recorded turn is added once all turns before have been added.
+            while (turn := branches.recorded_turn(placement)) is not None:
+                if turn.index == len(branches.turns):
+                    branches.add_turn(placement, turn)
+                    self._turn_added.notify()
+                    if not branches.replaying:
+                        self._episode_run.clock.restart()
+                    return turn
+                await self._turn_added.wait()
+
+            watch = None
+            if request.prompt is not None:
+                on_text = None  # thoughts and calls of a plain completion are not told apart
+            if request.stops or on_text:
+                prompt_end = prompt_ending(rules, placement.context)
+                watch = TurnWatch(rules, request.tools, request.stops, prompt_end, on_text)
+
+            generation = await self._episode_run.sampling.generate(
+                placement.ids,
+                placement.max_new_tokens,
+                row=placement.session,
+                watch=watch,
+                is_trained=not placement.untrained,
+                agent=request.agent,
+            )
+            if problem := generation_problem(rules.chat.stop_ids, placement.max_new_tokens, generation):
+                raise EngineError(problem)
+
+            async with self._post_lock:
+                turn = branches.next_turn(placement, generation)
+                await self._episode_run.post_turn(turn, placement.session)
+                # A posted turn counts at once, even if the client has left.
+                branches.add_turn(placement, turn)
+                self._turn_added.notify()
+                return turn
+        finally:
+            branches.cancel_placement(placement)
 
     async def count(self, request: AgentRequest) -> int:
         with self._end_episode_on_error(ConfigError):
@@ -118,92 +199,6 @@ class AgentHost:
 
     def lose(self, reply: AgentReply) -> None:
         self._branches.mark_undelivered(reply.turn)
-
-    async def _reply_to_all(
-        self, sources: list[Turn | Placement], listener: Listener | None
-    ) -> list[AgentReply]:
-        """Return all answers to a request, once they are durable. When an answer fails, or the client leaves,
-        the remaining tasks are cancelled and no answer counts as delivered."""
-        if listener is not None:
-            listener.start(self._branches.prompt_tokens(sources[0]))
-        pending_replies = [
-            self._reply_from(source, None if listener is None else partial(listener.delta, index))
-            for index, source in enumerate(sources)
-        ]
-        reply_tasks = list(map(asyncio.ensure_future, pending_replies))
-        try:
-            replies = await asyncio.gather(*reply_tasks)
-            await self._episode_run.records.until_durable()
-        except BaseException:
-            for reply_task in reply_tasks:
-                reply_task.cancel()
-            task_results = await asyncio.gather(*reply_tasks, return_exceptions=True)
-            self._branches.give_back_answers(
-                [*sources, *(reply.turn for reply in task_results if isinstance(reply, AgentReply))]
-            )
-            raise
-
-        return replies
-
-    async def _reply_from(self, source: Turn | Placement, on_text: OnText | None) -> AgentReply:
-        """Reply with an undelivered turn, a recorded turn, or a turn that is sampled and posted now."""
-        turn = source if isinstance(source, Turn) else await self._obtain_turn(source, on_text)
-        branches = self._branches
-        decode = self._episode_run.context.rules.chat.decode
-        stop_text = branches.stopped_at(turn)
-        return AgentReply(branches.model_message(turn), turn, branches.prompt_tokens(turn), decode, stop_text)
-
-    async def _obtain_turn(self, placement: Placement, on_text: OnText | None) -> Turn:
-        try:
-            return await self._recorded_turn(placement) or await self._sample_turn(placement, on_text)
-        finally:
-            self._branches.cancel_placement(placement)
-
-    async def _recorded_turn(self, placement: Placement) -> Turn | None:
-        """Return the turn that answered this request in an earlier attempt, once all turns before have been
-        added."""
-        while (turn := self._branches.recorded_turn(placement)) is not None:
-            if turn.index == len(self._branches.turns):
-                added_turn = self._add_turn(placement, turn)
-                if not self._branches.replaying:
-                    self._episode_run.clock.restart()
-                return added_turn
-            await self._turn_added.wait()
-
-        return None
-
-    async def _sample_turn(self, placement: Placement, on_text: OnText | None) -> Turn:
-        rules = self._episode_run.context.rules
-        request = placement.request
-        if request.prompt is not None:
-            on_text = None  # thoughts and calls of a plain completion are not told apart
-
-        watch = None
-        if request.stops or on_text:
-            watch = TurnWatch(
-                rules, request.tools, request.stops, prompt_ending(rules, placement.context), on_text
-            )
-        generation = await self._episode_run.sampling.generate(
-            placement.ids,
-            placement.max_new_tokens,
-            row=placement.session,
-            watch=watch,
-            is_trained=not placement.untrained,
-            agent=request.agent,
-        )
-        if turn_problem := generation_problem(rules.chat.stop_ids, placement.max_new_tokens, generation):
-            raise EngineError(turn_problem)
-
-        async with self._post_lock:
-            turn = self._branches.next_turn(placement, generation)
-            await self._episode_run.post_turn(turn, placement.session)
-            # A posted turn counts at once, even if the client has left.
-            return self._add_turn(placement, turn)
-
-    def _add_turn(self, placement: Placement, turn: Turn) -> Turn:
-        self._branches.add_turn(placement, turn)
-        self._turn_added.notify()
-        return turn
 
 
 @dataclass
