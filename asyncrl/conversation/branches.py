@@ -27,7 +27,6 @@ from msgspec.structs import replace
 
 from asyncrl.conversation.commands import Rules
 from asyncrl.conversation.requests import (
-    CHARACTERS_PER_TOKEN,
     AgentRequest,
     IsUntrained,
     Placement,
@@ -41,6 +40,7 @@ from asyncrl.conversation.requests import (
     limit_reached,
     row_is_full,
 )
+from asyncrl.conversation.tokenizer import CHARACTERS_PER_TOKEN
 from asyncrl.conversation.turns import make_turn, read_turn, turn_message
 from asyncrl.conversation.watch import text_before
 from asyncrl.errors import ConfigError, ProtocolError
@@ -112,18 +112,16 @@ class Branches:
             for row_number, row in trained_rows
         }
 
-        turn_counts = Counter(conversations[row_number] for row_number, _ in trained_rows)
-
         rows_with_tools = [number for number in sorted(conversations) if self.rows[number].request.tools]
         if rows_with_tools:
             main_conversation = conversations[rows_with_tools[0]]
         else:
+            turn_counts = Counter(conversations[row_number] for row_number, _ in trained_rows)
             main_conversation = turn_counts.most_common(1)[0][0]
 
         for row_number, row in reversed(trained_rows):
             if conversations[row_number] == main_conversation:
                 return row.messages
-
         raise AssertionError("no turn is trained")
 
     @property
@@ -347,7 +345,6 @@ class Branches:
             for row in self.rows
             if row.attempt < attempt and not row.busy and not row.read and row.request == request
         ]
-
         row = max(answered_rows, key=lambda row: (row.attempt, row.last.index), default=None)
         if row is None:
             return None

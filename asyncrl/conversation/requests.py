@@ -10,11 +10,9 @@ from typing import Any
 import msgspec
 
 from asyncrl.conversation.chat import Chat
+from asyncrl.conversation.tokenizer import CHARACTERS_PER_TOKEN
 from asyncrl.types import EpisodeEnd, Message, Turn
 
-# Characters per token, at most, on average: a text with more than this times a limit is taken to exceed that
-# limit, without being tokenised.
-CHARACTERS_PER_TOKEN = 16
 LONG_TEXT_CHARACTERS = 16_384  # tokenising this many characters takes some 5 ms
 OVERLAP_IDS = 8  # ids that are decoded again with new ids: neighbours may share a character
 

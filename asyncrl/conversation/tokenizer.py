@@ -145,8 +145,8 @@ def _may_overlap(token: str, longer_token: str) -> bool:
 # -- cut to a number of tokens -----------------------------------------------------------------------
 
 
-# Characters per token, at most, on average (as in requests.py): a text with more than this times a limit is
-# never tokenised as a whole, so that megabytes cost no time.
+# Characters per token, at most, on average: a text with more than this times a limit is taken to exceed that
+# limit, and is never tokenised as a whole, so that megabytes cost no time.
 CHARACTERS_PER_TOKEN = 16
 USUAL_CHARACTERS_PER_TOKEN = 4  # of most texts: tried first
 REPLACEMENT_CHARACTER = "\ufffd"  # the bytes of a cut character decode to this

@@ -22,7 +22,7 @@ from asyncrl.rollout.episode_clock import EpisodeClock
 from asyncrl.rollout.episode_records import EpisodeRecords
 from asyncrl.rollout.episode_sampling import EpisodeSampling
 from asyncrl.types import EpisodeEnd, EpisodeStats, Message, RewardResult, Turn
-from asyncrl.values import shorten_to_line
+from asyncrl.values import shorten_to_line, without_middle
 from asyncrl.wire.messages.worker import Assign, Failed, Finished
 
 TEXT_LIMIT = 20_000  # characters of a stored transcript
@@ -116,7 +116,12 @@ class EpisodeRun:
         replies = [reply for turn in outcome.turns for reply in turn.replies]
         text = ""
         if self.assignment.transcript:
-            text = _without_middle(transcript(self.context.rules, outcome.turns))
+            text = without_middle(
+                transcript(self.context.rules, outcome.turns),
+                head=TEXT_LIMIT // 2,
+                tail=TEXT_LIMIT // 2,
+                note="\n[… {} characters …]\n",
+            )
 
         return Finished(
             seq=0,
@@ -144,10 +149,3 @@ class EpisodeRun:
         """Return the frames of the last record: the agent's result, if any, for `asyncrl regrade`."""
         has_result = isinstance(record, Finished) and self._agent_result is not None
         return (msgspec.json.encode(self._agent_result),) if has_result else ()
-
-
-def _without_middle(text: str) -> str:
-    """Return the beginning and the end of a transcript that is too long to keep."""
-    excess = len(text) - TEXT_LIMIT
-    kept_length = TEXT_LIMIT // 2
-    return f"{text[:kept_length]}\n[… {excess} characters …]\n{text[-kept_length:]}" if excess > 0 else text
