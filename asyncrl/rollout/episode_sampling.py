@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -35,36 +36,28 @@ KEY_MASK = (1 << 63) - 1  # random keys are non-negative 64-bit integers
 _encode = msgspec.msgpack.Encoder().encode
 
 
+@dataclass
 class EpisodeSampling:
     """Samples and scores the turns of one attempt. Several tasks may call `generate`. `name`: the session of
     row 0 in the engines; the sessions of further rows begin with `name`."""
 
-    def __init__(
-        self,
-        name: str,
-        context: EpisodeContext,
-        assignment: Assign,
-        sampler: Sampler,
-        clock: EpisodeClock,
-        records: EpisodeRecords,
-    ) -> None:
-        self.sampler = sampler
-        self._name = name
-        self._context = context
-        self._assignment = assignment
-        self._clock = clock
-        self._records = records
-        self._sessions = {name}
-        # By row: the unfinished turn (TurnPart.prompt), and the durable part of that turn.
-        self._open_turns: dict[int, tuple[bytes, Generation]] = {}
-        self._routed_tokens: dict[int, int] = {}  # tokens with known routes, by row
+    name: str
+    context: EpisodeContext
+    assignment: Assign
+    sampler: Sampler
+    clock: EpisodeClock
+    records: EpisodeRecords
+    _sessions: set[str] = field(default_factory=set)
+    # By row: the unfinished turn (TurnPart.prompt), and the durable part of that turn.
+    _open_turns: dict[int, tuple[bytes, Generation]] = field(default_factory=dict)
+    _routed_tokens: dict[int, int] = field(default_factory=dict)  # tokens with known routes, by row
 
     @property
     def scorer(self) -> Sampler | None:
         """Return the scorer of the episode's turns; None in validation, where nothing trains, and for greedy
         episodes."""
-        reads_nothing = self._assignment.lane == "eval" or not self._assignment.temperature
-        return None if reads_nothing else self._context.scorer_of(self._assignment.sample.data_source)
+        reads_nothing = self.assignment.lane == "eval" or not self.assignment.temperature
+        return None if reads_nothing else self.context.scorer_of(self.assignment.sample.data_source)
 
     async def generate(
         self,
@@ -79,8 +72,8 @@ class EpisodeSampling:
         """Sample a turn after `ids`, the whole prefix, or the remainder of a turn. Rows may be sampled side
         by side. `is_trained`: a long turn is made durable in parts, and scorers read the finished turn, after
         `teacher_prefix` if given. `agent`: the name of the agent that sent the request."""
-        assignment = self._assignment
-        rules = self._context.rules
+        assignment = self.assignment
+        rules = self.context.rules
         prompt_digest = hashlib.blake2b(_encode((ids, max_new_tokens)), digest_size=16).digest()
 
         async def post_part(sampled: Generation) -> None:
@@ -92,10 +85,10 @@ class EpisodeSampling:
             if is_unfinished and extends_durable and len(sampled.ids) > durable_tokens:
                 new_tokens = suffix_after(durable_part, sampled)
                 part = TurnPart(row, prompt_digest, durable_tokens, new_tokens)
-                await self._records.post_part(part, self._clock.seconds)
+                await self.records.post_part(part, self.clock.seconds)
                 self._open_turns[row] = prompt_digest, sampled
 
-        session = f"{self._name}#{row}" if row else self._name
+        session = f"{self.name}#{row}" if row else self.name
         self._sessions.add(session)
         request = Request(
             session,
@@ -110,12 +103,12 @@ class EpisodeSampling:
         )
 
         durable_part = self._durable_part(row, prompt_digest)
-        with self.sampler.sleeps.during(asleep=self._clock.paused):
+        with self.sampler.sleeps.during(asleep=self.clock.paused):
             remaining = await self.sampler.generate(
                 remaining_request(request, durable_part),
                 # The buffer relies on the version of the episode's start, also when a server comes back with
                 # older weights.
-                lambda: max(assignment.min_version, self._context.min_version()),
+                lambda: max(assignment.min_version, self.context.min_version()),
             )
             generation = with_part(request, durable_part, remaining)
 
@@ -124,7 +117,7 @@ class EpisodeSampling:
                 return generation
             scored_ids = (teacher_prefix or ids) + generation.ids
             scores = await scorer.read(
-                session, scored_ids, len(generation.ids), self._context.top_tokens, self._clock.paused
+                session, scored_ids, len(generation.ids), self.context.top_tokens, self.clock.paused
             )
             return msgspec.structs.replace(generation, scores=scores)
 
@@ -143,7 +136,7 @@ class EpisodeSampling:
 
     def release_sessions(self) -> None:
         """Let the engines forget the episode."""
-        for session in self._sessions:
+        for session in self._sessions | {self.name}:
             self.sampler.release(session)
             if self.scorer is not None:
                 self.scorer.release(session)
