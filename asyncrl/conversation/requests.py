@@ -126,10 +126,14 @@ def row_is_full(max_tokens: int, tokens: int, explanation: str) -> Refusal:
     return Refusal(EpisodeEnd.LENGTH, detail, tokens, max_tokens)
 
 
-def characters_of(message: Message) -> int:
+def texts_of(message: Message) -> list[str]:
+    """Return all texts of a message that its tokens may contain."""
     texts = [message.content, message.reasoning, message.name, message.tool_call_id]
-    texts += [text for call in message.tool_calls for text in (call.name, call.arguments, call.id)]
-    return CHARACTERS_PER_TOKEN + sum(map(len, texts))
+    return texts + [text for call in message.tool_calls for text in (call.name, call.arguments, call.id)]
+
+
+def characters_of(message: Message) -> int:
+    return CHARACTERS_PER_TOKEN + sum(map(len, texts_of(message)))
 
 
 def is_short(messages: Sequence[Message], characters: int = 0) -> bool:

@@ -195,8 +195,6 @@ def score_turns(turns: Sequence[Turn], end: EpisodeEnd, result: RewardResult) ->
         token_counts if turn_agents else (),
     )
 
-    return (
-        Fail(FailReason.REWARD_ERROR, episode_result.problem)
-        if episode_result.problem
-        else Done(episode_result)
-    )
+    if episode_result.problem:
+        return Fail(FailReason.REWARD_ERROR, episode_result.problem)
+    return Done(episode_result)
