@@ -88,32 +88,28 @@ def same_message(our_message: Message, their_message: Message) -> bool:
     space around the content, the spelling and the defaults of arguments, the reasoning left out."""
     if our_message.role != "assistant":
         return our_message == their_message
+    if (
+        their_message.role != our_message.role
+        or their_message.content.strip() != our_message.content.strip()
+        or their_message.reasoning.strip() not in ("", our_message.reasoning.strip())
+        or len(their_message.tool_calls) != len(our_message.tool_calls)
+    ):
+        return False
 
-    return (
-        their_message.role == our_message.role
-        and their_message.content.strip() == our_message.content.strip()
-        and their_message.reasoning.strip() in ("", our_message.reasoning.strip())
-        and len(their_message.tool_calls) == len(our_message.tool_calls)
-        and all(
-            our_call.name == their_call.name
-            and (
-                our_call.arguments == their_call.arguments
-                or _filled_in(our_call.arguments, their_call.arguments)
-            )
-            for our_call, their_call in zip(our_message.tool_calls, their_message.tool_calls, strict=True)
-        )
-    )
+    for our_call, their_call in zip(our_message.tool_calls, their_message.tool_calls, strict=True):
+        if our_call.name != their_call.name:
+            return False
+        if our_call.arguments == their_call.arguments:
+            continue
 
+        # The client may have added defaults.
+        our_value = json.loads(our_call.arguments)
+        their_value = json.loads(their_call.arguments)
+        are_objects = isinstance(our_value, dict) and isinstance(their_value, dict)
+        if our_value != their_value and not (are_objects and our_value.items() <= their_value.items()):
+            return False
 
-def _filled_in(our_text: str, their_text: str) -> bool:
-    """Return True if the client's arguments are the same, perhaps with further ones: the client's
-    defaults."""
-    our_arguments = json.loads(our_text)
-    their_arguments = json.loads(their_text)
-    are_objects = isinstance(our_arguments, dict) and isinstance(their_arguments, dict)
-    return bool(
-        our_arguments == their_arguments or (are_objects and our_arguments.items() <= their_arguments.items())
-    )
+    return True
 
 
 def limit_reached(end: EpisodeEnd, counted: str, limit: int) -> Refusal:

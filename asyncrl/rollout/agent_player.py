@@ -25,7 +25,7 @@ from asyncrl.conversation.turns import generation_problem, prompt_ending, score_
 from asyncrl.conversation.watch import OnText, TurnWatch
 from asyncrl.data.tasks import task_of
 from asyncrl.errors import ConfigError, EngineError, ProtocolError, SetupError, describe, users_code
-from asyncrl.gateway import Agent, AgentError, CommandError, Endpoint, Gateway, TimeUp
+from asyncrl.gateway import Agent, AgentError, CommandError, Gateway, TimeUp
 from asyncrl.gateway.exchange import AgentReply, Listener
 from asyncrl.isolation.calls import LoopThread, to_its_end
 from asyncrl.rollout.episode_run import EpisodeRun, Outcome
@@ -250,11 +250,21 @@ class AgentPlayer:
     async def _serve_agent(self) -> tuple[bool, Any]:
         """Run the agent; return whether the time was up, and the agent's result. The result is None if the
         agent gave up after a limit had refused a request or cut the last turn."""
-        host = AgentHost(self.run, self._branches, self._idle_timer)
+        branches = self._branches
+        sample = self.run.assignment.sample
+        max_tokens = self.run.context.rules.config.max_tokens
+        host = AgentHost(self.run, branches, self._idle_timer)
         self._idle_timer.start_idle()
         try:
             async with self.agents.gateway.admit_episode(host, lambda: self.run.clock.seconds) as endpoint:
-                agent_task = await self._run_agent(endpoint, host.fatal_error)
+                endpoint = replace(endpoint, max_tokens=max_tokens, seconds=self.run.clock.seconds_left)
+                agent_call = self.agents.threads.call(partial(self.agents.agent, sample, endpoint))
+                agent_task = asyncio.ensure_future(agent_call)
+                try:
+                    await asyncio.wait([agent_task, host.fatal_error], return_when=asyncio.FIRST_COMPLETED)
+                finally:  # the task is done also if the episode cannot go on
+                    agent_task.cancel()
+                    await asyncio.gather(agent_task, return_exceptions=True)
         finally:
             self._idle_timer.stop_idle()
 
@@ -268,35 +278,14 @@ class AgentPlayer:
         except SetupError:
             raise
         except Exception as error:
-            branches = self._branches
-            program_failed = isinstance(error, CommandError)
             # In a task the model can end the agent's program.
-            model_failed_program = program_failed and task_of(self.run.assignment.sample)
+            model_failed_program = isinstance(error, CommandError) and task_of(sample)
             model_is_cause = bool(without_untrained(branches.turns)) and (
                 model_failed_program or branches.end is EpisodeEnd.LENGTH
             )
             if branches.last_refusal is None and not model_is_cause:
                 raise AgentError(describe(error)) from error
             return False, checked_result(error.result) if isinstance(error, CommandError) else None
-
-    async def _run_agent(
-        self, endpoint: Endpoint, fatal_error: asyncio.Future[Exception]
-    ) -> asyncio.Future[Any]:
-        """Run the agent until the program ends or `fatal_error` is done; the returned future is done in both
-        cases."""
-        max_tokens = self.run.context.rules.config.max_tokens
-        endpoint = replace(endpoint, max_tokens=max_tokens, seconds=self.run.clock.seconds_left)
-        agent_call = self.agents.threads.call(
-            partial(self.agents.agent, self.run.assignment.sample, endpoint)
-        )
-        agent_task = asyncio.ensure_future(agent_call)
-        try:
-            await asyncio.wait([agent_task, fatal_error], return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            agent_task.cancel()
-            await asyncio.gather(agent_task, return_exceptions=True)
-
-        return agent_task
 
     async def _score_turns(self, end: EpisodeEnd, result: Any) -> Outcome:
         """Score the turns, limited by `rollout.reward_timeout`, not by the remaining time of the episode."""
