@@ -41,7 +41,7 @@ from asyncrl.conversation.requests import (
     row_is_full,
 )
 from asyncrl.conversation.tokenizer import CHARACTERS_PER_TOKEN
-from asyncrl.conversation.turns import make_turn, read_turn, turn_message
+from asyncrl.conversation.turns import read_turn, turn_message
 from asyncrl.conversation.watch import text_before
 from asyncrl.errors import ConfigError, ProtocolError
 from asyncrl.types import EpisodeEnd, Generation, Message, StopReason, Turn
@@ -258,13 +258,13 @@ class Branches:
 
     def next_turn(self, placement: Placement, generation: Generation) -> Turn:
         """Make the next turn of the episode, to be added before anything else happens."""
-        return make_turn(
+        return Turn(
             len(self.turns),
-            self._row_number(placement),
             placement.context,
             generation,
-            placement.request.agent,
-            placement.untrained,
+            row=self._row_number(placement),
+            agent=placement.request.agent,
+            untrained=placement.untrained,
         )
 
     def add_turn(self, placement: Placement, turn: Turn) -> Message:

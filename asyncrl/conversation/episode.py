@@ -50,7 +50,6 @@ from asyncrl.conversation.parsers import Parsed
 from asyncrl.conversation.parsers.base import think_tags
 from asyncrl.conversation.turns import (
     generation_problem,
-    make_turn,
     read_turn,
     score_turns,
     split_thought,
@@ -216,10 +215,13 @@ def _generated(rules: Rules, episode: Episode, command: Generate, generation: Ge
     if engine_problem := generation_problem(rules.chat.stop_ids, command.max_new_tokens, generation):
         return _fail_episode(episode, FailReason.ENGINE_ERROR, engine_problem)
 
-    turn = make_turn(len(episode.turns), command.row, command.ids[len(row_ids) :], generation)
-    if not row_ids:
-        turn = replace(turn, taught=teacher_prompt(rules, episode, command))
-
+    turn = Turn(
+        len(episode.turns),
+        command.ids[len(row_ids) :],
+        generation,
+        row=command.row,
+        taught=() if row_ids else teacher_prompt(rules, episode, command),
+    )
     rows = (*episode.rows[: command.row], command.ids + generation.ids)
     opened = episode.opened
     prefill = "" if episode.turns else prefill_of((*episode.sample.prompt, *opened.messages))

@@ -27,7 +27,7 @@ from asyncrl.conversation.commands import Done, Opened
 from asyncrl.conversation.episode import Episode, begin_episode, conversation
 from asyncrl.conversation.turns import read_turn, score_turns, without_untrained
 from asyncrl.data import Samples, samples_path
-from asyncrl.episodes.reward import shaped_reward, transcript
+from asyncrl.episodes.reward import transcript
 from asyncrl.errors import AsyncrlError
 from asyncrl.observe.held_out import HeldOut, JudgedEpisode, answer_of, uid_prefix
 from asyncrl.rewards import RewardError, RewardInput
@@ -129,7 +129,7 @@ async def regrade(
     """Score the trained turns of an episode again. Raises RewardError."""
     turns = without_untrained(turns)
     reward_result = await parts.reward.score_episode(reward_input(parts, sample, turns, end, calls, result))
-    outcome = score_turns(turns, end, shaped_reward(parts.rules, parts.reward, reward_result, turns, end))
+    outcome = score_turns(turns, end, parts.reward.add_shaping(parts.rules, reward_result, turns, end))
     if not isinstance(outcome, Done):
         raise RewardError(outcome.detail)
 

@@ -14,7 +14,7 @@ import msgspec
 
 from asyncrl.conversation.commands import Done, Fail
 from asyncrl.conversation.turns import last_words, rows_of
-from asyncrl.episodes.reward import shaped_reward, transcript
+from asyncrl.episodes.reward import transcript
 from asyncrl.observe.held_out import answer_of
 from asyncrl.rewards import RewardInput
 from asyncrl.rollout.context import EpisodeContext, Sampler
@@ -104,7 +104,7 @@ class EpisodeRun:
         self._reward_notes = reward_result.notes
         if self.assignment.lane == "eval":  # validation reports unshaped scores
             return reward_result
-        return shaped_reward(rules, reward, reward_result, turns, end)
+        return reward.add_shaping(rules, reward_result, turns, end)
 
     def final_record(self, outcome: Outcome) -> Finished | Failed:
         """Return the last record of the episode."""
