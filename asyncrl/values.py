@@ -62,6 +62,15 @@ def cut_after(text: str, max_length: int) -> str:
     return text if len(text) <= max_length else f"{text[:max_length]}…"
 
 
+def without_middle(text: str, head: int, tail: int, note: str) -> str:
+    """Return the text, or, if it is longer, the first `head` and the last `tail` characters, and between them
+    `note` with the number of missing characters in place of `{}`."""
+    missing_characters = len(text) - head - tail
+    if missing_characters <= 0:
+        return text
+    return f"{text[:head]}{note.format(missing_characters)}{text[-tail:]}"
+
+
 def shorten_to_line(text: str, max_length: int = MAX_LISTED_LENGTH) -> str:
     """Return the text on a single line of at most `max_length` characters."""
     line = " ".join(encodable(text[: 4 * max_length]).replace("\0", " ").split())

@@ -27,7 +27,6 @@ from msgspec.structs import replace
 
 from asyncrl.conversation.commands import Rules
 from asyncrl.conversation.requests import (
-    CHARACTERS_PER_TOKEN,
     AgentRequest,
     IsUntrained,
     Placement,
@@ -41,7 +40,8 @@ from asyncrl.conversation.requests import (
     limit_reached,
     row_is_full,
 )
-from asyncrl.conversation.turns import make_turn, read_turn, turn_message
+from asyncrl.conversation.tokenizer import CHARACTERS_PER_TOKEN
+from asyncrl.conversation.turns import read_turn, turn_message
 from asyncrl.conversation.watch import text_before
 from asyncrl.errors import ConfigError, ProtocolError
 from asyncrl.types import EpisodeEnd, Generation, Message, StopReason, Turn
@@ -112,18 +112,16 @@ class Branches:
             for row_number, row in trained_rows
         }
 
-        turn_counts = Counter(conversations[row_number] for row_number, _ in trained_rows)
-
         rows_with_tools = [number for number in sorted(conversations) if self.rows[number].request.tools]
         if rows_with_tools:
             main_conversation = conversations[rows_with_tools[0]]
         else:
+            turn_counts = Counter(conversations[row_number] for row_number, _ in trained_rows)
             main_conversation = turn_counts.most_common(1)[0][0]
 
         for row_number, row in reversed(trained_rows):
             if conversations[row_number] == main_conversation:
                 return row.messages
-
         raise AssertionError("no turn is trained")
 
     @property
@@ -181,25 +179,26 @@ class Branches:
         """Find `count` answers: each a new Placement, or an undelivered Turn to hand out again. `attempt`:
         the number of the try. A client that counts tries did not read the turns of earlier tries.
         ConfigError when the template cannot write the messages."""
-        if attempt == 0:
-            self._mark_read(request)
+        if attempt == 0:  # the agent has read the turns that answered an equal request before
+            for row_number, row in enumerate(self.rows):
+                if not row.undelivered and row.request == request:
+                    self._change_row(row_number, read=True)
 
         answers: list[Turn | Placement] = []
-        for _ in range(count):
-            try:
+        try:
+            for _ in range(count):
                 answer = (
                     self.redeliver(request, attempt)
                     or self._unread_turn(request, attempt)
                     or self.place_request(request, attempt)
                 )
-            except BaseException:
-                self.give_back_answers(answers)
-                raise
-
-            if isinstance(answer, Refusal):
-                self.give_back_answers(answers)
-                return answer
-            answers.append(answer)
+                if isinstance(answer, Refusal):
+                    self.give_back_answers(answers)
+                    return answer
+                answers.append(answer)
+        except BaseException:
+            self.give_back_answers(answers)
+            raise
 
         return answers
 
@@ -259,10 +258,13 @@ class Branches:
 
     def next_turn(self, placement: Placement, generation: Generation) -> Turn:
         """Make the next turn of the episode, to be added before anything else happens."""
-        row_number = self._row_number(placement)
-        agent = placement.request.agent
-        return make_turn(
-            len(self.turns), row_number, placement.context, generation, agent, placement.untrained
+        return Turn(
+            len(self.turns),
+            placement.context,
+            generation,
+            row=self._row_number(placement),
+            agent=placement.request.agent,
+            untrained=placement.untrained,
         )
 
     def add_turn(self, placement: Placement, turn: Turn) -> Message:
@@ -274,22 +276,25 @@ class Branches:
             raise ProtocolError(f"turn {turn.index} does not continue the tokens of row {turn.row}")
 
         message = self._read_message(placement.request, turn, with_stop_text=True)
-        messages = (*placement.messages, message)
-        all_ids = placement.ids + turn.generation.ids
+
+        # Count the new system messages that the template gets under another role.
         known_messages = 0 if placement.row is None else len(self.rows[row_number].messages)
-        self.folded += self._count_folded(placement.messages[known_messages:], placement.row is None)
+        new_messages = placement.messages[known_messages:]
+        template_messages = self._rules.chat.fold(new_messages, placement.row is None)
+        self.folded += sum(new.role == "system" for new in new_messages)
+        self.folded -= sum(written.role == "system" for written in template_messages)
+
         self.rows[row_number : row_number + 1] = [
             TokenRow(
                 placement.request,
                 placement.session,
-                messages,
-                all_ids,
+                (*placement.messages, message),
+                placement.ids + turn.generation.ids,
                 turn,
                 attempt=placement.attempt,
                 untrained=placement.untrained,
             )
         ]
-
         self.turns.append(turn)
         if not turn.untrained:
             self.last_refusal = None
@@ -316,20 +321,13 @@ class Branches:
     def redeliver(self, request: AgentRequest, attempt: int = 0) -> Turn | None:
         """Return the newest undelivered turn that answers the very same request, and count the turn as
         delivered."""
-        undelivered_rows = [
-            row for row in self.rows if row.undelivered and not row.busy and row.request == request
+        undelivered_turns = [
+            row.last for row in self.rows if row.undelivered and not row.busy and row.request == request
         ]
-        turn = max((row.last for row in undelivered_rows), key=lambda turn: turn.index, default=None)
+        turn = max(undelivered_turns, key=lambda turn: turn.index, default=None)
         if turn is not None:
             self._change_row(turn.row, undelivered=False, attempt=attempt)
         return turn
-
-    def _mark_read(self, request: AgentRequest) -> None:
-        """Note, at the first try of a request, that the agent has read the turns which answered an equal
-        request before: no later try is answered with a read turn."""
-        for row_number, row in enumerate(self.rows):
-            if not row.undelivered and not row.read and row.request == request:
-                self._change_row(row_number, read=True)
 
     def _unread_turn(self, request: AgentRequest, attempt: int) -> Turn | None:
         """Return a turn that an earlier try of the very same request got, and that no request continues: the
@@ -347,7 +345,6 @@ class Branches:
             for row in self.rows
             if row.attempt < attempt and not row.busy and not row.read and row.request == request
         ]
-
         row = max(answered_rows, key=lambda row: (row.attempt, row.last.index), default=None)
         if row is None:
             return None
@@ -414,13 +411,6 @@ class Branches:
 
         return None if is_quick else lambda: self._find_placement(request, is_side)
 
-    def _count_folded(self, messages: tuple[Message, ...], beginning: bool) -> int:
-        """Count the system messages that the template gets under another role."""
-        folded_messages = self._rules.chat.fold(messages, beginning)
-        roles_before = [message.role for message in messages]
-        roles_after = [message.role for message in folded_messages]
-        return roles_before.count("system") - roles_after.count("system")
-
     def _find_text_placement(
         self,
         request: AgentRequest,
@@ -466,13 +456,11 @@ class Branches:
         """Return the placement with a token limit, or a refusal because the row is full. A request whose
         client left, and that comes again, goes on with the tokens already sampled of the turn."""
         limits = self._rules.config
-        requested_tokens = request.max_new_tokens
-
         if row_number is None:
-            abandoned_sessions = [
-                left.session for left in self._abandoned_placements if left.request == request
-            ]
-            session = abandoned_sessions[0] if abandoned_sessions else self._next_session
+            session = next(
+                (left.session for left in self._abandoned_placements if left.request == request),
+                self._next_session,
+            )
             row_ids: tuple[int, ...] = ()
         else:
             session = self.rows[row_number].session
@@ -484,8 +472,8 @@ class Branches:
             return row_is_full(limits.max_tokens, len(prompt_ids), f"the messages have {len(prompt_ids)}")
 
         max_new_tokens = min(free_tokens, limits.max_new_tokens)
-        if requested_tokens is not None:
-            max_new_tokens = min(max_new_tokens, requested_tokens)
+        if request.max_new_tokens is not None:
+            max_new_tokens = min(max_new_tokens, request.max_new_tokens)
 
         return Placement(request, session, row_number, prompt_ids, context, max_new_tokens, messages, is_side)
 
@@ -503,31 +491,27 @@ class Branches:
     def _find_extended_row(self, request: AgentRequest, is_side: bool) -> int | None:
         """Return the number of the free row that the request extends: the longest row, and of equally long
         rows the first."""
-        matching_rows = [
-            row_number
-            for row_number, row in self._free_rows(request, is_side)
-            if row.request.tools == request.tools and self._is_extended(row, request.messages)
-        ]
-        return max(matching_rows, key=lambda row_number: len(self.rows[row_number].messages), default=None)
+        extended_rows: list[int] = []
+        for row_number, row in self._free_rows(request, is_side):
+            new_messages = request.messages[len(row.messages) :]
+            if (
+                row.request.tools == request.tools
+                and row.last.generation.stop is not StopReason.LENGTH  # a cut message is not extended
+                and new_messages
+                and all(message.role in ANSWERING_ROLES for message in new_messages)
+                and count_common(row.messages, request.messages) == len(row.messages)
+            ):
+                extended_rows.append(row_number)
+
+        return max(extended_rows, key=lambda row_number: len(self.rows[row_number].messages), default=None)
 
     def _free_rows(self, request: AgentRequest, is_side: bool) -> Iterator[tuple[int, TokenRow]]:
         """Yield the rows, with row numbers, that a request may extend: a side request extends no trained
         row."""
-        rows_apart = self._rules.rows_apart
-        return (
-            (row_number, row)
-            for row_number, row in enumerate(self.rows)
-            if not row.busy
-            and row.untrained == is_side
-            and (row.request.agent == request.agent or not rows_apart)
-        )
-
-    def _is_extended(self, row: TokenRow, messages: tuple[Message, ...]) -> bool:
-        new_messages = messages[len(row.messages) :]
-        # A message cut at the token limit is not extended.
-        is_complete = row.last.generation.stop is not StopReason.LENGTH
-        is_answer = bool(new_messages) and all(message.role in ANSWERING_ROLES for message in new_messages)
-        return is_complete and is_answer and count_common(row.messages, messages) == len(row.messages)
+        for row_number, row in enumerate(self.rows):
+            same_agent = row.request.agent == request.agent or not self._rules.rows_apart
+            if not row.busy and row.untrained == is_side and same_agent:
+                yield row_number, row
 
     def _read_message(self, request: AgentRequest, turn: Turn, with_stop_text: bool = False) -> Message:
         """Return the model's message; `with_stop_text`: with the stop text that ended the turn."""

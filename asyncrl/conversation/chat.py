@@ -155,7 +155,6 @@ class Chat:
 
         text = conversation_text.removeprefix(prompt_text)
         stop_match = self._stop_pattern.search(text)
-
         turn_text = text[: stop_match.start()] if stop_match else text
         if message.content.strip() not in turn_text or message.reasoning.strip() not in turn_text:
             raise ConfigError(
@@ -163,22 +162,17 @@ class Chat:
                 f"{message.content[:QUOTED_CHARACTERS]!r}"
             )
 
-        return (
-            self._encode(text[: stop_match.end()])
-            if stop_match
-            else (*self._encode(turn_text), self._next_message_token(message))
-        )
+        if stop_match:
+            return self._encode(text[: stop_match.end()])
 
-    def _next_message_token(self, turn: Message) -> int:
-        """Return the token with which the answer to a turn begins. ConfigError if that token does not end the
-        turn."""
-        replies = tuple(Message("tool", tool_call_id=call.id, name=call.name) for call in turn.tool_calls)
-        first_token = self._encode(self._probe.text_after_turn(replies or (Message("user"),)))[0]
-        if first_token not in self.stop_ids:
+        # The token with which the answer begins ends the turn.
+        replies = tuple(Message("tool", tool_call_id=call.id, name=call.name) for call in message.tool_calls)
+        answer_token = self._encode(self._probe.text_after_turn(replies or (Message("user"),)))[0]
+        if answer_token not in self.stop_ids:
             raise ConfigError(
-                f"the chat template writes no end of the turn {turn.content[:QUOTED_CHARACTERS]!r}"
+                f"the chat template writes no end of the turn {message.content[:QUOTED_CHARACTERS]!r}"
             )
-        return first_token
+        return (*self._encode(turn_text), answer_token)
 
     def text_ids(self, text: str, beginning: bool) -> tuple[int, ...]:
         """Encode text without the template; at the `beginning` of a row with the tokens that the tokenizer
@@ -198,11 +192,9 @@ class Chat:
         (Command R7B, Solar-Open): in another row the tags would appear twice."""
         content_lead = next(filter(text.startswith, self._content_leads), "")
         content_closing = next(filter(text.endswith, self._content_closings), "")
-        return (
-            text[len(content_lead) : len(text) - len(content_closing)].strip()
-            if content_lead or content_closing
-            else text
-        )
+        if not content_lead and not content_closing:
+            return text
+        return text[len(content_lead) : len(text) - len(content_closing)].strip()
 
     def shorten(self, text: str, limit: int, cut: Cut) -> str:
         """Return text of a tool or an environment as the model reads the text: at most `limit` tokens,
@@ -298,16 +290,9 @@ class Chat:
 def prefill_of(messages: Sequence[Message]) -> str:
     """Return the words of the model that end a conversation and begin the next turn; '' if the next turn
     begins anew: after another role, tool calls, or a message without text."""
-    last_message = messages[-1] if messages else None
-    if (
-        last_message is None
-        or last_message.role != "assistant"
-        or last_message.tool_calls
-        or not last_message.content.strip()
-    ):
+    if not messages or messages[-1].role != "assistant" or messages[-1].tool_calls:
         return ""
-
-    return last_message.content
+    return messages[-1].content if messages[-1].content.strip() else ""
 
 
 def _pattern_of_any(tokens: Iterable[str]) -> re.Pattern[str]:

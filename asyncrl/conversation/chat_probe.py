@@ -58,13 +58,9 @@ class TurnEnd:
 
     def text_after_turn(self, text: str) -> str | None:
         """Return the text after the first turn; None if the turn ends otherwise."""
-        following_text = text.partition(self.mark)[2]
+        _, mark, following_text = text.partition(self.mark)
         ending = self.tail + self.token
-        return (
-            following_text.removeprefix(ending)
-            if following_text.startswith(ending) and self.mark in text
-            else None
-        )
+        return following_text.removeprefix(ending) if mark and following_text.startswith(ending) else None
 
 
 class TemplateProbe:
@@ -137,12 +133,39 @@ class TemplateProbe:
         """Return how the template changes earlier turns when messages of these roles follow; '': the template
         only appends. ConfigError when the template refuses or hides the messages."""
         replies = _replies_of_roles(roles)
-        following_texts = set()
+        following_texts: set[str] = set()
         for beginning in self._beginnings(roles):
-            comparison = self._compare_exchanges(beginning, replies)
-            if comparison.rewrites:
-                return comparison.rewrites
-            following_texts |= {comparison.first, comparison.second}
+            # One turn and answer, then two turns and answers: the first text must begin the second.
+            turn = _model_turn(_answered_calls(replies), beginning.turn)
+            messages = (*beginning.messages, turn, *replies)
+            one_exchange = self._render(messages, beginning.tools)
+            two_exchanges = self._render((*messages, turn, *replies), beginning.tools)
+            if hidden_roles := [message.role for message in replies if message.content not in one_exchange]:
+                raise ConfigError(
+                    f"the chat template shows nothing of a message with the role {hidden_roles[0]!r}"
+                )
+
+            if turn.reasoning:
+                turn_alone = self._render((_USER_MESSAGE, turn), opening=False)
+                drops_reasoning = THOUGHT_MARK in turn_alone and two_exchanges.count(THOUGHT_MARK) < 2
+            else:
+                drops_reasoning = (
+                    THOUGHT_MARK in turn.content
+                    and THOUGHT_MARK not in one_exchange
+                    and TURN_MARK in one_exchange
+                )
+            if drops_reasoning:
+                return "drops the reasoning of earlier turns"
+            if not (one_exchange.startswith(beginning.prompt) and two_exchanges.startswith(one_exchange)):
+                return "changes what stands before the new messages"
+
+            turn_end = self.turn_end(replies)
+            for exchange in (one_exchange[len(beginning.prompt) :], two_exchanges[len(one_exchange) :]):
+                following_text = turn_end.text_after_turn(exchange)
+                if following_text is None:
+                    turn_end_text = turn_end.token or "the end of the turn"
+                    return f"no longer writes {turn_end_text!r} where the turn ended"
+                following_texts.add(following_text)
 
         return "" if len(following_texts) == 1 else "writes the same message differently in other places"
 
@@ -204,45 +227,6 @@ class TemplateProbe:
 
             if turn.reasoning or THOUGHT_MARK in turn.content or not prompt.rstrip().endswith("<think>"):
                 yield _Beginning(messages_before, tools, prompt, turn)
-
-    def _compare_exchanges(self, beginning: _Beginning, replies: tuple[Message, ...]) -> _Comparison:
-        """Render one turn and answer, then two turns and answers: the first text must begin the second."""
-        turn_and_replies = (_model_turn(_answered_calls(replies), beginning.turn), *replies)
-        one_exchange = self._render((*beginning.messages, *turn_and_replies), beginning.tools)
-        two_exchanges = self._render(
-            (*beginning.messages, *turn_and_replies, *turn_and_replies), beginning.tools
-        )
-
-        if hidden_roles := [message.role for message in replies if message.content not in one_exchange]:
-            raise ConfigError(
-                f"the chat template shows nothing of a message with the role {hidden_roles[0]!r}"
-            )
-
-        if self._drops_reasoning(beginning.turn, replies, one_exchange, two_exchanges):
-            return _Comparison("drops the reasoning of earlier turns")
-        if not (one_exchange.startswith(beginning.prompt) and two_exchanges.startswith(one_exchange)):
-            return _Comparison("changes what stands before the new messages")
-
-        turn_end = self.turn_end(replies)
-        first_following = turn_end.text_after_turn(one_exchange[len(beginning.prompt) :])
-        second_following = turn_end.text_after_turn(two_exchanges[len(one_exchange) :])
-        if first_following is None or second_following is None:
-            return _Comparison(
-                f"no longer writes {turn_end.token or 'the end of the turn'!r} where the turn ended"
-            )
-
-        return _Comparison("", first_following, second_following)
-
-    def _drops_reasoning(
-        self, turn: Message, replies: tuple[Message, ...], one_exchange: str, two_exchanges: str
-    ) -> bool:
-        if turn.reasoning:
-            turn_alone = self._render(
-                (_USER_MESSAGE, _model_turn(_answered_calls(replies), turn)), opening=False
-            )
-            return THOUGHT_MARK in turn_alone and two_exchanges.count(THOUGHT_MARK) < 2
-
-        return THOUGHT_MARK in turn.content and THOUGHT_MARK not in one_exchange and TURN_MARK in one_exchange
 
     def _find_end(self, calls: tuple[ToolCall, ...]) -> TurnEnd:
         try:
@@ -317,16 +301,6 @@ class _Beginning:
     tools: tuple[str, ...]
     prompt: str  # `messages`, rendered
     turn: Message  # the turn of the model after `messages`, without calls
-
-
-@dataclass(frozen=True)
-class _Comparison:
-    """How the template rewrites earlier turns ('': not at all), and the texts after the first and second
-    turn."""
-
-    rewrites: str
-    first: str = ""
-    second: str = ""
 
 
 def _contexts_before_turn(roles: tuple[str, ...]) -> list[tuple[tuple[Message, ...], tuple[str, ...]]]:

@@ -50,7 +50,6 @@ from asyncrl.conversation.parsers import Parsed
 from asyncrl.conversation.parsers.base import think_tags
 from asyncrl.conversation.turns import (
     generation_problem,
-    make_turn,
     read_turn,
     score_turns,
     split_thought,
@@ -216,15 +215,23 @@ def _generated(rules: Rules, episode: Episode, command: Generate, generation: Ge
     if engine_problem := generation_problem(rules.chat.stop_ids, command.max_new_tokens, generation):
         return _fail_episode(episode, FailReason.ENGINE_ERROR, engine_problem)
 
-    turn = make_turn(len(episode.turns), command.row, command.ids[len(row_ids) :], generation)
-    if not row_ids:
-        turn = replace(turn, taught=teacher_prompt(rules, episode, command))
-
+    turn = Turn(
+        len(episode.turns),
+        command.ids[len(row_ids) :],
+        generation,
+        row=command.row,
+        taught=() if row_ids else teacher_prompt(rules, episode, command),
+    )
     rows = (*episode.rows[: command.row], command.ids + generation.ids)
-    prefill = "" if episode.turns else prefill_of((*episode.sample.prompt, *episode.opened.messages))
-    parsed = read_turn(rules, turn, episode.opened.tools, prefill=prefill)
+    opened = episode.opened
+    prefill = "" if episode.turns else prefill_of((*episode.sample.prompt, *opened.messages))
+    parsed = read_turn(rules, turn, opened.tools, prefill=prefill)
     episode = replace(episode, rows=rows, turns=(*episode.turns, turn), read=(*episode.read, parsed))
-    to_environment = _for_environment(rules, episode, parsed)
+
+    # The environment answers turns without calls, and turns with a call of the environment's tools.
+    calls_environment = any(call.name in opened.own_tools for call in parsed.calls)
+    answers_plain_turns = bool(rules.config.environment) and not parsed.calls
+    to_environment = not parsed.errors and (calls_environment or answers_plain_turns)
     if (episode_end := _end_after_turn(rules, episode, parsed, to_environment)) is not None:
         return _score_episode(episode, episode_end)
 
@@ -237,15 +244,6 @@ def _generated(rules: Rules, episode: Episode, command: Generate, generation: Ge
         return replace(episode, command=CallTools(parsed.calls, parsed.errors))
 
     return _replied(rules, episode, (), parsed.errors)  # all calls are malformed: no tool runs
-
-
-def _for_environment(rules: Rules, episode: Episode, parsed: Parsed) -> bool:
-    """Return True if the environment answers the turn: a turn without calls, or with a call of the
-    environment's tools."""
-    if parsed.errors:
-        return False
-    calls_environment = any(call.name in episode.opened.own_tools for call in parsed.calls)
-    return calls_environment or (bool(rules.config.environment) and not parsed.calls)
 
 
 def _end_after_turn(

@@ -10,11 +10,9 @@ from typing import Any
 import msgspec
 
 from asyncrl.conversation.chat import Chat
+from asyncrl.conversation.tokenizer import CHARACTERS_PER_TOKEN
 from asyncrl.types import EpisodeEnd, Message, Turn
 
-# Characters per token, at most, on average: a text with more than this times a limit is taken to exceed that
-# limit, without being tokenised.
-CHARACTERS_PER_TOKEN = 16
 LONG_TEXT_CHARACTERS = 16_384  # tokenising this many characters takes some 5 ms
 OVERLAP_IDS = 8  # ids that are decoded again with new ids: neighbours may share a character
 
@@ -90,32 +88,28 @@ def same_message(our_message: Message, their_message: Message) -> bool:
     space around the content, the spelling and the defaults of arguments, the reasoning left out."""
     if our_message.role != "assistant":
         return our_message == their_message
+    if (
+        their_message.role != our_message.role
+        or their_message.content.strip() != our_message.content.strip()
+        or their_message.reasoning.strip() not in ("", our_message.reasoning.strip())
+        or len(their_message.tool_calls) != len(our_message.tool_calls)
+    ):
+        return False
 
-    return (
-        their_message.role == our_message.role
-        and their_message.content.strip() == our_message.content.strip()
-        and their_message.reasoning.strip() in ("", our_message.reasoning.strip())
-        and len(their_message.tool_calls) == len(our_message.tool_calls)
-        and all(
-            our_call.name == their_call.name
-            and (
-                our_call.arguments == their_call.arguments
-                or _filled_in(our_call.arguments, their_call.arguments)
-            )
-            for our_call, their_call in zip(our_message.tool_calls, their_message.tool_calls, strict=True)
-        )
-    )
+    for our_call, their_call in zip(our_message.tool_calls, their_message.tool_calls, strict=True):
+        if our_call.name != their_call.name:
+            return False
+        if our_call.arguments == their_call.arguments:
+            continue
 
+        # The client may have added defaults.
+        our_value = json.loads(our_call.arguments)
+        their_value = json.loads(their_call.arguments)
+        are_objects = isinstance(our_value, dict) and isinstance(their_value, dict)
+        if our_value != their_value and not (are_objects and our_value.items() <= their_value.items()):
+            return False
 
-def _filled_in(our_text: str, their_text: str) -> bool:
-    """Return True if the client's arguments are the same, perhaps with further ones: the client's
-    defaults."""
-    our_arguments = json.loads(our_text)
-    their_arguments = json.loads(their_text)
-    are_objects = isinstance(our_arguments, dict) and isinstance(their_arguments, dict)
-    return bool(
-        our_arguments == their_arguments or (are_objects and our_arguments.items() <= their_arguments.items())
-    )
+    return True
 
 
 def limit_reached(end: EpisodeEnd, counted: str, limit: int) -> Refusal:
@@ -128,10 +122,14 @@ def row_is_full(max_tokens: int, tokens: int, explanation: str) -> Refusal:
     return Refusal(EpisodeEnd.LENGTH, detail, tokens, max_tokens)
 
 
-def characters_of(message: Message) -> int:
+def texts_of(message: Message) -> list[str]:
+    """Return all texts of a message that its tokens may contain."""
     texts = [message.content, message.reasoning, message.name, message.tool_call_id]
-    texts += [text for call in message.tool_calls for text in (call.name, call.arguments, call.id)]
-    return CHARACTERS_PER_TOKEN + sum(map(len, texts))
+    return texts + [text for call in message.tool_calls for text in (call.name, call.arguments, call.id)]
+
+
+def characters_of(message: Message) -> int:
+    return CHARACTERS_PER_TOKEN + sum(map(len, texts_of(message)))
 
 
 def is_short(messages: Sequence[Message], characters: int = 0) -> bool:

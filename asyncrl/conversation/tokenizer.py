@@ -101,33 +101,22 @@ class ChunkEncoder:
             if not (added_token.normalized or added_token.single_word or added_token.lstrip)
         )
 
-        splitting_tokens = {*exact_tokens} & {*split_tokens}
-        added_texts = [str(token) for token in added_tokens]
+        added_texts = [str(added_token) for added_token in added_tokens]
         unambiguous_tokens = [
             token
-            for token in splitting_tokens
+            for token in {*exact_tokens} & {*split_tokens}
             if not any(_may_overlap(token, added_text) for added_text in added_texts)
         ]
-
-        self._chunk_pattern = (
-            re.compile("|".join(map(re.escape, sorted(unambiguous_tokens, key=len, reverse=True))))
-            if unambiguous_tokens
-            else None
-        )
-
+        unambiguous_tokens.sort(key=len, reverse=True)
+        self._chunk_pattern = re.compile("|".join(map(re.escape, unambiguous_tokens)) or r"(?!)")
         self._cached_ids = lru_cache(maxsize=CACHED_CHUNKS)(self._encode_chunk)
 
     def __call__(self, text: str) -> tuple[int, ...]:
-        chunk_starts = (
-            [match.start() for match in self._chunk_pattern.finditer(text)] if self._chunk_pattern else []
-        )
+        chunk_starts = [match.start() for match in self._chunk_pattern.finditer(text)]
         ids: list[int] = []
         for start, end in zip([0, *chunk_starts], [*chunk_starts, len(text)], strict=True):
-            ids += (
-                self._cached_ids(text[start:end])
-                if end - start <= MAX_CHUNK_CHARACTERS
-                else self._encode_chunk(text[start:end])
-            )
+            encode_chunk = self._cached_ids if end - start <= MAX_CHUNK_CHARACTERS else self._encode_chunk
+            ids += encode_chunk(text[start:end])
 
         return tuple(ids)
 
@@ -145,8 +134,8 @@ def _may_overlap(token: str, longer_token: str) -> bool:
 # -- cut to a number of tokens -----------------------------------------------------------------------
 
 
-# Characters per token, at most, on average (as in requests.py): a text with more than this times a limit is
-# never tokenised as a whole, so that megabytes cost no time.
+# Characters per token, at most, on average: a text with more than this times a limit is taken to exceed that
+# limit, and is never tokenised as a whole, so that megabytes cost no time.
 CHARACTERS_PER_TOKEN = 16
 USUAL_CHARACTERS_PER_TOKEN = 4  # of most texts: tried first
 REPLACEMENT_CHARACTER = "\ufffd"  # the bytes of a cut character decode to this

@@ -1,4 +1,4 @@
-"""Checks, builds and reads turns and adds up rewards, for the turn-by-turn machine (`episode.py`) and for an
+"""Checks and reads turns and adds up rewards, for the turn-by-turn machine (`episode.py`) and for an
 agent's branches (`branches.py`)."""
 
 from __future__ import annotations
@@ -49,18 +49,6 @@ def generation_problem(stop_ids: Sequence[int], max_tokens: int, generation: Gen
         return f"the engine stopped at token {generation.ids[-1]}, which is no stop id"
 
     return ""
-
-
-def make_turn(
-    index: int,
-    row: int,
-    context: tuple[int, ...],
-    generation: Generation,
-    agent: str = "",
-    untrained: bool = False,
-) -> Turn:
-    """Make the turn of a generation; nothing answers the turn yet."""
-    return Turn(index, context, generation, row=row, agent=agent, untrained=untrained)
 
 
 def prompt_ending(rules: Rules, context: tuple[int, ...]) -> str:
@@ -195,8 +183,6 @@ def score_turns(turns: Sequence[Turn], end: EpisodeEnd, result: RewardResult) ->
         token_counts if turn_agents else (),
     )
 
-    return (
-        Fail(FailReason.REWARD_ERROR, episode_result.problem)
-        if episode_result.problem
-        else Done(episode_result)
-    )
+    if episode_result.problem:
+        return Fail(FailReason.REWARD_ERROR, episode_result.problem)
+    return Done(episode_result)

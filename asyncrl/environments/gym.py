@@ -17,7 +17,7 @@ from asyncrl.isolation.calls import OwnThread
 from asyncrl.registry import load_object
 from asyncrl.types import Message, Observation, Sample
 
-# marks the agent's position, which becomes brackets
+# Coloured text marks the agent's position, and is shown in brackets.
 _COLOURED_TEXT = re.compile(r"\x1b\[[\d;]+m(.*?)\x1b\[0m", re.DOTALL)
 _ESCAPE_SEQUENCE = re.compile(r"\x1b\[[\d;]*[A-Za-z]")
 
@@ -82,7 +82,7 @@ class Gymnasium(Environment):
         import gymnasium
 
         extra = extra_info(sample)
-        # some environments lack the parameter
+        # Some environments lack the parameter.
         render_arguments: dict[str, Any] = {"render_mode": self._render_mode} if self._render_mode else {}
         self._environment = gymnasium.make(
             self._id, **render_arguments, **self._arguments | extra.get("gymnasium", {})
@@ -157,9 +157,8 @@ def _find_render_modes(id: str) -> list[str]:
         raise ConfigError("Gymnasium is not installed; pip install 'asyncrl[gymnasium]'") from None
 
     module_name, _, environment_name = id.rpartition(":")
-
     try:
-        if module_name:  # `make` imports it as well, `spec` does not
+        if module_name:  # unlike `make`, `spec` does not import the module
             importlib.import_module(module_name)
         creator: Any = gymnasium.spec(environment_name).entry_point
         if isinstance(creator, str):

@@ -64,7 +64,7 @@ class Verifiers(Environment):
         self._role = role or roles[0]
         self._roles = roles
         self._other_model = RemoteModel(others_url, others_model, others_key_env) if others_url else None
-        # a model's replies cannot be reproduced
+        # Replies of another model cannot be reproduced.
         self.replay = "reapply" if self._other_model is None else "no"
 
         self._requested_turns: asyncio.Queue[list[Any] | None] = asyncio.Queue()  # None: the run has ended
@@ -149,21 +149,19 @@ class Verifiers(Environment):
         from asyncrl.environments.verifiers_proxy import AgentProxy, TaskTools
 
         task_tools = TaskTools()
-
-        config = self._environment.config
-        other_model = self._other_model
         self.tools = task_tools.schemas
-        begin_conversation = (
-            functools.partial(begin_conversation_with, other_model) if other_model is not None else None
-        )
+        config = self._environment.config
+        begin_conversation = None
+        if self._other_model is not None:
+            begin_conversation = functools.partial(begin_conversation_with, self._other_model)
+
         agents = {
             name: AgentProxy(name, getattr(config, name), begin_conversation, None, traces)
             for name in self._roles
         }
 
-        trained_config = getattr(config, self._role)
         agents[self._role] = AgentProxy(
-            self._role, trained_config, lambda: self._ask_for_turn, task_tools, traces
+            self._role, getattr(config, self._role), lambda: self._ask_for_turn, task_tools, traces
         )
         return SimpleNamespace(**agents)
 

@@ -98,9 +98,7 @@ class AgentInteraction:
         if self._is_over:
             raise RuntimeError("the exchange is over")
         new_messages = _parse_messages(message) if self.trace.nodes else self._opening_messages(message)
-
         turn_messages: Messages = []
-
         while not await self._should_stop():
             reply_message, may_continue = await self._ask_model(new_messages)
             if not may_continue:
@@ -140,7 +138,6 @@ class AgentInteraction:
     async def _should_stop(self) -> bool:
         if self._max_turns is not None and self.trace.num_turns >= self._max_turns:
             self.trace.stop("max_turns")
-
         if self.trace.stop_condition is not None:
             return True
 

@@ -20,7 +20,7 @@ from asyncrl.conversation.chat import Chat
 from asyncrl.conversation.commands import Fail, Rules
 from asyncrl.conversation.demonstration import demonstration_turns
 from asyncrl.conversation.parsers import Parser, load_parser, parse_turn
-from asyncrl.conversation.requests import IsUntrained
+from asyncrl.conversation.requests import IsUntrained, texts_of
 from asyncrl.conversation.tokenizer import load_tokenizer
 from asyncrl.conversation.turns import rows_of
 from asyncrl.environments import Environment, load_environment
@@ -215,7 +215,8 @@ def check_token_ids(parts: EpisodeParts, key: str, samples: Sequence[Sample], em
 
     spellings = {*missing_tokens, *escaped_tokens}
     for sample in samples:
-        sample_text = _written_text(sample)
+        prompt_texts = [text for message in sample.prompt for text in texts_of(message)]
+        sample_text = "\n".join([sample.extra_info, *prompt_texts])
         written_by_text = any(spelling in sample_text for spelling in spellings) or not needs_text
         if sample is not samples[0] and not written_by_text:
             continue
@@ -227,15 +228,6 @@ def check_token_ids(parts: EpisodeParts, key: str, samples: Sequence[Sample], em
                 f"{key}, sample {sample.row}: its prompt has the token {token!r} ({highest_id}), but "
                 f"{advice}, or remove the token from the prompt or the chat template"
             )
-
-
-def _written_text(sample: Sample) -> str:
-    """Return all text of a sample that its prompt can contain."""
-    texts = [sample.extra_info]
-    for message in sample.prompt:
-        texts += [message.content, message.reasoning, message.name, message.tool_call_id]
-        texts += [text for call in message.tool_calls for text in (call.name, call.arguments, call.id)]
-    return "\n".join(texts)
 
 
 def _rendered_ids(parts: EpisodeParts, sample: Sample) -> Iterable[int]:

@@ -27,7 +27,7 @@ from asyncrl.conversation.commands import Done, Opened
 from asyncrl.conversation.episode import Episode, begin_episode, conversation
 from asyncrl.conversation.turns import read_turn, score_turns, without_untrained
 from asyncrl.data import Samples, samples_path
-from asyncrl.episodes.reward import shaped_reward, transcript
+from asyncrl.episodes.reward import transcript
 from asyncrl.errors import AsyncrlError
 from asyncrl.observe.held_out import HeldOut, JudgedEpisode, answer_of, uid_prefix
 from asyncrl.rewards import RewardError, RewardInput
@@ -45,15 +45,12 @@ ANY_TOOL_SCHEMA = '{"type": "function", "function": {"name": "", "parameters": {
 def turns_of(frames: Sequence[bytes]) -> list[Turn]:
     """Decode the turns of an Assign: two frames each, the turn and the replies (empty: not recorded).
     ProtocolError for unreadable frames."""
-    pairs = zip_longest(frames[::2], frames[1::2], fillvalue=b"")
-    answered_turns = [
-        (decode_turn(turn), decode_reply(reply) if reply else TurnReply()) for turn, reply in pairs
-    ]
-    replace = msgspec.structs.replace
-
-    return [
-        replace(turn, replies=reply.replies, observation=reply.observation) for turn, reply in answered_turns
-    ]
+    turns: list[Turn] = []
+    for turn_frame, reply_frame in zip_longest(frames[::2], frames[1::2], fillvalue=b""):
+        turn = decode_turn(turn_frame)
+        reply = decode_reply(reply_frame) if reply_frame else TurnReply()
+        turns.append(msgspec.structs.replace(turn, replies=reply.replies, observation=reply.observation))
+    return turns
 
 
 def stored_turns(reader: RunReader, episode: EpisodeRecord) -> tuple[list[Turn], str]:
@@ -62,10 +59,8 @@ def stored_turns(reader: RunReader, episode: EpisodeRecord) -> tuple[list[Turn],
     try:
         frames = list(reader.turn_frames(episode.uid, episode.turns))
         kept_count = next((index for index, frame in enumerate(frames[::2]) if not frame), episode.turns)
-        reason = "its turns are not kept any more: set a larger store.keep_bytes"
-        if kept_count == episode.turns:
-            reason = ""
-        return turns_of(frames[: 2 * kept_count]), reason
+        missing_text = "its turns are not kept any more: set a larger store.keep_bytes"
+        return turns_of(frames[: 2 * kept_count]), missing_text if kept_count < episode.turns else ""
     except AsyncrlError as error:  # deleted since the index was read, or damaged
         return [], str(error)
 
@@ -134,7 +129,7 @@ async def regrade(
     """Score the trained turns of an episode again. Raises RewardError."""
     turns = without_untrained(turns)
     reward_result = await parts.reward.score_episode(reward_input(parts, sample, turns, end, calls, result))
-    outcome = score_turns(turns, end, shaped_reward(parts.rules, parts.reward, reward_result, turns, end))
+    outcome = score_turns(turns, end, parts.reward.add_shaping(parts.rules, reward_result, turns, end))
     if not isinstance(outcome, Done):
         raise RewardError(outcome.detail)
 
@@ -153,13 +148,12 @@ def reward_input(
     of an agent is the row of the last turn. The agent's tools were not recorded: with calls there were
     some."""
     rules = parts.rules
-    shown_turns = tuple(turns)
-
     if rules.config.agent:
         schemas: tuple[str, ...] = (ANY_TOOL_SCHEMA,) if calls else ()
         shown_turns = tuple(turn for turn in turns if turn.row == turns[-1].row)
     else:
         schemas = parts.toolbox.schemas(sample)
+        shown_turns = tuple(turns)
 
     # The first messages of an environment follow the prompt.
     prefill = "" if rules.config.agent or rules.config.environment else prefill_of(sample.prompt)

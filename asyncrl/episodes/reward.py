@@ -67,13 +67,25 @@ class EpisodeReward:
             1 + MAX_WAIT_DEADLINES * max(1.0, *(reward.own_deadline for reward in self.rewards))
         )
 
-    def shape(self, shaping_input: ShapingInput) -> float:
-        """Return the shaping that is added to the reward of an episode. Raises RewardError."""
+    def add_shaping(
+        self, rules: Rules, reward_result: RewardResult, turns: Sequence[Turn], end: EpisodeEnd
+    ) -> RewardResult:
+        """Return the reward of an episode that trains, with the shaping. Raises RewardError."""
+        limits = rules.config
+        shaping_input = ShapingInput(
+            score=reward_result.score,
+            tokens=sum(len(turn.generation.ids) for turn in turns),
+            turns=len(turns),
+            end=end,
+            limit=min(limits.rows * limits.max_tokens, limits.max_turns * limits.max_new_tokens),
+        )
         try:
             with users_code():
-                return sum_of_shapings(self._shapings, shaping_input)
+                shaping = sum_of_shapings(self._shapings, shaping_input)
         except Exception as error:
             raise RewardError(f"algorithm.shaping: {describe(error)}") from error
+
+        return msgspec.structs.replace(reward_result, shaping=shaping)
 
     async def close(self) -> None:
         """Kill the reward processes and close connections to remote models."""
@@ -120,19 +132,3 @@ def transcript(rules: Rules, turns: Sequence[Turn]) -> str:
     if len(row_texts) < 2:
         return "".join(row_texts)
     return "\n".join(f"=== row {row_number} ===\n{text}" for row_number, text in enumerate(row_texts))
-
-
-def shaped_reward(
-    rules: Rules, reward: EpisodeReward, reward_result: RewardResult, turns: Sequence[Turn], end: EpisodeEnd
-) -> RewardResult:
-    """Add the shaping to the reward of an episode that trains. Raises RewardError."""
-    limits = rules.config
-    shaping_input = ShapingInput(
-        score=reward_result.score,
-        tokens=sum(len(turn.generation.ids) for turn in turns),
-        turns=len(turns),
-        end=end,
-        limit=min(limits.rows * limits.max_tokens, limits.max_turns * limits.max_new_tokens),
-    )
-
-    return msgspec.structs.replace(reward_result, shaping=reward.shape(shaping_input))

@@ -30,7 +30,7 @@ from asyncrl.launch.placement import COORDINATOR, ROLE_TARGETS, SCORER, TRAINER
 from asyncrl.launch.process import BAD_INPUT, CRASHED, TRY_AGAIN
 from asyncrl.registry import search_working_directory
 from asyncrl.runtime.process import ignore_end_signals, quick_imports
-from asyncrl.values import printable
+from asyncrl.values import printable, without_middle
 from asyncrl.wire.sockets import Endpoints, flush_sockets
 
 log = logging.getLogger("asyncrl.launch")
@@ -133,9 +133,8 @@ class _LogFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         text = super().format(record)
-        left_out = len(text) - RECORD_START - RECORD_END
-        if record.name.partition(".")[0] != "asyncrl" and left_out > 0:
-            text = f"{text[:RECORD_START]} … ({left_out} characters) … {text[-RECORD_END:]}"
+        if record.name.partition(".")[0] != "asyncrl":
+            text = without_middle(text, head=RECORD_START, tail=RECORD_END, note=" … ({} characters) … ")
         if (number := getattr(record, "number", None)) is not None:
             text += f" (record {number} of this logger's level {record.levelname}; others are left out)"
         return printable(text)

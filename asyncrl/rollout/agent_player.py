@@ -25,10 +25,10 @@ from asyncrl.conversation.turns import generation_problem, prompt_ending, score_
 from asyncrl.conversation.watch import OnText, TurnWatch
 from asyncrl.data.tasks import task_of
 from asyncrl.errors import ConfigError, EngineError, ProtocolError, SetupError, describe, users_code
-from asyncrl.gateway import Agent, AgentError, CommandError, Endpoint, Gateway, TimeUp
+from asyncrl.gateway import Agent, AgentError, CommandError, Gateway, TimeUp
 from asyncrl.gateway.exchange import AgentReply, Listener
 from asyncrl.isolation.calls import LoopThread, to_its_end
-from asyncrl.rollout.context import EpisodeRun, Outcome
+from asyncrl.rollout.episode_run import EpisodeRun, Outcome
 from asyncrl.runtime.activity import Notifier, Waits
 from asyncrl.types import EpisodeEnd, EpisodeStats, FailReason, Turn
 from asyncrl.values import checked_result
@@ -83,13 +83,94 @@ class AgentHost:
     async def answer(
         self, request: AgentRequest, count: int, listener: Listener | None, attempt: int = 0
     ) -> Sequence[AgentReply] | Refusal:
+        """Return all answers to a request, once they are durable; see `Host`. When an answer fails, or the
+        client leaves, no answer counts as delivered: turns that were posted answer the same request when the
+        request comes again."""
+        branches = self._branches
         with self._end_episode_on_error(ConfigError):
             await self._render(request)
-            sources = self._branches.find_answers(request, count, attempt)
+            sources = branches.find_answers(request, count, attempt)
         if isinstance(sources, Refusal):
             return sources
+
+        async def reply_from(index: int, source: Turn | Placement) -> AgentReply:
+            if isinstance(source, Turn):  # posted before, and not delivered
+                turn = source
+            else:
+                on_text = None if listener is None else partial(listener.delta, index)
+                turn = await self._obtain_turn(source, on_text)
+            return AgentReply(
+                branches.model_message(turn),
+                turn,
+                branches.prompt_tokens(turn),
+                self._episode_run.context.rules.chat.decode,
+                branches.stopped_at(turn),
+            )
+
         with self._end_episode_on_error(), self._idle_timer.answering():
-            return await self._reply_to_all(sources, listener)
+            if listener is not None:
+                listener.start(branches.prompt_tokens(sources[0]))
+
+            reply_tasks = [
+                asyncio.ensure_future(reply_from(index, source)) for index, source in enumerate(sources)
+            ]
+            try:
+                replies = await asyncio.gather(*reply_tasks)
+                await self._episode_run.records.until_durable()
+            except BaseException:
+                for reply_task in reply_tasks:
+                    reply_task.cancel()
+                task_results = await asyncio.gather(*reply_tasks, return_exceptions=True)
+                new_turns = [reply.turn for reply in task_results if isinstance(reply, AgentReply)]
+                branches.give_back_answers([*sources, *new_turns])
+                raise
+
+            return replies
+
+    async def _obtain_turn(self, placement: Placement, on_text: OnText | None) -> Turn:
+        """Return the turn that answered this request in an earlier attempt, or sample and post a turn. The
+        placement is cancelled unless a turn was added."""
+        branches = self._branches
+        rules = self._episode_run.context.rules
+        request = placement.request
+        try:
+            # A recorded turn is added once all turns before have been added.
+            while (turn := branches.recorded_turn(placement)) is not None:
+                if turn.index == len(branches.turns):
+                    branches.add_turn(placement, turn)
+                    self._turn_added.notify()
+                    if not branches.replaying:
+                        self._episode_run.clock.restart()
+                    return turn
+                await self._turn_added.wait()
+
+            watch = None
+            if request.prompt is not None:
+                on_text = None  # thoughts and calls of a plain completion are not told apart
+            if request.stops or on_text:
+                prompt_end = prompt_ending(rules, placement.context)
+                watch = TurnWatch(rules, request.tools, request.stops, prompt_end, on_text)
+
+            generation = await self._episode_run.sampling.generate(
+                placement.ids,
+                placement.max_new_tokens,
+                row=placement.session,
+                watch=watch,
+                is_trained=not placement.untrained,
+                agent=request.agent,
+            )
+            if problem := generation_problem(rules.chat.stop_ids, placement.max_new_tokens, generation):
+                raise EngineError(problem)
+
+            async with self._post_lock:
+                turn = branches.next_turn(placement, generation)
+                await self._episode_run.post_turn(turn, placement.session)
+                # A posted turn counts at once, even if the client has left.
+                branches.add_turn(placement, turn)
+                self._turn_added.notify()
+                return turn
+        finally:
+            branches.cancel_placement(placement)
 
     async def count(self, request: AgentRequest) -> int:
         with self._end_episode_on_error(ConfigError):
@@ -118,92 +199,6 @@ class AgentHost:
 
     def lose(self, reply: AgentReply) -> None:
         self._branches.mark_undelivered(reply.turn)
-
-    async def _reply_to_all(
-        self, sources: list[Turn | Placement], listener: Listener | None
-    ) -> list[AgentReply]:
-        """Return all answers to a request, once they are durable. When an answer fails, or the client leaves,
-        the remaining tasks are cancelled and no answer counts as delivered."""
-        if listener is not None:
-            listener.start(self._branches.prompt_tokens(sources[0]))
-        pending_replies = [
-            self._reply_from(source, None if listener is None else partial(listener.delta, index))
-            for index, source in enumerate(sources)
-        ]
-        reply_tasks = list(map(asyncio.ensure_future, pending_replies))
-        try:
-            replies = await asyncio.gather(*reply_tasks)
-            await self._episode_run.until_durable()
-        except BaseException:
-            for reply_task in reply_tasks:
-                reply_task.cancel()
-            task_results = await asyncio.gather(*reply_tasks, return_exceptions=True)
-            self._branches.give_back_answers(
-                [*sources, *(reply.turn for reply in task_results if isinstance(reply, AgentReply))]
-            )
-            raise
-
-        return replies
-
-    async def _reply_from(self, source: Turn | Placement, on_text: OnText | None) -> AgentReply:
-        """Reply with an undelivered turn, a recorded turn, or a turn that is sampled and posted now."""
-        turn = source if isinstance(source, Turn) else await self._obtain_turn(source, on_text)
-        branches = self._branches
-        decode = self._episode_run.context.rules.chat.decode
-        stop_text = branches.stopped_at(turn)
-        return AgentReply(branches.model_message(turn), turn, branches.prompt_tokens(turn), decode, stop_text)
-
-    async def _obtain_turn(self, placement: Placement, on_text: OnText | None) -> Turn:
-        try:
-            return await self._recorded_turn(placement) or await self._sample_turn(placement, on_text)
-        finally:
-            self._branches.cancel_placement(placement)
-
-    async def _recorded_turn(self, placement: Placement) -> Turn | None:
-        """Return the turn that answered this request in an earlier attempt, once all turns before have been
-        added."""
-        while (turn := self._branches.recorded_turn(placement)) is not None:
-            if turn.index == len(self._branches.turns):
-                added_turn = self._add_turn(placement, turn)
-                if not self._branches.replaying:
-                    self._episode_run.restart_clock()
-                return added_turn
-            await self._turn_added.wait()
-
-        return None
-
-    async def _sample_turn(self, placement: Placement, on_text: OnText | None) -> Turn:
-        rules = self._episode_run.context.rules
-        request = placement.request
-        if request.prompt is not None:
-            on_text = None  # thoughts and calls of a plain completion are not told apart
-
-        watch = None
-        if request.stops or on_text:
-            watch = TurnWatch(
-                rules, request.tools, request.stops, prompt_ending(rules, placement.context), on_text
-            )
-        generation = await self._episode_run.generate(
-            placement.ids,
-            placement.max_new_tokens,
-            row=placement.session,
-            watch=watch,
-            is_trained=not placement.untrained,
-            agent=request.agent,
-        )
-        if turn_problem := generation_problem(rules.chat.stop_ids, placement.max_new_tokens, generation):
-            raise EngineError(turn_problem)
-
-        async with self._post_lock:
-            turn = self._branches.next_turn(placement, generation)
-            await self._episode_run.post_turn(turn, placement.session)
-            # A posted turn counts at once, even if the client has left.
-            return self._add_turn(placement, turn)
-
-    def _add_turn(self, placement: Placement, turn: Turn) -> Turn:
-        self._branches.add_turn(placement, turn)
-        self._turn_added.notify()
-        return turn
 
 
 @dataclass
@@ -255,11 +250,21 @@ class AgentPlayer:
     async def _serve_agent(self) -> tuple[bool, Any]:
         """Run the agent; return whether the time was up, and the agent's result. The result is None if the
         agent gave up after a limit had refused a request or cut the last turn."""
-        host = AgentHost(self.run, self._branches, self._idle_timer)
+        branches = self._branches
+        sample = self.run.assignment.sample
+        max_tokens = self.run.context.rules.config.max_tokens
+        host = AgentHost(self.run, branches, self._idle_timer)
         self._idle_timer.start_idle()
         try:
-            async with self.agents.gateway.admit_episode(host, lambda: self.run.seconds) as endpoint:
-                agent_task = await self._run_agent(endpoint, host.fatal_error)
+            async with self.agents.gateway.admit_episode(host, lambda: self.run.clock.seconds) as endpoint:
+                endpoint = replace(endpoint, max_tokens=max_tokens, seconds=self.run.clock.seconds_left)
+                agent_call = self.agents.threads.call(partial(self.agents.agent, sample, endpoint))
+                agent_task = asyncio.ensure_future(agent_call)
+                try:
+                    await asyncio.wait([agent_task, host.fatal_error], return_when=asyncio.FIRST_COMPLETED)
+                finally:  # the task is done also if the episode cannot go on
+                    agent_task.cancel()
+                    await asyncio.gather(agent_task, return_exceptions=True)
         finally:
             self._idle_timer.stop_idle()
 
@@ -273,35 +278,14 @@ class AgentPlayer:
         except SetupError:
             raise
         except Exception as error:
-            branches = self._branches
-            program_failed = isinstance(error, CommandError)
             # In a task the model can end the agent's program.
-            model_failed_program = program_failed and task_of(self.run.assignment.sample)
+            model_failed_program = isinstance(error, CommandError) and task_of(sample)
             model_is_cause = bool(without_untrained(branches.turns)) and (
                 model_failed_program or branches.end is EpisodeEnd.LENGTH
             )
             if branches.last_refusal is None and not model_is_cause:
                 raise AgentError(describe(error)) from error
             return False, checked_result(error.result) if isinstance(error, CommandError) else None
-
-    async def _run_agent(
-        self, endpoint: Endpoint, fatal_error: asyncio.Future[Exception]
-    ) -> asyncio.Future[Any]:
-        """Run the agent until the program ends or `fatal_error` is done; the returned future is done in both
-        cases."""
-        max_tokens = self.run.context.rules.config.max_tokens
-        endpoint = replace(endpoint, max_tokens=max_tokens, seconds=self.run.seconds_left)
-        agent_call = self.agents.threads.call(
-            partial(self.agents.agent, self.run.assignment.sample, endpoint)
-        )
-        agent_task = asyncio.ensure_future(agent_call)
-        try:
-            await asyncio.wait([agent_task, fatal_error], return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            agent_task.cancel()
-            await asyncio.gather(agent_task, return_exceptions=True)
-
-        return agent_task
 
     async def _score_turns(self, end: EpisodeEnd, result: Any) -> Outcome:
         """Score the turns, limited by `rollout.reward_timeout`, not by the remaining time of the episode."""

@@ -18,7 +18,7 @@ from asyncrl.conversation.demonstration import demonstration_turns, length_failu
 from asyncrl.conversation.turns import rows_of
 from asyncrl.engines.base import Request, Sampling
 from asyncrl.errors import EngineError, ProtocolError
-from asyncrl.rollout.context import EpisodeRun, Outcome
+from asyncrl.rollout.episode_run import EpisodeRun, Outcome
 from asyncrl.tools import Toolbox
 from asyncrl.types import EpisodeResult, EpisodeStats, Generation, TokenScores, Turn
 from asyncrl.weights import disk
@@ -35,7 +35,7 @@ class DemonstrationPlayer:
     async def play(self, recorded: Sequence[Turn]) -> Outcome:
         """Post the turns that are not recorded yet."""
         sample = self.run.assignment.sample
-        version = max(0, self.run.sampler.version)
+        version = max(0, self.run.sampling.sampler.version)
         rules = self.run.context.rules
         turns = demonstration_turns(rules, sample, self.toolbox.schemas(sample), version)
         if isinstance(turns, Fail):
@@ -61,7 +61,7 @@ class DemonstrationPlayer:
     async def _mean_nll(self, turns: Sequence[Turn]) -> float:
         """Return the mean -log pi of the assistant's tokens."""
         requests = [Request(self.run.name, ids, Sampling(0, ())) for ids in rows_of(turns)]
-        row_logprobs = [await self.run.sampler.score(request) for request in requests]
+        row_logprobs = [await self.run.sampling.sampler.score(request) for request in requests]
         token_logprobs = assistant_logprobs(turns, row_logprobs)
         if not math.isfinite(logprob_sum := math.fsum(token_logprobs)):
             raise EngineError("the model's log-probs of the conversation are not finite numbers")

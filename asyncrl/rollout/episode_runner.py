@@ -11,6 +11,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 from asyncrl.buffer.records import RESUMABLE
@@ -26,7 +27,8 @@ from asyncrl.errors import (
 )
 from asyncrl.gateway import AgentError
 from asyncrl.rewards import RewardError
-from asyncrl.rollout.context import EpisodeContext, EpisodeRun, Outcome, Sampler
+from asyncrl.rollout.context import EpisodeContext, Sampler
+from asyncrl.rollout.episode_run import EpisodeRun, Outcome
 from asyncrl.tools import ToolError
 from asyncrl.types import FailReason, Turn
 from asyncrl.wire.messages.worker import Assign, Failed, Finished
@@ -73,36 +75,45 @@ class EpisodeRunner:
     async def run(self, assignment: Assign, frames: Sequence[bytes], sampler: Sampler) -> None:
         """Play an episode, or continue an earlier attempt, and post the end."""
         time_limit = asyncio.timeout(self.context.rules.config.episode_timeout)
-        started_at = asyncio.get_running_loop().time()
-        episode_run = EpisodeRun(self.context, assignment, sampler, started_at, time_limit)
+        episode_run = EpisodeRun(self.context, assignment, sampler, time_limit)
         player = self.make_player(episode_run)
         try:
             try:
                 final_record = await self._play_attempt(episode_run, player, frames)
             finally:
-                episode_run.release_sessions()
+                episode_run.sampling.release_sessions()
 
             result_frame = episode_run.result_frame(final_record)
-            record_durable = await episode_run.post_record(final_record, *result_frame)
-            if not (isinstance(final_record, Failed) and final_record.reason in RESUMABLE):
-                record_durable.add_done_callback(episode_run.forget_snapshots)
+            record_durable = await episode_run.records.post_record(final_record, *result_frame)
+            may_continue = isinstance(final_record, Failed) and final_record.reason in RESUMABLE
+            if not may_continue:
+                record_durable.add_done_callback(partial(self._forget_snapshots, assignment.attempt.uid))
         finally:
             await asyncio.shield(asyncio.ensure_future(player.close()))
+
+    def _forget_snapshots(self, episode: str, end_durable: asyncio.Future[None]) -> None:
+        """Delete the snapshots of an episode whose end is durable: no attempt will continue from them."""
+        snapshots = self.context.snapshots
+        if snapshots is not None and not end_durable.cancelled() and snapshots.may_have_snapshots(episode):
+            forget_call = partial(snapshots.forget_episode, episode)
+            asyncio.get_running_loop().run_in_executor(None, forget_call)
 
     async def _play_attempt(
         self, episode_run: EpisodeRun, player: Player, frames: Sequence[bytes]
     ) -> Finished | Failed:
+        assignment = episode_run.assignment
+        time_limit = episode_run.clock.time_limit
         try:
             try:
-                async with episode_run.time_limit, episode_run.sampler.episode():
-                    turn_frames = len(frames) - episode_run.assignment.parts
-                    episode_run.recall_parts(frames[turn_frames:])
-                    if episode_run.assignment.parts and not turn_frames:
-                        episode_run.restart_clock()
+                async with time_limit, episode_run.sampling.sampler.episode():
+                    turn_frames = len(frames) - assignment.parts
+                    episode_run.sampling.recall_parts(frames[turn_frames:])
+                    if assignment.parts and not turn_frames:
+                        episode_run.clock.restart()
                     with users_code():
                         return episode_run.final_record(await player.play(turns_of(frames[:turn_frames])))
             except TimeoutError:
-                if not episode_run.time_limit.expired():
+                if not time_limit.expired():
                     raise
                 with users_code():
                     return episode_run.final_record(await player.expire())
@@ -114,4 +125,4 @@ class EpisodeRunner:
                 fail_reason = FailReason.NOT_REPEATED
             if fail_reason is FailReason.EPISODE_ERROR:
                 log.warning("episode %s failed", episode_run.name, exc_info=error)
-            return Failed(0, episode_run.attempt, fail_reason, describe(error))
+            return Failed(0, assignment.attempt, fail_reason, describe(error))

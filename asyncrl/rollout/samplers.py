@@ -102,11 +102,9 @@ class LocalSampler:
         awaited."""
         while not self.keeps_version and self.version < min_version():
             wait_name = f"weights v{min_version()}: engine has v{self.version}"
-            span_name = FRESHER
             if self.sleeps.asleep:
                 wait_name = ASLEEP
-                span_name = ASLEEP
-            with self.waits.wait_named(wait_name, span=span_name):
+            with self.waits.wait_named(wait_name, span=ASLEEP if self.sleeps.asleep else FRESHER):
                 await self.changed.wait()
 
     async def generate(self, request: Request, min_version: Callable[[], int] = lambda: 0) -> Generation:

@@ -156,7 +156,7 @@ class ServerPool:
         server accepts the turn in time, a server refuses the turn, or too many servers lose it."""
         if self.name == "train":
             await self.wait_for_version(min_version)
-        turn = ServerTurn(request, min_version, asyncio.get_running_loop().time() + self._turn_patience)
+        turn = ServerTurn(request, min_version, self._turn_deadline())
         while turn.sampled.stop is StopReason.ABORT:  # a server samples the remainder, or a part
             async with self._asked_server(turn) as server:
                 self._append_part(
@@ -183,8 +183,7 @@ class ServerPool:
 
     async def url(self) -> str:
         """Return the address of a server, round robin. Waits for a server, and raises, as `generate` does."""
-        deadline = asyncio.get_running_loop().time() + self._turn_patience
-        turn = ServerTurn(Request("", (), Sampling(0, ())), lambda: 0, deadline)
+        turn = ServerTurn(Request("", (), Sampling(0, ())), lambda: 0, self._turn_deadline())
         (await self._acquire_server(turn)).running_requests -= 1
         self.release("")
         servers = self._eligible_servers(0)
@@ -193,12 +192,8 @@ class ServerPool:
     async def wait_for_version(self, min_version: Callable[[], int]) -> None:
         """Wait for a server that is not older than `min_version()`."""
         while self.version < min_version():
-            wait_name = self._wait_name(min_version())
-            span_name = FRESHER
-            if self.sleeps.asleep:
-                wait_name = ASLEEP
-                span_name = ASLEEP
-            with self._waits.wait_named(wait_name, span=span_name):
+            wait_name = ASLEEP if self.sleeps.asleep else self._wait_name(min_version())
+            with self._waits.wait_named(wait_name, span=ASLEEP if self.sleeps.asleep else FRESHER):
                 await self.changed.wait()
 
     def release(self, session: str) -> None:
@@ -219,8 +214,7 @@ class ServerPool:
         while_waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> T:
         """Return the first answer of a server; see `generate`."""
-        deadline = asyncio.get_running_loop().time() + self._turn_patience
-        turn = ServerTurn(request, lambda: 0, deadline, while_waiting=while_waiting)
+        turn = ServerTurn(request, lambda: 0, self._turn_deadline(), while_waiting=while_waiting)
         while True:
             async with self._asked_server(turn) as server:
                 return await question(server.client)
@@ -250,18 +244,25 @@ class ServerPool:
     def _append_part(self, turn: ServerTurn, server: PooledServer, part: Generation) -> None:
         turn.sampled = with_part(turn.request, turn.sampled, part)
         turn.losses_in_row = 0 if part.ids else turn.losses_in_row + 1
-        turn.deadline = asyncio.get_running_loop().time() + self._turn_patience
+        turn.deadline = self._turn_deadline()
         turn.full_servers.clear()
         turn.full_rounds = 0
         server.usage.moved += turn.last_server not in (None, server)
         turn.last_server = server
 
+    def _turn_deadline(self) -> float:
+        return asyncio.get_running_loop().time() + self._turn_patience
+
     async def _acquire_server(self, turn: ServerTurn) -> PooledServer:
         """Return the server that continues the turn. NoEngineError after the deadline."""
         session = turn.request.session
         while (server := self.begin_request(session, turn.full_servers, turn.min_version())) is None:
-            if self.sleeps.asleep:
-                turn.deadline += await self._wait_until_awake()
+            if self.sleeps.asleep:  # this wait extends the deadline
+                asleep_since = asyncio.get_running_loop().time()
+                with self._waits.wait_named(ASLEEP):
+                    while self.sleeps.asleep:
+                        await self.changed.wait()
+                turn.deadline += asyncio.get_running_loop().time() - asleep_since
                 continue
 
             try:
@@ -272,14 +273,6 @@ class ServerPool:
                 raise NoEngineError(f"{wait_name}, after {self._turn_patience:g} s") from None
 
         return server
-
-    async def _wait_until_awake(self) -> float:
-        """Wait until the servers wake; return the seconds of that wait, which extend the turn's deadline."""
-        started_at = asyncio.get_running_loop().time()
-        with self._waits.wait_named(ASLEEP):
-            while self.sleeps.asleep:
-                await self.changed.wait()
-        return asyncio.get_running_loop().time() - started_at
 
     async def _wait_for_room(self, turn: ServerTurn) -> None:
         """Wait for a change of the table; for a short pause only if servers were full."""
@@ -378,11 +371,12 @@ class ServerPool:
         if not server.suspect and server.id in self._servers:
             log.warning("%s lost a turn (%s): its turns go on elsewhere", server.entry.name, lost_error)
             server.suspect = True
-            asyncio.get_running_loop().call_later(SUSPECT_SECONDS, self._clear_suspicion, server)
 
-    def _clear_suspicion(self, server: PooledServer) -> None:
-        server.suspect = False
-        self.changed.notify()
+            def clear_suspicion() -> None:
+                server.suspect = False
+                self.changed.notify()
+
+            asyncio.get_running_loop().call_later(SUSPECT_SECONDS, clear_suspicion)
 
     def _close_server(self, server: PooledServer) -> None:
         task = asyncio.get_running_loop().create_task(server.client.close())

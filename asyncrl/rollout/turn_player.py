@@ -22,8 +22,8 @@ from asyncrl.conversation.episode import Episode
 from asyncrl.conversation.turns import turn_message
 from asyncrl.environments import Environment
 from asyncrl.errors import AsyncrlError, ProtocolError
-from asyncrl.rollout.context import EpisodeRun, Outcome
 from asyncrl.rollout.environment import EpisodeEnvironment
+from asyncrl.rollout.episode_run import EpisodeRun, Outcome
 from asyncrl.rollout.episode_runner import EnvironmentFailed
 from asyncrl.tools import Toolbox, ToolSession
 from asyncrl.tools.snapshots import hash_history
@@ -46,9 +46,10 @@ class TurnPlayer:
     _turn_histories: list[str] = field(default_factory=list)  # names of snapshots, one for each turn
 
     def __post_init__(self) -> None:
-        episode = self.run.attempt.uid
-        snapshots = self.run.context.snapshots
-        self._tools = self.toolbox.session(self.run.assignment.sample, episode, snapshots)
+        assignment = self.run.assignment
+        self._tools = self.toolbox.session(
+            assignment.sample, assignment.attempt.uid, self.run.context.snapshots
+        )
 
     @property
     def _rules(self) -> Rules:
@@ -60,12 +61,12 @@ class TurnPlayer:
         await self._rebuild_state(episode, recorded)
         self.episode = episode
         if recorded:
-            self.run.restart_clock()
+            self.run.clock.restart()
         while not episode.over:
             event = await self._carry_out(episode)
-            previous_episode = episode
-            episode = machine.advance_episode(self._rules, episode, event)
-            await self._post_changes(previous_episode, episode)
+            next_episode = machine.advance_episode(self._rules, episode, event)
+            await self._post_changes(episode, next_episode)
+            episode = next_episode
             self.episode = episode
 
         return _outcome(episode)
@@ -90,20 +91,22 @@ class TurnPlayer:
         match episode.command:
             case commands.Generate(ids=ids, max_new_tokens=max_new_tokens, row=row) as generate_command:
                 teacher_prefix: tuple[int, ...] = ()
-                if self.run.scorer:
+                if self.run.sampling.scorer:
                     teacher_prefix = machine.teacher_prompt(self._rules, episode, generate_command)
-                generation = await self.run.generate(ids, max_new_tokens, row, teacher_prefix=teacher_prefix)
+                generation = await self.run.sampling.generate(
+                    ids, max_new_tokens, row, teacher_prefix=teacher_prefix
+                )
                 return commands.TurnGenerated(generation)
 
             case commands.CallTools(calls=calls):
-                await self.run.until_durable()
+                await self.run.records.until_durable()
                 names = ", ".join(sorted({call.name for call in calls}))
                 with self.run.context.waits.wait_named(f"tool {names}", self._tools.max_call_seconds(calls)):
                     replies = await asyncio.gather(*map(self._tools.call, calls))
                 return commands.ToolsReplied(tuple(replies))
 
             case commands.Step(message=message):
-                await self.run.until_durable()
+                await self.run.records.until_durable()
                 return commands.Observed(await self._step_environment(len(episode.turns), message))
 
             case commands.Score(answer=answer, end=end):
@@ -162,11 +165,8 @@ class TurnPlayer:
 
         # The environment has the last turn even if the time was up during that step.
         environment_got_last = self._stepped_turns == len(episode.turns)
-        unanswered = None if environment_got_last else self._turn_message(episode, last_turn)
+        unanswered = None if environment_got_last else turn_message(self._rules, last_turn, episode.read[-1])
         return await self._environment.cut_short(unanswered)
-
-    def _turn_message(self, episode: Episode, turn: Turn) -> Message:
-        return turn_message(self._rules, turn, episode.read[turn.index])
 
     async def _rebuild_state(self, episode: Episode, recorded: Sequence[Turn]) -> None:
         """Rebuild on this worker the state of tools and environment after the recorded turns.
@@ -188,13 +188,21 @@ class TurnPlayer:
 
         self._tools.caught_up()
         if recorded and episode.turns[-1].replies != recorded[-1].replies:
-            await self.run.post_reply(episode.turns[-1])
+            await self.run.records.post_reply(episode.turns[-1])
 
     async def _repeat_turns(self, episode: Episode) -> None:
-        for turn in episode.turns:
+        for turn, parsed in zip(episode.turns, episode.read, strict=True):
             await self._tools.redo(turn.replies, self._rules.shorten, turn.index)
-            if turn.observation is not None:
-                await self._repeat_step(episode, turn, turn.observation)
+            if turn.observation is None:
+                continue
+
+            assert self._environment is not None
+            if self._environment.environment.replay == "no":
+                raise ProtocolError("the environment cannot be repeated, so the episode starts again")
+            message = turn_message(self._rules, turn, parsed)
+            repeated = await self._step_environment(turn.index + 1, message)
+            if machine.shorten_observation(self._rules, repeated).messages != turn.observation.messages:
+                raise ProtocolError("the environment answered differently when repeated")
 
     def _name_turns(self, turns: Sequence[Turn]) -> None:
         """Name new turns, and the last turn again: more replies may have arrived."""
@@ -202,14 +210,6 @@ class TurnPlayer:
         for turn in turns[len(self._turn_histories) :]:
             earlier_history = self._turn_histories[-1] if self._turn_histories else ""
             self._turn_histories.append(hash_history(earlier_history, turn))
-
-    async def _repeat_step(self, episode: Episode, turn: Turn, recorded_observation: Observation) -> None:
-        assert self._environment is not None
-        if self._environment.environment.replay == "no":
-            raise ProtocolError("the environment cannot be repeated, so the episode starts again")
-        repeated = await self._step_environment(turn.index + 1, self._turn_message(episode, turn))
-        if machine.shorten_observation(self._rules, repeated).messages != recorded_observation.messages:
-            raise ProtocolError("the environment answered differently when repeated")
 
     # -- records -------------------------------------------------------------------------------------
 
@@ -231,7 +231,7 @@ class TurnPlayer:
         if (last_turn.replies, last_turn.observation) != posted_reply:
             self._name_turns(episode.turns)
             await self._tools.save(last_turn.index, self._turn_histories[-1])  # first: see tools/snapshots.py
-            await self.run.post_reply(last_turn)
+            await self.run.records.post_reply(last_turn)
 
 
 def _outcome(episode: Episode) -> Outcome:

@@ -35,8 +35,9 @@ from asyncrl.isolation.calls import exits_raise
 from asyncrl.observe.timeline import START_EVENT, Timeline
 from asyncrl.remote import scorer_url
 from asyncrl.rollout.agent_player import AgentPlayer, Agents
-from asyncrl.rollout.context import EpisodeContext, EpisodeRun
+from asyncrl.rollout.context import EpisodeContext
 from asyncrl.rollout.demonstrations import DemonstrationPlayer, NoEngine
+from asyncrl.rollout.episode_run import EpisodeRun
 from asyncrl.rollout.episode_runner import EpisodeRunner, Player
 from asyncrl.rollout.samplers import LocalSampler, engine_factory
 from asyncrl.rollout.server_pool import ENGINE_LANES, Connect, ServerPool, connector
@@ -284,7 +285,11 @@ class RolloutWorker:
                 case shared.LoadWeights():
                     self._local_samplers[message.lane].loads.offer_version(message.ref, message.probe)
                 case shared.Sleep():
-                    self._on_sleep(message)
+                    # Dropped while the lanes fall asleep: the coordinator repeats a new order.
+                    if self._sleep_task is None or self._sleep_task.done():
+                        samplers = self._local_samplers.values()
+                        sleeping_lanes = asyncio.gather(*(sampler.sleep() for sampler in samplers))
+                        self._sleep_task = asyncio.create_task(self._fall_asleep(message, sleeping_lanes))
                 case worker.Engines():
                     self._servers = message.updated_table(self._servers)
                     for pool in self._server_pools.values():
@@ -296,12 +301,6 @@ class RolloutWorker:
                     self.end_serving(message.reason)
                 case _:
                     assert_never(message)
-
-    def _on_sleep(self, sleep_message: shared.Sleep) -> None:
-        # A message that arrives while the lanes fall asleep is dropped; the coordinator repeats a new order.
-        if self._sleep_task is None or self._sleep_task.done():
-            sleeping_lanes = asyncio.gather(*(sampler.sleep() for sampler in self._local_samplers.values()))
-            self._sleep_task = asyncio.create_task(self._fall_asleep(sleep_message, sleeping_lanes))
 
     async def _fall_asleep(self, sleep_message: shared.Sleep, sleeping_lanes: Awaitable[Any]) -> None:
         await self._control_link.send(await sleep_answer(sleep_message, sleeping_lanes))
@@ -397,16 +396,16 @@ class RolloutWorker:
         for older_attempt in [attempt for attempt in self._episodes if attempt.uid == uid]:
             self._drop_episode(older_attempt)
 
+        def forget_task(task: asyncio.Task[None]) -> None:
+            if self._episodes.get(message.attempt) is task:
+                del self._episodes[message.attempt]
+            error = None if task.cancelled() else task.exception()
+            if error is not None and not self._exit_code.done():
+                self._exit_code.set_exception(error)
+
         task = asyncio.create_task(self.runner.run(message, frames, self._sampler_of(message.lane)))
         self._episodes[message.attempt] = task
-        task.add_done_callback(lambda task: self._on_episode_end(message.attempt, task))
-
-    def _on_episode_end(self, attempt: shared.Attempt, task: asyncio.Task[None]) -> None:
-        if self._episodes.get(attempt) is task:
-            del self._episodes[attempt]
-        error = None if task.cancelled() else task.exception()
-        if error is not None and not self._exit_code.done():
-            self._exit_code.set_exception(error)
+        task.add_done_callback(forget_task)
 
     def _drop_episode(self, attempt: shared.Attempt) -> None:
         """Cancel an episode; no more records of that attempt are posted."""

@@ -13,7 +13,7 @@ from asyncrl.engines.base import Request
 from asyncrl.gateway import Agent, Endpoint, Gateway
 from asyncrl.rewards import RewardInput
 from asyncrl.rollout.agent_player import AgentPlayer, Agents
-from asyncrl.rollout.context import EpisodeRun
+from asyncrl.rollout.episode_run import EpisodeRun
 from asyncrl.rollout.episode_runner import Player
 from tests.fakes.chat import FakeChat
 from tests.fakes.episodes import Bench, read

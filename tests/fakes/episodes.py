@@ -13,7 +13,8 @@ from asyncrl.conversation.turns import rows_of
 from asyncrl.engines.base import Request
 from asyncrl.episodes.reward import EpisodeReward
 from asyncrl.rewards.loading import in_loop
-from asyncrl.rollout.context import EpisodeContext, EpisodeRun
+from asyncrl.rollout.context import EpisodeContext
+from asyncrl.rollout.episode_run import EpisodeRun
 from asyncrl.rollout.episode_runner import EpisodeRunner, Player
 from asyncrl.rollout.samplers import LocalSampler
 from asyncrl.rollout.turn_player import TurnPlayer

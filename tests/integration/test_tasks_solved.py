@@ -13,7 +13,7 @@ import pytest
 from asyncrl.data.harbor import read_tasks
 from asyncrl.episodes.reward import EpisodeReward
 from asyncrl.rewards.loading import load_rewards
-from asyncrl.rollout.context import EpisodeRun
+from asyncrl.rollout.episode_run import EpisodeRun
 from asyncrl.rollout.episode_runner import Player
 from asyncrl.rollout.turn_player import TurnPlayer
 from asyncrl.tools import Toolbox, load_tools

@@ -20,7 +20,7 @@ from asyncrl.observe.timeline import Timeline
 from asyncrl.planning import devices, forecast
 from asyncrl.planning.forecast import Forecast
 from asyncrl.planning.simulator import RecordedTurn
-from asyncrl.rollout.context import generated
+from asyncrl.rollout.episode_records import generated
 from asyncrl.store.runstore import RunStore
 from asyncrl.types import EpisodeStats, Generation, StopReason, Turn, VersionSpan
 from asyncrl.wire.messages.shared import Attempt

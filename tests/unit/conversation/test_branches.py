@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.conversation.branches import Branches
-from asyncrl.conversation.requests import CHARACTERS_PER_TOKEN, AgentRequest, Placement, Refusal, same_message
+from asyncrl.conversation.requests import AgentRequest, Placement, Refusal, same_message
+from asyncrl.conversation.tokenizer import CHARACTERS_PER_TOKEN
 from asyncrl.conversation.turns import last_words, rows_of
 from asyncrl.errors import ConfigError, ProtocolError
 from asyncrl.types import EpisodeEnd, Message, StopReason, ToolCall, Turn

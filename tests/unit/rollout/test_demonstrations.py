@@ -14,12 +14,12 @@ import torch
 from asyncrl.engines.base import Request, Sampling
 from asyncrl.episodes.parts import check_demonstrations
 from asyncrl.errors import ConfigError, EngineError
-from asyncrl.rollout.context import EpisodeRun
 from asyncrl.rollout.demonstrations import (
     DemonstrationPlayer,
     NoEngine,
     assistant_logprobs,
 )
+from asyncrl.rollout.episode_run import EpisodeRun
 from asyncrl.tools import Toolbox, load_tools
 from asyncrl.types import FailReason, Generation, Message, PolicyVersion, Sample, StopReason, Turn
 from asyncrl.weights import disk

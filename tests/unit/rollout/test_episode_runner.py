@@ -11,7 +11,7 @@ import pytest
 
 from asyncrl.errors import EngineError
 from asyncrl.rewards import RewardError
-from asyncrl.rollout import context
+from asyncrl.rollout import episode_run
 from asyncrl.tools import ToolError, tool
 from asyncrl.types import EpisodeEnd, FailReason, Turn, TurnReply
 from asyncrl.wire.messages.worker import Finished, Generated, Replied
@@ -69,7 +69,7 @@ def test_a_transcript_is_sent_where_it_is_wanted() -> None:
 
 
 def test_a_long_transcript_keeps_its_beginning_and_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(context, "TEXT_LIMIT", 20)
+    monkeypatch.setattr(episode_run, "TEXT_LIMIT", 20)
     end = TurnBench([look("left"), "42"]).finished(transcript=True)
     assert end.text.startswith('{"type') and "characters …]" in end.text and end.text.endswith("42")
     assert len(end.text) < 60

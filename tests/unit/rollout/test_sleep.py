@@ -7,7 +7,7 @@ from contextlib import suppress
 
 import pytest
 
-from asyncrl.rollout.context import EpisodeRun
+from asyncrl.rollout.episode_run import EpisodeRun
 from asyncrl.runtime.activity import ASLEEP
 from asyncrl.tools import tool
 from asyncrl.types import EpisodeEnd
@@ -26,28 +26,28 @@ async def test_an_episode_whose_engine_sleeps_is_off_the_clock(monkeypatch: pyte
     with suppress(TimeoutError):
         async with limit:
             await settle()
-            run = EpisodeRun(bench.context, bench.assign(), bench.sampler, 0.0, limit)
+            run = EpisodeRun(bench.context, bench.assign(), bench.sampler, limit)
             passed = 4.0
-            with run.paused():
+            with run.clock.paused():
                 passed = 90.0
-                with run.paused(), run.paused():
+                with run.clock.paused(), run.clock.paused():
                     passed = 500.0
                     await settle()
-                assert (run.seconds, limit.when()) == (4.0, None)
-            assert (run.seconds, run.seconds_left) == (4.0, 16.0)
-            with run.paused():
+                assert (run.clock.seconds, limit.when()) == (4.0, None)
+            assert (run.clock.seconds, run.clock.seconds_left) == (4.0, 16.0)
+            with run.clock.paused():
                 passed = 507.0
-                with run.paused():
+                with run.clock.paused():
                     passed = 607.0
                 passed = 608.0
-            assert (run.seconds, run.seconds_left) == (4.0, 16.0)
+            assert (run.clock.seconds, run.clock.seconds_left) == (4.0, 16.0)
             passed = 624.0
-            assert run.seconds == 20.0
+            assert run.clock.seconds == 20.0
             await settle()
     assert limit.expired()
-    with run.paused():
+    with run.clock.paused():
         passed = 700.0
-    assert run.seconds == 20.0
+    assert run.clock.seconds == 20.0
 
 
 def test_a_turn_is_off_the_clock_while_its_engine_sleeps() -> None:

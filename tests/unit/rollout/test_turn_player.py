@@ -12,7 +12,7 @@ import pytest
 
 from asyncrl.conversation.commands import Done
 from asyncrl.environments import Environment
-from asyncrl.rollout.context import EpisodeRun, Outcome
+from asyncrl.rollout.episode_run import EpisodeRun, Outcome
 from asyncrl.types import EpisodeEnd, FailReason, Message, Observation, Sample, ToolCall, TurnReply
 from asyncrl.wire.messages.worker import Finished, Generated, Replied
 from tests.fakes.chat import call
@@ -322,9 +322,7 @@ def out_of_time(bench: TurnBench, busy: asyncio.Event) -> Outcome:
 
     async def main() -> Outcome:
         service = asyncio.create_task(bench.outbox.run_sender())
-        player = bench.player(
-            EpisodeRun(bench.context, bench.assign(), bench.sampler, 0.0, asyncio.timeout(60))
-        )
+        player = bench.player(EpisodeRun(bench.context, bench.assign(), bench.sampler, asyncio.timeout(60)))
         play = asyncio.create_task(player.play(()))
         async with asyncio.timeout(60):
             await busy.wait()

@@ -1,0 +1,66 @@
+"""Posts the records of an attempt at an episode, and waits until the newest turn is durable."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import msgspec
+
+from asyncrl.buffer.payloads import TurnPart
+from asyncrl.runtime.activity import Waits
+from asyncrl.types import Turn, TurnReply
+from asyncrl.wire.messages.shared import Attempt
+from asyncrl.wire.messages.worker import Generated, Record, Replied, Sampled
+from asyncrl.wire.outbox import Outbox
+
+_encode = msgspec.msgpack.Encoder().encode
+
+
+@dataclass
+class EpisodeRecords:
+    """Posts the records of one attempt to the outbox, which numbers the records and sends them again until
+    the coordinator has stored them."""
+
+    attempt: Attempt
+    outbox: Outbox
+    waits: Waits
+    _newest_turn_durable: asyncio.Future[None] | None = None  # None: durable from the start
+
+    async def post_turn(self, turn: Turn, session: int, seconds: float) -> None:
+        """Post a turn, `seconds` after the episode began; the replies are posted later. `session`: the row
+        that the sampling names."""
+        self._newest_turn_durable = await self.post_record(*generated(self.attempt, turn, seconds, session))
+
+    async def post_part(self, part: TurnPart, seconds: float) -> None:
+        """Post new tokens of an unfinished turn."""
+        await self.post_record(Sampled(0, self.attempt, seconds), _encode(part))
+
+    async def post_reply(self, turn: Turn) -> None:
+        """Post the replies to a turn: tool replies and the observation."""
+        frame = _encode(TurnReply(turn.replies, turn.observation))
+        await self.post_record(Replied(0, self.attempt, turn.index), frame)
+
+    async def post_record(self, record: Record, *frames: bytes) -> asyncio.Future[None]:
+        """Hand a record to the outbox once the window has room. The future is done when the record is
+        durable."""
+        wait_name = "acks: the window of unacknowledged records is full"
+        with self.waits.wait_named(wait_name) if self.outbox.is_full else nullcontext():
+            return await self.outbox.post_record(record, *frames)
+
+    async def until_durable(self) -> None:
+        """Wait until the newest turn would survive a crash, because the receiver may cause side effects. The
+        wait ends with the ack, the episode's deadline or the worker's lease."""
+        if self._newest_turn_durable is not None and not self._newest_turn_durable.done():
+            with self.waits.wait_named("acks: turns that are not yet durable"):
+                await asyncio.shield(self._newest_turn_durable)
+
+
+def generated(
+    attempt: Attempt, turn: Turn, seconds: float = 0.0, session: int = 0
+) -> tuple[Generated, bytes]:
+    """Return the record of a turn, `seconds` after the episode began, and the frame: the turn without
+    replies."""
+    frame = _encode(msgspec.structs.replace(turn, replies=(), observation=None))
+    return Generated(0, attempt, turn.index, seconds, session), frame
