@@ -211,9 +211,14 @@ def filter_calls() -> None:
     huge_pages = _refuse_if(FOURTH_ARGUMENT, ANY_OF, HUGE_PAGES, errno.ENOMEM)
     rules += _when_called(MMAP[machine_column], *huge_pages, *shared_memory, _refuse_call(), ALLOW)
 
+    _install_filter([*rules, *_socket_rules(machine_column)])
+
+
+def _socket_rules(machine_column: int) -> list[BpfLine]:
+    """Return the rules of socket, socketpair and setsockopt."""
     families = [(EQUAL, 3, 0, UNIX_FAMILY), (EQUAL, 2, 0, INET_FAMILY), (EQUAL, 1, 0, INET6_FAMILY)]
     other_family = _refuse_call(errno.EAFNOSUPPORT)
-    rules += _when_called(
+    rules = _when_called(
         SOCKET[machine_column], (LOAD, 0, 0, FIRST_ARGUMENT), *families, other_family, ALLOW
     )
 
@@ -238,8 +243,7 @@ def filter_calls() -> None:
     flow_labels = [(EQUAL, 0, 3, SOL_IPV6), *_refuse_if(THIRD_ARGUMENT, EQUAL, FLOW_LABELS)]
     socket_level = [(LOAD, 0, 0, SECOND_ARGUMENT), (EQUAL, 0, len(socket_options), SOL_SOCKET)]
     rules += _when_called(SETSOCKOPT[machine_column], *socket_level, *socket_options, *flow_labels, ALLOW)
-
-    _install_filter(rules)
+    return rules
 
 
 def filter_code() -> None:
