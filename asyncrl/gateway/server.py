@@ -339,7 +339,7 @@ class Gateway:
         running_episode = _RunningEpisode(host, clock)
         self.running_episodes[key] = running_episode
         _gateways[key] = self
-        self._connections.begin_episode(running_episode)
+        self._connections.loop_times.begin_episode(running_episode)
 
         try:
             yield Endpoint(self._base_url, key)
@@ -448,7 +448,7 @@ class Gateway:
 
         try:
             async with (
-                self._connections.reading_timeout(running_episode, READ_SECONDS),
+                self._connections.loop_times.reading_timeout(running_episode, READ_SECONDS),
                 running_episode.body_slots,
             ):
                 body = await request.read()
@@ -459,7 +459,7 @@ class Gateway:
             body_problem = "the request's body is broken: invalid chunks, or not of the announced length"
             raise ApiError(400, body_problem) from error
 
-        await self._connections.until_released(running_episode)
+        await self._connections.loop_times.until_released(running_episode)
         self._episode_of_key(request)  # the episode may be over
         _check_parts(body)
 

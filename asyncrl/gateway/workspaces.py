@@ -2,7 +2,7 @@
 
     /sandbox/{work,home,tmp}                                   in a sandbox, and removed with the sandbox
     the task's directory, /sandbox/{home,tmp}                  in the sandbox of a sample's task, in its image
-    /var/tmp/asyncrl-UID/place-TOKEN/{work,…}                  without a sandbox
+    /var/tmp/asyncrl-UID/workspace-TOKEN/{work,…}              without a sandbox
 
 A workspace without a sandbox is removed when the episode is over; the next worker removes workspaces of a
 killed worker. The directory is not in /tmp, where Codex does not install its helpers.
@@ -40,7 +40,7 @@ from asyncrl.isolation.wrapper import KILL_SECONDS, kill
 from asyncrl.values import MAX_RESULT_BYTES
 
 WORKSPACES_DIRECTORY = f"/var/tmp/asyncrl-{os.getuid()}"
-WORKSPACE_PREFIX = "place-"  # begins the names of workspace directories
+WORKSPACE_PREFIX = "workspace-"  # begins the names of workspace directories
 REQUIRED_ISOLATION = frozenset({"network", "files", "processes", "orphans"})  # words of ISOLATION
 MAKE_SECONDS = 60.0  # for making three directories, on a busy machine
 CHECK_SECONDS = 60.0  # for looking at a file, on a busy machine

@@ -218,9 +218,7 @@ def _socket_rules(machine_column: int) -> list[BpfLine]:
     """Return the rules of socket, socketpair and setsockopt."""
     families = [(EQUAL, 3, 0, UNIX_FAMILY), (EQUAL, 2, 0, INET_FAMILY), (EQUAL, 1, 0, INET6_FAMILY)]
     other_family = _refuse_call(errno.EAFNOSUPPORT)
-    rules = _when_called(
-        SOCKET[machine_column], (LOAD, 0, 0, FIRST_ARGUMENT), *families, other_family, ALLOW
-    )
+    rules = _when_called(SOCKET[machine_column], (LOAD, 0, 0, FIRST_ARGUMENT), *families, other_family, ALLOW)
 
     stream_pairs = [
         (LOAD, 0, 0, SECOND_ARGUMENT),
