@@ -112,12 +112,7 @@ class ChatExchange:
 
     def __post_init__(self) -> None:
         chat_request = self.request
-        token_limits = [
-            limit
-            for limit in (chat_request.max_tokens, chat_request.max_completion_tokens)
-            if limit is not None
-        ]
-
+        token_limits = filter(None, (chat_request.max_tokens, chat_request.max_completion_tokens))
         self.agent_request = agent_request(
             map(_message, chat_request.messages),
             chat_request.tools or (),

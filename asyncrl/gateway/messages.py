@@ -202,20 +202,24 @@ class MessagesExchange:
         system_lines = _blocks_text(_blocks(messages_request.system)).split("\n")
         unbilled_lines = [line for line in system_lines if not line.startswith(BILLING_HEADER)]
         system_text = "\n".join(unbilled_lines)
-        has_billing = len(unbilled_lines) < len(system_lines)
         system_messages = [Message("system", system_text)] if system_text else []
 
-        callable_tools = [tool for tool in messages_request.tools or () if tool.input_schema is not None]
-        hosted_tools = [
-            tool.type or tool.name for tool in messages_request.tools or () if tool.input_schema is None
-        ]
-        self.left_out = {f"a tool {name!r}": "has no schema and is left out" for name in hosted_tools}
-        if has_billing:
+        self.left_out = {}
+        functions = []  # the tools as chat completions write them
+        for tool in messages_request.tools or ():
+            if tool.input_schema is None:
+                self.left_out[f"a tool {tool.type or tool.name!r}"] = "has no schema and is left out"
+                continue
+            description = {"description": tool.description} if tool.description else {}
+            function = {"name": tool.name, **description, "parameters": tool.input_schema}
+            functions.append({"type": "function", "function": function})
+
+        if len(unbilled_lines) < len(system_lines):
             self.left_out["a billing header"] = BILLING_EFFECT
 
         self.agent_request = agent_request(
             [*system_messages, *_conversation_messages(messages_request.messages)],
-            [_function_tool(tool) for tool in callable_tools],
+            functions,
             model=messages_request.model,
             tool_choice=messages_request.tool_choice,
             max_tokens=messages_request.max_tokens,
@@ -322,15 +326,6 @@ class MessagesExchange:
 
 def _event(kind: str, **data: Any) -> Event:
     return kind, {"type": kind, **data}
-
-
-def _function_tool(tool: OfferedTool) -> dict[str, Any]:
-    """Write a tool as chat completions do."""
-    description = {"description": tool.description} if tool.description else {}
-    return {
-        "type": "function",
-        "function": {"name": tool.name, **description, "parameters": tool.input_schema},
-    }
 
 
 def _stop_fields(reply: AgentReply) -> dict[str, Any]:

@@ -39,7 +39,7 @@ from asyncrl.gateway.exchange import (
     text_of,
     tool_call,
 )
-from asyncrl.types import Message, StopReason, ToolCall
+from asyncrl.types import Message, StopReason
 
 TEXT_EVENTS = {"reasoning": "reasoning_text", "message": "output_text"}  # events of an item's text
 FUNCTION_PARTS = ("description", "parameters", "strict")  # parts of a function, beside its name
@@ -263,7 +263,11 @@ class ResponsesExchange:
 
         texts_of = {"reasoning": message.reasoning, "message": message.content}
         output = [self._text_item(kind, texts_of[kind]) for kind in kinds]
-        output += [self._call_item(number, call) for number, call in enumerate(calls_of(reply))]
+        for call_number, call in enumerate(calls_of(reply)):
+            tool = self._tools_by_name.get(call.name) or WireTool({}, call.name)
+            item_id = f"fc_{self._response_id}_{call_number}"
+            call_item = {"id": item_id, "status": "completed", "call_id": call.id}
+            output.append({**call_item, **tool.call(call.arguments)})
 
         is_cut = reply.turn.generation.stop is StopReason.LENGTH
         prompt_tokens = reply.prompt_tokens
@@ -397,11 +401,6 @@ class ResponsesExchange:
         }
 
         return {**item_head, "content": [_output_text(text)]}
-
-    def _call_item(self, call_number: int, call: ToolCall) -> dict[str, Any]:
-        tool = self._tools_by_name.get(call.name) or WireTool({}, call.name)
-        item_id = f"fc_{self._response_id}_{call_number}"
-        return {"id": item_id, "status": "completed", "call_id": call.id, **tool.call(call.arguments)}
 
     def _response_object(self, status: str) -> dict[str, Any]:
         request = self.request

@@ -92,16 +92,14 @@ class TextExchange:
 
     def __post_init__(self) -> None:
         text_request = self.request
-        prompt = _single_prompt(self.request.prompt)
-        stops = stops_of(text_request.stop)
-        shown_messages = [Message("user", prompt if isinstance(prompt, str) else "")]
+        prompt = _single_prompt(text_request.prompt)
         request = agent_request(
-            shown_messages,
+            [Message("user", prompt if isinstance(prompt, str) else "")],
             (),
             model=text_request.model,
             tool_choice=None,
             max_tokens=text_request.max_tokens,
-            stops=stops,
+            stops=stops_of(text_request.stop),
         )
 
         self.agent_request = replace(request, prompt=prompt)

@@ -15,7 +15,7 @@ import os
 import re
 import shlex
 import shutil
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager, suppress
 from fnmatch import fnmatchcase
 from functools import cache, partial
@@ -357,18 +357,17 @@ def check_tree(files: str, allow: Sequence[str]) -> None:
     if not Path(files).is_dir():
         raise ConfigError(f"files {files!r}: no such directory")
 
-    unlisted_paths = (
-        path for path in _credential_files(files) if not any(fnmatchcase(path, glob) for glob in allow)
-    )
-    if credential_paths := sorted(unlisted_paths):
+    credential_paths = []
+    for top, directories, file_names in os.walk(files):
+        for name in (*directories, *file_names):
+            path = os.path.relpath(os.path.join(top, name), files)
+            may_hold_login = any(fnmatchcase(name.lower(), pattern) for pattern in CREDENTIAL_NAMES)
+            if may_hold_login and not any(fnmatchcase(path, glob) for glob in allow):
+                credential_paths.append(path)
+
+    if credential_paths:
+        credential_paths.sort()
         raise ConfigError(
             f"files {files!r}: the model could read {', '.join(credential_paths)}, which may hold "
             f"logins; remove them, or set allow: {credential_paths[0]}"
         )
-
-
-def _credential_files(files: str) -> Iterator[str]:
-    for top, directories, file_names in os.walk(files):
-        for name in (*directories, *file_names):
-            if any(fnmatchcase(name.lower(), pattern) for pattern in CREDENTIAL_NAMES):
-                yield os.path.relpath(os.path.join(top, name), files)

@@ -284,7 +284,11 @@ class LoopThread:
         def cancel_task() -> None:  # one pass of the second loop later `run_task` has started the task
             second_loop.call_soon(lambda: started_tasks[0].cancel())
 
-        second_loop = self._ensure_loop()
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            threading.Thread(target=self._loop.run_forever, daemon=True, name=self._name).start()
+
+        second_loop = self._loop
         result_future = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(run_task(), second_loop))
         result_future.add_done_callback(_retrieve_error)  # the caller may have been cancelled
 
@@ -298,9 +302,3 @@ class LoopThread:
             await asyncio.wait([result_future], timeout=CLOSE_SECONDS)
             result_future.cancel()
             raise
-
-    def _ensure_loop(self) -> asyncio.AbstractEventLoop:
-        if self._loop is None:
-            self._loop = asyncio.new_event_loop()
-            threading.Thread(target=self._loop.run_forever, daemon=True, name=self._name).start()
-        return self._loop

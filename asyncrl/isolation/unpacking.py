@@ -301,8 +301,8 @@ class _Unpacking:
         _make_directory(path, 0o755)
 
     def _count_entry(self, size: int = 0) -> None:
-        self.file_count = self.file_count + 1
-        self.total_size = self.total_size + size
+        self.file_count += 1
+        self.total_size += size
         if self.file_count > self.bounds.files:
             refuse(f"has more than {self.bounds.files} entries (--files)")
         if self.total_size > self.bounds.mib << 20:

@@ -52,7 +52,7 @@ class LoadFailures:
             self._process_failed = True
             return
 
-        self._failure_count = self._failure_count + 1
+        self._failure_count += 1
         self._last_error = answer.error
         self._process_failed &= answer.process_failed
         self._failing_since = min(self._failing_since, time.monotonic())
@@ -152,14 +152,19 @@ class WeightLoader:
         started_at = time.monotonic()
         started_wall = time.time()
         with recorded() as failure:
-            async with self._local_copy(ref) as local:
+            local_copy: AbstractAsyncContextManager[WeightsRef] = nullcontext(ref)
+            is_in_use = self._last_loaded is not None and self._last_loaded[0] == ref
+            if self._mirror is not None and not is_in_use:  # a version in use is confirmed without files
+                local_copy = self._mirror.local_copy(ref)
+
+            async with local_copy as local_ref:
                 started_at = time.monotonic()
                 started_wall = time.time()
 
                 try:
                     async with asyncio.timeout(self._deadline):
                         engine = await self._engine()
-                        manifest = await self._swap_version(engine, ref, local)
+                        manifest = await self._swap_version(engine, ref, local_ref)
                         if probe is not None:
                             probe_result = await _compare_probe(engine, probe)
                             self._has_probed = True
@@ -188,12 +193,6 @@ class WeightLoader:
             lost=isinstance(failure.error, Unreachable),
             process_failed=failure.error is not None and _is_of_process(failure.error),
         )
-
-    def _local_copy(self, ref: WeightsRef) -> AbstractAsyncContextManager[WeightsRef]:
-        """Yield the files of a version, where a load needs files."""
-        if self._mirror is None or (self._last_loaded is not None and self._last_loaded[0] == ref):
-            return nullcontext(ref)
-        return self._mirror.local_copy(ref)
 
     async def _swap_version(self, engine: Loadable, ref: WeightsRef, files: WeightsRef) -> Manifest:
         """Load a version; a version in use is only confirmed again."""

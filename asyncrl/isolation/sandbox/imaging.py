@@ -123,7 +123,11 @@ def enter_image(
     options += f",workdir={private_directory}/{WORK_NAME},userxattr"
     kernel.mount("overlay", f"{private_directory}/{MERGED_NAME}", "overlay", kernel.MS_SAFE, options)
 
-    grafts = {path: _copy_path(small_root + path) for path in _outermost_paths(shown_paths)}
+    grafts: dict[str, int | str] = {}  # a copied mount, or the target of a link, by path
+    for path in _outermost_paths(shown_paths):
+        source = small_root + path
+        grafts[path] = os.readlink(source) if os.path.islink(source) else kernel.copy_mount(source)
+
     proc_mount = kernel.copy_mount(f"{small_root}/proc")
     device_mount = kernel.copy_mount(f"{small_root}/dev")
 
@@ -151,11 +155,6 @@ def _outermost_paths(paths: Sequence[str]) -> list[str]:
         if not is_reserved and not any(path.startswith(f"{above}/") for above in outermost_paths):
             outermost_paths.append(path)
     return outermost_paths
-
-
-def _copy_path(path: str) -> int | str:
-    """Copy a mount, or read the target of a link."""
-    return os.readlink(path) if os.path.islink(path) else kernel.copy_mount(path)
 
 
 def _graft_path(path: str, copied: int | str, uid: int) -> None:

@@ -288,7 +288,7 @@ class Jail:
                 async with asyncio.timeout(request.seconds + LATE_SECONDS):
                     result = await self._send_request(request, streams)
             except BaseException as error:
-                self.losses = self.losses + 1
+                self.losses += 1
                 self._emptied = True
                 await self._end_process()
                 if isinstance(error, OSError | EOFError | SandboxError):

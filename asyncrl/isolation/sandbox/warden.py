@@ -176,7 +176,9 @@ class Warden:
         if self._memory_group:
             self._memory_group.reset_counts()
 
-        pid = self._start_process(lambda: _run_exec(request.source), self._receive_descriptors("3i"))
+        pid = self._start_process(
+            lambda: _exec_program(*json.loads(request.source)), self._receive_descriptors("3i")
+        )
         stop_fd = os.dup(PASSAGE_FD)  # readable when the owner stops the program
         process = WatchedProcess(pid, -1, stop_fd)
 
@@ -254,13 +256,13 @@ class Warden:
         warden_socket, interpreter_socket = (end.detach() for end in socketpair())
         os.set_blocking(warden_socket, False)
         empty_input = os.open("/dev/null", os.O_RDONLY)
-        return self._fork_watched(
-            lambda: self._serve_cells(interpreter_socket), empty_input, warden_socket, interpreter_socket
-        )
 
-    def _serve_cells(self, control_fd: int) -> int:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first cell may be late before this Python is up
-        return self._exec_python(control_fd, f"serve_cells({control_fd})")
+        def serve_cells() -> int:
+            # The time of the first cell may be over before this Python is up.
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            return self._exec_python(interpreter_socket, f"serve_cells({interpreter_socket})")
+
+        return self._fork_watched(serve_cells, empty_input, warden_socket, interpreter_socket)
 
     def _exec_python(self, kept_fd: int, call: str) -> int:
         """Become the Python inside, and run a call of interpreter.py."""
@@ -371,22 +373,20 @@ def set_limits(limits: SandboxLimits, process_limit: int) -> None:
     if limits.memory:
         resource.setrlimit(resource.RLIMIT_AS, (limits.memory << 20, limits.memory << 20))
 
+    # The user has one supply of pending signals for all programs.
+    pending_signals = MAX_PENDING_SIGNALS
+    hard_limit = resource.getrlimit(resource.RLIMIT_SIGPENDING)[1]
+    if hard_limit != resource.RLIM_INFINITY:
+        pending_signals = min(MAX_PENDING_SIGNALS, hard_limit)
+
     values = {
         resource.RLIMIT_FSIZE: limits.file << 20,
         resource.RLIMIT_NOFILE: limits.open_files,
         resource.RLIMIT_NPROC: process_limit,
-        resource.RLIMIT_SIGPENDING: _max_pending_signals(),
+        resource.RLIMIT_SIGPENDING: pending_signals,
     }
     for resource_kind, value in values.items():
         resource.setrlimit(resource_kind, (value, value))
-
-
-def _max_pending_signals() -> int:
-    """Return the limit of pending signals, of which the user has one supply for all programs."""
-    hard_limit = resource.getrlimit(resource.RLIMIT_SIGPENDING)[1]
-    return (
-        MAX_PENDING_SIGNALS if hard_limit == resource.RLIM_INFINITY else min(MAX_PENDING_SIGNALS, hard_limit)
-    )
 
 
 def _enter_directory(directory: str) -> None:
@@ -411,11 +411,6 @@ def _exec_program(words: list[str], environment: Mapping[str, str], directory: s
 
 def _run_shell(command: bytes) -> int:
     return _exec_program([confine.find_shell(), "-c", command.decode("utf-8", "replace")], os.environ)
-
-
-def _run_exec(source: bytes) -> int:
-    words, environment, directory = json.loads(source)
-    return _exec_program(words, environment, directory)
 
 
 def _memory_file(data: bytes) -> int:
