@@ -34,7 +34,7 @@ class ProgramFiles(Protocol):
         """Find the path of an executable file by name; '' if there is none."""
 
     async def problem(self, path: str) -> str:
-        """Return why a path cannot be executed: 'is missing', 'is a directory', …; '' if nothing is wrong."""
+        """Say why a path cannot be executed: 'is not there', 'is a directory', …; '' if nothing is wrong."""
 
     async def head(self, path: str) -> bytes:
         """Read the first HEAD_BYTES; b'' if the file cannot be read."""

@@ -51,7 +51,7 @@ log = logging.getLogger("asyncrl.gateway")
 MAX_BODY_BYTES = 16 << 20  # bytes of a request
 MAX_PARTS = 300_000  # brackets and commas of a request, texts included: they bound the cost of decoding
 READ_SECONDS = 60.0  # for the body of a request to arrive
-LINGER_SECONDS = 1.0  # for a client to read why its request is refused
+LINGER_SECONDS = 1.0  # for a client to find the answer to a request that was not read to the end
 MAX_CONCURRENT_BODIES = 4  # requests of an episode whose bodies are read at once
 STOP_SECONDS = 2.0  # for connections to end when the server ends
 HEARTBEAT_SECONDS = 8.0  # between two signs of life of a stream
@@ -146,8 +146,8 @@ AnswerTask = asyncio.Task[Sequence[AgentReply] | Refusal]
 @dataclass(eq=False)
 class OpenRequest:
     """A request for turns, until the answer is sent, or the client has left and no turn is under way.
-    `attempt`: the number of the try, as the client counts tries. `retry_noted`: a further try was announced
-    or has followed."""
+    `attempt`: the number of the try, as the client counts tries. `retry_noted`: the
+    try is counted in `unanswered_tries`, or a further try has followed."""
 
     request: web.Request
     dialect: ApiDialect

@@ -169,7 +169,7 @@ class SandboxWorkspace:
 
     async def _shell(self, script: str, *arguments: str) -> str:
         """Return what a script of the sandbox's shell prints; '' if it fails. What the shell itself has to
-        say is in the output, too, before ANSWER."""
+        say is in the output, too, before ANSWER_MARK."""
         script_lines = (
             shlex.join(("set", "--", *arguments)),
             f"echo {ANSWER_MARK}",

@@ -60,8 +60,8 @@ async def to_its_end(function: Callable[[], T]) -> T:
 async def call_user(function: Callable[[], Any], seconds: float) -> Any:
     """Call a sync or async function in this loop, with a deadline.
 
-    After `seconds` the function is cancelled and not waited for: CallTimeout. Everything that the function
-    raises arrives as an Exception, also when the function cancels its own task.
+    After `seconds` (`math.inf`: never) the function is cancelled and not waited for: CallTimeout. Everything
+    that the function raises arrives as an Exception, also when the function cancels its own task.
     """
     with waits_noted() as waits:
         task = start_guarded(partial(_call_in_loop, function))

@@ -93,9 +93,9 @@ class Mirror:
 
     @asynccontextmanager
     async def local_copy(self, ref: WeightsRef) -> AsyncIterator[WeightsRef]:
-        """Yield the version as files of this machine, which stay during the body. If the body fails, damaged
-        files are deleted. Raises Unreachable when nobody delivers the version, Superseded when only a newer
-        version is left, and WeightsError."""
+        """Yield the version as files of this machine, which stay during the body. If the body raises
+        WeightsError, damaged files are deleted. Raises Unreachable when nobody delivers the version,
+        Superseded when only a newer version is left, and WeightsError."""
         if not self._is_elsewhere(ref):
             yield ref
             return

@@ -93,7 +93,8 @@ class WeightLoader:
         self._sleeps_asked = 0  # asked for, and not over
 
     def offer_version(self, ref: WeightsRef, probe: Probe | None = None) -> None:
-        """Load this version next; a waiting version is skipped. A version under way is not loaded again."""
+        """Load this version next; a waiting version is skipped. A version under way is not loaded again,
+        unless the engine is to sleep."""
         if self._loading_version != (ref, probe) or self._sleeps_asked:
             self._offered_version = ref, probe
         self.changed.notify()
@@ -110,7 +111,8 @@ class WeightLoader:
 
     @property
     def version(self) -> PolicyVersion:
-        """The version that was loaded last; NO_VERSION if a load has failed since."""
+        """The version that was loaded last; NO_VERSION if a load has failed or the engine was put to sleep
+        since."""
         return self._last_loaded[0].version if self._last_loaded is not None else NO_VERSION
 
     async def load_next(self) -> Loaded:

@@ -192,10 +192,7 @@ def confine(plan: ConfinementPlan, new_namespaces: set[str], notes: list[str]) -
 
     kernel_version = tuple(int(part) for part in os.uname().release.split("-")[0].split(".")[:2])
     counted_apart = separate_uid or ("user" in new_namespaces and kernel_version >= (5, 14))
-    process_limit = plan.limits.processes + SUPERVISOR_PROCESSES
-    if not counted_apart:
-        process_limit += _count_tasks(os.getuid())
-    signals_are_contained = separate_uid or "pid" in new_namespaces
+    other_tasks = 0 if counted_apart else _count_tasks(os.getuid())
 
     if listener:
         enforced.add("listener")
@@ -203,8 +200,8 @@ def confine(plan: ConfinementPlan, new_namespaces: set[str], notes: list[str]) -
         home=home,
         upper_fd=upper_fds[0],
         enforced=frozenset(enforced),
-        signals_are_contained=signals_are_contained,
-        process_limit=process_limit,
+        signals_are_contained=separate_uid or "pid" in new_namespaces,
+        process_limit=plan.limits.processes + SUPERVISOR_PROCESSES + other_tasks,
         landlock_fd=landlock_fd,
         seccomp_works=seccomp_works,
         listener=listener,
@@ -276,7 +273,7 @@ def enter_new_root(plan: ConfinementPlan, uid: int) -> int:
 
 
 def _fill_root(shown_paths: Sequence[str], uid: int) -> None:
-    # first, so that no directory of the machine takes their place
+    # These come first, so that no directory of the machine takes their place.
     for name in ("proc", "dev/pts", "etc", SANDBOX_HOME[1:]):
         os.makedirs(f"{NEW_ROOT}/{name}")
 
@@ -327,7 +324,7 @@ def _show_path(path: str, target: str) -> None:
 def drop_rights(kept_capabilities: int) -> None:
     """Drop all capabilities but `kept_capabilities`, a set of bits, also for programs run by exec. Children
     cannot read the memory of this process, which ends with its parent and adopts orphans."""
-    # a program run as root gets every capability of this set
+    # A program run as root gets every capability of this set
     for capability in range(CAPABILITY_COUNT if kept_capabilities else 0):
         if not kept_capabilities >> capability & 1:
             attempt(partial(prctl, PR_CAPBSET_DROP, capability), [])  # this kernel may have fewer

@@ -19,7 +19,7 @@ from asyncrl.isolation.sandbox import kernel
 UPPER_NAME = "upper"
 WORK_NAME = "work"
 MERGED_NAME = "root"
-# top names of the sandbox that no shown path of the machine replaces
+# Top names of the sandbox that no shown path of the machine replaces
 RESERVED_NAMES = (
     "",
     "proc",
@@ -33,7 +33,7 @@ DEFAULT_ETC_TEXTS = {"hosts": "127.0.0.1 localhost\n::1 localhost\n", "nsswitch.
 
 
 def copy_layers(layers: Sequence[str], uid: int) -> list[int]:
-    """Copy the mounts of an image's layers. All files must belong to the user `uid`. OSError: the files
+    """Copy the mounts of an image's layers, in which all files belong to the user `uid`. OSError: the files
     belong to another user, and cannot be mapped."""
     if not layers:
         return []
@@ -175,7 +175,8 @@ def _graft_path(path: str, copied: int | str, uid: int) -> None:
 
 
 def _make_directory(path: str, uid: int, mode: int = 0o755, real: bool = False) -> None:
-    """Make a directory of the image if there is none. `real`: also replace a link to a directory."""
+    """Make a directory of the image if there is none, in place of a file. `real`: also in place of a link to
+    a directory."""
     if os.path.isdir(path) and not (real and os.path.islink(path)):
         return
     if os.path.lexists(path):
@@ -189,7 +190,7 @@ def _make_directory(path: str, uid: int, mode: int = 0o755, real: bool = False) 
 
 
 def _give_to_user(path: str | int, uid: int) -> None:
-    # only root's sandbox has another user; elsewhere the group may have another number
+    # Only root's sandbox has another user; elsewhere the group may have another number
     if uid != os.getuid():
         os.chown(path, uid, uid)
 

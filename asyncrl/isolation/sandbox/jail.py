@@ -51,7 +51,7 @@ MOVE_SECONDS = 60.0  # to move a file or the changes
 END_SECONDS = 2.0  # to end after SIGTERM, and again after SIGKILL
 CLEAN_SECONDS = 5.0  # the owner waits so long for a directory to be emptied
 MAX_OUTPUT_BYTES = 16 << 20
-# paths of every sandbox with an image that never count as changed
+# Paths of every sandbox with an image that never count as changed
 SANDBOX_FILES = (
     *("/proc", "/dev", "/sys"),
     *(f"/etc/{name}" for name in ETC_FILES),
@@ -202,7 +202,7 @@ class Jail:
     ) -> bytes:
         """Collect changed, new and deleted files, all or only below `roots`: an archive in the format of
         changes.py. Names that match a glob of `skip_globs` are left out. SandboxError: more than `max_bytes`
-        changed, a root is a link, or the sandbox has ended."""
+        changed, a root is a link, or the sandbox has ended. ValueError: a root lies outside."""
         top_directory = self.home or "/"
         sandbox_files = tuple[str, ...]()
         if self._image:

@@ -189,7 +189,7 @@ def filter_calls() -> None:
         FCNTL[machine_column], *_refuse_if(SECOND_ARGUMENT, EQUAL, SET_SIGNAL), *file_locks, ALLOW
     )
 
-    # a process that shares open files leaves locks behind that belong to no process
+    # A process that shares open files leaves locks behind that belong to no process
     shares_files = [
         (LOAD, 0, 0, FIRST_ARGUMENT),
         (BIT_AND, 0, 0, SHARED_THREAD | SHARED_FILES),
@@ -231,7 +231,7 @@ def _socket_rules(machine_column: int) -> list[BpfLine]:
 
     socket_options: list[BpfLine] = []
     for option in BUFFER_SIZES:
-        # no error, as the kernel also reduces sizes silently
+        # No error, as the kernel also reduces sizes silently
         socket_options += _refuse_if(THIRD_ARGUMENT, EQUAL, option, 0)
 
     for option in SOCKET_FILTERS:

@@ -89,7 +89,7 @@ class Warden:
                     self._signal_all(signal.SIGCONT)
                 reply = handlers.get(request.kind, self._run_program)(request)
 
-                # no process runs between two requests
+                # No process runs between two requests
                 if not kernel.stop_all(self._confinement.signals_are_contained):
                     self._kill_all()
 
@@ -196,7 +196,7 @@ class Warden:
         process.close()
 
         status = self._exit_statuses.pop(pid, 0)
-        # the kernel may have killed between two looks
+        # The kernel may have killed between two looks
         if self._memory_group and self._memory_group.has_killed():
             overrun = RunEnding.OVER
         ending = overrun or _ending_of_run(has_ended, failed=status != 0)
@@ -235,7 +235,7 @@ class Warden:
         if (self._memory_group and self._memory_group.has_killed()) or self._exceeds_resident():
             return RunEnding.OVER
 
-        # every sandbox sees the shortage, and the end of a few sandboxes may be enough
+        # Every sandbox sees the shortage, and the end of a few sandboxes may be enough
         is_short = memory.machine_is_short()
         self._short_looks = self._short_looks + 1 if is_short else 0
         return RunEnding.STARVED if self._short_looks > 1 and os.urandom(1)[0] < ENDING_CHANCE else None
@@ -273,16 +273,16 @@ class Warden:
     def _fork_watched(
         self, body: Callable[[], object], stdin: int, control_fd: int = -1, child_fd: int = -1
     ) -> WatchedProcess:
-        """Start a process that runs `body`. `control_fd`, `child_fd`: a socket pair, the warden's end
-        first."""
+        """Start a process that runs `body`. `child_fd`: a further descriptor of the process, open only there.
+        `control_fd`: the warden's end of a socket pair whose other end is `child_fd`."""
         output_read, output_write = os.pipe()
         os.set_blocking(output_read, False)
         pid = self._start_process(body, (stdin, output_write, output_write), child_fd)
         return WatchedProcess(pid, output_read, control_fd)
 
     def _start_process(self, body: Callable[[], object], streams: Sequence[int], kept_fd: int = -1) -> int:
-        """Start a process; return the pid. The streams and `kept_fd` are closed here, and open in the
-        process."""
+        """Start a process that runs `body`; return the pid. The streams and `kept_fd` are closed here, and
+        open in the process."""
         pid = os.fork()
         if pid == 0:
             self._become_program(body, streams, kept_fd)
