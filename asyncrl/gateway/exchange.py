@@ -107,7 +107,7 @@ class Exchange(Protocol):
 
     request: Any
     agent_request: AgentRequest
-    count: int
+    count: int = 1
     left_out: dict[str, str]
 
     def full_answer(self, replies: Sequence[AgentReply]) -> dict[str, Any]: ...
@@ -115,6 +115,7 @@ class Exchange(Protocol):
     def delta(self, index: int, reasoning: str, content: str) -> Iterator[Event]: ...
     def ping(self) -> Iterator[Event]:
         """Return events that show that the turn goes on; without events, a comment line shows it."""
+        return iter(())
 
     def end(self, replies: Sequence[AgentReply]) -> Iterator[Event]: ...
 

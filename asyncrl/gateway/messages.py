@@ -11,13 +11,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 
-from asyncrl.conversation.requests import AgentRequest
 from asyncrl.gateway.completions import MAX_STOPS, Stop
 from asyncrl.gateway.exchange import (
     MODEL,
@@ -26,6 +24,7 @@ from asyncrl.gateway.exchange import (
     ApiDialect,
     ApiError,
     Event,
+    Exchange,
     Limit,
     ModelName,
     StreamedText,
@@ -188,25 +187,22 @@ def _conversation_messages(sent_messages: Sequence[SentMessage]) -> Iterator[Mes
             yield Message(message.role, _blocks_text(spoken_blocks))
 
 
-@dataclass
-class MessagesExchange:
+class MessagesExchange(Exchange):
     """An `Exchange` of the Messages API with one answer. ApiError for a block or a tool that no template can
     write."""
 
     request: MessagesRequest
-    agent_request: AgentRequest = field(init=False)
-    count: int = 1
 
-    def __post_init__(self) -> None:
-        messages_request = self.request
-        system_lines = _blocks_text(_blocks(messages_request.system)).split("\n")
+    def __init__(self, request: MessagesRequest) -> None:
+        self.request = request
+        system_lines = _blocks_text(_blocks(request.system)).split("\n")
         unbilled_lines = [line for line in system_lines if not line.startswith(BILLING_HEADER)]
         system_text = "\n".join(unbilled_lines)
         system_messages = [Message("system", system_text)] if system_text else []
 
         self.left_out = {}
         functions = []  # the tools as chat completions write them
-        for tool in messages_request.tools or ():
+        for tool in request.tools or ():
             if tool.input_schema is None:
                 self.left_out[f"a tool {tool.type or tool.name!r}"] = "has no schema and is left out"
                 continue
@@ -218,12 +214,12 @@ class MessagesExchange:
             self.left_out["a billing header"] = BILLING_EFFECT
 
         self.agent_request = agent_request(
-            [*system_messages, *_conversation_messages(messages_request.messages)],
+            [*system_messages, *_conversation_messages(request.messages)],
             functions,
-            model=messages_request.model,
-            tool_choice=messages_request.tool_choice,
-            max_tokens=messages_request.max_tokens,
-            stops=messages_request.stop_sequences or (),
+            model=request.model,
+            tool_choice=request.tool_choice,
+            max_tokens=request.max_tokens,
+            stops=request.stop_sequences or (),
         )
 
         self._message_id = new_id("msg")

@@ -13,14 +13,12 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Annotated, Any, NamedTuple
 
 import msgspec
 from msgspec import Meta
 from msgspec.structs import replace
 
-from asyncrl.conversation.requests import AgentRequest
 from asyncrl.gateway.exchange import (
     MODEL,
     AgentReply,
@@ -28,6 +26,7 @@ from asyncrl.gateway.exchange import (
     ApiError,
     ContentPart,
     Event,
+    Exchange,
     Limit,
     ModelName,
     StreamedText,
@@ -211,27 +210,24 @@ def name_for_model(name: str, namespace: str) -> str:
 # -- answers -----------------------------------------------------------------------------------------
 
 
-@dataclass
-class ResponsesExchange:
+class ResponsesExchange(Exchange):
     """An `Exchange` of the Responses API with one answer. ApiError for an item or a tool that no template can
     write."""
 
     request: ResponsesRequest
-    agent_request: AgentRequest = field(init=False)
-    count: int = 1
 
-    def __post_init__(self) -> None:
-        responses_request = self.request
+    def __init__(self, request: ResponsesRequest) -> None:
+        self.request = request
         items = list[Item]()
-        if responses_request.instructions:
-            items.append(Item(role="system", content=responses_request.instructions))
-        if isinstance(responses_request.input, str):
-            items.append(Item(role="user", content=responses_request.input))
+        if request.instructions:
+            items.append(Item(role="system", content=request.instructions))
+        if isinstance(request.input, str):
+            items.append(Item(role="user", content=request.input))
         else:
-            items += responses_request.input
+            items += request.input
 
-        tools = list(wire_tools(responses_request.tools or []))
-        kinds = {str(tool.get("type")) for tool in responses_request.tools or ()}
+        tools = list(wire_tools(request.tools or []))
+        kinds = {str(tool.get("type")) for tool in request.tools or ()}
         hosted_kinds = kinds - {"function", "custom", "namespace"}
         self.left_out = {f"a tool of type {kind!r}": "is left out" for kind in hosted_kinds}
         self._tools_by_name = {tool.function["name"]: tool for tool in tools}
@@ -241,9 +237,9 @@ class ResponsesExchange:
         self.agent_request = agent_request(
             _messages(items),
             [{"type": "function", "function": tool.function} for tool in tools],
-            model=responses_request.model,
-            tool_choice=responses_request.tool_choice,
-            max_tokens=responses_request.max_output_tokens,
+            model=request.model,
+            tool_choice=request.tool_choice,
+            max_tokens=request.max_output_tokens,
         )
 
         self._response_id = new_id("resp")

@@ -228,14 +228,13 @@ class Jail:
     ) -> RunResult:
         started_at = time.monotonic()
         result = await self._ask_warden(request, streams)
-
+        seconds = time.monotonic() - started_at
         lost = self.losses > self._reported_losses
-        emptied = self._emptied
+        result = replace(result, lost=lost, emptied=self._emptied, seconds=seconds)
 
         self._reported_losses = self.losses
         self._emptied = False
-
-        return replace(result, lost=lost, emptied=emptied, seconds=time.monotonic() - started_at)
+        return result
 
     async def _move_files(
         self, subject: str, kind: bytes, source: bytes, *, sent_data: bytes | None = None, max_bytes: int = 0
