@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
 
-from asyncrl.conversation.requests import AgentRequest
 from asyncrl.gateway.exchange import (
     MODEL,
     AgentReply,
     ApiDialect,
     ContentPart,
     Event,
+    Exchange,
     Limit,
     ModelName,
     StreamedText,
@@ -102,34 +101,27 @@ def _message(chat_message: ChatMessage) -> Message:
     )
 
 
-@dataclass
-class ChatExchange:
+class ChatExchange(Exchange):
     """An `Exchange` of chat completions. ApiError for a message or a tool that no template can write."""
 
     request: ChatRequest
-    agent_request: AgentRequest = field(init=False)
-    left_out: dict[str, str] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        chat_request = self.request
-        token_limits = [
-            limit
-            for limit in (chat_request.max_tokens, chat_request.max_completion_tokens)
-            if limit is not None
-        ]
-
+    def __init__(self, request: ChatRequest) -> None:
+        self.request = request
+        self.left_out = {}
+        token_limits = filter(None, (request.max_tokens, request.max_completion_tokens))
         self.agent_request = agent_request(
-            map(_message, chat_request.messages),
-            chat_request.tools or (),
-            model=chat_request.model,
-            tool_choice=chat_request.tool_choice,
+            map(_message, request.messages),
+            request.tools or (),
+            model=request.model,
+            tool_choice=request.tool_choice,
             max_tokens=min(token_limits, default=None),
-            stops=stops_of(chat_request.stop),
+            stops=stops_of(request.stop),
         )
 
-        self.count = chat_request.n or 1
+        self.count = request.n or 1
         self._chunk_head = answer_head("chat.completion.chunk")
-        self._write_logprobs = _token_logprobs if chat_request.logprobs else lambda reply: None
+        self._write_logprobs = _token_logprobs if request.logprobs else lambda reply: None
         self._streamed_texts = [StreamedText(("reasoning_content", "content")) for _ in range(self.count)]
 
     def full_answer(self, replies: Sequence[AgentReply]) -> dict[str, Any]:
@@ -145,9 +137,6 @@ class ChatExchange:
     def delta(self, index: int, reasoning: str, content: str) -> Iterator[Event]:
         for key, text in self._streamed_texts[index].add_streamed(reasoning, content):
             yield self._delta_event(index, {key: text})
-
-    def ping(self) -> Iterator[Event]:
-        return iter(())
 
     def end(self, replies: Sequence[AgentReply]) -> Iterator[Event]:
         """Stream the text not streamed yet, one chunk per call, the end."""

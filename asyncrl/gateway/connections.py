@@ -1,27 +1,26 @@
-"""Limits connections and loop time over all listeners, so that no client keeps agents away.
+"""Limits connections over all listeners, so that no client keeps agents away.
+
+    connection_made ──► a stranger ──► buffer_updated ──► inner: aiohttp reads a request
+          answer_request ──► trust_connection: the request has a known key ──► note_answer ──► connection_lost
 
 A connection is a stranger until a request on it has shown a known key; strangers are closed after
 HEADER_SECONDS. When there are too many, the oldest connection of the episode with the most is closed. A
 stranger counts for the episode of its listener; at the worker's own listener for none. A known connection
-counts for the episode whose key it showed last, until that episode ends.
-
-All input of an episode costs the worker's loop time: one-byte chunks, broken requests, large JSON. The
-connections of an episode that takes more than its share are not read until the share has grown again.
+counts for the episode whose key it showed last, until that episode ends. That episode is also charged for the
+loop time of the connection (loop_time.py).
 """
 
 from __future__ import annotations
 
 import asyncio
 import socket
-import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Iterator
-from contextlib import asynccontextmanager, contextmanager
-from functools import partial
-from types import coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar, cast
 
 from aiohttp import web
+
+from asyncrl.gateway.loop_time import LoopTimes
 
 T = TypeVar("T")
 
@@ -30,67 +29,11 @@ UNREAD_SECONDS = 5.0  # after an answer; a later reset means that the client has
 MAX_STRANGERS = 256
 MAX_KNOWN = 4096
 READ_BYTES = 1 << 15  # bytes of a connection that are read and parsed at once
-LOOP_FRACTION = 0.25  # fraction of the loop's time for all held episodes together
-LOOP_BURST = 0.5  # seconds of the loop's time that an episode may take at once
-HELD_SECONDS = 0.05  # shortest time that an episode is held
-MOST_HELD_SECONDS = 10.0  # longest time until the hold of an episode is decided anew
 # Estimates of loop time that is not measured, in seconds: for an accepted connection, for a request (the
 # start, and sending the answer), for a received byte.
 CONNECTION_SECONDS = 2e-4
 REQUEST_SECONDS = 1e-4
 BYTE_SECONDS = 1e-9
-
-
-class _LoopTime:
-    """The loop time that a running episode has left: seconds of CPU, which grow with LOOP_FRACTION. While it
-    is not `released`, it is held: nothing is read of its connections, and none of its requests is decoded."""
-
-    def __init__(self) -> None:
-        self.seconds_left = LOOP_BURST
-        self._updated_at = time.monotonic()
-        self.released = asyncio.Event()
-        self.released.set()
-        # While the episode is held, the timer runs until the hold is decided anew.
-        self.release_timer: asyncio.TimerHandle | None = None
-        self._timeouts: dict[asyncio.Timeout, float] = {}  # timeouts with seconds
-
-    @property
-    def is_held(self) -> bool:
-        return not self.released.is_set()
-
-    def spend_seconds(self, seconds: float, fraction: float) -> None:
-        """Spend so many seconds. `fraction`: the part of each second that was earned since the last call."""
-        now = time.monotonic()
-        seconds_left = min(LOOP_BURST, self.seconds_left + (now - self._updated_at) * fraction) - seconds
-        self.seconds_left = max(seconds_left, -MOST_HELD_SECONDS * fraction)
-        self._updated_at = now
-
-    def hold_episode(self) -> None:
-        self.released.clear()
-        self._restart_timeouts()
-
-    def release_episode(self) -> None:
-        if self.release_timer is not None:
-            self.release_timer.cancel()
-        self.released.set()
-        self._restart_timeouts()
-
-    @asynccontextmanager
-    async def timeout(self, seconds: float) -> AsyncIterator[None]:
-        """Raise TimeoutError after so many seconds, which begin anew with each release."""
-        async with asyncio.timeout(None) as timeout:
-            self._timeouts[timeout] = seconds
-            self._restart_timeouts()
-            try:
-                yield
-            finally:
-                del self._timeouts[timeout]
-
-    def _restart_timeouts(self) -> None:
-        now = asyncio.get_running_loop().time()
-        for timeout, seconds in self._timeouts.items():
-            if not timeout.expired():
-                timeout.reschedule(None if self.is_held else now + seconds)
 
 
 class Connections:
@@ -100,7 +43,7 @@ class Connections:
         self._make_handler = make
         self._strangers: dict[asyncio.BaseProtocol, _LimitedConnection] = {}  # oldest first
         self._known_connections: dict[asyncio.BaseProtocol, _LimitedConnection] = {}
-        self._loop_times: dict[object, _LoopTime] = {}  # by running episode
+        self.loop_times = LoopTimes(self._hold_connections)
         # One buffer for all connections: the bytes that a connection has just received.
         self.receive_buffer = memoryview(bytearray(READ_BYTES))
 
@@ -109,19 +52,38 @@ class Connections:
         episodes."""
         return lambda: _LimitedConnection(self, self._make_handler(), episode)
 
-    def begin_episode(self, episode: object) -> None:
-        """Count the loop time of this episode from now on."""
-        self._loop_times[episode] = _LoopTime()
+    def note_opened(self, connection: _LimitedConnection) -> None:
+        """Count a stranger. The oldest of too many strangers is closed."""
+        if len(self._strangers) >= MAX_STRANGERS:
+            _close_oldest(self._strangers)
+        self._strangers[connection.inner] = connection
+        self.loop_times.charge_episode(connection.owner, CONNECTION_SECONDS)
+        connection.hold_reading(self.loop_times.is_held(connection.owner))
+
+    async def answer_request(self, request: web.Request, work: Coroutine[Any, Any, T]) -> T:
+        """Await `work`, which answers a request, once the connection's episode is not held, and charge the
+        loop time to that episode, or to the episode whose key `work` finds."""
+        connection = self._known_connections.get(request.protocol) or self._strangers.get(request.protocol)
+        if connection is None:  # the connection was closed
+            return await work
+
+        try:
+            await self.loop_times.until_released(connection.owner)
+            self.loop_times.charge_episode(connection.owner, REQUEST_SECONDS)
+            return await self.loop_times.charge_steps(work, lambda: connection.owner)
+        finally:
+            work.close()
 
     def trust_connection(self, request: web.Request, episode: object) -> bool:
-        """Note that a connection has shown the key of this episode. False if the listener serves another."""
+        """Note that a connection has shown the key of this episode. False: the connection is closed, or its
+        listener serves another episode."""
         connection = self._known_connections.get(request.protocol) or self._strangers.get(request.protocol)
         if connection is None or connection.episode not in (None, episode):
             return False
 
         connection.forget_answer()  # a further request shows that the client has read the previous answer
         connection.owner = episode
-        connection.hold_reading(self._is_held(episode))
+        connection.hold_reading(self.loop_times.is_held(episode))
 
         if self._strangers.pop(request.protocol, None):
             connection.become_known()
@@ -137,10 +99,14 @@ class Connections:
         if connection is not None and connection.owner is not None:
             connection.remember_answer(lose)
 
+    def note_closed(self, connection: _LimitedConnection) -> None:
+        self._strangers.pop(connection.inner, None)
+        self._known_connections.pop(connection.inner, None)
+
     def end_episode(self, episode: object) -> None:
         """Close the connections of the episode's own listeners, and forget the episode: clients keep
         connections to the worker's listener for long. Requests that wait to be decoded go on."""
-        self._loop_times.pop(episode).release_episode()
+        self.loop_times.end_episode(episode)
         for connection in (*self._strangers.values(), *self._known_connections.values()):
             if connection.episode is episode:
                 connection.transport.abort()
@@ -149,119 +115,10 @@ class Connections:
                 connection.forget_answer()
                 connection.hold_reading(False)
 
-    @contextmanager
-    def charging_episode(self, episode: object) -> Iterator[None]:
-        """Charge this episode for the loop time of the body, which does not wait."""
-        started = time.thread_time()
-        try:
-            yield
-        finally:
-            self.charge_episode(episode, time.thread_time() - started)
-
-    async def answer_request(self, request: web.Request, work: Coroutine[Any, Any, T]) -> T:
-        """Await `work`, which answers a request, once the connection's episode is not held, and charge the
-        loop time to that episode, or to the episode whose key `work` finds."""
-        connection = self._known_connections.get(request.protocol) or self._strangers.get(request.protocol)
-        if connection is None:  # the connection was closed
-            return await work
-
-        try:
-            await self.until_released(connection.owner)
-            self.charge_episode(connection.owner, REQUEST_SECONDS)
-            return await self._charge_steps(connection, work)
-        finally:
-            work.close()
-
-    @coroutine
-    def _charge_steps(
-        self, connection: _LimitedConnection, work: Coroutine[Any, Any, T]
-    ) -> Generator[Any, Any, T]:
-        """Await `work`, and charge the loop time of each step to the owner of the connection."""
-        steps = work.__await__()
-        step: Callable[[], Any] = partial(next, steps)
-
-        while True:
-            started = time.thread_time()
-            try:
-                awaited = step()
-            except StopIteration as end:
-                return cast(T, end.value)
-            finally:
-                self.charge_episode(connection.owner, time.thread_time() - started)
-
-            try:
-                yield awaited
-                step = partial(next, steps)
-            except BaseException as error:
-                step = partial(steps.throw, error)
-
-    def charge_episode(self, episode: object, seconds: float) -> None:
-        """Charge loop time to an episode (nothing is counted for None or an ended episode). An episode that
-        took too much is held: its connections are not read until its share has grown again."""
-        loop_time = self._loop_times.get(episode)
-        if loop_time is None:
-            return
-
-        loop_time.spend_seconds(seconds, self._loop_fraction(loop_time))
-        if loop_time.seconds_left < 0 and not loop_time.is_held:
-            loop_time.hold_episode()
-            self._wait_for_share(episode, loop_time)
-            self._hold_connections(episode, True)
-
-    def _loop_fraction(self, loop_time: _LoopTime) -> float:
-        """Return the fraction of the loop's time that an episode gets: all held episodes share one
-        fraction."""
-        if not loop_time.is_held:
-            return LOOP_FRACTION
-        return LOOP_FRACTION / sum(other_time.is_held for other_time in self._loop_times.values())
-
-    def _wait_for_share(self, episode: object, loop_time: _LoopTime) -> None:
-        debt_seconds = -loop_time.seconds_left / self._loop_fraction(loop_time)
-        wait = min(MOST_HELD_SECONDS, max(HELD_SECONDS, debt_seconds))
-        loop = asyncio.get_running_loop()
-        loop_time.release_timer = loop.call_later(wait, self._release, episode, loop_time)
-
-    def _release(self, episode: object, loop_time: _LoopTime) -> None:
-        loop_time.spend_seconds(0.0, self._loop_fraction(loop_time))
-        if loop_time.seconds_left < 0:  # charged meanwhile, or owes more than MOST_HELD_SECONDS earn
-            self._wait_for_share(episode, loop_time)
-            return
-
-        loop_time.release_episode()
-        self._hold_connections(episode, False)
-
-    async def until_released(self, episode: object) -> None:
-        """Wait until the episode may take more of the loop's time, or has ended. Requests go on one after the
-        other: each request may make the next request wait again."""
-        loop_time = self._loop_times.get(episode)
-        while loop_time is not None and loop_time.is_held:
-            await loop_time.released.wait()
-
-    @asynccontextmanager
-    async def reading_timeout(self, episode: object, seconds: float) -> AsyncIterator[None]:
-        """Raise TimeoutError after so many seconds, which begin anew whenever the episode is released."""
-        async with self._loop_times[episode].timeout(seconds):
-            yield
-
     def _hold_connections(self, episode: object, is_held: bool) -> None:
         for connection in (*self._strangers.values(), *self._known_connections.values()):
             if connection.owner is episode:
                 connection.hold_reading(is_held)
-
-    def _is_held(self, episode: object) -> bool:
-        loop_time = self._loop_times.get(episode)
-        return loop_time is not None and loop_time.is_held
-
-    def note_opened(self, connection: _LimitedConnection) -> None:
-        if len(self._strangers) >= MAX_STRANGERS:
-            _close_oldest(self._strangers)
-        self._strangers[connection.inner] = connection
-        self.charge_episode(connection.owner, CONNECTION_SECONDS)
-        connection.hold_reading(self._is_held(connection.owner))
-
-    def note_closed(self, connection: _LimitedConnection) -> None:
-        self._strangers.pop(connection.inner, None)
-        self._known_connections.pop(connection.inner, None)
 
 
 def _close_oldest(by_protocol: dict[asyncio.BaseProtocol, _LimitedConnection]) -> None:
@@ -305,8 +162,9 @@ class _LimitedConnection(asyncio.BufferedProtocol):
         return self._connections.receive_buffer
 
     def buffer_updated(self, nbytes: int) -> None:
-        self._connections.charge_episode(self.owner, nbytes * BYTE_SECONDS)
-        with self._connections.charging_episode(self.owner):
+        loop_times = self._connections.loop_times
+        loop_times.charge_episode(self.owner, nbytes * BYTE_SECONDS)
+        with loop_times.charging_episode(self.owner):
             self.inner.data_received(bytes(self._connections.receive_buffer[:nbytes]))
 
     def hold_reading(self, is_held: bool) -> None:
@@ -362,16 +220,19 @@ class _LimitedConnection(asyncio.BufferedProtocol):
     def connection_lost(self, exc: BaseException | None) -> None:
         self.become_known()  # stops the timer: the connection is closed
         self._connections.note_closed(self)
-        if self.note_loss is not None and (exc is not None or _was_reset(self.transport)):
-            self.note_loss()
+
+        if self.note_loss is not None:
+            accepted_socket = self.transport.get_extra_info("socket")
+            # A reset: the client closed the connection before reading everything.
+            was_reset = (
+                accepted_socket is not None
+                and accepted_socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) != 0
+            )
+            if exc is not None or was_reset:
+                self.note_loss()
+
         self.forget_answer()
         self.inner.connection_lost(exc)
-
-
-def _was_reset(transport: asyncio.Transport) -> bool:
-    """Return True if the peer closed the connection before reading everything."""
-    connection = transport.get_extra_info("socket")
-    return connection is not None and connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) != 0
 
 
 class _LimitedTransport:

@@ -107,7 +107,7 @@ class Exchange(Protocol):
 
     request: Any
     agent_request: AgentRequest
-    count: int
+    count: int = 1
     left_out: dict[str, str]
 
     def full_answer(self, replies: Sequence[AgentReply]) -> dict[str, Any]: ...
@@ -115,6 +115,7 @@ class Exchange(Protocol):
     def delta(self, index: int, reasoning: str, content: str) -> Iterator[Event]: ...
     def ping(self) -> Iterator[Event]:
         """Return events that show that the turn goes on; without events, a comment line shows it."""
+        return iter(())
 
     def end(self, replies: Sequence[AgentReply]) -> Iterator[Event]: ...
 
@@ -146,9 +147,10 @@ class StreamedText:
     def unstreamed_texts(self, message: Message) -> tuple[str, str]:
         """Return the reasoning and content not streamed yet. Content that turns out to be quoted with calls
         contains the streamed text somewhere."""
-        reasoning = _unstreamed_part(self.reasoning, message.reasoning)
-        content = _unstreamed_part(self.content, message.content)
-        return reasoning, content
+        return (
+            _unstreamed_part(self.reasoning, message.reasoning),
+            _unstreamed_part(self.content, message.content),
+        )
 
 
 def _unstreamed_part(streamed_text: str, full_text: str) -> str:
@@ -232,16 +234,13 @@ def without_effect(body: bytes, request: Any) -> dict[str, str]:
     effects = dict.fromkeys(request.__struct_fields__, "") | dict.fromkeys(FORM_FIELDS, HINT_EFFECT)
     effects |= dict.fromkeys(IGNORED_FIELDS, SAMPLING_EFFECT)
     sent_fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
-    field_effects = (
-        (field_name, effects.get(field_name, "has no effect"))
-        for field_name in itertools.islice(sent_fields, MAX_LOGGED_FIELDS)
-    )
+    unheeded_fields = {}
+    for field_name, value in itertools.islice(sent_fields.items(), MAX_LOGGED_FIELDS):
+        effect = effects.get(field_name, "has no effect")
+        if effect and bytes(value) not in (b"null", b'"auto"'):
+            unheeded_fields[field_name] = effect
 
-    return {
-        field_name: effect
-        for field_name, effect in field_effects
-        if effect and bytes(sent_fields[field_name]) not in (b"null", b'"auto"')
-    }
+    return unheeded_fields
 
 
 def _tool_schema(schema: dict[str, Any]) -> str:

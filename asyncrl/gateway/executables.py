@@ -34,7 +34,7 @@ class ProgramFiles(Protocol):
         """Find the path of an executable file by name; '' if there is none."""
 
     async def problem(self, path: str) -> str:
-        """Return why a path cannot be executed: 'is missing', 'is a directory', …; '' if nothing is wrong."""
+        """Say why a path cannot be executed: 'is not there', 'is a directory', …; '' if nothing is wrong."""
 
     async def head(self, path: str) -> bytes:
         """Read the first HEAD_BYTES; b'' if the file cannot be read."""
@@ -144,12 +144,9 @@ def _loader(head: bytes, is_64_bit: bool, byte_order: str) -> str:
         if header_type == PROGRAM_INTERPRETER:
             (path_offset,) = struct.unpack_from(f"{byte_order}{size_format}", head, header_start + offset_at)
             (path_length,) = struct.unpack_from(f"{byte_order}{size_format}", head, header_start + length_at)
-            path_is_read = path_offset + path_length <= len(head)
-
+            path_end = path_offset + path_length
             return (
-                os.fsdecode(head[path_offset : path_offset + path_length].partition(b"\0")[0])
-                if path_is_read
-                else ""
+                os.fsdecode(head[path_offset:path_end].partition(b"\0")[0]) if path_end <= len(head) else ""
             )
 
     return ""

@@ -78,12 +78,8 @@ def _runs_next(previous_words: list[str]) -> bool:
             for previous, option in zip(previous_words[index:], previous_words[index + 1 :], strict=False)
             if not OPTION_WITH_VALUE.fullmatch(previous)
         ]
-        option_words = [option for option in following_words if option[:1] in ("-", "+")]
-        if (
-            _interprets(word)
-            and option_words == following_words
-            and any(map(CODE_OPTION.fullmatch, option_words))
-        ):
+        all_are_options = all(option[:1] in ("-", "+") for option in following_words)
+        if _interprets(word) and all_are_options and any(map(CODE_OPTION.fullmatch, following_words)):
             return True
 
     return False

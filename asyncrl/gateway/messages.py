@@ -11,13 +11,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 
-from asyncrl.conversation.requests import AgentRequest
 from asyncrl.gateway.completions import MAX_STOPS, Stop
 from asyncrl.gateway.exchange import (
     MODEL,
@@ -26,6 +24,7 @@ from asyncrl.gateway.exchange import (
     ApiDialect,
     ApiError,
     Event,
+    Exchange,
     Limit,
     ModelName,
     StreamedText,
@@ -188,38 +187,39 @@ def _conversation_messages(sent_messages: Sequence[SentMessage]) -> Iterator[Mes
             yield Message(message.role, _blocks_text(spoken_blocks))
 
 
-@dataclass
-class MessagesExchange:
+class MessagesExchange(Exchange):
     """An `Exchange` of the Messages API with one answer. ApiError for a block or a tool that no template can
     write."""
 
     request: MessagesRequest
-    agent_request: AgentRequest = field(init=False)
-    count: int = 1
 
-    def __post_init__(self) -> None:
-        messages_request = self.request
-        system_lines = _blocks_text(_blocks(messages_request.system)).split("\n")
+    def __init__(self, request: MessagesRequest) -> None:
+        self.request = request
+        system_lines = _blocks_text(_blocks(request.system)).split("\n")
         unbilled_lines = [line for line in system_lines if not line.startswith(BILLING_HEADER)]
         system_text = "\n".join(unbilled_lines)
-        has_billing = len(unbilled_lines) < len(system_lines)
         system_messages = [Message("system", system_text)] if system_text else []
 
-        callable_tools = [tool for tool in messages_request.tools or () if tool.input_schema is not None]
-        hosted_tools = [
-            tool.type or tool.name for tool in messages_request.tools or () if tool.input_schema is None
-        ]
-        self.left_out = {f"a tool {name!r}": "has no schema and is left out" for name in hosted_tools}
-        if has_billing:
+        self.left_out = {}
+        functions = []  # the tools as chat completions write them
+        for tool in request.tools or ():
+            if tool.input_schema is None:
+                self.left_out[f"a tool {tool.type or tool.name!r}"] = "has no schema and is left out"
+                continue
+            description = {"description": tool.description} if tool.description else {}
+            function = {"name": tool.name, **description, "parameters": tool.input_schema}
+            functions.append({"type": "function", "function": function})
+
+        if len(unbilled_lines) < len(system_lines):
             self.left_out["a billing header"] = BILLING_EFFECT
 
         self.agent_request = agent_request(
-            [*system_messages, *_conversation_messages(messages_request.messages)],
-            [_function_tool(tool) for tool in callable_tools],
-            model=messages_request.model,
-            tool_choice=messages_request.tool_choice,
-            max_tokens=messages_request.max_tokens,
-            stops=messages_request.stop_sequences or (),
+            [*system_messages, *_conversation_messages(request.messages)],
+            functions,
+            model=request.model,
+            tool_choice=request.tool_choice,
+            max_tokens=request.max_tokens,
+            stops=request.stop_sequences or (),
         )
 
         self._message_id = new_id("msg")
@@ -322,15 +322,6 @@ class MessagesExchange:
 
 def _event(kind: str, **data: Any) -> Event:
     return kind, {"type": kind, **data}
-
-
-def _function_tool(tool: OfferedTool) -> dict[str, Any]:
-    """Write a tool as chat completions do."""
-    description = {"description": tool.description} if tool.description else {}
-    return {
-        "type": "function",
-        "function": {"name": tool.name, **description, "parameters": tool.input_schema},
-    }
 
 
 def _stop_fields(reply: AgentReply) -> dict[str, Any]:

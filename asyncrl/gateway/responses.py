@@ -13,14 +13,12 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Annotated, Any, NamedTuple
 
 import msgspec
 from msgspec import Meta
 from msgspec.structs import replace
 
-from asyncrl.conversation.requests import AgentRequest
 from asyncrl.gateway.exchange import (
     MODEL,
     AgentReply,
@@ -28,6 +26,7 @@ from asyncrl.gateway.exchange import (
     ApiError,
     ContentPart,
     Event,
+    Exchange,
     Limit,
     ModelName,
     StreamedText,
@@ -39,7 +38,7 @@ from asyncrl.gateway.exchange import (
     text_of,
     tool_call,
 )
-from asyncrl.types import Message, StopReason, ToolCall
+from asyncrl.types import Message, StopReason
 
 TEXT_EVENTS = {"reasoning": "reasoning_text", "message": "output_text"}  # events of an item's text
 FUNCTION_PARTS = ("description", "parameters", "strict")  # parts of a function, beside its name
@@ -211,27 +210,24 @@ def name_for_model(name: str, namespace: str) -> str:
 # -- answers -----------------------------------------------------------------------------------------
 
 
-@dataclass
-class ResponsesExchange:
+class ResponsesExchange(Exchange):
     """An `Exchange` of the Responses API with one answer. ApiError for an item or a tool that no template can
     write."""
 
     request: ResponsesRequest
-    agent_request: AgentRequest = field(init=False)
-    count: int = 1
 
-    def __post_init__(self) -> None:
-        responses_request = self.request
+    def __init__(self, request: ResponsesRequest) -> None:
+        self.request = request
         items = list[Item]()
-        if responses_request.instructions:
-            items.append(Item(role="system", content=responses_request.instructions))
-        if isinstance(responses_request.input, str):
-            items.append(Item(role="user", content=responses_request.input))
+        if request.instructions:
+            items.append(Item(role="system", content=request.instructions))
+        if isinstance(request.input, str):
+            items.append(Item(role="user", content=request.input))
         else:
-            items += responses_request.input
+            items += request.input
 
-        tools = list(wire_tools(responses_request.tools or []))
-        kinds = {str(tool.get("type")) for tool in responses_request.tools or ()}
+        tools = list(wire_tools(request.tools or []))
+        kinds = {str(tool.get("type")) for tool in request.tools or ()}
         hosted_kinds = kinds - {"function", "custom", "namespace"}
         self.left_out = {f"a tool of type {kind!r}": "is left out" for kind in hosted_kinds}
         self._tools_by_name = {tool.function["name"]: tool for tool in tools}
@@ -241,9 +237,9 @@ class ResponsesExchange:
         self.agent_request = agent_request(
             _messages(items),
             [{"type": "function", "function": tool.function} for tool in tools],
-            model=responses_request.model,
-            tool_choice=responses_request.tool_choice,
-            max_tokens=responses_request.max_output_tokens,
+            model=request.model,
+            tool_choice=request.tool_choice,
+            max_tokens=request.max_output_tokens,
         )
 
         self._response_id = new_id("resp")
@@ -263,7 +259,11 @@ class ResponsesExchange:
 
         texts_of = {"reasoning": message.reasoning, "message": message.content}
         output = [self._text_item(kind, texts_of[kind]) for kind in kinds]
-        output += [self._call_item(number, call) for number, call in enumerate(calls_of(reply))]
+        for call_number, call in enumerate(calls_of(reply)):
+            tool = self._tools_by_name.get(call.name) or WireTool({}, call.name)
+            item_id = f"fc_{self._response_id}_{call_number}"
+            call_item = {"id": item_id, "status": "completed", "call_id": call.id}
+            output.append({**call_item, **tool.call(call.arguments)})
 
         is_cut = reply.turn.generation.stop is StopReason.LENGTH
         prompt_tokens = reply.prompt_tokens
@@ -397,11 +397,6 @@ class ResponsesExchange:
         }
 
         return {**item_head, "content": [_output_text(text)]}
-
-    def _call_item(self, call_number: int, call: ToolCall) -> dict[str, Any]:
-        tool = self._tools_by_name.get(call.name) or WireTool({}, call.name)
-        item_id = f"fc_{self._response_id}_{call_number}"
-        return {"id": item_id, "status": "completed", "call_id": call.id, **tool.call(call.arguments)}
 
     def _response_object(self, status: str) -> dict[str, Any]:
         request = self.request

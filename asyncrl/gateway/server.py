@@ -51,7 +51,7 @@ log = logging.getLogger("asyncrl.gateway")
 MAX_BODY_BYTES = 16 << 20  # bytes of a request
 MAX_PARTS = 300_000  # brackets and commas of a request, texts included: they bound the cost of decoding
 READ_SECONDS = 60.0  # for the body of a request to arrive
-LINGER_SECONDS = 1.0  # for a client to read why its request is refused
+LINGER_SECONDS = 1.0  # for a client to find the answer to a request that was not read to the end
 MAX_CONCURRENT_BODIES = 4  # requests of an episode whose bodies are read at once
 STOP_SECONDS = 2.0  # for connections to end when the server ends
 HEARTBEAT_SECONDS = 8.0  # between two signs of life of a stream
@@ -146,12 +146,13 @@ AnswerTask = asyncio.Task[Sequence[AgentReply] | Refusal]
 @dataclass(eq=False)
 class OpenRequest:
     """A request for turns, until the answer is sent, or the client has left and no turn is under way.
-    `attempt`: the number of the try, as the client counts tries. `retry_noted`: a further try was announced
-    or has followed."""
+    `attempt`: the number of the try, as the client counts tries. `retry_noted`: the
+    try is counted in `unanswered_tries`, or a further try has followed."""
 
-    agent_request: AgentRequest
-    attempt: int
     request: web.Request
+    dialect: ApiDialect
+    exchange: Exchange
+    attempt: int
     finished: asyncio.Event = field(default_factory=asyncio.Event)
     retry_noted: bool = False
 
@@ -184,7 +185,7 @@ class _RunningEpisode:
             return
 
         request.retry_noted = True
-        self.unanswered_tries[request.agent_request, request.attempt] += 1
+        self.unanswered_tries[request.exchange.agent_request, request.attempt] += 1
         if len(self.unanswered_tries) > MAX_UNANSWERED:
             del self.unanswered_tries[next(iter(self.unanswered_tries))]
 
@@ -339,7 +340,7 @@ class Gateway:
         running_episode = _RunningEpisode(host, clock)
         self.running_episodes[key] = running_episode
         _gateways[key] = self
-        self._connections.begin_episode(running_episode)
+        self._connections.loop_times.begin_episode(running_episode)
 
         try:
             yield Endpoint(self._base_url, key)
@@ -401,10 +402,12 @@ class Gateway:
         exchange = dialect.read(body)
         self._log_unheeded(body, exchange)
 
-        open_request = OpenRequest(exchange.agent_request, _attempt(request), request)
         agent_request = exchange.agent_request
+        open_request = OpenRequest(request, dialect, exchange, _attempt(request))
         equal_requests = [
-            earlier for earlier in running_episode.open_requests if earlier.agent_request == agent_request
+            earlier
+            for earlier in running_episode.open_requests
+            if earlier.exchange.agent_request == agent_request
         ]
         running_episode.open_requests.add(open_request)
 
@@ -418,13 +421,12 @@ class Gateway:
             await _end_earlier_tries(running_episode, open_request, equal_requests)
             self._episode_of_key(request)  # the episode may be over
             events = _Events(exchange) if exchange.request.stream else None
-            host_answer = running_episode.host.answer(
-                exchange.agent_request, exchange.count, events, open_request.attempt
+            task = asyncio.ensure_future(
+                running_episode.host.answer(agent_request, exchange.count, events, open_request.attempt)
             )
-            task = asyncio.ensure_future(host_answer)
             running_episode.answer_tasks.add(task)
             task.add_done_callback(running_episode.answer_tasks.discard)
-            return await self._send_answer(running_episode, open_request, dialect, exchange, task, events)
+            return await self._send_answer(running_episode, open_request, task, events)
         except BaseException:
             running_episode.note_unanswered(open_request)
             raise
@@ -448,7 +450,7 @@ class Gateway:
 
         try:
             async with (
-                self._connections.reading_timeout(running_episode, READ_SECONDS),
+                self._connections.loop_times.reading_timeout(running_episode, READ_SECONDS),
                 running_episode.body_slots,
             ):
                 body = await request.read()
@@ -459,7 +461,7 @@ class Gateway:
             body_problem = "the request's body is broken: invalid chunks, or not of the announced length"
             raise ApiError(400, body_problem) from error
 
-        await self._connections.until_released(running_episode)
+        await self._connections.loop_times.until_released(running_episode)
         self._episode_of_key(request)  # the episode may be over
         _check_parts(body)
 
@@ -485,13 +487,10 @@ class Gateway:
         self,
         running_episode: _RunningEpisode,
         open_request: OpenRequest,
-        dialect: ApiDialect,
-        exchange: Exchange,
         answer_task: AnswerTask,
         events: _Events | None,
     ) -> web.StreamResponse:
         """Send the result of the task. If the client leaves, the task is cancelled, or the turns are lost."""
-        request = open_request.request
 
         def lose() -> None:
             running_episode.note_unanswered(open_request)
@@ -500,9 +499,9 @@ class Gateway:
 
         try:
             if events is not None:
-                response = await self._send_stream(request, dialect, exchange, answer_task, events)
+                response = await self._send_stream(open_request, answer_task, events)
             else:
-                response = await self._send_whole(request, exchange, answer_task)
+                response = await self._send_whole(open_request, answer_task)
         except (asyncio.CancelledError, ConnectionError):
             # The client has left, or the engine was not reached.
             if not answer_task.cancel():
@@ -510,24 +509,23 @@ class Gateway:
             raise
 
         if _replies_of(answer_task):
-            self._connections.note_answer(request, lose)
+            self._connections.note_answer(open_request.request, lose)
         else:
             running_episode.note_unanswered(open_request)  # the answer was an error
 
         return response
 
-    async def _send_whole(
-        self, request: web.Request, exchange: Exchange, answer_task: AnswerTask
-    ) -> web.StreamResponse:
+    async def _send_whole(self, open_request: OpenRequest, answer_task: AnswerTask) -> web.StreamResponse:
         """Answer in one piece. During a long turn, line breaks are sent, which mean nothing in JSON: clients
         wait for a silent server for five or ten minutes, and an engine may sleep for longer."""
+        request = open_request.request
         response = web.StreamResponse(headers={"Content-Type": "application/json"})
         while not (await asyncio.wait([answer_task], timeout=SILENT_SECONDS))[0]:
             await response.prepare(request)
             await response.write(b"\n")
 
         try:
-            body = msgspec.json.encode(exchange.full_answer(await _outcome(answer_task)))
+            body = msgspec.json.encode(open_request.exchange.full_answer(await _outcome(answer_task)))
         except Exception:
             if not response.prepared:
                 raise
@@ -542,12 +540,7 @@ class Gateway:
         return response
 
     async def _send_stream(
-        self,
-        request: web.Request,
-        dialect: ApiDialect,
-        exchange: Exchange,
-        answer_task: AnswerTask,
-        events: _Events,
+        self, open_request: OpenRequest, answer_task: AnswerTask, events: _Events
     ) -> web.StreamResponse:
         """Stream events from the moment that the request is placed: the client learns that the server works.
         An earlier error is an error response, a later error is an event."""
@@ -557,6 +550,8 @@ class Gateway:
         if not first_events:
             await _outcome(answer_task)  # refused
 
+        request = open_request.request
+        exchange = open_request.exchange
         response = web.StreamResponse(
             headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
         )
@@ -571,12 +566,11 @@ class Gateway:
         try:
             replies = await _outcome(answer_task)
         except Exception as error:
-            await response.write_eof(
-                encode_events([*last_events, ("error", dialect.error(_api_error(request, error)))])
-            )
+            error_body = open_request.dialect.error(_api_error(request, error))
+            await response.write_eof(encode_events([*last_events, ("error", error_body)]))
         else:
             last_events += exchange.end(replies)
-            await response.write_eof(encode_events(last_events) + dialect.done)
+            await response.write_eof(encode_events(last_events) + open_request.dialect.done)
 
         return response
 
@@ -613,7 +607,7 @@ async def _end_earlier_tries(
             running_episode.note_unanswered(earlier)
 
     if open_request.attempt > 0 and not running_episode.take_unanswered(
-        open_request.agent_request, open_request.attempt - 1
+        open_request.exchange.agent_request, open_request.attempt - 1
     ):
         previous_tries = [
             earlier
@@ -685,21 +679,19 @@ async def _answer(request: web.Request, handler: Handler) -> web.StreamResponse:
         response = _json_response(dialect.error(api_error), api_error.status)
         if api_error.status == 401:
             response.force_close()
-        if not request.content.is_eof():
-            await _answer_unread(request, response)
+        if request.content.is_eof():
+            return response
+
+        # The request is not read to the end: answer, and end the connection. Further bytes of the client are
+        # not read, not even to be thrown away; the client has LINGER_SECONDS to find the answer.
+        response.force_close()
+        with suppress(ConnectionError):
+            await response.prepare(request)
+            await response.write_eof()
+        if request.transport is not None:
+            request.transport.pause_reading()
+            await asyncio.sleep(LINGER_SECONDS)
         return response
-
-
-async def _answer_unread(request: web.Request, response: web.Response) -> None:
-    """Answer a request that is not read to the end, and end the connection. Further bytes of the client are
-    not read, not even to be thrown away; the client has LINGER_SECONDS to find the answer."""
-    response.force_close()
-    with suppress(ConnectionError):
-        await response.prepare(request)
-        await response.write_eof()
-    if request.transport is not None:
-        request.transport.pause_reading()
-        await asyncio.sleep(LINGER_SECONDS)
 
 
 def _api_error(request: web.Request, error: Exception) -> ApiError:

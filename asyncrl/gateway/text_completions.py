@@ -7,14 +7,12 @@ the end: the client must find thoughts and calls.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
 from msgspec.structs import replace
 
-from asyncrl.conversation.requests import AgentRequest
 from asyncrl.gateway.completions import (
     MAX_CHOICES,
     MAX_STOPS,
@@ -28,6 +26,7 @@ from asyncrl.gateway.exchange import (
     ApiDialect,
     ApiError,
     Event,
+    Exchange,
     Limit,
     ModelName,
     agent_request,
@@ -82,32 +81,28 @@ def _single_prompt(value: Any) -> str | tuple[int, ...]:
     raise ApiError(400, "prompt is a text, or a list of token ids; send one, and not empty")
 
 
-@dataclass
-class TextExchange:
+class TextExchange(Exchange):
     """An `Exchange` of text completions. ApiError for an invalid prompt."""
 
     request: TextRequest
-    agent_request: AgentRequest = field(init=False)
-    left_out: dict[str, str] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        text_request = self.request
-        prompt = _single_prompt(self.request.prompt)
-        stops = stops_of(text_request.stop)
-        shown_messages = [Message("user", prompt if isinstance(prompt, str) else "")]
-        request = agent_request(
-            shown_messages,
+    def __init__(self, request: TextRequest) -> None:
+        self.request = request
+        self.left_out = {}
+        prompt = _single_prompt(request.prompt)
+        prompt_request = agent_request(
+            [Message("user", prompt if isinstance(prompt, str) else "")],
             (),
-            model=text_request.model,
+            model=request.model,
             tool_choice=None,
-            max_tokens=text_request.max_tokens,
-            stops=stops,
+            max_tokens=request.max_tokens,
+            stops=stops_of(request.stop),
         )
 
-        self.agent_request = replace(request, prompt=prompt)
-        self.count = text_request.n or 1
+        self.agent_request = replace(prompt_request, prompt=prompt)
+        self.count = request.n or 1
         self._answer_head = answer_head("text_completion", "cmpl")
-        self._write_logprobs = _token_logprobs if text_request.logprobs else lambda reply: None
+        self._write_logprobs = _token_logprobs if request.logprobs else lambda reply: None
 
     def full_answer(self, replies: Sequence[AgentReply]) -> dict[str, Any]:
         answer = answer_fields(replies, lambda reply: {"text": reply.message.content}, self._write_logprobs)
@@ -118,9 +113,6 @@ class TextExchange:
         yield "", {**self._answer_head, "choices": choices}
 
     def delta(self, index: int, reasoning: str, content: str) -> Iterator[Event]:
-        return iter(())
-
-    def ping(self) -> Iterator[Event]:
         return iter(())
 
     def end(self, replies: Sequence[AgentReply]) -> Iterator[Event]:

@@ -2,7 +2,7 @@
 
     /sandbox/{work,home,tmp}                                   in a sandbox, and removed with the sandbox
     the task's directory, /sandbox/{home,tmp}                  in the sandbox of a sample's task, in its image
-    /var/tmp/asyncrl-UID/place-TOKEN/{work,…}                  without a sandbox
+    /var/tmp/asyncrl-UID/workspace-TOKEN/{work,…}              without a sandbox
 
 A workspace without a sandbox is removed when the episode is over; the next worker removes workspaces of a
 killed worker. The directory is not in /tmp, where Codex does not install its helpers.
@@ -15,7 +15,7 @@ import os
 import re
 import shlex
 import shutil
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager, suppress
 from fnmatch import fnmatchcase
 from functools import cache, partial
@@ -40,7 +40,7 @@ from asyncrl.isolation.wrapper import KILL_SECONDS, kill
 from asyncrl.values import MAX_RESULT_BYTES
 
 WORKSPACES_DIRECTORY = f"/var/tmp/asyncrl-{os.getuid()}"
-WORKSPACE_PREFIX = "place-"  # begins the names of workspace directories
+WORKSPACE_PREFIX = "workspace-"  # begins the names of workspace directories
 REQUIRED_ISOLATION = frozenset({"network", "files", "processes", "orphans"})  # words of ISOLATION
 MAKE_SECONDS = 60.0  # for making three directories, on a busy machine
 CHECK_SECONDS = 60.0  # for looking at a file, on a busy machine
@@ -169,7 +169,7 @@ class SandboxWorkspace:
 
     async def _shell(self, script: str, *arguments: str) -> str:
         """Return what a script of the sandbox's shell prints; '' if it fails. What the shell itself has to
-        say is in the output, too, before ANSWER."""
+        say is in the output, too, before ANSWER_MARK."""
         script_lines = (
             shlex.join(("set", "--", *arguments)),
             f"echo {ANSWER_MARK}",
@@ -357,18 +357,17 @@ def check_tree(files: str, allow: Sequence[str]) -> None:
     if not Path(files).is_dir():
         raise ConfigError(f"files {files!r}: no such directory")
 
-    unlisted_paths = (
-        path for path in _credential_files(files) if not any(fnmatchcase(path, glob) for glob in allow)
-    )
-    if credential_paths := sorted(unlisted_paths):
+    credential_paths = []
+    for top, directories, file_names in os.walk(files):
+        for name in (*directories, *file_names):
+            path = os.path.relpath(os.path.join(top, name), files)
+            may_hold_login = any(fnmatchcase(name.lower(), pattern) for pattern in CREDENTIAL_NAMES)
+            if may_hold_login and not any(fnmatchcase(path, glob) for glob in allow):
+                credential_paths.append(path)
+
+    if credential_paths:
+        credential_paths.sort()
         raise ConfigError(
             f"files {files!r}: the model could read {', '.join(credential_paths)}, which may hold "
             f"logins; remove them, or set allow: {credential_paths[0]}"
         )
-
-
-def _credential_files(files: str) -> Iterator[str]:
-    for top, directories, file_names in os.walk(files):
-        for name in (*directories, *file_names):
-            if any(fnmatchcase(name.lower(), pattern) for pattern in CREDENTIAL_NAMES):
-                yield os.path.relpath(os.path.join(top, name), files)

@@ -1,10 +1,11 @@
 """Calls of users' code with deadlines: code that hangs or raises does not block or end the caller's loop.
 
-call_user(function, seconds)   sync or async, in this loop or in a thread, with a deadline
-to_its_end(function)           sync, in a thread; the call returns only after the thread's work has ended
-OwnThread.run(function)        one call after another, always in the same thread
-exits_raise()                  inside this context os._exit ends the calling call, not the process
-LoopThread.call(function)      coroutines in a second event loop, in a thread of its own
+call_user(function, seconds)     sync or async, in this loop, with a deadline
+call_without_deadline(function)  sync or async, in the current task, or sync in a thread
+to_its_end(function)             sync, in a thread; the call returns only after the thread's work has ended
+OwnThread.run(function)          one call after another, always in the same thread
+LoopThread.call(function)        coroutines in a second event loop, in a separate thread
+exits_raise()                    inside this context os._exit ends the calling call, not the process
 """
 
 from __future__ import annotations
@@ -56,25 +57,14 @@ async def to_its_end(function: Callable[[], T]) -> T:
         await asyncio.gather(thread_task, return_exceptions=True)
 
 
-async def call_user(
-    function: Callable[[], Any],
-    seconds: float | None = None,
-    *,
-    blocking: bool = False,
-    live_calls: set[object] | None = None,
-) -> Any:
-    """Call a sync or async function. `blocking`: call a sync function in a separate thread.
+async def call_user(function: Callable[[], Any], seconds: float) -> Any:
+    """Call a sync or async function in this loop, with a deadline.
 
-    After `seconds` the function is cancelled and not waited for: CallTimeout. Everything that the function
-    raises arrives as an Exception; with a deadline (`math.inf` counts), also when the function cancels its
-    own task. `live_calls` holds a token until the function has really ended, perhaps after the deadline.
+    After `seconds` (`math.inf`: never) the function is cancelled and not waited for: CallTimeout. Everything
+    that the function raises arrives as an Exception, also when the function cancels its own task.
     """
-    counted_call = partial(_run_counted, function, blocking, live_calls if live_calls is not None else set())
-    if seconds is None:
-        return await counted_call()
-
     with waits_noted() as waits:
-        task = start_guarded(counted_call)
+        task = start_guarded(partial(_call_in_loop, function))
 
     try:
         await asyncio.wait({task}, timeout=seconds)
@@ -92,6 +82,32 @@ async def call_user(
     if task.cancelled():
         raise RuntimeError("it was cancelled")
     return task.result()
+
+
+async def call_without_deadline(
+    function: Callable[[], Any], *, blocking: bool = False, live_calls: set[object] | None = None
+) -> Any:
+    """Call a sync or async function in the current task. `blocking`: call a sync function in a separate
+    thread. Everything that the function raises arrives as an Exception. `live_calls` holds a token until the
+    function has really ended, which a thread does perhaps long after this call was cancelled."""
+    token = object()
+    counted_calls = live_calls if live_calls is not None else set()
+    counted_calls.add(token)
+
+    def call_and_discard() -> Any:
+        try:
+            return function()
+        finally:
+            counted_calls.discard(token)
+
+    if blocking:
+        return await in_thread(call_and_discard, "tool")
+
+    try:
+        with users_code():
+            return await _call_in_loop(function)
+    finally:
+        counted_calls.discard(token)
 
 
 def start_guarded(function: Callable[[], Coroutine[Any, Any, Any]]) -> asyncio.Task[Any]:
@@ -129,27 +145,7 @@ def _retrieve_error(future: asyncio.Future[Any]) -> None:
         future.exception()
 
 
-async def _run_counted(function: Callable[[], Any], blocking: bool, live_calls: set[object]) -> Any:
-    """Call the function. `live_calls` holds a token until the function has really ended, also in a thread."""
-    live_calls.add(token := object())
-
-    def call_and_discard() -> Any:
-        try:
-            return function()
-        finally:
-            live_calls.discard(token)
-
-    if blocking:
-        return await in_thread(call_and_discard, "tool")
-
-    try:
-        with users_code():
-            return await _call_inline(function)
-    finally:
-        live_calls.discard(token)
-
-
-async def _call_inline(function: Callable[[], Any]) -> Any:
+async def _call_in_loop(function: Callable[[], Any]) -> Any:
     started_at = time.perf_counter()
     result = function()
 
@@ -270,7 +266,7 @@ class LoopThread:
 
         result = await in_thread(function, self._name)
         if inspect.isawaitable(result):
-            return await self._run_in_loop(partial(_call_inline, lambda: result))
+            return await self._run_in_loop(partial(_call_in_loop, lambda: result))
         return result
 
     def close(self) -> None:
@@ -288,7 +284,11 @@ class LoopThread:
         def cancel_task() -> None:  # one pass of the second loop later `run_task` has started the task
             second_loop.call_soon(lambda: started_tasks[0].cancel())
 
-        second_loop = self._ensure_loop()
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            threading.Thread(target=self._loop.run_forever, daemon=True, name=self._name).start()
+
+        second_loop = self._loop
         result_future = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(run_task(), second_loop))
         result_future.add_done_callback(_retrieve_error)  # the caller may have been cancelled
 
@@ -302,9 +302,3 @@ class LoopThread:
             await asyncio.wait([result_future], timeout=CLOSE_SECONDS)
             result_future.cancel()
             raise
-
-    def _ensure_loop(self) -> asyncio.AbstractEventLoop:
-        if self._loop is None:
-            self._loop = asyncio.new_event_loop()
-            threading.Thread(target=self._loop.run_forever, daemon=True, name=self._name).start()
-        return self._loop

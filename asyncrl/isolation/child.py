@@ -37,7 +37,7 @@ SAME_SIGNAL_SECONDS = 0.3  # seconds in which the signal that ended a child may 
 LENGTH_BYTES = 4  # bytes of the length before each frame
 MAX_REQUEST_BYTES = 64 << 20  # bytes of a frame to a child
 MAX_ERROR_CHARACTERS = 1 << 16  # characters of an error
-# limits of descriptors at this process's start
+# Limits of descriptors at this process's start
 FILE_LIMIT, HARD_FILE_LIMIT = resource.getrlimit(resource.RLIMIT_NOFILE)
 ROLE_FILE_LIMIT = max(FILE_LIMIT, min(HARD_FILE_LIMIT, 65_536))
 KILLED_BY_SIGNAL = 128  # plus the number of the signal: the exit code of a program that a signal has ended
@@ -145,7 +145,7 @@ def run_enclosed(function: str, arguments: Sequence[str], grace_seconds: float) 
         signal.signal(number, pass_signal_on)
 
     exit_code = process.wait()
-    # the process was killed because it did not end in time
+    # The process was killed because it did not end in time
     if exit_code == -signal.SIGKILL and passed_signals:
         exit_code = -passed_signals[0]
     return exit_code if exit_code >= 0 else KILLED_BY_SIGNAL - exit_code
@@ -213,7 +213,7 @@ class Child(Generic[SetupT, RequestT, AnswerT]):
         return not (self._killed or self.has_ended or self._reader.at_eof())
 
     async def open(self, first_message: SetupT, seconds: float = math.inf) -> None:
-        """Send the first message, which must be awaited before the first request. Raises as `ask` does."""
+        """Send the first message; must be awaited before the first request. Raises as `ask` does."""
         await self._exchange_frames(first_message, seconds)
 
     async def ask(self, request: RequestT, seconds: float = math.inf) -> AnswerT:

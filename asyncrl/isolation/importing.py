@@ -62,6 +62,7 @@ def import_image(source: str, name: str = "", over: str = "", bounds: Bounds = B
 def _import_archive(
     source: str, name: str, image: Image, layer_roots: list[str], bounds: Bounds, images: Path
 ) -> Image:
+    """Unpack an archive as an image over `layer_roots`, and then give the image its digest and name."""
     images.mkdir(parents=True, exist_ok=True)
     emptying.delete_abandoned(str(images), INCOMING_PREFIX)
     with emptying.locked_directory(str(images), INCOMING_PREFIX) as directory_path:

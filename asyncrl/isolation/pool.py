@@ -68,7 +68,8 @@ class ProcessPool(Generic[SetupT, RequestT, AnswerT]):
         self, request: RequestT, seconds: float = math.inf, slot_seconds: float = math.inf
     ) -> AnswerT:
         """Return the answer of a child, which has `seconds` from the request on; the call waits for a free
-        slot at most `slot_seconds`. CallTimeout: the answer is late. ChildError: see Child.ask."""
+        slot at most `slot_seconds`. CallTimeout: the answer is late. ChildError: no slot became free, no
+        child can start, or see Child.ask."""
         try:
             async with asyncio.timeout(None if math.isinf(slot_seconds) else slot_seconds):
                 await self._free_slots.acquire()
@@ -141,7 +142,7 @@ class ProcessPool(Generic[SetupT, RequestT, AnswerT]):
         child_start = asyncio.create_task(self._start_child())
         self.starts.add(child_start)
         child_start.add_done_callback(self.starts.discard)
-        # reads the error: asyncio logs errors that were never retrieved
+        # Reads the error: asyncio logs errors that were never retrieved
         child_start.add_done_callback(_has_failed)
         return child_start
 

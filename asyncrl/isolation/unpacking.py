@@ -161,7 +161,7 @@ class _Unpacking:
             layers, image = find_layers(archive_tar, index, image)
 
         for layer_number, layer in enumerate(layers):
-            # deletions first, whatever their position: a layer deletes only entries of lower layers
+            # Deletions first, whatever their position: a layer deletes only entries of lower layers
             if layer_number or self.has_image_below:
                 for _, path, _ in self._iterate_entries(layer):
                     self._apply_deletion(path)
@@ -251,7 +251,7 @@ class _Unpacking:
             if self.has_image_below:
                 self._make_directories(directory)
                 os.setxattr(directory, *OPAQUE_ATTRIBUTE)
-        # a double prefix marks notes of aufs
+        # A double prefix marks notes of aufs
         elif name.startswith(DELETED_PREFIX) and not name.startswith(DELETED_PREFIX * 2):
             if (name := name.removeprefix(DELETED_PREFIX)) in ("", ".", ".."):
                 refuse("deletes no name")
@@ -301,8 +301,8 @@ class _Unpacking:
         _make_directory(path, 0o755)
 
     def _count_entry(self, size: int = 0) -> None:
-        self.file_count = self.file_count + 1
-        self.total_size = self.total_size + size
+        self.file_count += 1
+        self.total_size += size
         if self.file_count > self.bounds.files:
             refuse(f"has more than {self.bounds.files} entries (--files)")
         if self.total_size > self.bounds.mib << 20:

@@ -126,8 +126,8 @@ def _watch_program(program_pid: int, wake_read: int, parent_fd: int, grace_secon
 
 
 def _reap_children(program_pid: int) -> int | None:
-    """Reap ended children; return the program's wait status once the program has ended. ChildProcessError:
-    there are no children."""
+    """Reap ended children, up to the program, and return its wait status; None: the program has not ended.
+    ChildProcessError: there are no children."""
     while True:
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid == program_pid:
@@ -156,12 +156,13 @@ def _kill_all(program_pid: int, status: int | None, wake_read: int) -> int:
 
 
 def kill(pid: int, without_wrapper: bool = False) -> None:
-    """Let a wrapper kill everything, also if the program has stopped the wrapper. `without_wrapper`: kill
-    directly, if the wrapper has not ended."""
-    direct_signals = (
-        [(target_pid, signal.SIGKILL) for target_pid in (*descendants(pid), pid)] if without_wrapper else []
-    )
-    for target_pid, signal_number in direct_signals or [(pid, KILL_SIGNAL), (pid, signal.SIGCONT)]:
+    """Let the wrapper of this pid kill everything, also if the program has stopped the wrapper.
+    `without_wrapper`: kill all descendants and the wrapper directly, as the wrapper has not ended in time."""
+    sent_signals = [(pid, KILL_SIGNAL), (pid, signal.SIGCONT)]
+    if without_wrapper:
+        sent_signals = [(target_pid, signal.SIGKILL) for target_pid in (*descendants(pid), pid)]
+
+    for target_pid, signal_number in sent_signals:
         with suppress(ProcessLookupError, PermissionError):
             os.kill(target_pid, signal_number)
 

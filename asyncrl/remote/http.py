@@ -11,11 +11,11 @@ import asyncio
 import os
 import random
 import weakref
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
-from ipaddress import IPv4Network, IPv6Network, ip_address, ip_network
+from ipaddress import ip_address, ip_network
 from typing import TYPE_CHECKING, Any
 from urllib import request
 from urllib.parse import urlsplit
@@ -173,14 +173,14 @@ def _is_bypassed(host: str, port: int | None, no_proxy: str) -> bool:
     except ValueError:  # a name
         return False
 
-    return address.is_loopback or any(address in network for network in _networks(no_proxy))
+    if address.is_loopback:
+        return True
 
-
-def _networks(no_proxy: str) -> Iterator[IPv4Network | IPv6Network]:
-    """Yield the networks in a list of names, addresses and networks, such as `10.0.0.0/8`."""
     for entry in no_proxy.split(","):
-        with suppress(ValueError):
-            yield ip_network(entry.strip(), strict=False)
+        with suppress(ValueError):  # a name; networks are such as 10.0.0.0/8
+            if address in ip_network(entry.strip(), strict=False):
+                return True
+    return False
 
 
 async def _read_bounded(url: str, response: aiohttp.ClientResponse) -> bytes:

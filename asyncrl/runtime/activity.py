@@ -94,7 +94,7 @@ class Activity:
         call_seconds = now - began_at
         if call_seconds < INSTANT_SECONDS and self._gap:
             span.calls = max(span.calls - 1, 0)
-            span.seconds = span.seconds - call_seconds
+            span.seconds -= call_seconds
 
         span.longest = max(span.longest, call_seconds)
         if not span.running and not self._gap:
@@ -120,11 +120,14 @@ class Activity:
     def _write_span(self, name: str, span: JoinedSpan, now: float) -> None:
         if span.seconds >= MIN_SPAN_SECONDS or not self._gap:
             wall_offset = self._wall() - now
-            start = span.start + wall_offset
-            end = span.changed + wall_offset
-            seconds = round(span.seconds, 6)
-            longest = round(span.longest, 6)
-            self._timeline.record(name, start, end, calls=span.calls, seconds=seconds, longest=longest)
+            self._timeline.record(
+                name,
+                span.start + wall_offset,
+                span.changed + wall_offset,
+                calls=span.calls,
+                seconds=round(span.seconds, 6),
+                longest=round(span.longest, 6),
+            )
 
 
 DECODE = "decode"  # at least one turn is sampled; by a server: `decode on <its name>`

@@ -93,9 +93,9 @@ class Mirror:
 
     @asynccontextmanager
     async def local_copy(self, ref: WeightsRef) -> AsyncIterator[WeightsRef]:
-        """Yield the version as files of this machine, which stay during the body. If the body fails, damaged
-        files are deleted. Raises Unreachable when nobody delivers the version, Superseded when only a newer
-        version is left, and WeightsError."""
+        """Yield the version as files of this machine, which stay during the body. If the body raises
+        WeightsError, damaged files are deleted. Raises Unreachable when nobody delivers the version,
+        Superseded when only a newer version is left, and WeightsError."""
         if not self._is_elsewhere(ref):
             yield ref
             return
@@ -202,44 +202,43 @@ class Mirror:
         return None
 
     def _fetch_version(self, version: PolicyVersion, lock: Path) -> WeightsRef:
+        """Fetch a version, after the base versions that are not here."""
         arriving = ArrivingVersion()
         self._arriving_versions[version] = arriving  # other machines may ask for pieces from now on
         try:
-            return self._fetch_into(arriving, version, lock)
+            opened = self._open_version(version)
+            with ProtocolError.instead_of(*UNDECODABLE, text="no usable manifest"):
+                manifest = msgspec.json.decode(opened.manifest, type=Manifest)
+
+            if manifest.delta is not None and self._local_version(manifest.delta.version) is None:
+                self._fetch_version(manifest.delta.version, lock)
+
+            started_at = time.monotonic()
+            started_wall = time.time()
+
+            if (directory := self._directory) is None:
+                size = sum(spec.nbytes for spec in manifest.layout)
+                needed_bytes = disk.bytes_needed(size, manifest.delta is not None, caches=0)
+                parent = disk.weights_directory(
+                    self._directory_setting, self._run_dir, self._name, needed_bytes
+                )
+                directory = parent / self._lock_path.name
+                self._directory = directory
+                lock.write_text(str(directory))
+
+            with disk.new_version(directory, version) as work_directory:
+                arriving.file = work_directory / (disk.DELTA if manifest.delta else disk.PAYLOAD)
+                self._receive_payload(opened, arriving, lock)
+                (work_directory / disk.MANIFEST).write_bytes(opened.manifest)
+
+            seconds = time.monotonic() - started_at
+            self._bytes_per_second = opened.size / seconds
+            self._timeline.record(FETCH, started_wall, time.time(), version=version, bytes=opened.size)
+            log.info("%s: %d bytes in %.2f s", version.label, opened.size, seconds)
+
+            return disk.ref_to(directory, version)
         finally:
             del self._arriving_versions[version]
-
-    def _fetch_into(self, arriving: ArrivingVersion, version: PolicyVersion, lock: Path) -> WeightsRef:
-        opened = self._open_version(version)
-        with ProtocolError.instead_of(*UNDECODABLE, text="no usable manifest"):
-            manifest = msgspec.json.decode(opened.manifest, type=Manifest)
-
-        if manifest.delta is not None and self._local_version(manifest.delta.version) is None:
-            self._fetch_version(manifest.delta.version, lock)
-
-        started_at = time.monotonic()
-        started_wall = time.time()
-
-        if (directory := self._directory) is None:
-            size = sum(spec.nbytes for spec in manifest.layout)
-            needed_bytes = disk.bytes_needed(size, manifest.delta is not None, caches=0)
-            parent = disk.weights_directory(self._directory_setting, self._run_dir, self._name, needed_bytes)
-            directory = parent / self._lock_path.name
-            self._directory = directory
-            lock.write_text(str(directory))
-
-        with disk.new_version(directory, version) as work_directory:
-            arriving.file = work_directory / (disk.DELTA if manifest.delta else disk.PAYLOAD)
-            self._receive_payload(opened, arriving, lock)
-            (work_directory / disk.MANIFEST).write_bytes(opened.manifest)
-
-        size = opened.size
-        seconds = time.monotonic() - started_at
-        self._bytes_per_second = size / seconds
-        self._timeline.record(FETCH, started_wall, time.time(), version=version, bytes=size)
-        log.info("%s: %d bytes in %.2f s", version.label, size, seconds)
-
-        return disk.ref_to(directory, version)
 
     def _open_version(self, version: PolicyVersion, anew: bool = False) -> OpenedVersion:
         """Ask the coordinator's machine for the source to read from."""

@@ -40,7 +40,7 @@ POLL_SECONDS = 0.005  # between two looks for pieces that readers wait for
 MAX_REQUESTS_PER_PASS = 64
 PENDING_SECONDS = 2.0  # until a reader hears that its piece has not come so far
 UNUSED_SECONDS = 60.0  # without a request, until a version may be deleted
-HELD_VERSIONS = 2  # last requested versions, which are never deleted
+HELD_VERSIONS = 2  # versions that are locked at once: the last requested versions
 # Values of weights.directory that mean another directory on each machine.
 LOCAL_DIRECTORIES = ("auto", "shm", "run")
 REMEMBERED_CHAINS = 4  # newest versions whose readers are remembered

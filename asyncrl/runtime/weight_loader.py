@@ -52,7 +52,7 @@ class LoadFailures:
             self._process_failed = True
             return
 
-        self._failure_count = self._failure_count + 1
+        self._failure_count += 1
         self._last_error = answer.error
         self._process_failed &= answer.process_failed
         self._failing_since = min(self._failing_since, time.monotonic())
@@ -93,7 +93,8 @@ class WeightLoader:
         self._sleeps_asked = 0  # asked for, and not over
 
     def offer_version(self, ref: WeightsRef, probe: Probe | None = None) -> None:
-        """Load this version next; a waiting version is skipped. A version under way is not loaded again."""
+        """Load this version next; a waiting version is skipped. A version under way is not loaded again,
+        unless the engine is to sleep."""
         if self._loading_version != (ref, probe) or self._sleeps_asked:
             self._offered_version = ref, probe
         self.changed.notify()
@@ -110,7 +111,8 @@ class WeightLoader:
 
     @property
     def version(self) -> PolicyVersion:
-        """The version that was loaded last; NO_VERSION if a load has failed since."""
+        """The version that was loaded last; NO_VERSION if a load has failed or the engine was put to sleep
+        since."""
         return self._last_loaded[0].version if self._last_loaded is not None else NO_VERSION
 
     async def load_next(self) -> Loaded:
@@ -152,14 +154,19 @@ class WeightLoader:
         started_at = time.monotonic()
         started_wall = time.time()
         with recorded() as failure:
-            async with self._local_copy(ref) as local:
+            local_copy: AbstractAsyncContextManager[WeightsRef] = nullcontext(ref)
+            is_in_use = self._last_loaded is not None and self._last_loaded[0] == ref
+            if self._mirror is not None and not is_in_use:  # a version in use is confirmed without files
+                local_copy = self._mirror.local_copy(ref)
+
+            async with local_copy as local_ref:
                 started_at = time.monotonic()
                 started_wall = time.time()
 
                 try:
                     async with asyncio.timeout(self._deadline):
                         engine = await self._engine()
-                        manifest = await self._swap_version(engine, ref, local)
+                        manifest = await self._swap_version(engine, ref, local_ref)
                         if probe is not None:
                             probe_result = await _compare_probe(engine, probe)
                             self._has_probed = True
@@ -188,12 +195,6 @@ class WeightLoader:
             lost=isinstance(failure.error, Unreachable),
             process_failed=failure.error is not None and _is_of_process(failure.error),
         )
-
-    def _local_copy(self, ref: WeightsRef) -> AbstractAsyncContextManager[WeightsRef]:
-        """Yield the files of a version, where a load needs files."""
-        if self._mirror is None or (self._last_loaded is not None and self._last_loaded[0] == ref):
-            return nullcontext(ref)
-        return self._mirror.local_copy(ref)
 
     async def _swap_version(self, engine: Loadable, ref: WeightsRef, files: WeightsRef) -> Manifest:
         """Load a version; a version in use is only confirmed again."""

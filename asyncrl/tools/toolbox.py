@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 
 from asyncrl.errors import ProtocolError, SetupError, describe, one_line, reason, recorded, users_code
-from asyncrl.isolation.calls import call_user, in_thread
+from asyncrl.isolation.calls import call_user, call_without_deadline, in_thread
 from asyncrl.tools.base import Tool, ToolError, bound_reply, join_names, read_reply
 from asyncrl.tools.process import CallLimits
 from asyncrl.tools.sample_tools import (
@@ -124,7 +124,7 @@ class EpisodeObject:
         """Call the object's `open`, if present, with the arguments that it accepts."""
         if function := getattr(self.state, "open", None):
             accepted = accepted_arguments(function, arguments)
-            await call_user(partial(function, sample, **accepted), blocking=self._blocking)
+            await call_without_deadline(partial(function, sample, **accepted), blocking=self._blocking)
 
     async def result(self) -> dict[str, Any]:
         """Call the object's `result` after all calls. ToolError: `result` fails, or takes longer than a call
@@ -132,7 +132,7 @@ class EpisodeObject:
 
         async def call_result(result: Callable[[], Any]) -> Any:
             async with self.call_lock:
-                return checked_result(await call_user(result, blocking=self._blocking), "it")
+                return checked_result(await call_without_deadline(result, blocking=self._blocking), "it")
 
         try:
             object_result = await call_user(partial(call_result, self.state.result), self._call_seconds)
@@ -181,7 +181,7 @@ class EpisodeObject:
             async with asyncio.timeout(CLOSE_SECONDS / 2):
                 await self.call_lock.acquire()
         if function := getattr(self.state, "close", None):
-            await call_user(function, blocking=self._blocking)
+            await call_without_deadline(function, blocking=self._blocking)
 
 
 class ToolSession:
@@ -359,7 +359,9 @@ class ToolSession:
 
     async def _run_here(self, tool: Tool, keywords: dict[str, Any]) -> tuple[str, float]:
         run_function = partial(
-            call_user, blocking=tool.blocking, live_calls=self._toolbox.call_limits[tool.name].live_calls
+            call_without_deadline,
+            blocking=tool.blocking,
+            live_calls=self._toolbox.call_limits[tool.name].live_calls,
         )
         if tool.state is None:
             return read_reply(await run_function(partial(tool.function, **keywords)))

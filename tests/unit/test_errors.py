@@ -27,7 +27,7 @@ from asyncrl.errors import (
     recorded,
     users_code,
 )
-from asyncrl.isolation.calls import LoopThread, OwnThread, call_user
+from asyncrl.isolation.calls import LoopThread, OwnThread, call_user, call_without_deadline
 from asyncrl.registry import make_by_factory
 from asyncrl.weights.manifest import WeightsError
 from tests.fakes.raised import BASE_EXCEPTIONS
@@ -111,9 +111,9 @@ def test_all_that_users_code_raises_is_an_exception(kind: type[BaseException], b
             case "inline":
                 await call_user(use, 60)
             case "no deadline":
-                await call_user(wait)
+                await call_without_deadline(wait)
             case "thread":
-                await call_user(use, blocking=True)
+                await call_without_deadline(use, blocking=True)
             case "own thread":
                 thread = OwnThread("test")
                 try:
@@ -143,7 +143,8 @@ def test_a_cancellation_of_ours_ends_the_call_and_its_caller(seconds: float | No
             ended.append("user")
 
     async def main() -> None:
-        calling = asyncio.create_task(call_user(endless, seconds))
+        call = call_without_deadline(endless) if seconds is None else call_user(endless, seconds)
+        calling = asyncio.create_task(call)
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         calling.cancel()
@@ -222,7 +223,7 @@ def failing(tmp_path: Path, body: str) -> Any:
 
 def caught(function: Any, blocking: bool = False) -> Exception:
     with pytest.raises(Exception) as found:  # noqa: PT011 - whatever the user's code raises
-        asyncio.run(call_user(function, 60, blocking=blocking))
+        asyncio.run(call_user(lambda: call_without_deadline(function, blocking=blocking), 60))
     return found.value
 
 

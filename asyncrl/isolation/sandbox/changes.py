@@ -128,19 +128,6 @@ def encode_request(max_bytes: int, top_directory: str, roots: Sequence[str], glo
     ).encode()
 
 
-def receive_archive(fd: int, archive: bytearray, max_bytes: int) -> None:
-    """Read a file, or an archive of `collect_changes`, with at most `max_bytes` and an END."""
-    with open(fd, "rb", 0) as pipe:
-        while len(archive) <= max_bytes + ENTRY_HEADER.size and (chunk := pipe.read(CHUNK_BYTES)):
-            archive += chunk
-
-
-def send_archive(fd: int, archive: bytes) -> None:
-    """Write an archive for `apply_changes`, or a file, unless the reader has given up."""
-    with suppress(BrokenPipeError), open(fd, "wb", 0) as pipe:
-        frames.write_all(pipe.fileno(), archive)
-
-
 # -- in the sandbox, in a child of the warden ----------------------------------------------------------------
 
 

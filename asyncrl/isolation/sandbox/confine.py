@@ -91,17 +91,20 @@ class Confinement(NamedTuple):
     (words of frames.GUARANTEES). `signals_are_contained`: kill(-1) reaches only the sandbox's processes.
     `process_limit`: the value for RLIMIT_NPROC, which counts all processes of a user. `landlock_fd`: a
     Landlock ruleset for the code's processes, or -1. `listener`: a socket in the network namespace.
-    `notes`: the steps that the kernel refused."""
+    `notes`: the steps that the kernel refused.
 
-    home: str
-    upper_fd: int
-    enforced: frozenset[str]
-    signals_are_contained: bool
-    process_limit: int
-    landlock_fd: int
-    seccomp_works: bool
-    listener: socket | None
-    notes: str
+    The defaults are those of a sandbox without its image, in which nothing may run: the owner reports the
+    notes."""
+
+    home: str = ""
+    upper_fd: int = -1
+    enforced: frozenset[str] = frozenset()
+    signals_are_contained: bool = False  # a signal to all would reach the processes of the machine
+    process_limit: int = 0
+    landlock_fd: int = -1
+    seccomp_works: bool = False
+    listener: socket | None = None
+    notes: str = ""
 
 
 def new_process_namespace(notes: list[str]) -> set[str]:
@@ -129,14 +132,10 @@ def confine(plan: ConfinementPlan, new_namespaces: set[str], notes: list[str]) -
     """Take all other steps, in the child. `new_namespaces`: the result of `new_process_namespace`."""
     enforced = {"orphans"} if "pid" in new_namespaces else set()
     attempt(lambda: kernel.unshare(kernel.NEWIPC | kernel.NEWUTS), notes)
+    listener = None
     if attempt(lambda: kernel.unshare(kernel.NEWNET), notes):
         enforced.add("network")
-        if plan.layers:  # tests of many repositories talk to their own local servers
-            attempt(raise_loopback, notes)
-
-    listener = socket(AF_INET, SOCK_STREAM) if plan.needs_listener and "network" in enforced else None
-    if listener and not attempt(partial(listen_on_loopback, listener), notes):
-        listener = None
+        listener = _prepare_network(plan, notes)
 
     uid = _choose_uid(plan, new_namespaces)
     home = SANDBOX_HOME
@@ -158,7 +157,7 @@ def confine(plan: ConfinementPlan, new_namespaces: set[str], notes: list[str]) -
             set_attributes = partial(kernel.set_attributes, kernel.AT_FDCWD, "/proc", kernel.READ_ONLY)
             attempt(set_attributes, notes)
     elif plan.layers:
-        return without_image(notes)
+        return Confinement(notes="; ".join(notes))
     else:
         home = plan.fallback_home
         os.mkdir(home, 0o700)
@@ -171,7 +170,7 @@ def confine(plan: ConfinementPlan, new_namespaces: set[str], notes: list[str]) -
 
     is_root = os.getuid() == 0
     if plan.user == "root" and not attempt(partial(_become_root, writable_proc), notes):
-        return without_image(notes)
+        return Confinement(notes="; ".join(notes))
     drop_rights(ROOT_CAPABILITIES if plan.user == "root" else 0)
 
     landlock_fd = -1 if "files" in enforced else _files_by_landlock(plan, home, enforced, notes)
@@ -193,10 +192,7 @@ def confine(plan: ConfinementPlan, new_namespaces: set[str], notes: list[str]) -
 
     kernel_version = tuple(int(part) for part in os.uname().release.split("-")[0].split(".")[:2])
     counted_apart = separate_uid or ("user" in new_namespaces and kernel_version >= (5, 14))
-    process_limit = plan.limits.processes + SUPERVISOR_PROCESSES
-    if not counted_apart:
-        process_limit += _count_tasks(os.getuid())
-    signals_are_contained = separate_uid or "pid" in new_namespaces
+    other_tasks = 0 if counted_apart else _count_tasks(os.getuid())
 
     if listener:
         enforced.add("listener")
@@ -204,8 +200,8 @@ def confine(plan: ConfinementPlan, new_namespaces: set[str], notes: list[str]) -
         home=home,
         upper_fd=upper_fds[0],
         enforced=frozenset(enforced),
-        signals_are_contained=signals_are_contained,
-        process_limit=process_limit,
+        signals_are_contained=separate_uid or "pid" in new_namespaces,
+        process_limit=plan.limits.processes + SUPERVISOR_PROCESSES + other_tasks,
         landlock_fd=landlock_fd,
         seccomp_works=seccomp_works,
         listener=listener,
@@ -213,31 +209,25 @@ def confine(plan: ConfinementPlan, new_namespaces: set[str], notes: list[str]) -
     )
 
 
-def without_image(notes: list[str]) -> Confinement:
-    """Describe a sandbox in which nothing may run; the owner reports the notes. Signals are not contained: a
-    signal to all would reach the processes of the machine."""
-    return Confinement(
-        home="",
-        upper_fd=-1,
-        enforced=frozenset(),
-        signals_are_contained=False,
-        process_limit=0,
-        landlock_fd=-1,
-        seccomp_works=False,
-        listener=None,
-        notes="; ".join(notes),
-    )
+def _prepare_network(plan: ConfinementPlan, notes: list[str]) -> socket | None:
+    """Bring up the loopback interface, the only interface of this network namespace, if the plan needs the
+    interface. Return the plan's listener, if it has one and the kernel allows one."""
+
+    def listen_on_loopback(listener: socket) -> None:
+        _raise_loopback()
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(LISTEN_BACKLOG)
+
+    if plan.layers:  # tests of many repositories talk to their own local servers
+        attempt(_raise_loopback, notes)
+    if not plan.needs_listener:
+        return None
+
+    listener = socket(AF_INET, SOCK_STREAM)
+    return listener if attempt(partial(listen_on_loopback, listener), notes) else None
 
 
-def listen_on_loopback(listener: socket) -> None:
-    """Listen on the loopback interface of this network namespace."""
-    raise_loopback()
-    listener.bind(("127.0.0.1", 0))
-    listener.listen(LISTEN_BACKLOG)
-
-
-def raise_loopback() -> None:
-    """Bring up the loopback interface, the only interface of this network namespace."""
+def _raise_loopback() -> None:
     unused_socket = socket(AF_INET, SOCK_STREAM)
     fcntl.ioctl(unused_socket.fileno(), SIOCSIFFLAGS, struct.pack("16sh22x", b"lo", IFF_UP))
     unused_socket.close()
@@ -283,7 +273,7 @@ def enter_new_root(plan: ConfinementPlan, uid: int) -> int:
 
 
 def _fill_root(shown_paths: Sequence[str], uid: int) -> None:
-    # first, so that no directory of the machine takes their place
+    # These come first, so that no directory of the machine takes their place.
     for name in ("proc", "dev/pts", "etc", SANDBOX_HOME[1:]):
         os.makedirs(f"{NEW_ROOT}/{name}")
 
@@ -334,7 +324,7 @@ def _show_path(path: str, target: str) -> None:
 def drop_rights(kept_capabilities: int) -> None:
     """Drop all capabilities but `kept_capabilities`, a set of bits, also for programs run by exec. Children
     cannot read the memory of this process, which ends with its parent and adopts orphans."""
-    # a program run as root gets every capability of this set
+    # A program run as root gets every capability of this set
     for capability in range(CAPABILITY_COUNT if kept_capabilities else 0):
         if not kept_capabilities >> capability & 1:
             attempt(partial(prctl, PR_CAPBSET_DROP, capability), [])  # this kernel may have fewer

@@ -26,7 +26,7 @@ def empty_directory(directory: str) -> None:
     if not os.path.islink(directory):
         os.chmod(directory, 0o700)
     top_fd = os.open(directory, os.O_DIRECTORY | os.O_NOFOLLOW)
-    # a prefix of names that the code cannot have used
+    # A prefix of names that the code cannot have used
     name_prefix = os.urandom(16).hex()
     moved_count = 0
 
@@ -66,8 +66,8 @@ def _delete_files(directory_fd: int) -> list[str]:
 
 
 def make_private_directory(directory: str) -> None:
-    """Make a directory that only this user can open. PermissionError: the path exists and is open to
-    others."""
+    """Make a directory that only this user can open. PermissionError: the path is no directory, or belongs to
+    another user, or is open to others."""
     os.makedirs(directory, 0o700, exist_ok=True)
     status = os.lstat(directory)
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:

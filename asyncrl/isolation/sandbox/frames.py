@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 REQUEST_HEADER = struct.Struct("!cdII")  # kind, seconds, bytes of the source, bytes of the input
-# index of the ending, status, whether state was lost, bytes left out, bytes of the output
+# Index of the ending, status, whether state was lost, bytes left out, bytes of the output
 REPLY_HEADER = struct.Struct("!Bi?QI")
 HELLO = struct.Struct("!BI")  # bits of the guarantees in force (see GUARANTEES), bytes of the notes
 

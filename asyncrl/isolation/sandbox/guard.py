@@ -49,7 +49,7 @@ def run_warden(
     try:
         kernel.go_first_without_memory()
         with suppress(OSError, ValueError):  # the limit may be 0 already
-            # with 0 the machine's handler of crashes would run as root; the code cannot change this limit
+            # With 0 the machine's handler of crashes would run as root; the code cannot change this limit
             resource.setrlimit(resource.RLIMIT_CORE, (1, 1))
         with open(interpreter.__file__) as file:
             interpreter_source = file.read()
@@ -79,7 +79,7 @@ def wait_for_warden(warden_pid: int, plan: confine.ConfinementPlan, memory_group
     os.waitpid(warden_pid, 0)
 
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    # processes left by a killed warden, without a process namespace
+    # Processes left by a killed warden, without a process namespace
     kernel.end_all(signals_are_contained=False)
     emptying.remove_directory(plan.fallback_home)
     if memory_group:

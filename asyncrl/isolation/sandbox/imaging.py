@@ -19,7 +19,7 @@ from asyncrl.isolation.sandbox import kernel
 UPPER_NAME = "upper"
 WORK_NAME = "work"
 MERGED_NAME = "root"
-# top names of the sandbox that no shown path of the machine replaces
+# Top names of the sandbox that no shown path of the machine replaces
 RESERVED_NAMES = (
     "",
     "proc",
@@ -33,7 +33,7 @@ DEFAULT_ETC_TEXTS = {"hosts": "127.0.0.1 localhost\n::1 localhost\n", "nsswitch.
 
 
 def copy_layers(layers: Sequence[str], uid: int) -> list[int]:
-    """Copy the mounts of an image's layers. All files must belong to the user `uid`. OSError: the files
+    """Copy the mounts of an image's layers, in which all files belong to the user `uid`. OSError: the files
     belong to another user, and cannot be mapped."""
     if not layers:
         return []
@@ -123,7 +123,11 @@ def enter_image(
     options += f",workdir={private_directory}/{WORK_NAME},userxattr"
     kernel.mount("overlay", f"{private_directory}/{MERGED_NAME}", "overlay", kernel.MS_SAFE, options)
 
-    grafts = {path: _copy_path(small_root + path) for path in _outermost_paths(shown_paths)}
+    grafts: dict[str, int | str] = {}  # a copied mount, or the target of a link, by path
+    for path in _outermost_paths(shown_paths):
+        source = small_root + path
+        grafts[path] = os.readlink(source) if os.path.islink(source) else kernel.copy_mount(source)
+
     proc_mount = kernel.copy_mount(f"{small_root}/proc")
     device_mount = kernel.copy_mount(f"{small_root}/dev")
 
@@ -153,11 +157,6 @@ def _outermost_paths(paths: Sequence[str]) -> list[str]:
     return outermost_paths
 
 
-def _copy_path(path: str) -> int | str:
-    """Copy a mount, or read the target of a link."""
-    return os.readlink(path) if os.path.islink(path) else kernel.copy_mount(path)
-
-
 def _graft_path(path: str, copied: int | str, uid: int) -> None:
     if isinstance(copied, int) and stat.S_ISDIR(os.fstat(copied).st_mode):
         _make_directory(path, uid, real=True)
@@ -176,7 +175,8 @@ def _graft_path(path: str, copied: int | str, uid: int) -> None:
 
 
 def _make_directory(path: str, uid: int, mode: int = 0o755, real: bool = False) -> None:
-    """Make a directory of the image if there is none. `real`: also replace a link to a directory."""
+    """Make a directory of the image if there is none, in place of a file. `real`: also in place of a link to
+    a directory."""
     if os.path.isdir(path) and not (real and os.path.islink(path)):
         return
     if os.path.lexists(path):
@@ -190,7 +190,7 @@ def _make_directory(path: str, uid: int, mode: int = 0o755, real: bool = False) 
 
 
 def _give_to_user(path: str | int, uid: int) -> None:
-    # only root's sandbox has another user; elsewhere the group may have another number
+    # Only root's sandbox has another user; elsewhere the group may have another number
     if uid != os.getuid():
         os.chown(path, uid, uid)
 

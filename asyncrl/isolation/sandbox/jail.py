@@ -20,7 +20,7 @@ import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -51,7 +51,7 @@ MOVE_SECONDS = 60.0  # to move a file or the changes
 END_SECONDS = 2.0  # to end after SIGTERM, and again after SIGKILL
 CLEAN_SECONDS = 5.0  # the owner waits so long for a directory to be emptied
 MAX_OUTPUT_BYTES = 16 << 20
-# paths of every sandbox with an image that never count as changed
+# Paths of every sandbox with an image that never count as changed
 SANDBOX_FILES = (
     *("/proc", "/dev", "/sys"),
     *(f"/etc/{name}" for name in ETC_FILES),
@@ -188,22 +188,21 @@ class Jail:
     async def write_file(self, path: str, data: bytes) -> None:
         """Write a file with the rights of the code. `path`: absolute, or relative to the code's directory.
         SandboxError: the file cannot be written."""
-        await self._send_data(f"file {path!r}", frames.WRITE, os.fsencode(path), data)
+        await self._move_files(f"file {path!r}", frames.WRITE, os.fsencode(path), sent_data=data)
 
     async def read_file(self, path: str) -> bytes:
         """Read a file with the rights of the code. SandboxError: the file cannot be read, or is larger than
         the limit of an output."""
         max_bytes = self.limits.output
-        return await self._receive_data(
-            f"file {path!r}", frames.READ, json.dumps((max_bytes, path)).encode(), max_bytes
-        )
+        source = json.dumps((max_bytes, path)).encode()
+        return await self._move_files(f"file {path!r}", frames.READ, source, max_bytes=max_bytes)
 
     async def collect_changes(
         self, roots: Sequence[str] = (), skip_globs: Sequence[str] = (), max_bytes: int = MAX_CHANGE_BYTES
     ) -> bytes:
         """Collect changed, new and deleted files, all or only below `roots`: an archive in the format of
         changes.py. Names that match a glob of `skip_globs` are left out. SandboxError: more than `max_bytes`
-        changed, a root is a link, or the sandbox has ended."""
+        changed, a root is a link, or the sandbox has ended. ValueError: a root lies outside."""
         top_directory = self.home or "/"
         sandbox_files = tuple[str, ...]()
         if self._image:
@@ -211,13 +210,13 @@ class Jail:
             sandbox_files = (*SANDBOX_FILES, *self._shown_paths)
 
         source = changes.encode_request(max_bytes, top_directory, roots, (*skip_globs, *sandbox_files))
-        return await self._receive_data("the changes", frames.COLLECT, source, max_bytes)
+        return await self._move_files("the changes", frames.COLLECT, source, max_bytes=max_bytes)
 
     async def apply_changes(self, archive: bytes, keep_globs: Sequence[str] = ()) -> None:
         """Apply the changes of another sandbox with the same image. Names that match a glob of `keep_globs`
         stay as they are here. SandboxError: the archive cannot be applied."""
         source = changes.encode_request(len(archive), "/", (), keep_globs)
-        await self._send_data("the changes", frames.APPLY, source, archive)
+        await self._move_files("the changes", frames.APPLY, source, sent_data=archive)
 
     async def close(self) -> None:
         """End every process of the sandbox. Raises only when cancelled, and may be called twice."""
@@ -229,42 +228,46 @@ class Jail:
     ) -> RunResult:
         started_at = time.monotonic()
         result = await self._ask_warden(request, streams)
-
+        seconds = time.monotonic() - started_at
         lost = self.losses > self._reported_losses
-        emptied = self._emptied
+        result = replace(result, lost=lost, emptied=self._emptied, seconds=seconds)
 
         self._reported_losses = self.losses
         self._emptied = False
-
-        return replace(result, lost=lost, emptied=emptied, seconds=time.monotonic() - started_at)
-
-    async def _receive_data(self, subject: str, kind: bytes, source: bytes, max_bytes: int) -> bytes:
-        our_end, their_end = os.pipe()
-        data = bytearray()
-        await self._move_files(
-            subject, kind, source, their_end, partial(changes.receive_archive, our_end, data, max_bytes)
-        )
-        return bytes(data)
-
-    async def _send_data(self, subject: str, kind: bytes, source: bytes, data: bytes) -> None:
-        their_end, our_end = os.pipe()
-        await self._move_files(subject, kind, source, their_end, partial(changes.send_archive, our_end, data))
+        return result
 
     async def _move_files(
-        self, subject: str, kind: bytes, source: bytes, their_end: int, serve_our_end: Callable[[], None]
-    ) -> None:
-        """Move files over a pipe. `serve_our_end` runs in a thread, serves our end and closes it."""
-        streams = [their_end]
+        self, subject: str, kind: bytes, source: bytes, *, sent_data: bytes | None = None, max_bytes: int = 0
+    ) -> bytes:
+        """Move files over a pipe, whose other end the sandbox gets: send `sent_data`, or without that receive
+        and return at most `max_bytes`. `subject`: the moved files, for errors. SandboxError."""
+        read_end, write_end = os.pipe()
+        received_data = bytearray()
+
+        def send() -> None:
+            # The sandbox may give up before it has read everything.
+            with contextlib.suppress(BrokenPipeError), open(write_end, "wb", 0) as pipe:
+                frames.write_all(pipe.fileno(), sent_data or b"")
+
+        def receive() -> None:
+            limit = max_bytes + changes.ENTRY_HEADER.size  # the END of an archive is one header
+            with open(read_end, "rb", 0) as pipe:
+                while len(received_data) <= limit and (chunk := pipe.read(changes.CHUNK_BYTES)):
+                    received_data.extend(chunk)
+
+        their_streams = [write_end if sent_data is None else read_end]
+        serve_our_end = receive if sent_data is None else send
         serving_task = asyncio.ensure_future(in_thread(serve_our_end, "sandbox"))
         try:
-            result = await self._ask_warden(frames.RunRequest(kind, MOVE_SECONDS, source), streams)
+            result = await self._ask_warden(frames.RunRequest(kind, MOVE_SECONDS, source), their_streams)
         finally:
-            _close_all(streams)
+            _close_all(their_streams)
 
         await serving_task
         if result.ending is not RunEnding.DONE:
             failure = result.output.strip() or result.ending
             raise SandboxError(f"{subject} of the sandbox: {failure}")
+        return bytes(received_data)
 
     async def _ask_warden(self, request: frames.RunRequest, streams: list[int] | None = None) -> RunResult:
         if len(request.source) > (max_bytes := frames.MAX_SOURCE_BYTES[request.kind]):
@@ -284,7 +287,7 @@ class Jail:
                 async with asyncio.timeout(request.seconds + LATE_SECONDS):
                     result = await self._send_request(request, streams)
             except BaseException as error:
-                self.losses = self.losses + 1
+                self.losses += 1
                 self._emptied = True
                 await self._end_process()
                 if isinstance(error, OSError | EOFError | SandboxError):

@@ -35,8 +35,8 @@ class TooMuchToMeasure(Exception):
 def measure_processes(max_bytes: int) -> float:
     """Measure the bytes of memory of every process in /proc: anonymous pages, swapped or not, page tables,
     and memory that the kernel holds for the process. Pages and open files that two processes share after a
-    fork count twice. Return early, with the sum so far, once the sum exceeds `max_bytes`; return infinity if
-    the measurement takes too long."""
+    fork count twice. Return early, with the sum so far, once the sum exceeds `max_bytes`; return infinity
+    with MAX_LOCKS locks of files, and if the measurement takes too long."""
     line_counter = _LineCounter()
     try:
         with suppress(OSError):  # a kernel without locks

@@ -189,7 +189,7 @@ def filter_calls() -> None:
         FCNTL[machine_column], *_refuse_if(SECOND_ARGUMENT, EQUAL, SET_SIGNAL), *file_locks, ALLOW
     )
 
-    # a process that shares open files leaves locks behind that belong to no process
+    # A process that shares open files leaves locks behind that belong to no process
     shares_files = [
         (LOAD, 0, 0, FIRST_ARGUMENT),
         (BIT_AND, 0, 0, SHARED_THREAD | SHARED_FILES),
@@ -211,11 +211,14 @@ def filter_calls() -> None:
     huge_pages = _refuse_if(FOURTH_ARGUMENT, ANY_OF, HUGE_PAGES, errno.ENOMEM)
     rules += _when_called(MMAP[machine_column], *huge_pages, *shared_memory, _refuse_call(), ALLOW)
 
+    _install_filter([*rules, *_socket_rules(machine_column)])
+
+
+def _socket_rules(machine_column: int) -> list[BpfLine]:
+    """Return the rules of socket, socketpair and setsockopt."""
     families = [(EQUAL, 3, 0, UNIX_FAMILY), (EQUAL, 2, 0, INET_FAMILY), (EQUAL, 1, 0, INET6_FAMILY)]
     other_family = _refuse_call(errno.EAFNOSUPPORT)
-    rules += _when_called(
-        SOCKET[machine_column], (LOAD, 0, 0, FIRST_ARGUMENT), *families, other_family, ALLOW
-    )
+    rules = _when_called(SOCKET[machine_column], (LOAD, 0, 0, FIRST_ARGUMENT), *families, other_family, ALLOW)
 
     stream_pairs = [
         (LOAD, 0, 0, SECOND_ARGUMENT),
@@ -228,7 +231,7 @@ def filter_calls() -> None:
 
     socket_options: list[BpfLine] = []
     for option in BUFFER_SIZES:
-        # no error, as the kernel also reduces sizes silently
+        # No error, as the kernel also reduces sizes silently
         socket_options += _refuse_if(THIRD_ARGUMENT, EQUAL, option, 0)
 
     for option in SOCKET_FILTERS:
@@ -238,8 +241,7 @@ def filter_calls() -> None:
     flow_labels = [(EQUAL, 0, 3, SOL_IPV6), *_refuse_if(THIRD_ARGUMENT, EQUAL, FLOW_LABELS)]
     socket_level = [(LOAD, 0, 0, SECOND_ARGUMENT), (EQUAL, 0, len(socket_options), SOL_SOCKET)]
     rules += _when_called(SETSOCKOPT[machine_column], *socket_level, *socket_options, *flow_labels, ALLOW)
-
-    _install_filter(rules)
+    return rules
 
 
 def filter_code() -> None:

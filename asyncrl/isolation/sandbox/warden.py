@@ -89,7 +89,7 @@ class Warden:
                     self._signal_all(signal.SIGCONT)
                 reply = handlers.get(request.kind, self._run_program)(request)
 
-                # no process runs between two requests
+                # No process runs between two requests
                 if not kernel.stop_all(self._confinement.signals_are_contained):
                     self._kill_all()
 
@@ -176,7 +176,9 @@ class Warden:
         if self._memory_group:
             self._memory_group.reset_counts()
 
-        pid = self._start_process(lambda: _run_exec(request.source), self._receive_descriptors("3i"))
+        pid = self._start_process(
+            lambda: _exec_program(*json.loads(request.source)), self._receive_descriptors("3i")
+        )
         stop_fd = os.dup(PASSAGE_FD)  # readable when the owner stops the program
         process = WatchedProcess(pid, -1, stop_fd)
 
@@ -194,7 +196,7 @@ class Warden:
         process.close()
 
         status = self._exit_statuses.pop(pid, 0)
-        # the kernel may have killed between two looks
+        # The kernel may have killed between two looks
         if self._memory_group and self._memory_group.has_killed():
             overrun = RunEnding.OVER
         ending = overrun or _ending_of_run(has_ended, failed=status != 0)
@@ -233,7 +235,7 @@ class Warden:
         if (self._memory_group and self._memory_group.has_killed()) or self._exceeds_resident():
             return RunEnding.OVER
 
-        # every sandbox sees the shortage, and the end of a few sandboxes may be enough
+        # Every sandbox sees the shortage, and the end of a few sandboxes may be enough
         is_short = memory.machine_is_short()
         self._short_looks = self._short_looks + 1 if is_short else 0
         return RunEnding.STARVED if self._short_looks > 1 and os.urandom(1)[0] < ENDING_CHANCE else None
@@ -254,13 +256,13 @@ class Warden:
         warden_socket, interpreter_socket = (end.detach() for end in socketpair())
         os.set_blocking(warden_socket, False)
         empty_input = os.open("/dev/null", os.O_RDONLY)
-        return self._fork_watched(
-            lambda: self._serve_cells(interpreter_socket), empty_input, warden_socket, interpreter_socket
-        )
 
-    def _serve_cells(self, control_fd: int) -> int:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first cell may be late before this Python is up
-        return self._exec_python(control_fd, f"serve_cells({control_fd})")
+        def serve_cells() -> int:
+            # The time of the first cell may be over before this Python is up.
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            return self._exec_python(interpreter_socket, f"serve_cells({interpreter_socket})")
+
+        return self._fork_watched(serve_cells, empty_input, warden_socket, interpreter_socket)
 
     def _exec_python(self, kept_fd: int, call: str) -> int:
         """Become the Python inside, and run a call of interpreter.py."""
@@ -271,16 +273,16 @@ class Warden:
     def _fork_watched(
         self, body: Callable[[], object], stdin: int, control_fd: int = -1, child_fd: int = -1
     ) -> WatchedProcess:
-        """Start a process that runs `body`. `control_fd`, `child_fd`: a socket pair, the warden's end
-        first."""
+        """Start a process that runs `body`. `child_fd`: a further descriptor of the process, open only there.
+        `control_fd`: the warden's end of a socket pair whose other end is `child_fd`."""
         output_read, output_write = os.pipe()
         os.set_blocking(output_read, False)
         pid = self._start_process(body, (stdin, output_write, output_write), child_fd)
         return WatchedProcess(pid, output_read, control_fd)
 
     def _start_process(self, body: Callable[[], object], streams: Sequence[int], kept_fd: int = -1) -> int:
-        """Start a process; return the pid. The streams and `kept_fd` are closed here, and open in the
-        process."""
+        """Start a process that runs `body`; return the pid. The streams and `kept_fd` are closed here, and
+        open in the process."""
         pid = os.fork()
         if pid == 0:
             self._become_program(body, streams, kept_fd)
@@ -371,22 +373,20 @@ def set_limits(limits: SandboxLimits, process_limit: int) -> None:
     if limits.memory:
         resource.setrlimit(resource.RLIMIT_AS, (limits.memory << 20, limits.memory << 20))
 
+    # The user has one supply of pending signals for all programs.
+    pending_signals = MAX_PENDING_SIGNALS
+    hard_limit = resource.getrlimit(resource.RLIMIT_SIGPENDING)[1]
+    if hard_limit != resource.RLIM_INFINITY:
+        pending_signals = min(MAX_PENDING_SIGNALS, hard_limit)
+
     values = {
         resource.RLIMIT_FSIZE: limits.file << 20,
         resource.RLIMIT_NOFILE: limits.open_files,
         resource.RLIMIT_NPROC: process_limit,
-        resource.RLIMIT_SIGPENDING: _max_pending_signals(),
+        resource.RLIMIT_SIGPENDING: pending_signals,
     }
     for resource_kind, value in values.items():
         resource.setrlimit(resource_kind, (value, value))
-
-
-def _max_pending_signals() -> int:
-    """Return the limit of pending signals, of which the user has one supply for all programs."""
-    hard_limit = resource.getrlimit(resource.RLIMIT_SIGPENDING)[1]
-    return (
-        MAX_PENDING_SIGNALS if hard_limit == resource.RLIM_INFINITY else min(MAX_PENDING_SIGNALS, hard_limit)
-    )
 
 
 def _enter_directory(directory: str) -> None:
@@ -411,11 +411,6 @@ def _exec_program(words: list[str], environment: Mapping[str, str], directory: s
 
 def _run_shell(command: bytes) -> int:
     return _exec_program([confine.find_shell(), "-c", command.decode("utf-8", "replace")], os.environ)
-
-
-def _run_exec(source: bytes) -> int:
-    words, environment, directory = json.loads(source)
-    return _exec_program(words, environment, directory)
 
 
 def _memory_file(data: bytes) -> int:

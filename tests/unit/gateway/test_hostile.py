@@ -15,7 +15,7 @@ from contextlib import suppress
 
 import pytest
 
-from asyncrl.gateway import Endpoint, Gateway, connections, server
+from asyncrl.gateway import Endpoint, Gateway, connections, loop_time, server
 from asyncrl.types import Message
 from tests.fakes.agents import ask
 from tests.fakes.dialects import DIALECTS, Dialect
@@ -192,19 +192,19 @@ async def test_an_episode_that_takes_the_loop_is_held(
 ) -> None:
     """Of what it sends on 20 connections the worker reads what its share of the loop's time allows, here next
     to nothing; nor does it read of a new connection. Another episode is served meanwhile."""
-    monkeypatch.setattr(connections, "LOOP_BURST", 1e-4)
-    monkeypatch.setattr(connections, "LOOP_FRACTION", 1e-9)
+    monkeypatch.setattr(loop_time, "LOOP_BURST", 1e-4)
+    monkeypatch.setattr(loop_time, "LOOP_FRACTION", 1e-9)
     async with gateway.admit_episode(FakeHost()) as hostile:
         inner = await hostile.serve_on(socket.create_server(("127.0.0.1", 0)))
         streams = [await asyncio.open_connection(*base_address(inner)) for _ in range(20)]
         for _, writer in streams:
             writer.write(costly(hostile.api_key))
         owner = gateway.running_episodes[hostile.api_key]
-        while not gateway._connections._is_held(owner):  # noqa: ASYNC110
+        while not gateway._connections.loop_times.is_held(owner):  # noqa: ASYNC110
             await asyncio.sleep(0)
 
         bytes_before = received[owner]
-        monkeypatch.setattr(connections, "LOOP_BURST", 10.0)
+        monkeypatch.setattr(loop_time, "LOOP_BURST", 10.0)
         late = asyncio.create_task(ask(Endpoint(inner.base_url, hostile.api_key), "q"))
         async with gateway.admit_episode(FakeHost()) as endpoint:
             for _ in range(20):
@@ -219,25 +219,25 @@ async def test_an_episode_that_takes_the_loop_is_held(
 @served
 async def test_a_held_episode_goes_on(gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its share grows with time: it loses time, and no request."""
-    monkeypatch.setattr(connections, "LOOP_BURST", 1e-4)
-    monkeypatch.setattr(connections, "HELD_SECONDS", 0.01)
+    monkeypatch.setattr(loop_time, "LOOP_BURST", 1e-4)
+    monkeypatch.setattr(loop_time, "HELD_SECONDS", 0.01)
     async with gateway.admit_episode(FakeHost()) as endpoint:
         held = 0
         for _ in range(10):
             assert (await ask(endpoint, "q" * 1000))[0] == 200
-            held += gateway._connections._is_held(gateway.running_episodes[endpoint.api_key])
+            held += gateway._connections.loop_times.is_held(gateway.running_episodes[endpoint.api_key])
         assert held > 0
 
 
 def hold(gateway: Gateway, endpoint: Endpoint) -> None:
-    gateway._connections.charge_episode(gateway.running_episodes[endpoint.api_key], 1e6)
+    gateway._connections.loop_times.charge_episode(gateway.running_episodes[endpoint.api_key], 1e6)
 
 
 def release(gateway: Gateway, endpoint: Endpoint) -> None:
-    held = gateway._connections
+    loop_times = gateway._connections.loop_times
     episode = gateway.running_episodes[endpoint.api_key]
-    held.charge_episode(episode, -1e7)
-    held._release(episode, held._loop_times[episode])
+    loop_times.charge_episode(episode, -1e7)
+    loop_times._release(episode, loop_times._episode_times[episode])
 
 
 @served
@@ -279,8 +279,9 @@ async def test_an_episode_is_held_for_a_bounded_time_before_it_is_decided_anew(g
         now = asyncio.get_running_loop().time()
         for each in (endpoint, other):
             hold(gateway, each)
-            timer = gateway._connections._loop_times[gateway.running_episodes[each.api_key]].release_timer
-            assert timer is not None and now < timer.when() < now + connections.MOST_HELD_SECONDS + 1
+            episode_times = gateway._connections.loop_times._episode_times
+            timer = episode_times[gateway.running_episodes[each.api_key]].release_timer
+            assert timer is not None and now < timer.when() < now + loop_time.MOST_HELD_SECONDS + 1
 
 
 @served
@@ -302,7 +303,7 @@ async def test_an_ended_episode_is_let_go(gateway: Gateway, monkeypatch: pytest.
             writer.write(request(endpoint.api_key, body="{}"))
         while not decoded:  # noqa: ASYNC110
             await asyncio.sleep(0)
-    assert not gateway._connections._loop_times
+    assert not gateway._connections.loop_times._episode_times
     assert [(await reader.readline()).split()[1] for reader, _ in streams] == [b"400", b"401", b"401"]
     assert len(decoded) == 1
     for _, writer in streams:
@@ -345,7 +346,7 @@ async def test_costly_requests_of_an_episode_are_decoded_one_after_the_other(
         owner = gateway.running_episodes[hostile.api_key]
         streams = [await asyncio.open_connection(*base_address(hostile)) for _ in range(5)]
         monkeypatch.setattr(
-            server, "_check_parts", lambda body: gateway._connections.charge_episode(owner, 1000.0)
+            server, "_check_parts", lambda body: gateway._connections.loop_times.charge_episode(owner, 1000.0)
         )
         for number, (_, writer) in enumerate(streams):
             messages = [{"role": "user", "content": f"q{number}"}]

@@ -18,7 +18,7 @@ import pytest
 from asyncrl.config import RunConfig, parse
 from asyncrl.errors import UserCodeError
 from asyncrl.isolation import calls
-from asyncrl.isolation.calls import LoopThread, call_user
+from asyncrl.isolation.calls import LoopThread, call_user, call_without_deadline
 from asyncrl.rollout import worker
 from asyncrl.wire.sockets import Endpoints
 
@@ -111,7 +111,7 @@ def test_what_ends_its_process_ends_its_call() -> None:
     async def main() -> None:
         for function, blocking in ((leave, False), (leave, True), (leave_in_the_loop, False)):
             with pytest.raises(UserCodeError, match=r"SystemExit: os._exit\(7\) in a process that it shares"):
-                await call_user(function, 60.0, blocking=blocking)
+                await call_user(lambda: call_without_deadline(function, blocking=blocking), 60.0)  # noqa: B023
         with warnings.catch_warnings(action="ignore", category=DeprecationWarning):  # a fork beside threads
             assert await call_user(fork_and_leave, 60.0) == 7
 
