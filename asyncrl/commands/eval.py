@@ -188,15 +188,37 @@ def configuration(target: Target, options: argparse.Namespace) -> RunConfig:
     fixed_overrides = [override("model.path", target.model), "total_steps=0"]
     if target.run_dir is not None:
         fixed_overrides += [override("run_dir", options.run_dir)]
-        composed_config = recompose(target.run_dir, [ALL_SAMPLES, *arguments, *fixed_overrides])
+        config = recompose(target.run_dir, [ALL_SAMPLES, *arguments, *fixed_overrides])
     else:
         base_overrides = [ALL_SAMPLES, "data.train=-", override("run_dir", options.run_dir)]
-        composed_config = compose([*base_overrides, *arguments, *fixed_overrides], options.config_dir)
+        config = compose([*base_overrides, *arguments, *fixed_overrides], options.config_dir)
 
-    config = _untrained(composed_config)
+    if not config.data.test:
+        raise ConfigError(
+            "data.test: nothing to evaluate on; give data=FILE, with the columns of asyncrl train"
+        )
+    if config.agents:
+        raise ConfigError(
+            "agents: a checkpoint's export is without their adapters; see val/ in the metrics of the run"
+        )
+
+    from asyncrl.algorithms.recipe import imitates
     from asyncrl.launch.models import resolve_models
     from asyncrl.launch.run_directory import previous_config
 
+    # Keys of training must not change the name of the run.
+    config = replace(
+        config,
+        data=replace(config.data, train=config.data.test, shuffle=False, order="", epochs=0),
+        model=replace(config.model, lora_rank=0),
+        algorithm=config.algorithm if imitates(config) else training.AlgorithmConfig(),
+        buffer=training.BufferConfig(groups_per_batch=1),
+        trainer=training.TrainerConfig(),
+        kl=training.KLConfig(),
+        critic=training.CriticConfig(),
+        checkpoint=training.CheckpointConfig(),
+        weights=replace(config.weights, transport="disk", full_every=1),
+    )
     config = resolve_models(config, previous_config(config))
 
     if not any(argument.startswith("name=") for argument in arguments):
@@ -210,31 +232,6 @@ def configuration(target: Target, options: argparse.Namespace) -> RunConfig:
         stem = stem.encode()[:STEM_BYTES].decode(errors="ignore")
         config = replace(config, name=f"eval-{stem}-{fingerprint(config)}", resume="auto")
     return config
-
-
-def _untrained(config: RunConfig) -> RunConfig:
-    from asyncrl.algorithms.recipe import imitates
-
-    if not config.data.test:
-        raise ConfigError(
-            "data.test: nothing to evaluate on; give data=FILE, with the columns of asyncrl train"
-        )
-    if config.agents:
-        raise ConfigError(
-            "agents: a checkpoint's export is without their adapters; see val/ in the metrics of the run"
-        )
-    return replace(
-        config,
-        data=replace(config.data, train=config.data.test, shuffle=False, order="", epochs=0),
-        model=replace(config.model, lora_rank=0),
-        algorithm=config.algorithm if imitates(config) else training.AlgorithmConfig(),
-        buffer=training.BufferConfig(groups_per_batch=1),
-        trainer=training.TrainerConfig(),
-        kl=training.KLConfig(),
-        critic=training.CriticConfig(),
-        checkpoint=training.CheckpointConfig(),
-        weights=replace(config.weights, transport="disk", full_every=1),
-    )
 
 
 def fingerprint(config: RunConfig) -> str:
@@ -297,11 +294,6 @@ def by_task(tasks: dict[int, tuple[str, str]], numbers: NumbersPerSample) -> dic
     }
 
 
-def print_result(result: Result, baseline: Result | None = None) -> None:
-    """Print the table, and write its numbers."""
-    _print_table(result, baseline, write_result(result, baseline))
-
-
 def write_result(result: Result, baseline: Result | None = None) -> dict[str, dict[str, Any]]:
     """Write evaluation.json in the run's directory, and return the numbers of the table."""
     if baseline is not None and baseline.data != result.data:
@@ -321,16 +313,25 @@ def write_result(result: Result, baseline: Result | None = None) -> dict[str, di
     return metrics
 
 
-def _print_table(result: Result, baseline: Result | None, metrics: dict[str, dict[str, Any]]) -> None:
+def print_result(result: Result, baseline: Result | None = None) -> None:
+    """Write the numbers of an evaluation, and print the table."""
+    metrics = write_result(result, baseline)
     shown_names = [name for name in metrics if name.startswith("val-core/")]
     if len({episode.source for episode in result.episodes}) == 1:  # `all` would repeat the only source
         shown_names = [name for name in shown_names if not name.startswith("val-core/all/")]
 
     lines: list[tuple[str, ...]] = [("", *COLUMNS[: 5 if baseline else 3])]
     for name in shown_names:
-        # `mean@1` would repeat `mean@k`.
-        if not (name.endswith("/mean@1") and name.replace("/mean@1", "/pass@2") in metrics):
-            lines.append((name.removeprefix("val-core/"), *_metric_cells(metrics[name])))
+        if name.endswith("/mean@1") and name.replace("/mean@1", "/pass@2") in metrics:
+            continue  # `mean@1` would repeat `mean@k`.
+
+        numbers = metrics[name]
+        interval_text = f"{numbers['low']:.4f} to {numbers['high']:.4f}"
+        cells = [f"{numbers['mean']:.4f}", interval_text, str(numbers["samples"])]
+        if "difference" in numbers:
+            interval_text = f"{numbers['difference_low']:+.4f} to {numbers['difference_high']:+.4f}"
+            cells += [f"{numbers['difference']:+.4f}", interval_text]
+        lines.append((name.removeprefix("val-core/"), *cells))
 
     lines += [
         (name.removeprefix("val-core/"), f"{value:.4f}")
@@ -344,8 +345,8 @@ def _print_table(result: Result, baseline: Result | None, metrics: dict[str, dic
             lines.append((task, *(f"{values[name]:.4f}" if name in values else "" for name in columns)))
 
     width = max(len(line[0]) for line in filter(None, lines))
-    for first, *cells in (line or ("",) for line in lines):
-        print(printable(" ".join((f"{first:<{width}}", *(f"{cell:>18}" for cell in cells))).rstrip()))
+    for first, *line_cells in (line or ("",) for line in lines):
+        print(printable(" ".join((f"{first:<{width}}", *(f"{cell:>18}" for cell in line_cells))).rstrip()))
 
     if failed := sum(episode.result is None for episode in result.episodes):
         print(f"{failed} of {len(result.episodes)} episodes failed at every attempt")
@@ -368,12 +369,3 @@ def summarize_metrics(numbers: NumbersPerSample, baseline: NumbersPerSample) -> 
             difference = {"difference": sum(pairs) / len(pairs)}
             metrics[name] |= difference | {"difference_low": low, "difference_high": high}
     return dict(sorted(metrics.items()))
-
-
-def _metric_cells(numbers: dict[str, Any]) -> Sequence[str]:
-    interval_text = f"{numbers['low']:.4f} to {numbers['high']:.4f}"
-    cells = [f"{numbers['mean']:.4f}", interval_text, str(numbers["samples"])]
-    if "difference" in numbers:
-        interval_text = f"{numbers['difference_low']:+.4f} to {numbers['difference_high']:+.4f}"
-        cells += [f"{numbers['difference']:+.4f}", interval_text]
-    return cells

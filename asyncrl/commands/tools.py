@@ -20,7 +20,7 @@ from asyncrl.tools.base import Tool, join_names, tools
 from asyncrl.tools.loading import load_spec
 from asyncrl.tools.schema import outline_parameters, read_docstring
 from asyncrl.tools.toolbox import call_tool
-from asyncrl.types import Sample, ToolCall
+from asyncrl.types import ToolCall
 
 SHOWN_OPTIONS = ("timeout", "retries", "concurrency", "rate", "replay", "blocking", "process")
 
@@ -87,7 +87,14 @@ def call_once(
         problem = f"has no tool {name!r}" if name else f"gives {len(tools_by_name)} tools"
         raise ConfigError(f"{spec!r} {problem}; choose one with --name: {join_names(tools_by_name)}")
 
-    sample_row = _read_sample(sample) if sample else None
+    sample_row = None
+    if sample:  # a row of a data set, as tools see the row in training; the prompt may be missing
+        with ConfigError.instead_of(
+            OSError, *UNDECODABLE, text=f"--sample {sample}: no sample as a JSON object"
+        ):
+            columns = msgspec.json.decode(sample.read_bytes(), type=dict[str, Any])
+        sample_row = read_question(RowOrigin(str(sample), 0), {"prompt": "?"} | columns, RowLayout())
+
     reply = asyncio.run(call_tool(tools_by_name[name], ToolCall(name, text), sample=sample_row))
     print(reply.content)
     reward = f", reward {reply.reward:g}" if reply.reward else ""
@@ -107,14 +114,6 @@ def _arguments(pairs: Sequence[str]) -> dict[str, Any]:
         except ValueError:
             arguments[key] = value
     return arguments
-
-
-def _read_sample(path: Path) -> Sample:
-    """Read a row of a data set from a JSON file, as tools see the row in training; the prompt may be
-    missing."""
-    with ConfigError.instead_of(OSError, *UNDECODABLE, text=f"--sample {path}: no sample as a JSON object"):
-        row = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
-    return read_question(RowOrigin(str(path), 0), {"prompt": "?"} | row, RowLayout())
 
 
 def _print_tool(spec: str, tool: Tool) -> None:
