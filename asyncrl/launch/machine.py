@@ -120,9 +120,13 @@ def _check_sglang_version(program: str, needed_modules: list[str]) -> Iterator[N
             command, capture_output=True, text=True, timeout=VERSION_TIMEOUT, check=True
         )
     except (OSError, subprocess.SubprocessError) as error:
-        yield warning(
-            f"{program}: no version of sglang could be read ({_failure_reason(error)}); install it there"
-        )
+        # The texts of subprocess's exceptions would quote the whole command.
+        reason = one_line(error)
+        if isinstance(error, subprocess.TimeoutExpired):
+            reason = f"no answer within {error.timeout:g} s"
+        elif isinstance(error, subprocess.CalledProcessError):
+            reason = (error.stderr.strip().splitlines() or [f"it {describe_exit(error.returncode)}"])[-1]
+        yield warning(f"{program}: no version of sglang could be read ({reason}); install it there")
         return
 
     sglang_version, *module_lines = completed.stdout.strip().splitlines() or ["none"]
@@ -137,16 +141,6 @@ def _check_sglang_version(program: str, needed_modules: list[str]) -> Iterator[N
         yield warning(f"sglang {sglang_version} is slower than it could be: {line}; {advice}")
 
     yield ok(f"{sglang_version} ({program})")
-
-
-def _failure_reason(error: Exception) -> str:
-    """Return the last line that a program printed, or how the program ended; the exception itself would quote
-    the whole command."""
-    if isinstance(error, subprocess.TimeoutExpired):
-        return f"no answer within {error.timeout:g} s"
-    if isinstance(error, subprocess.CalledProcessError):
-        return (error.stderr.strip().splitlines() or [f"it {describe_exit(error.returncode)}"])[-1]
-    return one_line(error)
 
 
 @preflight_check("ports")

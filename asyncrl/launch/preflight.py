@@ -257,10 +257,9 @@ async def try_sample(parts: EpisodeParts, sample: Sample) -> list[Note]:
 
     truth = json.loads(sample.ground_truth)
     reward = parts.reward
-    truth_answer = ("its ground truth", truth if isinstance(truth, str) else sample.ground_truth)
     answers = [("no text", "")]
     if truth is not None:
-        answers.insert(0, truth_answer)
+        answers.insert(0, ("its ground truth", truth if isinstance(truth, str) else sample.ground_truth))
 
     if task_of(sample):  # Rewards of tasks judge changed files, not answers
         answers = []
@@ -522,25 +521,19 @@ def estimate(inputs: Inputs) -> Iterator[Note]:
         test_count = len(inputs.run_data.test or ())
 
         yield from map(ok, estimates.describe_work(config, train_count, test_count, prompt_tokens))
-        yield from map(ok, _describe_side_requests(inputs))
+        # How many side requests an agent makes is unknown before the agent has run.
+        agent = inputs.parts.agent
+        is_tested = isinstance(agent, Command) and agent.harness.tested
+        if config.rollout.agent and not config.rollout.untrained_agents and not is_tested:
+            yield ok(
+                "agent: all of its requests are trained with the episode's reward, side requests (titles, "
+                "commit messages) included, unless rollout.untrained_agents names them; rollout/rows/mean "
+                "above 1 means that there is more than one conversation per episode"
+            )
         yield from map(ok, estimates.describe_costs(config, has_gpu))
         yield from memory.describe_memory(config, has_gpu)
         if uses_gpu(config, has_gpu) is False and not inputs.run_data.train[0].demonstration:
             yield from map(ok, estimates.describe_time(config, test_count, prompt_tokens))
-
-
-def _describe_side_requests(inputs: Inputs) -> Iterator[str]:
-    """Say that all requests of an agent are trained if the configuration names no side requests. How many
-    requests an agent makes is unknown before the agent has run."""
-    rollout = inputs.config.rollout
-    agent = inputs.parts.agent
-    is_tested = isinstance(agent, Command) and agent.harness.tested
-    if rollout.agent and not rollout.untrained_agents and not is_tested:
-        yield (
-            "agent: all of its requests are trained with the episode's reward, side requests (titles, commit "
-            "messages) included, unless rollout.untrained_agents names them; rollout/rows/mean above 1 means "
-            "that there is more than one conversation per episode"
-        )
 
 
 @contextmanager

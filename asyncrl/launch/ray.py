@@ -226,7 +226,9 @@ def connect_cluster(config: RunConfig) -> Iterator[str]:
     Raises ConfigError."""
     address = config.launch.ray_address
     try:
-        check_listening(address)
+        # If no server listens at host:port, Ray itself needs minutes to find that out.
+        if address_match := re.fullmatch(r"(?:ray://)?([^/:]+):(\d+)", address):
+            socket.create_connection((address_match[1], int(address_match[2])), CONNECT_TIMEOUT).close()
         ray.init(
             address=address or "local",  # None would mean the address in RAY_ADDRESS
             include_dashboard=None if address else False,
@@ -271,9 +273,3 @@ def list_nodes() -> list[Node]:
     ]
 
     return sorted(alive_nodes, key=lambda node: node.address)
-
-
-def check_listening(address: str) -> None:
-    """Raise OSError if no server listens at host:port; Ray itself needs minutes to find that out."""
-    if address_match := re.fullmatch(r"(?:ray://)?([^/:]+):(\d+)", address):
-        socket.create_connection((address_match[1], int(address_match[2])), CONNECT_TIMEOUT).close()
