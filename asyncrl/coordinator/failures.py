@@ -1,4 +1,4 @@
-"""Count failures, and draw conclusions that survive a restart of the coordinator.
+"""Counts failures, and draws conclusions that survive a restart of the coordinator.
 
 `FailedAttempts` counts failed attempts at training episodes. `FirstAttempts` ends a run whose first attempts
 all fail for the same reason (a tool, a reward, an environment or an agent that always raises, or long
