@@ -193,7 +193,7 @@ class RaySpawner:
         return RayProcess(planned, actor, node_call, run_call, self)
 
     def rendezvous(self, unit: Unit, incarnation: str) -> str:
-        """Return a free port of this machine, on which rank 0 runs."""
+        """Return the URL of a free port of this machine, on which rank 0 runs; '' for a single process."""
         if len(unit.processes) == 1:
             return ""
         with socket.socket() as probe:

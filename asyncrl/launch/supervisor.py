@@ -150,8 +150,8 @@ class Supervisor:
             handle.kill()
 
     def kill_role(self, role: str, incarnation: str = "") -> None:
-        """Kill all processes of a role that does not answer, or the process with this incarnation. The next
-        poll restarts the unit."""
+        """Kill the processes of a role that does not answer: all, or those with this incarnation. The next
+        polls restart their units."""
         for unit in self.units:
             if unit.plan.role == role and incarnation in ("", unit.incarnation):
                 for handle in unit.alive:

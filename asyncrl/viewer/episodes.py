@@ -36,7 +36,7 @@ Decode = Callable[[Sequence[int]], str]
 
 
 def load_decoder(model: str) -> Decode:
-    """Return a function that decodes ids with the tokenizer of a model directory. ConfigError."""
+    """Return a function that decodes ids with the tokenizer of a model directory. Raises ConfigError."""
     from tokenizers import Tokenizer  # load_tokenizer has compared the run's tokenizer with this library's
 
     path = Path(model) / "tokenizer.json"
