@@ -129,15 +129,26 @@ def evaluate(target: Target, options: argparse.Namespace) -> tuple[int, Path | N
 
 def resolve_target(name: str, runs_directory: Path) -> Target:
     """Return a checkpoint's export, for a checkpoint or a run; else the model itself, which may be on the
-    hub."""
+    hub. Raises ConfigError for a name that can be none of these."""
+    from asyncrl.launch.models import parse_hub_model
+
     path = Path(name)
     is_checkpoint = path.name.startswith("step-") and (path / "manifest.json").is_file()
 
     if not (
         is_checkpoint or (path / "config.yaml").is_file() or (runs_directory / name / "config.yaml").is_file()
     ):
-        _check_model(name, runs_directory)
-        return Target(name, None)
+        model_path = path.expanduser()
+        is_in_runs = model_path.parent.resolve() == runs_directory.resolve()
+        if model_path.is_dir() or (parse_hub_model(name) and not is_in_runs):
+            return Target(name, None)
+
+        runs = list_run_directories(runs_directory) if runs_directory.is_dir() else []
+        raise ConfigError(
+            f"{name}: there is no such model, checkpoint or run; give a model directory, owner/name of the "
+            f"hub, a checkpoint ({runs_directory}/NAME/checkpoints/step-N), or a run in {runs_directory}: "
+            f"{', '.join(sorted(run.name for run in runs)) or 'there is none'}"
+        )
 
     checkpoints, step, run_dir = find_checkpoint(name, runs_directory)
     export = Path(checkpoints.file_path(step)) / "hf"
@@ -158,25 +169,6 @@ def check_order(options: argparse.Namespace) -> None:
 def unknown_keys(arguments: Sequence[str]) -> ConfigError | None:
     """Return an error that describes unknown keys; None if all keys are known."""
     return refused_keys([word for word in arguments if word.partition("=")[0] not in (*ALIASES, "out")])
-
-
-def _check_model(name: str, runs_directory: Path) -> None:
-    """Raise ConfigError for a name that can be no model: neither a directory nor a repository of the hub."""
-    from asyncrl.launch.models import parse_hub_model
-
-    path = Path(name).expanduser()
-    if path.is_dir() or (parse_hub_model(name) and path.parent.resolve() != runs_directory.resolve()):
-        return
-    names = (
-        ", ".join(sorted(run.name for run in list_run_directories(runs_directory)))
-        if runs_directory.is_dir()
-        else ""
-    )
-    raise ConfigError(
-        f"{name}: there is no such model, checkpoint or run; give a model directory, owner/name of the hub, "
-        f"a checkpoint ({runs_directory}/NAME/checkpoints/step-N), or a run in {runs_directory}: "
-        f"{names or 'there is none'}"
-    )
 
 
 def configuration(target: Target, options: argparse.Namespace) -> RunConfig:

@@ -70,8 +70,21 @@ def list_tools(specs: Sequence[str], arguments: Mapping[str, Any]) -> int:
             option_texts = ", ".join(map(_format_option, inspect.signature(factory).parameters.values()))
             print(f"{spec}  [makes tools; options: {option_texts}]\n    {read_docstring(factory)[0]}")
             continue
+
         for tool in loaded_tools:
-            _print_tool(spec, tool)
+            body = tool.schema["function"]
+            source_text = f"  [{spec}]" if spec != tool.name else ""
+            print(f"{tool.name}({outline_parameters(tool.schema)}){source_text}")
+            print(f"    {body.get('description') or 'no description'}")
+
+            kind = "an object per episode" if tool.state else "a function"
+            option_values = {key: getattr(tool, key) for key in SHOWN_OPTIONS}
+            changed_options = "".join(
+                f", {key}={value}"
+                for key, value in option_values.items()
+                if value != Tool.__dataclass_fields__[key].default
+            )
+            print(f"    {kind}{changed_options}")
     return 0
 
 
@@ -114,21 +127,6 @@ def _arguments(pairs: Sequence[str]) -> dict[str, Any]:
         except ValueError:
             arguments[key] = value
     return arguments
-
-
-def _print_tool(spec: str, tool: Tool) -> None:
-    body = tool.schema["function"]
-    print(f"{tool.name}({outline_parameters(tool.schema)})" + (f"  [{spec}]" if spec != tool.name else ""))
-    print(f"    {body.get('description') or 'no description'}")
-
-    kind = "an object per episode" if tool.state else "a function"
-    option_values = {key: getattr(tool, key) for key in SHOWN_OPTIONS}
-    changed_options = {
-        key: option
-        for key, option in option_values.items()
-        if option != Tool.__dataclass_fields__[key].default
-    }
-    print(f"    {kind}" + "".join(f", {key}={value}" for key, value in changed_options.items()))
 
 
 def _format_option(parameter: inspect.Parameter) -> str:

@@ -92,27 +92,26 @@ def check_libraries(inputs: Inputs) -> Iterator[Note]:
 def check_sglang(inputs: Inputs) -> Iterator[Note]:
     """Check the version of SGLang that the run would start, and on GPUs its kernels. `check_servers` checks
     whether the program exists."""
-    engine = inputs.config.engine
-    program = engine.server_command[0] if engine.server_command else sys.executable
-    if not (engine.remote or inputs.config.scorers):
-        yield ok(f"not used: engine.name is {engine.name}")
-    elif not starts_local_servers(inputs.config):
-        yield ok("on other machines, or started already: not looked at here")
-    elif not Path(program).name.startswith("python"):
-        yield ok(f"{program} is not Python: its version is seen when the server starts")
-    else:
-        starts_on_gpu = engine.server_args.get("device", "cuda") == "cuda" and bool(list_gpus())
-        engines_sleep = inputs.config.shifts and engine.remote
-        needed_modules: list[str] = []
-        if starts_on_gpu:
-            needed_modules += SGLANG_KERNELS
-            if engines_sleep:
-                needed_modules.append(MEMORY_SAVER)
-        yield from _check_sglang_version(program, needed_modules)
-
-
-def _check_sglang_version(program: str, needed_modules: list[str]) -> Iterator[Note]:
     from asyncrl.engines.sglang.http import PROTOCOLS
+
+    config = inputs.config
+    engine = config.engine
+    program = engine.server_command[0] if engine.server_command else sys.executable
+    if not (engine.remote or config.scorers):
+        yield ok(f"not used: engine.name is {engine.name}")
+        return
+    if not starts_local_servers(config):
+        yield ok("on other machines, or started already: not looked at here")
+        return
+    if not Path(program).name.startswith("python"):
+        yield ok(f"{program} is not Python: its version is seen when the server starts")
+        return
+
+    needed_modules: list[str] = []
+    if engine.server_args.get("device", "cuda") == "cuda" and list_gpus():
+        needed_modules += SGLANG_KERNELS
+        if config.shifts and engine.remote:  # engines sleep
+            needed_modules.append(MEMORY_SAVER)
 
     command = [program, "-c", SGLANG_PROBE, *needed_modules]
     try:

@@ -48,27 +48,24 @@ def newest_transcript(run_dir: Path, good: bool, threshold: float) -> Transcript
     for _, path in sorted(dated_files, reverse=True)[:MAX_FILES]:
         with suppress(OSError):
             for entry in reversed(list(read_lines(path))):
-                if "score" in entry and succeeds(entry, threshold) == good:
-                    return Transcript(_transcript_title(path, entry, good), str(entry.get("text", "")))
+                if "score" not in entry or succeeds(entry, threshold) != good:
+                    continue
+
+                facts = {
+                    "score": f"{entry['score']:g}",
+                    "ground truth": entry.get("ground_truth"),
+                    "end": entry.get("end"),
+                }
+                facts_text = ", ".join(f"{name} {fact}" for name, fact in facts.items() if fact is not None)
+                origin = f"{path.parent.name}, step {path.stem.removeprefix('step-')}, {entry.get('uid')}"
+                title = f"newest {'good' if good else 'bad'} transcript: {origin}, {facts_text}"
+                return Transcript(title, str(entry.get("text", "")))
     return None
 
 
 def succeeds(entry: Mapping[str, Any], threshold: float) -> bool:
     """Tell whether an entry is a success; a validation's entries state their own success."""
     return bool(entry.get("success", entry["score"] >= threshold - SCORE_ROUNDING))
-
-
-def _transcript_title(path: Path, entry: Mapping[str, Any], good: bool) -> str:
-    facts = {
-        "score": f"{entry['score']:g}",
-        "ground truth": entry.get("ground_truth"),
-        "end": entry.get("end"),
-    }
-
-    facts_text = ", ".join(f"{name} {value}" for name, value in facts.items() if value is not None)
-    step = path.stem.removeprefix("step-")
-    quality = "good" if good else "bad"
-    return f"newest {quality} transcript: {path.parent.name}, step {step}, {entry.get('uid')}, {facts_text}"
 
 
 log = logging.getLogger("asyncrl.observe")
