@@ -72,7 +72,11 @@ def main(argv: list[str] | None = None) -> int:
         return run_enclosed("asyncrl.cli:main", sys.argv[1:], grace_seconds=ENCLOSED_COMMANDS[sys.argv[1]])
 
     try:
-        check_interpreter()
+        if sys.flags.optimize > 1:
+            raise ConfigError(
+                "PYTHONOPTIMIZE=2 (python -OO) strips docstrings, which transformers and descriptions of "
+                "tools need; unset it, or set PYTHONOPTIMIZE=1"
+            )
         exit_code = _dispatch_command(sys.argv[1:] if argv is None else argv)
         if sys.stdout is not None:
             sys.stdout.flush()  # now, as errors of the flush at exit would print a stack trace
@@ -94,15 +98,6 @@ def main(argv: list[str] | None = None) -> int:
         return _report_error(one_line(error), 1)
     except KeyboardInterrupt:
         return _report_error("interrupted", 130)
-
-
-def check_interpreter() -> None:
-    """Raise ConfigError where Python strips docstrings: models of transformers cannot be loaded then."""
-    if sys.flags.optimize > 1:
-        raise ConfigError(
-            "PYTHONOPTIMIZE=2 (python -OO) strips docstrings, which transformers and descriptions of tools "
-            "need; unset it, or set PYTHONOPTIMIZE=1"
-        )
 
 
 def _report_error(text: str, code: int) -> int:

@@ -237,18 +237,14 @@ def describe(error: BaseException, limit: int = 300) -> str:
     description."""
     if isinstance(error, AsyncrlError) and not isinstance(error, UserCodeError):
         return printable(" ".join(str(error).split()))[: 2 * limit]
-    location = _code_location(error)
-    return one_line(error, limit - len(location)) + location
 
-
-def _code_location(error: BaseException) -> str:
-    """Return file and line of the innermost frame in a user's file; if all frames are in installed packages,
-    of the first frame outside asyncrl."""
+    # The innermost frame in a user's file; if all are in installed packages, the first frame outside asyncrl.
     frames = traceback.extract_tb(error.__traceback__)
     foreign_frames = [frame for frame in frames if not frame.filename.startswith(_OWN_PREFIXES)]
     user_frames = [frame for frame in foreign_frames if not frame.filename.startswith(_INSTALLED_PREFIXES)]
     named_frames = user_frames[-1:] or foreign_frames[:1]
-    return f" ({Path(named_frames[0].filename).name}:{named_frames[0].lineno})" if named_frames else ""
+    location = f" ({Path(named_frames[0].filename).name}:{named_frames[0].lineno})" if named_frames else ""
+    return one_line(error, limit - len(location)) + location
 
 
 def one_line(error: BaseException, limit: int = 300) -> str:

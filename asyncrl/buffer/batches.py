@@ -1,4 +1,4 @@
-"""Plan batches: which trajectories a step trains, in which order and in which parts.
+"""Plans batches: which trajectories a step trains, in which order and in which parts.
 
 A plan is stored before any rank sees it, and kept until a checkpoint covers it. A repeated request gets the
 same plan, so a retry, or a step that a restarted trainer repeats, is a look-up.

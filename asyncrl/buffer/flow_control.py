@@ -1,4 +1,4 @@
-"""Flow control: set how many groups may be live, once per committed batch, by measurements.
+"""Flow control: sets how many groups may be live, once per committed batch, by measurements.
 
 `FlowControl`, an integral controller, keeps the fraction of stale tokens within a budget. `KvCap` keeps to
 the memory of the servers. `LiveLimit` applies both in a run. Formulas and reasons: docs/staleness.md, section

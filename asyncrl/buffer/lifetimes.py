@@ -1,4 +1,4 @@
-"""Estimate how long groups live and tokens wait while some still run, and set deadlines of groups."""
+"""Estimates how long groups live and tokens wait while some still run, and sets deadlines of groups."""
 
 from __future__ import annotations
 

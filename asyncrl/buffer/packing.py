@@ -1,4 +1,4 @@
-"""Pack episodes into micro-batches of bounded size, for each rank.
+"""Packs episodes into micro-batches of bounded size, for each rank.
 
     pieces ─units─► episodes that share their prompt ─partition_units─► parts of ranks ─micro_batches─► cut
 

@@ -1,4 +1,4 @@
-"""Decode and check the payloads of turns, and cut back episodes whose payloads are lost.
+"""Decodes and checks the payloads of turns, and cuts back episodes whose payloads are lost.
 
 Payloads are checked when they arrive, before the acknowledgement. When payloads are read again, the store
 compares their digests, as a power cut or a bad sector may have destroyed some.

@@ -1,4 +1,4 @@
-"""Choose the samples of the next groups, and find groups without a learning signal.
+"""Chooses the samples of the next groups, and finds groups without a learning signal.
 
 A group whose members all earned the same has advantages of zero. Samples that the policy has solved retire.
 """

@@ -1,4 +1,4 @@
-"""Define the records of episodes and groups, and count both by state. Payloads are in the store."""
+"""Defines the records of episodes and groups, and counts both by state. Payloads are in the store."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Decide which side has the devices, where engines and trainer share them, one side at a time.
+"""Decides which side has the devices, where engines and trainer share them, one side at a time.
 
     ROLLOUT ──► SLEEPING ──► TRAIN ──► WAKING ──► ROLLOUT
        engines fall asleep    ranks offload, engines load the newest version

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -83,39 +82,31 @@ def _benchmark_splits(args: argparse.Namespace, benchmark: Benchmark) -> dict[st
             "test": rows_by_split["train"][:held_out],
         }
 
-    drawn_rows = {name: _draw_rows(rng, rows, getattr(args, name)) for name, rows in rows_by_split.items()}
+    for name, rows in rows_by_split.items():
+        row_count: int | None = getattr(args, name)
+        if row_count is not None and row_count < len(rows):
+            rows_by_split[name] = rng.sample(rows, row_count)
 
     if args.system:
         system_message = {"role": "system", "content": args.system}
-        drawn_rows = {
-            name: [row | {"prompt": [system_message, *row["prompt"]]} for row in rows]
-            for name, rows in drawn_rows.items()
-        }
+        for rows in rows_by_split.values():
+            rows[:] = [row | {"prompt": [system_message, *row["prompt"]]} for row in rows]
 
     if args.name == "hotpotqa":
-        sample_ids = {row["extra_info"].get("id") for rows in drawn_rows.values() for row in rows}
-        passages = (
-            question_passages(source, benchmark.config, split, sample_ids) for split in splits.values()
-        )
-        _write_corpus(args.out / "corpus.jsonl", itertools.chain.from_iterable(passages))
+        sample_ids = {row["extra_info"].get("id") for rows in rows_by_split.values() for row in rows}
+        corpus_path = args.out / "corpus.jsonl"
+        corpus_path.parent.mkdir(parents=True, exist_ok=True)
+        written_lines = set[str]()
+        with corpus_path.open("w") as file:
+            for split in splits.values():
+                for passage in question_passages(source, benchmark.config, split, sample_ids):
+                    line = json.dumps(passage, ensure_ascii=False)
+                    if line not in written_lines:  # each passage once
+                        written_lines.add(line)
+                        file.write(line + "\n")
+        print(f"{corpus_path}: {len(written_lines)} passages, for rollout.tools=[search]")
 
-    return dict(drawn_rows)
-
-
-def _draw_rows(rng: random.Random, rows: list[Row], count: int | None) -> list[Row]:
-    return rows if count is None or count >= len(rows) else rng.sample(rows, count)
-
-
-def _write_corpus(path: Path, passages: Iterable[Row]) -> None:
-    """Write each passage once."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    written_lines = set[str]()
-    with path.open("w") as file:
-        for line in (json.dumps(passage, ensure_ascii=False) for passage in passages):
-            if line not in written_lines:
-                written_lines.add(line)
-                file.write(line + "\n")
-    print(f"{path}: {len(written_lines)} passages, for rollout.tools=[search]")
+    return dict(rows_by_split)
 
 
 def _gym_splits(args: argparse.Namespace) -> dict[str, Sequence[Row]]:
@@ -145,22 +136,17 @@ def _gym_splits(args: argparse.Namespace) -> dict[str, Sequence[Row]]:
         rows = list[Row]()
         for task_number, task in enumerate(tasks):
             task_rows = row_count // len(tasks) + (task_number < row_count % len(tasks))
-            rows += [
-                _gym_row(task, entry, system_prompt)
-                for entry in _make_entries(task, task_rows, seed, options.get(task, {}))
-            ]
+            if not task_rows:
+                continue
+            task_options = options.get(task, {})
+            try:
+                entries = reasoning_gym.create_dataset(task, size=task_rows, seed=seed, **task_options)
+            except (TypeError, ValueError, AssertionError) as error:  # raised by the task's own checks
+                raise ConfigError(f"--config: {task} refuses {task_options} ({one_line(error)})") from None
+            rows += [_gym_row(task, entry, system_prompt) for entry in entries]
         random.Random(seed).shuffle(rows)
         splits[split] = rows
     return splits
-
-
-def _make_entries(task: str, count: int, seed: int, options: dict[str, Any]) -> Iterable[Mapping[str, Any]]:
-    import reasoning_gym
-
-    try:
-        return reasoning_gym.create_dataset(task, size=count, seed=seed, **options) if count else ()
-    except (TypeError, ValueError, AssertionError) as error:  # raised by the task's own checks
-        raise ConfigError(f"--config: {task} refuses {options} ({one_line(error)})") from None
 
 
 def _gym_row(task: str, entry: Mapping[str, Any], system: str) -> Row:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from pathlib import Path
 from textwrap import indent
 
@@ -34,7 +33,6 @@ def main(argv: list[str]) -> int:
 
     from asyncrl.launch.checks import ALL_CHECKS, MACHINE_CHECKS, collect_notes
     from asyncrl.launch.inputs import Inputs
-    from asyncrl.launch.notes import Note
 
     checks = ALL_CHECKS
     try:
@@ -47,16 +45,14 @@ def main(argv: list[str]) -> int:
 
     search_working_directory()
 
-    def print_notes(notes: Iterable[Note]) -> Iterable[str]:
-        """Yield the level of each note, and print the note as soon as its check has run."""
-        for level, text, subject in notes:
-            first_line, _, more_lines = printable(text).partition("\n")
-            print(f"{level:<8} {subject:<14} {first_line}", flush=True)
-            if more_lines:
-                print(indent(more_lines, " " * 24, lambda line: True))
-            yield level
+    levels = list[str]()
+    for level, text, subject in collect_notes(checks, Inputs(config)):  # each as soon as its check has run
+        first_line, _, more_lines = printable(text).partition("\n")
+        print(f"{level:<8} {subject:<14} {first_line}", flush=True)
+        if more_lines:
+            print(indent(more_lines, " " * 24, lambda line: True))
+        levels.append(level)
 
-    levels = list(print_notes(collect_notes(checks, Inputs(config))))
     counts = ", ".join(f"{levels.count(level)} {level}" for level in ("ok", "warning", "error", "skipped"))
     print(f"\n{counts}")
 

@@ -129,15 +129,26 @@ def evaluate(target: Target, options: argparse.Namespace) -> tuple[int, Path | N
 
 def resolve_target(name: str, runs_directory: Path) -> Target:
     """Return a checkpoint's export, for a checkpoint or a run; else the model itself, which may be on the
-    hub."""
+    hub. Raises ConfigError for a name that can be none of these."""
+    from asyncrl.launch.models import parse_hub_model
+
     path = Path(name)
     is_checkpoint = path.name.startswith("step-") and (path / "manifest.json").is_file()
 
     if not (
         is_checkpoint or (path / "config.yaml").is_file() or (runs_directory / name / "config.yaml").is_file()
     ):
-        _check_model(name, runs_directory)
-        return Target(name, None)
+        model_path = path.expanduser()
+        is_in_runs = model_path.parent.resolve() == runs_directory.resolve()
+        if model_path.is_dir() or (parse_hub_model(name) and not is_in_runs):
+            return Target(name, None)
+
+        runs = list_run_directories(runs_directory) if runs_directory.is_dir() else []
+        raise ConfigError(
+            f"{name}: there is no such model, checkpoint or run; give a model directory, owner/name of the "
+            f"hub, a checkpoint ({runs_directory}/NAME/checkpoints/step-N), or a run in {runs_directory}: "
+            f"{', '.join(sorted(run.name for run in runs)) or 'there is none'}"
+        )
 
     checkpoints, step, run_dir = find_checkpoint(name, runs_directory)
     export = Path(checkpoints.file_path(step)) / "hf"
@@ -160,25 +171,6 @@ def unknown_keys(arguments: Sequence[str]) -> ConfigError | None:
     return refused_keys([word for word in arguments if word.partition("=")[0] not in (*ALIASES, "out")])
 
 
-def _check_model(name: str, runs_directory: Path) -> None:
-    """Raise ConfigError for a name that can be no model: neither a directory nor a repository of the hub."""
-    from asyncrl.launch.models import parse_hub_model
-
-    path = Path(name).expanduser()
-    if path.is_dir() or (parse_hub_model(name) and path.parent.resolve() != runs_directory.resolve()):
-        return
-    names = (
-        ", ".join(sorted(run.name for run in list_run_directories(runs_directory)))
-        if runs_directory.is_dir()
-        else ""
-    )
-    raise ConfigError(
-        f"{name}: there is no such model, checkpoint or run; give a model directory, owner/name of the hub, "
-        f"a checkpoint ({runs_directory}/NAME/checkpoints/step-N), or a run in {runs_directory}: "
-        f"{names or 'there is none'}"
-    )
-
-
 def configuration(target: Target, options: argparse.Namespace) -> RunConfig:
     """Make the configuration of an evaluation: keys of training have their defaults, and the name of the run
     identifies the model and the settings."""
@@ -188,15 +180,37 @@ def configuration(target: Target, options: argparse.Namespace) -> RunConfig:
     fixed_overrides = [override("model.path", target.model), "total_steps=0"]
     if target.run_dir is not None:
         fixed_overrides += [override("run_dir", options.run_dir)]
-        composed_config = recompose(target.run_dir, [ALL_SAMPLES, *arguments, *fixed_overrides])
+        config = recompose(target.run_dir, [ALL_SAMPLES, *arguments, *fixed_overrides])
     else:
         base_overrides = [ALL_SAMPLES, "data.train=-", override("run_dir", options.run_dir)]
-        composed_config = compose([*base_overrides, *arguments, *fixed_overrides], options.config_dir)
+        config = compose([*base_overrides, *arguments, *fixed_overrides], options.config_dir)
 
-    config = _untrained(composed_config)
+    if not config.data.test:
+        raise ConfigError(
+            "data.test: nothing to evaluate on; give data=FILE, with the columns of asyncrl train"
+        )
+    if config.agents:
+        raise ConfigError(
+            "agents: a checkpoint's export is without their adapters; see val/ in the metrics of the run"
+        )
+
+    from asyncrl.algorithms.recipe import imitates
     from asyncrl.launch.models import resolve_models
     from asyncrl.launch.run_directory import previous_config
 
+    # Keys of training must not change the name of the run.
+    config = replace(
+        config,
+        data=replace(config.data, train=config.data.test, shuffle=False, order="", epochs=0),
+        model=replace(config.model, lora_rank=0),
+        algorithm=config.algorithm if imitates(config) else training.AlgorithmConfig(),
+        buffer=training.BufferConfig(groups_per_batch=1),
+        trainer=training.TrainerConfig(),
+        kl=training.KLConfig(),
+        critic=training.CriticConfig(),
+        checkpoint=training.CheckpointConfig(),
+        weights=replace(config.weights, transport="disk", full_every=1),
+    )
     config = resolve_models(config, previous_config(config))
 
     if not any(argument.startswith("name=") for argument in arguments):
@@ -210,31 +224,6 @@ def configuration(target: Target, options: argparse.Namespace) -> RunConfig:
         stem = stem.encode()[:STEM_BYTES].decode(errors="ignore")
         config = replace(config, name=f"eval-{stem}-{fingerprint(config)}", resume="auto")
     return config
-
-
-def _untrained(config: RunConfig) -> RunConfig:
-    from asyncrl.algorithms.recipe import imitates
-
-    if not config.data.test:
-        raise ConfigError(
-            "data.test: nothing to evaluate on; give data=FILE, with the columns of asyncrl train"
-        )
-    if config.agents:
-        raise ConfigError(
-            "agents: a checkpoint's export is without their adapters; see val/ in the metrics of the run"
-        )
-    return replace(
-        config,
-        data=replace(config.data, train=config.data.test, shuffle=False, order="", epochs=0),
-        model=replace(config.model, lora_rank=0),
-        algorithm=config.algorithm if imitates(config) else training.AlgorithmConfig(),
-        buffer=training.BufferConfig(groups_per_batch=1),
-        trainer=training.TrainerConfig(),
-        kl=training.KLConfig(),
-        critic=training.CriticConfig(),
-        checkpoint=training.CheckpointConfig(),
-        weights=replace(config.weights, transport="disk", full_every=1),
-    )
 
 
 def fingerprint(config: RunConfig) -> str:
@@ -297,11 +286,6 @@ def by_task(tasks: dict[int, tuple[str, str]], numbers: NumbersPerSample) -> dic
     }
 
 
-def print_result(result: Result, baseline: Result | None = None) -> None:
-    """Print the table, and write its numbers."""
-    _print_table(result, baseline, write_result(result, baseline))
-
-
 def write_result(result: Result, baseline: Result | None = None) -> dict[str, dict[str, Any]]:
     """Write evaluation.json in the run's directory, and return the numbers of the table."""
     if baseline is not None and baseline.data != result.data:
@@ -321,16 +305,25 @@ def write_result(result: Result, baseline: Result | None = None) -> dict[str, di
     return metrics
 
 
-def _print_table(result: Result, baseline: Result | None, metrics: dict[str, dict[str, Any]]) -> None:
+def print_result(result: Result, baseline: Result | None = None) -> None:
+    """Write the numbers of an evaluation, and print the table."""
+    metrics = write_result(result, baseline)
     shown_names = [name for name in metrics if name.startswith("val-core/")]
     if len({episode.source for episode in result.episodes}) == 1:  # `all` would repeat the only source
         shown_names = [name for name in shown_names if not name.startswith("val-core/all/")]
 
     lines: list[tuple[str, ...]] = [("", *COLUMNS[: 5 if baseline else 3])]
     for name in shown_names:
-        # `mean@1` would repeat `mean@k`.
-        if not (name.endswith("/mean@1") and name.replace("/mean@1", "/pass@2") in metrics):
-            lines.append((name.removeprefix("val-core/"), *_metric_cells(metrics[name])))
+        if name.endswith("/mean@1") and name.replace("/mean@1", "/pass@2") in metrics:
+            continue  # `mean@1` would repeat `mean@k`.
+
+        numbers = metrics[name]
+        interval_text = f"{numbers['low']:.4f} to {numbers['high']:.4f}"
+        cells = [f"{numbers['mean']:.4f}", interval_text, str(numbers["samples"])]
+        if "difference" in numbers:
+            interval_text = f"{numbers['difference_low']:+.4f} to {numbers['difference_high']:+.4f}"
+            cells += [f"{numbers['difference']:+.4f}", interval_text]
+        lines.append((name.removeprefix("val-core/"), *cells))
 
     lines += [
         (name.removeprefix("val-core/"), f"{value:.4f}")
@@ -344,8 +337,8 @@ def _print_table(result: Result, baseline: Result | None, metrics: dict[str, dic
             lines.append((task, *(f"{values[name]:.4f}" if name in values else "" for name in columns)))
 
     width = max(len(line[0]) for line in filter(None, lines))
-    for first, *cells in (line or ("",) for line in lines):
-        print(printable(" ".join((f"{first:<{width}}", *(f"{cell:>18}" for cell in cells))).rstrip()))
+    for first, *line_cells in (line or ("",) for line in lines):
+        print(printable(" ".join((f"{first:<{width}}", *(f"{cell:>18}" for cell in line_cells))).rstrip()))
 
     if failed := sum(episode.result is None for episode in result.episodes):
         print(f"{failed} of {len(result.episodes)} episodes failed at every attempt")
@@ -368,12 +361,3 @@ def summarize_metrics(numbers: NumbersPerSample, baseline: NumbersPerSample) -> 
             difference = {"difference": sum(pairs) / len(pairs)}
             metrics[name] |= difference | {"difference_low": low, "difference_high": high}
     return dict(sorted(metrics.items()))
-
-
-def _metric_cells(numbers: dict[str, Any]) -> Sequence[str]:
-    interval_text = f"{numbers['low']:.4f} to {numbers['high']:.4f}"
-    cells = [f"{numbers['mean']:.4f}", interval_text, str(numbers["samples"])]
-    if "difference" in numbers:
-        interval_text = f"{numbers['difference_low']:+.4f} to {numbers['difference_high']:+.4f}"
-        cells += [f"{numbers['difference']:+.4f}", interval_text]
-    return cells

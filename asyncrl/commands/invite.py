@@ -1,4 +1,4 @@
-"""`asyncrl invite [RUN]`: print a token with which one more worker or server may join a run under way.
+"""`asyncrl invite [RUN]`: prints a token with which one more worker or server may join a run under way.
 
 Run it where the run's launcher is, as the same user. The token is a secret, of use once, within 10 minutes:
 

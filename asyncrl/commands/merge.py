@@ -58,7 +58,6 @@ def main(argv: list[str]) -> int:
             write_adapters(checkpoints, step, read_config(run_dir), work_directory)
         else:
             _copy_export(checkpoints, step, work_directory)
-            _compare_export(work_directory, checkpoints.file_path(step))
         work_directory.rename(options.out)
     finally:
         shutil.rmtree(work_directory, ignore_errors=True)
@@ -89,7 +88,10 @@ def find_checkpoint(name: str, runs: Path) -> tuple[Checkpoints, int, Path | Non
 
 
 def _copy_export(checkpoints: Checkpoints, step: int, out: Path) -> None:
-    """Copy the merged model, which each checkpoint has; see trainer/export.py."""
+    """Copy the merged model, which each checkpoint has (see trainer/export.py), and warn about tensors that
+    the model's class does not use. Raises ConfigError if the export does not fit the model."""
+    from asyncrl.weights.checkpoint_match import UnknownModelError, check_checkpoint
+
     export_prefix = "hf/"
     names = [name for name in checkpoints.manifest(step).files if name.startswith(export_prefix)]
     if not names:
@@ -101,14 +103,8 @@ def _copy_export(checkpoints: Checkpoints, step: int, out: Path) -> None:
         ):
             shutil.copyfileobj(source, target)
 
-
-def _compare_export(directory: Path, checkpoint: str) -> None:
-    """Warn about tensors that the model's class does not use. Raises ConfigError if the export does not fit
-    the model."""
-    from asyncrl.weights.checkpoint_match import UnknownModelError, check_checkpoint
-
     try:
-        warning = check_checkpoint(str(directory), checkpoint)
+        warning = check_checkpoint(str(out), checkpoints.file_path(step))
     except UnknownModelError as error:  # The run's own files register the class
         warning = str(error)
     if warning:

@@ -69,8 +69,8 @@ SIMILAR_FRACTION = 0.03  # Tokens/s that differ by less count as equal; then the
 
 class Measurements(msgspec.Struct, frozen=True):
     """The recordings of a run. `recorded`: turns of episodes, by group; `publish_s`: seconds from the
-    trainer's snapshot until an engine has the weights; `state_bytes`: size of weights and optimizer in a
-    checkpoint."""
+    trainer's snapshot until an engine has the weights; `state_bytes`: size of weights and optimizer in the
+    newest checkpoint, 0 without one."""
 
     config: RunConfig
     rows: Sequence[Row]
@@ -83,6 +83,7 @@ class Measurements(msgspec.Struct, frozen=True):
     def read_run(cls, run_dir: Path, config: RunConfig) -> Measurements:
         """Read the recordings of a run. Raises ConfigError if the run has recorded too little."""
         from asyncrl.planning.forecast import EngineLoad
+        from asyncrl.store.checkpoints import checkpoints_of
 
         recorded, seconds, tokens = _recorded_episodes(run_dir)
         spans = [
@@ -95,21 +96,21 @@ class Measurements(msgspec.Struct, frozen=True):
         if not tokens or not sampling:
             raise ConfigError(f"{run_dir}: recorded no sampled turns; let the run go on, or name another")
 
-        rows = latest_steps(row for row in read_rows(run_dir) if "timing_s/step" in row)
-        publish_s = sum(
-            fmean([span.end - span.start for span in spans if span.name == name] or [0.0])
-            for name in ("write_weights", "push")
-        )
+        # The newest checkpoint has the size of weights and optimizer.
+        checkpoints = checkpoints_of(config, run_dir)
+        steps = checkpoints.steps()
+        files = checkpoints.manifest(steps[0]).files if steps else {}
 
-        engine_load = EngineLoad(sampling, seconds / tokens)
-        state_bytes = _state_bytes(config, run_dir)
         return cls(
             config=config,
-            rows=rows,
+            rows=latest_steps(row for row in read_rows(run_dir) if "timing_s/step" in row),
             recorded=recorded,
-            engine_load=engine_load,
-            publish_s=publish_s,
-            state_bytes=state_bytes,
+            engine_load=EngineLoad(sampling, seconds / tokens),
+            publish_s=sum(
+                fmean([span.end - span.start for span in spans if span.name == name] or [0.0])
+                for name in ("write_weights", "push")
+            ),
+            state_bytes=sum(size for name, (size, _) in files.items() if name.startswith("state/")),
         )
 
 
@@ -268,15 +269,6 @@ def _concurrent_episodes(spans: Sequence[TimelineLine], config: RunConfig) -> fl
         else 0.0
     )
     return concurrency * config.rollout.workers / engine_count(config)
-
-
-def _state_bytes(config: RunConfig, run_dir: Path) -> int:
-    """Return the size of weights and optimizer in the newest checkpoint; 0 if there is none."""
-    from asyncrl.store.checkpoints import checkpoints_of
-
-    checkpoints = checkpoints_of(config, run_dir)
-    files = checkpoints.manifest(checkpoints.steps()[0]).files if checkpoints.steps() else {}
-    return sum(size for name, (size, _) in files.items() if name.startswith("state/"))
 
 
 # -- candidates ------------------------------------------------------------------------------------

@@ -6,7 +6,6 @@ import argparse
 import asyncio
 import os
 import shlex
-from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -21,7 +20,6 @@ from asyncrl.isolation.sandbox.base import ISOLATION, RunEnding
 from asyncrl.isolation.sandbox.changes import pack_entries
 from asyncrl.rewards.base import RewardInput, evaluate
 from asyncrl.rewards.task_tests import JudgedByTests, pack_directory
-from asyncrl.types import RewardResult
 from asyncrl.values import encodable, printable, shorten_to_line
 
 EXPECTED_SCORES = {
@@ -137,21 +135,18 @@ async def try_task(folder: TaskFolder, judge: JudgedByTests, repeats: int) -> Tr
         trial.tests_seconds = verdicts[0].components.get("seconds", 0.0)
         if any(verdict.components.get("network") for verdict in verdicts) and "tests" not in trial.network:
             trial.network.append("tests")
-        for fault in find_faults(variant, verdicts):
-            trial.add_fault(fault)
+
+        # Compare the verdicts of the tests with the scores that a task needs.
+        score_tables = [{"score": verdict.score, **verdict.components} for verdict in verdicts]
+        for name, expected in EXPECTED_SCORES[variant].items():
+            values = sorted({table[name] for table in score_tables if name in table})
+            if values and values != [expected]:
+                numbers = " and ".join(f"{value:g}" for value in values)
+                flaky_text = "flaky, " if len(values) > 1 else ""
+                trial.add_fault(f"{flaky_text}{variant}: {name} is {numbers}, not {expected}")
+        if variant == "solved" and (notes := verdicts[0].notes.get("tests")):
+            trial.add_fault(notes)
     return trial
-
-
-def find_faults(variant: str, verdicts: Sequence[RewardResult]) -> Iterator[str]:
-    """Compare the verdicts of the tests with the scores that a task needs."""
-    score_tables = [{"score": verdict.score, **verdict.components} for verdict in verdicts]
-    for name, expected in EXPECTED_SCORES[variant].items():
-        values = sorted({scores_by_name[name] for scores_by_name in score_tables if name in scores_by_name})
-        if values and values != [expected]:
-            numbers = " and ".join(f"{value:g}" for value in values)
-            yield f"{'flaky, ' * (len(values) > 1)}{variant}: {name} is {numbers}, not {expected}"
-    if variant == "solved" and (notes := verdicts[0].notes.get("tests")):
-        yield notes
 
 
 async def sandbox_result(folder: TaskFolder, trial: Trial, solved: bool) -> Any:

@@ -20,7 +20,7 @@ from asyncrl.tools.base import Tool, join_names, tools
 from asyncrl.tools.loading import load_spec
 from asyncrl.tools.schema import outline_parameters, read_docstring
 from asyncrl.tools.toolbox import call_tool
-from asyncrl.types import Sample, ToolCall
+from asyncrl.types import ToolCall
 
 SHOWN_OPTIONS = ("timeout", "retries", "concurrency", "rate", "replay", "blocking", "process")
 
@@ -70,8 +70,21 @@ def list_tools(specs: Sequence[str], arguments: Mapping[str, Any]) -> int:
             option_texts = ", ".join(map(_format_option, inspect.signature(factory).parameters.values()))
             print(f"{spec}  [makes tools; options: {option_texts}]\n    {read_docstring(factory)[0]}")
             continue
+
         for tool in loaded_tools:
-            _print_tool(spec, tool)
+            body = tool.schema["function"]
+            source_text = f"  [{spec}]" if spec != tool.name else ""
+            print(f"{tool.name}({outline_parameters(tool.schema)}){source_text}")
+            print(f"    {body.get('description') or 'no description'}")
+
+            kind = "an object per episode" if tool.state else "a function"
+            option_values = {key: getattr(tool, key) for key in SHOWN_OPTIONS}
+            changed_options = "".join(
+                f", {key}={value}"
+                for key, value in option_values.items()
+                if value != Tool.__dataclass_fields__[key].default
+            )
+            print(f"    {kind}{changed_options}")
     return 0
 
 
@@ -87,7 +100,14 @@ def call_once(
         problem = f"has no tool {name!r}" if name else f"gives {len(tools_by_name)} tools"
         raise ConfigError(f"{spec!r} {problem}; choose one with --name: {join_names(tools_by_name)}")
 
-    sample_row = _read_sample(sample) if sample else None
+    sample_row = None
+    if sample:  # a row of a data set, as tools see the row in training; the prompt may be missing
+        with ConfigError.instead_of(
+            OSError, *UNDECODABLE, text=f"--sample {sample}: no sample as a JSON object"
+        ):
+            columns = msgspec.json.decode(sample.read_bytes(), type=dict[str, Any])
+        sample_row = read_question(RowOrigin(str(sample), 0), {"prompt": "?"} | columns, RowLayout())
+
     reply = asyncio.run(call_tool(tools_by_name[name], ToolCall(name, text), sample=sample_row))
     print(reply.content)
     reward = f", reward {reply.reward:g}" if reply.reward else ""
@@ -107,29 +127,6 @@ def _arguments(pairs: Sequence[str]) -> dict[str, Any]:
         except ValueError:
             arguments[key] = value
     return arguments
-
-
-def _read_sample(path: Path) -> Sample:
-    """Read a row of a data set from a JSON file, as tools see the row in training; the prompt may be
-    missing."""
-    with ConfigError.instead_of(OSError, *UNDECODABLE, text=f"--sample {path}: no sample as a JSON object"):
-        row = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
-    return read_question(RowOrigin(str(path), 0), {"prompt": "?"} | row, RowLayout())
-
-
-def _print_tool(spec: str, tool: Tool) -> None:
-    body = tool.schema["function"]
-    print(f"{tool.name}({outline_parameters(tool.schema)})" + (f"  [{spec}]" if spec != tool.name else ""))
-    print(f"    {body.get('description') or 'no description'}")
-
-    kind = "an object per episode" if tool.state else "a function"
-    option_values = {key: getattr(tool, key) for key in SHOWN_OPTIONS}
-    changed_options = {
-        key: option
-        for key, option in option_values.items()
-        if option != Tool.__dataclass_fields__[key].default
-    }
-    print(f"    {kind}" + "".join(f", {key}={value}" for key, value in changed_options.items()))
 
 
 def _format_option(parameter: inspect.Parameter) -> str:

@@ -1,4 +1,4 @@
-"""The coordinator's side of the engines: push versions to them, and tell workers which servers to use.
+"""The coordinator's side of the engines: pushes versions to them, and tells workers which servers to use.
 
 Embedded engines are reached through their workers, servers through their supervisors.
 

@@ -1,4 +1,4 @@
-"""Count failures, and draw conclusions from them.
+"""Counts failures, and draws conclusions from them.
 
 `FailedAttempts` counts failed attempts at training episodes. `FirstAttempts` ends a run whose first attempts
 all fail for the same reason (a tool, a reward, an environment or an agent that always raises, or long

@@ -1,4 +1,4 @@
-"""Keep the ledger of held-out episodes: the episodes of the validation under way.
+"""Keeps the ledger of held-out episodes: the episodes of the validation under way.
 
 Held-out episodes are leased, fenced, retried and continued like training episodes, but are never live, taken
 or filtered, and have an account of their own.

@@ -1,4 +1,4 @@
-"""Move a run from phase to phase, report what a phase waits for, and end the run.
+"""Moves a run from phase to phase, reports what a phase waits for, and ends the run.
 
 waits for: peers (to start); the last push, checkpoint and validation (to complete); a checkpoint (to stop)
 unblocks: the end of the run

@@ -1,4 +1,4 @@
-"""Track the processes of a run: admission, replacement, leases and missing processes.
+"""Tracks the processes of a run: admission, replacement, leases and missing processes.
 
 consumes: invitations of the launcher, enrolments (control); files of processes on other machines (bulk)
 waits for: a sign of life of each process, at most launch.lease seconds

@@ -1,4 +1,4 @@
-"""Report the run: a metrics row per committed step, gauges for the console, the final audit, and transcripts.
+"""Reports the run: a metrics row per committed step, gauges for the console, the final audit, transcripts.
 
 `transcripts/<validation|training>/step-<N>.jsonl`: a validation has the same questions each time. Training
 has the first episodes of a group for each batch, in the file of the step that was under way when they landed.

@@ -1,4 +1,4 @@
-"""Move the devices that engines and trainer share from one side to the other.
+"""Moves the devices that engines and trainer share from one side to the other.
 
 consumes: answers to Sleep; the handlers' state of ranks, engines and the buffer
 waits for: engines to fall asleep and to wake, ranks to offload, each with a deadline

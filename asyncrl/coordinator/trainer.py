@@ -1,4 +1,4 @@
-"""The coordinator's side of the trainer ranks: answer requests for plans, record commits and checkpoints.
+"""The coordinator's side of the trainer ranks: answers requests for plans, records commits and checkpoints.
 
 consumes: hellos, commits, versions, checkpoints (control); requests for plans and payloads (bulk)
 waits for: a micro-batch's worth of ready trajectories; all ranks of a start

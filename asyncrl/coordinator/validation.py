@@ -1,4 +1,4 @@
-"""Validate: sample held-out episodes with a fixed version, in a ledger beside the training buffer.
+"""Validates: samples held-out episodes with a fixed version, in a ledger beside the training buffer.
 
 With embedded engines each worker has a second engine for the validation; of several servers one is reserved.
 With a single server the weights go on changing, and the versions that sampled are reported.

@@ -1,4 +1,4 @@
-"""Keep the newest policy version, and for each engine the versions that were sent and confirmed."""
+"""Keeps the newest policy version, and for each engine the versions that were sent and confirmed."""
 
 from __future__ import annotations
 

@@ -31,6 +31,7 @@ from asyncrl.wire.messages.shared import Status
 # Seconds between plain lines while no step ends; six times as long once a step has ended.
 LINE_INTERVAL = 5.0
 MAX_PENDING_TEXTS = 1000  # Texts that may wait for a terminal; further texts are lost.
+KEY_QUALITIES = {"g": "good", "b": "bad"}  # Quality of the transcript that a key shows.
 CLOSE_TIMEOUT = 2.0  # Seconds at the end for texts that still wait.
 
 
@@ -60,7 +61,15 @@ class Console:
         if failure_text and not previous_status.failed:
             new_lines.append(failure_text)
             self._printed_cause = newest_cause(failure_text)
-        new_lines += self._new_alerts(status)
+
+        # Alerts that have not been printed yet, or that were bad and have returned.
+        alerts = {alert.name: alert for alert in status.alerts}
+        alert_lines = [alert.line for name, alert in alerts.items() if name not in self._printed_alerts]
+        if self._printed_cause:
+            alert_lines = [line.replace(f": {self._printed_cause}", "") for line in alert_lines]
+        new_lines += alert_lines
+        lasting_alerts = {name: alert for name, alert in self._printed_alerts.items() if alert.level != "bad"}
+        self._printed_alerts = lasting_alerts | alerts
 
         now = time.monotonic()
         # A full batch is not yet a committed step.
@@ -73,17 +82,6 @@ class Console:
         is_frequent = not status.step or status.phase in ("starting", "stopping")
         if not new_lines and now - self._last_line_at > (LINE_INTERVAL if is_frequent else 6 * LINE_INTERVAL):
             self._print_plain(plain_line(self.state))
-
-    def _new_alerts(self, status: Status) -> list[str]:
-        """Return the lines of the alerts that have not been printed yet."""
-        alerts = {alert.name: alert for alert in status.alerts}
-        lines = [alert.line for name, alert in alerts.items() if name not in self._printed_alerts]
-        lasting_alerts = {name: alert for name, alert in self._printed_alerts.items() if alert.level != "bad"}
-        self._printed_alerts = lasting_alerts | alerts
-
-        return (
-            [line.replace(f": {self._printed_cause}", "") for line in lines] if self._printed_cause else lines
-        )
 
     def show_step(self, step: int, metrics: dict[str, float]) -> None:
         """Show the metrics row of a committed step, or of a validation."""
@@ -136,7 +134,11 @@ def open_console(
 
         def render_frame() -> RenderableType:
             for key in read_keys():
-                state.transcript = _transcript_for_key(key, run_dir, success_threshold)
+                state.transcript = None  # Any other key shows the figures again
+                if key in KEY_QUALITIES:
+                    quality = KEY_QUALITIES[key]
+                    transcript = newest_transcript(run_dir, quality == "good", success_threshold)
+                    state.transcript = transcript or Transcript(f"no {quality} transcript yet", "")
             return render(state, terminal, has_keyboard=read_keys is not _no_keys)
 
         live_view = LiveView(
@@ -152,14 +154,6 @@ def open_console(
 
 
 # -- keys ------------------------------------------------------------------------------------------
-
-
-def _transcript_for_key(key: str, run_dir: Path, success_threshold: float) -> Transcript | None:
-    """Return the transcript that a key asks for; None to show the figures again."""
-    if key not in "gb":
-        return None
-    transcript = newest_transcript(run_dir, key == "g", success_threshold)
-    return transcript or Transcript(f"no {'good' if key == 'g' else 'bad'} transcript yet", "")
 
 
 def _no_keys() -> str:

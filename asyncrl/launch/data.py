@@ -24,7 +24,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.launch.run_directory import describe_changes, stored_meta
 from asyncrl.launch.truths import TESTS_REWARD, describe_truths
 from asyncrl.tools import ToolError, check_sample_tools
-from asyncrl.types import Message, Sample
+from asyncrl.types import Sample
 
 if TYPE_CHECKING:
     from asyncrl.episodes.parts import EpisodeParts
@@ -227,8 +227,8 @@ class PromptBudget:
             self.measured_count += 1
 
         is_fitting = token_count <= self.limit
-        self.fitting_count = self.fitting_count + is_fitting
-        self.overlong_count = self.overlong_count + (not is_fitting)
+        self.fitting_count += is_fitting
+        self.overlong_count += not is_fitting
         self.longest_tokens = max(self.longest_tokens, token_count)
         return is_fitting
 
@@ -236,7 +236,11 @@ class PromptBudget:
         """Return True if a sample fits, or if overlong samples are kept; in that case at most
         MAX_MEASURED_SAMPLES are measured. An answer without content would teach the model to end its turn at
         once, so a sample with an empty answer is always left out."""
-        if sample.demonstration and any(map(_is_empty_answer, sample.prompt[sample.given :])):
+        if sample.demonstration and any(
+            message.role == "assistant"
+            and not (message.content.strip() or message.reasoning.strip() or message.tool_calls)
+            for message in sample.prompt[sample.given :]
+        ):
             self.empty_count += 1
             return False
 
@@ -285,11 +289,6 @@ class PromptBudgets(NamedTuple):
 
     prompts: PromptBudget | None = None
     demonstrations: PromptBudget | None = None
-
-
-def _is_empty_answer(message: Message) -> bool:
-    content = message.content.strip() or message.reasoning.strip() or message.tool_calls
-    return message.role == "assistant" and not content
 
 
 def prompt_budgets(parts: EpisodeParts) -> PromptBudgets:

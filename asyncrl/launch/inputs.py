@@ -32,7 +32,6 @@ class Inputs:
     """
 
     unresolved_config: RunConfig
-    loaded_data: RunData | None = None
 
     @cached_property
     def resolved_config(self) -> RunConfig:
@@ -98,12 +97,12 @@ class Inputs:
     @cached_property
     def run_data(self) -> RunData:
         """The samples of the run, in files without names."""
-        return self.loaded_data or check_data(self.parts)
+        return check_data(self.parts)
 
     @property
     def has_data(self) -> bool:
         """Whether the samples have been read."""
-        return self.loaded_data is not None or "run_data" in vars(self)
+        return "run_data" in vars(self)
 
     @cached_property
     def first_prompt(self) -> tuple[int, ...]:

@@ -173,7 +173,7 @@ class SentFiles:
         return all_taken
 
     def _unsent_pieces(self) -> Iterator[tuple[str, bytes]]:
-        """Yield the bytes of each file that were not sent yet, at most PIECE at once."""
+        """Yield the bytes of each file that were not sent yet, at most MAX_PIECE_BYTES at once."""
         matching_paths = (
             path for pattern in self._file_patterns for path in sorted(self._run_dir.glob(pattern))
         )
@@ -241,9 +241,9 @@ def lock_shared(directory: Path) -> int | None:
 
 
 def release_directory(lock: int, run_dir: Path, launch_over: bool = False) -> None:
-    """Remove the files of a launch on this machine, unless a process has locked the directory: caches of
-    server supervisors in shared memory; and all other files, if the files of every process were sent or if
-    `launch_over`."""
+    """Remove the files of a launch on this machine, unless a process has locked the directory: weights, also
+    the caches of server supervisors in shared memory; and all other files, if the files of every process were
+    sent or if `launch_over`."""
     with suppress(BlockingIOError):
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         cache_directory = weights_directory("shm", run_dir, run_dir.name, needed_bytes=0)

@@ -92,27 +92,26 @@ def check_libraries(inputs: Inputs) -> Iterator[Note]:
 def check_sglang(inputs: Inputs) -> Iterator[Note]:
     """Check the version of SGLang that the run would start, and on GPUs its kernels. `check_servers` checks
     whether the program exists."""
-    engine = inputs.config.engine
-    program = engine.server_command[0] if engine.server_command else sys.executable
-    if not (engine.remote or inputs.config.scorers):
-        yield ok(f"not used: engine.name is {engine.name}")
-    elif not starts_local_servers(inputs.config):
-        yield ok("on other machines, or started already: not looked at here")
-    elif not Path(program).name.startswith("python"):
-        yield ok(f"{program} is not Python: its version is seen when the server starts")
-    else:
-        starts_on_gpu = engine.server_args.get("device", "cuda") == "cuda" and bool(list_gpus())
-        engines_sleep = inputs.config.shifts and engine.remote
-        needed_modules: list[str] = []
-        if starts_on_gpu:
-            needed_modules += SGLANG_KERNELS
-            if engines_sleep:
-                needed_modules.append(MEMORY_SAVER)
-        yield from _check_sglang_version(program, needed_modules)
-
-
-def _check_sglang_version(program: str, needed_modules: list[str]) -> Iterator[Note]:
     from asyncrl.engines.sglang.http import PROTOCOLS
+
+    config = inputs.config
+    engine = config.engine
+    program = engine.server_command[0] if engine.server_command else sys.executable
+    if not (engine.remote or config.scorers):
+        yield ok(f"not used: engine.name is {engine.name}")
+        return
+    if not starts_local_servers(config):
+        yield ok("on other machines, or started already: not looked at here")
+        return
+    if not Path(program).name.startswith("python"):
+        yield ok(f"{program} is not Python: its version is seen when the server starts")
+        return
+
+    needed_modules: list[str] = []
+    if engine.server_args.get("device", "cuda") == "cuda" and list_gpus():
+        needed_modules += SGLANG_KERNELS
+        if config.shifts and engine.remote:  # engines sleep
+            needed_modules.append(MEMORY_SAVER)
 
     command = [program, "-c", SGLANG_PROBE, *needed_modules]
     try:
@@ -120,9 +119,13 @@ def _check_sglang_version(program: str, needed_modules: list[str]) -> Iterator[N
             command, capture_output=True, text=True, timeout=VERSION_TIMEOUT, check=True
         )
     except (OSError, subprocess.SubprocessError) as error:
-        yield warning(
-            f"{program}: no version of sglang could be read ({_failure_reason(error)}); install it there"
-        )
+        # The texts of subprocess's exceptions would quote the whole command.
+        reason = one_line(error)
+        if isinstance(error, subprocess.TimeoutExpired):
+            reason = f"no answer within {error.timeout:g} s"
+        elif isinstance(error, subprocess.CalledProcessError):
+            reason = (error.stderr.strip().splitlines() or [f"it {describe_exit(error.returncode)}"])[-1]
+        yield warning(f"{program}: no version of sglang could be read ({reason}); install it there")
         return
 
     sglang_version, *module_lines = completed.stdout.strip().splitlines() or ["none"]
@@ -137,16 +140,6 @@ def _check_sglang_version(program: str, needed_modules: list[str]) -> Iterator[N
         yield warning(f"sglang {sglang_version} is slower than it could be: {line}; {advice}")
 
     yield ok(f"{sglang_version} ({program})")
-
-
-def _failure_reason(error: Exception) -> str:
-    """Return the last line that a program printed, or how the program ended; the exception itself would quote
-    the whole command."""
-    if isinstance(error, subprocess.TimeoutExpired):
-        return f"no answer within {error.timeout:g} s"
-    if isinstance(error, subprocess.CalledProcessError):
-        return (error.stderr.strip().splitlines() or [f"it {describe_exit(error.returncode)}"])[-1]
-    return one_line(error)
 
 
 @preflight_check("ports")

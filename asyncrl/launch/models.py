@@ -95,7 +95,7 @@ def _dtype(config: RunConfig, previous_dtype: str | None) -> Literal["float32", 
 def local_directory(name: str, key: str, previous_directory: str = "") -> str:
     """Return the directory of a model: `name` itself, or its directory in the hub's cache.
     `previous_directory`: the directory that the run has used so far, which is kept if it is of the same
-    repository."""
+    repository and `name` gives no revision. Raises ConfigError."""
     if not name or Path(name).is_dir():
         return name
 
@@ -149,8 +149,9 @@ def fetch_model(model: HubModel, key: str) -> str:
 
 
 def check_model(config: RunConfig) -> None:
-    """Check that config.json, weights, tokenizer and chat template exist, and that the context is long
-    enough."""
+    """Check that config.json, weights, tokenizer and chat template exist, that config.json is of these
+    weights, that a reference has the policy's vocabulary, that the context is long enough, and that
+    `trainer.sequence_parallel` divides the attention heads. Raises ConfigError."""
     path = Path(config.model.path)
     model_settings = read_json(path / "config.json")
     weight_paths = weight_files(config.model.path)

@@ -58,10 +58,9 @@ class NodeAssignment:
         self._node_of: dict[str, str] = {}  # node id by process name
         self._processes = [process for unit in units for process in unit.processes]
 
-        def order_of(process: PlannedProcess) -> tuple[int, int]:
-            return PLACING_ORDER.index(process.role), process.index
-
-        for process in sorted(self._processes, key=order_of):
+        for process in sorted(
+            self._processes, key=lambda process: (PLACING_ORDER.index(process.role), process.index)
+        ):
             if self.choose_node(process, nodes) is None:
                 raise ConfigError(self._describe_lack(process, nodes))
 
@@ -69,13 +68,18 @@ class NodeAssignment:
         """Choose a machine for a starting process: its previous machine if that has room, else any other;
         None if no machine has room. A process that must stay on its machine waits for room there."""
         previous_node = self._node_of.pop(process.name, "")
+        stays = stays_with_launcher(process)
+        pool = self.pool_for(process)
 
         for node in nodes:
             self._free_gpus.setdefault(node.id, min(node.gpus, node.free_gpus + self._gpus_held(node)))
-        fitting_nodes = [node for node in nodes if self._fits_node(process, node)]
-        fitting_nodes = fitting_nodes or [
-            node for node in nodes if stays_with_launcher(process) and node.id == previous_node
-        ]
+        fitting_nodes = [
+            node
+            for node in nodes
+            if self._gpus_left(node) >= self.gpus_for(process)
+            and (not stays or node.id == self._launcher_node)
+            and (not pool or pool in node.resources)
+        ] or [node for node in nodes if stays and node.id == previous_node]
         if not fitting_nodes:
             return None
 
@@ -129,15 +133,6 @@ class NodeAssignment:
                 f"{', '.join(process_names) or 'nothing'}"
             )
         return lines
-
-    def _fits_node(self, process: PlannedProcess, node: Node) -> bool:
-        pool = self.pool_for(process)
-        has_gpus = self._gpus_left(node) >= self.gpus_for(process)
-        return (
-            has_gpus
-            and (not stays_with_launcher(process) or node.id == self._launcher_node)
-            and (not pool or pool in node.resources)
-        )
 
     def _gpus_left(self, node: Node) -> float:
         """Return the GPUs left, rounded to the fraction that Ray counts: 1 - 0.8 is less than 0.2."""

@@ -102,7 +102,8 @@ def _read_checkpoints(inputs: Inputs) -> Iterator[tuple[str, str, AutoClass]]:
 
 @preflight_check("launch")
 def check_launch(inputs: Inputs) -> Iterator[Note]:
-    """Check that Ray and trackers are installed if the configuration asks for them."""
+    """Check that keys for Ray are used with Ray, and that Ray and trackers are installed if the configuration
+    asks for them. Warn about devices of the trainer that are idle while engines sample."""
     config = inputs.config
     if config.launch.kind != "ray" and (config.launch.pools or config.launch.gpus):
         raise ConfigError("launch.pools and launch.gpus are for Ray; set launch=ray, or leave them out")
@@ -257,10 +258,9 @@ async def try_sample(parts: EpisodeParts, sample: Sample) -> list[Note]:
 
     truth = json.loads(sample.ground_truth)
     reward = parts.reward
-    truth_answer = ("its ground truth", truth if isinstance(truth, str) else sample.ground_truth)
     answers = [("no text", "")]
     if truth is not None:
-        answers.insert(0, truth_answer)
+        answers.insert(0, ("its ground truth", truth if isinstance(truth, str) else sample.ground_truth))
 
     if task_of(sample):  # Rewards of tasks judge changed files, not answers
         answers = []
@@ -303,10 +303,10 @@ def _placeholder_arguments(function: Mapping[str, Any]) -> dict[str, Any]:
 
 @preflight_check("device", requires=("libraries",))
 def check_device(inputs: Inputs) -> Iterator[Note]:
-    """Check that there is a GPU if the configuration asks for GPUs, and one for each rank, and whether
-    servers share GPUs."""
+    """Check that there is a GPU if the configuration asks for GPUs, and one for each rank. Warn about servers
+    that share GPUs."""
     config = inputs.config
-    gpu_count = count_gpus(inputs.config)
+    gpu_count = count_gpus(config)
     if config.model.device == "cuda" and sees_gpu(config) is False:
         raise ConfigError("model.device is cuda, and torch sees no GPU here; use auto or cpu")
 
@@ -326,11 +326,10 @@ def check_device(inputs: Inputs) -> Iterator[Note]:
     if shared_gpus and not config.shifts and "mem-fraction-static" not in config.engine.server_args:
         yield warning(
             f"servers share GPUs {', '.join(map(str, shared_gpus))} with others, and each would take 0.85 of "
-            "the "
-            "memory; set engine.server_args={mem-fraction-static: 0.4} or less, or start fewer"
+            "the memory; set engine.server_args={mem-fraction-static: 0.4} or less, or start fewer"
         )
 
-    yield ok(f"model.device={inputs.config.model.device}, {inputs.config.model.dtype}")
+    yield ok(f"model.device={config.model.device}, {config.model.dtype}")
 
 
 @preflight_check("memory", requires=("model",))
@@ -361,7 +360,7 @@ def check_checkpoint_directory(inputs: Inputs) -> Iterator[Note]:
     from asyncrl.store.reader import RunReader
 
     config = inputs.config
-    run_dir = run_directory(inputs.config)
+    run_dir = run_directory(config)
     checkpoints = checkpoints_of(config, run_dir)
     database = run_dir / DATABASE
 
@@ -438,11 +437,11 @@ def check_settings(inputs: Inputs) -> Iterator[Note]:
     from asyncrl.episodes.parts import shown_calls
 
     config = inputs.config
-    has_gpu = sees_gpu(inputs.config)
-    is_training = inputs.config.total_steps > 0
+    has_gpu = sees_gpu(config)
+    is_training = config.total_steps > 0
     rollout = config.rollout
     engine = config.engine
-    parser = config.rollout.parser
+    parser = rollout.parser
     slot_count = rollout.workers * rollout.slots
     live_episodes = config.buffer.max_live_groups * config.buffer.episodes_per_group
 
@@ -514,33 +513,27 @@ def describe_cluster(inputs: Inputs) -> Iterator[Note]:
 
 @preflight_check("estimate", requires=("data", "memory"))
 def estimate(inputs: Inputs) -> Iterator[Note]:
-    if inputs.config.total_steps:
-        config = inputs.config
-        has_gpu = sees_gpu(inputs.config)
+    config = inputs.config
+    if config.total_steps:
+        has_gpu = sees_gpu(config)
         prompt_tokens = len(inputs.first_prompt)
         train_count = len(inputs.run_data.train)
         test_count = len(inputs.run_data.test or ())
 
         yield from map(ok, estimates.describe_work(config, train_count, test_count, prompt_tokens))
-        yield from map(ok, _describe_side_requests(inputs))
+        # How many side requests an agent makes is unknown before the agent has run.
+        agent = inputs.parts.agent
+        is_tested = isinstance(agent, Command) and agent.harness.tested
+        if config.rollout.agent and not config.rollout.untrained_agents and not is_tested:
+            yield ok(
+                "agent: all of its requests are trained with the episode's reward, side requests (titles, "
+                "commit messages) included, unless rollout.untrained_agents names them; rollout/rows/mean "
+                "above 1 means that there is more than one conversation per episode"
+            )
         yield from map(ok, estimates.describe_costs(config, has_gpu))
         yield from memory.describe_memory(config, has_gpu)
         if uses_gpu(config, has_gpu) is False and not inputs.run_data.train[0].demonstration:
             yield from map(ok, estimates.describe_time(config, test_count, prompt_tokens))
-
-
-def _describe_side_requests(inputs: Inputs) -> Iterator[str]:
-    """Say that all requests of an agent are trained if the configuration names no side requests. How many
-    requests an agent makes is unknown before the agent has run."""
-    rollout = inputs.config.rollout
-    agent = inputs.parts.agent
-    is_tested = isinstance(agent, Command) and agent.harness.tested
-    if rollout.agent and not rollout.untrained_agents and not is_tested:
-        yield (
-            "agent: all of its requests are trained with the episode's reward, side requests (titles, commit "
-            "messages) included, unless rollout.untrained_agents names them; rollout/rows/mean above 1 means "
-            "that there is more than one conversation per episode"
-        )
 
 
 @contextmanager

@@ -94,42 +94,26 @@ class RayProcess:
         self._exit_code: int | None = None
 
     def poll(self) -> int | None:
+        """Return the exit code, or None while the process runs. A failure that Ray or this module reports
+        goes to the log of the process. Also record the machine of the process once Ray has placed the actor,
+        and warn if Ray has not placed the actor for long."""
         if self._exit_code is None and ray.wait([self._run_call], timeout=0)[0]:
-            self._exit_code = self._read_exit_code()
+            try:
+                self._exit_code, kept_at = ray.get(self._run_call)
+                if kept_at:
+                    self._log_text(
+                        f"its last lines could not be sent: they are in {kept_at}, until the next launch"
+                    )
+            except RayError as error:
+                cause = error.cause if isinstance(error, RayTaskError) else None
+                is_refused = isinstance(cause, ConfigError)
+                self._log_text(str(cause) if is_refused else " ".join(str(error).split()))
+                self._exit_code = BAD_INPUT if is_refused else KILLED_CODE
             ray.kill(self._actor)  # The call has returned or is lost: release the actor's process
 
-        if self._exit_code is None and self._node_call is not None:
-            self._check_placed()
-        return self._exit_code
+        if self._exit_code is not None or self._node_call is None:
+            return self._exit_code
 
-    def kill(self) -> None:
-        ray.kill(self._actor)
-
-    def _read_exit_code(self) -> int:
-        """Return the exit code. A failure that Ray or this module reports goes to the log of the process."""
-        try:
-            exit_code, kept_at = ray.get(self._run_call)
-            if kept_at:
-                self._log_text(
-                    f"its last lines could not be sent: they are in {kept_at}, until the next launch"
-                )
-            return int(exit_code)
-        except RayError as error:
-            cause = error.cause if isinstance(error, RayTaskError) else None
-            is_refused = isinstance(cause, ConfigError)
-            self._log_text(str(cause) if is_refused else " ".join(str(error).split()))
-            return BAD_INPUT if is_refused else KILLED_CODE
-
-    def _log_text(self, text: str) -> None:
-        log.warning("%s: %s", self.name, text)
-        with suppress(OSError):
-            self._log_path.parent.mkdir(exist_ok=True)
-            with self._log_path.open("a") as file:
-                file.write(f"{text}\n")
-
-    def _check_placed(self) -> None:
-        """Record the machine of the process once Ray has placed the actor; warn if Ray has not placed the
-        actor for long."""
         if ray.wait([self._node_call], timeout=0)[0]:
             with suppress(RayError):
                 self._assignment.record_node(self._planned, ray.get(self._node_call)[0])
@@ -141,6 +125,17 @@ class RayProcess:
                 PLACING_WARNING_SECONDS,
             )
             self._waiting_since = float("inf")
+        return None
+
+    def kill(self) -> None:
+        ray.kill(self._actor)
+
+    def _log_text(self, text: str) -> None:
+        log.warning("%s: %s", self.name, text)
+        with suppress(OSError):
+            self._log_path.parent.mkdir(exist_ok=True)
+            with self._log_path.open("a") as file:
+                file.write(f"{text}\n")
 
 
 class RaySpawner:
@@ -174,43 +169,25 @@ class RaySpawner:
             yield cls(config, endpoints, run_dir, assignment, launcher_node)
 
     def __call__(self, process_spec: ProcessSpec) -> RayProcess:
+        """Start an actor. CPUs are not reserved: on one machine the roles share cores. If no machine has
+        room, Ray waits for one, also for a machine that joins the cluster later."""
         planned = process_spec.process
-        role_endpoints = self._endpoints.for_role(planned.role)
         ticket = Ticket(
             process_spec=process_spec,
             config=self._config,
-            endpoints=role_endpoints,
+            endpoints=self._endpoints.for_role(planned.role),
             start_file_text=self._start_file_text,
             working_directory=os.getcwd(),
             secret_variables=self._secrets,
         )
 
-        actor: Any = ray.remote(RoleActor).options(**self._actor_options(planned)).remote()  # type: ignore[attr-defined]
-        # An actor runs its calls one after another, and the call of `run` is long.
-        node_call = actor.node.remote()
-        # The ticket travels by Ray's own channel, as runtime_env is logged.
-        run_call = actor.run.remote(ticket, self._launcher_node)
-        return RayProcess(planned, actor, node_call, run_call, self)
-
-    def rendezvous(self, unit: Unit, incarnation: str) -> str:
-        """Return a free port of this machine, on which rank 0 runs."""
-        if len(unit.processes) == 1:
-            return ""
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            return f"tcp://{ray.util.get_node_ip_address()}:{probe.getsockname()[1]}"
-
-    def _actor_options(self, planned: PlannedProcess) -> dict[str, Any]:
-        """Return the options of an actor. CPUs are not reserved: on one machine the roles share cores. If no
-        machine has room, Ray waits for one, also for a machine that joins the cluster later."""
-        pool = self.assignment.pool_for(planned)
         strategy: Any = "DEFAULT"
-
         if (node := self.assignment.choose_node(planned, list_nodes())) is not None:
             # With soft=True, Ray chose other machines that were just as free.
             strategy = NodeAffinitySchedulingStrategy(node.id, soft=False)
 
-        return {
+        pool = self.assignment.pool_for(planned)
+        actor_options = {
             "num_cpus": 0,
             "num_gpus": self.assignment.gpus_for(planned),
             "resources": {pool: 0.001} if pool else None,
@@ -218,6 +195,20 @@ class RaySpawner:
             "max_task_retries": 0,
             "scheduling_strategy": strategy,
         }
+        actor: Any = ray.remote(RoleActor).options(**actor_options).remote()  # type: ignore[attr-defined]
+        # An actor runs its calls one after another, and the call of `run` is long.
+        node_call = actor.node.remote()
+        # The ticket travels by Ray's own channel, as runtime_env is logged.
+        run_call = actor.run.remote(ticket, self._launcher_node)
+        return RayProcess(planned, actor, node_call, run_call, self)
+
+    def rendezvous(self, unit: Unit, incarnation: str) -> str:
+        """Return the URL of a free port of this machine, on which rank 0 runs; '' for a single process."""
+        if len(unit.processes) == 1:
+            return ""
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            return f"tcp://{ray.util.get_node_ip_address()}:{probe.getsockname()[1]}"
 
 
 @contextmanager
@@ -226,7 +217,9 @@ def connect_cluster(config: RunConfig) -> Iterator[str]:
     Raises ConfigError."""
     address = config.launch.ray_address
     try:
-        check_listening(address)
+        # If no server listens at host:port, Ray itself needs minutes to find that out.
+        if address_match := re.fullmatch(r"(?:ray://)?([^/:]+):(\d+)", address):
+            socket.create_connection((address_match[1], int(address_match[2])), CONNECT_TIMEOUT).close()
         ray.init(
             address=address or "local",  # None would mean the address in RAY_ADDRESS
             include_dashboard=None if address else False,
@@ -271,9 +264,3 @@ def list_nodes() -> list[Node]:
     ]
 
     return sorted(alive_nodes, key=lambda node: node.address)
-
-
-def check_listening(address: str) -> None:
-    """Raise OSError if no server listens at host:port; Ray itself needs minutes to find that out."""
-    if address_match := re.fullmatch(r"(?:ray://)?([^/:]+):(\d+)", address):
-        socket.create_connection((address_match[1], int(address_match[2])), CONNECT_TIMEOUT).close()

@@ -42,7 +42,15 @@ RECORD_END = 6000
 
 
 def main(argv: list[str] | None = None) -> int:
-    arguments = _arguments(argv)
+    parser = argparse.ArgumentParser(prog="python -m asyncrl.launch.role", description=__doc__)
+    parser.add_argument("role", choices=sorted(ROLE_TARGETS))
+    parser.add_argument("--index", type=int, default=0)
+    parser.add_argument("--run-dir", required=True)
+    parser.add_argument("--incarnation", required=True)
+    parser.add_argument("--rendezvous", default="")
+    parser.add_argument("--target", default="", help="module:function to run instead of the role's own")
+    arguments = parser.parse_args(argv)
+
     os.environ.pop("PYTHONSAFEPATH", None)  # for this process alone
     ignore_end_signals()
     set_up_logging()
@@ -53,7 +61,13 @@ def main(argv: list[str] | None = None) -> int:
     except ConfigError as error:
         log.error("%s", error)
         return BAD_INPUT
-    return run_role(arguments, config, read_endpoints())
+
+    # The launcher has written the endpoints to standard input, which is empty from then on.
+    with open(os.dup(0), "rb") as pipe:
+        endpoints = msgspec.msgpack.decode(pipe.read(), type=Endpoints)
+    with open(os.devnull, "rb") as empty_file:
+        os.dup2(empty_file.fileno(), 0)
+    return run_role(arguments, config, endpoints)
 
 
 def run_role(arguments: argparse.Namespace, config: RunConfig, endpoints: Endpoints) -> int:
@@ -95,15 +109,6 @@ def run_role(arguments: argparse.Namespace, config: RunConfig, endpoints: Endpoi
 
     log.info("%s-%d ends with %d", role, index, exit_code)
     return exit_code
-
-
-def read_endpoints() -> Endpoints:
-    """Read the endpoints that the launcher wrote to standard input, which is empty from then on."""
-    with open(os.dup(0), "rb") as pipe:
-        endpoints = msgspec.msgpack.decode(pipe.read(), type=Endpoints)
-    with open(os.devnull, "rb") as empty_file:
-        os.dup2(empty_file.fileno(), 0)
-    return endpoints
 
 
 class _LibraryRecords(logging.Filter):
@@ -148,17 +153,6 @@ def set_up_logging() -> None:
     handler.setFormatter(_LogFormatter(line_format, datefmt="%H:%M:%S"))
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
     logging.captureWarnings(True)
-
-
-def _arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m asyncrl.launch.role", description=__doc__)
-    parser.add_argument("role", choices=sorted(ROLE_TARGETS))
-    parser.add_argument("--index", type=int, default=0)
-    parser.add_argument("--run-dir", required=True)
-    parser.add_argument("--incarnation", required=True)
-    parser.add_argument("--rendezvous", default="")
-    parser.add_argument("--target", default="", help="module:function to run instead of the role's own")
-    return parser.parse_args(argv)
 
 
 def leave(exit_code: int, timeout: float = 5.0) -> NoReturn:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import msgspec
 import psutil
@@ -114,10 +114,13 @@ def file_system_of(path: Path) -> str:
 
 
 def check_resumed(config: RunConfig) -> None:
-    """Raise ConfigError if a resumed run would change settings on which its store and its checkpoints
-    depend."""
+    """Raise ConfigError if a resumed run would change settings on which its store and its checkpoints depend:
+    kept keys, the size of groups, or the files of the model apart from its weights."""
+    from asyncrl.algorithms.advantages import advantages, configured_advantage
+
+    run_dir = run_directory(config)
     for key, old_value, new_value in _changed_values(config, KEPT_KEYS):
-        begun_text = f"{key}: {run_directory(config)} was begun with"
+        begun_text = f"{key}: {run_dir} was begun with"
         if key == "model.template":
             raise ConfigError(
                 f"{begun_text} another chat template, which is in its config.yaml; restore that, or begin a "
@@ -129,8 +132,27 @@ def check_resumed(config: RunConfig) -> None:
                 "begin a new run with another name=…"
             )
 
-    _check_group_size(config, previous_config(config).get("algorithm", {}).get("advantage"))
-    _check_model(config)
+    # Some advantages add a greedy episode to each group.
+    advantage = config.algorithm.advantage
+    previous_advantage = previous_config(config).get("algorithm", {}).get("advantage")
+    config_key = f"algorithm.advantage of {run_dir / 'config.yaml'}"
+    if (
+        previous_advantage not in (None, advantage)
+        and configured_advantage(config).greedy != advantages.load(previous_advantage, config_key).greedy
+    ):
+        raise ConfigError(
+            f"algorithm.advantage: {run_dir} was begun with {previous_advantage!r} and would go on with "
+            f"{advantage!r}, but only one of them uses a greedy episode in each group; resume with the one "
+            "it began with"
+        )
+
+    if stored_identity := stored_meta(config, MODEL_KEY):
+        model_files = model_identity(config.model.path)
+        if changes_text := describe_differences(json.loads(stored_identity), model_files):
+            raise ConfigError(
+                f"model.path: {config.model.path} is no longer what {run_dir} was begun with: "
+                f"{changes_text}; restore these files, or begin a new run with another name=…"
+            )
 
 
 def describe_changes(config: RunConfig, keys: Iterable[str]) -> list[str]:
@@ -175,39 +197,6 @@ def _value_at(section: Any, key: str) -> Any:
     for name in key.split("."):
         section = section.get(name) if isinstance(section, dict) else None
     return section
-
-
-def _check_group_size(config: RunConfig, previous_advantage: Any) -> None:
-    """Check that the groups of a run stay of one size, as some advantages add a greedy episode to each
-    group."""
-    from asyncrl.algorithms.advantages import advantages, configured_advantage
-
-    advantage = config.algorithm.advantage
-    config_key = f"algorithm.advantage of {run_directory(config) / 'config.yaml'}"
-
-    if (
-        previous_advantage not in (None, advantage)
-        and configured_advantage(config).greedy != advantages.load(previous_advantage, config_key).greedy
-    ):
-        raise ConfigError(
-            f"algorithm.advantage: {run_directory(config)} was begun with {previous_advantage!r} and would "
-            f"go on with {advantage!r}, but only one of them uses a greedy episode in each group; resume "
-            "with the one it began with"
-        )
-
-
-def _check_model(config: RunConfig) -> None:
-    """Check that the files of the model, apart from its weights, are the files of the first launch."""
-    stored_identity = stored_meta(config, MODEL_KEY)
-    if (
-        changes_text := describe_differences(json.loads(stored_identity), model_identity(config.model.path))
-        if stored_identity
-        else ""
-    ):
-        raise ConfigError(
-            f"model.path: {config.model.path} is no longer what {run_directory(config)} was begun with: "
-            f"{changes_text}; restore these files, or begin a new run with another name=…"
-        )
 
 
 def _absolute_paths(path: Any) -> Any:
@@ -265,24 +254,18 @@ def _write_config(path: Path, content: bytes) -> None:
     fsync(path.parent)
 
 
-def _try_lock(file: IO[str], delay: float = 0.0) -> bool:
-    """Lock a file after `delay` seconds. Return False if another process has locked the file."""
-    time.sleep(delay)
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
 @contextmanager
 def lock_directory(directory: Path, key: str) -> Iterator[None]:
-    """Create a directory and lock it. `key`: the configuration key that chose the directory, beside the run's
-    name."""
+    """Create a directory and lock it for the body. `key`: the configuration key that chose the directory,
+    beside the run's name. Raises ConfigError if another process has locked the directory."""
     directory.mkdir(parents=True, exist_ok=True)
     with (directory / "lock").open("a+") as file:
-        # `asyncrl status` holds the lock for a moment.
-        if not (_try_lock(file) or _try_lock(file, delay=0.1)):
+        for delay in (0.0, 0.1):  # `asyncrl status` holds the lock for a moment
+            time.sleep(delay)
+            with suppress(BlockingIOError):
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+        else:
             file.seek(0)
             raise ConfigError(
                 f"{key}: another run with this name is using {directory} (process {file.read() or '?'}); "

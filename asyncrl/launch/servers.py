@@ -17,15 +17,23 @@ ANSWER_TIMEOUT = 30.0  # Seconds in which an attached server must answer.
 
 
 def check_servers(config: RunConfig) -> None:
-    """Check that API keys are set, that attached servers answer and serve this model, and that the start
-    command exists."""
+    """Check that API keys are set, that servers on other machines can reach the trainer, and that attached
+    servers answer and serve this model. Where servers are to be started, check that the start command exists,
+    and the files of a scorer's model. Raises ConfigError."""
     engine = config.engine
     for key, variable_name in (("api_key_env", engine.api_key_env), ("admin_key_env", engine.admin_key_env)):
         if variable_name and not os.environ.get(variable_name):
             raise ConfigError(f"engine.{key}: {variable_name} is not set; export it, or clear the key")
 
-    if engine.remote:
-        check_group_address(config)
+    # With a loopback address other machines would look for the trainer on their own machine, and hang.
+    remote_urls = [url for url in engine.urls if not is_loopback(urlsplit(url).hostname or "")]
+    uses_group = engine.remote and config.weights.transport != "disk"
+    if uses_group and is_loopback(config.launch.host) and remote_urls:
+        raise ConfigError(
+            f"launch.host: {config.launch.host} cannot be reached by {remote_urls[0]}, which "
+            f"weights.transport={config.weights.transport} needs; set launch.host to this machine's address "
+            "in the servers' network"
+        )
 
     served_scorers = [*dict(config.scorer_places)]
     if engine.remote:
@@ -33,67 +41,45 @@ def check_servers(config: RunConfig) -> None:
     for scorer in served_scorers:
         if config.serving(scorer).engine.urls:
             check_urls(config, scorer)
-        else:
-            _check_command(config)
-            if scorer:
-                _check_model(config, scorer)
+            continue
 
+        if engine.server_command and shutil.which(engine.server_command[0]) is None:
+            raise ConfigError(
+                f"engine.server_command: {engine.server_command[0]} is no program; correct it "
+                "(for CPU tests: make sglang-cpu)"
+            )
+        if not engine.server_command and importlib.util.find_spec("sglang") is None:
+            raise ConfigError(
+                "engine.name, or scorers, need sglang, which is not installed here: for GPUs pip install "
+                "'.[sglang]' -c constraints-sglang.txt in a checkout, or name a program of another "
+                "environment in engine.server_command, or attach to servers with engine.urls=[…], "
+                "scorers.NAME.urls=[…]; on a CPU, make sglang-cpu in a checkout, then engine=sglang_cpu"
+            )
 
-def _check_command(config: RunConfig) -> None:
-    """Check that servers can be started on this machine."""
-    engine = config.engine
-    if engine.server_command and shutil.which(engine.server_command[0]) is None:
-        raise ConfigError(
-            f"engine.server_command: {engine.server_command[0]} is no program; correct it "
-            "(for CPU tests: make sglang-cpu)"
-        )
+        if scorer:
+            path = config.scorers[scorer].path
+            if not weight_files(path):
+                raise ConfigError(
+                    f"scorers.{scorer}.path: {path} has no model.safetensors; give a model directory"
+                )
+            if scorer != "reward":  # All other scorers read the policy's tokens
+                from asyncrl.engines.sglang.server import check_vocabulary
 
-    if not engine.server_command and importlib.util.find_spec("sglang") is None:
-        raise ConfigError(
-            "engine.name, or scorers, need sglang, which is not installed here: for GPUs pip install "
-            "'.[sglang]' -c constraints-sglang.txt in a checkout, or name a program of another environment "
-            "in engine.server_command, or attach to servers with engine.urls=[…], scorers.NAME.urls=[…]; on "
-            "a CPU, make sglang-cpu in a checkout, then engine=sglang_cpu"
-        )
-
-
-def check_group_address(config: RunConfig) -> None:
-    """Check that servers on other machines can join the trainer at the launcher's address: with a loopback
-    address they would look for the trainer on their own machine, and hang."""
-    remote_urls = [url for url in config.engine.urls if not is_loopback(urlsplit(url).hostname or "")]
-    if config.weights.transport != "disk" and is_loopback(config.launch.host) and remote_urls:
-        raise ConfigError(
-            f"launch.host: {config.launch.host} cannot be reached by {remote_urls[0]}, which "
-            f"weights.transport={config.weights.transport} needs; set launch.host to this machine's address "
-            "in the servers' network"
-        )
+                check_vocabulary(config, f"scorers.{scorer}", path)
 
 
 def check_urls(config: RunConfig, scorer: str = "") -> None:
-    """Check attached servers as server supervisors do: keys, version and model. The servers may be in use."""
+    """Check attached servers of the engine or of a scorer as server supervisors do: keys, version and model.
+    The servers may be in use. Raises ConfigError."""
     from asyncrl.engines.sglang.process import server_keys
     from asyncrl.engines.sglang.server import look_at_server
-
-    async def look_in_time(url: str) -> None:
-        async with asyncio.timeout(ANSWER_TIMEOUT):
-            await look_at_server(config, url, *server_keys(config.engine), scorer)
 
     urls_key = f"scorers.{scorer}.urls" if scorer else "engine.urls"
     for url in config.serving(scorer).engine.urls:
         try:
-            asyncio.run(look_in_time(url))
+            look = look_at_server(config, url, *server_keys(config.engine), scorer)
+            asyncio.run(asyncio.wait_for(look, ANSWER_TIMEOUT))
         except TimeoutError:
             raise ConfigError(f"{urls_key}: {url} does not answer within {ANSWER_TIMEOUT:g} s") from None
         except EngineError as error:
             raise ConfigError(f"{urls_key}: {error}") from None
-
-
-def _check_model(config: RunConfig, scorer: str) -> None:
-    """Check that the files of a scorer's model exist, and that the scorer knows the policy's tokens."""
-    from asyncrl.engines.sglang.server import check_vocabulary
-
-    path = config.scorers[scorer].path
-    if not weight_files(path):
-        raise ConfigError(f"scorers.{scorer}.path: {path} has no model.safetensors; give a model directory")
-    if scorer != "reward":
-        check_vocabulary(config, f"scorers.{scorer}", path)

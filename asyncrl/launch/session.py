@@ -18,7 +18,6 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import assert_never
@@ -73,7 +72,7 @@ class Session:
         self._console = console
         self._on_report = on_report
         self._link = Link(endpoints.control, ToObserver, identity(OBSERVER, 0), endpoints.keys)
-        self._admit_invited = partial(admit_invited, run_dir, endpoints)
+        self._endpoints = endpoints
 
         self._last_message_at: float | None = None  # None before the coordinator's first message
         self._started_at = 0.0
@@ -137,7 +136,7 @@ class Session:
                     return self._final_outcome(process_outcome)
 
             self._check_trainer()
-            self._admit_invited(self._link)
+            admit_invited(self._run_dir, self._endpoints, self._link)
 
             if self._stop_deadline is not None and now > self._stop_deadline:
                 if self._decided_outcome is not None and not (

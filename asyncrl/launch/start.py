@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 from msgspec.structs import replace
@@ -17,7 +17,7 @@ from asyncrl.launch import checks, placement, preflight
 from asyncrl.launch.console import Console, open_console
 from asyncrl.launch.estimates import count_gpus, sees_gpu
 from asyncrl.launch.inputs import Inputs
-from asyncrl.launch.process import BAD_INPUT, COMPLETED, INTERRUPTED, LocalSpawner, Spawn
+from asyncrl.launch.process import BAD_INPUT, COMPLETED, INTERRUPTED, LocalSpawner
 from asyncrl.launch.run_directory import (
     check_paths_are_text,
     describe_resumed_changes,
@@ -33,10 +33,10 @@ from asyncrl.observe.timeline import busy_overlap
 from asyncrl.observe.trackers import Trackers
 from asyncrl.runtime.process import defer_import
 from asyncrl.values import printable
-from asyncrl.wire.messages.shared import StepReport
-from asyncrl.wire.sockets import Endpoints, choose_endpoints
+from asyncrl.wire.sockets import choose_endpoints
 
-Rendezvous = Callable[[placement.Unit, str], str]
+if TYPE_CHECKING:
+    from asyncrl.launch.ray import RaySpawner
 
 
 def train(config: RunConfig, dry_run: bool = False, show_summary: bool = True) -> int:
@@ -47,6 +47,7 @@ def train(config: RunConfig, dry_run: bool = False, show_summary: bool = True) -
         return _dry_run(config)
     defer_import("torch")  # Without a GPU no check uses torch, whose import takes 1.5 s.
 
+    # Check the run. The checks resolve model names and read the data.
     inputs, warnings = checks.run_checks(config)
     config = inputs.config
     run_data = inputs.run_data
@@ -59,38 +60,26 @@ def train(config: RunConfig, dry_run: bool = False, show_summary: bool = True) -
     endpoints = choose_endpoints(config.launch.host, config.launch.port)
 
     with ExitStack() as stack:
+        # Prepare the run directory for this launch alone.
         stack.enter_context(prepare_and_lock(config))
         run_data.save_samples(run_dir)
         record_machine(run_dir, agent_versions)
-
         _remove_outside_weights(config)  # left by a launcher that was killed
         preflight.record_launch_name(config)
         stack.callback(_remove_outside_weights, config)
 
-        spawn, rendezvous = stack.enter_context(_spawner(config, run_dir, endpoints))
-        # Trackers are opened once no check can refuse the run.
+        # Open what the processes are started and watched with. Trackers are opened once no check can refuse
+        # the run.
+        spawner: LocalSpawner | RaySpawner = LocalSpawner(run_dir, endpoints)
+        if config.launch.kind == "ray":
+            from asyncrl.launch.ray import RaySpawner
+
+            spawner = stack.enter_context(RaySpawner.open_cluster(config, run_dir, endpoints))
         trackers = stack.enter_context(Trackers.open(config, run_dir))
         console = stack.enter_context(
             open_console(
                 config.observe.console, config.name, config.total_steps, config.validation.success, run_dir
             )
-        )
-
-        def log_report(report: StepReport) -> None:
-            trackers.log(report.step, report.metrics, report.values)
-
-        supervisor = Supervisor(
-            units, spawn, run_dir, config.launch.restarts, rendezvous, on_restart=console.print_note
-        )
-        is_training = config.total_steps > 0
-        session = Session(
-            config.launch,
-            run_dir,
-            endpoints,
-            supervisor,
-            console,
-            on_report=log_report,
-            is_training=is_training,
         )
 
         if changed_keys:
@@ -102,7 +91,21 @@ def train(config: RunConfig, dry_run: bool = False, show_summary: bool = True) -
         process_count = sum(len(unit.processes) for unit in units)
         console.print_note(f"run {run_dir}: starting {process_count} processes; logs in {run_dir / 'logs'}")
 
+        # Start the processes, and watch them until the run ends.
+        supervisor = Supervisor(
+            units, spawner, run_dir, config.launch.restarts, spawner.rendezvous, on_restart=console.print_note
+        )
+        session = Session(
+            config.launch,
+            run_dir,
+            endpoints,
+            supervisor,
+            console,
+            on_report=lambda report: trackers.log(report.step, report.metrics, report.values),
+            is_training=config.total_steps > 0,
+        )
         outcome = session.run()
+
         write_status(run_dir, read_status(run_dir) | {"code": outcome.code, "error": outcome.error})
         trackers.summarize(read_summary(run_dir))
     return conclude(config, run_dir, outcome.code, outcome.error, console, show_summary)
@@ -139,18 +142,6 @@ def _dry_run(config: RunConfig) -> int:
         if level == "warning":
             print(printable(f"warning: {text}"))
     return COMPLETED
-
-
-@contextmanager
-def _spawner(config: RunConfig, run_dir: Path, endpoints: Endpoints) -> Iterator[tuple[Spawn, Rendezvous]]:
-    if config.launch.kind == "ray":
-        from asyncrl.launch.ray import RaySpawner
-
-        with RaySpawner.open_cluster(config, run_dir, endpoints) as ray_spawner:
-            yield ray_spawner, ray_spawner.rendezvous
-        return
-    local_spawner = LocalSpawner(run_dir, endpoints)
-    yield local_spawner, local_spawner.rendezvous
 
 
 def _remove_outside_weights(config: RunConfig) -> None:

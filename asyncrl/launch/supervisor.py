@@ -120,12 +120,24 @@ class Supervisor:
     def poll_processes(self, now: float) -> RunOutcome | None:
         """Check every process, and restart units that may be restarted."""
         for unit in self.units:
-            outcome = self._coordinator_outcome(unit)
-            if outcome is None and unit.restart_at is not None:
-                self._restart_if_due(unit, now)
-            elif outcome is None and (dead := unit.find_dead(now)):
-                outcome = self._handle_death(unit, *dead, now)
-            if outcome is not None:
+            is_coordinator = unit.plan.role == COORDINATOR
+            if unit.restart_at is not None:
+                # A unit restarts once its back-off is over and all processes of the last start have ended; at
+                # the end of the run only the coordinator, which a stop needs.
+                is_wanted = is_coordinator or not (self.stopping or self.run_over)
+                if now >= unit.restart_at and not unit.alive and is_wanted:
+                    self._start_unit(unit)
+                continue
+
+            # The coordinator's exit codes 0 and 1 are the result of the run; any other code is a crash.
+            exit_code = unit.handles[0].poll() if is_coordinator and unit.handles else None
+            if exit_code == COMPLETED:
+                return RunOutcome(COMPLETED)
+            if exit_code == FAILED:
+                return RunOutcome(FAILED, self._describe_log(unit.handles[0].name))
+
+            dead = unit.find_dead(now)
+            if dead and (outcome := self._handle_death(unit, *dead, now)):
                 return outcome
         return None
 
@@ -138,8 +150,8 @@ class Supervisor:
             handle.kill()
 
     def kill_role(self, role: str, incarnation: str = "") -> None:
-        """Kill all processes of a role that does not answer, or the process with this incarnation. The next
-        poll restarts the unit."""
+        """Kill the processes of a role that does not answer: all, or those with this incarnation. The next
+        polls restart their units."""
         for unit in self.units:
             if unit.plan.role == role and incarnation in ("", unit.incarnation):
                 for handle in unit.alive:
@@ -166,15 +178,6 @@ class Supervisor:
 
         unit.restart_at = None
         unit.first_left_at = None
-
-    def _coordinator_outcome(self, unit: SupervisedUnit) -> RunOutcome | None:
-        """Return the result of the run from the coordinator's exit code 0 or 1; any other code is a crash."""
-        if unit.plan.role != COORDINATOR or not unit.handles or unit.restart_at is not None:
-            return None
-        code = unit.handles[0].poll()
-        if code == FAILED:
-            return RunOutcome(FAILED, self._describe_log(unit.handles[0].name))
-        return RunOutcome(COMPLETED) if code == COMPLETED else None
 
     def _handle_death(
         self, unit: SupervisedUnit, dead_process: ProcessHandle, exit_code: int, now: float
@@ -233,14 +236,6 @@ class Supervisor:
             f"({unit.restart_count} of {self._max_restarts}){cause_text and f': {cause_text}'}"
         )
         return None
-
-    def _restart_if_due(self, unit: SupervisedUnit, now: float) -> None:
-        """Restart a unit once its back-off is over and all processes of the last start have ended."""
-        assert unit.restart_at is not None
-        is_ending = self.stopping or self.run_over
-        is_wanted = not is_ending or unit.plan.role == COORDINATOR  # A stop needs the coordinator
-        if now >= unit.restart_at and not unit.alive and is_wanted:
-            self._start_unit(unit)
 
     def _describe_log(self, name: str) -> str:
         path = log_path(self._run_dir, name)

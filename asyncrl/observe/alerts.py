@@ -203,8 +203,8 @@ def rows_for_rules(rows: Sequence[Row]) -> list[Row]:
 
 
 def find_alerts(rows: Sequence[Row], status: Mapping[str, Any], keys: Mapping[str, Any]) -> list[Alert]:
-    """Find the alerts of the last WINDOW steps, or of the episodes landed so far, the worst first. `rows`: in
-    order; `status`: the newest; `keys`: all keys of the configuration, with their values."""
+    """Find the alerts of the last WINDOW_STEPS steps, or of the episodes landed so far, the worst first.
+    `rows`: in order; `status`: the newest; `keys`: all keys of the configuration, with their values."""
     steps = [row for row in rows if metric.STEP_SECONDS in row]
     gauges = status.get("gauges", {})
     last_steps = steps[-WINDOW_STEPS:] or ([gauges] if HIGHEST_SCORE in gauges else [])
@@ -332,7 +332,7 @@ def _find_stall(evidence: Evidence) -> Finding | None:
     """Find that no step has ended for long: for 300 s if steps take 20 s, for 600 s if steps take 100 s.
     Nothing is found during a validation, which may take all engines."""
     status = evidence.status
-    waits = evidence.status.get("waits", ())
+    waits = status.get("waits", ())
     if status.get("phase") != "running" or any("validation" in wait for wait in waits):
         return None
 

@@ -86,10 +86,11 @@ class LineFile:
         size = self._file.seek(0, os.SEEK_END)
         self._file.seek(max(0, size - MAX_LINE_BYTES))
         last_line = self._file.read().rpartition(b"\n")[2]
-        if last_line and _is_object(last_line):
-            self.append(b"\n")  # only the line's end is missing
-        elif last_line:
-            self._file.truncate(size - len(last_line))
+        with suppress(ValueError):
+            if isinstance(json.loads(last_line), dict):
+                self.append(b"\n")  # only the line's end is missing
+                return
+        self._file.truncate(size - len(last_line))
 
     def append(self, lines: bytes) -> None:
         """Append all of these lines, or raise OSError and append none."""
@@ -113,12 +114,6 @@ def ends_in_a_line(path: Path) -> bool:
         file.seek(-1, os.SEEK_END)
         return file.read(1) == b"\n"
     return True  # there is no file, or no line
-
-
-def _is_object(line: bytes) -> bool:
-    with suppress(ValueError):
-        return isinstance(json.loads(line), dict)
-    return False
 
 
 def metrics_size(run_dir: Path) -> int:
@@ -249,8 +244,8 @@ def replace_file(path: Path, content: bytes) -> None:
 def first_day(run_dir: Path) -> datetime.date:
     """Return the day on which a run began, as written by `mark_start`; today for an unmarked run."""
     try:
-        return datetime.date.fromisoformat((run_dir / "started").read_text().split()[0])
-    except (OSError, ValueError, IndexError):
+        return datetime.date.fromisoformat(read_start(run_dir).split()[0])
+    except (ValueError, IndexError):
         return datetime.date.today()
 
 

@@ -102,11 +102,18 @@ def numbers_per_sample(episodes: Iterable[JudgedEpisode], threshold: float | Non
         votes = members[0].source in sources_with_answers
         core_numbers = {} if threshold is None else _core_numbers(members, lowest, threshold, votes)
 
+        # The components of the rewards, and the score that each agent of an episode has earned.
+        component_values = defaultdict[str, list[float]](list)
+        for result in filter(None, (episode.result for episode in members)):
+            for name, value in result.components.items():
+                component_values[name].append(value)
+            for name, part in result.agent_results.items():
+                component_values[f"agent/{name}"].append(part.score)
+
         for source in (members[0].source, "all"):
             for name, value in core_numbers.items():
                 numbers[f"val-core/{source}/{mode}/{name}"][row] = value
-
-            for name, values in _component_values(members).items():
+            for name, values in component_values.items():
                 numbers[f"val-aux/{source}/{mode}/{name}/mean@1"][row] = fmean(values)
 
     return dict(numbers)
@@ -144,17 +151,6 @@ def pass_at(k: int, count: int, solved: int) -> float:
 
 def succeeds(result: EpisodeResult | None, threshold: float) -> bool:
     return result is not None and result.judged >= threshold - SCORE_ROUNDING
-
-
-def _component_values(members: Iterable[JudgedEpisode]) -> dict[str, list[float]]:
-    """Return the components of rewards, and what each agent of an episode earned."""
-    values_by_name = defaultdict[str, list[float]](list)
-    for result in filter(None, (episode.result for episode in members)):
-        for name, value in result.components.items():
-            values_by_name[name].append(value)
-        for name, part in result.agent_results.items():
-            values_by_name[f"agent/{name}"].append(part.score)
-    return values_by_name
 
 
 def sample_means(numbers: NumbersPerSample) -> dict[str, float]:

@@ -133,29 +133,28 @@ def summary_numbers(summary: Mapping[str, Any], everything: bool = False) -> Ite
 def before_and_after(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     """Return (label, before, after) of held-out results, of the training reward or loss, and of components of
     rewards; `≥` marks the threshold that makes an episode a success."""
-    threshold = f", ≥ {formatted(summary.get('success_threshold'), 'g')}"
     value_of = summary.get
-    rows = list[tuple[str, float | None, float | None]]()
+    rows = list[tuple[str, str, float | None, float | None]]()  # label, format, before, after
 
     for key, name in HELD_OUT_RESULTS.items():
-        row_label = label(name) + (threshold if key in SUCCESS_KEYS else "")
-        rows.append((row_label, value_of(f"{key}_before"), value_of(f"{key}_after")))
+        row_label = label(name)
+        form = ".3g"
+        if key in SUCCESS_KEYS:
+            row_label += f", ≥ {formatted(value_of('success_threshold'), 'g')}"
+            form = ".1%"
+        rows.append((row_label, form, value_of(f"{key}_before"), value_of(f"{key}_after")))
 
     key = "reward" if value_of("nll_first") is None else "nll"
     for training_key in (key, "kl_loss"):
         row_label = f"{label(TRAINING_RESULTS[training_key])} (training)"
-        rows.append((row_label, value_of(f"{training_key}_first"), value_of(f"{training_key}_last")))
+        rows.append((row_label, ".3g", value_of(f"{training_key}_first"), value_of(f"{training_key}_last")))
 
     for name, (first, last, before, after) in [*value_of("components", {}).items()][:MAX_COMPONENTS]:
-        rows += [(f"{name} (training)", first, last), (f"{name} (held out)", before, after)]
-
-    success_labels = {label(HELD_OUT_RESULTS[key]) + threshold for key in SUCCESS_KEYS}
-
-    def text(row_label: str, value: float | None) -> str:
-        return formatted(value, ".1%" if row_label in success_labels else ".3g")
+        rows.append((f"{name} (training)", ".3g", first, last))
+        rows.append((f"{name} (held out)", ".3g", before, after))
 
     return [
-        (name, text(name, before_value), text(name, after_value))
-        for name, before_value, after_value in rows
-        if (before_value, after_value) != (None, None)
+        (row_label, formatted(before, form), formatted(after, form))
+        for row_label, form, before, after in rows
+        if (before, after) != (None, None)
     ]

@@ -117,20 +117,17 @@ class TimelineFile:
 
                 self._offset += len(complete_lines)
                 file.seek(self._offset)
-                yield from (span for span in _decode_lines(complete_lines) if span.is_sound)
+                try:
+                    spans = _decoder.decode_lines(complete_lines)  # all at once, which is fast
+                except (msgspec.DecodeError, UnicodeDecodeError):
+                    spans = []
+                    for line in complete_lines.splitlines():
+                        with suppress(msgspec.DecodeError, UnicodeDecodeError):
+                            spans.append(_decoder.decode(line))
+                yield from (span for span in spans if span.is_sound)
 
 
 _decoder = msgspec.json.Decoder(TimelineLine)
-
-
-def _decode_lines(lines: bytes) -> Iterator[TimelineLine]:
-    """Decode all lines at once, which is fast, or one by one if a line cannot be read."""
-    try:
-        yield from _decoder.decode_lines(lines)
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        for line in lines.splitlines():
-            with suppress(msgspec.DecodeError, UnicodeDecodeError):
-                yield _decoder.decode(line)
 
 
 def busy_overlap(run_dir: Path) -> float | None:

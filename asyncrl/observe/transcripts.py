@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,41 +40,32 @@ def is_kept(group: int, member: int, groups_per_batch: int) -> bool:
 def newest_transcript(run_dir: Path, good: bool, threshold: float) -> Transcript | None:
     """Return the newest transcript whose score reaches the threshold (`good`), or does not, of training or of
     a validation, by the files' times. None if the newest files have no such transcript."""
-    for path in _newest_files(run_dir)[:MAX_FILES]:
+    dated_files = list[tuple[float, Path]]()
+    for path in (run_dir / "transcripts").glob("*/step-*.jsonl"):
+        with suppress(OSError):
+            dated_files.append((path.stat().st_mtime, path))
+
+    for _, path in sorted(dated_files, reverse=True)[:MAX_FILES]:
         with suppress(OSError):
             for entry in reversed(list(read_lines(path))):
-                if "score" in entry and succeeds(entry, threshold) == good:
-                    return Transcript(_transcript_title(path, entry, good), str(entry.get("text", "")))
+                if "score" not in entry or succeeds(entry, threshold) != good:
+                    continue
+
+                facts = {
+                    "score": f"{entry['score']:g}",
+                    "ground truth": entry.get("ground_truth"),
+                    "end": entry.get("end"),
+                }
+                facts_text = ", ".join(f"{name} {fact}" for name, fact in facts.items() if fact is not None)
+                origin = f"{path.parent.name}, step {path.stem.removeprefix('step-')}, {entry.get('uid')}"
+                title = f"newest {'good' if good else 'bad'} transcript: {origin}, {facts_text}"
+                return Transcript(title, str(entry.get("text", "")))
     return None
 
 
 def succeeds(entry: Mapping[str, Any], threshold: float) -> bool:
     """Tell whether an entry is a success; a validation's entries state their own success."""
     return bool(entry.get("success", entry["score"] >= threshold - SCORE_ROUNDING))
-
-
-def _newest_files(run_dir: Path) -> list[Path]:
-    def dated() -> Iterator[tuple[float, Path]]:
-        for path in (run_dir / "transcripts").glob("*/step-*.jsonl"):
-            with suppress(OSError):
-                yield path.stat().st_mtime, path
-
-    return [path for _, path in sorted(dated(), reverse=True)]
-
-
-def _transcript_title(path: Path, entry: Mapping[str, Any], good: bool) -> str:
-    facts = {
-        "score": f"{entry['score']:g}",
-        "ground truth": entry.get("ground_truth"),
-        "end": entry.get("end"),
-    }
-
-    facts_text = ", ".join(f"{name} {value}" for name, value in facts.items() if value is not None)
-    kind = path.parent.name
-    step = path.stem.removeprefix("step-")
-
-    quality = "good" if good else "bad"
-    return f"newest {quality} transcript: {kind}, step {step}, {entry.get('uid')}, {facts_text}"
 
 
 log = logging.getLogger("asyncrl.observe")
@@ -84,8 +75,8 @@ KEPT_STEPS = 1000  # newest steps whose files are kept: four episodes a step are
 
 
 class TokenRatios(msgspec.Struct, frozen=True):
-    """Holds ratios of an episode's first MOST_TOKENS model tokens, in order. `log_ratio`: log pi - log mu, in
-    nats; None if not a number. `dropped`: the correction, or the loss, dropped the token."""
+    """Holds ratios of an episode's first MAX_RATIO_TOKENS model tokens, in order. `log_ratio`: log pi - log
+    mu, in nats; None if not a number. `dropped`: the correction, or the loss, dropped the token."""
 
     uid: str
     log_ratio: list[float | None]

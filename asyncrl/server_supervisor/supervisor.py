@@ -1,5 +1,5 @@
-"""The supervisor of a server: start a server or attach to it, watch the server, and load versions into an
-engine.
+"""The supervisor of a server: starts a server or attaches to one, watches the server, and loads versions into
+an engine.
 
 consumes: versions to load (control), the end of the server
 waits for: the server to be ready, with a deadline; messages of the coordinator

@@ -1,4 +1,4 @@
-"""Load offered versions into an engine's server, put the server to sleep, and check its version."""
+"""Loads offered versions into an engine's server, puts the server to sleep, and checks its version."""
 
 from __future__ import annotations
 

@@ -49,8 +49,8 @@ _decode_evaluation = msgspec.json.Decoder(dict[str, dict[str, float]]).decode
 
 
 class Answered(msgspec.Struct):
-    """A question of a validation: the first episode, means over all episodes, and whether half of the
-    episodes were `right`."""
+    """A question of a validation: the first episode, means over all episodes, and whether at least half of
+    the episodes were `right`."""
 
     uid: str
     question: str

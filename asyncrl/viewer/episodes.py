@@ -36,7 +36,7 @@ Decode = Callable[[Sequence[int]], str]
 
 
 def load_decoder(model: str) -> Decode:
-    """Return a function that decodes ids with the tokenizer of a model directory. ConfigError."""
+    """Return a function that decodes ids with the tokenizer of a model directory. Raises ConfigError."""
     from tokenizers import Tokenizer  # load_tokenizer has compared the run's tokenizer with this library's
 
     path = Path(model) / "tokenizer.json"
@@ -105,8 +105,8 @@ def transcript(
     run_dir: Path, config: RunConfig, reader: RunReader, episode_row: dict[str, Any], decode: Decode
 ) -> dict[str, Any]:
     """Return an episode as JSON. `turns` are the stored turns; `missing` says why there are fewer turns than
-    in the episode, `text` is the stored text in that case, `no_advantage` says why no token has an advantage.
-    StoreError, ConfigError."""
+    in the episode, `text` is the stored transcript in that case, '' without one; `no_advantage` says why no
+    token has an advantage. Raises StoreError and ConfigError."""
     uid = episode_row["uid"]
     episode = reader.episode(uid)
     turns, missing = stored_turns(reader, episode)
@@ -129,6 +129,14 @@ def transcript(
         except (AsyncrlError, ValueError) as error:
             no_advantage = one_line(error)
 
+    stored_text = ""
+    if missing:
+        transcript_kind = "training" if episode_row["kind"] == "train" else "validation"
+        transcript_file = run_dir / "transcripts" / transcript_kind / f"step-{episode_row['step']}.jsonl"
+        with suppress(OSError):
+            entries = (entry for entry in read_lines(transcript_file) if entry.get("uid") == uid)
+            stored_text = str(next(entries, {}).get("text", ""))
+
     return {
         **asdict(episode),
         "result": asdict(episode.result),
@@ -138,7 +146,7 @@ def transcript(
         "bound": config.buffer.max_staleness,
         "turns": list(_turn_answers(turns, decode, token_values, episode.step, config.buffer.max_staleness)),
         "missing": missing,
-        "text": _stored_text(run_dir, episode_row) if missing else "",
+        "text": stored_text,
         "no_advantage": no_advantage,
     }
 
@@ -159,19 +167,6 @@ def _missing_advantage_reason(config: RunConfig, reader: RunReader, episode: Epi
     if episode.greedy or not reader.baseline(episode.group).results:
         reason = "it is the greedy one" if episode.greedy else "its group is not settled"
         return f"it is compared with nothing: {reason}"
-
-    return ""
-
-
-def _stored_text(run_dir: Path, episode_row: dict[str, Any]) -> str:
-    """Return the text of an episode whose turns are gone; '' without a stored text."""
-    transcript_kind = "training" if episode_row["kind"] == "train" else "validation"
-    with suppress(OSError):
-        for entry in read_lines(
-            run_dir / "transcripts" / transcript_kind / f"step-{episode_row['step']}.jsonl"
-        ):
-            if entry.get("uid") == episode_row["uid"]:
-                return str(entry.get("text", ""))
 
     return ""
 

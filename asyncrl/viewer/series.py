@@ -106,18 +106,13 @@ def _rounded_list(values: np.ndarray) -> list[float | None]:
 def _bands(curves: Mapping[str, Sequence[float | None]]) -> Iterator[tuple[str, list[tuple[str, str]]]]:
     """Yield the names of both ends of the bands around a mean, the widest first; constant bands are left
     out."""
-    for name in curves:
-        metric_prefix = name.removesuffix("mean")
-        pairs = [
-            (metric_prefix + low_suffix, metric_prefix + high_suffix)
-            for low_suffix, high_suffix in metric.QUANTILES
-            if name.endswith("/mean")
-        ]
-        known_bands = [pair for pair in pairs if curves.keys() >= {*pair}]
+    for name in (name for name in curves if name.endswith("/mean")):
+        prefix = name.removesuffix("mean")
+        pairs = [(prefix + low_suffix, prefix + high_suffix) for low_suffix, high_suffix in metric.QUANTILES]
         if changing_bands := [
             pair
-            for pair in known_bands
-            if any(len({*curves[metric_name]} - {None}) > 1 for metric_name in pair)
+            for pair in pairs
+            if curves.keys() >= {*pair} and any(len({*curves[end]} - {None}) > 1 for end in pair)
         ]:
             yield name, changing_bands
 

@@ -146,9 +146,16 @@ def spans_by_row(
     seconds, longest = (spans[column].astype(float).round(4).tolist() for column in ("seconds", "longest"))
     row_numbers, name_numbers, calls = (spans[column].tolist() for column in ("row", "name", "calls"))
 
-    # Merged spans, with text -1, have no details.
-    details = spans[["text", "step", "micro", "epoch"]].tolist()
-    detail_texts = ["" if detail[0] < 0 else _span_detail(texts, *detail) for detail in details]
+    detail_texts = list[str]()  # beside the names
+    for text, step, micro, epoch in spans[["text", "step", "micro", "epoch"]].tolist():
+        detail_parts = list[str]()
+        if text >= 0:  # otherwise a merged span, which has no details
+            if step >= 0:
+                detail_parts.append(f"v{step} (epoch {epoch})" if epoch >= 0 else f"step {step}")
+            if micro >= 0:
+                detail_parts.append(f"micro-batch {micro}")
+            detail_parts.append(texts[text][:MAX_DETAIL_LENGTH])
+        detail_texts.append(", ".join(filter(None, detail_parts)))
 
     row_spans: list[list[list[Any]]] = [[] for _ in range(row_count)]
     for row_number, *span in zip(
@@ -157,13 +164,3 @@ def spans_by_row(
         row_spans[row_number].append(span)
 
     return row_spans
-
-
-def _span_detail(texts: Sequence[str], text: int, step: int, micro: int, epoch: int) -> str:
-    """Describe a span beside the name."""
-    detail_parts = list[str]()
-    if step >= 0:
-        detail_parts.append(f"v{step} (epoch {epoch})" if epoch >= 0 else f"step {step}")
-    if micro >= 0:
-        detail_parts.append(f"micro-batch {micro}")
-    return ", ".join(filter(None, [*detail_parts, texts[text][:MAX_DETAIL_LENGTH]]))

@@ -66,32 +66,31 @@ class Views:
 
     def _list_runs(self, query: Query) -> dict[str, Any]:
         """Return the state of each run, and the differences between configurations."""
-        configs = [*map(_newest_config, self._runs)]
+        configs = [_newest_config(path) for path in self._runs]
         key_differences = differences([config for config in configs if config])
         for deleted_run in (run_index for run_index, config in enumerate(configs) if not config):
             for values in key_differences.values():
                 values.insert(deleted_run, None)
 
-        return {
-            "runs": [*map(self._describe_run, self._runs, self._run_names)],
-            "differences": key_differences,
-        }
-
-    def _describe_run(self, path: Path, name: str) -> dict[str, Any]:
-        status = read_status(path)
-        outcome = self._outcome_of(path)
-        steps_done, total_steps, seconds = (status.get(key, 0) for key in ("step", "total_steps", "seconds"))
-        return {
-            "name": name,
-            "path": str(path),
-            "ended": outcome,
-            "phase": status.get("phase", "starting"),
-            "step": steps_done,
-            "total_steps": total_steps,
-            "seconds": seconds,
-            "eta": (total_steps - steps_done) * seconds / steps_done if steps_done and not outcome else None,
-            "rows": metrics_size(path),
-        }
+        runs = []
+        for path, name in zip(self._runs, self._run_names, strict=True):
+            status = read_status(path)
+            outcome = self._outcome_of(path)
+            step, total_steps, seconds = (status.get(key, 0) for key in ("step", "total_steps", "seconds"))
+            runs.append(
+                {
+                    "name": name,
+                    "path": str(path),
+                    "ended": outcome,
+                    "phase": status.get("phase", "starting"),
+                    "step": step,
+                    "total_steps": total_steps,
+                    "seconds": seconds,
+                    "eta": (total_steps - step) * seconds / step if step and not outcome else None,
+                    "rows": metrics_size(path),
+                }
+            )
+        return {"runs": runs, "differences": key_differences}
 
     def _rows(self, query: Query) -> dict[str, Any]:
         """Return the curves of a run; of a stretch, by step, seconds or tokens."""

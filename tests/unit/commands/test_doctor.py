@@ -66,7 +66,9 @@ def test_the_dry_run_says_who_gets_which_gpu(
 def test_of_a_conversation_to_learn_what_precedes_its_first_answer_is_shown(given: Given) -> None:
     talk = (Message("user", "1 + 1?"), Message("assistant", "It is 2."))
     data = RunData(stored([Sample(0, "d", talk, "", given=0)]), None, [])
-    _, shown = preflight.describe_chat(Inputs(given.config(), loaded_data=data))
+    inputs = Inputs(given.config())
+    inputs.run_data = data
+    _, shown = preflight.describe_chat(inputs)
     assert shown.text.endswith("1 + 1?<|im_end|>\n<|im_start|>assistant\n")
 
 

@@ -65,7 +65,9 @@ def test_before_any_step_the_score_so_far_and_why_nothing_is_learned(
     reporter.ledger.buffer.settled_counts[State.FILTERED] += 2 * batch.groups_per_batch
     reporter.write_status("running")
     lines = shown(setup.run_dir, capsys)
-    assert "so far: reward 0.000, filtered 100%" in lines and "episodes scored 0; read episodes" in lines
+    assert (
+        "so far: reward 0.000, groups filtered 100%" in lines and "episodes scored 0; read episodes" in lines
+    )
     assert "issued = " in lines
 
 

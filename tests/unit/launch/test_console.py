@@ -53,15 +53,21 @@ def test_plain_lines_carry_figures_and_who_waits_on_whom() -> None:
     shown.show_step(1, METRICS)
     line = out.getvalue().splitlines()[-1]
     assert line.startswith("[running] step 1/10")
-    for part in ("reward 0.500", "tool calls/episode 2.25", "lag p95 2", "ready 12", "version acked 4"):
+    for part in (
+        "reward 0.500",
+        "tool calls/episode 2.25",
+        "lag p95 2",
+        "episodes ready 12",
+        "version pushed 5",
+    ):
         assert part in line
     line = plain_line(shown.state)
     assert "reward 0.500" in line and line.endswith("waits: trainer 0: trajectories of step 1")
     wait = "trainer 0: trying the largest micro-batch [x] (12 s)"  # not cut where there is room
-    figures = {REWARD: 0.0, FILTERED: 0.0, "async/ready": 0.0, "async/running": 35.0, BATCH: 0.2}
-    state = ConsoleState("demo", Status("running", 0, 2, figures, (wait,)), {}, {SAMPLED: 0.5})
+    gauges = {REWARD: 0.0, FILTERED: 0.0, "async/ready": 0.0, "async/running": 35.0, BATCH: 0.2}
+    state = ConsoleState("demo", Status("running", 0, 2, gauges, (wait,)), {}, {SAMPLED: 0.5})
     line = plain_line(state)
-    assert "reward 0.000, filtered 0%, ready 0" in line and line.endswith(f" | waits: {wait}")
+    assert "reward 0.000, groups filtered 0%" in line and line.endswith(f" | waits: {wait}")
     shown.terminal.print(render(state, shown.terminal))
     for part in ("step 0/2 (20% of the first batch)", "reward 0.000", "held-out success 50.0%", wait):
         assert part in out.getvalue()
@@ -90,7 +96,7 @@ def test_what_is_wrong_is_said_once_and_stays_in_view(problems: list[dict[str, A
     said = problems[0].get("failed") or ALERT.line
     assert out.getvalue().splitlines() == ["phase: running", said]
     line = plain_line(shown.state)
-    assert "reward 0.000, filtered 98%" in line and line.count(f" | {shorter}") == 1
+    assert "reward 0.000, groups filtered 98%" in line and line.count(f" | {shorter}") == 1
     shown.terminal.print(render(shown.state, shown.terminal))
     assert shorter in "\n".join(out.getvalue().splitlines()[2:])
 

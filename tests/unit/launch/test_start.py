@@ -30,6 +30,12 @@ from tests.fakes.data import rows, stored
 CHECKED = RunData(stored(rows(1)), None, [])
 
 
+def passed_checks(config: RunConfig) -> tuple[Inputs, list[str]]:
+    inputs = Inputs(config)
+    inputs.run_data = CHECKED
+    return inputs, CHECKED.warnings
+
+
 @pytest.fixture
 def config(tmp_path: Path) -> RunConfig:
     model = {"path": str(tmp_path)}
@@ -49,9 +55,7 @@ def test_a_refused_start_has_cleared_shared_memory_and_leaves_no_run(
         seen.append(left.exists())
         raise ConfigError("no such tracker")
 
-    monkeypatch.setattr(
-        checks, "run_checks", lambda config: (Inputs(config, loaded_data=CHECKED), CHECKED.warnings)
-    )
+    monkeypatch.setattr(checks, "run_checks", passed_checks)
     monkeypatch.setattr(start.Trackers, "open", refuse)
     with pytest.raises(ConfigError, match="no such tracker"):
         start.train(config)
@@ -105,9 +109,7 @@ def test_a_cluster_that_refuses_the_run_leaves_none_in_trackers(
         config, launch=msgspec.structs.replace(config.launch, kind="ray", ray_address=address)
     )
     opened: list[RunConfig] = []
-    monkeypatch.setattr(
-        checks, "run_checks", lambda config: (Inputs(config, loaded_data=CHECKED), CHECKED.warnings)
-    )
+    monkeypatch.setattr(checks, "run_checks", passed_checks)
     monkeypatch.setattr(start.Trackers, "open", lambda config, run_dir: opened.append(config))
     with pytest.raises(ConfigError, match="no Ray cluster"):
         start.train(refused)
@@ -132,9 +134,7 @@ def test_the_summary_gets_the_share_of_time_in_which_all_were_busy(
 def test_a_full_disk_is_one_line_and_leaves_no_run(
     tmp_path: Path, config: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        checks, "run_checks", lambda config: (Inputs(config, loaded_data=CHECKED), CHECKED.warnings)
-    )
+    monkeypatch.setattr(checks, "run_checks", passed_checks)
     (tmp_path / "x").mkdir()
     (tmp_path / "x" / "config.tmp").symlink_to("/dev/full")
     with pytest.raises(ConfigError, match=r"x: cannot be written .No space left on device.; set run_dir="):

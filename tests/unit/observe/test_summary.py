@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from asyncrl.observe.metrics import GREEDY, SAMPLED, SAMPLED_SCORE
+from asyncrl.observe.metrics import CHARTS, GREEDY, SAMPLED, SAMPLED_SCORE, catalogue, known_charts
 from asyncrl.observe.summary import identity_line, outcome_line, summarize
-from asyncrl.observe.table import before_and_after
+from asyncrl.observe.table import DIAGNOSTICS, SUMMARY_NUMBERS, before_and_after, summary_numbers
 
 STATES = ["issued", "trained", "filtered", "dropped", "failed", "taken", "ready", "in_flight"]
 FLOW = dict(zip(STATES, (12, 4, 3, 1, 1, 1, 1, 1), strict=True))
@@ -184,3 +184,15 @@ NOTHING = {"steps": 0}
 )  # fmt: skip
 def test_the_outcome_in_one_sentence(summary: dict[str, Any], ended: str, total: int, text: str) -> None:
     assert outcome_line(summary, ended, total) == text
+
+
+def test_no_label_stands_for_two_metrics() -> None:
+    """Neither in the catalogue, which alone names labels, nor in the table of numbers or on the page."""
+    catalogue_labels = [row.label for row in {*catalogue().values()} if row.label]
+    assert sorted(catalogue_labels) == sorted({*catalogue_labels})
+    numbers = {number.key: 1 for number in (*SUMMARY_NUMBERS, *DIAGNOSTICS)}
+    printed_labels = [name for name, _ in summary_numbers(numbers, everything=True)]
+    assert sorted(printed_labels) == sorted({*printed_labels}) and len(printed_labels) == len(numbers)
+    charted = {name for charts in CHARTS.values() for names in charts.values() for name in names}
+    for chart in known_charts(charted, charted):
+        assert len({*chart.metrics.values()}) == len(chart.metrics), chart.title
