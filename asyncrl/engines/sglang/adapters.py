@@ -179,16 +179,19 @@ class AdapterLoader:
         try:
             for name in sorted(await self.api.adapters()):
                 name_match = _ADAPTER_NAME.fullmatch(name)
-                if name_match and (name_match[2] != self._attachment or self._is_old(name_match[1])):
+                if name_match is None:
+                    continue
+
+                # No request uses an adapter that the version before the last makes outdated.
+                version = version_of(name_match[1])
+                is_old = False
+                if self._previous_ref is not None and version is not None:
+                    previous_version = self._previous_ref.version
+                    is_old = version < previous_version and is_outdated(
+                        version, previous_version, self._config
+                    )
+
+                if is_old or name_match[2] != self._attachment:
                     await self.api.unload_adapter(name, self._deadline)
         except AsyncrlError as error:  # the next load tries again
             log.warning("server %s keeps old adapters: %s", self.api.url, one_line(error))
-
-    def _is_old(self, label: str) -> bool:
-        """True if the version before the last makes this label outdated: no request uses its adapter any
-        more."""
-        version = version_of(label)
-        if self._previous_ref is None or version is None:
-            return False
-        previous_version = self._previous_ref.version
-        return version < previous_version and is_outdated(version, previous_version, self._config)

@@ -146,37 +146,34 @@ class ServerLoader:
             raise WeightsError(f"weights {ref.path}: {ref.label} is not of the server's model: {differences}")
 
     async def _replace_weights(self, ref: WeightsRef, load: Callable[[], Awaitable[None]]) -> None:
+        """Run `load` while no request runs, empty the cache, and read the label back. A failure sets
+        `broken`, and is raised as WeightsError."""
         self.broken = f"the load of {ref.label} was not finished"
+        swap_context = self.sleeping.waking_load if self.sleeping.asleep else self._requests_held
         try:
             with self.sleeping.waking():
-                await self._swap_weights(ref, load)
-        except AsyncrlError as error:
-            self.broken = f"the load of {ref.label} failed ({one_line(error)})"
+                async with asyncio.timeout(self._deadline), swap_context():
+                    await load()
+
+                    # A sleeping server has lost its cache already. In mode in_place requests keep their KV,
+                    # and salts keep the caches of versions apart.
+                    if not self.sleeping.asleep and self._pause_mode == "abort":
+                        await self.api.flush_cache(wait=FLUSH_SECONDS)
+                    elif not self.sleeping.asleep and self._pause_mode == "retract":
+                        await self.api.flush_cache()  # waiting would include the retracted requests
+
+                    server_label = await self.api.weight_label()
+                    if server_label != ref.label:
+                        raise WeightsError(f"afterwards the server's weights are {server_label!r}")
+        except (AsyncrlError, TimeoutError) as error:
+            failure: Exception = error
+            if isinstance(error, TimeoutError):
+                failure = WeightsError(f"it took longer than {self._deadline:g} s")
+            self.broken = f"the load of {ref.label} failed ({one_line(failure)})"
             raise WeightsError(f"server {self.api.url}: {self.broken}") from error
 
         self.broken = ""
         self.loaded = ref
-
-    async def _swap_weights(self, ref: WeightsRef, load: Callable[[], Awaitable[None]]) -> None:
-        try:
-            swap_context = self.sleeping.waking_load if self.sleeping.asleep else self._requests_held
-            async with asyncio.timeout(self._deadline), swap_context():
-                await load()
-                if not self.sleeping.asleep:  # a sleeping server has lost its cache already
-                    await self._flush_cache()
-                server_label = await self.api.weight_label()
-                if server_label != ref.label:
-                    raise WeightsError(f"afterwards the server's weights are {server_label!r}")
-        except TimeoutError as late:
-            raise WeightsError(f"it took longer than {self._deadline:g} s") from late
-
-    async def _flush_cache(self) -> None:
-        """Empty the cache, but not in mode in_place: there requests keep their KV, and salts keep the caches
-        of versions apart."""
-        if self._pause_mode == "abort":
-            await self.api.flush_cache(wait=FLUSH_SECONDS)
-        elif self._pause_mode == "retract":
-            await self.api.flush_cache()  # waiting would include the retracted requests
 
     @asynccontextmanager
     async def _requests_held(self) -> AsyncIterator[None]:

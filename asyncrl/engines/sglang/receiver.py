@@ -148,13 +148,25 @@ class Receiver:
                 await self._server.destroy_group(connection.group, seconds=CLEANUP_SECONDS)
 
     async def _prepare_push(self, ref: WeightsRef, deadline: float) -> Push:
+        """Connect to the sender, ask for the version, and have the server join the sender's group."""
         connection = await self._connect(self._sender_path(ref.path.split(",")))
         seconds = deadline - asyncio.get_running_loop().time()
         request = messages.VersionRequest(f"engine {self._server_index}", ref.version, self._ranks, seconds)
 
         plan = await connection.ask_sender(request, messages.Plan)
         if plan.port:
-            await self._join_group(connection, plan, deadline - asyncio.get_running_loop().time())
+            connection.group = plan.group
+            problem = f"weights {connection.path}: the server did not join"
+            with WeightsError.instead_of(EngineError, text=problem):
+                await self._server.init_group(
+                    str(urlsplit(connection.path).hostname),
+                    plan.port,
+                    rank_offset=1,
+                    world_size=1 + self._ranks,
+                    name=plan.group,
+                    backend=plan.backend,
+                    seconds=deadline - asyncio.get_running_loop().time(),
+                )
         elif plan.group != connection.group:
             raise ProtocolError(f"weights {ref.path}: a push over group {plan.group}, which was not joined")
 
@@ -191,14 +203,6 @@ class Receiver:
             self._connection = SenderConnection(path, *streams)
 
         return self._connection
-
-    async def _join_group(self, connection: SenderConnection, plan: messages.Plan, seconds: float) -> None:
-        connection.group = plan.group
-        sender_host = str(urlsplit(connection.path).hostname)
-        with WeightsError.instead_of(EngineError, text=f"weights {connection.path}: the server did not join"):
-            await self._server.init_group(
-                sender_host, plan.port, 1, 1 + self._ranks, plan.group, plan.backend, seconds=seconds
-            )
 
 
 def _is_local(url: str) -> bool:

@@ -139,12 +139,23 @@ class StreamedTurn:
         """Add the next event. Raises EngineError when tokens are missing, and when the server refuses the
         request: EngineBusy if the queue is full, EngineRefused if the server will never serve the request."""
         meta = event.meta_info
-        self.finish_reason = meta.finish_reason
-        finish = self.finish_reason
+        finish = meta.finish_reason
+        self.finish_reason = finish
         if finish and finish.status_code is not None and finish.message != ABORTED and not self.tokens:
             raise _server_failure(finish.status_code, finish.message)
 
-        self._extend_tokens(meta.output_token_logprobs, meta.completion_tokens)
+        new_tokens = meta.output_token_logprobs
+        total_tokens = meta.completion_tokens
+        if len(new_tokens) >= total_tokens:
+            # All tokens so far: a cumulative stream, or the last event of a request that was aborted in the
+            # queue; merged events may have put new tokens in front.
+            self.tokens = list(new_tokens[len(new_tokens) - total_tokens :])
+        elif len(self.tokens) + len(new_tokens) == total_tokens:
+            self.tokens += new_tokens
+        else:
+            lost_tokens = total_tokens - len(self.tokens) - len(new_tokens)
+            raise EngineError(f"the server's stream lost {lost_tokens} of {total_tokens} tokens")
+
         self.prompt_tokens = max(self.prompt_tokens, meta.prompt_tokens)
         self.cached_tokens = max(self.cached_tokens, meta.cached_tokens)
         self.retractions = max(self.retractions, meta.num_retractions)
@@ -166,17 +177,6 @@ class StreamedTurn:
             raise EngineError(f"the server sent {experts.size} routes for {tokens} tokens")
 
         return Routes(start, tokens, experts.astype("<u2").tobytes())
-
-    def _extend_tokens(self, new_tokens: tuple[OutputToken, ...], total_tokens: int) -> None:
-        if len(new_tokens) >= total_tokens:
-            # All tokens so far: a cumulative stream, or the last event of a request that was aborted in the
-            # queue; merged events may have put new tokens in front.
-            self.tokens = list(new_tokens[len(new_tokens) - total_tokens :])
-        elif len(self.tokens) + len(new_tokens) == total_tokens:
-            self.tokens += new_tokens
-        else:
-            lost_tokens = total_tokens - len(self.tokens) - len(new_tokens)
-            raise EngineError(f"the server's stream lost {lost_tokens} of {total_tokens} tokens")
 
     def ends_by_watch(self) -> bool:
         """Call the request's watch with the new ids; True if the turn ends with one of them. Later ids are

@@ -89,7 +89,7 @@ class _Step(torch.nn.Module):
         limits: torch.Tensor,
         *groups: torch.Tensor,
     ) -> torch.Tensor:
-        """Compute a step and return the indices of the samples that end their turn, [ended]. For the
+        """Compute a step and return the indices of the samples that end their turn, [ending]. For the
         arguments see StepLayout and Layout; `groups` has three tensors per SlotGroup."""
         cache = self._cache
         kind = self._kind
@@ -104,9 +104,9 @@ class _Step(torch.nn.Module):
         cache.ids.view(-1).index_copy_(0, cells, ids)
         cache.logprobs.view(-1).index_copy_(0, cells, logprobs)
 
-        stopped = (ids[:, None] == stops).any(1)
-        ended = (stopped | (positions + 1 >= limits) | logprobs.isnan()) & (is_live == 1)
-        return ended.nonzero().flatten()
+        is_stop_id = (ids[:, None] == stops).any(1)
+        ends_turn = (is_stop_id | (positions + 1 >= limits) | logprobs.isnan()) & (is_live == 1)
+        return ends_turn.nonzero().flatten()
 
 
 def _step_tensors(plan: StepLayout) -> tuple[torch.Tensor, ...]:

@@ -87,7 +87,13 @@ class KVCache:
         """Run the model on the tokens in the layout's cells and write their KV. Returns logits
         [len(logit_indices), vocabulary] of the tokens with these indices."""
         self._current_layout = layout
-        self._group_biases = [self._attention_bias(group) for group in layout.groups]
+        self._group_biases = []
+        for group in layout.groups:
+            # An additive mask [r, 1, width, reach]: 0 where a token attends, -inf on later positions.
+            is_later = group.columns > group.positions[:, None, :, None]
+            bias = torch.zeros(is_later.shape, dtype=self.model.dtype, device=self.device)
+            self._group_biases.append(bias.masked_fill_(is_later, -torch.inf))
+
         if self.adapters is not None:
             self.adapters.select_adapters(self.adapter_indices[layout.cells // self.columns])
 
@@ -151,12 +157,6 @@ class KVCache:
             pool[:, slot].zero_()
             pool[:, :, self.scratch].zero_()
 
-    def _attention_bias(self, group: SlotGroup) -> torch.Tensor:
-        """Return an additive mask [r, 1, width, reach]: 0 where a token attends, -inf on later positions."""
-        is_later = group.columns > group.positions[:, None, :, None]
-        bias = torch.zeros(is_later.shape, dtype=self.model.dtype, device=self.device)
-        return bias.masked_fill_(is_later, -torch.inf)
-
     def _allocate_layers(self) -> int:
         """Run one token through the model to learn the shapes of the layers and to see that the engine can
         serve the model. Returns the number of logits per token."""
@@ -215,17 +215,17 @@ def _attend_group(
     scale: float | None,
 ) -> torch.Tensor:
     """Compute one group's attention: query [heads, r * width, d] gives [r * width, heads, d]. Query heads
-    that share a KV head are folded into the query's length, so that keys and values are never repeated."""
+    that share a KV head become further positions of the query, so that keys and values are never repeated."""
     slot_count = bias.shape[0]
     width = bias.shape[2]
-    folded = (
+    grouped_query = (
         query.view(key.shape[1], query_group_size, slot_count, width, query.shape[2])
         .permute(2, 0, 1, 3, 4)
         .flatten(2, 3)
     )
 
     bias = bias[:, :, None].expand(-1, -1, query_group_size, -1, -1).flatten(2, 3)
-    attended = F.scaled_dot_product_attention(folded, key, value, attn_mask=bias, scale=scale)
+    attended = F.scaled_dot_product_attention(grouped_query, key, value, attn_mask=bias, scale=scale)
     return attended.unflatten(2, (query_group_size, width)).permute(0, 3, 1, 2, 4).flatten(2, 3).flatten(0, 1)
 
 

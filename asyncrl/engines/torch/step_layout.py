@@ -14,7 +14,7 @@ from asyncrl.engines.torch.slots import KVCache, Layout, SlotGroup
 
 # Slots are ordered by classes of lengths: up to 256 ids, up to 512, and so on.
 _SHORT_LENGTH = 256
-# Slots are moved or cut into groups if this saves a step so many cells.
+# Slots are moved or split into groups if this saves a step so many cells.
 _WORTHWHILE_CELLS = 4096
 
 
@@ -73,14 +73,6 @@ class SlotSampling:
         """Renumber the slots: slot number i becomes the former number source_slots[i]."""
         for name, values in vars(self).items():
             setattr(self, name, values[source_slots])
-
-    def slot_params(self, slots: np.ndarray, device: torch.device) -> Params:
-        return Params(
-            seed=_tensor(self.seed[slots], device),
-            temperature=_tensor(self.temperature[slots], device),
-            greedy=_tensor(self.greedy[slots], device),
-            any_greedy=bool(self.greedy[slots].any()),
-        )
 
 
 def reordered_slots(lengths: np.ndarray) -> np.ndarray | None:
@@ -146,12 +138,19 @@ def build_layout(
     logit_indices = np.array([*range(decoding_count), *last_indices], dtype=np.int64)
     is_live = np.concatenate([is_decoding, np.ones(len(last_chunks), dtype=np.int64)])
 
+    params = Params(
+        seed=_tensor(sampling.seed[sampled_slots], cache.device),
+        temperature=_tensor(sampling.temperature[sampled_slots], cache.device),
+        greedy=_tensor(sampling.greedy[sampled_slots], cache.device),
+        any_greedy=bool(sampling.greedy[sampled_slots].any()),
+    )
+
     return StepLayout(
         layout=layout,
         logit_indices=_tensor(logit_indices, cache.device),
         slots=sampled_slots.tolist(),
         is_live=_tensor(is_live, cache.device),
-        params=sampling.slot_params(sampled_slots, cache.device),
+        params=params,
         stops=_tensor(sampling.stops[sampled_slots], cache.device),
         limits=_tensor(sampling.limits[sampled_slots], cache.device),
         steps_left=0 if chunks else min(room_left),
@@ -173,26 +172,28 @@ def _decoding_spans(lengths: np.ndarray, scratch: int) -> list[_Span]:
         return []
 
     reach_lengths = _largest_behind(used_lengths)
-    half, saved_cells = _best_cut(reach_lengths)
-    cut_points = [0]
+    middle, saved_cells = _best_split(reach_lengths)
+    group_starts = [0]
 
     # Four groups, of which some may be empty: each number of groups is another kind of step to record.
     if saved_cells >= _WORTHWHILE_CELLS:
-        cut_points = [0, _best_cut(reach_lengths[:half])[0], half, half + _best_cut(reach_lengths[half:])[0]]
+        first_quarter = _best_split(reach_lengths[:middle])[0]
+        last_quarter = middle + _best_split(reach_lengths[middle:])[0]
+        group_starts = [0, first_quarter, middle, last_quarter]
 
     positions = np.where(used_lengths > 0, used_lengths - 1, scratch)[:, None]
     return [
         _Span(np.arange(start, end), positions[start:end], int(used_lengths[start:end].max(initial=0)))
-        for start, end in pairwise([*cut_points, len(used_lengths)])
+        for start, end in pairwise([*group_starts, len(used_lengths)])
     ]
 
 
-def _best_cut(reach_lengths: np.ndarray) -> tuple[int, int]:
-    """Return where to cut slots in two, and how many cells the cut saves. `reach_lengths` [r], not empty,
-    does not rise."""
+def _best_split(reach_lengths: np.ndarray) -> tuple[int, int]:
+    """Return the first slot of the second of two groups, and how many cells two groups save. `reach_lengths`
+    [r], not empty, does not rise."""
     saved_cells = (reach_lengths[0] - reach_lengths) * np.arange(len(reach_lengths), 0, -1)
-    cut_point = int(saved_cells.argmax())
-    return cut_point, int(saved_cells[cut_point])
+    second_start = int(saved_cells.argmax())
+    return second_start, int(saved_cells[second_start])
 
 
 def _pack_spans(cache: KVCache, spans: list[_Span], decoding: int) -> Layout:
