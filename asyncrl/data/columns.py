@@ -170,23 +170,18 @@ class IgnoredSettings:
             for (setting, name), count in self._request_counts.items()
             if (text := _unmet_request(config, setting, name))
         ]
-        return lines + _unread_line(self._unread_columns, config.data.columns)
 
+        unread_names: list[str] = []
+        for name in self._unread_columns:
+            if all(name not in (column, column.partition(".")[0]) for column in config.data.columns.values()):
+                nearest = difflib.get_close_matches(name, READ_COLUMNS, n=1, cutoff=0.8)
+                unread_names.append(f"{name} (meant {nearest[0]}?)" if nearest else name)
 
-def _unread_line(columns: Mapping[str, None], configured: Mapping[str, str]) -> list[str]:
-    configured_columns = {
-        part for column in configured.values() for part in (column, column.partition(".")[0])
-    }
-    nearest = {name: difflib.get_close_matches(name, READ_COLUMNS, n=1, cutoff=0.8) for name in columns}
+        if unread_names:
+            advice = "one that tools, environments or rewards need: 'data.columns={extra_info.NAME: COLUMN}'"
+            lines.append(f"nothing reads the columns {', '.join(unread_names)}; {advice}")
 
-    unread_names = [
-        f"{name} (meant {nearest[name][0]}?)" if nearest[name] else name
-        for name in columns
-        if name not in configured_columns
-    ]
-
-    advice = "one that tools, environments or rewards need: 'data.columns={extra_info.NAME: COLUMN}'"
-    return [f"nothing reads the columns {', '.join(unread_names)}; {advice}"] if unread_names else []
+        return lines
 
 
 def _unmet_request(config: RunConfig, setting: str, name: str) -> str:

@@ -95,23 +95,22 @@ class EpochOrder:
         positioned_numbers: list[tuple[float, int]] = []
 
         for source, (start, size, count) in enumerate(zip(starts, sizes, counts, strict=False)):
-            numbers = self._draw_from_source(source, size, epoch * count, (epoch + 1) * count)
+            # The source's samples are repeated pass after pass, over all epochs.
+            first_draw = epoch * count
+            end_draw = first_draw + count
+            numbers: list[int] = []
+            for pass_index in range(first_draw // size, -(-end_draw // size)):
+                order = list(range(size))
+                if self.shuffle:
+                    order = shuffled(order, f"{self.seed}/{source}/{pass_index}")
+                pass_start = pass_index * size
+                numbers += order[max(0, first_draw - pass_start) : end_draw - pass_start]
+
             positioned_numbers += [
                 ((index + 0.5) / count, start + number) for index, number in enumerate(numbers)
             ]
 
         return [number for _, number in sorted(positioned_numbers)]
-
-    def _draw_from_source(self, source: int, size: int, first: int, end: int) -> list[int]:
-        """Return draws `first` to `end` of one source's samples, which are repeated pass after pass."""
-        numbers: list[int] = []
-        for pass_index in range(first // size, -(-end // size)):
-            order = list(range(size))
-            if self.shuffle:
-                order = shuffled(order, f"{self.seed}/{source}/{pass_index}")
-            numbers += order[max(0, first - pass_index * size) : end - pass_index * size]
-
-        return numbers
 
 
 def draw_counts(weights: Sequence[float], sizes: Sequence[int]) -> list[int]:
