@@ -198,22 +198,18 @@ class Classifier:
     def __call__(self, episode: RewardInput) -> float:
         import torch
 
-        token_ids = self._token_ids(episode)[-self._max_tokens :]
-        with torch.inference_mode():
-            input_ids = torch.tensor([token_ids], device=self._device)
-            outputs = self._model(input_ids=input_ids, attention_mask=torch.ones_like(input_ids)).logits[0]
-        return normalised_output(outputs.float().tolist(), self._label, self._normalise)
-
-    def _token_ids(self, episode: RewardInput) -> list[int]:
         messages = _conversation(episode, self._scored_text)
-        token_ids: list[int]
         if self._tokenizer.chat_template:
             token_ids = self._tokenizer.apply_chat_template(messages, return_dict=False)
         else:
             earlier_text = "\n".join(message["content"] for message in messages[:-1])
             token_ids = self._tokenizer(earlier_text, messages[-1]["content"]).input_ids
 
-        return token_ids
+        with torch.inference_mode():
+            input_ids = torch.tensor([token_ids[-self._max_tokens :]], device=self._device)
+            outputs = self._model(input_ids=input_ids, attention_mask=torch.ones_like(input_ids)).logits[0]
+
+        return normalised_output(outputs.float().tolist(), self._label, self._normalise)
 
 
 def normalised_output(values: Sequence[float], label: int, normalise: Normalise) -> float:
@@ -274,7 +270,10 @@ class LLMJudge:
     ) -> None:
         self._model = RemoteModel(url, model, api_key_env, timeout, retries, temperature, max_tokens)
         self._prompt_template = _load_template(prompt)
-        self._score_pattern = _compile_pattern(score)
+        with ConfigError.instead_of(re.error, text=f"score: {score!r} is no pattern"):
+            self._score_pattern = re.compile(score)
+        if self._score_pattern.groups < 1:
+            raise ConfigError(f"score: {score!r} has no group for the number; put it in brackets")
         self._scale = scale
 
     async def __call__(self, episode: RewardInput) -> float:
@@ -336,11 +335,3 @@ def _load_template(prompt: str) -> Any:
         )
 
     return environment.from_string(prompt)
-
-
-def _compile_pattern(score: str) -> re.Pattern[str]:
-    with ConfigError.instead_of(re.error, text=f"score: {score!r} is no pattern"):
-        pattern = re.compile(score)
-    if pattern.groups < 1:
-        raise ConfigError(f"score: {score!r} has no group for the number; put it in brackets")
-    return pattern

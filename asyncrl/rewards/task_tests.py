@@ -16,7 +16,7 @@ import math
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -104,34 +104,29 @@ class JudgedByTests:
             raise RewardError("the sample is no task: it has no extra_info.task with an image")
 
         tests = msgspec.json.decode(episode.sample.ground_truth, type=TaskTests)
-        verdict = await self._judge_result(task, tests, episode.result)
-        agent_ending = episode.result.get("ended") if isinstance(episode.result, dict) else None
-        notes = "; ".join(str(note) for note in (verdict.notes, agent_ending) if note)
+        result = episode.result if isinstance(episode.result, dict) else {}
+        fraction_names = ("turn_green", "stay_green") if tests.named else ()
+        verdict = Verdict(0.0, dict.fromkeys((*fraction_names, "seconds", "network"), 0.0))
 
+        if failure := result.get("failed"):
+            verdict = replace(verdict, notes=f"its changes cannot be judged: {failure}")
+        else:
+            changes = await in_thread(partial(read_changes, episode.result), "tests")
+            async with self._sandbox_slots:
+                try:
+                    verdict = await self._judge_changes(task, tests, changes)
+                except NoVerdict as error:
+                    verdict = replace(verdict, notes=str(error))
+
+                    # If the tests give no verdict without the changes either, the task is at fault.
+                    try:
+                        await self._judge_changes(task, tests, None)
+                    except NoVerdict as error_without_changes:
+                        reason = f"task {task.name}, also without changes: {error_without_changes}"
+                        raise RewardError(reason, FailReason.TESTS_FAILED_TO_RUN) from None
+
+        notes = "; ".join(str(note) for note in (verdict.notes, result.get("ended")) if note)
         return {"score": verdict.score, "components": verdict.components, "tests": notes or None}
-
-    async def _judge_result(self, task: Task, tests: TaskTests, result: Any) -> Verdict:
-        """Judge the changes in an episode's result. Without a verdict, the tests run without the changes,
-        too: if there is no verdict either, the task is at fault, and RewardError is raised."""
-        share_names = ("turn_green", "stay_green") if tests.named else ()
-        zero_components = dict.fromkeys((*share_names, "seconds", "network"), 0.0)
-        if isinstance(result, dict) and (reason := result.get("failed")):
-            return Verdict(0.0, zero_components, f"its changes cannot be judged: {reason}")
-
-        changes = await in_thread(partial(read_changes, result), "tests")
-        async with self._sandbox_slots:
-            try:
-                return await self._judge_changes(task, tests, changes)
-            except NoVerdict as error:
-                fault = str(error)
-
-            try:
-                await self._judge_changes(task, tests, None)
-            except NoVerdict as error:
-                reason = f"task {task.name}, also without changes: {error}"
-                raise RewardError(reason, FailReason.TESTS_FAILED_TO_RUN) from None
-
-        return Verdict(0.0, zero_components, fault)
 
     async def _judge_changes(self, task: Task, tests: TaskTests, changes: list[Entry] | None) -> Verdict:
         """Run the tests in a new sandbox, with the changes if there are any. NoVerdict if the tests give no
@@ -358,9 +353,9 @@ def verdict_by_names(tests: TaskTests, passed: dict[tuple[str, str], bool], allo
 
     not_green = failed(tests.turn_green)
     broken = failed(tests.stay_green)
-    turned_share = 1 - len(not_green) / max(1, len(tests.turn_green))
-    stayed_share = 1 - len(broken) / max(1, len(tests.stay_green))
-    score = turned_share if allow_partial else float(not not_green)
+    turned_fraction = 1 - len(not_green) / max(1, len(tests.turn_green))
+    stayed_fraction = 1 - len(broken) / max(1, len(tests.stay_green))
+    score = turned_fraction if allow_partial else float(not not_green)
     if broken:
         score = 0.0
 
@@ -369,7 +364,7 @@ def verdict_by_names(tests: TaskTests, passed: dict[tuple[str, str], bool], allo
         f"{len(names)} {description}: {', '.join(names)}" for description, names in failures if names
     )
 
-    return Verdict(score, {"turn_green": turned_share, "stay_green": stayed_share}, notes)
+    return Verdict(score, {"turn_green": turned_fraction, "stay_green": stayed_fraction}, notes)
 
 
 _decode_numbers = msgspec.json.Decoder(dict[str, float | bool] | float | bool).decode
