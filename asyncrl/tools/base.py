@@ -143,28 +143,22 @@ def tool(subject: Callable[..., Any] | None = None, /, *, name: str = "", **opti
     unless `replay` says otherwise."""
 
     def build_tool(subject: Callable[..., Any]) -> Tool:
-        tool_class = getattr(subject, "func", subject)  # unwraps a functools.partial
-        if inspect.isclass(tool_class):
-            return _tool_of_class(subject, tool_class, name, options)
+        definition: Any = getattr(subject, "func", subject)  # unwraps a functools.partial
+        if not inspect.isclass(definition):
+            tool_name = name or definition.__name__
+            schema, decode = read_signature(subject, tool_name, definition)
+            return Tool(tool_name, schema, subject, decode, **options)
 
-        tool_name = name or tool_class.__name__
-        schema, decode = read_signature(subject, tool_name, tool_class)
-        return Tool(tool_name, schema, subject, decode, **options)
+        tool_name = name or re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", definition.__name__).lower()
+        call_method = getattr(definition, "call", None)
+        if not callable(call_method):
+            raise ConfigError(f"tool {tool_name!r}: class {definition.__name__} has no method `call`; add it")
+
+        documented = definition if definition.__doc__ else call_method
+        schema, decode = read_signature(call_method, tool_name, documented)
+        return Tool(tool_name, schema, call_method, decode, subject, **{"replay": "reapply", **options})
 
     return build_tool(subject) if subject is not None else build_tool
-
-
-def _tool_of_class(
-    make_object: Callable[[], Any], tool_class: Any, name: str, options: dict[str, Any]
-) -> Tool:
-    tool_name = name or re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", tool_class.__name__).lower()
-    if not callable(getattr(tool_class, "call", None)):
-        raise ConfigError(f"tool {tool_name!r}: class {tool_class.__name__} has no method `call`; add it")
-
-    schema, decode = read_signature(
-        tool_class.call, tool_name, tool_class if tool_class.__doc__ else tool_class.call
-    )
-    return Tool(tool_name, schema, tool_class.call, decode, make_object, **{"replay": "reapply", **options})
 
 
 def join_names(tool_names: Iterable[str]) -> str:

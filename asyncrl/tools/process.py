@@ -1,7 +1,7 @@
 """Limits of tools, and tools in separate processes (`process=True`), where a call that runs past its
 deadline is killed, with its children.
 
-CallLimits.call_process ──text of the arguments──► child: the tool ──ToolAnswer──► the caller
+CallLimits.pool ──text of the arguments──► child: the tool ──ToolAnswer──► the caller
 """
 
 from __future__ import annotations
@@ -127,14 +127,6 @@ class CallLimits:
                 yield
             finally:
                 self._awaited_calls -= 1
-
-    async def call_process(self, arguments: str) -> tuple[str, float]:
-        """Return (text, reward). ToolError: the tool declined. ChildError: the tool or its process failed."""
-        assert self.pool is not None
-        answer = await self.pool.call(arguments)
-        if answer.refused:
-            raise ToolError(answer.content)
-        return answer.content, answer.reward
 
     async def _wait_for_rate(self) -> None:
         """Wait until the rate allows a call. Only a call that starts delays the next call; a call that gives

@@ -105,36 +105,27 @@ def search_remote(
 
     async def look_up(query: str) -> str:
         body = {"queries": [query], "topk": k, "return_scores": True}
-        return write_reply(
-            _decode_passages(await post_json(url, body, seconds=timeout, retries=retries))[:k], max_chars
-        )
+        answer = await post_json(url, body, seconds=timeout, retries=retries)
+        try:
+            (hits,) = msgspec.json.decode(answer, type=_SearchAnswer).result
+            passages = [read_passage(hit.document) for hit in hits]
+        except (*UNDECODABLE, ValueError) as error:
+            problem = f"the retrieval server's answer is not Search-R1's: {one_line(error)}"
+            raise SearchError(problem) from error
+
+        return write_reply(passages[:k], max_chars)
 
     return _search_tool(look_up, name, description, timeout=timeout + 1)
 
 
 def write_reply(passages: Iterable[Passage], max_chars: int) -> str:
     """Write the reply for the model; every passage is cut at `max_chars` characters."""
-    passage_texts = [
-        _show_passage(number, found_passage, max_chars)
-        for number, found_passage in enumerate(passages, start=1)
-    ]
+    passage_texts: list[str] = []
+    for number, passage in enumerate(passages, start=1):
+        title_line = f"{passage.title[:MAX_TITLE_CHARACTERS]}\n" if passage.title else ""
+        passage_texts.append(f"[{number}] {title_line}{cut_after(passage.text, max_chars)}")
+
     return "\n\n".join(passage_texts) or NO_PASSAGE
-
-
-def _show_passage(number: int, found_passage: Passage, max_chars: int) -> str:
-    text = cut_after(found_passage.text, max_chars)
-    if found_passage.title:
-        return f"[{number}] {found_passage.title[:MAX_TITLE_CHARACTERS]}\n{text}"
-    return f"[{number}] {text}"
-
-
-def _decode_passages(answer: bytes) -> list[Passage]:
-    """Return the passages of the only query. SearchError: the answer has another format."""
-    try:
-        (hits,) = msgspec.json.decode(answer, type=_SearchAnswer).result
-        return [read_passage(hit.document) for hit in hits]
-    except (*UNDECODABLE, ValueError) as error:
-        raise SearchError(f"the retrieval server's answer is not Search-R1's: {one_line(error)}") from error
 
 
 def _search_tool(

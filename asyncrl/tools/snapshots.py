@@ -57,7 +57,13 @@ class Snapshots:
         self._run_directory = PARENT / "snapshots" / xxh3_64_hexdigest(run.encode())
         self._max_bytes = max_bytes
         self._directory_sizes: dict[Path, int] = {}
-        _delete_old(PARENT / "snapshots")
+
+        # Remove snapshots that no worker has changed for long, as killed runs leave theirs behind.
+        for directory in (PARENT / "snapshots").glob("*/*"):
+            with suppress(OSError):
+                last_change = max(path.stat().st_mtime for path in (directory, *directory.iterdir()))
+                if last_change < time.time() - KEEP_SECONDS:
+                    emptying.remove_directory(str(directory))
 
     def tool_snapshots(self, episode: str, tool: str) -> ToolSnapshots:
         return ToolSnapshots(
@@ -171,12 +177,3 @@ class ToolSnapshots:
         with suppress(FileNotFoundError):
             for name in set(os.listdir(self._directory)) - files.keys():
                 (self._directory / name).unlink()
-
-
-def _delete_old(directory: Path) -> None:
-    """Remove snapshots that no worker has changed for long, as killed runs leave theirs behind."""
-    for tool_directory in directory.glob("*/*"):
-        with suppress(OSError):
-            last_change = max(path.stat().st_mtime for path in (tool_directory, *tool_directory.iterdir()))
-            if last_change < time.time() - KEEP_SECONDS:
-                emptying.remove_directory(str(tool_directory))
