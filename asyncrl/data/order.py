@@ -66,6 +66,7 @@ class EpochOrder:
         drawn_numbers = list(all_numbers)
         if self.draws_per_source is not None:
             drawn_numbers = self._mix_sources(epoch, self.draws_per_source)
+
         if self.shuffle:
             drawn_numbers = shuffled(drawn_numbers, f"{self.seed}/{epoch}")
         if self._hook is None:

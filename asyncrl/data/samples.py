@@ -14,7 +14,7 @@ from asyncrl.config import DataConfig
 from asyncrl.data.columns import as_json, as_object, as_text, rename_columns
 from asyncrl.data.messages import read_messages
 from asyncrl.data.rows import Row
-from asyncrl.data.sources import RowOrigin, row_reader
+from asyncrl.data.sources import RowOrigin, read_source
 from asyncrl.errors import ConfigError
 from asyncrl.types import Message, Sample
 
@@ -53,7 +53,7 @@ def read_samples(
     holds all messages, and `extra_info.tool_schemas` the column `tools`.
     """
     is_empty = True
-    for origin, row in row_reader(config, split)(path):
+    for origin, row in read_source(config, split, path):
         is_empty = False
         is_demonstration = layout.demonstrations
         if is_demonstration is None:

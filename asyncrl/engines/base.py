@@ -23,10 +23,10 @@ class Sampling(msgspec.Struct, frozen=True):
     temperature: float = 1.0
 
 
-Watch = Callable[[Sequence[int]], bool]
+StopCheck = Callable[[Sequence[int]], bool]
 """Called with the ids of a turn so far, once for each new id; returns True if the turn ends with this id. A
-watch is cheap, never raises, and keeps no reference to the ids. Fewer ids than at the last call mean that the
-latest ids were lost."""
+stop check is cheap, never raises, and keeps no reference to the ids. Fewer ids than at the last call mean
+that the latest ids were lost."""
 
 OnPart = Callable[[Generation], Awaitable[None]]
 """Called with everything that a long turn has sampled so far."""
@@ -41,17 +41,17 @@ class Request(msgspec.Struct, frozen=True):
 
     `session` names the episode: the engine may keep the episode's prefix between turns. `ids` is the whole
     prefix. `key` seeds the sampling: in the embedded engine, the token at position p depends on (key, p) and
-    the weights only. `watch` is called for every sampled id, and may end the turn there (StopReason.TEXT);
-    ids sampled later are dropped. `routes_from`: the routes of earlier tokens are known; None: no routes are
-    wanted. `agent`: the agent whose adapter samples the turn, where agents have adapters. `on_part` gets the
-    beginning of a long turn, every `part_seconds`.
+    the weights only. `stop_check` is called for every sampled id, and may end the turn there
+    (StopReason.TEXT); ids sampled later are dropped. `routes_from`: the routes of earlier tokens are known;
+    None: no routes are wanted. `agent`: the agent whose adapter samples the turn, where agents have adapters.
+    `on_part` gets the beginning of a long turn, every `part_seconds`.
     """
 
     session: str
     ids: tuple[int, ...]
     sampling: Sampling
     key: int = 0
-    watch: Watch | None = None
+    stop_check: StopCheck | None = None
     routes_from: int | None = None
     agent: str = ""
     part_seconds: float = math.inf
@@ -147,13 +147,13 @@ def remaining_request(request: Request, sampled: Generation) -> Request:
     10 tokens 4 are sampled; the new request has the prompt and these 4 as its prefix, and asks for 6.
     `with_part` puts beginning and continuation together."""
     remaining_tokens = request.sampling.max_new_tokens - len(sampled.ids)
-    watch = request.watch
+    stop_check = request.stop_check
 
     return replace(
         request,
         ids=request.ids + sampled.ids,
         sampling=replace(request.sampling, max_new_tokens=remaining_tokens),
-        watch=None if watch is None else lambda ids: watch((*sampled.ids, *ids)),
+        stop_check=None if stop_check is None else lambda ids: stop_check((*sampled.ids, *ids)),
         routes_from=request.routes_from if sampled.routes is None else sampled.routes.end,
         on_part=lambda part: request.on_part(with_part(request, sampled, part)),
     )

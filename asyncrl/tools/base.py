@@ -39,7 +39,7 @@ class ToolError(AsyncrlError):
 
 
 class Options(TypedDict, total=False):
-    """Hold the options for running calls of a tool; see `Tool`."""
+    """Holds the options for running calls of a tool; see `Tool`."""
 
     timeout: float
     retries: int
@@ -54,7 +54,7 @@ class Options(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Tool:
-    """Describe a callable that the model may use.
+    """Describes a callable that the model may use.
 
     `schema` is OpenAI's tool schema; `decode` turns the text of a call into keyword arguments, or raises an
     error for the model to read. `state` makes an object per episode: `function` is called with the object
@@ -171,7 +171,7 @@ def join_names(tool_names: Iterable[str]) -> str:
 
 @dataclass(frozen=True)
 class Rewarded:
-    """Hold the reply of a tool, and a reward for the calling turn, which the model does not read. The
+    """Holds the reply of a tool, and a reward for the calling turn, which the model does not read. The
     rewards of an episode add up, including the reward function's."""
 
     content: Any

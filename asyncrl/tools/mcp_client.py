@@ -45,7 +45,7 @@ class McpServerLost(McpError):
 
 @dataclass(frozen=True)
 class McpServer:
-    """Describe a server: the `command` line to start (`python` is this interpreter), or the `url`.
+    """Describes a server: the `command` line to start (`python` is this interpreter), or the `url`.
 
     `env` names variables of this process that a started server sees beside the usual variables (PATH, HOME,
     ...); `api_key_env` the variable with the bearer token of a URL. `headers` of requests to a URL: (name,
@@ -85,7 +85,7 @@ servers_of_older_handshake: set[McpServer] = set()
 
 
 class McpConnection:
-    """Keep one connection, from the handshake, which begins after `pause` seconds, to the end."""
+    """Keeps one connection, from the handshake, which begins after `pause` seconds, to the end."""
 
     def __init__(self, server: McpServer, pause: float = 0.0) -> None:
         self._server = server
@@ -244,7 +244,7 @@ class McpConnection:
 
 
 class SharedConnection:
-    """Keep the connection that all episodes of a worker share: made on first use, and made again, after a
+    """Keeps the connection that all episodes of a worker share: made on first use, and made again, after a
     growing pause, when lost."""
 
     def __init__(self, server: McpServer) -> None:

@@ -29,14 +29,14 @@ MAX_ABANDONED_CALLS = 100  # with so many calls that still run after their deadl
 
 
 class ToolSource(msgspec.Struct, frozen=True):
-    """Name the tool that a child runs: a function, or a factory with arguments, as `module:name`."""
+    """Names the tool that a child runs: a function, or a factory with arguments, as `module:name`."""
 
     spec: str
     arguments: dict[str, Any]
 
 
 class ToolAnswer(msgspec.Struct, frozen=True):
-    """Hold the result of a call. `refused`: the tool raised ToolError, with `content` as the text."""
+    """Holds the result of a call. `refused`: the tool raised ToolError, with `content` as the text."""
 
     content: str
     reward: float = 0.0
@@ -83,7 +83,7 @@ CALLS = Service("asyncrl.tools.process:CALLS", _load_tool_call, ToolSource, str,
 
 
 class CallLimits:
-    """Limit the calls of one tool. `live_calls`: calls that have started and not really ended. A call may
+    """Limits the calls of one tool. `live_calls`: calls that have started and not really ended. A call may
     outlive the wait for its reply, as threads cannot be stopped, and coroutines may ignore cancellation.
     `pool`: with `process=True`, a process for each concurrent call."""
 

@@ -36,7 +36,7 @@ Size = Annotated[int, Meta(ge=1)]
 
 
 class Workspace:
-    """Hold one sandbox for one episode: an interpreter, a shell, and their common directory. `task`: for
+    """Holds one sandbox for one episode: an interpreter, a shell, and their common directory. `task`: for
     samples without a task. `snapshots`: the least number of turns between two snapshots of the files; 0:
     never."""
 

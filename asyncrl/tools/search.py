@@ -178,7 +178,7 @@ def read_passage(document: Mapping[str, Any]) -> Passage:
 
 
 class Corpus:
-    """Hold an opened index. `search` may be called from several threads at once."""
+    """Holds an opened index. `search` may be called from several threads at once."""
 
     def __init__(self, index_directory: Path, stopwords: str) -> None:
         import bm25s
@@ -230,6 +230,8 @@ def open_corpus(source: str, cache: str = "", stopwords: str = "english") -> Cor
     if not path.is_file():
         raise ConfigError(f"there is no corpus {source}; set corpus to a file")
 
+    import bm25s
+
     with ConfigError.instead_of(ValueError, text=f"stopwords {stopwords!r} are not known"):
         _tokenize([""], stopwords)
 
@@ -237,7 +239,12 @@ def open_corpus(source: str, cache: str = "", stopwords: str = "english") -> Cor
         cache_home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         cache = str(cache_home / "asyncrl" / "search")
 
-    index_directory = Path(cache).expanduser().resolve() / _index_key(path, stopwords)
+    # An index of another file, or made in another way, has another key.
+    file_status = path.stat()
+    file_parts = (str(path), file_status.st_size, file_status.st_mtime_ns)
+    key_parts = (INDEX_FORMAT, bm25s.__version__, *file_parts, stopwords)
+    index_key = f"{path.stem}-{xxhash.xxh3_64_hexdigest(repr(key_parts).encode())}"
+    index_directory = Path(cache).expanduser().resolve() / index_key
 
     try:
         index_directory.parent.mkdir(parents=True, exist_ok=True)
@@ -302,18 +309,3 @@ def _read_passages(path: Path) -> Iterator[Passage]:
             yield read_passage(document)
         except ValueError as error:
             raise ConfigError(f"{path}, document {number}: {error}") from None
-
-
-def _index_key(path: Path, stopwords: str) -> str:
-    import bm25s
-
-    file_status = path.stat()
-    key_parts = (
-        INDEX_FORMAT,
-        bm25s.__version__,
-        str(path),
-        file_status.st_size,
-        file_status.st_mtime_ns,
-        stopwords,
-    )
-    return f"{path.stem}-{xxhash.xxh3_64_hexdigest(repr(key_parts).encode())}"

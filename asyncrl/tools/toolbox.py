@@ -46,7 +46,7 @@ RETRY_PAUSES = (0.1, 0.3, 1.0, 3.0)  # seconds before a call is tried again; the
 
 
 class Toolbox:
-    """Hold all tools by their names for models. `timeout`: seconds of a call, for tools without a timeout."""
+    """Holds all tools by their names for models. `timeout`: seconds of a call of tools without a timeout."""
 
     def __init__(self, tools: Mapping[str, Tool], timeout: float = 30.0) -> None:
         self.tools = dict(tools)
@@ -104,7 +104,7 @@ class Toolbox:
 
 
 class EpisodeObject:
-    """Hold an object that lives as long as its episode. Calls run one after another, in their order."""
+    """Holds an object that lives as long as its episode. Calls run one after another, in their order."""
 
     def __init__(
         self, state: Any, blocking: bool, call_seconds: float, snapshots: ToolSnapshots | None
@@ -186,7 +186,7 @@ class EpisodeObject:
 
 
 class ToolSession:
-    """Hold the tools of one episode. `schemas` (JSON text, in the config's order) are known after `open`."""
+    """Holds the tools of one episode. `schemas` (JSON text, in the config's order) are known after `open`."""
 
     def __init__(self, toolbox: Toolbox, sample: Sample, episode: str, snapshots: Snapshots | None) -> None:
         self._toolbox = toolbox
@@ -299,7 +299,8 @@ class ToolSession:
         ]
 
     def caught_up(self) -> None:
-        """Note that all recorded turns are replayed: replies now report the losses that snapshots have."""
+        """Note that all recorded turns are replayed: the next reply of each restored object says what its
+        snapshot could not bring back."""
         for episode_object in self.restored_objects:
             episode_object.reply_note = RESTORED_NOTE
 

@@ -89,7 +89,7 @@ class Outbox:
             )
 
         while self.is_full:
-            await self._wait_for_change()
+            await self._changed.wait()
         if not self._unacked:
             self._progress_at = self._clock()
         self._last_seq += 1
@@ -140,7 +140,7 @@ class Outbox:
         """Send for ever, a single message at a time."""
         while True:
             while self.is_paused or self._next_index >= len(self._unacked):
-                await self._wait_for_change()
+                await self._changed.wait()
             entries = self._next_bundle()
             self._next_index += len(entries)  # before the await, because acks change the index
             records = Records(tuple((entry.record, len(entry.frames)) for entry in entries))
@@ -165,12 +165,8 @@ class Outbox:
     async def wait_until_flushed(self) -> None:
         """Wait until everything posted is durable."""
         while self._unacked:
-            await self._wait_for_change()
-
-    async def _wait_for_change(self) -> None:
-        await self._changed.wait()
+            await self._changed.wait()
 
     def _notify_change(self) -> None:
-        event = self._changed
+        self._changed.set()
         self._changed = asyncio.Event()
-        event.set()

@@ -46,8 +46,7 @@ def adapter_name(version: PolicyVersion, attachment: str, agent: str) -> str:
 
 def is_outdated(version: PolicyVersion, newest: PolicyVersion, config: RunConfig) -> bool:
     """True if no request may go on with this version at a server that has the newest version."""
-    lag = newest.step - version.step
-    return version.epoch != newest.epoch or lag > config.buffer.usual_staleness
+    return version.epoch != newest.epoch or newest.step - version.step > config.buffer.usual_staleness
 
 
 class AdapterLoader:
@@ -147,8 +146,7 @@ class AdapterLoader:
 
     def _adapter_names(self, ref: WeightsRef) -> dict[str, str]:
         """Return the names of a version's adapters, by agent."""
-        agents = self._config.adapters
-        return {agent: adapter_name(ref.version, self._attachment, agent) for agent in agents}
+        return {agent: adapter_name(ref.version, self._attachment, agent) for agent in self._config.adapters}
 
     def _write_peft_files(self, ref: WeightsRef, files: Path) -> Manifest:
         """Write PEFT's directories. The files are copies, as the server may map files for as long as it has

@@ -231,7 +231,7 @@ class SGLangClient:
                     self.use.tokens += len(stream.tokens) - tokens_before  # at once: a sign of life
                     if not self._updates_retract:
                         self.use.retracted += stream.retractions - retracted_before
-                    if stream.ends_by_watch():
+                    if stream.ends_by_check():
                         break  # leaving the context aborts the request
 
                     if clock() >= next_part_at:

@@ -173,8 +173,10 @@ class ServerApi:
         log-prob. A new salt keeps the server from using KV that other weights left in the cache. `adapter`:
         the name of the adapter to use."""
         meta_info = await self.read(ids, seconds, 0, salt=uuid.uuid4().hex, adapter=adapter)
-        scored_entries = meta_info.input_token_logprobs[1:]
-        return tuple(math.nan if entry.logprob is None else entry.logprob for entry in scored_entries)
+        return tuple(
+            math.nan if entry.logprob is None else entry.logprob
+            for entry in meta_info.input_token_logprobs[1:]
+        )
 
     async def read(
         self, ids: tuple[int, ...], seconds: float, start: int, *, salt: str, top: int = 0, adapter: str = ""

@@ -103,15 +103,16 @@ class Push:
             ) from error
 
 
+@dataclass
 class Receiver:
-    """Asks for versions on behalf of server `index`, of `ranks` ranks, and loads them in its `protocol`."""
+    """Asks for versions on behalf of the server number `index`, of `ranks` ranks, and loads the versions in
+    the server's `protocol`."""
 
-    def __init__(self, server: ServerApi, index: int, ranks: int, protocol: UpdateProtocol) -> None:
-        self._server = server
-        self._server_index = index
-        self._ranks = ranks
-        self._protocol = protocol
-        self._connection: SenderConnection | None = None
+    server: ServerApi
+    index: int
+    ranks: int
+    protocol: UpdateProtocol
+    _connection: SenderConnection | None = field(default=None, init=False)
 
     @asynccontextmanager
     async def push(self, ref: WeightsRef, seconds: float) -> AsyncIterator[Push]:
@@ -145,24 +146,24 @@ class Receiver:
         connection.writer.close()  # first: the server may wait for the sender, which notices the closing
         if connection.group:
             with suppress(AsyncrlError):
-                await self._server.destroy_group(connection.group, seconds=CLEANUP_SECONDS)
+                await self.server.destroy_group(connection.group, seconds=CLEANUP_SECONDS)
 
     async def _prepare_push(self, ref: WeightsRef, deadline: float) -> Push:
         """Connect to the sender, ask for the version, and have the server join the sender's group."""
         connection = await self._connect(self._sender_path(ref.path.split(",")))
         seconds = deadline - asyncio.get_running_loop().time()
-        request = messages.VersionRequest(f"engine {self._server_index}", ref.version, self._ranks, seconds)
+        request = messages.VersionRequest(f"engine {self.index}", ref.version, self.ranks, seconds)
 
         plan = await connection.ask_sender(request, messages.Plan)
         if plan.port:
             connection.group = plan.group
             problem = f"weights {connection.path}: the server did not join"
             with WeightsError.instead_of(EngineError, text=problem):
-                await self._server.init_group(
+                await self.server.init_group(
                     str(urlsplit(connection.path).hostname),
                     plan.port,
                     rank_offset=1,
-                    world_size=1 + self._ranks,
+                    world_size=1 + self.ranks,
                     name=plan.group,
                     backend=plan.backend,
                     seconds=deadline - asyncio.get_running_loop().time(),
@@ -174,10 +175,10 @@ class Receiver:
             label=ref.label,
             buckets=plan.buckets,
             connection=connection,
-            server=self._server,
+            server=self.server,
             deadline=deadline,
             group=plan.group,
-            protocol=self._protocol,
+            protocol=self.protocol,
             trainer_nccl=plan.nccl,
         )
 
@@ -187,9 +188,9 @@ class Receiver:
             address = urlsplit(path)
             if address.scheme != "tcp" or not address.hostname or not address.port:
                 raise WeightsError(f"weights {path}: not the address of a sender (tcp://host:port)")
-        local_paths = [path for path in paths if _is_local(path)] if _is_local(self._server.url) else []
-        local_paths = local_paths or paths
-        return local_paths[self._server_index % len(local_paths)]
+        local_paths = [path for path in paths if _is_local(path)] if _is_local(self.server.url) else []
+        usable_paths = local_paths or paths
+        return usable_paths[self.index % len(usable_paths)]
 
     async def _connect(self, path: str) -> SenderConnection:
         open_connection = self._connection

@@ -130,8 +130,8 @@ class StreamedTurn:
         self._started = time.perf_counter()
         self._seen_labels: set[str] = set()
         self._label_spans: tuple[LabelSpan, ...] | None = None
-        self._watched_ids: list[int] = []  # ids that the request's watch was called with
-        self._ended_by_watch = False
+        self._checked_ids: list[int] = []  # ids that the request's stop check was called with
+        self._ended_by_check = False
 
         self._routes: Routes | None = None
 
@@ -178,18 +178,18 @@ class StreamedTurn:
 
         return Routes(start, tokens, experts.astype("<u2").tobytes())
 
-    def ends_by_watch(self) -> bool:
-        """Call the request's watch with the new ids; True if the turn ends with one of them. Later ids are
-        dropped."""
-        watch = self.request.watch
-        if watch is None:
+    def ends_by_check(self) -> bool:
+        """Call the request's stop check with the new ids; True if the turn ends with one of them. Later ids
+        are dropped."""
+        stop_check = self.request.stop_check
+        if stop_check is None:
             return False
 
-        for token in self.tokens[len(self._watched_ids) :]:
-            self._watched_ids.append(token.id)
-            if watch(self._watched_ids):
-                del self.tokens[len(self._watched_ids) :]
-                self._ended_by_watch = True
+        for token in self.tokens[len(self._checked_ids) :]:
+            self._checked_ids.append(token.id)
+            if stop_check(self._checked_ids):
+                del self.tokens[len(self._checked_ids) :]
+                self._ended_by_check = True
                 return True
 
         return False
@@ -199,7 +199,7 @@ class StreamedTurn:
         ids = tuple(token.id for token in self.tokens)
         logprobs = tuple(token.logprob for token in self.tokens)
         seconds = time.perf_counter() - self._started
-        stop = StopReason.TEXT if self._ended_by_watch else end_reason(self.request, ids)
+        stop = StopReason.TEXT if self._ended_by_check else end_reason(self.request, ids)
         routes = self._routes and self._routes.until(len(self.request.ids) + len(ids) - 1)
         return Generation(ids, logprobs, self.version_spans(), stop, seconds, routes)
 
@@ -223,7 +223,7 @@ class StreamedTurn:
         kv_versions = [
             min(version, self.acked_version) if self._in_place else version for _, version, _ in stamps
         ]
-        token_count = len(self.tokens)  # fewer than in the record if the watch ended the turn
+        token_count = len(self.tokens)  # fewer than in the record if the stop check ended the turn
         span_ends = [min(start, token_count) for start, _, _ in stamps[1:]] + [token_count]
 
         return tuple(

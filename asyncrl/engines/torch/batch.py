@@ -43,7 +43,7 @@ class Run:
         self.prefix_source: PrefixSource | None = None  # has a longer prefix than the slot: to be copied
         self.filled_length = 0  # leading ids whose KV is in the cache
 
-        self.watched_ids: list[int] = []  # sampled ids that the watch was called with
+        self.checked_ids: list[int] = []  # sampled ids that the stop check was called with
         self.decoding = False
         self.earlier_spans: tuple[VersionSpan, ...] = ()  # of the ids sampled before the last sleep
         self.version_marks = [(0, version)]  # (ids sampled before, version in use from there on)
@@ -185,17 +185,17 @@ class Batcher:
         self.generated_tokens += len(self._decoding_runs)
         return [self._decoding_runs[slot] for slot in ended_slots]
 
-    def ends_by_watch(self, run: Run) -> bool:
-        """Call the run's watch with the new id; True if the run ends with this id."""
-        watch = run.request.watch
-        if watch is None:
+    def ends_by_check(self, run: Run) -> bool:
+        """Call the run's stop check with the new id; True if the run ends with this id."""
+        stop_check = run.request.stop_check
+        if stop_check is None:
             return False
 
         sampled_count = self._sampled_count(run)
-        if sampled_count == len(run.watched_ids):
+        if sampled_count == len(run.checked_ids):
             return False
-        run.watched_ids.append(int(self.cache.ids[run.slot_index, run.prompt_length + sampled_count - 1]))
-        return watch(run.watched_ids)
+        run.checked_ids.append(int(self.cache.ids[run.slot_index, run.prompt_length + sampled_count - 1]))
+        return stop_check(run.checked_ids)
 
     def end_run(self, run: Run, stop: StopReason | None = None) -> Generation:
         """Take a run out of the batch and return its sampled ids. `stop`: the reason, if the run was not

@@ -284,9 +284,8 @@ class TorchEngine:
     def _free_memory(self) -> None:
         """Give up the memory of the KV and of all tensors that every version brings."""
         kept_names = self._model._keys_to_ignore_on_save or ()
-        named_parameters = self._model.named_parameters()
         self._released_memory.release(
-            parameter for name, parameter in named_parameters if name not in kept_names
+            parameter for name, parameter in self._model.named_parameters() if name not in kept_names
         )
         self._released_memory.release(self._batcher.cache.pools)
         torch.cuda.empty_cache()
@@ -330,7 +329,7 @@ class TorchEngine:
 
     async def _run_steps(self) -> None:
         """Sample more ids for every running turn until the event loop is needed: to answer turns that end, to
-        call watches, and to make changes."""
+        call stop checks, and to make changes."""
         self._is_stepping = True
         try:
             ended_runs = await asyncio.get_running_loop().run_in_executor(
@@ -338,7 +337,7 @@ class TorchEngine:
             )
             stop_reasons: dict[Run, StopReason | None] = dict.fromkeys(ended_runs)
             stop_reasons |= {
-                run: StopReason.TEXT for run in self._turn_futures if self._batcher.ends_by_watch(run)
+                run: StopReason.TEXT for run in self._turn_futures if self._batcher.ends_by_check(run)
             }
             for run, stop in stop_reasons.items():
                 self._answer_turn(run, stop)
@@ -356,10 +355,10 @@ class TorchEngine:
     def _step_until_needed(self) -> list[Run]:
         """Compute steps until the event loop is needed: each return to the loop costs as much as several
         sequences of a step. Returns the turns that ended."""
-        any_watch = any(run.request.watch for run in self._turn_futures)
+        any_stop_check = any(run.request.stop_check for run in self._turn_futures)
         while True:
             ended_runs = self._batcher.step()
-            if ended_runs or any_watch or self._pending_changes or self._break_error:
+            if ended_runs or any_stop_check or self._pending_changes or self._break_error:
                 return ended_runs
 
     def _answer_turn(self, run: Run, stop: StopReason | None = None) -> None:

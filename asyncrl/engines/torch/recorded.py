@@ -51,8 +51,22 @@ class RecordedStep:
 
     def __call__(self, plan: StepLayout) -> list[int]:
         """Compute a step; return the slots whose turns ended with this step."""
-        kind = StepKind(len(plan.layout.groups), plan.layout.decoding_groups, plan.params.any_greedy)
-        step_tensors = _step_tensors(plan)
+        layout = plan.layout
+        params = plan.params
+        kind = StepKind(len(layout.groups), layout.decoding_groups, params.any_greedy)
+        step_tensors = (
+            layout.cells,
+            layout.positions,
+            plan.logit_indices,
+            plan.is_live,
+            params.seed,
+            params.temperature,
+            params.greedy,
+            plan.stops,
+            plan.limits,
+            *(tensor for group in layout.groups for tensor in group),
+        )
+
         if kind not in self._step_functions:
             self._step_functions[kind] = _Step(self._cache, kind)
 
@@ -107,23 +121,6 @@ class _Step(torch.nn.Module):
         is_stop_id = (ids[:, None] == stops).any(1)
         ends_turn = (is_stop_id | (positions + 1 >= limits) | logprobs.isnan()) & (is_live == 1)
         return ends_turn.nonzero().flatten()
-
-
-def _step_tensors(plan: StepLayout) -> tuple[torch.Tensor, ...]:
-    layout = plan.layout
-    params = plan.params
-    return (
-        layout.cells,
-        layout.positions,
-        plan.logit_indices,
-        plan.is_live,
-        params.seed,
-        params.temperature,
-        params.greedy,
-        plan.stops,
-        plan.limits,
-        *(tensor for group in layout.groups for tensor in group),
-    )
 
 
 def _record_step(

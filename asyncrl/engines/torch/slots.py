@@ -119,6 +119,7 @@ class KVCache:
             pool.flatten(1, 2).index_copy_(1, self._current_layout.cells, states[0])
 
         group_outputs: list[torch.Tensor] = []
+        query_group_size = self.query_group_sizes[layer]
         start = 0
         for group, bias in zip(self._current_layout.groups, self._group_biases, strict=True):
             end = start + group.positions.numel()
@@ -127,9 +128,24 @@ class KVCache:
                 slot_selection = slice(start, end)
             key = _group_states(keys, group, slot_selection)
             value = _group_states(values, group, slot_selection)
-            group_outputs.append(
-                _attend_group(query[0, :, start:end], key, value, bias, self.query_group_sizes[layer], scale)
+
+            # Query heads that share a KV head become further positions of the query, so that keys and values
+            # are never repeated.
+            slot_count = bias.shape[0]
+            width = bias.shape[2]
+            group_query = (
+                query[0, :, start:end]
+                .view(key.shape[1], query_group_size, slot_count, width, query.shape[3])
+                .permute(2, 0, 1, 3, 4)
+                .flatten(2, 3)
             )
+            group_bias = bias[:, :, None].expand(-1, -1, query_group_size, -1, -1).flatten(2, 3)
+            output = F.scaled_dot_product_attention(
+                group_query, key, value, attn_mask=group_bias, scale=scale
+            )
+
+            output = output.unflatten(2, (query_group_size, width)).permute(0, 3, 1, 2, 4)
+            group_outputs.append(output.flatten(2, 3).flatten(0, 1))  # [r * width, heads, d]
             start = end
 
         return (group_outputs[0] if len(group_outputs) == 1 else torch.cat(group_outputs))[None]
@@ -204,29 +220,6 @@ class _Probe:
 def _group_states(pool: torch.Tensor, group: SlotGroup, slot_selection: slice | torch.Tensor) -> torch.Tensor:
     """Return the keys or values of a group's slots: [r, kv_heads, reach, d]."""
     return pool[:, :, : group.columns.shape[0]][:, slot_selection].transpose(0, 1)
-
-
-def _attend_group(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    bias: torch.Tensor,
-    query_group_size: int,
-    scale: float | None,
-) -> torch.Tensor:
-    """Compute one group's attention: query [heads, r * width, d] gives [r * width, heads, d]. Query heads
-    that share a KV head become further positions of the query, so that keys and values are never repeated."""
-    slot_count = bias.shape[0]
-    width = bias.shape[2]
-    grouped_query = (
-        query.view(key.shape[1], query_group_size, slot_count, width, query.shape[2])
-        .permute(2, 0, 1, 3, 4)
-        .flatten(2, 3)
-    )
-
-    bias = bias[:, :, None].expand(-1, -1, query_group_size, -1, -1).flatten(2, 3)
-    attended = F.scaled_dot_product_attention(grouped_query, key, value, attn_mask=bias, scale=scale)
-    return attended.unflatten(2, (query_group_size, width)).permute(0, 3, 1, 2, 4).flatten(2, 3).flatten(0, 1)
 
 
 def _attention(

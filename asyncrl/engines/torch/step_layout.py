@@ -19,7 +19,8 @@ _WORTHWHILE_CELLS = 4096
 
 
 class Chunk(NamedTuple):
-    """Prompt tokens [start, end) of a slot to prefill; after the `last` chunk the first id is sampled."""
+    """Prompt tokens [start, end) of a slot to prefill. `is_last`: the prompt ends with this chunk, after
+    which the first id is sampled."""
 
     slot: int
     start: int
@@ -81,7 +82,7 @@ def reordered_slots(lengths: np.ndarray) -> np.ndarray | None:
     `lengths` [slots] counts the ids of slots that decode, or soon will, and is 0 for other slots. Slots are
     read in place, each as far as the longest slot at or behind its position: long sequences belong in front.
     """
-    # k where the length is at most _SHORT · 2^k; -1 where it is 0.
+    # k where the length is at most _SHORT_LENGTH · 2^k; -1 where it is 0.
     length_classes = np.ceil(np.log2(np.maximum(lengths, _SHORT_LENGTH) / _SHORT_LENGTH)).astype(np.int64)
     length_classes[lengths == 0] = -1
     cells = _SHORT_LENGTH * 2.0**length_classes * (length_classes >= 0)
@@ -129,7 +130,21 @@ def build_layout(
             if chunk.is_last:
                 last_indices.append(decoding_count + index * width + chunk.end - chunk.start - 1)
 
-    layout = _pack_spans(cache, spans, len(decoding_spans))
+    # The spans are packed one after another.
+    positions = _tensor(np.concatenate([span.positions.reshape(-1) for span in spans]), cache.device)
+    cells = np.concatenate(
+        [(span.slots[:, None] * cache.columns + span.positions).reshape(-1) for span in spans]
+    )
+
+    groups = []
+    start = 0
+    for span in spans:
+        group_positions = positions[start : start + span.positions.size].view(span.positions.shape)
+        columns = cache.columns_for(span.longest)
+        groups.append(SlotGroup(_tensor(span.slots, cache.device), group_positions, columns))
+        start += span.positions.size
+
+    layout = Layout(_tensor(cells, cache.device), positions, tuple(groups), len(decoding_spans))
     room_left = [
         len(group.columns) - span.longest
         for group, span in zip(layout.groups, spans, strict=True)
@@ -194,23 +209,6 @@ def _best_split(reach_lengths: np.ndarray) -> tuple[int, int]:
     saved_cells = (reach_lengths[0] - reach_lengths) * np.arange(len(reach_lengths), 0, -1)
     second_start = int(saved_cells.argmax())
     return second_start, int(saved_cells[second_start])
-
-
-def _pack_spans(cache: KVCache, spans: list[_Span], decoding: int) -> Layout:
-    """Pack the spans one after another; the first `decoding` spans decode."""
-    flat_positions = _tensor(np.concatenate([span.positions.reshape(-1) for span in spans]), cache.device)
-    cells = np.concatenate(
-        [(span.slots[:, None] * cache.columns + span.positions).reshape(-1) for span in spans]
-    )
-
-    groups = []
-    start = 0
-    for slots, positions, longest in spans:
-        group_positions = flat_positions[start : start + positions.size].view(positions.shape)
-        groups.append(SlotGroup(_tensor(slots, cache.device), group_positions, cache.columns_for(longest)))
-        start += positions.size
-
-    return Layout(_tensor(cells, cache.device), flat_positions, tuple(groups), decoding)
 
 
 def _tensor(array: np.ndarray, device: torch.device) -> torch.Tensor:
