@@ -258,17 +258,10 @@ def _explain_error(error: Exception, given_keys: Iterable[str]) -> ConfigError:
         )
 
     key = getattr(error, "full_key", None) or getattr(error.__cause__, "full_key", None)
-    known_keys = [name for name, _ in _dotted_keys(default_tree(RunConfig))]
-    if override or not text.startswith("Could not override") or not key or key in known_keys:
+    if override or not text.startswith("Could not override") or not key or key in _known_keys():
         return ConfigError(f"configuration: {text}")
 
-    open_prefixes = ("hydra.", *(f"{name}." for name, _ in _open_keys(RunConfig)))
-    unknown_keys = [
-        name
-        for name in given_keys
-        if name not in (*known_keys, *_group_names()) and not name.startswith(open_prefixes)
-    ]
-
+    unknown_keys = [name for name in _unknown_keys(given_keys) if not name.startswith("hydra.")]
     return _unknown_keys_error(unknown_keys or [key])
 
 
@@ -282,7 +275,7 @@ def _unknown_keys_error(keys: list[str]) -> ConfigError:
 
 def refused_flags(flags: Sequence[str]) -> ConfigError:
     """Describe flags (`--name`) that a command does not have: Hydra's flags, and keys with dashes."""
-    known_keys = {name for name, _ in _dotted_keys(default_tree(RunConfig))}
+    known_keys = _known_keys()
     answers = []
 
     for flag in flags:
@@ -299,12 +292,15 @@ def refused_flags(flags: Sequence[str]) -> ConfigError:
 
 def refused_keys(overrides: Sequence[str]) -> ConfigError | None:
     """Describe the unknown keys of overrides; None if all keys are known."""
-    known_keys = {*_group_names(), *(name for name, _ in _dotted_keys(default_tree(RunConfig)))}
-    open_prefixes = tuple(f"{name}." for name, _ in _open_keys(RunConfig))
-    unknown_keys = [
-        key for key in _keys_of(overrides) if key not in known_keys and not key.startswith(open_prefixes)
-    ]
+    unknown_keys = _unknown_keys(_keys_of(overrides))
     return _unknown_keys_error(unknown_keys) if unknown_keys else None
+
+
+def _unknown_keys(keys: Iterable[str]) -> list[str]:
+    """Return the keys that are neither keys of the configuration nor groups of files."""
+    known_keys = {*_group_names(), *_known_keys()}
+    open_prefixes = tuple(f"{name}." for name, _ in _open_keys(RunConfig))
+    return [key for key in keys if key not in known_keys and not key.startswith(open_prefixes)]
 
 
 def _advice_for_key(key: str) -> str:
@@ -325,9 +321,13 @@ def _advice_for_key(key: str) -> str:
     if note:
         return f"none here, because {note}"
 
-    known_names = dict.fromkeys([*groups, *(name for name, _ in _dotted_keys(default_tree(RunConfig)))])
+    known_names = dict.fromkeys([*groups, *_known_keys()])
     nearest_names = difflib.get_close_matches(key, known_names, n=3, cutoff=0.5)
     return f"did you mean {', '.join(nearest_names)}?" if nearest_names else "see docs/configuration.md"
+
+
+def _known_keys() -> list[str]:
+    return [name for name, _ in _dotted_keys(default_tree(RunConfig))]
 
 
 def _group_names() -> list[str]:

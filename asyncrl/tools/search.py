@@ -250,32 +250,33 @@ def open_corpus(source: str, cache: str = "", stopwords: str = "english") -> Cor
         index_directory.parent.mkdir(parents=True, exist_ok=True)
         with index_directory.with_suffix(".lock").open("ab") as lock_file:
             fcntl.flock(lock_file, fcntl.LOCK_EX)  # the kernel releases the lock when the process dies
-            corpus = _corpora.get(index_directory) or _open_or_build(path, index_directory, stopwords)
+            if (corpus := _corpora.get(index_directory)) is not None:
+                return corpus
+
+            if index_directory.is_dir():
+                try:
+                    with users_code():
+                        corpus = Corpus(index_directory, stopwords)
+                except Exception as error:  # a damaged file may make the two libraries raise any error
+                    problem = one_line(error)
+                    log.warning("the index %s is damaged (%s); it is built again", index_directory, problem)
+                    shutil.rmtree(index_directory)
+
+            if corpus is None:
+                log.info("indexing %s", path)
+                build_directory = Path(tempfile.mkdtemp(prefix="building-", dir=index_directory.parent))
+                try:
+                    _build_index(path, build_directory, stopwords)
+                    build_directory.rename(index_directory)
+                finally:
+                    shutil.rmtree(build_directory, ignore_errors=True)
+                corpus = Corpus(index_directory, stopwords)
+
             _corpora[index_directory] = corpus
             return corpus
     except OSError as error:
         problem_text = f"search: cannot keep the index of {source} in {index_directory.parent}"
         raise ConfigError(f"{problem_text} ({one_line(error)}); set cache to a directory") from None
-
-
-def _open_or_build(path: Path, index_directory: Path, stopwords: str) -> Corpus:
-    if index_directory.is_dir():
-        try:
-            with users_code():
-                return Corpus(index_directory, stopwords)
-        except Exception as error:  # a damaged file may make the two libraries raise any error
-            log.warning("the index %s is damaged (%s); it is built again", index_directory, one_line(error))
-            shutil.rmtree(index_directory)
-
-    log.info("indexing %s", path)
-    build_directory = Path(tempfile.mkdtemp(prefix="building-", dir=index_directory.parent))
-
-    try:
-        _build_index(path, build_directory, stopwords)
-        build_directory.rename(index_directory)
-    finally:
-        shutil.rmtree(build_directory, ignore_errors=True)
-    return Corpus(index_directory, stopwords)
 
 
 def _build_index(path: Path, index_directory: Path, stopwords: str) -> None:

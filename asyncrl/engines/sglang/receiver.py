@@ -150,17 +150,37 @@ class Receiver:
 
     async def _prepare_push(self, ref: WeightsRef, deadline: float) -> Push:
         """Connect to the sender, ask for the version, and have the server join the sender's group."""
-        connection = await self._connect(self._sender_path(ref.path.split(",")))
+        paths = ref.path.split(",")
+        for path in paths:
+            address = urlsplit(path)
+            if address.scheme != "tcp" or not address.hostname or not address.port:
+                raise WeightsError(f"weights {path}: not the address of a sender (tcp://host:port)")
+
+        # A sender on the server's machine, if there is one.
+        local_paths = [path for path in paths if _is_local(path)] if _is_local(self.server.url) else []
+        usable_paths = local_paths or paths
+        path = usable_paths[self.index % len(usable_paths)]
+
+        connection = self._connection
+        if connection is not None and (connection.path != path or connection.reader.at_eof()):
+            await self.close()  # of another trainer, or closed by the sender after a long silence
+            connection = None
+        if connection is None:
+            address = urlsplit(path)
+            with WeightsError.instead_of(OSError, text=f"weights {path}: no sender there"):
+                streams = await asyncio.open_connection(address.hostname, address.port)
+            connection = self._connection = SenderConnection(path, *streams)
+
         seconds = deadline - asyncio.get_running_loop().time()
         request = messages.VersionRequest(f"engine {self.index}", ref.version, self.ranks, seconds)
 
         plan = await connection.ask_sender(request, messages.Plan)
         if plan.port:
             connection.group = plan.group
-            problem = f"weights {connection.path}: the server did not join"
+            problem = f"weights {path}: the server did not join"
             with WeightsError.instead_of(EngineError, text=problem):
                 await self.server.init_group(
-                    str(urlsplit(connection.path).hostname),
+                    str(urlsplit(path).hostname),
                     plan.port,
                     rank_offset=1,
                     world_size=1 + self.ranks,
@@ -181,29 +201,6 @@ class Receiver:
             protocol=self.protocol,
             trainer_nccl=plan.nccl,
         )
-
-    def _sender_path(self, paths: list[str]) -> str:
-        """Return the address of this server's sender: a sender on the server's machine, if there is one."""
-        for path in paths:
-            address = urlsplit(path)
-            if address.scheme != "tcp" or not address.hostname or not address.port:
-                raise WeightsError(f"weights {path}: not the address of a sender (tcp://host:port)")
-        local_paths = [path for path in paths if _is_local(path)] if _is_local(self.server.url) else []
-        usable_paths = local_paths or paths
-        return usable_paths[self.index % len(usable_paths)]
-
-    async def _connect(self, path: str) -> SenderConnection:
-        open_connection = self._connection
-        if open_connection is not None and (open_connection.path != path or open_connection.reader.at_eof()):
-            await self.close()  # of another trainer, or closed by the sender after a long silence
-
-        if self._connection is None:
-            address = urlsplit(path)
-            with WeightsError.instead_of(OSError, text=f"weights {path}: no sender there"):
-                streams = await asyncio.open_connection(address.hostname, address.port)
-            self._connection = SenderConnection(path, *streams)
-
-        return self._connection
 
 
 def _is_local(url: str) -> bool:

@@ -209,9 +209,22 @@ class StreamedTurn:
             for label in self._seen_labels:
                 if label != BASE_LABEL:
                     raise _foreign_weights(label)
-            stamps = [(0, self.acked_version, True)]
+            stamps: list[Stamp] = [(0, self.acked_version, True)]
         elif self._label_spans is not None:
-            stamps = self._recorded_stamps(self._label_spans)
+            stamps = []
+            previous_version = self.acked_version
+            stamped_until = 0
+            for span in self._label_spans:
+                version = _version_of_label(span.version)
+                # In place, a token under computation at an update is recorded after the update, though the
+                # version before sampled it. The record does not say whether there was such a token: the first
+                # token after an update may be of either version, and so may a request's first token if the
+                # record's version is newer than `acked`.
+                if self._in_place and version > previous_version and span.start >= stamped_until:
+                    stamps.append((span.start, previous_version, False))
+                    stamped_until = min(span.start + 1, len(self.tokens))
+                stamps.append((max(span.start, stamped_until), version, True))
+                previous_version = version
         else:
             # A request that did not finish has no record, only the label that the server's front end had at
             # each event; tokens sampled just before an update may arrive just after. So all tokens count as
@@ -231,27 +244,6 @@ class StreamedTurn:
             for (start, version, certain), oldest, end in zip(stamps, kv_versions, span_ends, strict=True)
             if start < end
         )
-
-    def _recorded_stamps(self, spans: tuple[LabelSpan, ...]) -> list[Stamp]:
-        """Return stamps from the scheduler's own record. In place, a token under computation at an update is
-        recorded after the update, though the version before sampled it. The record does not say whether there
-        was such a token: the first token after an update may be of either version, and so may a request's
-        first token if the record's version is newer than `acked`."""
-        labelled_spans = [(span.start, _version_of_label(span.version)) for span in spans]
-        if not self._in_place:
-            return [(start, version, True) for start, version in labelled_spans]
-
-        stamps: list[Stamp] = []
-        previous_version = self.acked_version
-        stamped_until = 0
-        for start, version in labelled_spans:
-            if version > previous_version and start >= stamped_until:
-                stamps.append((start, previous_version, False))
-                stamped_until = min(start + 1, len(self.tokens))
-            stamps.append((max(start, stamped_until), version, True))
-            previous_version = version
-
-        return stamps
 
 
 def _server_failure(status: int | None, text: str) -> EngineError:
