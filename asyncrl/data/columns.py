@@ -47,7 +47,16 @@ def rename_columns(
         if name in optional_parts and column.partition(".")[0] not in row:
             continue
 
-        value = _column_value(where, row, column)
+        value: Any = row
+        for part in [column] if column in row else column.split("."):
+            if not isinstance(value, dict) or part not in value:
+                present_columns = ", ".join(row) or "none"
+                raise ConfigError(
+                    f"{where}: no column {column}, which data.columns names (found: {present_columns})"
+                )
+
+            value = value[part]
+
         if name.startswith(EXTRA_PREFIX):
             extra = as_object(where, "extra_info", renamed_row.get("extra_info") or {})
             renamed_row["extra_info"] = extra | {name.removeprefix(EXTRA_PREFIX): value}
@@ -55,22 +64,6 @@ def rename_columns(
             renamed_row[name] = value
 
     return renamed_row
-
-
-def _column_value(where: str, row: Row, column: str) -> Any:
-    if column in row:
-        return row[column]
-
-    value: Any = row
-    for part in column.split("."):
-        if not isinstance(value, dict) or part not in value:
-            raise ConfigError(
-                f"{where}: no column {column}, which data.columns names (found: {', '.join(row) or 'none'})"
-            )
-
-        value = value[part]
-
-    return value
 
 
 def as_object(where: str, column: str, value: Any) -> dict[str, Any]:

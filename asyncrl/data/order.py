@@ -62,6 +62,8 @@ class EpochOrder:
             return array("Q", path.read_bytes())
 
     def _compute_order(self, epoch: int) -> Sequence[int]:
+        """Draw the samples of an epoch, shuffle the draws, and let the hook order them. ConfigError if the
+        hook fails, or gives other numbers."""
         drawn_numbers = list(range(len(self.samples)))
         if self.draws_per_source is not None:
             sizes = self.samples.sizes

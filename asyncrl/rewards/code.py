@@ -55,6 +55,7 @@ class CodeTest:
 
 
 @rewards.register("code")
+@dataclass(kw_only=True, eq=False)
 class Code:
     """Give 1.0 if the last block of code in the answer passes all tests of the ground truth, else 0.0; with
     `partial` the fraction of passed tests. Components: `passed`, `tests`.
@@ -66,48 +67,42 @@ class Code:
     needs_truth = True
     own_deadline = True  # waiting for a sandbox and starting it do not count against the answer
 
-    def __init__(
-        self,
-        *,
-        partial: bool = False,
-        seconds: Annotated[float, Meta(gt=0)] = 5.0,
-        total_seconds: Annotated[float, Meta(gt=0)] = 40.0,
-        memory_mb: Annotated[int, Meta(ge=1)] = 512,
-        max_tests: Annotated[int, Meta(ge=0)] = 0,
-        at_once: Annotated[int, Meta(ge=1)] = 8,
-        require: str = " ".join(ISOLATION),
-    ) -> None:
-        self._partial = partial
-        self._seconds = seconds
-        self._total_seconds = total_seconds
-        self._max_tests = max_tests or None
-        self._limits = SandboxLimits(memory=memory_mb, output=MAX_OUTPUT_BYTES)
-        self._require = check_isolation(require)
-        self._sandbox_slots = asyncio.Semaphore(at_once)
+    partial: bool = False
+    seconds: Annotated[float, Meta(gt=0)] = 5.0
+    total_seconds: Annotated[float, Meta(gt=0)] = 40.0
+    memory_mb: Annotated[int, Meta(ge=1)] = 512
+    max_tests: Annotated[int, Meta(ge=0)] = 0
+    at_once: Annotated[int, Meta(ge=1)] = 8
+    require: str = " ".join(ISOLATION)
+
+    def __post_init__(self) -> None:
+        self._limits = SandboxLimits(memory=self.memory_mb, output=MAX_OUTPUT_BYTES)
+        self._isolation = check_isolation(self.require)
+        self._sandbox_slots = asyncio.Semaphore(self.at_once)
 
     async def __call__(
         self, data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None
     ) -> dict[str, Any]:
         truth = read_code_truth(ground_truth)
         answer = last_block(solution_str)
-        cases = cases_of(truth, answer or "")[: self._max_tests]
+        cases = cases_of(truth, answer or "")[: self.max_tests or None]
         passed = 0
 
         if answer:
-            async with self._sandbox_slots, Jail(self._limits, require=self._require) as sandbox:
-                deadline = time.monotonic() + self._total_seconds
+            async with self._sandbox_slots, Jail(self._limits, require=self._isolation) as sandbox:
+                deadline = time.monotonic() + self.total_seconds
                 for case in cases:
-                    seconds = min(self._seconds, deadline - time.monotonic())
+                    seconds = min(self.seconds, deadline - time.monotonic())
                     if seconds <= 0:
                         break
 
                     result = await sandbox.run("program", case.source, seconds, case.stdin)
                     is_right = passes(case, result)
                     passed += is_right
-                    if not (is_right or self._partial):
-                        break
+                    if not (is_right or self.partial):
+                        break  # one failure decides
 
-        score = passed / len(cases) if self._partial else float(passed == len(cases))
+        score = passed / len(cases) if self.partial else float(passed == len(cases))
         return {"score": score, "components": {"passed": passed, "tests": len(cases)}}
 
 

@@ -69,6 +69,7 @@ class Verdict:
 
 
 @rewards.register("tests")
+@dataclass(kw_only=True, eq=False)
 class JudgedByTests:
     """Give 1.0 if all tests that must turn green are green, and all tests that must stay green, too. With
     `partial`: the fraction of tests that turned green, if all others stayed green. Components: both
@@ -81,22 +82,25 @@ class JudgedByTests:
     needs_truth = True
     own_deadline = math.inf  # each step has its own limit, and waiting for a sandbox must not count
 
-    def __init__(
-        self,
-        *,
-        partial: bool = False,
-        at_once: Annotated[int, Meta(ge=1)] = 4,
-        setup_seconds: Annotated[float, Meta(gt=0)] = 60.0,
-        memory_mb: Annotated[int, Meta(ge=1)] = 2048,
-        disk_mb: Annotated[int, Meta(ge=1)] = 1024,
-        require: str = " ".join(ISOLATION),
-    ) -> None:
-        self._partial = partial
-        self._setup_seconds = setup_seconds
-        sizes = {"file": disk_mb, "disk": disk_mb, "resident": memory_mb, "output": MAX_REPORT_BYTES}
-        self._limits = Limits(memory=0, processes=256, open_files=4096, **sizes)
-        self._require = check_isolation(require)
-        self._sandbox_slots = asyncio.Semaphore(at_once)
+    partial: bool = False
+    at_once: Annotated[int, Meta(ge=1)] = 4
+    setup_seconds: Annotated[float, Meta(gt=0)] = 60.0
+    memory_mb: Annotated[int, Meta(ge=1)] = 2048
+    disk_mb: Annotated[int, Meta(ge=1)] = 1024
+    require: str = " ".join(ISOLATION)
+
+    def __post_init__(self) -> None:
+        self._limits = Limits(
+            memory=0,
+            processes=256,
+            open_files=4096,
+            file=self.disk_mb,
+            disk=self.disk_mb,
+            resident=self.memory_mb,
+            output=MAX_REPORT_BYTES,
+        )
+        self._isolation = check_isolation(self.require)
+        self._sandbox_slots = asyncio.Semaphore(self.at_once)
 
     async def __call__(self, episode: RewardInput) -> dict[str, Any]:
         task = task_of(episode.sample)
@@ -133,8 +137,8 @@ class JudgedByTests:
         verdict, or the changes do not fit into the sandbox. RewardError if the sandbox cannot be made."""
         sandbox = None
         try:
-            async with asyncio.timeout(self._setup_seconds):
-                sandbox = TaskSandbox(task, self._limits, self._require)
+            async with asyncio.timeout(self.setup_seconds):
+                sandbox = TaskSandbox(task, self._limits, self._isolation)
                 files = await in_thread(partial(pack_directory, Path(tests.tests), "tests/test.sh"), "tests")
                 await sandbox.start()
                 if changes is not None:
@@ -153,7 +157,7 @@ class JudgedByTests:
             if sandbox_started and changes is not None and isinstance(error, SandboxError):
                 raise NoVerdict(one_line(error)) from error
 
-            reason = f"task {task.name}: {one_line(error) or f'not set up in {self._setup_seconds:g} s'}"
+            reason = f"task {task.name}: {one_line(error) or f'not set up in {self.setup_seconds:g} s'}"
             raise RewardError(reason, FailReason.SETUP_FAILED) from error
         finally:
             if sandbox is not None:
@@ -188,7 +192,7 @@ class JudgedByTests:
             if tests.named:
                 report = await jail.read_file(f"{LOG_DIRECTORY}/report.xml")
                 passed = await in_thread(partial(read_report, report), "tests")
-                verdict = verdict_by_names(tests, passed, self._partial)
+                verdict = verdict_by_names(tests, passed, self.partial)
             else:
                 verdict = await script_verdict(jail.read_file)
         except (SandboxError, ValueError, expat.ExpatError) as error:

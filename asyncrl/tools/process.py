@@ -115,7 +115,14 @@ class CallLimits:
                 async with asyncio.timeout(seconds):
                     if self._call_slots is not None:
                         await stack.enter_async_context(self._call_slots)
-                    await self._wait_for_rate()
+
+                    # Only a call that starts delays the next call; a call that gives up does not.
+                    if self._call_interval:
+                        clock = asyncio.get_running_loop().time
+                        async with self._pace_lock:
+                            begin_time = max(clock(), self._next_call_time)
+                            await asyncio.sleep(begin_time - clock())
+                            self._next_call_time = begin_time + self._call_interval
             except TimeoutError:
                 raise CallTimeout(f"the tool is busy: the call did not begin within {seconds:g} s") from None
 
@@ -127,13 +134,3 @@ class CallLimits:
                 yield
             finally:
                 self._awaited_calls -= 1
-
-    async def _wait_for_rate(self) -> None:
-        """Wait until the rate allows a call. Only a call that starts delays the next call; a call that gives
-        up does not."""
-        if not self._call_interval:
-            return
-        async with self._pace_lock:
-            begin_time = max(asyncio.get_running_loop().time(), self._next_call_time)
-            await asyncio.sleep(begin_time - asyncio.get_running_loop().time())
-            self._next_call_time = begin_time + self._call_interval

@@ -80,9 +80,19 @@ class AdapterLoader:
                 with disk.lock_version(ref):
                     manifest = await to_its_end(partial(self._write_peft_files, ref, adapter_files))
 
+                # The server sleeps, or has the weights of another directory or run. A sleeping server goes on
+                # before an adapter is loaded: the load may wait for the end of requests with an old adapter.
                 if not self._has_base:
+                    path = os.path.abspath(self._config.model.path)  # noqa: ASYNC240 (no file is touched)
+                    load_base = partial(self.api.update_from_disk, path, BASE_LABEL, self._deadline)
                     with self.sleeping.waking():
-                        await self._load_base()
+                        if self.sleeping.asleep:
+                            async with self.sleeping.waking_load():
+                                await load_base()
+                        else:
+                            await load_base()
+                            await self.api.flush_cache(wait=self._deadline)
+                    self._has_base = True
 
                 loaded_names = await self.api.adapters()  # a load that was given up may have loaded some
                 for agent, name in self._adapter_names(ref).items():
@@ -127,22 +137,6 @@ class AdapterLoader:
             await asyncio.wait([self._unload_task])
         await asyncio.to_thread(shutil.rmtree, self._cache, ignore_errors=True)
         await self.api.close()
-
-    async def _load_base(self) -> None:
-        """Load model.path into a server that sleeps, or has the weights of another directory or run. A
-        sleeping server goes on before an adapter is loaded: the load may wait for the end of requests with an
-        old adapter."""
-        path = os.path.abspath(self._config.model.path)  # noqa: ASYNC240 (no file is touched)
-        load = partial(self.api.update_from_disk, path, BASE_LABEL, self._deadline)
-
-        if self.sleeping.asleep:
-            async with self.sleeping.waking_load():
-                await load()
-        else:
-            await load()
-            await self.api.flush_cache(wait=self._deadline)
-
-        self._has_base = True
 
     def _adapter_names(self, ref: WeightsRef) -> dict[str, str]:
         """Return the names of a version's adapters, by agent."""

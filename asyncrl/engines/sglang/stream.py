@@ -210,7 +210,7 @@ class StreamedTurn:
                 if label != BASE_LABEL:
                     raise _foreign_weights(label)
             stamps: list[Stamp] = [(0, self.acked_version, True)]
-        elif self._label_spans is not None:
+        elif self._label_spans is not None:  # the scheduler's own record
             stamps = []
             previous_version = self.acked_version
             stamped_until = 0

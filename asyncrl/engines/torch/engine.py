@@ -95,22 +95,18 @@ class TorchEngine:
 
         def start_turn() -> None:
             nonlocal run
-            if turn_future.done():  # the caller did not wait
-                return
-
             if self._break_error is not None:
-                turn_future.set_exception(self._break_error)
+                _set_answer(turn_future, self._break_error)
             elif request.session in self._batcher.runs_by_session:
                 problem = f"session {request.session!r}: its previous turn is still running"
-                turn_future.set_exception(EngineError(problem))
-            else:
+                _set_answer(turn_future, EngineError(problem))
+            elif not turn_future.done():  # else the caller did not wait
                 run = self._batcher.add_request(request)
                 self._turn_futures[run] = turn_future
 
         def read_part() -> None:
-            if not part_future.done():  # else the caller did not wait
-                is_running = run is not None and run in self._turn_futures
-                part_future.set_result(self._batcher.sampled_so_far(run) if run and is_running else NOTHING)
+            is_running = run is not None and run in self._turn_futures
+            _set_answer(part_future, self._batcher.sampled_so_far(run) if run and is_running else NOTHING)
 
         def abort_turn() -> None:
             if run is not None and run in self._turn_futures:
@@ -363,26 +359,31 @@ class TorchEngine:
 
     def _answer_turn(self, run: Run, stop: StopReason | None = None) -> None:
         """Answer a request, with an error if the log-probs are not finite."""
+        answer: Generation | EngineError
         try:
-            generation = self._batcher.end_run(run, stop)
+            answer = self._batcher.end_run(run, stop)
         except EngineError as error:
-            future = self._turn_futures.pop(run)
-            if not future.done():
-                future.set_exception(error)
-        else:
-            future = self._turn_futures.pop(run)
-            if not future.done():
-                future.set_result(generation)
+            answer = error
+
+        _set_answer(self._turn_futures.pop(run), answer)
 
     def _break(self, error: EngineError) -> None:
         """Fail all pending and future requests."""
         self._break_error = self._break_error or error
         self._awake_event.set()
-        futures = self._turn_futures
+        futures = self._turn_futures.values()
         self._turn_futures = {}
-        for future in futures.values():
-            if not future.done():
-                future.set_exception(error)
+        for future in futures:
+            _set_answer(future, error)
+
+
+def _set_answer(future: asyncio.Future[Generation], answer: Generation | EngineError) -> None:
+    if future.done():  # the caller did not wait
+        return
+    if isinstance(answer, EngineError):
+        future.set_exception(answer)
+    else:
+        future.set_result(answer)
 
 
 def _breaking_error(error: Exception) -> EngineError:

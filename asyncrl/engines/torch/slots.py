@@ -202,7 +202,7 @@ class KVCache:
 
 
 class _Probe:
-    """Stands in for the cache in its first forward: allocates each layer's cache."""
+    """Stands in for the cache in the cache's first forward: allocates the keys and values of each layer."""
 
     def __init__(self, cache: KVCache) -> None:
         self.cache = cache
