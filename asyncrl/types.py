@@ -40,7 +40,7 @@ class StopReason(enum.StrEnum):
     """Says why one generation ended."""
 
     STOP = "stop"  # the model wrote a stop id
-    TEXT = "text"  # the watch ended the turn: the model wrote a stop text of the agent
+    TEXT = "text"  # the stop check ended the turn: the model wrote a stop text of the agent
     LENGTH = "length"  # the token budget ran out
     ABORT = "abort"  # the engine got an abort request
 

@@ -117,8 +117,8 @@ class Resting(ScriptedEngine):
         text = self.script(first if half else request)[len(half) :]
         if request is first and self._middle:
             self._durable = first.ids + encode(text[: len(text) // 2])
-            if request.watch:
-                request.watch(encode(text[: len(text) // 2]))
+            if request.stop_check:
+                request.stop_check(encode(text[: len(text) // 2]))
             await request.on_part(generation(text[: len(text) // 2], 0, StopReason.ABORT))
 
         tokens = TOKENS if not self._version else 1

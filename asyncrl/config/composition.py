@@ -37,9 +37,15 @@ NOT_TEXT_STARTS = ("[", "{", '"', "'")  # beginnings of lists, mappings and quot
 def compose(overrides: list[str], config_dir: Path | None = None) -> RunConfig:
     """Return the configuration of configs/, `config_dir` and `overrides`."""
     base = config_root() / "configs"
-    config = _compose_config(
-        [*_search_path(base, config_dir), *_prepared_overrides(overrides)], base, config_dir
-    )
+    if config_dir is not None and not config_dir.is_dir():
+        raise ConfigError(f"--config-dir {config_dir}: no such directory")
+
+    own_groups = config_dir or Path("configs")
+    search_path: list[str] = []
+    if own_groups.is_dir() and own_groups.resolve() != base:
+        search_path.append(f"hydra.searchpath=[{_quoted_text(f'file://{own_groups.resolve()}')}]")
+
+    config = _compose_config([*search_path, *_prepared_overrides(overrides)], base, config_dir)
     kl = config.kl
     keys = _keys_of(overrides)
     coef_set = "kl.coef" in keys or kl.coef != KLConfig().coef
@@ -110,8 +116,12 @@ def _compose_config(
     try:
         with source:
             composed = hydra.compose("config" if base else "recorded", overrides)
-            name = _agent_name(composed)
-            if base and (base / "agent" / f"{name}.yaml").is_file() and "agent" not in given_keys:
+
+            # The agent may be a path, or a value of a wrong type, which is refused later.
+            agent = (composed.rollout or {}).get("agent")
+            name = next(iter(agent), "") if isinstance(agent, Mapping) else agent
+            has_name = isinstance(name, str) and name.isidentifier() and "agent" not in given_keys
+            if base and has_name and (base / "agent" / f"{name}.yaml").is_file():
                 composed = hydra.compose("config", [f"agent={name}", *overrides])
 
             tree = OmegaConf.to_container(composed, resolve=True)
@@ -151,13 +161,6 @@ def _accept_byte_order_marks() -> None:
     ConfigSource._get_header_dict = accepting  # type: ignore[method-assign, assignment]
 
 
-def _agent_name(composed: Any) -> str:
-    """Return the name in `rollout.agent`; '' for a path, or a value of a wrong type (refused later)."""
-    agent = (composed.rollout or {}).get("agent")
-    name = next(iter(agent), "") if isinstance(agent, Mapping) else agent
-    return name if isinstance(name, str) and name.isidentifier() else ""
-
-
 def _keys_of(overrides: Iterable[str]) -> set[str]:
     return {override.partition("=")[0].lstrip("+~") for override in overrides}
 
@@ -186,16 +189,6 @@ def default_tree(section: type[msgspec.Struct]) -> dict[str, Any]:
             tree[field.name] = msgspec.to_builtins(default)
 
     return tree
-
-
-def _search_path(base: Path, config_dir: Path | None) -> list[str]:
-    """Return the override for the user's own groups: --config-dir, or ./configs."""
-    if config_dir is not None and not config_dir.is_dir():
-        raise ConfigError(f"--config-dir {config_dir}: no such directory")
-    directory = config_dir or Path("configs")
-    if not directory.is_dir() or directory.resolve() == base:
-        return []
-    return [f"hydra.searchpath=[{_quoted_text(f'file://{directory.resolve()}')}]"]
 
 
 def _resolve_key_roots(tree: Any, root: str) -> Any:
@@ -265,17 +258,10 @@ def _explain_error(error: Exception, given_keys: Iterable[str]) -> ConfigError:
         )
 
     key = getattr(error, "full_key", None) or getattr(error.__cause__, "full_key", None)
-    known_keys = [name for name, _ in _dotted_keys(default_tree(RunConfig))]
-    if override or not text.startswith("Could not override") or not key or key in known_keys:
+    if override or not text.startswith("Could not override") or not key or key in _known_keys():
         return ConfigError(f"configuration: {text}")
 
-    open_prefixes = ("hydra.", *(f"{name}." for name, _ in _open_keys(RunConfig)))
-    unknown_keys = [
-        name
-        for name in given_keys
-        if name not in (*known_keys, *_group_names()) and not name.startswith(open_prefixes)
-    ]
-
+    unknown_keys = [name for name in _unknown_keys(given_keys) if not name.startswith("hydra.")]
     return _unknown_keys_error(unknown_keys or [key])
 
 
@@ -289,7 +275,7 @@ def _unknown_keys_error(keys: list[str]) -> ConfigError:
 
 def refused_flags(flags: Sequence[str]) -> ConfigError:
     """Describe flags (`--name`) that a command does not have: Hydra's flags, and keys with dashes."""
-    known_keys = {name for name, _ in _dotted_keys(default_tree(RunConfig))}
+    known_keys = _known_keys()
     answers = []
 
     for flag in flags:
@@ -306,12 +292,15 @@ def refused_flags(flags: Sequence[str]) -> ConfigError:
 
 def refused_keys(overrides: Sequence[str]) -> ConfigError | None:
     """Describe the unknown keys of overrides; None if all keys are known."""
-    known_keys = {*_group_names(), *(name for name, _ in _dotted_keys(default_tree(RunConfig)))}
-    open_prefixes = tuple(f"{name}." for name, _ in _open_keys(RunConfig))
-    unknown_keys = [
-        key for key in _keys_of(overrides) if key not in known_keys and not key.startswith(open_prefixes)
-    ]
+    unknown_keys = _unknown_keys(_keys_of(overrides))
     return _unknown_keys_error(unknown_keys) if unknown_keys else None
+
+
+def _unknown_keys(keys: Iterable[str]) -> list[str]:
+    """Return the keys that are neither keys of the configuration nor groups of files."""
+    known_keys = {*_group_names(), *_known_keys()}
+    open_prefixes = tuple(f"{name}." for name, _ in _open_keys(RunConfig))
+    return [key for key in keys if key not in known_keys and not key.startswith(open_prefixes)]
 
 
 def _advice_for_key(key: str) -> str:
@@ -332,9 +321,13 @@ def _advice_for_key(key: str) -> str:
     if note:
         return f"none here, because {note}"
 
-    known_names = dict.fromkeys([*groups, *(name for name, _ in _dotted_keys(default_tree(RunConfig)))])
+    known_names = dict.fromkeys([*groups, *_known_keys()])
     nearest_names = difflib.get_close_matches(key, known_names, n=3, cutoff=0.5)
     return f"did you mean {', '.join(nearest_names)}?" if nearest_names else "see docs/configuration.md"
+
+
+def _known_keys() -> list[str]:
+    return [name for name, _ in _dotted_keys(default_tree(RunConfig))]
 
 
 def _group_names() -> list[str]:

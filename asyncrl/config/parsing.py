@@ -100,8 +100,12 @@ def _check_combinations(config: RunConfig) -> None:
     buffer = config.buffer
     algorithm = config.algorithm
     trainer = config.trainer
+    engine = config.engine
+    rollout = config.rollout
+    weights = config.weights
+    checkpoint = config.checkpoint
+    directory = checkpoint.directory
     batch_bytes = config.group_bytes * buffer.groups_per_batch
-    directory = config.checkpoint.directory
 
     uneven_advice = (
         f"does not divide trainer.ranks ({trainer.ranks}); set it to one of {divisors(trainer.ranks)}, or "
@@ -114,39 +118,37 @@ def _check_combinations(config: RunConfig) -> None:
         f"algorithm.steps_per_batch ({algorithm.steps_per_batch}) exceeds groups_per_batch "
         f"({buffer.groups_per_batch}): a step would have no group": algorithm.steps_per_batch
         > buffer.groups_per_batch,
-        f"weights.every ({config.weights.every}) exceeds max_staleness + 1 ({buffer.max_staleness + 1}): "
-        "engines would be too old to start an episode": config.weights.every > buffer.max_staleness + 1,
-        f"engine.urls names a server twice ({', '.join(config.engine.urls)}): each has one supervisor": (
-            len({url.rstrip("/") for url in config.engine.urls}) < len(config.engine.urls)
+        f"weights.every ({weights.every}) exceeds max_staleness + 1 ({buffer.max_staleness + 1}): "
+        "engines would be too old to start an episode": weights.every > buffer.max_staleness + 1,
+        f"engine.urls names a server twice ({', '.join(engine.urls)}): each has one supervisor": (
+            len({url.rstrip("/") for url in engine.urls}) < len(engine.urls)
         ),
-        f"weights.transport {config.weights.transport} needs servers; set engine=sglang, or "
-        "weights.transport=disk": (config.weights.transport != "disk" and not config.engine.remote),
+        f"weights.transport {weights.transport} needs servers; set engine=sglang, or "
+        "weights.transport=disk": (weights.transport != "disk" and not engine.remote),
         "weights.adapters needs whole files, and adapters: set model.lora_rank, weights.transport=disk and "
-        "full_every=1, or leave it out": config.weights.adapters is True
-        and not (config.adapters and config.weights.transport == "disk" and config.weights.full_every == 1),
+        "full_every=1, or leave it out": weights.adapters is True
+        and not (config.adapters and weights.transport == "disk" and weights.full_every == 1),
         "agents: only the requests of an agent program have names; set rollout.agent": bool(
-            config.agents and not config.rollout.agent
+            config.agents and not rollout.agent
         ),
         "agents need versions of adapters alone; set weights.transport=disk, full_every=1 and, with "
         "engine.urls, adapters=true": bool(config.agents and not config.adapters_apart),
         "trainer.router_replay needs engine=sglang; set that, or trainer.router_replay=false": (
-            config.trainer.router_replay and not config.engine.remote
+            trainer.router_replay and not engine.remote
         ),
         "trainer.router_replay does not work with trainer.compile=true; set one of them to false": (
-            config.trainer.router_replay and config.trainer.compile
+            trainer.router_replay and trainer.compile
         ),
         "weights.full_every is for files: what is sent goes straight into a server, which knows no deltas; "
-        "use weights.transport=disk": config.weights.full_every > 1 and config.weights.transport != "disk",
+        "use weights.transport=disk": weights.full_every > 1 and weights.transport != "disk",
         f"buffer.max_bytes ({buffer.max_bytes}) holds less than a batch of episodes ({batch_bytes} bytes: "
-        f"{config.rollout.rows} rows of max_tokens each); raise it, or lower rollout.max_tokens, max_rows": (
+        f"{rollout.rows} rows of max_tokens each); raise it, or lower rollout.max_tokens, max_rows": (
             buffer.max_bytes < batch_bytes
         ),
-        f"rollout.max_new_tokens ({config.rollout.max_new_tokens}) exceeds max_tokens "
-        f"({config.rollout.max_tokens})": config.rollout.max_new_tokens > config.rollout.max_tokens,
+        f"rollout.max_new_tokens ({rollout.max_new_tokens}) exceeds max_tokens "
+        f"({rollout.max_tokens})": rollout.max_new_tokens > rollout.max_tokens,
         "rollout.agent leads episodes itself, with what its requests bring; clear rollout.environment and "
-        "rollout.tools, or the agent": bool(
-            config.rollout.agent and (config.rollout.environment or config.rollout.tools)
-        ),
+        "rollout.tools, or the agent": bool(rollout.agent and (rollout.environment or rollout.tools)),
         f"checkpoint.directory ({directory}) is relative, and not all processes run here; give an absolute "
         "path or a URL": bool(directory) and "://" not in directory and not directory.startswith("/"),
         f"trainer.replicas ({trainer.replicas}) {uneven_advice}": trainer.ranks % trainer.replicas > 0,
@@ -160,12 +162,12 @@ def _check_combinations(config: RunConfig) -> None:
             trainer.sequence_parallel > 1 and trainer.compile
         ),
         "checkpoint.best needs validations; set data.test, validation.samples and validation.every": (
-            config.checkpoint.best
+            checkpoint.best
             and not (config.data.test and config.validation.samples and config.validation.every)
         ),
-    } | scorer_refusals(config.scorers, config.rollout, config.kl.reference, config.adapters_apart)
+    } | scorer_refusals(config.scorers, rollout, config.kl.reference, config.adapters_apart)
 
-    refusals |= _colocation_refusals(config) if config.engine.colocated else {}
+    refusals |= _colocation_refusals(config) if engine.colocated else {}
     for message, refused in refusals.items():
         if refused:
             raise ConfigError(message)

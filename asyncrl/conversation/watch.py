@@ -59,8 +59,8 @@ class GrowingText:
 
 
 class TurnWatch:
-    """A `Watch` (engines/base.py) of one turn, which ends at the first of the texts `stops`. `prompt`: the
-    end of the turn's prompt; `on_text`, if given, is called as the turn grows."""
+    """A `StopCheck` (engines/base.py) of one turn, which ends at the first of the texts `stops`. `prompt`:
+    the end of the turn's prompt; `on_text`, if given, is called as the turn grows."""
 
     def __init__(
         self,

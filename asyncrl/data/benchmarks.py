@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Container, Iterator
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from asyncrl.data.rows import READERS, Row, read_rows, verl_row
 from asyncrl.data.sources import load_split
@@ -16,32 +17,40 @@ STEP_BY_STEP = "Think step by step, then"
 
 class Benchmark(NamedTuple):
     """Describes a public data set. `repository`, `config`: on the hub; `held_out`: the split that becomes
-    test.parquet, '' for none; `columns`: required columns; `row`: converts a row, given an instruction, to
-    verl's columns, or returns None if the answer cannot be scored; `reward`: the reward that scores answers;
-    `instruction`: the usual text after each question."""
+    test.parquet, '' for none; `columns`: required columns; `convert_row`: converts a row, given an
+    instruction, to verl's columns, or returns None if the answer cannot be scored; `reward`: the reward that
+    scores answers; `instruction`: the usual text after each question."""
 
     repository: str
     config: str
     held_out: str
     columns: tuple[str, ...]
-    row: Callable[[Row, str], Row | None]
+    convert_row: Callable[[Row, str], Row | None]
     reward: str
     instruction: str = ""
 
 
-def _gsm8k_row(row: Row, instruction: str) -> Row | None:
+def _question_row(
+    row: Row,
+    instruction: str,
+    *,
+    data_source: str,
+    read_truth: Callable[[Row], Any],
+    extra: tuple[str, ...],
+    question: str = "question",
+    ability: str = "math",
+) -> Row | None:
+    """Convert a row with a question in the column `question`. `read_truth`: returns the ground truth of a
+    row, or None; `extra`: the columns that go to extra_info, where they are not empty."""
+    truth = read_truth(row)
+    prompt = f"{row[question]} {instruction}".strip()
+    extra_info = {key: row[key] for key in extra if row.get(key)}
+    return None if truth is None else verl_row(data_source, prompt, truth, ability, **extra_info)
+
+
+def _gsm8k_truth(row: Row) -> str | None:
     match = re.search(r"#### *(-?[0-9.,]+)", row["answer"])
-    if match is None:
-        return None
-    prompt = f"{row['question']} {instruction}".strip()
-    return verl_row("openai/gsm8k", prompt, match[1].replace(",", "").rstrip("."), answer=row["answer"])
-
-
-def _math_row(row: Row, instruction: str) -> Row | None:
-    truth = last_boxed(row["solution"])
-    prompt = f"{row['problem']} {instruction}".strip()
-    extra = {key: row[key] for key in ("level", "type") if row.get(key)}
-    return verl_row("DigitalLearningGmbH/MATH-lighteval", prompt, truth, **extra) if truth else None
+    return match and match[1].replace(",", "").rstrip(".")
 
 
 def _dapo_math_row(row: Row, instruction: str) -> Row | None:
@@ -54,19 +63,15 @@ def _dapo_math_row(row: Row, instruction: str) -> Row | None:
     return verl_row("math_dapo", messages, truth, id=name) if truth else None
 
 
-def _hotpotqa_row(row: Row, instruction: str) -> Row | None:
-    extra = {key: row[key] for key in ("id", "type", "level") if row.get(key)}
-    prompt = f"{row['question']} {instruction}".strip()
-    return verl_row("hotpotqa", prompt, [row["answer"]], "search", **extra) if row["answer"] else None
-
-
 BENCHMARKS = {
     "gsm8k": Benchmark(
         repository="openai/gsm8k",
         config="main",
         held_out="test",
         columns=("question", "answer"),
-        row=_gsm8k_row,
+        convert_row=partial(
+            _question_row, data_source="openai/gsm8k", read_truth=_gsm8k_truth, extra=("answer",)
+        ),
         reward="gsm8k",
         instruction=f'{STEP_BY_STEP} write the final number after "#### ".',
     ),
@@ -75,7 +80,13 @@ BENCHMARKS = {
         config="",
         held_out="test",
         columns=("problem", "solution"),
-        row=_math_row,
+        convert_row=partial(
+            _question_row,
+            data_source="DigitalLearningGmbH/MATH-lighteval",
+            question="problem",
+            read_truth=lambda row: last_boxed(row["solution"]) or None,
+            extra=("level", "type"),
+        ),
         reward="math",
         instruction=f"{STEP_BY_STEP} put the final answer into \\boxed{{}}.",
     ),
@@ -84,7 +95,7 @@ BENCHMARKS = {
         config="",
         held_out="",
         columns=("prompt", "reward_model"),
-        row=_dapo_math_row,
+        convert_row=_dapo_math_row,
         reward="math",
     ),
     "hotpotqa": Benchmark(
@@ -92,7 +103,13 @@ BENCHMARKS = {
         config="distractor",
         held_out="validation",
         columns=("question", "answer"),
-        row=_hotpotqa_row,
+        convert_row=partial(
+            _question_row,
+            data_source="hotpotqa",
+            read_truth=lambda row: [row["answer"]] if row["answer"] else None,
+            extra=("id", "type", "level"),
+            ability="search",
+        ),
         reward="{exact: {tag: answer}}",
         instruction=(
             "Search for the facts that you need, then write the answer, a few words, as <answer>...</answer>."
@@ -117,7 +134,7 @@ def benchmark_rows(
                 f"those of {benchmark.repository} are expected"
             )
 
-        row = benchmark.row(source_row, instruction_text)
+        row = benchmark.convert_row(source_row, instruction_text)
         if row is None:
             unscorable_rows += 1
         else:

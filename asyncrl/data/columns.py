@@ -47,7 +47,16 @@ def rename_columns(
         if name in optional_parts and column.partition(".")[0] not in row:
             continue
 
-        value = _column_value(where, row, column)
+        value: Any = row
+        for part in [column] if column in row else column.split("."):
+            if not isinstance(value, dict) or part not in value:
+                present_columns = ", ".join(row) or "none"
+                raise ConfigError(
+                    f"{where}: no column {column}, which data.columns names (found: {present_columns})"
+                )
+
+            value = value[part]
+
         if name.startswith(EXTRA_PREFIX):
             extra = as_object(where, "extra_info", renamed_row.get("extra_info") or {})
             renamed_row["extra_info"] = extra | {name.removeprefix(EXTRA_PREFIX): value}
@@ -55,22 +64,6 @@ def rename_columns(
             renamed_row[name] = value
 
     return renamed_row
-
-
-def _column_value(where: str, row: Row, column: str) -> Any:
-    if column in row:
-        return row[column]
-
-    value: Any = row
-    for part in column.split("."):
-        if not isinstance(value, dict) or part not in value:
-            raise ConfigError(
-                f"{where}: no column {column}, which data.columns names (found: {', '.join(row) or 'none'})"
-            )
-
-        value = value[part]
-
-    return value
 
 
 def as_object(where: str, column: str, value: Any) -> dict[str, Any]:
@@ -170,23 +163,18 @@ class IgnoredSettings:
             for (setting, name), count in self._request_counts.items()
             if (text := _unmet_request(config, setting, name))
         ]
-        return lines + _unread_line(self._unread_columns, config.data.columns)
 
+        unread_names: list[str] = []
+        for name in self._unread_columns:
+            if all(name not in (column, column.partition(".")[0]) for column in config.data.columns.values()):
+                nearest = difflib.get_close_matches(name, READ_COLUMNS, n=1, cutoff=0.8)
+                unread_names.append(f"{name} (meant {nearest[0]}?)" if nearest else name)
 
-def _unread_line(columns: Mapping[str, None], configured: Mapping[str, str]) -> list[str]:
-    configured_columns = {
-        part for column in configured.values() for part in (column, column.partition(".")[0])
-    }
-    nearest = {name: difflib.get_close_matches(name, READ_COLUMNS, n=1, cutoff=0.8) for name in columns}
+        if unread_names:
+            advice = "one that tools, environments or rewards need: 'data.columns={extra_info.NAME: COLUMN}'"
+            lines.append(f"nothing reads the columns {', '.join(unread_names)}; {advice}")
 
-    unread_names = [
-        f"{name} (meant {nearest[name][0]}?)" if nearest[name] else name
-        for name in columns
-        if name not in configured_columns
-    ]
-
-    advice = "one that tools, environments or rewards need: 'data.columns={extra_info.NAME: COLUMN}'"
-    return [f"nothing reads the columns {', '.join(unread_names)}; {advice}"] if unread_names else []
+        return lines
 
 
 def _unmet_request(config: RunConfig, setting: str, name: str) -> str:

@@ -176,7 +176,13 @@ def _read_folder(folder: Path) -> TaskFolder:
 
     environment = fields.environment
     for section in ("environment", "verifier", "solution"):
-        _check_variables(f"{section}.env", getattr(fields, section).env)
+        for name, value in getattr(fields, section).env.items():
+            key = f"{TASK_FILE}: {section}.env"
+            if not name.isidentifier() or "\0" in value:
+                raise ConfigError(f"{key} {name!r} is no variable; correct it")
+            if "${" in value:
+                reason = "would come from this machine, and the model could read it; write a value"
+                raise ConfigError(f"{key} {name} = {value} {reason}")
 
     image = _find_task_image(folder, environment.docker_image)
     directory = environment.workdir or image.directory
@@ -285,15 +291,6 @@ def _check_directory(image: Image, path: str, judged: bool) -> None:
             raise ConfigError(f"{key} is no directory of its image; correct it, or make it in the image")
 
 
-def _check_variables(key: str, variables: dict[str, str]) -> None:
-    for name, value in variables.items():
-        if not name.isidentifier() or "\0" in value:
-            raise ConfigError(f"{TASK_FILE}: {key} {name!r} is no variable; correct it")
-        if "${" in value:
-            reason = "would come from this machine, and the model could read it; write a value"
-            raise ConfigError(f"{TASK_FILE}: {key} {name} = {value} {reason}")
-
-
 def _mebibytes(size: str | None) -> int:
     return max(1, int(float(size[:-1]) * UNIT_MEBIBYTES[size[-1]])) if size else 0
 
@@ -312,17 +309,18 @@ def _read_tests(folder: Path, fields: HonouredFields) -> TaskTests:
     config = directory / "config.json"
     decoded = _parse_file(config, msgspec.json.decode) if config.exists() else {}
     test_lists = decoded if isinstance(decoded, dict) else {}
-    turn_green, stay_green = (
-        _read_names(key, test_lists.get(key)) for key in ("FAIL_TO_PASS", "PASS_TO_PASS")
+    names_by_key: dict[str, tuple[str, ...]] = {}
+    for key in ("FAIL_TO_PASS", "PASS_TO_PASS"):
+        value = test_lists.get(key)
+        with ConfigError.instead_of(ValueError, text=f"tests/config.json: {key} is no list of names"):
+            names = msgspec.json.decode(value) if isinstance(value, str) else value or ()
+            names_by_key[key] = msgspec.convert(names, tuple[str, ...])
+
+    return TaskTests(
+        tests=str(directory),
+        seconds=fields.verifier.timeout_sec,
+        environment=fields.verifier.env,
+        turn_green=names_by_key["FAIL_TO_PASS"],
+        stay_green=names_by_key["PASS_TO_PASS"],
+        protected=tuple(fields.metadata.protected),
     )
-    verifier = fields.verifier
-    protected = tuple(fields.metadata.protected)
-
-    return TaskTests(str(directory), verifier.timeout_sec, verifier.env, turn_green, stay_green, protected)
-
-
-def _read_names(key: str, value: Any) -> tuple[str, ...]:
-    """Read names of tests from a list, which may be JSON text."""
-    with ConfigError.instead_of(ValueError, text=f"tests/config.json: {key} is no list of names"):
-        names = msgspec.json.decode(value) if isinstance(value, str) else value or ()
-        return msgspec.convert(names, tuple[str, ...])

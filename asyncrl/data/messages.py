@@ -26,9 +26,18 @@ def read_messages(where: str, value: Any, role: str = "user") -> tuple[Message, 
         )
 
     try:
-        return _with_tool_names([_read_message(where, dict(item)) for item in value])
+        messages = [_read_message(where, dict(item)) for item in value]
     except (TypeError, ValueError, RecursionError) as error:  # of dict(), json and msgspec
         raise ConfigError(f"{where} must hold messages {{role, content, …}} ({one_line(error)})") from None
+
+    # Some templates write the tool's name with a reply: the answered call has the name.
+    names = {call.id: call.name for message in messages for call in message.tool_calls if call.id}
+    return tuple(
+        msgspec.structs.replace(message, name=names[message.tool_call_id])
+        if message.role == "tool" and not message.name and message.tool_call_id in names
+        else message
+        for message in messages
+    )
 
 
 def _messages_in_json(text: str) -> list[Any] | None:
@@ -90,14 +99,3 @@ def _read_tool_call(where: str, call: Any) -> ToolCall:
         raise ConfigError(f"{where} has a tool call that is not {{name, arguments: an object}}")
 
     return ToolCall(function["name"], json.dumps(arguments, ensure_ascii=False), str(call.get("id") or ""))
-
-
-def _with_tool_names(messages: list[Message]) -> tuple[Message, ...]:
-    """Give replies of tools the tool's name, which some templates write, taken from the answered call."""
-    names = {call.id: call.name for message in messages for call in message.tool_calls if call.id}
-    return tuple(
-        msgspec.structs.replace(message, name=names[message.tool_call_id])
-        if message.role == "tool" and not message.name and message.tool_call_id in names
-        else message
-        for message in messages
-    )

@@ -62,10 +62,33 @@ class EpochOrder:
             return array("Q", path.read_bytes())
 
     def _compute_order(self, epoch: int) -> Sequence[int]:
-        all_numbers = range(len(self.samples))
-        drawn_numbers = list(all_numbers)
+        """Draw the samples of an epoch, shuffle the draws, and let the hook order them. ConfigError if the
+        hook fails, or gives other numbers."""
+        drawn_numbers = list(range(len(self.samples)))
         if self.draws_per_source is not None:
-            drawn_numbers = self._mix_sources(epoch, self.draws_per_source)
+            sizes = self.samples.sizes
+            starts = accumulate(sizes, initial=0)
+            positioned_numbers: list[tuple[float, int]] = []  # each source evenly spread over the epoch
+
+            draws = zip(starts, sizes, self.draws_per_source, strict=False)
+            for source, (start, size, count) in enumerate(draws):
+                # The source's samples are repeated pass after pass, over all epochs.
+                first_draw = epoch * count
+                end_draw = first_draw + count
+                numbers: list[int] = []
+                for pass_index in range(first_draw // size, -(-end_draw // size)):
+                    pass_order = list(range(size))
+                    if self.shuffle:
+                        pass_order = shuffled(pass_order, f"{self.seed}/{source}/{pass_index}")
+                    pass_start = pass_index * size
+                    numbers += pass_order[max(0, first_draw - pass_start) : end_draw - pass_start]
+
+                positioned_numbers += [
+                    ((index + 0.5) / count, start + number) for index, number in enumerate(numbers)
+                ]
+
+            drawn_numbers = [number for _, number in sorted(positioned_numbers)]
+
         if self.shuffle:
             drawn_numbers = shuffled(drawn_numbers, f"{self.seed}/{epoch}")
         if self._hook is None:
@@ -87,31 +110,6 @@ class EpochOrder:
             )
 
         return order
-
-    def _mix_sources(self, epoch: int, counts: Sequence[int]) -> list[int]:
-        """Take the draws of each source, evenly spread over the epoch."""
-        sizes = self.samples.sizes
-        starts = accumulate(sizes, initial=0)
-        positioned_numbers: list[tuple[float, int]] = []
-
-        for source, (start, size, count) in enumerate(zip(starts, sizes, counts, strict=False)):
-            numbers = self._draw_from_source(source, size, epoch * count, (epoch + 1) * count)
-            positioned_numbers += [
-                ((index + 0.5) / count, start + number) for index, number in enumerate(numbers)
-            ]
-
-        return [number for _, number in sorted(positioned_numbers)]
-
-    def _draw_from_source(self, source: int, size: int, first: int, end: int) -> list[int]:
-        """Return draws `first` to `end` of one source's samples, which are repeated pass after pass."""
-        numbers: list[int] = []
-        for pass_index in range(first // size, -(-end // size)):
-            order = list(range(size))
-            if self.shuffle:
-                order = shuffled(order, f"{self.seed}/{source}/{pass_index}")
-            numbers += order[max(0, first - pass_index * size) : end - pass_index * size]
-
-        return numbers
 
 
 def draw_counts(weights: Sequence[float], sizes: Sequence[int]) -> list[int]:

@@ -123,20 +123,17 @@ def json_value(value: Any) -> Any:
             return value
 
     if isinstance(value, Decimal):
-        return _decimal_number(value)
+        if not value.is_finite():
+            return None
+        if value == value.to_integral_value():
+            return int(value)
+        is_exact = Decimal(repr(float(value))) == value
+        return float(value) if is_exact else format(value.normalize(), "f")  # text, as a float would round
+
     if hasattr(value, "tolist"):  # arrays of numpy and torch
         return json_value(value.tolist())
 
     return value
-
-
-def _decimal_number(value: Decimal) -> int | float | str | None:
-    """Return a number, or text if a float would round the number; None if the number is not finite."""
-    if not value.is_finite():
-        return None
-    if value == value.to_integral_value():
-        return int(value)
-    return float(value) if Decimal(repr(float(value))) == value else format(value.normalize(), "f")
 
 
 def _read_jsonl(path: Path) -> Iterator[Any]:

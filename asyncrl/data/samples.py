@@ -14,7 +14,7 @@ from asyncrl.config import DataConfig
 from asyncrl.data.columns import as_json, as_object, as_text, rename_columns
 from asyncrl.data.messages import read_messages
 from asyncrl.data.rows import Row
-from asyncrl.data.sources import RowOrigin, row_reader
+from asyncrl.data.sources import RowOrigin, read_source
 from asyncrl.errors import ConfigError
 from asyncrl.types import Message, Sample
 
@@ -53,11 +53,22 @@ def read_samples(
     holds all messages, and `extra_info.tool_schemas` the column `tools`.
     """
     is_empty = True
-    for origin, row in row_reader(config, split)(path):
+    for origin, row in read_source(config, split, path):
         is_empty = False
-        is_demonstration = _is_demonstration(layout, row)
+        is_demonstration = layout.demonstrations
+        if is_demonstration is None:
+            columns = (layout.columns.get(part, part).partition(".")[0] for part in ("messages", "response"))
+            is_demonstration = any(row.get(column) is not None for column in columns)
 
-        optional_parts = _optional_parts(layout, row, is_demonstration)
+        # A row may lack these parts although `data.columns` names them: conversations to imitate and the
+        # prompts of `data.test` have different columns.
+        optional_parts: tuple[str, ...] = ("messages", "response", "tools")
+        if is_demonstration:
+            has_messages = "messages" in layout.columns or row.get("messages") is not None
+            optional_parts = ("ground_truth", "reward_model")
+            if has_messages:
+                optional_parts += ("prompt", "response")
+
         row = rename_columns(str(origin), row, layout.columns, optional_parts)
         row = count_row(row, is_demonstration)
         if is_demonstration:
@@ -67,24 +78,6 @@ def read_samples(
 
     if is_empty:
         raise ConfigError(f"{path}: the data set is empty; it needs at least one sample")
-
-
-def _is_demonstration(layout: RowLayout, row: Row) -> bool:
-    if layout.demonstrations is not None:
-        return layout.demonstrations
-    columns = (layout.columns.get(part, part).partition(".")[0] for part in ("messages", "response"))
-    return any(row.get(column) is not None for column in columns)
-
-
-def _optional_parts(layout: RowLayout, row: Row, demonstration: bool) -> tuple[str, ...]:
-    """Return the parts that this row may lack although `data.columns` names them: conversations to imitate
-    and the prompts of `data.test` have different columns."""
-    if not demonstration:
-        return ("messages", "response", "tools")
-
-    if "messages" in layout.columns or row.get("messages") is not None:
-        return ("ground_truth", "reward_model", "prompt", "response")
-    return ("ground_truth", "reward_model")
 
 
 def read_question(origin: RowOrigin, row: Row, layout: RowLayout) -> Sample:
@@ -179,12 +172,7 @@ def _make_sample(
         extra_info=as_json(str(origin), "extra_info", extra),
     )
 
-    _check_encoded(origin, sample)
-    return sample
-
-
-def _check_encoded(origin: RowOrigin, sample: Sample) -> None:
-    """Check that a sample can be sent to the processes of a run. ConfigError if not."""
+    # A sample must fit into messages to the processes of a run.
     try:
         size = len(msgspec.msgpack.encode(sample))
     except UnicodeEncodeError as error:
@@ -200,6 +188,8 @@ def _check_encoded(origin: RowOrigin, sample: Sample) -> None:
             "rewards and tools; leave columns out, or put large contents into files and their paths into "
             "the row"
         )
+
+    return sample
 
 
 def _columns_hint(row: Row, *parts: str) -> str:

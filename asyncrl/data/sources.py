@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import glob
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -46,14 +46,11 @@ def source_paths(config: DataConfig, split: str) -> list[str]:
     return weighted or unweighted
 
 
-Reader = Callable[[str], Iterator[tuple[RowOrigin, Row]]]
-
-
-def row_reader(config: DataConfig, split: str) -> Reader:
-    """Return a function that reads the rows of a source. `split`: train or test."""
+def read_source(config: DataConfig, split: str, path: str) -> Iterator[tuple[RowOrigin, Row]]:
+    """Read the rows of a source. `split`: train or test."""
     if config.dataset:
-        return _users_reader(config.dataset)
-    return lambda path: _read_hub(path, split) if path.startswith(HUB_PREFIX) else _read_files(path)
+        return _read_users_dataset(config.dataset, path)
+    return _read_hub(path, split) if path.startswith(HUB_PREFIX) else _read_files(path)
 
 
 def named_files(path: str) -> list[str]:
@@ -108,24 +105,30 @@ def load_split(name: str, config: str, split: str, hint: str, revision: str = ""
     yield from dataset
 
 
-def _users_reader(plugin: Plugin) -> Reader:
-    """Return a reader of rows by a user's class or function, which is called with a source's path."""
+def _read_users_dataset(plugin: Plugin, path: str) -> Iterator[tuple[RowOrigin, Row]]:
+    """Read rows by a user's class or function, which is called with a source's path. Data sets that can only
+    be counted and indexed, such as torch's, are iterated by index. Exceptions become a ConfigError with file
+    and line."""
     where = "data.dataset"
     name, options = name_and_options(plugin, where)
     make_rows = make_plugin(load_object(name, "data set"), options, f"{where}.{name}", DATASET_CALL)
+    call_text = f"{where}: {name}({path!r})"
 
-    def read(path: str) -> Iterator[tuple[RowOrigin, Row]]:
-        call_text = f"{where}: {name}({path!r})"
-        for number, row in enumerate(_iterate_dataset(call_text, make_rows, path)):
-            if not isinstance(row, Mapping):
-                raise ConfigError(
-                    f"{call_text} gives {type(row).__name__}; rows are dicts of column and value"
-                )
+    def iterate_rows() -> Iterator[Any]:
+        rows: Any = make_rows(path)
+        if hasattr(rows, "__iter__"):
+            return iter(rows)
+        return map(rows.__getitem__, range(len(rows)))
 
-            origin = RowOrigin(path, number)
-            yield origin, _call_dataset(f"{call_text}, sample {number}", partial(_plain_row, row, origin))
+    rows = _call_dataset(call_text, iterate_rows)
+    number = 0
+    while (row := _call_dataset(call_text, lambda: next(rows, NO_MORE_ROWS))) is not NO_MORE_ROWS:
+        if not isinstance(row, Mapping):
+            raise ConfigError(f"{call_text} gives {type(row).__name__}; rows are dicts of column and value")
 
-    return read
+        origin = RowOrigin(path, number)
+        yield origin, _call_dataset(f"{call_text}, sample {number}", partial(_plain_row, row, origin))
+        number += 1
 
 
 def _plain_row(row: Mapping[str, Any], origin: RowOrigin) -> Row:
@@ -134,21 +137,6 @@ def _plain_row(row: Mapping[str, Any], origin: RowOrigin) -> Row:
         return json_value(dict(row))
     except RecursionError:
         raise ConfigError(f"{origin}: {TOO_DEEP}; flatten its values, or store them as JSON text") from None
-
-
-def _iterate_dataset(where: str, make_rows: Callable[[str], Iterable[Any]], path: str) -> Iterator[Any]:
-    """Iterate over a user's data set, and turn exceptions into a ConfigError with file and line. Data sets
-    that can only be counted and indexed, such as torch's, are iterated by index."""
-
-    def iterate_rows() -> Iterator[Any]:
-        rows: Any = make_rows(path)
-        if hasattr(rows, "__iter__"):
-            return iter(rows)
-        return map(rows.__getitem__, range(len(rows)))
-
-    rows = _call_dataset(where, iterate_rows)
-    while (row := _call_dataset(where, lambda: next(rows, NO_MORE_ROWS))) is not NO_MORE_ROWS:
-        yield row
 
 
 def _call_dataset(where: str, function: Callable[[], Any]) -> Any:

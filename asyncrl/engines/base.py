@@ -23,10 +23,10 @@ class Sampling(msgspec.Struct, frozen=True):
     temperature: float = 1.0
 
 
-Watch = Callable[[Sequence[int]], bool]
+StopCheck = Callable[[Sequence[int]], bool]
 """Called with the ids of a turn so far, once for each new id; returns True if the turn ends with this id. A
-watch is cheap, never raises, and keeps no reference to the ids. Fewer ids than at the last call mean that the
-latest ids were lost."""
+stop check is cheap, never raises, and keeps no reference to the ids. Fewer ids than at the last call mean
+that the latest ids were lost."""
 
 OnPart = Callable[[Generation], Awaitable[None]]
 """Called with everything that a long turn has sampled so far."""
@@ -41,17 +41,17 @@ class Request(msgspec.Struct, frozen=True):
 
     `session` names the episode: the engine may keep the episode's prefix between turns. `ids` is the whole
     prefix. `key` seeds the sampling: in the embedded engine, the token at position p depends on (key, p) and
-    the weights only. `watch` is called for every sampled id, and may end the turn there (StopReason.TEXT);
-    ids sampled later are dropped. `routes_from`: the routes of earlier tokens are known; None: no routes are
-    wanted. `agent`: the agent whose adapter samples the turn, where agents have adapters. `on_part` gets the
-    beginning of a long turn, every `part_seconds`.
+    the weights only. `stop_check` is called for every sampled id, and may end the turn there
+    (StopReason.TEXT); ids sampled later are dropped. `routes_from`: the routes of earlier tokens are known;
+    None: no routes are wanted. `agent`: the agent whose adapter samples the turn, where agents have adapters.
+    `on_part` gets the beginning of a long turn, every `part_seconds`.
     """
 
     session: str
     ids: tuple[int, ...]
     sampling: Sampling
     key: int = 0
-    watch: Watch | None = None
+    stop_check: StopCheck | None = None
     routes_from: int | None = None
     agent: str = ""
     part_seconds: float = math.inf
@@ -147,26 +147,16 @@ def remaining_request(request: Request, sampled: Generation) -> Request:
     10 tokens 4 are sampled; the new request has the prompt and these 4 as its prefix, and asks for 6.
     `with_part` puts beginning and continuation together."""
     remaining_tokens = request.sampling.max_new_tokens - len(sampled.ids)
-    sampling = replace(request.sampling, max_new_tokens=remaining_tokens)
-    watch = None if request.watch is None else _watch_after(sampled.ids, request.watch)
-    routes_from = request.routes_from if sampled.routes is None else sampled.routes.end
-    changes = {
-        "ids": request.ids + sampled.ids,
-        "sampling": sampling,
-        "watch": watch,
-        "routes_from": routes_from,
-    }
+    stop_check = request.stop_check
 
     return replace(
-        request, **changes, on_part=lambda part: request.on_part(with_part(request, sampled, part))
+        request,
+        ids=request.ids + sampled.ids,
+        sampling=replace(request.sampling, max_new_tokens=remaining_tokens),
+        stop_check=None if stop_check is None else lambda ids: stop_check((*sampled.ids, *ids)),
+        routes_from=request.routes_from if sampled.routes is None else sampled.routes.end,
+        on_part=lambda part: request.on_part(with_part(request, sampled, part)),
     )
-
-
-def _watch_after(sampled: tuple[int, ...], watch: Watch) -> Watch:
-    """Return a watch for the ids after `sampled`: it calls `watch` with both."""
-    if not sampled:
-        return watch
-    return lambda ids: watch((*sampled, *ids))
 
 
 def with_part(request: Request, sampled: Generation, part: Generation) -> Generation:
@@ -179,13 +169,24 @@ def with_part(request: Request, sampled: Generation, part: Generation) -> Genera
 def concat(sampled: Generation, part: Generation) -> Generation:
     """Join `sampled` and the part that follows; the stop reason is that of the part."""
     part_spans = tuple(shift_span(span, len(sampled.ids)) for span in part.spans)
+
+    # A lost server has reported no routes: then the server that continued the turn has reported the routes of
+    # all tokens.
+    routes = sampled.routes or part.routes
+    if sampled.routes is not None and part.routes is not None:
+        routes = Routes(
+            sampled.routes.start,
+            sampled.routes.tokens + part.routes.tokens,
+            sampled.routes.data + part.routes.data,
+        )
+
     return Generation(
         sampled.ids + part.ids,
         sampled.logprobs + part.logprobs,
         sampled.spans + part_spans,
         part.stop,
         sampled.seconds + part.seconds,
-        concat_routes(sampled.routes, part.routes),
+        routes,
     )
 
 
@@ -199,16 +200,6 @@ def suffix_after(sampled: Generation, generation: Generation) -> Generation:
     spans = tuple(shift_span(span, -count) for span in clipped_spans)
     seconds = generation.seconds - sampled.seconds
     return Generation(generation.ids[count:], generation.logprobs[count:], spans, generation.stop, seconds)
-
-
-def concat_routes(first_routes: Routes | None, later_routes: Routes | None) -> Routes | None:
-    """Join the routes of a turn's beginning and of its continuation. A lost server has reported no routes:
-    then the server that continued the turn has reported the routes of all tokens."""
-    if first_routes is None or later_routes is None:
-        return first_routes or later_routes
-    return Routes(
-        first_routes.start, first_routes.tokens + later_routes.tokens, first_routes.data + later_routes.data
-    )
 
 
 def end_reason(request: Request, ids: tuple[int, ...]) -> StopReason:

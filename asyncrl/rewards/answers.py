@@ -325,12 +325,12 @@ class Math:
         formats = [LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()]
         answers = parse(box + inside, formats, parsing_timeout=self._seconds)
         score = float(verify(gold, answers, timeout_seconds=self._seconds))
+        if not answers:
+            return {"score": score}
 
-        return {"score": score, "pred": _expression_text(answers[0])} if answers else {"score": score}
+        try:
+            answer_text = str(answers[0])
+        except ValueError:  # an integer with more digits than Python writes
+            answer_text = "a number that is too long to be written"
 
-
-def _expression_text(expression: Any) -> str:
-    try:
-        return str(expression)
-    except ValueError:  # an integer with more digits than Python writes
-        return "a number that is too long to be written"
+        return {"score": score, "pred": answer_text}

@@ -173,8 +173,15 @@ def as_result(result: Any) -> RewardResult:
         without_agents = as_result({**result, "score": 0.0})
         return msgspec.structs.replace(without_agents, agents=_agent_scores(result["score"]))
 
+    # Without `components`, numbers that can be averaged are components: verl's reward functions also return
+    # ids and nan.
     other_values = {str(name): value for name, value in result.items() if name not in RESULT_KEYS}
-    numbers: dict[str, float] = {} if "components" in result else _averageable_numbers(other_values)
+    numbers: dict[str, float] = {}
+    for name, value in other_values.items() if "components" not in result else ():
+        with suppress(TypeError, ValueError):
+            if not isinstance(value, str | bytes) and abs(number := finite_number(name, value)) <= MAX_REWARD:
+                numbers[name] = number
+
     turns = result.get("turns", ())
     components = result.get("components", numbers)
     if not isinstance(turns, Iterable) or isinstance(turns, str | Mapping):
@@ -190,17 +197,17 @@ def as_result(result: Any) -> RewardResult:
         finite_number(f"the reward of turn {turn}", value) for turn, value in enumerate(turns)
     )
 
-    notes = {
-        name: _note_text(value)
+    note_values = {
+        name: value if isinstance(value, str) else repr(value)
         for name, value in other_values.items()
         if name not in numbers and value is not None
     }
+    notes = {
+        name: encodable(text[:MAX_NOTE_CHARACTERS]) for name, text in islice(note_values.items(), MAX_NOTES)
+    }
 
     return RewardResult(
-        finite_number("the reward", result["score"]),
-        turn_rewards,
-        finite_components,
-        notes=dict(islice(notes.items(), MAX_NOTES)),
+        finite_number("the reward", result["score"]), turn_rewards, finite_components, notes=notes
     )
 
 
@@ -208,20 +215,6 @@ def _agent_scores(scores: Mapping[str, Any]) -> dict[str, float]:
     if not scores:
         raise ValueError("'score' of the reward is an empty dict; it needs a number for each agent")
     return {str(agent): finite_number(f"the reward of {agent!r}", value) for agent, value in scores.items()}
-
-
-def _averageable_numbers(values: Mapping[str, Any]) -> dict[str, float]:
-    """Keep the values that can be averaged. verl's reward functions also return ids and nan."""
-    numbers: dict[str, float] = {}
-    for name, value in values.items():
-        with suppress(TypeError, ValueError):
-            if not isinstance(value, str | bytes) and abs(number := finite_number(name, value)) <= MAX_REWARD:
-                numbers[name] = number
-    return numbers
-
-
-def _note_text(value: Any) -> str:
-    return encodable((value if isinstance(value, str) else repr(value))[:MAX_NOTE_CHARACTERS])
 
 
 def combine(parts: Sequence[tuple[str, float, RewardResult]]) -> RewardResult:

@@ -13,7 +13,10 @@ import re
 import secrets
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain
 from typing import Annotated, Any
 
 import msgspec
@@ -52,6 +55,7 @@ class CodeTest:
 
 
 @rewards.register("code")
+@dataclass(kw_only=True, eq=False)
 class Code:
     """Give 1.0 if the last block of code in the answer passes all tests of the ground truth, else 0.0; with
     `partial` the fraction of passed tests. Components: `passed`, `tests`.
@@ -63,52 +67,43 @@ class Code:
     needs_truth = True
     own_deadline = True  # waiting for a sandbox and starting it do not count against the answer
 
-    def __init__(
-        self,
-        *,
-        partial: bool = False,
-        seconds: Annotated[float, Meta(gt=0)] = 5.0,
-        total_seconds: Annotated[float, Meta(gt=0)] = 40.0,
-        memory_mb: Annotated[int, Meta(ge=1)] = 512,
-        max_tests: Annotated[int, Meta(ge=0)] = 0,
-        at_once: Annotated[int, Meta(ge=1)] = 8,
-        require: str = " ".join(ISOLATION),
-    ) -> None:
-        self._partial = partial
-        self._seconds = seconds
-        self._total_seconds = total_seconds
-        self._max_tests = max_tests or None
-        self._limits = SandboxLimits(memory=memory_mb, output=MAX_OUTPUT_BYTES)
-        self._require = check_isolation(require)
-        self._sandbox_slots = asyncio.Semaphore(at_once)
+    partial: bool = False
+    seconds: Annotated[float, Meta(gt=0)] = 5.0
+    total_seconds: Annotated[float, Meta(gt=0)] = 40.0
+    memory_mb: Annotated[int, Meta(ge=1)] = 512
+    max_tests: Annotated[int, Meta(ge=0)] = 0
+    at_once: Annotated[int, Meta(ge=1)] = 8
+    require: str = " ".join(ISOLATION)
+
+    def __post_init__(self) -> None:
+        self._limits = SandboxLimits(memory=self.memory_mb, output=MAX_OUTPUT_BYTES)
+        self._isolation = check_isolation(self.require)
+        self._sandbox_slots = asyncio.Semaphore(self.at_once)
 
     async def __call__(
         self, data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None
     ) -> dict[str, Any]:
         truth = read_code_truth(ground_truth)
         answer = last_block(solution_str)
-        cases = cases_of(truth, answer or "")[: self._max_tests]
-        passed = await self._count_passed(cases) if answer else 0
-        score = passed / len(cases) if self._partial else float(passed == len(cases))
-        return {"score": score, "components": {"passed": passed, "tests": len(cases)}}
-
-    async def _count_passed(self, cases: list[CodeTest]) -> int:
-        """Count the tests that pass; without `partial` stop at the first failure."""
+        cases = cases_of(truth, answer or "")[: self.max_tests or None]
         passed = 0
-        async with self._sandbox_slots, Jail(self._limits, require=self._require) as sandbox:
-            deadline = time.monotonic() + self._total_seconds
-            for case in cases:
-                seconds = min(self._seconds, deadline - time.monotonic())
-                if seconds <= 0:
-                    break
 
-                result = await sandbox.run("program", case.source, seconds, case.stdin)
-                is_right = passes(case, result)
-                passed += is_right
-                if not (is_right or self._partial):
-                    break
+        if answer:
+            async with self._sandbox_slots, Jail(self._limits, require=self._isolation) as sandbox:
+                deadline = time.monotonic() + self.total_seconds
+                for case in cases:
+                    seconds = min(self.seconds, deadline - time.monotonic())
+                    if seconds <= 0:
+                        break
 
-        return passed
+                    result = await sandbox.run("program", case.source, seconds, case.stdin)
+                    is_right = passes(case, result)
+                    passed += is_right
+                    if not (is_right or self.partial):
+                        break  # one failure decides
+
+        score = passed / len(cases) if self.partial else float(passed == len(cases))
+        return {"score": score, "components": {"passed": passed, "tests": len(cases)}}
 
 
 def passes(case: CodeTest, result: RunResult) -> bool:
@@ -155,22 +150,21 @@ def last_block(text: str) -> str | None:
 
 def cases_of(truth: CodeTruth, answer: str) -> list[CodeTest]:
     """Make one case for each test."""
-    pairs = list(zip(truth.inputs, truth.outputs, strict=True))
-    if truth.fn_name:
-        cases = [_call_test(answer, truth.fn_name, test_input, expected) for test_input, expected in pairs]
-    else:
-        cases = [_stdio_test(answer, test_input, expected) for test_input, expected in pairs]
+    cases: list[CodeTest] = []
+    for test_input, expected in zip(truth.inputs, truth.outputs, strict=True):
+        if truth.fn_name:
+            cases.append(_call_test(answer, truth.fn_name, test_input, expected))
+        else:
+            source = f"{SILENCE_STDERR}\n{RUN_CODE.format(code=answer)}"
+            is_right = partial(same_text, expected=expected)
+            cases.append(CodeTest(source, _stdio_text(test_input), is_right))
+
     tests = [truth.tests] if isinstance(truth.tests, str) else truth.tests
     return cases + [_assertion_test(answer, test) for test in tests]
 
 
 SILENCE_STDERR = "import os as _os; _os.dup2(_os.open('/dev/null', 1), 2); del _os"
 RUN_CODE = "exec(compile({code!r}, '<answer>', 'exec'), globals())"
-
-
-def _stdio_test(answer: str, test_input: Any, expected: Any) -> CodeTest:
-    source = f"{SILENCE_STDERR}\n{RUN_CODE.format(code=answer)}"
-    return CodeTest(source, _stdio_text(test_input), lambda output: same_text(output, _stdio_text(expected)))
 
 
 def _call_test(answer: str, function_name: str, test_input: Any, expected: Any) -> CodeTest:
@@ -192,7 +186,11 @@ def _call_test(answer: str, function_name: str, test_input: Any, expected: Any) 
 
     def is_right(output: str) -> bool:
         _, has_mark, printed = output.rpartition(mark)
-        value = _expected_value(expected)
+        value = expected
+        if isinstance(expected, str):  # the JSON text of a value, or a text
+            with suppress(ValueError):
+                value = json.loads(expected)
+
         if not has_mark or too_long(printed, json.dumps(value)):
             return False
         return same_value(json.loads(printed), value)
@@ -219,26 +217,23 @@ def _assertion_test(answer: str, test: str) -> CodeTest:
     return CodeTest(source, "", lambda output: output.rstrip().endswith(mark))
 
 
-def same_text(output: str, expected: str) -> bool:
-    """Compare texts word by word in each line; numbers with a point may differ by 1e-6 of their size."""
+def same_text(output: str, expected: Any) -> bool:
+    """Compare an output with the expected text, or list of lines, word by word in each line; numbers with a
+    point may differ by 1e-6 of their size."""
     output = output.strip()
-    expected = expected.strip()
-    if too_long(output, expected):
+    expected_text = _stdio_text(expected).strip()
+    if too_long(output, expected_text):
         return False
-    output_lines = output.splitlines()
-    expected_lines = expected.splitlines()
-    return len(output_lines) == len(expected_lines) and all(map(_same_line, output_lines, expected_lines))
+
+    output_lines = [line.split() for line in output.splitlines()]
+    expected_lines = [line.split() for line in expected_text.splitlines()]
+    same_counts = [len(line) for line in output_lines] == [len(line) for line in expected_lines]
+    return same_counts and all(map(_same_word, chain(*output_lines), chain(*expected_lines)))
 
 
 def too_long(output: str, expected: str) -> bool:
     """Tell whether an output is too long to be right; a comparison would hold up the event loop."""
     return len(output) > 8 * len(expected) + EXTRA_CHARACTERS
-
-
-def _same_line(output_line: str, expected_line: str) -> bool:
-    output_words = output_line.split()
-    expected_words = expected_line.split()
-    return len(output_words) == len(expected_words) and all(map(_same_word, output_words, expected_words))
 
 
 def same_value(result: Any, expected: Any) -> bool:
@@ -275,13 +270,3 @@ def _same_word(a: str, b: str) -> bool:
 def _stdio_text(value: Any) -> str:
     """Return a program's input or output; some data sets have a list of lines."""
     return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
-
-
-def _expected_value(expected: Any) -> Any:
-    """Return an expected result: the value of a JSON text, or any other value unchanged."""
-    if isinstance(expected, str):
-        try:
-            return json.loads(expected)
-        except ValueError:
-            return expected
-    return expected

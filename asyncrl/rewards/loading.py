@@ -56,10 +56,16 @@ def load_rewards(plugin: str | Mapping[str, Options], where: str = REWARD_KEY) -
 
     short_names = [spec.rpartition(":")[2] for spec in options_by_spec]
     names = short_names if len(set(short_names)) == len(short_names) else list(options_by_spec)
-    return [
-        _load_weighted(name, spec, options, where)
-        for name, (spec, options) in zip(names, options_by_spec.items(), strict=True)
-    ]
+    loaded_rewards: list[Reward] = []
+
+    for name, (spec, options) in zip(names, options_by_spec.items(), strict=True):
+        weight = options.get("weight", 1.0)
+        if not isinstance(weight, int | float) or not math.isfinite(weight):
+            raise ConfigError(f"{where}.{spec}.weight is {weight!r}; a finite number is expected")
+        source = RewardSource(spec, {key: value for key, value in options.items() if key != "weight"})
+        loaded_rewards.append(replace(load_reward(source, where), name=name, weight=float(weight)))
+
+    return loaded_rewards
 
 
 def load_reward(source: RewardSource, where: str = REWARD_KEY) -> Reward:
@@ -73,17 +79,15 @@ def load_reward(source: RewardSource, where: str = REWARD_KEY) -> Reward:
     subject = function if inspect.isclass(loaded_object) else loaded_object
     is_async = any(map(inspect.iscoroutinefunction, (subject, type(subject).__call__)))
     location: RewardLocation = "loop" if is_async else getattr(loaded_object, "runs", "processes")
-    load = getattr(function, "load", lambda: None)
     compared = getattr(loaded_object, "compared", None) if ":" not in source.spec else None
-    own_deadline = getattr(loaded_object, "own_deadline", 0.0) if location == "loop" else 0.0
 
     return Reward(
         name=source.spec,
         function=_takes_episode(function),
         location=location,
         source=source,
-        load=load,
-        own_deadline=own_deadline,
+        load=getattr(function, "load", lambda: None),
+        own_deadline=getattr(loaded_object, "own_deadline", 0.0) if location == "loop" else 0.0,
         needs_truth=bool(getattr(loaded_object, "needs_truth", False)),
         numbers=bool(getattr(loaded_object, "numbers", False)),
         compared=functools.partial(compared, **source.options) if compared else None,
@@ -100,14 +104,6 @@ def _takes_episode(function: RewardFunction) -> Callable[[RewardInput], Any]:
     if _is_typed(function):
         return function
     return lambda episode: function(**verl_arguments(episode))
-
-
-def _load_weighted(name: str, spec: str, options: Options, where: str) -> Reward:
-    weight = options.get("weight", 1.0)
-    if not isinstance(weight, int | float) or not math.isfinite(weight):
-        raise ConfigError(f"{where}.{spec}.weight is {weight!r}; a finite number is expected")
-    source = RewardSource(spec, {key: value for key, value in options.items() if key != "weight"})
-    return replace(load_reward(source, where), name=name, weight=float(weight))
 
 
 def _with_verls_options(function: RewardFunction, where: str) -> RewardFunction:
@@ -129,19 +125,13 @@ def _with_verls_options(function: RewardFunction, where: str) -> RewardFunction:
     except Exception as error:  # a bad annotation, or a builtin without a signature
         raise ConfigError(f"{where}: it has no usable signature ({one_line(error)})") from error
 
-    with_options = functools.partial(function)
     parameters = list(signature.parameters.values())
-    verl_parameters = parameters[: len(VERL_PARAMETERS)]
-    extra_parameters = parameters[len(VERL_PARAMETERS) :]
+    for index, parameter in enumerate(parameters):
+        if index >= len(VERL_PARAMETERS) and parameter.kind is parameter.POSITIONAL_OR_KEYWORD:
+            parameters[index] = parameter.replace(kind=parameter.KEYWORD_ONLY)
 
-    option_parameters = [
-        parameter.replace(kind=parameter.KEYWORD_ONLY)
-        if parameter.kind is parameter.POSITIONAL_OR_KEYWORD
-        else parameter
-        for parameter in extra_parameters
-    ]
-
-    with_options.__signature__ = signature.replace(parameters=[*verl_parameters, *option_parameters])  # type: ignore[attr-defined]
+    with_options = functools.partial(function)
+    with_options.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     return with_options
 
 
@@ -158,5 +148,4 @@ def _is_typed(function: RewardFunction) -> bool:
 
     (parameter,) = positional_parameters
     annotation = parameter.annotation  # a text if annotations are postponed
-    is_annotated = annotation is RewardInput or str(annotation).endswith("RewardInput")
-    return parameter.name == "given" or is_annotated
+    return parameter.name == "given" or str(annotation).endswith("RewardInput") or annotation is RewardInput

@@ -15,7 +15,7 @@ import os
 import re
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -91,6 +91,7 @@ _decode_classification = msgspec.json.Decoder(_Classified).decode
 
 
 @rewards.register("reward_model")
+@dataclass(kw_only=True, eq=False)
 class RewardModel:
     """Asks an SGLang server at `url`, started with a reward model (`--is-embedding`), at `/classify`; with
     `scorer:reward`, the servers that the run starts.
@@ -98,27 +99,19 @@ class RewardModel:
     `tokenizer`: directory of the reward model's tokenizer and chat template; the server gets token ids.
     """
 
-    def __init__(
-        self,
-        *,
-        url: str,
-        tokenizer: str,
-        of: ScoredText = "answer",
-        label: Label = 0,
-        normalise: Normalise = "none",
-        api_key_env: str = "",
-        timeout: Annotated[float, Meta(gt=0)] = 60.0,
-        retries: Annotated[int, Meta(ge=0)] = 2,
-    ) -> None:
-        check_url(url)
-        self._url = url
-        self._headers = bearer_header(api_key_env)
-        self._tokenizer_path = _existing_directory("tokenizer", tokenizer)
-        self._scored_text = of
-        self._label = label
-        self._normalise = normalise
-        self._timeout = timeout
-        self._retries = retries
+    url: str
+    tokenizer: str
+    of: ScoredText = "answer"
+    label: Label = 0
+    normalise: Normalise = "none"
+    api_key_env: str = ""
+    timeout: Annotated[float, Meta(gt=0)] = 60.0
+    retries: Annotated[int, Meta(ge=0)] = 2
+
+    def __post_init__(self) -> None:
+        check_url(self.url)
+        self._headers = bearer_header(self.api_key_env)
+        self._tokenizer_path = _existing_directory("tokenizer", self.tokenizer)
         self._tokenizer: Any = None
         self._tokenizer_lock = asyncio.Lock()  # tokenizers are not thread-safe
 
@@ -126,21 +119,21 @@ class RewardModel:
         async with self._tokenizer_lock:
             token_ids = await asyncio.to_thread(self._token_ids, episode)
 
-        async with scoring_url(self._url, self._timeout) as server_url:
+        async with scoring_url(self.url, self.timeout) as server_url:
             url = f"{server_url.rstrip('/')}/classify"
             answer = await post_json(
                 url,
                 {"input_ids": token_ids},
-                seconds=self._timeout,
-                retries=self._retries,
+                seconds=self.timeout,
+                retries=self.retries,
                 headers=self._headers,
-                direct=self._url.startswith(SCORER_PREFIX),
+                direct=self.url.startswith(SCORER_PREFIX),
             )
 
         with RemoteError.instead_of(*UNDECODABLE, text=f"{url}: no answer of a reward model"):
             outputs = _decode_classification(answer).embedding
 
-        return normalised_output(outputs, self._label, self._normalise)
+        return normalised_output(outputs, self.label, self.normalise)
 
     def _token_ids(self, episode: RewardInput) -> list[int]:
         if self._tokenizer is None:
@@ -149,13 +142,14 @@ class RewardModel:
             raise ValueError(f"the tokenizer in {self._tokenizer_path} has no chat template")
 
         token_ids: list[int] = self._tokenizer.apply_chat_template(
-            _conversation(episode, self._scored_text), return_dict=False
+            _conversation(episode, self.of), return_dict=False
         )
         return token_ids
 
 
 @rewards.register("classifier")
 @runs("one_process")
+@dataclass(kw_only=True, eq=False)
 class Classifier:
     """Scores with a classification model (AutoModelForSequenceClassification) in a reward process.
 
@@ -163,24 +157,16 @@ class Classifier:
     pair. `max_tokens`: longer conversations are cut at the beginning.
     """
 
-    def __init__(
-        self,
-        *,
-        path: str,
-        device: str = "cpu",
-        dtype: Literal["float32", "bfloat16", "float16"] = "float32",
-        of: ScoredText = "answer",
-        label: Label = 0,
-        normalise: Normalise = "none",
-        max_tokens: Annotated[int, Meta(ge=1)] = 8192,
-    ) -> None:
-        self._model_path = _existing_directory("path", path)
-        self._device = device
-        self._dtype = dtype
-        self._scored_text = of
-        self._label = label
-        self._normalise = normalise
-        self._max_tokens = max_tokens
+    path: str
+    device: str = "cpu"
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    of: ScoredText = "answer"
+    label: Label = 0
+    normalise: Normalise = "none"
+    max_tokens: Annotated[int, Meta(ge=1)] = 8192
+
+    def __post_init__(self) -> None:
+        self._model_path = _existing_directory("path", self.path)
         self._tokenizer: Any = None
         self._model: Any = None
 
@@ -189,31 +175,27 @@ class Classifier:
         import torch
 
         self._tokenizer = load_tokenizer(self._model_path)
-        dtype = getattr(torch, self._dtype)
+        dtype = getattr(torch, self.dtype)
         model = load_pretrained(
             "AutoModelForSequenceClassification", self._model_path, f"path {self._model_path}", dtype=dtype
         )
-        self._model = model.to(self._device).eval()
+        self._model = model.to(self.device).eval()
 
     def __call__(self, episode: RewardInput) -> float:
         import torch
 
-        token_ids = self._token_ids(episode)[-self._max_tokens :]
-        with torch.inference_mode():
-            input_ids = torch.tensor([token_ids], device=self._device)
-            outputs = self._model(input_ids=input_ids, attention_mask=torch.ones_like(input_ids)).logits[0]
-        return normalised_output(outputs.float().tolist(), self._label, self._normalise)
-
-    def _token_ids(self, episode: RewardInput) -> list[int]:
-        messages = _conversation(episode, self._scored_text)
-        token_ids: list[int]
+        messages = _conversation(episode, self.of)
         if self._tokenizer.chat_template:
             token_ids = self._tokenizer.apply_chat_template(messages, return_dict=False)
         else:
             earlier_text = "\n".join(message["content"] for message in messages[:-1])
             token_ids = self._tokenizer(earlier_text, messages[-1]["content"]).input_ids
 
-        return token_ids
+        with torch.inference_mode():
+            input_ids = torch.tensor([token_ids[-self.max_tokens :]], device=self.device)
+            outputs = self._model(input_ids=input_ids, attention_mask=torch.ones_like(input_ids)).logits[0]
+
+        return normalised_output(outputs.float().tolist(), self.label, self.normalise)
 
 
 def normalised_output(values: Sequence[float], label: int, normalise: Normalise) -> float:
@@ -274,7 +256,10 @@ class LLMJudge:
     ) -> None:
         self._model = RemoteModel(url, model, api_key_env, timeout, retries, temperature, max_tokens)
         self._prompt_template = _load_template(prompt)
-        self._score_pattern = _compile_pattern(score)
+        with ConfigError.instead_of(re.error, text=f"score: {score!r} is no pattern"):
+            self._score_pattern = re.compile(score)
+        if self._score_pattern.groups < 1:
+            raise ConfigError(f"score: {score!r} has no group for the number; put it in brackets")
         self._scale = scale
 
     async def __call__(self, episode: RewardInput) -> float:
@@ -336,11 +321,3 @@ def _load_template(prompt: str) -> Any:
         )
 
     return environment.from_string(prompt)
-
-
-def _compile_pattern(score: str) -> re.Pattern[str]:
-    with ConfigError.instead_of(re.error, text=f"score: {score!r} is no pattern"):
-        pattern = re.compile(score)
-    if pattern.groups < 1:
-        raise ConfigError(f"score: {score!r} has no group for the number; put it in brackets")
-    return pattern

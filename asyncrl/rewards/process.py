@@ -20,9 +20,8 @@ from asyncrl.types import RewardResult
 
 MAX_PROCESSES = min(4, os.cpu_count() or 1)  # processes per reward function
 LOAD_SECONDS = 300.0  # to import the function and call its `load`, which may read a model
-MAX_WAIT_DEADLINES = (
-    10  # deadlines that a call waits for a free process; a running call ends within one deadline
-)
+# Deadlines that a call waits for a free process; a running call ends within one deadline.
+MAX_WAIT_DEADLINES = 10
 MAX_ANSWER_BYTES = 1 << 20  # bytes
 
 
@@ -42,9 +41,9 @@ class RewardPool:
         self.close = self._pool.close
 
     async def call(self, episode: RewardInput, seconds: float) -> RewardResult:
-        """Return the function's result. The call may last `seconds`, the wait for a process PATIENCE times
-        as long, and loading the first process LOAD_SECONDS. RewardError for a failed call, CallTimeout for a
-        late one."""
+        """Return the function's result. The call may last `seconds`, the wait for a process
+        MAX_WAIT_DEADLINES times as long, and loading the first process LOAD_SECONDS. RewardError for a failed
+        call, CallTimeout for a late call."""
         try:
             await self._pool.warm()
             return await self._pool.call(episode, seconds, MAX_WAIT_DEADLINES * seconds)

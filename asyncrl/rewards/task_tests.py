@@ -16,7 +16,7 @@ import math
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -69,6 +69,7 @@ class Verdict:
 
 
 @rewards.register("tests")
+@dataclass(kw_only=True, eq=False)
 class JudgedByTests:
     """Give 1.0 if all tests that must turn green are green, and all tests that must stay green, too. With
     `partial`: the fraction of tests that turned green, if all others stayed green. Components: both
@@ -81,22 +82,25 @@ class JudgedByTests:
     needs_truth = True
     own_deadline = math.inf  # each step has its own limit, and waiting for a sandbox must not count
 
-    def __init__(
-        self,
-        *,
-        partial: bool = False,
-        at_once: Annotated[int, Meta(ge=1)] = 4,
-        setup_seconds: Annotated[float, Meta(gt=0)] = 60.0,
-        memory_mb: Annotated[int, Meta(ge=1)] = 2048,
-        disk_mb: Annotated[int, Meta(ge=1)] = 1024,
-        require: str = " ".join(ISOLATION),
-    ) -> None:
-        self._partial = partial
-        self._setup_seconds = setup_seconds
-        sizes = {"file": disk_mb, "disk": disk_mb, "resident": memory_mb, "output": MAX_REPORT_BYTES}
-        self._limits = Limits(memory=0, processes=256, open_files=4096, **sizes)
-        self._require = check_isolation(require)
-        self._sandbox_slots = asyncio.Semaphore(at_once)
+    partial: bool = False
+    at_once: Annotated[int, Meta(ge=1)] = 4
+    setup_seconds: Annotated[float, Meta(gt=0)] = 60.0
+    memory_mb: Annotated[int, Meta(ge=1)] = 2048
+    disk_mb: Annotated[int, Meta(ge=1)] = 1024
+    require: str = " ".join(ISOLATION)
+
+    def __post_init__(self) -> None:
+        self._limits = Limits(
+            memory=0,
+            processes=256,
+            open_files=4096,
+            file=self.disk_mb,
+            disk=self.disk_mb,
+            resident=self.memory_mb,
+            output=MAX_REPORT_BYTES,
+        )
+        self._isolation = check_isolation(self.require)
+        self._sandbox_slots = asyncio.Semaphore(self.at_once)
 
     async def __call__(self, episode: RewardInput) -> dict[str, Any]:
         task = task_of(episode.sample)
@@ -104,42 +108,37 @@ class JudgedByTests:
             raise RewardError("the sample is no task: it has no extra_info.task with an image")
 
         tests = msgspec.json.decode(episode.sample.ground_truth, type=TaskTests)
-        verdict = await self._judge_result(task, tests, episode.result)
-        agent_ending = episode.result.get("ended") if isinstance(episode.result, dict) else None
-        notes = "; ".join(str(note) for note in (verdict.notes, agent_ending) if note)
+        result = episode.result if isinstance(episode.result, dict) else {}
+        fraction_names = ("turn_green", "stay_green") if tests.named else ()
+        verdict = Verdict(0.0, dict.fromkeys((*fraction_names, "seconds", "network"), 0.0))
 
+        if failure := result.get("failed"):
+            verdict = replace(verdict, notes=f"its changes cannot be judged: {failure}")
+        else:
+            changes = await in_thread(partial(read_changes, episode.result), "tests")
+            async with self._sandbox_slots:
+                try:
+                    verdict = await self._judge_changes(task, tests, changes)
+                except NoVerdict as error:
+                    verdict = replace(verdict, notes=str(error))
+
+                    # If the tests give no verdict without the changes either, the task is at fault.
+                    try:
+                        await self._judge_changes(task, tests, None)
+                    except NoVerdict as error_without_changes:
+                        reason = f"task {task.name}, also without changes: {error_without_changes}"
+                        raise RewardError(reason, FailReason.TESTS_FAILED_TO_RUN) from None
+
+        notes = "; ".join(str(note) for note in (verdict.notes, result.get("ended")) if note)
         return {"score": verdict.score, "components": verdict.components, "tests": notes or None}
-
-    async def _judge_result(self, task: Task, tests: TaskTests, result: Any) -> Verdict:
-        """Judge the changes in an episode's result. Without a verdict, the tests run without the changes,
-        too: if there is no verdict either, the task is at fault, and RewardError is raised."""
-        share_names = ("turn_green", "stay_green") if tests.named else ()
-        zero_components = dict.fromkeys((*share_names, "seconds", "network"), 0.0)
-        if isinstance(result, dict) and (reason := result.get("failed")):
-            return Verdict(0.0, zero_components, f"its changes cannot be judged: {reason}")
-
-        changes = await in_thread(partial(read_changes, result), "tests")
-        async with self._sandbox_slots:
-            try:
-                return await self._judge_changes(task, tests, changes)
-            except NoVerdict as error:
-                fault = str(error)
-
-            try:
-                await self._judge_changes(task, tests, None)
-            except NoVerdict as error:
-                reason = f"task {task.name}, also without changes: {error}"
-                raise RewardError(reason, FailReason.TESTS_FAILED_TO_RUN) from None
-
-        return Verdict(0.0, zero_components, fault)
 
     async def _judge_changes(self, task: Task, tests: TaskTests, changes: list[Entry] | None) -> Verdict:
         """Run the tests in a new sandbox, with the changes if there are any. NoVerdict if the tests give no
         verdict, or the changes do not fit into the sandbox. RewardError if the sandbox cannot be made."""
         sandbox = None
         try:
-            async with asyncio.timeout(self._setup_seconds):
-                sandbox = TaskSandbox(task, self._limits, self._require)
+            async with asyncio.timeout(self.setup_seconds):
+                sandbox = TaskSandbox(task, self._limits, self._isolation)
                 files = await in_thread(partial(pack_directory, Path(tests.tests), "tests/test.sh"), "tests")
                 await sandbox.start()
                 if changes is not None:
@@ -158,7 +157,7 @@ class JudgedByTests:
             if sandbox_started and changes is not None and isinstance(error, SandboxError):
                 raise NoVerdict(one_line(error)) from error
 
-            reason = f"task {task.name}: {one_line(error) or f'not set up in {self._setup_seconds:g} s'}"
+            reason = f"task {task.name}: {one_line(error) or f'not set up in {self.setup_seconds:g} s'}"
             raise RewardError(reason, FailReason.SETUP_FAILED) from error
         finally:
             if sandbox is not None:
@@ -193,7 +192,7 @@ class JudgedByTests:
             if tests.named:
                 report = await jail.read_file(f"{LOG_DIRECTORY}/report.xml")
                 passed = await in_thread(partial(read_report, report), "tests")
-                verdict = verdict_by_names(tests, passed, self._partial)
+                verdict = verdict_by_names(tests, passed, self.partial)
             else:
                 verdict = await script_verdict(jail.read_file)
         except (SandboxError, ValueError, expat.ExpatError) as error:
@@ -358,9 +357,9 @@ def verdict_by_names(tests: TaskTests, passed: dict[tuple[str, str], bool], allo
 
     not_green = failed(tests.turn_green)
     broken = failed(tests.stay_green)
-    turned_share = 1 - len(not_green) / max(1, len(tests.turn_green))
-    stayed_share = 1 - len(broken) / max(1, len(tests.stay_green))
-    score = turned_share if allow_partial else float(not not_green)
+    turned_fraction = 1 - len(not_green) / max(1, len(tests.turn_green))
+    stayed_fraction = 1 - len(broken) / max(1, len(tests.stay_green))
+    score = turned_fraction if allow_partial else float(not not_green)
     if broken:
         score = 0.0
 
@@ -369,7 +368,7 @@ def verdict_by_names(tests: TaskTests, passed: dict[tuple[str, str], bool], allo
         f"{len(names)} {description}: {', '.join(names)}" for description, names in failures if names
     )
 
-    return Verdict(score, {"turn_green": turned_share, "stay_green": stayed_share}, notes)
+    return Verdict(score, {"turn_green": turned_fraction, "stay_green": stayed_fraction}, notes)
 
 
 _decode_numbers = msgspec.json.Decoder(dict[str, float | bool] | float | bool).decode

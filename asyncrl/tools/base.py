@@ -39,7 +39,7 @@ class ToolError(AsyncrlError):
 
 
 class Options(TypedDict, total=False):
-    """Hold the options for running calls of a tool; see `Tool`."""
+    """Holds the options for running calls of a tool; see `Tool`."""
 
     timeout: float
     retries: int
@@ -54,7 +54,7 @@ class Options(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Tool:
-    """Describe a callable that the model may use.
+    """Describes a callable that the model may use.
 
     `schema` is OpenAI's tool schema; `decode` turns the text of a call into keyword arguments, or raises an
     error for the model to read. `state` makes an object per episode: `function` is called with the object
@@ -143,28 +143,22 @@ def tool(subject: Callable[..., Any] | None = None, /, *, name: str = "", **opti
     unless `replay` says otherwise."""
 
     def build_tool(subject: Callable[..., Any]) -> Tool:
-        tool_class = getattr(subject, "func", subject)  # unwraps a functools.partial
-        if inspect.isclass(tool_class):
-            return _tool_of_class(subject, tool_class, name, options)
+        definition: Any = getattr(subject, "func", subject)  # unwraps a functools.partial
+        if not inspect.isclass(definition):
+            tool_name = name or definition.__name__
+            schema, decode = read_signature(subject, tool_name, definition)
+            return Tool(tool_name, schema, subject, decode, **options)
 
-        tool_name = name or tool_class.__name__
-        schema, decode = read_signature(subject, tool_name, tool_class)
-        return Tool(tool_name, schema, subject, decode, **options)
+        tool_name = name or re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", definition.__name__).lower()
+        call_method = getattr(definition, "call", None)
+        if not callable(call_method):
+            raise ConfigError(f"tool {tool_name!r}: class {definition.__name__} has no method `call`; add it")
+
+        documented = definition if definition.__doc__ else call_method
+        schema, decode = read_signature(call_method, tool_name, documented)
+        return Tool(tool_name, schema, call_method, decode, subject, **{"replay": "reapply", **options})
 
     return build_tool(subject) if subject is not None else build_tool
-
-
-def _tool_of_class(
-    make_object: Callable[[], Any], tool_class: Any, name: str, options: dict[str, Any]
-) -> Tool:
-    tool_name = name or re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", tool_class.__name__).lower()
-    if not callable(getattr(tool_class, "call", None)):
-        raise ConfigError(f"tool {tool_name!r}: class {tool_class.__name__} has no method `call`; add it")
-
-    schema, decode = read_signature(
-        tool_class.call, tool_name, tool_class if tool_class.__doc__ else tool_class.call
-    )
-    return Tool(tool_name, schema, tool_class.call, decode, make_object, **{"replay": "reapply", **options})
 
 
 def join_names(tool_names: Iterable[str]) -> str:
@@ -177,7 +171,7 @@ def join_names(tool_names: Iterable[str]) -> str:
 
 @dataclass(frozen=True)
 class Rewarded:
-    """Hold the reply of a tool, and a reward for the calling turn, which the model does not read. The
+    """Holds the reply of a tool, and a reward for the calling turn, which the model does not read. The
     rewards of an episode add up, including the reward function's."""
 
     content: Any

@@ -40,7 +40,7 @@ REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
 
 
 class Checker:
-    """Check arguments by schemas, by tool name, in one event loop from the first call to `close`."""
+    """Checks arguments by schemas, by tool name, in one event loop from the first call to `close`."""
 
     def __init__(self, schemas: dict[str, Any]) -> None:
         self._schemas = schemas

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -60,6 +60,7 @@ def load_spec(spec: str, arguments: Arguments) -> tuple[Tool, ...]:
         _refuse_arguments(spec, arguments)
         return _load_folder(Path(spec))
 
+    tool_label = f"tool {spec!r}"
     loaded_object = tools.load(re.sub(r"@[\w-]+$", "", spec))
     if isinstance(loaded_object, Tool):
         _refuse_arguments(spec, arguments)
@@ -69,13 +70,8 @@ def load_spec(spec: str, arguments: Arguments) -> tuple[Tool, ...]:
         r"\bTool\b", str(inspect.signature(loaded_object).return_annotation)
     ):
         raise ConfigError(f"{spec!r} is no tool; decorate it with @asyncrl.tools.tool")
-    return _call_factory(spec, loaded_object, arguments)
 
-
-def _call_factory(spec: str, factory: Callable[..., Any], arguments: Arguments) -> tuple[Tool, ...]:
-    """Call a factory. A single tool remembers the factory, for samples with constructor arguments."""
-    tool_label = f"tool {spec!r}"
-    parameters = inspect.signature(factory).parameters.values()
+    parameters = inspect.signature(loaded_object).parameters.values()
     if positional_names := [
         parameter.name for parameter in parameters if parameter.kind is not parameter.KEYWORD_ONLY
     ]:
@@ -83,10 +79,11 @@ def _call_factory(spec: str, factory: Callable[..., Any], arguments: Arguments) 
             f"{tool_label}: parameter {positional_names[0]!r} of the factory must come after a `*`"
         )
 
-    factory_result = make_by_factory(bind_options(factory, arguments, tool_label), tool_label)
+    factory_result = make_by_factory(bind_options(loaded_object, arguments, tool_label), tool_label)
 
+    # A single tool remembers the factory, for samples with constructor arguments.
     if isinstance(factory_result, Tool):
-        return (dataclasses.replace(factory_result, remake=partial(factory, **arguments)),)
+        return (dataclasses.replace(factory_result, remake=partial(loaded_object, **arguments)),)
 
     if not isinstance(factory_result, Sequence) or not all(isinstance(tool, Tool) for tool in factory_result):
         raise ConfigError(

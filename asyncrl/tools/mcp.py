@@ -65,7 +65,14 @@ def mcp(
         command, url, tuple(_split_names(env)), api_key_env, start_timeout, _parse_headers(headers)
     )
     server.request_headers()
-    listed_tools = _select_allowed(_list_in_thread(server), _split_names(allow), server)
+    listed_tools = _list_in_thread(server)
+
+    if allowed_names := _split_names(allow):
+        tools_by_name = {listed_tool.name: listed_tool for listed_tool in listed_tools}
+        if missing_names := [name for name in allowed_names if name not in tools_by_name]:
+            present_names = ", ".join(tools_by_name) or "none"
+            raise ConfigError(f"allow: {server} has no tool {missing_names[0]!r}; it has {present_names}")
+        listed_tools = [tools_by_name[name] for name in allowed_names]
 
     for listed_tool in listed_tools:
         check_schema(listed_tool.name, listed_tool.input_schema)
@@ -79,80 +86,78 @@ def mcp(
         "timeout": timeout or None,
         "begin": checker.warm,
         "end": close_shared,
-        "decode": _decode_arguments,
+        "decode": lambda text: msgspec.json.decode(text or "{}", type=dict[str, Any]),
     }
 
     if per_episode:
         tool_options |= {"state": functools.partial(McpConnection, server), "replay": "reapply"}
 
     shared_connection = None if per_episode else SharedConnection(server)
-    made_tools = []
-    for listed_tool in listed_tools:
-        tool_name = f"{prefix}{listed_tool.name}"
-
-        if not TOOL_NAME.fullmatch(tool_name):
-            raise ConfigError(
-                f"{tool_name!r} is no name of a tool: letters, digits and _ . / - are, up to 128"
-            )
-
-        function_schema = {
-            "name": tool_name,
-            "description": listed_tool.description or "",
-            "parameters": listed_tool.input_schema,
-        }
-        schema = {"type": "function", "function": function_schema}
-        check_arguments = functools.partial(checker.complaint, listed_tool.name)
-        made_tools.append(
-            Tool(
-                tool_name,
-                schema,
-                _call_function(listed_tool, shared_connection),
-                check=check_arguments,
-                **tool_options,
-            )
-        )
-    return made_tools
+    return [
+        _make_tool(f"{prefix}{listed_tool.name}", listed_tool, shared_connection, checker, tool_options)
+        for listed_tool in listed_tools
+    ]
 
 
-def _call_function(
-    listed_tool: Any, shared_connection: SharedConnection | None
-) -> Callable[..., Awaitable[str]]:
-    """Return the function for calls of the tool; without a shared connection the first argument is the
-    episode's connection."""
-
-    async def call_own(connection: McpConnection, /, **arguments: Any) -> str:
-        return result_text(await connection.call(listed_tool.name, arguments))
-
-    if shared_connection is None:
-        return call_own
+def _make_tool(
+    tool_name: str,
+    listed_tool: Any,
+    shared_connection: SharedConnection | None,
+    checker: Checker,
+    tool_options: dict[str, Any],
+) -> Tool:
+    """Make a tool that calls a tool of the server, over the shared connection or the episode's connection.
+    ConfigError: the name is no name of a tool."""
+    if not TOOL_NAME.fullmatch(tool_name):
+        raise ConfigError(f"{tool_name!r} is no name of a tool: letters, digits and _ . / - are, up to 128")
 
     annotations = listed_tool.annotations
     max_attempts = 2 if annotations and (annotations.read_only_hint or annotations.idempotent_hint) else 1
+    call_function: Callable[..., Awaitable[str]]
 
-    async def call_shared(**arguments: Any) -> str:
-        return result_text(await shared_connection.call(listed_tool.name, arguments, max_attempts))
+    if shared_connection is None:
 
-    return call_shared
+        async def call_function(connection: McpConnection, /, **arguments: Any) -> str:
+            return result_text(await connection.call(listed_tool.name, arguments))
+    else:
+
+        async def call_function(**arguments: Any) -> str:
+            return result_text(await shared_connection.call(listed_tool.name, arguments, max_attempts))
+
+    function_schema = {
+        "name": tool_name,
+        "description": listed_tool.description or "",
+        "parameters": listed_tool.input_schema,
+    }
+
+    return Tool(
+        tool_name,
+        {"type": "function", "function": function_schema},
+        call_function,
+        check=functools.partial(checker.complaint, listed_tool.name),
+        **tool_options,
+    )
 
 
 def result_text(result: Any) -> str:
     """Return the texts of a CallToolResult, and the types of other parts. ToolError: the tool reports an
     error."""
-    text = "\n".join(map(_block_text, result.content))
+    block_texts: list[str] = []
+    for block in result.content:
+        if block.type == "text":
+            block_texts.append(str(block.text))
+        elif block.type == "resource" and hasattr(block.resource, "text"):
+            block_texts.append(str(block.resource.text))
+        else:
+            block_texts.append(f"[{block.uri if block.type == 'resource_link' else block.type}]")
+
+    text = "\n".join(block_texts)
     if not text and result.structured_content is not None:
         text = msgspec.json.encode(result.structured_content).decode()
 
     if result.is_error:
         raise ToolError(text or "the tool failed and gave no reason")
     return text
-
-
-def _block_text(block: Any) -> str:
-    if block.type == "text":
-        return str(block.text)
-    if block.type == "resource" and hasattr(block.resource, "text"):
-        return str(block.resource.text)
-    return f"[{block.uri if block.type == 'resource_link' else block.type}]"
 
 
 # -- the server's tools ----------------------------------------------------------------------------------
@@ -165,33 +170,20 @@ def _list_in_thread(server: McpServer) -> list[Any]:
     except ImportError:
         raise ConfigError("the package mcp is not installed; pip install 'asyncrl[mcp]'") from None
 
+    async def list_tools() -> list[Any]:
+        connection = McpConnection(server)
+        try:
+            return await connection.tools()
+        finally:
+            await connection.close()
+
     try:
         with ThreadPoolExecutor(1) as thread, users_code():
-            return thread.submit(asyncio.run, _list_tools(server)).result()
+            return thread.submit(asyncio.run, list_tools()).result()
     except McpError as error:
         raise ConfigError(str(error)) from error
     except Exception as error:  # the boundary to the package, which may pass on whatever the server sent
         raise ConfigError(f"{server} does not list its tools: {one_line(error)}") from error
-
-
-async def _list_tools(server: McpServer) -> list[Any]:
-    connection = McpConnection(server)
-    try:
-        return await connection.tools()
-    finally:
-        await connection.close()
-
-
-def _select_allowed(listed_tools: list[Any], allow: list[str], server: McpServer) -> list[Any]:
-    tools_by_name = {listed_tool.name: listed_tool for listed_tool in listed_tools}
-    if missing_names := [name for name in allow if name not in tools_by_name]:
-        present_names = ", ".join(tools_by_name) or "none"
-        raise ConfigError(f"allow: {server} has no tool {missing_names[0]!r}; it has {present_names}")
-    return [tools_by_name[name] for name in allow] if allow else listed_tools
-
-
-def _decode_arguments(text: str) -> dict[str, Any]:
-    return msgspec.json.decode(text or "{}", type=dict[str, Any])
 
 
 def _parse_headers(text: str) -> tuple[tuple[str, str], ...]:

@@ -28,22 +28,11 @@ log = logging.getLogger("asyncrl.tools")
 MAX_TOOLS = 256  # tools of one server
 CLOSE_SECONDS = 5.0  # to close a connection
 MAX_UNANSWERED = 8  # after so many consecutive calls without an answer a server counts as hung
-# seconds before a new connection, by consecutive failures
-RECONNECT_PAUSES = (
-    0.0,
-    0.25,
-    0.5,
-    1.0,
-    2.0,
-    4.0,
-    8.0,
-)
+# Seconds before a new connection, by consecutive failures.
+RECONNECT_PAUSES = (0.0, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
 VARIABLE_REFERENCE = re.compile(r"\$(\w+)")
-# errors of the package after which no call can succeed
-ENDED_MESSAGES = (
-    "Connection closed",
-    "Session terminated",
-)
+# Errors of the package after which no call can succeed.
+ENDED_MESSAGES = ("Connection closed", "Session terminated")
 
 
 class McpError(AsyncrlError):
@@ -56,7 +45,7 @@ class McpServerLost(McpError):
 
 @dataclass(frozen=True)
 class McpServer:
-    """Describe a server: the `command` line to start (`python` is this interpreter), or the `url`.
+    """Describes a server: the `command` line to start (`python` is this interpreter), or the `url`.
 
     `env` names variables of this process that a started server sees beside the usual variables (PATH, HOME,
     ...); `api_key_env` the variable with the bearer token of a URL. `headers` of requests to a URL: (name,
@@ -75,17 +64,18 @@ class McpServer:
         return self.command or self.url
 
     def request_headers(self) -> dict[str, str]:
-        """Return the headers with the values of variables. ConfigError: a variable is empty."""
+        """Return the headers with the values of variables. ConfigError: a variable is empty, or holds no
+        value of a header."""
+
+        def variable_value(match: re.Match[str]) -> str:
+            value = os.environ.get(match[1], "")
+            if not (value.isascii() and value.isprintable() and value):  # errors of httpx2 would quote it
+                raise ConfigError(f"the environment variable {match[1]} holds no value of a header; set it")
+            return value
+
         return bearer_header(self.api_key_env) | {
-            name: VARIABLE_REFERENCE.sub(_variable_value, text) for name, text in self.headers
+            name: VARIABLE_REFERENCE.sub(variable_value, text) for name, text in self.headers
         }
-
-
-def _variable_value(match: re.Match[str]) -> str:
-    value = os.environ.get(match[1], "")
-    if not (value.isascii() and value.isprintable() and value):  # an error of httpx2 would quote the value
-        raise ConfigError(f"the environment variable {match[1]} holds no value of a header; set it")
-    return value
 
 
 _connections: set[McpConnection] = set()
@@ -95,7 +85,7 @@ servers_of_older_handshake: set[McpServer] = set()
 
 
 class McpConnection:
-    """Keep one connection, from the handshake, which begins after `pause` seconds, to the end."""
+    """Keeps one connection, from the handshake, which begins after `pause` seconds, to the end."""
 
     def __init__(self, server: McpServer, pause: float = 0.0) -> None:
         self._server = server
@@ -228,7 +218,8 @@ class McpConnection:
             timeout=httpx2.Timeout(10.0, read=None, pool=None),  # calls have their own deadlines
             limits=httpx2.Limits(max_connections=None, max_keepalive_connections=64),
             follow_redirects=True,
-            mounts=_proxy_mounts(self._server.url),
+            # A server on this machine is reached without the environment's proxy.
+            mounts={} if proxy_of(self._server.url) else {"all://": None},
             event_hooks={
                 "request": [_header_hook(self._server)],
                 "response": [self._note_refusal, _bound_answer],
@@ -253,7 +244,7 @@ class McpConnection:
 
 
 class SharedConnection:
-    """Keep the connection that all episodes of a worker share: made on first use, and made again, after a
+    """Keeps the connection that all episodes of a worker share: made on first use, and made again, after a
     growing pause, when lost."""
 
     def __init__(self, server: McpServer) -> None:
@@ -264,7 +255,14 @@ class SharedConnection:
 
     async def call(self, name: str, arguments: dict[str, Any], max_attempts: int) -> Any:
         """Call a tool as McpConnection.call does, up to `max_attempts` times if connections are lost."""
-        connection = self._ensure_connection()
+        connection = self._current_connection
+        if connection is None or connection.is_over:
+            if connection is not None:
+                connection.end_connection("it ended")
+                self._failed_connections += 1
+            pause = RECONNECT_PAUSES[min(self._failed_connections, len(RECONNECT_PAUSES) - 1)]
+            connection = self._current_connection = McpConnection(self._server, pause)
+
         try:
             result = await connection.call(name, arguments)
         except McpServerLost:
@@ -280,16 +278,6 @@ class SharedConnection:
         self._failed_connections = self._unanswered_calls = 0
         return result
 
-    def _ensure_connection(self) -> McpConnection:
-        if self._current_connection is None or self._current_connection.is_over:
-            if self._current_connection is not None:
-                self._current_connection.end_connection("it ended")
-                self._failed_connections += 1
-            self._current_connection = McpConnection(
-                self._server, RECONNECT_PAUSES[min(self._failed_connections, len(RECONNECT_PAUSES) - 1)]
-            )
-        return self._current_connection
-
 
 async def close_servers() -> None:
     """Close all connections of this event loop within CLOSE_SECONDS, as servers may have something to save. A
@@ -301,11 +289,6 @@ async def close_servers() -> None:
 
 
 # -- HTTP ------------------------------------------------------------------------------------------
-
-
-def _proxy_mounts(url: str) -> dict[str, None]:
-    """Return httpx mounts that use no proxy of the environment for a server on this machine."""
-    return {} if proxy_of(url) else {"all://": None}
 
 
 def _header_hook(server: McpServer) -> Callable[[Any], Awaitable[None]]:

@@ -98,7 +98,7 @@ async def _receive_messages(
     answer becomes an error of the call."""
     from anyio import BrokenResourceError, ClosedResourceError
     from mcp.shared.message import SessionMessage
-    from mcp.types import jsonrpc_message_adapter
+    from mcp.types import ErrorData, JSONRPCError, jsonrpc_message_adapter
 
     assert process.stdout is not None
     noise_bytes = 0
@@ -107,6 +107,7 @@ async def _receive_messages(
         with suppress(BrokenResourceError, ClosedResourceError):  # the connection was closed
             while noise_bytes <= MAX_NOISE_BYTES:
                 line = b""
+                message: Any = None
                 line_bytes = MAX_MESSAGE_BYTES  # readline raises ValueError for a line beyond the limit
                 try:
                     line = await process.stdout.readline()
@@ -120,7 +121,11 @@ async def _receive_messages(
                 except ValueError:
                     noise_bytes += line_bytes
                     _keep_end(server_output, line)
-                    message = _error_for_unreadable(line)
+                    if (call_id := answered_call_id(line)) is not None:
+                        problem = "the server's answer is no JSON-RPC message"
+                        error = ErrorData(code=PARSE_ERROR_CODE, message=problem)
+                        message = JSONRPCError(jsonrpc="2.0", id=call_id, error=error)
+
                 if message is not None:
                     await incoming_writer.send(SessionMessage(message))
         if noise_bytes > MAX_NOISE_BYTES:
@@ -132,18 +137,6 @@ async def _receive_messages(
         else:
             await asyncio.wait({error_task}, timeout=FLUSH_SECONDS)
     await _skip_output(process.stdout)  # a server that blocks on writing does not notice the end of its input
-
-
-def _error_for_unreadable(line: bytes) -> Any:
-    """Return an error in place of an answer that is not JSON; None: the line is not an answer."""
-    from mcp.types import ErrorData, JSONRPCError
-
-    call_id = answered_call_id(line)
-    if call_id is None:
-        return None
-
-    error = ErrorData(code=PARSE_ERROR_CODE, message="the server's answer is no JSON-RPC message")
-    return JSONRPCError(jsonrpc="2.0", id=call_id, error=error)
 
 
 def answered_call_id(line: bytes) -> int | None:

@@ -1,7 +1,7 @@
 """Limits of tools, and tools in separate processes (`process=True`), where a call that runs past its
 deadline is killed, with its children.
 
-CallLimits.call_process ──text of the arguments──► child: the tool ──ToolAnswer──► the caller
+CallLimits.pool ──text of the arguments──► child: the tool ──ToolAnswer──► the caller
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ MAX_ABANDONED_CALLS = 100  # with so many calls that still run after their deadl
 
 
 class ToolSource(msgspec.Struct, frozen=True):
-    """Name the tool that a child runs: a function, or a factory with arguments, as `module:name`."""
+    """Names the tool that a child runs: a function, or a factory with arguments, as `module:name`."""
 
     spec: str
     arguments: dict[str, Any]
 
 
 class ToolAnswer(msgspec.Struct, frozen=True):
-    """Hold the result of a call. `refused`: the tool raised ToolError, with `content` as the text."""
+    """Holds the result of a call. `refused`: the tool raised ToolError, with `content` as the text."""
 
     content: str
     reward: float = 0.0
@@ -83,7 +83,7 @@ CALLS = Service("asyncrl.tools.process:CALLS", _load_tool_call, ToolSource, str,
 
 
 class CallLimits:
-    """Limit the calls of one tool. `live_calls`: calls that have started and not really ended. A call may
+    """Limits the calls of one tool. `live_calls`: calls that have started and not really ended. A call may
     outlive the wait for its reply, as threads cannot be stopped, and coroutines may ignore cancellation.
     `pool`: with `process=True`, a process for each concurrent call."""
 
@@ -115,7 +115,14 @@ class CallLimits:
                 async with asyncio.timeout(seconds):
                     if self._call_slots is not None:
                         await stack.enter_async_context(self._call_slots)
-                    await self._wait_for_rate()
+
+                    # Only a call that starts delays the next call; a call that gives up does not.
+                    if self._call_interval:
+                        clock = asyncio.get_running_loop().time
+                        async with self._pace_lock:
+                            begin_time = max(clock(), self._next_call_time)
+                            await asyncio.sleep(begin_time - clock())
+                            self._next_call_time = begin_time + self._call_interval
             except TimeoutError:
                 raise CallTimeout(f"the tool is busy: the call did not begin within {seconds:g} s") from None
 
@@ -127,21 +134,3 @@ class CallLimits:
                 yield
             finally:
                 self._awaited_calls -= 1
-
-    async def call_process(self, arguments: str) -> tuple[str, float]:
-        """Return (text, reward). ToolError: the tool declined. ChildError: the tool or its process failed."""
-        assert self.pool is not None
-        answer = await self.pool.call(arguments)
-        if answer.refused:
-            raise ToolError(answer.content)
-        return answer.content, answer.reward
-
-    async def _wait_for_rate(self) -> None:
-        """Wait until the rate allows a call. Only a call that starts delays the next call; a call that gives
-        up does not."""
-        if not self._call_interval:
-            return
-        async with self._pace_lock:
-            begin_time = max(asyncio.get_running_loop().time(), self._next_call_time)
-            await asyncio.sleep(begin_time - asyncio.get_running_loop().time())
-            self._next_call_time = begin_time + self._call_interval

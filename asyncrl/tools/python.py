@@ -36,7 +36,7 @@ Size = Annotated[int, Meta(ge=1)]
 
 
 class Workspace:
-    """Hold one sandbox for one episode: an interpreter, a shell, and their common directory. `task`: for
+    """Holds one sandbox for one episode: an interpreter, a shell, and their common directory. `task`: for
     samples without a task. `snapshots`: the least number of turns between two snapshots of the files; 0:
     never."""
 
@@ -150,15 +150,17 @@ def _register_tools(registered_name: str, snapshots: int, *methods: Callable[...
         limits = SandboxLimits(memory_mb, processes, file=disk_mb, disk=disk_mb, output=MAX_OUTPUT_BYTES)
         task = Task(image, check_image(image, user).digest, user=user) if image else None
         state = functools.partial(Workspace, limits, required, seconds, task, snapshots)
-        return [_make_tool(name or method.__name__, method, state, seconds) for method in methods]
+        timeout = 2 * seconds + SPARE_SECONDS  # the setup may have to run again
+        sandbox_tools: list[Tool] = []
 
+        for method in methods:
+            tool_name = name or method.__name__
+            schema, decode = read_signature(method, tool_name, method)
+            sandbox_tools.append(
+                Tool(tool_name, schema, method, decode, state, timeout=timeout, replay="reapply")
+            )
 
-def _make_tool(
-    name: str, method: Callable[..., Awaitable[str]], state: Callable[[], Workspace], seconds: float
-) -> Tool:
-    schema, decode = read_signature(method, name, method)
-    timeout = 2 * seconds + SPARE_SECONDS  # the setup may have to run again
-    return Tool(name, schema, method, decode, state, timeout=timeout, replay="reapply")
+        return sandbox_tools
 
 
 _register_tools("python", 0, Workspace.python)  # repeated calls also give the variables back

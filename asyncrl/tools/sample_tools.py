@@ -21,7 +21,7 @@ MAX_PROBLEMS = 20
 
 
 class SampleTools(msgspec.Struct):
-    """Hold a sample's request for tools. `tools`: the names; None: all tools. `tools_kwargs`: by name."""
+    """Holds a sample's request for tools. `tools`: the names; None: all tools. `tools_kwargs`: by name."""
 
     tools: list[str] | None = None
     tools_kwargs: dict[str, Any] | None = None

@@ -22,7 +22,20 @@ def read_signature(function: Callable[..., Any], name: str, documented: Any) -> 
     description, argument_notes = read_docstring(documented)
     struct = _parameter_struct(function, name, argument_notes)
     decoder = msgspec.json.Decoder(struct, strict=False)
-    schema = _write_schema(name, description, struct)
+
+    _, components = msgspec.json.schema_components((struct,), ref_template="#/$defs/{name}")
+    definitions = dict(components)
+    struct_schema = definitions.pop(name)
+    parameters = {
+        keyword: struct_schema[keyword]
+        for keyword in ("type", "properties", "required")
+        if keyword in struct_schema
+    }
+    if definitions:
+        parameters["$defs"] = definitions
+
+    function_schema = {"name": name, "description": description, "parameters": parameters}
+    schema = {"type": "function", "function": function_schema}
     return schema, lambda text: msgspec.structs.asdict(decoder.decode(text or "{}"))
 
 
@@ -81,19 +94,3 @@ def _parameter_struct(
         fields.append((key, hint, *default))
 
     return msgspec.defstruct(name, fields, kw_only=True, forbid_unknown_fields=True)
-
-
-def _write_schema(name: str, description: str, struct: type[msgspec.Struct]) -> dict[str, Any]:
-    _, components = msgspec.json.schema_components((struct,), ref_template="#/$defs/{name}")
-    components = dict(components)
-
-    parameters = {
-        keyword: value
-        for keyword, value in components.pop(name).items()
-        if keyword in ("type", "properties", "required")
-    }
-    if components:
-        parameters["$defs"] = components
-
-    function_schema = {"name": name, "description": description, "parameters": parameters}
-    return {"type": "function", "function": function_schema}

@@ -105,36 +105,27 @@ def search_remote(
 
     async def look_up(query: str) -> str:
         body = {"queries": [query], "topk": k, "return_scores": True}
-        return write_reply(
-            _decode_passages(await post_json(url, body, seconds=timeout, retries=retries))[:k], max_chars
-        )
+        answer = await post_json(url, body, seconds=timeout, retries=retries)
+        try:
+            (hits,) = msgspec.json.decode(answer, type=_SearchAnswer).result
+            passages = [read_passage(hit.document) for hit in hits]
+        except (*UNDECODABLE, ValueError) as error:
+            problem = f"the retrieval server's answer is not Search-R1's: {one_line(error)}"
+            raise SearchError(problem) from error
+
+        return write_reply(passages[:k], max_chars)
 
     return _search_tool(look_up, name, description, timeout=timeout + 1)
 
 
 def write_reply(passages: Iterable[Passage], max_chars: int) -> str:
     """Write the reply for the model; every passage is cut at `max_chars` characters."""
-    passage_texts = [
-        _show_passage(number, found_passage, max_chars)
-        for number, found_passage in enumerate(passages, start=1)
-    ]
+    passage_texts: list[str] = []
+    for number, passage in enumerate(passages, start=1):
+        title_line = f"{passage.title[:MAX_TITLE_CHARACTERS]}\n" if passage.title else ""
+        passage_texts.append(f"[{number}] {title_line}{cut_after(passage.text, max_chars)}")
+
     return "\n\n".join(passage_texts) or NO_PASSAGE
-
-
-def _show_passage(number: int, found_passage: Passage, max_chars: int) -> str:
-    text = cut_after(found_passage.text, max_chars)
-    if found_passage.title:
-        return f"[{number}] {found_passage.title[:MAX_TITLE_CHARACTERS]}\n{text}"
-    return f"[{number}] {text}"
-
-
-def _decode_passages(answer: bytes) -> list[Passage]:
-    """Return the passages of the only query. SearchError: the answer has another format."""
-    try:
-        (hits,) = msgspec.json.decode(answer, type=_SearchAnswer).result
-        return [read_passage(hit.document) for hit in hits]
-    except (*UNDECODABLE, ValueError) as error:
-        raise SearchError(f"the retrieval server's answer is not Search-R1's: {one_line(error)}") from error
 
 
 def _search_tool(
@@ -187,7 +178,7 @@ def read_passage(document: Mapping[str, Any]) -> Passage:
 
 
 class Corpus:
-    """Hold an opened index. `search` may be called from several threads at once."""
+    """Holds an opened index. `search` may be called from several threads at once."""
 
     def __init__(self, index_directory: Path, stopwords: str) -> None:
         import bm25s
@@ -239,6 +230,8 @@ def open_corpus(source: str, cache: str = "", stopwords: str = "english") -> Cor
     if not path.is_file():
         raise ConfigError(f"there is no corpus {source}; set corpus to a file")
 
+    import bm25s
+
     with ConfigError.instead_of(ValueError, text=f"stopwords {stopwords!r} are not known"):
         _tokenize([""], stopwords)
 
@@ -246,38 +239,44 @@ def open_corpus(source: str, cache: str = "", stopwords: str = "english") -> Cor
         cache_home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         cache = str(cache_home / "asyncrl" / "search")
 
-    index_directory = Path(cache).expanduser().resolve() / _index_key(path, stopwords)
+    # An index of another file, or made in another way, has another key.
+    file_status = path.stat()
+    file_parts = (str(path), file_status.st_size, file_status.st_mtime_ns)
+    key_parts = (INDEX_FORMAT, bm25s.__version__, *file_parts, stopwords)
+    index_key = f"{path.stem}-{xxhash.xxh3_64_hexdigest(repr(key_parts).encode())}"
+    index_directory = Path(cache).expanduser().resolve() / index_key
 
     try:
         index_directory.parent.mkdir(parents=True, exist_ok=True)
         with index_directory.with_suffix(".lock").open("ab") as lock_file:
             fcntl.flock(lock_file, fcntl.LOCK_EX)  # the kernel releases the lock when the process dies
-            corpus = _corpora.get(index_directory) or _open_or_build(path, index_directory, stopwords)
+            if (corpus := _corpora.get(index_directory)) is not None:
+                return corpus
+
+            if index_directory.is_dir():
+                try:
+                    with users_code():
+                        corpus = Corpus(index_directory, stopwords)
+                except Exception as error:  # a damaged file may make the two libraries raise any error
+                    problem = one_line(error)
+                    log.warning("the index %s is damaged (%s); it is built again", index_directory, problem)
+                    shutil.rmtree(index_directory)
+
+            if corpus is None:
+                log.info("indexing %s", path)
+                build_directory = Path(tempfile.mkdtemp(prefix="building-", dir=index_directory.parent))
+                try:
+                    _build_index(path, build_directory, stopwords)
+                    build_directory.rename(index_directory)
+                finally:
+                    shutil.rmtree(build_directory, ignore_errors=True)
+                corpus = Corpus(index_directory, stopwords)
+
             _corpora[index_directory] = corpus
             return corpus
     except OSError as error:
         problem_text = f"search: cannot keep the index of {source} in {index_directory.parent}"
         raise ConfigError(f"{problem_text} ({one_line(error)}); set cache to a directory") from None
-
-
-def _open_or_build(path: Path, index_directory: Path, stopwords: str) -> Corpus:
-    if index_directory.is_dir():
-        try:
-            with users_code():
-                return Corpus(index_directory, stopwords)
-        except Exception as error:  # a damaged file may make the two libraries raise any error
-            log.warning("the index %s is damaged (%s); it is built again", index_directory, one_line(error))
-            shutil.rmtree(index_directory)
-
-    log.info("indexing %s", path)
-    build_directory = Path(tempfile.mkdtemp(prefix="building-", dir=index_directory.parent))
-
-    try:
-        _build_index(path, build_directory, stopwords)
-        build_directory.rename(index_directory)
-    finally:
-        shutil.rmtree(build_directory, ignore_errors=True)
-    return Corpus(index_directory, stopwords)
 
 
 def _build_index(path: Path, index_directory: Path, stopwords: str) -> None:
@@ -311,18 +310,3 @@ def _read_passages(path: Path) -> Iterator[Passage]:
             yield read_passage(document)
         except ValueError as error:
             raise ConfigError(f"{path}, document {number}: {error}") from None
-
-
-def _index_key(path: Path, stopwords: str) -> str:
-    import bm25s
-
-    file_status = path.stat()
-    key_parts = (
-        INDEX_FORMAT,
-        bm25s.__version__,
-        str(path),
-        file_status.st_size,
-        file_status.st_mtime_ns,
-        stopwords,
-    )
-    return f"{path.stem}-{xxhash.xxh3_64_hexdigest(repr(key_parts).encode())}"

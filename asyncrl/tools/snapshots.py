@@ -14,6 +14,7 @@ import os
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import quote
 
@@ -50,14 +51,20 @@ def hash_history(earlier_history: str, turn: Turn) -> str:
 
 
 class Snapshots:
-    """Own the snapshots of a worker. `run`: the run's name. `max_bytes`: the limit of all snapshots
+    """Owns the snapshots of a worker. `run`: the run's name. `max_bytes`: the limit of all snapshots
     together."""
 
     def __init__(self, run: str, max_bytes: int) -> None:
         self._run_directory = PARENT / "snapshots" / xxh3_64_hexdigest(run.encode())
         self._max_bytes = max_bytes
         self._directory_sizes: dict[Path, int] = {}
-        _delete_old(PARENT / "snapshots")
+
+        # Remove snapshots that no worker has changed for long, as killed runs leave theirs behind.
+        for directory in (PARENT / "snapshots").glob("*/*"):
+            with suppress(OSError):
+                last_change = max(path.stat().st_mtime for path in (directory, *directory.iterdir()))
+                if last_change < time.time() - KEEP_SECONDS:
+                    emptying.remove_directory(str(directory))
 
     def tool_snapshots(self, episode: str, tool: str) -> ToolSnapshots:
         return ToolSnapshots(
@@ -66,7 +73,7 @@ class Snapshots:
 
     def may_have_snapshots(self, episode: str) -> bool:
         """Return whether the episode may have snapshots."""
-        return os.path.exists(f"{self._run_directory}/{quote(episode, '')}")
+        return self._episode_directory(episode).exists()
 
     def forget_episode(self, episode: str) -> None:
         """Remove the snapshots of an episode that is over. Blocks."""
@@ -84,14 +91,16 @@ class Snapshots:
         return self._run_directory / quote(episode, "")
 
 
+@dataclass(eq=False)
 class ToolSnapshots:
-    """Own the snapshots of one tool, or of tools that share an object, in an episode. All methods block."""
+    """Owns the snapshots of one tool, or of tools that share an object, in an episode. All methods block.
+    `directory_sizes`: the bytes in each directory of the worker, at most `max_bytes` together."""
 
-    def __init__(self, directory: Path, directory_sizes: dict[Path, int], max_bytes: int) -> None:
-        self._directory = directory
-        self._directory_sizes = directory_sizes
-        self._max_bytes = max_bytes
-        self._kept_snapshots: list[dict[str, int]] = []  # files of each snapshot, and their bytes
+    directory: Path
+    directory_sizes: dict[Path, int]
+    max_bytes: int
+    _kept_snapshots: list[dict[str, int]] = field(default_factory=list, init=False)
+    """The files of each snapshot, with the bytes of each file."""
 
     def save_snapshot(self, turn: int, history: str, archive: bytes) -> None:
         """Keep a snapshot of the changes up to a turn, and the snapshot before. SnapshotError: all snapshots
@@ -117,19 +126,20 @@ class ToolSnapshots:
         total_bytes = sum({name: size for files in kept_snapshots for name, size in files.items()}.values())
 
         # a copy of the values, as other threads save
-        other_bytes = sum([*self._directory_sizes.values()]) - self._directory_sizes.get(self._directory, 0)
-        if other_bytes + total_bytes > self._max_bytes:
+        other_bytes = sum([*self.directory_sizes.values()]) - self.directory_sizes.get(self.directory, 0)
+        if other_bytes + total_bytes > self.max_bytes:
             raise SnapshotError(
-                f"snapshots would take more than {self._max_bytes} bytes; raise store.keep_bytes"
+                f"snapshots would take more than {self.max_bytes} bytes; raise store.keep_bytes"
             )
 
         emptying.make_private_directory(str(PARENT))
-        self._directory.mkdir(0o700, parents=True, exist_ok=True)
+        self.directory.mkdir(0o700, parents=True, exist_ok=True)
 
         stored_names = {name for files in self._kept_snapshots for name in files}
+        new_file = self.directory / "new"
         for name in (name for name in contents if name not in stored_names):
-            (self._directory / "new").write_bytes(contents[name])
-            (self._directory / "new").rename(self._directory / name)
+            new_file.write_bytes(contents[name])
+            new_file.rename(self.directory / name)
 
         self._keep_only(kept_snapshots)
 
@@ -144,7 +154,7 @@ class ToolSnapshots:
 
     def _read_snapshot(self, name: str) -> bytes:
         """Read a snapshot, and remove all other snapshots. ValueError: a file is damaged."""
-        encoded_list = (self._directory / name).read_bytes()
+        encoded_list = (self.directory / name).read_bytes()
         if xxh3_128_digest(encoded_list[DIGEST_BYTES:]) != encoded_list[:DIGEST_BYTES]:
             raise ValueError(f"{name} is damaged")
 
@@ -153,7 +163,7 @@ class ToolSnapshots:
 
         for kind, path, mode, mtime_ns, content, digest in _decode(encoded_list[DIGEST_BYTES:]):
             if digest:
-                content = (self._directory / digest).read_bytes()
+                content = (self.directory / digest).read_bytes()
                 files[digest] = len(content)
                 if xxh3_128_hexdigest(content) != digest:
                     raise ValueError(f"{digest} is damaged")
@@ -166,17 +176,8 @@ class ToolSnapshots:
         """Remove all files except the files of the kept snapshots."""
         self._kept_snapshots = kept_snapshots
         files = {name: size for files in kept_snapshots for name, size in files.items()}
-        self._directory_sizes[self._directory] = sum(files.values())
+        self.directory_sizes[self.directory] = sum(files.values())
 
         with suppress(FileNotFoundError):
-            for name in set(os.listdir(self._directory)) - files.keys():
-                (self._directory / name).unlink()
-
-
-def _delete_old(directory: Path) -> None:
-    """Remove snapshots that no worker has changed for long, as killed runs leave theirs behind."""
-    for tool_directory in directory.glob("*/*"):
-        with suppress(OSError):
-            last_change = max(path.stat().st_mtime for path in (tool_directory, *tool_directory.iterdir()))
-            if last_change < time.time() - KEEP_SECONDS:
-                emptying.remove_directory(str(tool_directory))
+            for name in set(os.listdir(self.directory)) - files.keys():
+                (self.directory / name).unlink()

@@ -46,7 +46,7 @@ RETRY_PAUSES = (0.1, 0.3, 1.0, 3.0)  # seconds before a call is tried again; the
 
 
 class Toolbox:
-    """Hold all tools by their names for models. `timeout`: seconds of a call, for tools without a timeout."""
+    """Holds all tools by their names for models. `timeout`: seconds of a call of tools without a timeout."""
 
     def __init__(self, tools: Mapping[str, Tool], timeout: float = 30.0) -> None:
         self.tools = dict(tools)
@@ -104,7 +104,7 @@ class Toolbox:
 
 
 class EpisodeObject:
-    """Hold an object that lives as long as its episode. Calls run one after another, in their order."""
+    """Holds an object that lives as long as its episode. Calls run one after another, in their order."""
 
     def __init__(
         self, state: Any, blocking: bool, call_seconds: float, snapshots: ToolSnapshots | None
@@ -171,8 +171,16 @@ class EpisodeObject:
 
     async def close(self) -> None:
         """Close the object after its calls, without waiting for hanging calls. Raises only when cancelled."""
+
+        async def close_object() -> None:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(CLOSE_SECONDS / 2):
+                    await self.call_lock.acquire()
+            if function := getattr(self.state, "close", None):
+                await call_user(function, blocking=self._blocking)
+
         try:
-            await call_user(self._close_object, CLOSE_SECONDS)
+            await call_user(close_object, CLOSE_SECONDS)
         except Exception as problem:
             log.warning("closing %s: %s", type(self.state).__name__, reason(problem))
 
@@ -185,7 +193,7 @@ class EpisodeObject:
 
 
 class ToolSession:
-    """Hold the tools of one episode. `schemas` (JSON text, in the config's order) are known after `open`."""
+    """Holds the tools of one episode. `schemas` (JSON text, in the config's order) are known after `open`."""
 
     def __init__(self, toolbox: Toolbox, sample: Sample, episode: str, snapshots: Snapshots | None) -> None:
         self._toolbox = toolbox
@@ -298,7 +306,8 @@ class ToolSession:
         ]
 
     def caught_up(self) -> None:
-        """Note that all recorded turns are replayed: replies now report the losses that snapshots have."""
+        """Note that all recorded turns are replayed: the next reply of each restored object says what its
+        snapshot could not bring back."""
         for episode_object in self.restored_objects:
             episode_object.reply_note = RESTORED_NOTE
 
@@ -378,19 +387,41 @@ class ToolSession:
             return text + note, reward
 
 
-async def _try_repeatedly(
-    tool: Tool, run_once: Callable[[], Awaitable[tuple[str, float]]]
-) -> tuple[str, float]:
-    """Try a call, and try again with growing pauses; the caller has the deadline."""
-    for attempt in range(tool.retries):
-        try:
+        async def run_once() -> tuple[str, float]:
+            if call_limits.pool is not None:
+                answer = await call_limits.pool.call(arguments)
+                if answer.refused:
+                    raise ToolError(answer.content)
+                return answer.content, answer.reward
+
+            run_function = partial(call_user, blocking=tool.blocking, live_calls=call_limits.live_calls)
+            if tool.state is None:
+                return read_reply(await run_function(partial(tool.function, **keywords)))
+
+            episode_object = self._objects[id(tool.state)]
+            episode_object.was_called = True
+            # The lock is held until the reply is text: the next call may change the returned object.
+            async with episode_object.call_lock:
+                bound_function = partial(tool.function, episode_object.state, **keywords)
+                text, reward = read_reply(await run_function(bound_function))
+                note = episode_object.reply_note
+                episode_object.reply_note = ""
+                return text + note, reward
+
+        async def run_repeatedly() -> tuple[str, float]:
+            for attempt in range(tool.retries):
+                try:
+                    return await run_once()
+                except ToolError:  # the tool's own answer
+                    raise
+                except Exception as problem:
+                    log.debug("tool %s, attempt %d: %s", tool.name, attempt + 1, describe(problem))
+                    await asyncio.sleep(RETRY_PAUSES[min(attempt, len(RETRY_PAUSES) - 1)])
             return await run_once()
-        except ToolError:  # the tool's own answer
-            raise
-        except Exception as problem:
-            log.debug("tool %s, attempt %d: %s", tool.name, attempt + 1, describe(problem))
-            await asyncio.sleep(RETRY_PAUSES[min(attempt, len(RETRY_PAUSES) - 1)])
-    return await run_once()
+
+        async with call_limits.call_slot(call_seconds):
+            result: tuple[str, float] = await call_user(run_repeatedly, call_seconds)
+            return result
 
 
 def _refuse_arguments(tool: Tool, call: ToolCall, complaint: str) -> ToolReply:

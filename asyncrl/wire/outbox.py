@@ -89,7 +89,7 @@ class Outbox:
             )
 
         while self.is_full:
-            await self._wait_for_change()
+            await self._changed.wait()
         if not self._unacked:
             self._progress_at = self._clock()
         self._last_seq += 1
@@ -140,37 +140,30 @@ class Outbox:
         """Send for ever, a single message at a time."""
         while True:
             while self.is_paused or self._next_index >= len(self._unacked):
-                await self._wait_for_change()
-            entries = self._next_bundle()
-            self._next_index += len(entries)  # before the await, because acks change the index
-            records = Records(tuple((entry.record, len(entry.frames)) for entry in entries))
+                await self._changed.wait()
+
+            # The next records: at least one, and as many as fit into a bundle.
+            bundle: list[_Entry] = []
+            bundle_bytes = 0
+            for entry in islice(self._unacked, self._next_index, self._next_index + MAX_RECORDS):
+                bundle_bytes += entry.size
+                if bundle and bundle_bytes > _BUNDLE_BYTES:
+                    break
+                bundle.append(entry)
+
+            self._next_index += len(bundle)  # before the await, because acks change the index
+            records = Records(tuple((entry.record, len(entry.frames)) for entry in bundle))
             try:
-                await self._send(records, [frame for entry in entries for frame in entry.frames])
+                await self._send(records, [frame for entry in bundle for frame in entry.frames])
             except DeadlineError as error:
                 log.warning("%s", error)
                 self.send_again()
 
-    def _next_bundle(self) -> list[_Entry]:
-        """Return the next records to send: at least one, and as many as fit into a bundle."""
-        bundle: list[_Entry] = []
-        bundle_bytes = 0
-        for entry in islice(self._unacked, self._next_index, self._next_index + MAX_RECORDS):
-            bundle_bytes += entry.size
-            if bundle and bundle_bytes > _BUNDLE_BYTES:
-                break
-            bundle.append(entry)
-
-        return bundle
-
     async def wait_until_flushed(self) -> None:
         """Wait until everything posted is durable."""
         while self._unacked:
-            await self._wait_for_change()
-
-    async def _wait_for_change(self) -> None:
-        await self._changed.wait()
+            await self._changed.wait()
 
     def _notify_change(self) -> None:
-        event = self._changed
+        self._changed.set()
         self._changed = asyncio.Event()
-        event.set()

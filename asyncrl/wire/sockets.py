@@ -247,19 +247,15 @@ class Hub:
             try:
                 peer.decode()  # identities are text, which handlers use as a name
                 role = self._gate.role_of_key(peer, str(identity_frame.get("User-Id")))
-                return peer, *self._codec_of(role).decode(parts)
+                if role not in self._codecs:
+                    raise ProtocolError(f"{role!r} sends nothing on this channel")
+                return peer, *self._codecs[role].decode(parts)
             except (ProtocolError, UnicodeDecodeError) as error:
                 self.refused_count += 1
                 if _is_power_of_two(self.refused_count):
                     log.warning("message %d dropped, from %r: %s", self.refused_count, peer, error)
 
         return None
-
-    def _codec_of(self, role: str) -> Codec:
-        try:
-            return self._codecs[role]
-        except KeyError:
-            raise ProtocolError(f"{role!r} sends nothing on this channel") from None
 
     def close(self) -> None:
         self.socket.close(linger=LINGER_MILLISECONDS)

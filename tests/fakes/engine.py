@@ -22,9 +22,9 @@ def generation(text: str, version: int = 0, stop: StopReason = StopReason.STOP) 
 
 async def _watched(request: Request, turn: Generation) -> Generation:
     """Return the turn as far as the request's watch lets the turn come, id by id."""
-    for count in range(1, len(turn.ids) + 1 if request.watch else 0):
+    for count in range(1, len(turn.ids) + 1 if request.stop_check else 0):
         await asyncio.sleep(0)
-        if request.watch and request.watch(turn.ids[:count]):
+        if request.stop_check and request.stop_check(turn.ids[:count]):
             span = VersionSpan(0, count, turn.spans[0].version, turn.spans[0].version)
             return Generation(turn.ids[:count], turn.logprobs[:count], (span,), StopReason.TEXT)
     return turn

@@ -101,7 +101,7 @@ class Site:
                 return False
 
             new = NEW + LONGER * (index == longest)
-            return replace(ask(prompt(20, index), new, f"{index}", index), watch=watch)
+            return replace(ask(prompt(20, index), new, f"{index}", index), stop_check=watch)
 
         requests = [request(index) for index in range(count)]
         turns = [

@@ -81,9 +81,9 @@ class Engine:
 
         ids = self._says
         stop = StopReason.STOP
-        for end in range(4, len(ids) + 4, 4) if request.watch else ():
+        for end in range(4, len(ids) + 4, 4) if request.stop_check else ():
             await asyncio.sleep(0)
-            if request.watch and request.watch(ids[:end]):
+            if request.stop_check and request.stop_check(ids[:end]):
                 ids = ids[:end]
                 stop = StopReason.TEXT
                 break

@@ -66,23 +66,23 @@ class Part:
             tree = ast.parse((HERE / "parts" / f"{name}.py").read_text())
         except (OSError, SyntaxError) as error:
             return cls(name, state="failed", why=str(error))
-        found: dict[str, Any] = {}
+        fields: dict[str, Any] = {}
         for node in tree.body:
             if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
                 with suppress(ValueError):
-                    found[node.targets[0].id] = ast.literal_eval(node.value)
+                    fields[node.targets[0].id] = ast.literal_eval(node.value)
         return cls(
             name,
-            goal=found.get("GOAL", ""),
-            seconds=found.get("SECONDS", 60.0),
-            small_seconds=found.get("SMALL_SECONDS", SMALL_SECONDS),
-            optional=found.get("OPTIONAL", False),
+            goal=fields.get("GOAL", ""),
+            seconds=fields.get("SECONDS", 60.0),
+            small_seconds=fields.get("SMALL_SECONDS", SMALL_SECONDS),
+            optional=fields.get("OPTIONAL", False),
             about=ast.get_docstring(tree) or "",
         )
 
     @property
     def ok(self) -> bool | None:
-        if self.state in ("failed", "killed") or any(found.ok is False for found in self.findings):
+        if self.state in ("failed", "killed") or any(finding.ok is False for finding in self.findings):
             return False
         if self.state == "not run" and not self.optional:
             return False
@@ -91,7 +91,9 @@ class Part:
     @property
     def measured(self) -> str:
         """What bears on the goal, in a line."""
-        chosen = [one for one in self.findings if one.goal or one.ok is not None] or self.findings[:3]
+        chosen = [
+            finding for finding in self.findings if finding.goal or finding.ok is not None
+        ] or self.findings[:3]
         summary = "; ".join(f"{one.name}: {one.value}" for one in chosen)
         if self.state not in ("done", "running", "waiting"):
             summary = f"**{self.state}** ({self.why}) {summary}"
@@ -170,20 +172,27 @@ class Driver:
             self.write()
 
     def start(self, part: Part, findings: Path, granted: float, output: Any) -> subprocess.Popen[bytes]:
-        own = self.work / part.name
-        own.mkdir()
+        part_directory = self.work / part.name
+        part_directory.mkdir()
         paths = f"{HERE / 'site'}{os.pathsep}{HERE}"
         offline = {"HF_HUB_OFFLINE": "1"}  # without a network it would try again and again
         environment = os.environ | offline | {"PYTHONPATH": paths, "PYTHONUNBUFFERED": "1"}
         # An image may have come without bytecode, and forbid to write it: 12 s more at every process's start.
         environment["PYTHONPYCACHEPREFIX"] = str(self.work / "bytecode")
         environment.pop("PYTHONDONTWRITEBYTECODE", None)
-        here = [sys.executable, str(HERE / "check.py"), "--part", part.name, "--device", self.device]
-        given = ["--findings", str(findings), "--work", str(own), "--seconds", f"{granted:.1f}"]
+        own_command = [sys.executable, str(HERE / "check.py"), "--part", part.name, "--device", self.device]
+        part_arguments = [
+            "--findings",
+            str(findings),
+            "--work",
+            str(part_directory),
+            "--seconds",
+            f"{granted:.1f}",
+        ]
         return subprocess.Popen(
-            here + given,
+            own_command + part_arguments,
             env=environment,
-            cwd=own,
+            cwd=part_directory,
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -204,9 +213,9 @@ class Driver:
             part.state = "done"
 
     def keep_log(self, part: Part, log: Path) -> None:
-        with suppress(OSError), (self.out / "parts.log").open("ab") as kept, log.open("rb") as output:
+        with suppress(OSError), (self.out / "parts.log").open("ab") as all_logs, log.open("rb") as output:
             output.seek(max(0, log.stat().st_size - LOG_BYTES))
-            kept.write(f"\n===== {part.name}: {part.state} {part.why}\n".encode() + output.read())
+            all_logs.write(f"\n===== {part.name}: {part.state} {part.why}\n".encode() + output.read())
 
     def write(self) -> None:
         """Both reports, each at once: a reader never sees half of one."""
@@ -214,16 +223,16 @@ class Driver:
         replace(self.out / "report.md", "\n".join(self.page()) + "\n")
 
     def document(self) -> dict[str, Any]:
-        shown = [
+        part_entries = [
             {key: value for key, value in part.__dict__.items() if key != "findings"}
-            | {"ok": part.ok, "findings": [found.__dict__ for found in part.findings]}
+            | {"ok": part.ok, "findings": [finding.__dict__ for finding in part.findings]}
             for part in self.parts
         ]
         return {
             "device": self.device,
             "seconds": round(self.took, 1),
             "stopped": self.stopped,
-            "parts": shown,
+            "parts": part_entries,
         }
 
     @property
@@ -252,14 +261,14 @@ class Driver:
         yield f"\n## {part.name}\n\n{part.about}\n\nState: {part.state}{part.why and ': ' + part.why}.\n"
         if part.findings:
             yield "| finding | value | goal | ok |\n|---|---|---|---|"
-            for one in part.findings:
-                cells = [one.name, one.value, one.goal, verdict(one.ok)]
+            for finding in part.findings:
+                cells = [finding.name, finding.value, finding.goal, verdict(finding.ok)]
                 yield f"| {' | '.join(map(one_cell, cells))} |"
-        for one in part.findings:
-            if one.note and "\n" not in one.note:
-                yield f"\n- {one.name}: {one.note}"
-            elif one.note:
-                yield f"\n- {one.name}:\n\n```\n{one.note.replace('```', '` ` `')}\n```"
+        for finding in part.findings:
+            if finding.note and "\n" not in finding.note:
+                yield f"\n- {finding.name}: {finding.note}"
+            elif finding.note:
+                yield f"\n- {finding.name}:\n\n```\n{finding.note.replace('```', '` ` `')}\n```"
 
 
 def verdict(ok: bool | None) -> str:
@@ -287,10 +296,10 @@ def end_descendants() -> None:
     """Kill what a part left, also in sessions of its own: orphans become children of this process. One that
     hangs in the GPU's driver does not die."""
     deadline = time.monotonic() + KILL_S
-    while (found := descendants(os.getpid())) and time.monotonic() < deadline:
-        for one in found:
+    while (process_ids := descendants(os.getpid())) and time.monotonic() < deadline:
+        for process_id in process_ids:
             with suppress(ProcessLookupError):
-                os.kill(one, signal.SIGKILL)
+                os.kill(process_id, signal.SIGKILL)
         with suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
@@ -304,12 +313,12 @@ def descendants(ancestor: int) -> list[int]:
         with suppress(OSError, ValueError):
             fields = stat.read_text().rpartition(")")[2].split()
             parents[int(stat.parent.name)] = int(fields[1])
-    found = []
+    process_ids = []
     frontier = {ancestor}
     while frontier:
         frontier = {child for child, parent in parents.items() if parent in frontier}
-        found += frontier
-    return found
+        process_ids += frontier
+    return process_ids
 
 
 def run_here(name: str, device: str, seconds: float, work: Path, findings: Path) -> int:
@@ -323,8 +332,8 @@ def run_here(name: str, device: str, seconds: float, work: Path, findings: Path)
             if not torch.cuda.is_available():
                 raise RuntimeError(f"torch {torch.__version__} sees no GPU; --device cpu runs small sizes")
         module = importlib.import_module(f"parts.{name}")
-        for found in module.run(Context(device, began + seconds, work, HERE)):
-            append(findings, found)
+        for finding in module.run(Context(device, began + seconds, work, HERE)):
+            append(findings, finding)
     except BaseException as error:
         append(findings, failure("error", error))
         raise

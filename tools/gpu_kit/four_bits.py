@@ -40,11 +40,11 @@ def pack(model: Path, out: Path) -> dict[str, Any]:
     out.mkdir(parents=True, exist_ok=True)
     stream = bytearray()
     tensors = list[dict[str, Any]]()
-    wrong = 0
+    mismatches = 0
     for name, tensor in sorted(load_file(model / WEIGHTS).items()):
         bits = 16 if tensor.dim() < 2 else 8 if "embed" in name else 4
         fields, restored = encode(tensor, bits)
-        wrong += int((restored != tensor).sum())
+        mismatches += int((restored != tensor).sum())
         sizes = [len(field) for field in fields]
         tensors.append({"name": name, "shape": [*tensor.shape], "bits": bits, "sizes": sizes})
         stream += b"".join(fields)
@@ -55,7 +55,7 @@ def pack(model: Path, out: Path) -> dict[str, Any]:
         if file.name != WEIGHTS:
             shutil.copy(file, out)
     shutil.copy(__file__, out / "four_bits.py")
-    index = {"tensors": tensors, "parts": len(starts), "sha256": digest(stream), "wrong": wrong}
+    index = {"tensors": tensors, "parts": len(starts), "sha256": digest(stream), "wrong": mismatches}
     (out / INDEX).write_text(json.dumps(index))
     return index
 
@@ -88,10 +88,10 @@ def encode(tensor: torch.Tensor, bits: int) -> tuple[list[bytes], torch.Tensor]:
     if bits == 16:
         return [squeeze(tensor)], tensor
     groups = tensor.float().reshape(-1, GROUP)
-    found = [closest(chunk, bits) for chunk in groups.split(CHUNK)]
-    digits, scale, minimum = (torch.cat(field) for field in zip(*found, strict=True))
-    whole = digits.to(torch.uint8) if bits == 4 else digits.to(torch.int8)
-    packed = whole[:, 0::2] | (whole[:, 1::2] << 4) if bits == 4 else whole
+    encoded_chunks = [closest(chunk, bits) for chunk in groups.split(CHUNK)]
+    digits, scale, minimum = (torch.cat(field) for field in zip(*encoded_chunks, strict=True))
+    packed_digits = digits.to(torch.uint8) if bits == 4 else digits.to(torch.int8)
+    packed = packed_digits[:, 0::2] | (packed_digits[:, 1::2] << 4) if bits == 4 else packed_digits
     halves = [numbers.view(torch.uint8).reshape(-1, 2)[:, k] for numbers in (scale, minimum) for k in (0, 1)]
     return [squeeze(field) for field in (packed, *halves)], restore(digits, scale, minimum).view_as(tensor)
 
@@ -115,8 +115,8 @@ def closest(groups: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor
     15, those of 8 bits -127 to 127, without a minimum."""
     low, high = (0, 15) if bits == 4 else (-127, 127)
     least = groups.amin(1) if low == 0 else torch.zeros(len(groups))
-    most = groups.amax(1) if low == 0 else groups.abs().amax(1)
-    guess = torch.stack(((most - least) / high, least)).half()  # scale and minimum
+    largest_values = groups.amax(1) if low == 0 else groups.abs().amax(1)
+    guess = torch.stack(((largest_values - least) / high, least)).half()  # scale and minimum
     best = guess.clone()
     error = torch.full((len(groups),), torch.inf)
     digits = torch.zeros_like(groups)

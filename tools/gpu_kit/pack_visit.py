@@ -63,8 +63,8 @@ def check_bundle(bundle: Path, sources: Sequence[Path]) -> None:
     """SystemExit if one of these files has changed since the bundle was made. No bundle is no error."""
     if not bundle.exists():
         return
-    made = bundle.stat().st_mtime_ns
-    changed = [source.name for source in sources if source.stat().st_mtime_ns > made]
+    bundle_time = bundle.stat().st_mtime_ns
+    changed = [source.name for source in sources if source.stat().st_mtime_ns > bundle_time]
     if changed:
         raise SystemExit(
             f"{bundle} is older than {', '.join(changed)}: make gpu-kit-sglang; "
@@ -92,13 +92,13 @@ def size_of(folder: Path) -> int:
     return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
 
 
-def replace_loads(out: Path, made: Path, spread_files: Iterable[tuple[Path, Path]]) -> None:
+def replace_loads(out: Path, load_directory: Path, spread_files: Iterable[tuple[Path, Path]]) -> None:
     """Put new loads in the place of old ones. `made`: what load-1 has. `spread_files`: path within the loads
     and source of each further file."""
     for old in out.glob("load-*"):
         shutil.rmtree(old)
     out.mkdir(parents=True, exist_ok=True)
-    shutil.move(made, out / "load-1")
+    shutil.move(load_directory, out / "load-1")
     files = list(spread_files)
     loads = spread([source.stat().st_size for _, source in files], FIRST_BYTES - size_of(out / "load-1"))
     for (path, source), load in zip(files, loads, strict=True):
@@ -156,15 +156,15 @@ def main() -> int:
     if BUNDLE.exists():
         files.append((Path(BUNDLE.name), BUNDLE))
     with tempfile.TemporaryDirectory() as folder:
-        made = Path(folder) / "load"
-        copy_examples(made)
-        write_models(made / "models")
+        load_directory = Path(folder) / "load"
+        copy_examples(load_directory)
+        write_models(load_directory / "models")
         if not args.no_site:
             try:
-                install(made / "site")
+                install(load_directory / "site")
             except subprocess.CalledProcessError as error:
                 raise SystemExit(f"site/ is missing: pip ended with {error.returncode}, see above") from None
-        replace_loads(args.out, made, files)
+        replace_loads(args.out, load_directory, files)
     fits = print_calls(args.out.resolve())
     if not BUNDLE.exists():
         print(f"{BUNDLE} is missing: make gpu-kit-sglang, or the calls B and C have no server")

@@ -140,8 +140,8 @@ class Results:
         line = json.dumps({"at": at, "step": step, "event": event} | fields)
         with self.file.open("ab", buffering=0) as lines:
             lines.write(f"{line}\n".encode())
-        shown = "; ".join(str(value) for key, value in fields.items() if key != "note" and value)
-        os.write(self.console, f"{at:6.1f} {step:12} {event:8} {shown}\n".encode(errors="replace"))
+        shown_values = "; ".join(str(value) for key, value in fields.items() if key != "note" and value)
+        os.write(self.console, f"{at:6.1f} {step:12} {event:8} {shown_values}\n".encode(errors="replace"))
 
     def finding(self, step: str, finding: Finding) -> None:
         verdict = {True: "ok", False: "NOT OK", None: ""}[finding.ok]
@@ -250,13 +250,13 @@ def die_with_parent() -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
-def pack_kept(name: str, kept: Path, visit: Visit) -> None:
+def pack_kept(name: str, kept_directory: Path, visit: Visit) -> None:
     """Pack the folder, where a step has made one, into one file of results, unless that is too large."""
-    if not kept.is_dir():
+    if not kept_directory.is_dir():
         return
     packed = visit.state / f"{name}.tar.gz"
     with tarfile.open(packed, "w:gz", compresslevel=6) as archive:
-        archive.add(kept, name)
+        archive.add(kept_directory, name)
     size = packed.stat().st_size
     if size > FILE_BYTES:
         visit.results.write(name, "left out", file=packed.name, why=f"{size:,} bytes, over {FILE_BYTES:,}")

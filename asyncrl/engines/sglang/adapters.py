@@ -46,8 +46,7 @@ def adapter_name(version: PolicyVersion, attachment: str, agent: str) -> str:
 
 def is_outdated(version: PolicyVersion, newest: PolicyVersion, config: RunConfig) -> bool:
     """True if no request may go on with this version at a server that has the newest version."""
-    lag = newest.step - version.step
-    return version.epoch != newest.epoch or lag > config.buffer.usual_staleness
+    return version.epoch != newest.epoch or newest.step - version.step > config.buffer.usual_staleness
 
 
 class AdapterLoader:
@@ -81,9 +80,19 @@ class AdapterLoader:
                 with disk.lock_version(ref):
                     manifest = await to_its_end(partial(self._write_peft_files, ref, adapter_files))
 
+                # The server sleeps, or has the weights of another directory or run. A sleeping server goes on
+                # before an adapter is loaded: the load may wait for the end of requests with an old adapter.
                 if not self._has_base:
+                    path = os.path.abspath(self._config.model.path)  # noqa: ASYNC240 (no file is touched)
+                    load_base = partial(self.api.update_from_disk, path, BASE_LABEL, self._deadline)
                     with self.sleeping.waking():
-                        await self._load_base()
+                        if self.sleeping.asleep:
+                            async with self.sleeping.waking_load():
+                                await load_base()
+                        else:
+                            await load_base()
+                            await self.api.flush_cache(wait=self._deadline)
+                    self._has_base = True
 
                 loaded_names = await self.api.adapters()  # a load that was given up may have loaded some
                 for agent, name in self._adapter_names(ref).items():
@@ -129,26 +138,9 @@ class AdapterLoader:
         await asyncio.to_thread(shutil.rmtree, self._cache, ignore_errors=True)
         await self.api.close()
 
-    async def _load_base(self) -> None:
-        """Load model.path into a server that sleeps, or has the weights of another directory or run. A
-        sleeping server goes on before an adapter is loaded: the load may wait for the end of requests with an
-        old adapter."""
-        path = os.path.abspath(self._config.model.path)  # noqa: ASYNC240 (no file is touched)
-        load = partial(self.api.update_from_disk, path, BASE_LABEL, self._deadline)
-
-        if self.sleeping.asleep:
-            async with self.sleeping.waking_load():
-                await load()
-        else:
-            await load()
-            await self.api.flush_cache(wait=self._deadline)
-
-        self._has_base = True
-
     def _adapter_names(self, ref: WeightsRef) -> dict[str, str]:
         """Return the names of a version's adapters, by agent."""
-        agents = self._config.adapters
-        return {agent: adapter_name(ref.version, self._attachment, agent) for agent in agents}
+        return {agent: adapter_name(ref.version, self._attachment, agent) for agent in self._config.adapters}
 
     def _write_peft_files(self, ref: WeightsRef, files: Path) -> Manifest:
         """Write PEFT's directories. The files are copies, as the server may map files for as long as it has
@@ -179,16 +171,19 @@ class AdapterLoader:
         try:
             for name in sorted(await self.api.adapters()):
                 name_match = _ADAPTER_NAME.fullmatch(name)
-                if name_match and (name_match[2] != self._attachment or self._is_old(name_match[1])):
+                if name_match is None:
+                    continue
+
+                # No request uses an adapter that the version before the last makes outdated.
+                version = version_of(name_match[1])
+                is_old = False
+                if self._previous_ref is not None and version is not None:
+                    previous_version = self._previous_ref.version
+                    is_old = version < previous_version and is_outdated(
+                        version, previous_version, self._config
+                    )
+
+                if is_old or name_match[2] != self._attachment:
                     await self.api.unload_adapter(name, self._deadline)
         except AsyncrlError as error:  # the next load tries again
             log.warning("server %s keeps old adapters: %s", self.api.url, one_line(error))
-
-    def _is_old(self, label: str) -> bool:
-        """True if the version before the last makes this label outdated: no request uses its adapter any
-        more."""
-        version = version_of(label)
-        if self._previous_ref is None or version is None:
-            return False
-        previous_version = self._previous_ref.version
-        return version < previous_version and is_outdated(version, previous_version, self._config)

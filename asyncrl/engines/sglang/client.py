@@ -1,7 +1,7 @@
 """A worker's client of one SGLang server: ids in; ids, log-probs and versions out. Never text.
 
     request ──► room ──► stream ──► events put together ──► Generation
-                           └► cut, silent or taken back ──► EngineLost, with what was streamed
+                           └► cut off, silent or aborted ──► EngineLost, with the streamed tokens
 
 One call is one HTTP request. The server may end the request before the turn is over, at an end-of-sequence id
 of its own: the caller (rollout/server_pool.py) asks for the remaining tokens. The server forgets prefixes by
@@ -69,7 +69,7 @@ class SGLangClient:
             started_calls = [
                 (call, stream) for call, stream in self._open_calls.items() if stream and stream.tokens
             ]
-            self._cut_calls(
+            self._end_calls(
                 call
                 for call, stream in started_calls
                 if is_outdated(stream.acked_version, version, self._config)
@@ -110,8 +110,26 @@ class SGLangClient:
         finally:
             self._open_calls.pop(call, None)
 
-        if sampled.stop is StopReason.ABORT:
-            self._explain_abort(stream, sampled)
+        if sampled.stop is not StopReason.ABORT:
+            return sampled
+
+        # The server ended the request before the turn's end: at an end-of-sequence id of its own, or by a
+        # fault.
+        finish = stream.finish_reason
+        if finish is None:
+            raise self._engine_lost("the stream ended, but not the request", stream)
+        if finish.type == "abort":
+            raise self._engine_lost(f"the server took the request back ({finish.message})", stream)
+        if finish.type == "length":
+            sampled_part = f"{len(sampled.ids)} of {token_limit} tokens"
+            raise EngineError(
+                f"server {self.api.url} cut a turn to {sampled_part}: raise its --context-length"
+            )
+
+        if isinstance(finish.matched, str):  # the server reports NaN in this way
+            raise EngineError(f"server {self.api.url} ended a turn: {finish.matched}")
+        if not sampled.ids:  # a retry at once might repeat this for ever; losses are counted
+            raise self._engine_lost("the server ended the request before its first token", stream)
 
         return sampled
 
@@ -159,12 +177,12 @@ class SGLangClient:
             raise self._engine_lost(error, None) from error
 
     async def close(self) -> None:
-        """Cut all requests, each of which ends with EngineLost and the streamed tokens."""
+        """End all requests, each with EngineLost and the streamed tokens."""
         self._is_closed = True
-        self._cut_calls(self._open_calls)
+        self._end_calls(self._open_calls)
         await self.api.close()
 
-    def _cut_calls(self, calls: Iterable[asyncio.Timeout]) -> None:
+    def _end_calls(self, calls: Iterable[asyncio.Timeout]) -> None:
         now = asyncio.get_running_loop().time()
         for call in calls:
             call.reschedule(now)
@@ -178,30 +196,6 @@ class SGLangClient:
 
     async def _read_stream(self, request: Request, stream: StreamedTurn) -> None:
         """Send the request and add all events of the answer to `stream`."""
-        try:
-            silence = self._config.engine.request_timeout
-            clock = asyncio.get_running_loop().time
-            next_part_at = clock() + request.part_seconds
-            async with self.api.generate(self._request_body(request), silence) as events:
-                async for payload in events:
-                    tokens_before = len(stream.tokens)
-                    retracted_before = stream.retractions
-                    stream.add_event(decode_event(payload))
-                    self.use.tokens += len(stream.tokens) - tokens_before  # at once: a sign of life
-                    if not self._updates_retract:
-                        self.use.retracted += stream.retractions - retracted_before
-                    if stream.ends_by_watch():
-                        break  # leaving the context aborts the request
-
-                    if clock() >= next_part_at:
-                        await request.on_part(stream.generation())
-                        next_part_at = clock() + request.part_seconds
-        finally:
-            self.use.requests += 1
-            self.use.prompt_tokens += stream.prompt_tokens
-            self.use.cached_tokens += stream.cached_tokens
-
-    def _request_body(self, request: Request) -> dict[str, Any]:
         sampling = request.sampling
         body: dict[str, Any] = {
             "rid": uuid.uuid4().hex,
@@ -225,26 +219,28 @@ class SGLangClient:
             # The cache outlives updates: a request finds no KV older than the version in its salt.
             body["cache_salt"] = f"{self._salt}/{self._acked_version.label}"
 
-        return body
+        try:
+            silence = self._config.engine.request_timeout
+            clock = asyncio.get_running_loop().time
+            next_part_at = clock() + request.part_seconds
+            async with self.api.generate(body, silence) as events:
+                async for payload in events:
+                    tokens_before = len(stream.tokens)
+                    retracted_before = stream.retractions
+                    stream.add_event(decode_event(payload))
+                    self.use.tokens += len(stream.tokens) - tokens_before  # at once: a sign of life
+                    if not self._updates_retract:
+                        self.use.retracted += stream.retractions - retracted_before
+                    if stream.ends_by_check():
+                        break  # leaving the context aborts the request
 
-    def _explain_abort(self, stream: StreamedTurn, sampled: Generation) -> None:
-        """Raise an error unless the server ended the request at an end-of-sequence id of its own."""
-        finish = stream.finish_reason
-        if finish is None:
-            raise self._engine_lost("the stream ended, but not the request", stream)
-        if finish.type == "abort":
-            raise self._engine_lost(f"the server took the request back ({finish.message})", stream)
-
-        if finish.type == "length":
-            sampled_part = f"{len(sampled.ids)} of {stream.request.sampling.max_new_tokens} tokens"
-            raise EngineError(
-                f"server {self.api.url} cut a turn to {sampled_part}: raise its --context-length"
-            )
-
-        if isinstance(finish.matched, str):  # the server reports NaN in this way
-            raise EngineError(f"server {self.api.url} ended a turn: {finish.matched}")
-        if not sampled.ids:  # a retry at once might repeat this for ever; losses are counted
-            raise self._engine_lost("the server ended the request before its first token", stream)
+                    if clock() >= next_part_at:
+                        await request.on_part(stream.generation())
+                        next_part_at = clock() + request.part_seconds
+        finally:
+            self.use.requests += 1
+            self.use.prompt_tokens += stream.prompt_tokens
+            self.use.cached_tokens += stream.cached_tokens
 
     def _engine_lost(self, reason: object, stream: StreamedTurn | None) -> EngineLost:
         return EngineLost(
@@ -253,7 +249,7 @@ class SGLangClient:
 
 
 def _good_part(stream: StreamedTurn) -> Generation:
-    """Return the tokens of a cut request that are known to be good."""
+    """Return the tokens of a lost or ended request that are known to be good."""
     with suppress(ForeignWeights):
         return stream.generation()
     return NOTHING

@@ -94,20 +94,15 @@ class ServedModels(msgspec.Struct, frozen=True):
     data: tuple[ServedModel, ...]
 
 
-class ServerApi:
-    def __init__(self, url: str, api_key: str = "", admin_key: str = "") -> None:
-        self._transport = HttpTransport(url, api_key, admin_key)
-
-    @property
-    def url(self) -> str:
-        return self._transport.url
+class ServerApi(HttpTransport):
+    """The server at `url`, with its keys. Used within one event loop."""
 
     # -- questions ------------------------------------------------------------------------------------
 
     async def ready(self) -> bool:
         """True if the server takes new requests: started, and not paused. Cheap, unlike `/health`, which
         samples a token and takes 20 s to answer during a pause."""
-        status = await self._transport.status("/ready", GET_SECONDS)
+        status = await self.status("/ready", GET_SECONDS)
         if status not in (200, 503):
             raise EngineError(f"server {self.url}: /ready answered {status}; is this an SGLang server?")
         return status == 200
@@ -124,7 +119,7 @@ class ServerApi:
         return await self._get_struct("/server_info", ServerInfo, ADMIN_SECONDS)
 
     async def model_info(self) -> ModelInfo:
-        return await self._get_struct("/model_info", ModelInfo, GET_SECONDS)
+        return await self._get_struct("/model_info", ModelInfo)
 
     async def weight_label(self) -> str:
         """Return the label of the last update, or "default" for the weights that the server was started
@@ -142,7 +137,7 @@ class ServerApi:
 
     async def adapters(self) -> set[str]:
         """Return the names of the loaded adapters."""
-        models = await self._get_struct("/v1/models", ServedModels, GET_SECONDS)
+        models = await self._get_struct("/v1/models", ServedModels)
         return {model.id for model in models.data if model.parent is not None}
 
     async def try_admin_key(self) -> None:
@@ -158,23 +153,21 @@ class ServerApi:
         """Open the stream of one request: the JSON payloads of its events. Leaving the context before the end
         cuts the connection, which aborts the request. Raises ServerGone, also from the iterator, if the
         server cuts the connection or is silent for `silence` seconds."""
-        return self._transport.stream("/generate", {**body, "stream": True}, silence)
-
-    def set_asleep(self, asleep: bool) -> None:
-        """Note whether the server sleeps: a sleeping server's streams may be silent for ever."""
-        self._transport.set_asleep(asleep)
+        return self.stream("/generate", {**body, "stream": True}, silence)
 
     async def generate_whole(self, body: dict[str, Any], seconds: float = ADMIN_SECONDS) -> bytes:
         """Return the JSON answer to a request that is not streamed."""
-        return await self._transport.call("POST", "/generate", seconds, body)
+        return await self.call("POST", "/generate", seconds, body)
 
     async def score(self, ids: tuple[int, ...], seconds: float, adapter: str = "") -> tuple[float, ...]:
         """Return log-probs of ids[1:] under the weights in use, at temperature 1; NaN where the server has no
         log-prob. A new salt keeps the server from using KV that other weights left in the cache. `adapter`:
         the name of the adapter to use."""
         meta_info = await self.read(ids, seconds, 0, salt=uuid.uuid4().hex, adapter=adapter)
-        scored_entries = meta_info.input_token_logprobs[1:]
-        return tuple(math.nan if entry.logprob is None else entry.logprob for entry in scored_entries)
+        return tuple(
+            math.nan if entry.logprob is None else entry.logprob
+            for entry in meta_info.input_token_logprobs[1:]
+        )
 
     async def read(
         self, ids: tuple[int, ...], seconds: float, start: int, *, salt: str, top: int = 0, adapter: str = ""
@@ -210,7 +203,7 @@ class ServerApi:
     async def pause(self, mode: PauseMode) -> None:
         """Hold new requests. Running requests: `abort` ends them, `retract` frees their KV cache (to be
         computed again), `in_place` freezes them as they are. The caller must `resume`."""
-        await self._send_command("/pause_generation", {"mode": mode}, ADMIN_SECONDS)
+        await self._send_command("/pause_generation", {"mode": mode})
 
     async def resume(self, seconds: float = ADMIN_SECONDS) -> None:
         await self._send_command("/continue_generation", {}, seconds)
@@ -222,14 +215,12 @@ class ServerApi:
     async def release_memory(self) -> None:
         """Give up KV cache, prefixes and weights. Ends a server where requests run, also if paused
         `in_place`, and where a request waits for its grammar."""
-        await self._send_command(
-            "/release_memory_occupation", {"tags": ["kv_cache", "weights"]}, ADMIN_SECONDS
-        )
+        await self._send_command("/release_memory_occupation", {"tags": ["kv_cache", "weights"]})
 
     async def resume_memory(self, part: Literal["kv_cache", "weights"]) -> None:
         """Take the memory of a part again, without its content, except for buffers that are no weights. Ends
         a server that has not given up this part."""
-        await self._send_command("/resume_memory_occupation", {"tags": [part]}, ADMIN_SECONDS)
+        await self._send_command("/resume_memory_occupation", {"tags": [part]})
 
     # -- weights: WeightsError carries the server's text ------------------------------------------------
 
@@ -313,26 +304,23 @@ class ServerApi:
     async def destroy_group(self, name: str, seconds: float = ADMIN_SECONDS) -> None:
         await self._change_weights("/destroy_weights_update_group", {"group_name": name}, seconds)
 
-    async def close(self) -> None:
-        await self._transport.close()
-
     # -- plumbing -------------------------------------------------------------------------------------
 
-    async def _get_struct(self, path: str, answer_type: type[T], seconds: float) -> T:
-        content = await self._transport.call("GET", path, seconds)
+    async def _get_struct(self, path: str, answer_type: type[T], seconds: float = GET_SECONDS) -> T:
+        content = await self.call("GET", path, seconds)
         try:
             return msgspec.json.decode(content, type=answer_type)
         except UNDECODABLE as error:
             description = f"server {self.url}: {path} answered what is not understood"
             raise EngineError(f"{description}: {error}") from error
 
-    async def _send_command(self, path: str, body: dict[str, Any], seconds: float) -> None:
-        await self._transport.call("POST", path, seconds, body, admin=True)
+    async def _send_command(self, path: str, body: dict[str, Any], seconds: float = ADMIN_SECONDS) -> None:
+        await self.call("POST", path, seconds, body, admin=True)
 
     async def _change_weights(self, path: str, body: dict[str, Any], seconds: float) -> None:
         """Send a command about weights. Raises WeightsError, also when the server reports a failure with
         status 200."""
-        content = await self._transport.call("POST", path, seconds, body, admin=True, failure=WeightsError)
+        content = await self.call("POST", path, seconds, body, admin=True, failure=WeightsError)
         answer = msgspec.json.decode(content) if content else {}
         if isinstance(answer, dict) and not answer.get("success", True):
             raise WeightsError(f"server {self.url}: {path}: {error_text(content)}")

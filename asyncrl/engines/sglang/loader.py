@@ -21,6 +21,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from asyncrl.config import WeightsConfig
 from asyncrl.engines.sglang.http import ServerApi
@@ -34,6 +35,7 @@ from asyncrl.weights.model_files import weight_shapes
 
 log = logging.getLogger("asyncrl.server_supervisor")
 
+T = TypeVar("T")
 RESUME_SECONDS = 30.0  # deadline for a pause to end
 FLUSH_SECONDS = 2.0  # for aborted requests to leave
 
@@ -73,10 +75,28 @@ class ServerLoader:
         another model; after other failures see `broken`."""
         async with self._load_lock:  # versions are applied in the order of the calls
             await self._await_leftovers()
-            is_broadcast = ref.path.startswith("tcp://")
-            if is_broadcast:
-                return await self._load_broadcast(ref)
-            return await self._load_files(ref)
+            if ref.path.startswith("tcp://"):
+                async with self._receiver.push(ref, self._deadline) as push:
+                    layout = tuple(spec for bucket in push.buckets for spec in bucket)
+                    self._check_layout(ref, layout)
+                    manifest = await self._replace_weights(ref, push.load_buckets)
+            else:
+                with disk.lock_version(ref):
+                    # Files are verified here, as the server does not check them: tensors that no file has
+                    # keep old values, and a damaged file ends the server, whose way back to the old weights
+                    # reads the same file again.
+                    self._preparation = asyncio.ensure_future(asyncio.to_thread(self._verified_whole, ref))
+                    whole_ref, manifest = await asyncio.shield(self._preparation)
+                    layout = manifest.layout
+                    self._check_layout(ref, layout)
+
+                    # The server has another working directory.
+                    path = os.path.abspath(whole_ref.path)  # noqa: ASYNC240 (no file is touched)
+                    update = partial(self.api.update_from_disk, path, ref.label, self._deadline)
+                    await self._replace_weights(ref, update)
+
+            self._model_shapes = self._model_shapes or Shapes.from_layout(layout)
+            return manifest
 
     async def sleep(self) -> None:
         """Give up KV cache and weights until the next load; then requests under way go on."""
@@ -100,43 +120,12 @@ class ServerLoader:
         await asyncio.to_thread(shutil.rmtree, self._cache, ignore_errors=True)
         await self.api.close()
 
-    async def _load_files(self, ref: WeightsRef) -> Manifest:
-        with disk.lock_version(ref):
-            # Verified here, as the server does not check files: tensors that no file has keep old values, and
-            # a damaged file ends the server, whose way back to the old weights reads the same file again.
-            self._preparation = asyncio.ensure_future(asyncio.to_thread(self._verified_whole, ref))
-            whole_ref, manifest = await asyncio.shield(self._preparation)
-            self._check_layout(ref, manifest.layout)
-            path = os.path.abspath(whole_ref.path)  # noqa: ASYNC240 (the server has another working directory)
-
-            async def load() -> None:
-                await self.api.update_from_disk(path, ref.label, self._deadline)
-
-            await self._replace_weights(ref, load)
-
-        self._model_shapes = self._model_shapes or Shapes.from_layout(manifest.layout)
-        return manifest
-
     def _verified_whole(self, ref: WeightsRef) -> tuple[WeightsRef, Manifest]:
         """Return the version as whole and verified files, and its manifest as published."""
         manifest = disk.read_manifest(ref)
         if manifest.delta is None:
             return ref, disk.verify_version(ref)
         return materialise(ref, self._cache), manifest
-
-    async def _load_broadcast(self, ref: WeightsRef) -> Manifest:
-        manifests: list[Manifest] = []
-        async with self._receiver.push(ref, self._deadline) as push:
-            layout = tuple(spec for bucket in push.buckets for spec in bucket)
-            self._check_layout(ref, layout)
-
-            async def load() -> None:
-                manifests.append(await push.load_buckets())
-
-            await self._replace_weights(ref, load)
-
-        self._model_shapes = self._model_shapes or Shapes.from_layout(layout)
-        return manifests[0]
 
     def _check_layout(self, ref: WeightsRef, layout: Layout) -> None:
         differences = (
@@ -145,38 +134,36 @@ class ServerLoader:
         if differences:
             raise WeightsError(f"weights {ref.path}: {ref.label} is not of the server's model: {differences}")
 
-    async def _replace_weights(self, ref: WeightsRef, load: Callable[[], Awaitable[None]]) -> None:
+    async def _replace_weights(self, ref: WeightsRef, load: Callable[[], Awaitable[T]]) -> T:
+        """Run `load` while no request runs, empty the cache, and read the label back. Returns the result of
+        `load`. A failure sets `broken`, and is raised as WeightsError."""
         self.broken = f"the load of {ref.label} was not finished"
+        swap_context = self.sleeping.waking_load if self.sleeping.asleep else self._requests_held
         try:
             with self.sleeping.waking():
-                await self._swap_weights(ref, load)
-        except AsyncrlError as error:
-            self.broken = f"the load of {ref.label} failed ({one_line(error)})"
+                async with asyncio.timeout(self._deadline), swap_context():
+                    load_result = await load()
+
+                    # A sleeping server has lost its cache already. In mode in_place requests keep their KV,
+                    # and salts keep the caches of versions apart.
+                    if not self.sleeping.asleep and self._pause_mode == "abort":
+                        await self.api.flush_cache(wait=FLUSH_SECONDS)
+                    elif not self.sleeping.asleep and self._pause_mode == "retract":
+                        await self.api.flush_cache()  # waiting would include the retracted requests
+
+                    server_label = await self.api.weight_label()
+                    if server_label != ref.label:
+                        raise WeightsError(f"afterwards the server's weights are {server_label!r}")
+        except (AsyncrlError, TimeoutError) as error:
+            failure: Exception = error
+            if isinstance(error, TimeoutError):
+                failure = WeightsError(f"it took longer than {self._deadline:g} s")
+            self.broken = f"the load of {ref.label} failed ({one_line(failure)})"
             raise WeightsError(f"server {self.api.url}: {self.broken}") from error
 
         self.broken = ""
         self.loaded = ref
-
-    async def _swap_weights(self, ref: WeightsRef, load: Callable[[], Awaitable[None]]) -> None:
-        try:
-            swap_context = self.sleeping.waking_load if self.sleeping.asleep else self._requests_held
-            async with asyncio.timeout(self._deadline), swap_context():
-                await load()
-                if not self.sleeping.asleep:  # a sleeping server has lost its cache already
-                    await self._flush_cache()
-                server_label = await self.api.weight_label()
-                if server_label != ref.label:
-                    raise WeightsError(f"afterwards the server's weights are {server_label!r}")
-        except TimeoutError as late:
-            raise WeightsError(f"it took longer than {self._deadline:g} s") from late
-
-    async def _flush_cache(self) -> None:
-        """Empty the cache, but not in mode in_place: there requests keep their KV, and salts keep the caches
-        of versions apart."""
-        if self._pause_mode == "abort":
-            await self.api.flush_cache(wait=FLUSH_SECONDS)
-        elif self._pause_mode == "retract":
-            await self.api.flush_cache()  # waiting would include the retracted requests
+        return load_result
 
     @asynccontextmanager
     async def _requests_held(self) -> AsyncIterator[None]:

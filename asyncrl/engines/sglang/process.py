@@ -11,6 +11,7 @@ import os
 import shutil
 import socket
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -76,8 +77,8 @@ def base_gpu(config: RunConfig, index: int, gpus: int, scorer: str = "") -> int:
     and scorers, or, if too few GPUs are left, from 0 on again, shared with them. Engines that take turns with
     the trainer share the trainer's GPUs; Ray shows each server only its own GPUs."""
     engine = config.engine
-    gpus_needed = config.engine.tp
-    gpus_before = index * config.engine.tp
+    gpus_needed = engine.tp
+    gpus_before = index * engine.tp
 
     if scorer:
         gpus_needed = config.scorers[scorer].tp
@@ -167,16 +168,15 @@ def reserve_port(host: str) -> socket.socket:
     return reserved_socket
 
 
+@dataclass(frozen=True)
 class ServerProcess:
-    """A started server, which will listen at `url`."""
+    """A started server, which will listen at `url`, the port of `reserved_socket`. `key_file`: holds the
+    server's keys, until the server has read the file."""
 
-    def __init__(
-        self, process: asyncio.subprocess.Process, url: str, port: socket.socket, key_file: Path | None
-    ) -> None:
-        self.url = url
-        self._process = process
-        self._reserved_socket = port
-        self._key_file = key_file
+    url: str
+    process: asyncio.subprocess.Process
+    reserved_socket: socket.socket
+    key_file: Path | None
 
     @classmethod
     async def start(
@@ -208,28 +208,28 @@ class ServerProcess:
             reserved_socket.close()
             raise
 
-        return cls(process, f"http://{host}:{port}", reserved_socket, key_file)
+        return cls(f"http://{host}:{port}", process, reserved_socket, key_file)
 
     @property
     def exit_code(self) -> int | None:
         """Return the exit code; None while the server runs."""
-        return self._process.returncode
+        return self.process.returncode
 
     async def wait_ended(self) -> int:
-        return await self._process.wait()
+        return await self.process.wait()
 
     def note_ready(self) -> None:
         """Note that the server answers: delete the file of keys, which the server has read, and release the
         reserved port, which the server holds itself."""
-        self._reserved_socket.close()
-        if self._key_file is not None:
-            self._key_file.unlink(missing_ok=True)
+        self.reserved_socket.close()
+        if self.key_file is not None:
+            self.key_file.unlink(missing_ok=True)
 
     async def stop(self) -> None:
         """Terminate the server; processes that are left after STOP_SECONDS are killed."""
         self.note_ready()
         if self.exit_code is None:
-            self._process.terminate()
+            self.process.terminate()
             await self.wait_ended()
 
 

@@ -103,15 +103,16 @@ class Push:
             ) from error
 
 
+@dataclass
 class Receiver:
-    """Asks for versions on behalf of server `index`, of `ranks` ranks, and loads them in its `protocol`."""
+    """Asks for versions on behalf of the server number `index`, of `ranks` ranks, and loads the versions in
+    the server's `protocol`."""
 
-    def __init__(self, server: ServerApi, index: int, ranks: int, protocol: UpdateProtocol) -> None:
-        self._server = server
-        self._server_index = index
-        self._ranks = ranks
-        self._protocol = protocol
-        self._connection: SenderConnection | None = None
+    server: ServerApi
+    index: int
+    ranks: int
+    protocol: UpdateProtocol
+    _connection: SenderConnection | None = field(default=None, init=False)
 
     @asynccontextmanager
     async def push(self, ref: WeightsRef, seconds: float) -> AsyncIterator[Push]:
@@ -145,16 +146,48 @@ class Receiver:
         connection.writer.close()  # first: the server may wait for the sender, which notices the closing
         if connection.group:
             with suppress(AsyncrlError):
-                await self._server.destroy_group(connection.group, seconds=CLEANUP_SECONDS)
+                await self.server.destroy_group(connection.group, seconds=CLEANUP_SECONDS)
 
     async def _prepare_push(self, ref: WeightsRef, deadline: float) -> Push:
-        connection = await self._connect(self._sender_path(ref.path.split(",")))
+        """Connect to the sender, ask for the version, and have the server join the sender's group."""
+        paths = ref.path.split(",")
+        for path in paths:
+            address = urlsplit(path)
+            if address.scheme != "tcp" or not address.hostname or not address.port:
+                raise WeightsError(f"weights {path}: not the address of a sender (tcp://host:port)")
+
+        # A sender on the server's machine, if there is one.
+        local_paths = [path for path in paths if _is_local(path)] if _is_local(self.server.url) else []
+        usable_paths = local_paths or paths
+        path = usable_paths[self.index % len(usable_paths)]
+
+        connection = self._connection
+        if connection is not None and (connection.path != path or connection.reader.at_eof()):
+            await self.close()  # of another trainer, or closed by the sender after a long silence
+            connection = None
+        if connection is None:
+            address = urlsplit(path)
+            with WeightsError.instead_of(OSError, text=f"weights {path}: no sender there"):
+                streams = await asyncio.open_connection(address.hostname, address.port)
+            connection = self._connection = SenderConnection(path, *streams)
+
         seconds = deadline - asyncio.get_running_loop().time()
-        request = messages.VersionRequest(f"engine {self._server_index}", ref.version, self._ranks, seconds)
+        request = messages.VersionRequest(f"engine {self.index}", ref.version, self.ranks, seconds)
 
         plan = await connection.ask_sender(request, messages.Plan)
         if plan.port:
-            await self._join_group(connection, plan, deadline - asyncio.get_running_loop().time())
+            connection.group = plan.group
+            problem = f"weights {path}: the server did not join"
+            with WeightsError.instead_of(EngineError, text=problem):
+                await self.server.init_group(
+                    str(urlsplit(path).hostname),
+                    plan.port,
+                    rank_offset=1,
+                    world_size=1 + self.ranks,
+                    name=plan.group,
+                    backend=plan.backend,
+                    seconds=deadline - asyncio.get_running_loop().time(),
+                )
         elif plan.group != connection.group:
             raise ProtocolError(f"weights {ref.path}: a push over group {plan.group}, which was not joined")
 
@@ -162,43 +195,12 @@ class Receiver:
             label=ref.label,
             buckets=plan.buckets,
             connection=connection,
-            server=self._server,
+            server=self.server,
             deadline=deadline,
             group=plan.group,
-            protocol=self._protocol,
+            protocol=self.protocol,
             trainer_nccl=plan.nccl,
         )
-
-    def _sender_path(self, paths: list[str]) -> str:
-        """Return the address of this server's sender: a sender on the server's machine, if there is one."""
-        for path in paths:
-            address = urlsplit(path)
-            if address.scheme != "tcp" or not address.hostname or not address.port:
-                raise WeightsError(f"weights {path}: not the address of a sender (tcp://host:port)")
-        local_paths = [path for path in paths if _is_local(path)] if _is_local(self._server.url) else []
-        local_paths = local_paths or paths
-        return local_paths[self._server_index % len(local_paths)]
-
-    async def _connect(self, path: str) -> SenderConnection:
-        open_connection = self._connection
-        if open_connection is not None and (open_connection.path != path or open_connection.reader.at_eof()):
-            await self.close()  # of another trainer, or closed by the sender after a long silence
-
-        if self._connection is None:
-            address = urlsplit(path)
-            with WeightsError.instead_of(OSError, text=f"weights {path}: no sender there"):
-                streams = await asyncio.open_connection(address.hostname, address.port)
-            self._connection = SenderConnection(path, *streams)
-
-        return self._connection
-
-    async def _join_group(self, connection: SenderConnection, plan: messages.Plan, seconds: float) -> None:
-        connection.group = plan.group
-        sender_host = str(urlsplit(connection.path).hostname)
-        with WeightsError.instead_of(EngineError, text=f"weights {connection.path}: the server did not join"):
-            await self._server.init_group(
-                sender_host, plan.port, 1, 1 + self._ranks, plan.group, plan.backend, seconds=seconds
-            )
 
 
 def _is_local(url: str) -> bool:

@@ -130,8 +130,8 @@ class StreamedTurn:
         self._started = time.perf_counter()
         self._seen_labels: set[str] = set()
         self._label_spans: tuple[LabelSpan, ...] | None = None
-        self._watched_ids: list[int] = []  # ids that the request's watch was called with
-        self._ended_by_watch = False
+        self._checked_ids: list[int] = []  # ids that the request's stop check was called with
+        self._ended_by_check = False
 
         self._routes: Routes | None = None
 
@@ -139,12 +139,23 @@ class StreamedTurn:
         """Add the next event. Raises EngineError when tokens are missing, and when the server refuses the
         request: EngineBusy if the queue is full, EngineRefused if the server will never serve the request."""
         meta = event.meta_info
-        self.finish_reason = meta.finish_reason
-        finish = self.finish_reason
+        finish = meta.finish_reason
+        self.finish_reason = finish
         if finish and finish.status_code is not None and finish.message != ABORTED and not self.tokens:
             raise _server_failure(finish.status_code, finish.message)
 
-        self._extend_tokens(meta.output_token_logprobs, meta.completion_tokens)
+        new_tokens = meta.output_token_logprobs
+        total_tokens = meta.completion_tokens
+        if len(new_tokens) >= total_tokens:
+            # All tokens so far: a cumulative stream, or the last event of a request that was aborted in the
+            # queue; merged events may have put new tokens in front.
+            self.tokens = list(new_tokens[len(new_tokens) - total_tokens :])
+        elif len(self.tokens) + len(new_tokens) == total_tokens:
+            self.tokens += new_tokens
+        else:
+            lost_tokens = total_tokens - len(self.tokens) - len(new_tokens)
+            raise EngineError(f"the server's stream lost {lost_tokens} of {total_tokens} tokens")
+
         self.prompt_tokens = max(self.prompt_tokens, meta.prompt_tokens)
         self.cached_tokens = max(self.cached_tokens, meta.cached_tokens)
         self.retractions = max(self.retractions, meta.num_retractions)
@@ -167,29 +178,18 @@ class StreamedTurn:
 
         return Routes(start, tokens, experts.astype("<u2").tobytes())
 
-    def _extend_tokens(self, new_tokens: tuple[OutputToken, ...], total_tokens: int) -> None:
-        if len(new_tokens) >= total_tokens:
-            # All tokens so far: a cumulative stream, or the last event of a request that was aborted in the
-            # queue; merged events may have put new tokens in front.
-            self.tokens = list(new_tokens[len(new_tokens) - total_tokens :])
-        elif len(self.tokens) + len(new_tokens) == total_tokens:
-            self.tokens += new_tokens
-        else:
-            lost_tokens = total_tokens - len(self.tokens) - len(new_tokens)
-            raise EngineError(f"the server's stream lost {lost_tokens} of {total_tokens} tokens")
-
-    def ends_by_watch(self) -> bool:
-        """Call the request's watch with the new ids; True if the turn ends with one of them. Later ids are
-        dropped."""
-        watch = self.request.watch
-        if watch is None:
+    def ends_by_check(self) -> bool:
+        """Call the request's stop check with the new ids; True if the turn ends with one of them. Later ids
+        are dropped."""
+        stop_check = self.request.stop_check
+        if stop_check is None:
             return False
 
-        for token in self.tokens[len(self._watched_ids) :]:
-            self._watched_ids.append(token.id)
-            if watch(self._watched_ids):
-                del self.tokens[len(self._watched_ids) :]
-                self._ended_by_watch = True
+        for token in self.tokens[len(self._checked_ids) :]:
+            self._checked_ids.append(token.id)
+            if stop_check(self._checked_ids):
+                del self.tokens[len(self._checked_ids) :]
+                self._ended_by_check = True
                 return True
 
         return False
@@ -199,7 +199,7 @@ class StreamedTurn:
         ids = tuple(token.id for token in self.tokens)
         logprobs = tuple(token.logprob for token in self.tokens)
         seconds = time.perf_counter() - self._started
-        stop = StopReason.TEXT if self._ended_by_watch else end_reason(self.request, ids)
+        stop = StopReason.TEXT if self._ended_by_check else end_reason(self.request, ids)
         routes = self._routes and self._routes.until(len(self.request.ids) + len(ids) - 1)
         return Generation(ids, logprobs, self.version_spans(), stop, seconds, routes)
 
@@ -209,9 +209,22 @@ class StreamedTurn:
             for label in self._seen_labels:
                 if label != BASE_LABEL:
                     raise _foreign_weights(label)
-            stamps = [(0, self.acked_version, True)]
-        elif self._label_spans is not None:
-            stamps = self._recorded_stamps(self._label_spans)
+            stamps: list[Stamp] = [(0, self.acked_version, True)]
+        elif self._label_spans is not None:  # the scheduler's own record
+            stamps = []
+            previous_version = self.acked_version
+            stamped_until = 0
+            for span in self._label_spans:
+                version = _version_of_label(span.version)
+                # In place, a token under computation at an update is recorded after the update, though the
+                # version before sampled it. The record does not say whether there was such a token: the first
+                # token after an update may be of either version, and so may a request's first token if the
+                # record's version is newer than `acked`.
+                if self._in_place and version > previous_version and span.start >= stamped_until:
+                    stamps.append((span.start, previous_version, False))
+                    stamped_until = min(span.start + 1, len(self.tokens))
+                stamps.append((max(span.start, stamped_until), version, True))
+                previous_version = version
         else:
             # A request that did not finish has no record, only the label that the server's front end had at
             # each event; tokens sampled just before an update may arrive just after. So all tokens count as
@@ -223,7 +236,7 @@ class StreamedTurn:
         kv_versions = [
             min(version, self.acked_version) if self._in_place else version for _, version, _ in stamps
         ]
-        token_count = len(self.tokens)  # fewer than in the record if the watch ended the turn
+        token_count = len(self.tokens)  # fewer than in the record if the stop check ended the turn
         span_ends = [min(start, token_count) for start, _, _ in stamps[1:]] + [token_count]
 
         return tuple(
@@ -231,27 +244,6 @@ class StreamedTurn:
             for (start, version, certain), oldest, end in zip(stamps, kv_versions, span_ends, strict=True)
             if start < end
         )
-
-    def _recorded_stamps(self, spans: tuple[LabelSpan, ...]) -> list[Stamp]:
-        """Return stamps from the scheduler's own record. In place, a token under computation at an update is
-        recorded after the update, though the version before sampled it. The record does not say whether there
-        was such a token: the first token after an update may be of either version, and so may a request's
-        first token if the record's version is newer than `acked`."""
-        labelled_spans = [(span.start, _version_of_label(span.version)) for span in spans]
-        if not self._in_place:
-            return [(start, version, True) for start, version in labelled_spans]
-
-        stamps: list[Stamp] = []
-        previous_version = self.acked_version
-        stamped_until = 0
-        for start, version in labelled_spans:
-            if version > previous_version and start >= stamped_until:
-                stamps.append((start, previous_version, False))
-                stamped_until = min(start + 1, len(self.tokens))
-            stamps.append((max(start, stamped_until), version, True))
-            previous_version = version
-
-        return stamps
 
 
 def _server_failure(status: int | None, text: str) -> EngineError:

@@ -131,7 +131,9 @@ class HttpTransport:
         if self._http_session is None:
             # No limit here: the client limits its streams, and an abort must not queue behind streams.
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_SECONDS)
-            self._http_session = aiohttp.ClientSession(connector=connector, json_serialize=_encode_json)
+            self._http_session = aiohttp.ClientSession(
+                connector=connector, json_serialize=lambda body: msgspec.json.encode(body).decode()
+            )
         return self._http_session
 
     @contextmanager
@@ -195,7 +197,3 @@ def error_text(content: bytes) -> str:
 
 def _bearer_headers(key: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"} if key else {}
-
-
-def _encode_json(body: Any) -> str:
-    return msgspec.json.encode(body).decode()

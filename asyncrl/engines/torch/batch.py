@@ -43,7 +43,7 @@ class Run:
         self.prefix_source: PrefixSource | None = None  # has a longer prefix than the slot: to be copied
         self.filled_length = 0  # leading ids whose KV is in the cache
 
-        self.watched_ids: list[int] = []  # sampled ids that the watch was called with
+        self.checked_ids: list[int] = []  # sampled ids that the stop check was called with
         self.decoding = False
         self.earlier_spans: tuple[VersionSpan, ...] = ()  # of the ids sampled before the last sleep
         self.version_marks = [(0, version)]  # (ids sampled before, version in use from there on)
@@ -166,34 +166,63 @@ class Batcher:
         ended_slots = self._recorded_step(plan)
         self._steady_plan = plan
         self._slot_lengths += self._slot_lengths > 0
+
+        # The chunks' KV is in the cache; after the last chunk of a prompt the slot decodes.
         for run, chunk in chunks.items():
-            self._note_filled(run, chunk)
+            assert run.slot is not None
+            if chunk.start == 0:
+                run.slot.oldest_version = self.version
+                run.slot.swap_count = self._swap_count
+
+            run.filled_length = chunk.end
+            run.slot.held_ids = run.prefill_ids[: chunk.end]
+            if chunk.is_last:
+                self._filling_runs.remove(run)
+                run.decoding = True
+                self._decoding_runs[run.slot.index] = run
+                self._slot_lengths[run.slot.index] = len(run.prefill_ids) + 1
 
         self.generated_tokens += len(self._decoding_runs)
         return [self._decoding_runs[slot] for slot in ended_slots]
 
-    def ends_by_watch(self, run: Run) -> bool:
-        """Call the run's watch with the new id; True if the run ends with this id."""
-        watch = run.request.watch
-        if watch is None:
+    def ends_by_check(self, run: Run) -> bool:
+        """Call the run's stop check with the new id; True if the run ends with this id."""
+        stop_check = run.request.stop_check
+        if stop_check is None:
             return False
 
         sampled_count = self._sampled_count(run)
-        if sampled_count == len(run.watched_ids):
+        if sampled_count == len(run.checked_ids):
             return False
-        run.watched_ids.append(int(self.cache.ids[run.slot_index, run.prompt_length + sampled_count - 1]))
-        return watch(run.watched_ids)
+        run.checked_ids.append(int(self.cache.ids[run.slot_index, run.prompt_length + sampled_count - 1]))
+        return stop_check(run.checked_ids)
 
     def end_run(self, run: Run, stop: StopReason | None = None) -> Generation:
         """Take a run out of the batch and return its sampled ids. `stop`: the reason, if the run was not
         done. Raises EngineError if log-probs are not finite; the run is out of the batch in this case,
         too."""
         generation = self.sampled_so_far(run)
-        del self.runs_by_session[run.request.session]
         ids = generation.ids
+        all_ids = run.request.ids + ids
         all_finite = all(map(math.isfinite, generation.logprobs))
-        computed_length = len(run.request.ids + ids) - 1 if run.decoding else run.filled_length
-        self._remove_run(run, (run.request.ids + ids)[:computed_length] if all_finite else ())
+        del self.runs_by_session[run.request.session]
+
+        if run.slot is None:
+            self._waiting_runs.remove(run)
+        else:
+            # The KV stays for the session's next turn, without that of the last sampled id, which was never
+            # fed back.
+            computed_length = run.filled_length
+            if run.decoding:
+                computed_length = len(all_ids) - 1
+                del self._decoding_runs[run.slot.index]
+            else:
+                self._filling_runs.remove(run)
+
+            run.decoding = False
+            self._slot_lengths[run.slot.index] = 0
+            self._steady_plan = None
+            self.slots.finish_turn(run.slot, all_ids[:computed_length] if all_finite else ())
 
         if not all_finite:
             if not self.asleep:
@@ -214,12 +243,15 @@ class Batcher:
             if start < end
         )
 
-        return Generation(
-            *self._sampled_tokens(run, sampled_count),
-            spans,
-            StopReason.ABORT,
-            self._awake_time() - run.started_at,
-        )
+        ids: list[int] = []
+        logprobs: list[float] = []
+        if sampled_count:
+            sampled_range = slice(run.prompt_length, run.prompt_length + sampled_count)
+            ids = self.cache.ids[run.slot_index, sampled_range].tolist()
+            logprobs = self.cache.logprobs[run.slot_index, sampled_range].tolist()
+
+        seconds = self._awake_time() - run.started_at
+        return Generation(tuple(ids), tuple(logprobs), spans, StopReason.ABORT, seconds)
 
     def _reorder_slots(self) -> None:
         """Move slots so that long sequences lie together: attention reads a range of slots as far as the
@@ -233,7 +265,15 @@ class Batcher:
             return
 
         moved_slots = np.flatnonzero(source_slots != np.arange(len(source_slots)))
-        longest_prefix = max(self._used_positions(self.slots.every_slot[slot]) for slot in moved_slots)
+        longest_prefix = 0
+        for slot in (self.slots.every_slot[slot_index] for slot_index in moved_slots):
+            run_of_session = self.runs_by_session.get(slot.session or "")
+            if run_of_session and run_of_session.slot is slot:
+                used_length = run_of_session.prompt_length + self._sampled_count(run_of_session)
+            else:
+                used_length = len(slot.held_ids)
+            longest_prefix = max(longest_prefix, used_length)
+
         self.cache.move_slots(source_slots[moved_slots], moved_slots, longest_prefix)
         self._slot_lengths = self._slot_lengths[source_slots]
         self._slot_sampling.reorder_slots(source_slots)
@@ -241,24 +281,9 @@ class Batcher:
 
         self._decoding_runs = {run.slot_index: run for run in self._decoding_runs.values()}
 
-    def _used_positions(self, used_slot: Slot) -> int:
-        """Return the number of leading positions of a slot that are in use."""
-        run = self.runs_by_session.get(used_slot.session or "")
-        if run and run.slot is used_slot:
-            return run.prompt_length + self._sampled_count(run)
-        return len(used_slot.held_ids)
-
     def _sampled_count(self, run: Run) -> int:
         length = int(self._slot_lengths[run.slot_index]) if run.decoding else len(run.prefill_ids)
         return length - run.prompt_length
-
-    def _sampled_tokens(self, run: Run, sampled_count: int) -> tuple[tuple[int, ...], tuple[float, ...]]:
-        if sampled_count == 0:
-            return (), ()
-        sampled_range = slice(run.prompt_length, run.prompt_length + sampled_count)
-        ids = self.cache.ids[run.slot_index, sampled_range]
-        logprobs = self.cache.logprobs[run.slot_index, sampled_range]
-        return tuple(ids.tolist()), tuple(logprobs.tolist())
 
     def _admit_waiting(self) -> None:
         """Give slots to waiting requests, in order."""
@@ -339,37 +364,3 @@ class Batcher:
 
         run.prefix_source = None
         return False
-
-    def _note_filled(self, run: Run, chunk: Chunk) -> None:
-        """Note that a chunk's KV is in the cache; after the last chunk the slot decodes."""
-        assert run.slot is not None
-        if chunk.start == 0:
-            run.slot.oldest_version = self.version
-            run.slot.swap_count = self._swap_count
-
-        run.filled_length = chunk.end
-        run.slot.held_ids = run.prefill_ids[: chunk.end]
-
-        if chunk.is_last:
-            self._filling_runs.remove(run)
-            run.decoding = True
-            slot_index = run.slot_index
-            self._decoding_runs[slot_index] = run
-            self._slot_lengths[slot_index] = len(run.prefill_ids) + 1
-
-    def _remove_run(self, run: Run, kept_ids: tuple[int, ...]) -> None:
-        """End a run. The KV of `kept_ids` stays for the session's next turn: all but the last sampled id,
-        which was never fed back."""
-        if run.slot is None:
-            self._waiting_runs.remove(run)
-            return
-
-        if run.decoding:
-            del self._decoding_runs[run.slot_index]
-        else:
-            self._filling_runs.remove(run)
-
-        run.decoding = False
-        self._slot_lengths[run.slot_index] = 0
-        self._steady_plan = None
-        self.slots.finish_turn(run.slot, kept_ids)

@@ -53,7 +53,9 @@ class TorchEngine:
     ) -> None:
         self._model = model.eval()
         self._read_base_model = read_base_model
-        self._vocabulary_size = _vocabulary_size_of(model)
+        embeddings = model.get_input_embeddings().weight
+        assert isinstance(embeddings, torch.Tensor)
+        self._vocabulary_size = embeddings.shape[0]
         self._batcher = Batcher(model, slots, max_len, max_batch_tokens, version)
         self._turn_futures: dict[Run, asyncio.Future[Generation]] = {}
         self._pending_changes: list[Callable[[], None]] = []  # to make after the step under way
@@ -87,39 +89,57 @@ class TorchEngine:
             raise self._break_error
 
         check_request(request, self._vocabulary_size, self._batcher.cache.max_len)
-        future: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
-        self._between_steps(lambda: self._start_turn(request, future))
+        loop = asyncio.get_running_loop()
+        turn_future: asyncio.Future[Generation] = loop.create_future()
+        run: Run | None = None
 
+        def start_turn() -> None:
+            nonlocal run
+            if self._break_error is not None:
+                _set_answer(turn_future, self._break_error)
+            elif request.session in self._batcher.runs_by_session:
+                problem = f"session {request.session!r}: its previous turn is still running"
+                _set_answer(turn_future, EngineError(problem))
+            elif not turn_future.done():  # else the caller did not wait
+                run = self._batcher.add_request(request)
+                self._turn_futures[run] = turn_future
+
+        def read_part() -> None:
+            is_running = run is not None and run in self._turn_futures
+            _set_answer(part_future, self._batcher.sampled_so_far(run) if run and is_running else NOTHING)
+
+        def abort_turn() -> None:
+            if run is not None and run in self._turn_futures:
+                self._answer_turn(run, StopReason.ABORT)
+
+        self._between_steps(start_turn)
         if self._serve_task is None or self._serve_task.done():
             self._wake_event = asyncio.Event()
             self._serve_task = asyncio.create_task(self._serve_turns(), name="torch-engine")
-
         self._wake_event.set()
+
         try:
-            while not (await asyncio.wait([future], timeout=request.part_seconds))[0]:
-                await request.on_part(await self._sampled_so_far(future))
-            return await future
+            # A part is NOTHING if the turn ends while the part is read, or the engine breaks.
+            while not (await asyncio.wait([turn_future], timeout=request.part_seconds))[0]:
+                part_future: asyncio.Future[Generation] = loop.create_future()
+                self._between_steps(read_part)
+                await asyncio.wait([part_future, turn_future], return_when=asyncio.FIRST_COMPLETED)
+                await request.on_part(part_future.result() if part_future.done() else NOTHING)
+
+            return await turn_future
         finally:
-            future.cancel()  # no effect on a finished future
-            if future.cancelled():
-                self._between_steps(lambda: self._abort_turn(future))
-
-    async def _sampled_so_far(self, turn_future: asyncio.Future[Generation]) -> Generation:
-        """Return the ids that a turn has sampled; NOTHING if the turn ends meanwhile, or the engine
-        breaks."""
-        sampled_future: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
-
-        def read_sampled() -> None:
-            run = next((run for run, future in self._turn_futures.items() if future is turn_future), None)
-            if not sampled_future.done():  # else the caller did not wait
-                sampled_future.set_result(NOTHING if run is None else self._batcher.sampled_so_far(run))
-
-        self._between_steps(read_sampled)
-        await asyncio.wait([sampled_future, turn_future], return_when=asyncio.FIRST_COMPLETED)
-        return sampled_future.result() if sampled_future.done() else NOTHING
+            turn_future.cancel()  # no effect on a finished future
+            if turn_future.cancelled():
+                self._between_steps(abort_turn)
 
     def release(self, session: str) -> None:
-        self._between_steps(lambda: self._release_session(session))
+        def release_session() -> None:
+            run = self._batcher.runs_by_session.get(session)
+            if run in self._turn_futures:
+                self._answer_turn(run, StopReason.ABORT)
+            self._batcher.slots.release_session(session)
+
+        self._between_steps(release_session)
 
     async def load(self, ref: WeightsRef) -> Manifest:
         async with self._load_lock:  # versions are applied in the order of the calls
@@ -127,21 +147,48 @@ class TorchEngine:
                 raise self._break_error
 
             manifest, tensors = await asyncio.to_thread(disk.read_tensors, ref)
-            apply_version = partial(self._apply_tensors, manifest.adapters, tensors)
+            wakes_up = self.asleep
+            base_model = None
+            if wakes_up and manifest.adapters:
+                base_model = await asyncio.to_thread(self._read_base_model)
 
-            if self.asleep:
-                base_model = await asyncio.to_thread(self._read_base_model) if manifest.adapters else None
-                apply_version = partial(self._wake_with, base_model, apply_version)
-            await self._make_change(lambda: self._swap_version(apply_version, ref.version.step))
+            def swap_weights() -> None:
+                if not wakes_up:
+                    self._apply_tensors(manifest.adapters, tensors)
+                else:
+                    try:
+                        self._released_memory.allocate()
+                        if base_model is not None:
+                            base_tensors = dict(base_model.named_parameters())
+                            copy_tensors(dict(self._model.named_parameters()), base_tensors)
+                        self._apply_tensors(manifest.adapters, tensors)
+                    except Exception as error:  # the engine sleeps on
+                        self._free_memory()
+                        if isinstance(error, torch.OutOfMemoryError):  # the next try may find enough memory
+                            raise WeightsError(one_line(error)) from error
+                        raise
+
+                    self._batcher.wake()
+                    self._awake_event.set()
+
+                self._batcher.mark_version(ref.version.step)
+                self._wake_event.set()
+
+            await self._make_change(swap_weights)
 
         return manifest
 
     async def sleep(self) -> None:
+        def fall_asleep() -> None:
+            self._awake_event.clear()
+            self._batcher.sleep()
+            self._free_memory()
+
         async with self._load_lock:
             if self._break_error is not None:  # a break while falling asleep may have left memory in use
                 raise self._break_error
             if not self.asleep:
-                await self._make_change(self._fall_asleep)
+                await self._make_change(fall_asleep)
 
     async def score(self, ids: tuple[int, ...]) -> tuple[float, ...]:
         scores = await self._compute_in_thread(partial(self._score, ids, len(ids) - 1))
@@ -206,28 +253,6 @@ class TorchEngine:
         else:
             change()
 
-    def _start_turn(self, request: Request, future: asyncio.Future[Generation]) -> None:
-        if future.done():  # the caller did not wait
-            return
-
-        if self._break_error is not None:
-            future.set_exception(self._break_error)
-        elif request.session in self._batcher.runs_by_session:
-            problem = f"session {request.session!r}: its previous turn is still running"
-            future.set_exception(EngineError(problem))
-        else:
-            self._turn_futures[self._batcher.add_request(request)] = future
-
-    def _abort_turn(self, future: asyncio.Future[Generation]) -> None:
-        for run in [run for run, turn_future in self._turn_futures.items() if turn_future is future]:
-            self._answer_turn(run, StopReason.ABORT)
-
-    def _release_session(self, session: str) -> None:
-        run = self._batcher.runs_by_session.get(session)
-        if run in self._turn_futures:
-            self._answer_turn(run, StopReason.ABORT)
-        self._batcher.slots.release_session(session)
-
     def _apply_tensors(self, specs: Mapping[str, AdapterSpec], tensors: Mapping[str, torch.Tensor]) -> None:
         """Copy a version's tensors into the model or the adapters. Raises WeightsError, changing nothing."""
         if not specs:
@@ -252,39 +277,11 @@ class TorchEngine:
 
         copy_tensors(parameters, tensors)
 
-    def _swap_version(self, apply_version: Callable[[], None], version: int) -> None:
-        apply_version()
-        self._batcher.mark_version(version)
-        self._wake_event.set()
-
-    def _wake_with(self, base_model: PreTrainedModel | None, apply_version: Callable[[], None]) -> None:
-        """Wake with a new version. Raises the error of `apply_version`, or WeightsError where a GPU has too
-        little memory, and sleeps on."""
-        try:
-            self._released_memory.allocate()
-            if base_model is not None:
-                copy_tensors(dict(self._model.named_parameters()), dict(base_model.named_parameters()))
-            apply_version()
-        except Exception as error:
-            self._free_memory()
-            if isinstance(error, torch.OutOfMemoryError):  # the next try may find enough memory
-                raise WeightsError(one_line(error)) from error
-            raise
-
-        self._batcher.wake()
-        self._awake_event.set()
-
-    def _fall_asleep(self) -> None:
-        self._awake_event.clear()
-        self._batcher.sleep()
-        self._free_memory()
-
     def _free_memory(self) -> None:
         """Give up the memory of the KV and of all tensors that every version brings."""
         kept_names = self._model._keys_to_ignore_on_save or ()
-        named_parameters = self._model.named_parameters()
         self._released_memory.release(
-            parameter for name, parameter in named_parameters if name not in kept_names
+            parameter for name, parameter in self._model.named_parameters() if name not in kept_names
         )
         self._released_memory.release(self._batcher.cache.pools)
         torch.cuda.empty_cache()
@@ -294,22 +291,23 @@ class TorchEngine:
         """Make a change between two steps. Raises WeightsError if the change raised this error and so changed
         nothing; any other error breaks the engine."""
         change_made: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._between_steps(lambda: self._run_change(change, change_made))
+
+        def run_change() -> None:
+            if change_made.done():  # the caller did not wait
+                return
+
+            try:
+                change()
+            except WeightsError as error:
+                change_made.set_exception(error)
+            except Exception as error:
+                self._break(_breaking_error(error))
+                change_made.set_exception(_breaking_error(error))
+            else:
+                change_made.set_result(None)
+
+        self._between_steps(run_change)
         await change_made
-
-    def _run_change(self, change: Callable[[], None], change_made: asyncio.Future[None]) -> None:
-        if change_made.done():  # the caller did not wait
-            return
-
-        try:
-            change()
-        except WeightsError as error:
-            change_made.set_exception(error)
-        except Exception as error:
-            self._break(_breaking_error(error))
-            change_made.set_exception(_breaking_error(error))
-        else:
-            change_made.set_result(None)
 
     # -- steps -----------------------------------------------------------------------------------------
 
@@ -327,7 +325,7 @@ class TorchEngine:
 
     async def _run_steps(self) -> None:
         """Sample more ids for every running turn until the event loop is needed: to answer turns that end, to
-        call watches, and to make changes."""
+        call stop checks, and to make changes."""
         self._is_stepping = True
         try:
             ended_runs = await asyncio.get_running_loop().run_in_executor(
@@ -335,7 +333,7 @@ class TorchEngine:
             )
             stop_reasons: dict[Run, StopReason | None] = dict.fromkeys(ended_runs)
             stop_reasons |= {
-                run: StopReason.TEXT for run in self._turn_futures if self._batcher.ends_by_watch(run)
+                run: StopReason.TEXT for run in self._turn_futures if self._batcher.ends_by_check(run)
             }
             for run, stop in stop_reasons.items():
                 self._answer_turn(run, stop)
@@ -353,44 +351,43 @@ class TorchEngine:
     def _step_until_needed(self) -> list[Run]:
         """Compute steps until the event loop is needed: each return to the loop costs as much as several
         sequences of a step. Returns the turns that ended."""
-        any_watch = any(run.request.watch for run in self._turn_futures)
+        any_stop_check = any(run.request.stop_check for run in self._turn_futures)
         while True:
             ended_runs = self._batcher.step()
-            if ended_runs or any_watch or self._pending_changes or self._break_error:
+            if ended_runs or any_stop_check or self._pending_changes or self._break_error:
                 return ended_runs
 
     def _answer_turn(self, run: Run, stop: StopReason | None = None) -> None:
         """Answer a request, with an error if the log-probs are not finite."""
+        answer: Generation | EngineError
         try:
-            generation = self._batcher.end_run(run, stop)
+            answer = self._batcher.end_run(run, stop)
         except EngineError as error:
-            future = self._turn_futures.pop(run)
-            if not future.done():
-                future.set_exception(error)
-        else:
-            future = self._turn_futures.pop(run)
-            if not future.done():
-                future.set_result(generation)
+            answer = error
+
+        _set_answer(self._turn_futures.pop(run), answer)
 
     def _break(self, error: EngineError) -> None:
         """Fail all pending and future requests."""
         self._break_error = self._break_error or error
         self._awake_event.set()
-        futures = self._turn_futures
+        futures = self._turn_futures.values()
         self._turn_futures = {}
-        for future in futures.values():
-            if not future.done():
-                future.set_exception(error)
+        for future in futures:
+            _set_answer(future, error)
+
+
+def _set_answer(future: asyncio.Future[Generation], answer: Generation | EngineError) -> None:
+    if future.done():  # the caller did not wait
+        return
+    if isinstance(answer, EngineError):
+        future.set_exception(answer)
+    else:
+        future.set_result(answer)
 
 
 def _breaking_error(error: Exception) -> EngineError:
     return EngineError(f"the engine broke: {one_line(error)}")
-
-
-def _vocabulary_size_of(model: PreTrainedModel) -> int:
-    weight = model.get_input_embeddings().weight
-    assert isinstance(weight, torch.Tensor)
-    return weight.shape[0]
 
 
 def replace_weights(model: PreTrainedModel, tensors: Mapping[str, torch.Tensor]) -> None:

@@ -51,8 +51,22 @@ class RecordedStep:
 
     def __call__(self, plan: StepLayout) -> list[int]:
         """Compute a step; return the slots whose turns ended with this step."""
-        kind = StepKind(len(plan.layout.groups), plan.layout.decoding_groups, plan.params.any_greedy)
-        step_tensors = _step_tensors(plan)
+        layout = plan.layout
+        params = plan.params
+        kind = StepKind(len(layout.groups), layout.decoding_groups, params.any_greedy)
+        step_tensors = (
+            layout.cells,
+            layout.positions,
+            plan.logit_indices,
+            plan.is_live,
+            params.seed,
+            params.temperature,
+            params.greedy,
+            plan.stops,
+            plan.limits,
+            *(tensor for group in layout.groups for tensor in group),
+        )
+
         if kind not in self._step_functions:
             self._step_functions[kind] = _Step(self._cache, kind)
 
@@ -89,7 +103,7 @@ class _Step(torch.nn.Module):
         limits: torch.Tensor,
         *groups: torch.Tensor,
     ) -> torch.Tensor:
-        """Compute a step and return the indices of the samples that end their turn, [ended]. For the
+        """Compute a step and return the indices of the samples that end their turn, [ending]. For the
         arguments see StepLayout and Layout; `groups` has three tensors per SlotGroup."""
         cache = self._cache
         kind = self._kind
@@ -104,26 +118,9 @@ class _Step(torch.nn.Module):
         cache.ids.view(-1).index_copy_(0, cells, ids)
         cache.logprobs.view(-1).index_copy_(0, cells, logprobs)
 
-        stopped = (ids[:, None] == stops).any(1)
-        ended = (stopped | (positions + 1 >= limits) | logprobs.isnan()) & (is_live == 1)
-        return ended.nonzero().flatten()
-
-
-def _step_tensors(plan: StepLayout) -> tuple[torch.Tensor, ...]:
-    layout = plan.layout
-    params = plan.params
-    return (
-        layout.cells,
-        layout.positions,
-        plan.logit_indices,
-        plan.is_live,
-        params.seed,
-        params.temperature,
-        params.greedy,
-        plan.stops,
-        plan.limits,
-        *(tensor for group in layout.groups for tensor in group),
-    )
+        is_stop_id = (ids[:, None] == stops).any(1)
+        ends_turn = (is_stop_id | (positions + 1 >= limits) | logprobs.isnan()) & (is_live == 1)
+        return ends_turn.nonzero().flatten()
 
 
 def _record_step(

@@ -87,7 +87,13 @@ class KVCache:
         """Run the model on the tokens in the layout's cells and write their KV. Returns logits
         [len(logit_indices), vocabulary] of the tokens with these indices."""
         self._current_layout = layout
-        self._group_biases = [self._attention_bias(group) for group in layout.groups]
+        self._group_biases = []
+        for group in layout.groups:
+            # An additive mask [r, 1, width, reach]: 0 where a token attends, -inf on later positions.
+            is_later = group.columns > group.positions[:, None, :, None]
+            bias = torch.zeros(is_later.shape, dtype=self.model.dtype, device=self.device)
+            self._group_biases.append(bias.masked_fill_(is_later, -torch.inf))
+
         if self.adapters is not None:
             self.adapters.select_adapters(self.adapter_indices[layout.cells // self.columns])
 
@@ -113,6 +119,7 @@ class KVCache:
             pool.flatten(1, 2).index_copy_(1, self._current_layout.cells, states[0])
 
         group_outputs: list[torch.Tensor] = []
+        query_group_size = self.query_group_sizes[layer]
         start = 0
         for group, bias in zip(self._current_layout.groups, self._group_biases, strict=True):
             end = start + group.positions.numel()
@@ -121,9 +128,24 @@ class KVCache:
                 slot_selection = slice(start, end)
             key = _group_states(keys, group, slot_selection)
             value = _group_states(values, group, slot_selection)
-            group_outputs.append(
-                _attend_group(query[0, :, start:end], key, value, bias, self.query_group_sizes[layer], scale)
+
+            # Query heads that share a KV head become further positions of the query, so that keys and values
+            # are never repeated.
+            slot_count = bias.shape[0]
+            width = bias.shape[2]
+            group_query = (
+                query[0, :, start:end]
+                .view(key.shape[1], query_group_size, slot_count, width, query.shape[3])
+                .permute(2, 0, 1, 3, 4)
+                .flatten(2, 3)
             )
+            group_bias = bias[:, :, None].expand(-1, -1, query_group_size, -1, -1).flatten(2, 3)
+            output = F.scaled_dot_product_attention(
+                group_query, key, value, attn_mask=group_bias, scale=scale
+            )
+
+            output = output.unflatten(2, (query_group_size, width)).permute(0, 3, 1, 2, 4)
+            group_outputs.append(output.flatten(2, 3).flatten(0, 1))  # [r * width, heads, d]
             start = end
 
         return (group_outputs[0] if len(group_outputs) == 1 else torch.cat(group_outputs))[None]
@@ -150,12 +172,6 @@ class KVCache:
         for pool in self.pools:
             pool[:, slot].zero_()
             pool[:, :, self.scratch].zero_()
-
-    def _attention_bias(self, group: SlotGroup) -> torch.Tensor:
-        """Return an additive mask [r, 1, width, reach]: 0 where a token attends, -inf on later positions."""
-        is_later = group.columns > group.positions[:, None, :, None]
-        bias = torch.zeros(is_later.shape, dtype=self.model.dtype, device=self.device)
-        return bias.masked_fill_(is_later, -torch.inf)
 
     def _allocate_layers(self) -> int:
         """Run one token through the model to learn the shapes of the layers and to see that the engine can
@@ -186,7 +202,7 @@ class KVCache:
 
 
 class _Probe:
-    """Stands in for the cache in its first forward: allocates each layer's cache."""
+    """Stands in for the cache in the cache's first forward: allocates the keys and values of each layer."""
 
     def __init__(self, cache: KVCache) -> None:
         self.cache = cache
@@ -204,29 +220,6 @@ class _Probe:
 def _group_states(pool: torch.Tensor, group: SlotGroup, slot_selection: slice | torch.Tensor) -> torch.Tensor:
     """Return the keys or values of a group's slots: [r, kv_heads, reach, d]."""
     return pool[:, :, : group.columns.shape[0]][:, slot_selection].transpose(0, 1)
-
-
-def _attend_group(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    bias: torch.Tensor,
-    query_group_size: int,
-    scale: float | None,
-) -> torch.Tensor:
-    """Compute one group's attention: query [heads, r * width, d] gives [r * width, heads, d]. Query heads
-    that share a KV head are folded into the query's length, so that keys and values are never repeated."""
-    slot_count = bias.shape[0]
-    width = bias.shape[2]
-    folded = (
-        query.view(key.shape[1], query_group_size, slot_count, width, query.shape[2])
-        .permute(2, 0, 1, 3, 4)
-        .flatten(2, 3)
-    )
-
-    bias = bias[:, :, None].expand(-1, -1, query_group_size, -1, -1).flatten(2, 3)
-    attended = F.scaled_dot_product_attention(folded, key, value, attn_mask=bias, scale=scale)
-    return attended.unflatten(2, (query_group_size, width)).permute(0, 3, 1, 2, 4).flatten(2, 3).flatten(0, 1)
 
 
 def _attention(

@@ -14,12 +14,13 @@ from asyncrl.engines.torch.slots import KVCache, Layout, SlotGroup
 
 # Slots are ordered by classes of lengths: up to 256 ids, up to 512, and so on.
 _SHORT_LENGTH = 256
-# Slots are moved or cut into groups if this saves a step so many cells.
+# Slots are moved or split into groups if this saves a step so many cells.
 _WORTHWHILE_CELLS = 4096
 
 
 class Chunk(NamedTuple):
-    """Prompt tokens [start, end) of a slot to prefill; after the `last` chunk the first id is sampled."""
+    """Prompt tokens [start, end) of a slot to prefill. `is_last`: the prompt ends with this chunk, after
+    which the first id is sampled."""
 
     slot: int
     start: int
@@ -74,14 +75,6 @@ class SlotSampling:
         for name, values in vars(self).items():
             setattr(self, name, values[source_slots])
 
-    def slot_params(self, slots: np.ndarray, device: torch.device) -> Params:
-        return Params(
-            seed=_tensor(self.seed[slots], device),
-            temperature=_tensor(self.temperature[slots], device),
-            greedy=_tensor(self.greedy[slots], device),
-            any_greedy=bool(self.greedy[slots].any()),
-        )
-
 
 def reordered_slots(lengths: np.ndarray) -> np.ndarray | None:
     """Return the slot [slots] whose content each slot should get, or None while the order is good.
@@ -89,7 +82,7 @@ def reordered_slots(lengths: np.ndarray) -> np.ndarray | None:
     `lengths` [slots] counts the ids of slots that decode, or soon will, and is 0 for other slots. Slots are
     read in place, each as far as the longest slot at or behind its position: long sequences belong in front.
     """
-    # k where the length is at most _SHORT · 2^k; -1 where it is 0.
+    # k where the length is at most _SHORT_LENGTH · 2^k; -1 where it is 0.
     length_classes = np.ceil(np.log2(np.maximum(lengths, _SHORT_LENGTH) / _SHORT_LENGTH)).astype(np.int64)
     length_classes[lengths == 0] = -1
     cells = _SHORT_LENGTH * 2.0**length_classes * (length_classes >= 0)
@@ -137,7 +130,21 @@ def build_layout(
             if chunk.is_last:
                 last_indices.append(decoding_count + index * width + chunk.end - chunk.start - 1)
 
-    layout = _pack_spans(cache, spans, len(decoding_spans))
+    # The spans are packed one after another.
+    positions = _tensor(np.concatenate([span.positions.reshape(-1) for span in spans]), cache.device)
+    cells = np.concatenate(
+        [(span.slots[:, None] * cache.columns + span.positions).reshape(-1) for span in spans]
+    )
+
+    groups = []
+    start = 0
+    for span in spans:
+        group_positions = positions[start : start + span.positions.size].view(span.positions.shape)
+        columns = cache.columns_for(span.longest)
+        groups.append(SlotGroup(_tensor(span.slots, cache.device), group_positions, columns))
+        start += span.positions.size
+
+    layout = Layout(_tensor(cells, cache.device), positions, tuple(groups), len(decoding_spans))
     room_left = [
         len(group.columns) - span.longest
         for group, span in zip(layout.groups, spans, strict=True)
@@ -146,12 +153,19 @@ def build_layout(
     logit_indices = np.array([*range(decoding_count), *last_indices], dtype=np.int64)
     is_live = np.concatenate([is_decoding, np.ones(len(last_chunks), dtype=np.int64)])
 
+    params = Params(
+        seed=_tensor(sampling.seed[sampled_slots], cache.device),
+        temperature=_tensor(sampling.temperature[sampled_slots], cache.device),
+        greedy=_tensor(sampling.greedy[sampled_slots], cache.device),
+        any_greedy=bool(sampling.greedy[sampled_slots].any()),
+    )
+
     return StepLayout(
         layout=layout,
         logit_indices=_tensor(logit_indices, cache.device),
         slots=sampled_slots.tolist(),
         is_live=_tensor(is_live, cache.device),
-        params=sampling.slot_params(sampled_slots, cache.device),
+        params=params,
         stops=_tensor(sampling.stops[sampled_slots], cache.device),
         limits=_tensor(sampling.limits[sampled_slots], cache.device),
         steps_left=0 if chunks else min(room_left),
@@ -173,43 +187,28 @@ def _decoding_spans(lengths: np.ndarray, scratch: int) -> list[_Span]:
         return []
 
     reach_lengths = _largest_behind(used_lengths)
-    half, saved_cells = _best_cut(reach_lengths)
-    cut_points = [0]
+    middle, saved_cells = _best_split(reach_lengths)
+    group_starts = [0]
 
     # Four groups, of which some may be empty: each number of groups is another kind of step to record.
     if saved_cells >= _WORTHWHILE_CELLS:
-        cut_points = [0, _best_cut(reach_lengths[:half])[0], half, half + _best_cut(reach_lengths[half:])[0]]
+        first_quarter = _best_split(reach_lengths[:middle])[0]
+        last_quarter = middle + _best_split(reach_lengths[middle:])[0]
+        group_starts = [0, first_quarter, middle, last_quarter]
 
     positions = np.where(used_lengths > 0, used_lengths - 1, scratch)[:, None]
     return [
         _Span(np.arange(start, end), positions[start:end], int(used_lengths[start:end].max(initial=0)))
-        for start, end in pairwise([*cut_points, len(used_lengths)])
+        for start, end in pairwise([*group_starts, len(used_lengths)])
     ]
 
 
-def _best_cut(reach_lengths: np.ndarray) -> tuple[int, int]:
-    """Return where to cut slots in two, and how many cells the cut saves. `reach_lengths` [r], not empty,
-    does not rise."""
+def _best_split(reach_lengths: np.ndarray) -> tuple[int, int]:
+    """Return the first slot of the second of two groups, and how many cells two groups save. `reach_lengths`
+    [r], not empty, does not rise."""
     saved_cells = (reach_lengths[0] - reach_lengths) * np.arange(len(reach_lengths), 0, -1)
-    cut_point = int(saved_cells.argmax())
-    return cut_point, int(saved_cells[cut_point])
-
-
-def _pack_spans(cache: KVCache, spans: list[_Span], decoding: int) -> Layout:
-    """Pack the spans one after another; the first `decoding` spans decode."""
-    flat_positions = _tensor(np.concatenate([span.positions.reshape(-1) for span in spans]), cache.device)
-    cells = np.concatenate(
-        [(span.slots[:, None] * cache.columns + span.positions).reshape(-1) for span in spans]
-    )
-
-    groups = []
-    start = 0
-    for slots, positions, longest in spans:
-        group_positions = flat_positions[start : start + positions.size].view(positions.shape)
-        groups.append(SlotGroup(_tensor(slots, cache.device), group_positions, cache.columns_for(longest)))
-        start += positions.size
-
-    return Layout(_tensor(cells, cache.device), flat_positions, tuple(groups), decoding)
+    second_start = int(saved_cells.argmax())
+    return second_start, int(saved_cells[second_start])
 
 
 def _tensor(array: np.ndarray, device: torch.device) -> torch.Tensor:

@@ -82,9 +82,9 @@ async def test_rows_of_several_agents_in_one_step(
         base = await engine.read(same, 7, 3)
         with torch.no_grad():
             table = alone["other"](row).logits[0, -8:-1].log_softmax(-1)
-        own, (top, ids) = table.gather(1, torch.tensor(same)[-7:, None]), table.topk(3)
-        for found, expected in ((base.logprobs, own), (base.top, top)):
-            assert np.allclose(np.frombuffer(found, "<f4"), expected.flatten(), atol=2e-5)
+        id_logprobs, (top, ids) = table.gather(1, torch.tensor(same)[-7:, None]), table.topk(3)
+        for packed_values, expected in ((base.logprobs, id_logprobs), (base.top, top)):
+            assert np.allclose(np.frombuffer(packed_values, "<f4"), expected.flatten(), atol=2e-5)
         assert np.frombuffer(base.ids, "<i4").tolist() == ids.flatten().tolist()
     await engine.close()
 
@@ -102,9 +102,9 @@ async def test_the_opponent_of_one_agent_is_the_model_without_adapters(tmp_path:
 async def test_a_first_version_that_is_refused_changes_nothing(tmp_path: Path) -> None:
     engine = serve(slots=1)
     specs = Adapters(tiny(), SIZES).specs
-    wrong = publish({"w": torch.ones(2)}, tmp_path, PolicyVersion(1, 1), specs)
+    whole_model = publish({"w": torch.ones(2)}, tmp_path, PolicyVersion(1, 1), specs)
     with pytest.raises(WeightsError, match="not those of its adapters"):
-        await engine.load(wrong)
+        await engine.load(whole_model)
     request = replace(ask(prompt(9), 4), agent="planner")
     assert_logprobs(tiny(), request, await engine.generate(request))
     await engine.close()

@@ -39,9 +39,9 @@ def test_what_is_left_continues_the_tokens_within_the_limit() -> None:
 
 def test_the_watch_hears_of_the_whole_turn() -> None:
     heard: list[tuple[int, ...]] = []
-    request = msgspec.structs.replace(REQUEST, watch=lambda ids: bool(heard.append(tuple(ids))))
+    request = msgspec.structs.replace(REQUEST, stop_check=lambda ids: bool(heard.append(tuple(ids))))
     for sampled in (NOTHING, part(3, 4)):
-        watch = remaining_request(request, sampled).watch
+        watch = remaining_request(request, sampled).stop_check
         assert watch is not None
         watch([5, 6])
     assert heard == [(5, 6), (3, 4, 5, 6)]
@@ -64,23 +64,26 @@ async def test_who_hears_of_parts_hears_of_the_whole_turn() -> None:
 def by_token(sampled: Generation) -> list[tuple[int, float, int, int]]:
     spans = [span for span in sampled.spans for _ in range(span.start, span.end)]
     sampled_by = [(span.version, span.kv_version) for span in spans]
-    return [(*one, *by) for *one, by in zip(sampled.ids, sampled.logprobs, sampled_by, strict=True)]
+    return [
+        (*token, *versions)
+        for *token, versions in zip(sampled.ids, sampled.logprobs, sampled_by, strict=True)
+    ]
 
 
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=5), st.data())
 def test_the_parts_of_a_turn_are_the_turn(sizes: list[int], data: st.DataObject) -> None:
     request = Request("s", (1,), Sampling(100, ()))
-    whole = NOTHING
+    joined_turn = NOTHING
     for version, size in enumerate(sizes):
-        whole = with_part(request, whole, part(*range(size), version=version))
-    cuts = data.draw(st.lists(st.integers(0, len(whole.ids)), max_size=4).map(sorted))
-    kept = NOTHING
-    for cut in [*cuts, len(whole.ids)]:
-        seen = concat(NOTHING, msgspec.structs.replace(whole, ids=whole.ids[:cut]))
-        kept = concat(kept, suffix_after(kept, clipped(seen)))
-        assert len(kept.ids) == cut
-    assert by_token(kept) == by_token(whole) and kept.stop is whole.stop
-    assert kept.seconds == whole.seconds
+        joined_turn = with_part(request, joined_turn, part(*range(size), version=version))
+    cuts = data.draw(st.lists(st.integers(0, len(joined_turn.ids)), max_size=4).map(sorted))
+    sampled_before = NOTHING
+    for cut in [*cuts, len(joined_turn.ids)]:
+        seen = concat(NOTHING, msgspec.structs.replace(joined_turn, ids=joined_turn.ids[:cut]))
+        sampled_before = concat(sampled_before, suffix_after(sampled_before, clipped(seen)))
+        assert len(sampled_before.ids) == cut
+    assert by_token(sampled_before) == by_token(joined_turn) and sampled_before.stop is joined_turn.stop
+    assert sampled_before.seconds == joined_turn.seconds
 
 
 def clipped(seen: Generation) -> Generation:
@@ -93,12 +96,12 @@ def clipped(seen: Generation) -> Generation:
 
 def test_parts_line_up() -> None:
     first = with_part(REQUEST, NOTHING, part(3, 4, version=7))
-    whole = with_part(REQUEST, first, part(5, STOP_ID, version=6, stop=StopReason.STOP))
-    assert whole.ids == (3, 4, 5, STOP_ID)
-    assert whole.logprobs == tuple(-0.1 * id for id in whole.ids)
-    assert whole.spans == (VersionSpan(0, 2, 7, 6), VersionSpan(2, 4, 6, 5))  # versions may decrease
-    assert whole.stop is StopReason.STOP
-    assert whole.seconds == 1.0
+    joined_turn = with_part(REQUEST, first, part(5, STOP_ID, version=6, stop=StopReason.STOP))
+    assert joined_turn.ids == (3, 4, 5, STOP_ID)
+    assert joined_turn.logprobs == tuple(-0.1 * id for id in joined_turn.ids)
+    assert joined_turn.spans == (VersionSpan(0, 2, 7, 6), VersionSpan(2, 4, 6, 5))  # versions may decrease
+    assert joined_turn.stop is StopReason.STOP
+    assert joined_turn.seconds == 1.0
 
 
 def test_a_part_cut_off_after_its_last_token_is_whole() -> None:

@@ -30,8 +30,8 @@ async def test_a_groups_prompt_is_computed_once(family: str):
     # that is done sits out a step or two.
     assert 0 <= forwarded.tokens - (70 + 7 * 6 + 8 * 3) < 8
     before = forwarded.tokens
-    other = ask(same[:40] + prompt(9, "other"), 4, "shares one block")
-    assert_logprobs(tiny(family), other, await engine.generate(other))
+    block_sharer = ask(same[:40] + prompt(9, "other"), 4, "shares one block")
+    assert_logprobs(tiny(family), block_sharer, await engine.generate(block_sharer))
     assert forwarded.tokens - before == (8 + 9) + 3
     await engine.close()
 

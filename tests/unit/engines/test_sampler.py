@@ -35,10 +35,10 @@ def test_uniform_is_splitmix64_of_key_and_position():
     for key in (0, 1, 2**63, 2**64 - 1, 123456789):
         seed = splitmix64(key)
         positions = torch.arange(5)
-        got = uniform(torch.full((5,), mix_key(key), dtype=torch.long), positions)
+        numbers = uniform(torch.full((5,), mix_key(key), dtype=torch.long), positions)
         golden = 0x9E3779B97F4A7C15
         expected = [(splitmix64(seed + position * golden) >> 12) / 2**52 for position in range(5)]
-        assert got.tolist() == expected
+        assert numbers.tolist() == expected
 
 
 def test_chi_square_against_softmax():
@@ -70,10 +70,10 @@ def test_a_token_is_the_first_whose_cumulative_weight_is_above_the_draw(vocabula
     logits = 3 * torch.randn(500, vocabulary)
     logits[:, 1::3] = -torch.inf
     positions = torch.arange(500)
-    how = params(500)
-    ids, logprobs = sample(logits, positions, how, vocabulary)
+    sampling_params = params(500)
+    ids, logprobs = sample(logits, positions, sampling_params, vocabulary)
     cumulative = logits.log_softmax(-1).exp().double().cumsum(-1)
-    target = uniform(how.seed, positions)[:, None] * cumulative[:, -1:]
+    target = uniform(sampling_params.seed, positions)[:, None] * cumulative[:, -1:]
     wanted = torch.searchsorted(cumulative, target, right=True).squeeze(1)
     near = (cumulative.gather(1, wanted[:, None]) - target).abs().squeeze(1) < 1e-12
     assert torch.equal(ids[~near], wanted[~near]) and near.sum() < 5

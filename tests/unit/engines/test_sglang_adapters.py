@@ -61,7 +61,10 @@ class Server:
         script.says("/flush_cache", 200)
 
     async def _models(self, request: web.Request) -> web.Response:
-        names = [{"id": "base", "parent": None}, *({"id": one, "parent": "base"} for one in self.adapters)]
+        names = [
+            {"id": "base", "parent": None},
+            *({"id": adapter, "parent": "base"} for adapter in self.adapters),
+        ]
         return web.json_response({"data": names})
 
     async def _info(self, request: web.Request) -> web.Response:
@@ -82,8 +85,8 @@ class Server:
     async def _generate(self, request: web.Request) -> web.Response:
         """Score ids; each has the log-prob that the numbers of the adapter say."""
         body = await request.json()
-        one = next(iter(self.adapters[body["lora_path"]].values()))
-        read = [[float(one.mean()), id, None] for id in body["input_ids"]]
+        tensor = next(iter(self.adapters[body["lora_path"]].values()))
+        read = [[float(tensor.mean()), id, None] for id in body["input_ids"]]
         return web.json_response({"meta_info": {"input_token_logprobs": read}})
 
     async def _update(self, request: web.Request) -> web.Response:
@@ -115,7 +118,7 @@ async def test_a_version_is_loaded_under_a_name_of_its_own_and_its_files_go(tmp_
         ref = version(tmp_path, 3)
         manifest = await loader.load(ref)
         assert manifest.adapters == {"": SPEC} and loader.loaded == ref
-        assert [float(one.mean()) for one in server.adapters["e1-v3@mine"].values()] == [3.0, 3.0]
+        assert [float(tensor.mean()) for tensor in server.adapters["e1-v3@mine"].values()] == [3.0, 3.0]
         assert not server.path.exists(), "the server would load it again for whoever names it"
         assert await loader.label() == "e1-v3"
         await loader.load(ref)  # whose answer was lost
@@ -129,9 +132,9 @@ async def test_what_is_no_version_of_adapters_or_is_refused_changes_nothing(tmp_
     async with loading(tmp_path) as (server, loader):
         first = version(tmp_path, 0)
         await loader.load(first)
-        whole = publish({"w": torch.ones(2)}, tmp_path / "whole", PolicyVersion(1, 1))
+        whole_model = publish({"w": torch.ones(2)}, tmp_path / "whole", PolicyVersion(1, 1))
         with pytest.raises(WeightsError, match="e1-v1 is not of adapters"):
-            await loader.load(whole)
+            await loader.load(whole_model)
         refusal = b'{"success": false, "error_message": "rank 64 is incompatible"}'
         server.script.says("/load_lora_adapter", 400, refusal)
         with pytest.raises(WeightsError, match="rank 64 is incompatible"):
@@ -148,10 +151,10 @@ async def test_a_cancelled_load_leaves_no_files_and_nobody_who_writes_any(
     go_on = threading.Event()
     write = write_file
 
-    def slowly(*given: Any) -> None:
+    def slowly(*arguments: Any) -> None:
         loop.call_soon_threadsafe(writing.set)
         go_on.wait(30)
-        write(*given)
+        write(*arguments)
 
     monkeypatch.setattr(adapters, "write_file", slowly)
     async with loading(tmp_path) as (server, loader):
@@ -172,8 +175,11 @@ async def test_outdated_adapters_and_those_of_earlier_supervisors_are_unloaded(t
             await loader.load(version(tmp_path, step))
         assert loader._unload_task is not None
         await loader._unload_task
-        kept = {f"e1-v{step}@mine" for step in range(1, OLDEST + 3)}
-        assert server.adapters.keys() == kept | {"of somebody else"} and len(kept) == CONFIG.adapters_held
+        expected_adapters = {f"e1-v{step}@mine" for step in range(1, OLDEST + 3)}
+        assert (
+            server.adapters.keys() == expected_adapters | {"of somebody else"}
+            and len(expected_adapters) == CONFIG.adapters_held
+        )
         for step in (1, 2):  # of another epoch nothing is in use once it was told of
             await loader.load(version(tmp_path, step, epoch=2))
         await loader._unload_task
@@ -314,7 +320,10 @@ TWO = msgspec.structs.replace(
 
 
 async def test_a_version_of_several_agents_is_an_adapter_each(tmp_path: Path) -> None:
-    specs = {agent: AdapterSpec(own.lora_rank, 4.0, (LAYER,)) for agent, own in TWO.agents.items()}
+    specs = {
+        agent: AdapterSpec(agent_config.lora_rank, 4.0, (LAYER,))
+        for agent, agent_config in TWO.agents.items()
+    }
     names = {
         f"base_model.model.{LAYER}.lora_{role}.{agent}.weight": agent for role in "AB" for agent in specs
     }
@@ -325,11 +334,13 @@ async def test_a_version_of_several_agents_is_an_adapter_each(tmp_path: Path) ->
         assert await loader.label() == f"e1-v{step}"
         assert loader._unload_task is not None
         await loader._unload_task
-        kept = {f"e1-v{at}/{agent}@mine" for at in range(1, step + 1) for agent in specs}
-        assert server.adapters.keys() == kept and len(kept) + 1 == TWO.adapters_held, "and the base"
+        expected_adapters = {f"e1-v{at}/{agent}@mine" for at in range(1, step + 1) for agent in specs}
+        assert (
+            server.adapters.keys() == expected_adapters and len(expected_adapters) + 1 == TWO.adapters_held
+        ), "and the base"
         for name, files in server.adapters.items():
             assert files.keys() == {f"base_model.model.{LAYER}.lora_{role}.weight" for role in "AB"}
-            assert {float(one.mean()) for one in files.values()} == {7.0 if "planner" in name else 5.0}
+            assert {float(tensor.mean()) for tensor in files.values()} == {7.0 if "planner" in name else 5.0}
         assert await loader.score((1, 2, 3)) == (7.0, 7.0, 5.0, 5.0), "the probe is compared with each"
         del server.adapters[f"e1-v{step}/coder@mine"]
         assert await loader.label() == "no adapter of this run"

@@ -221,19 +221,19 @@ async def test_a_watch_ends_the_turn_within_an_event(finished: bool):
         spans = [{"version": "e0-v3", "start": 0, "end": 4}, {"version": "e0-v4", "start": 4, "end": 6}]
         end = event([9, 10], 6, "e0-v4", LENGTH, weight_versions=spans)
         first = event([5, 6], 2, "e0-v3")
-        gone = asyncio.Event()
+        connection_closed = asyncio.Event()
         if finished:
             script.streams(first, event([7, 8, 9, 10], 6, "e0-v4", LENGTH, weight_versions=spans), DONE)
         else:
-            script.streams(first, event([7, 8], 4, "e0-v3"), end, then=gone)
+            script.streams(first, event([7, 8], 4, "e0-v3"), end, then=connection_closed)
         heard: list[tuple[int, ...]] = []
 
         def watch(ids: Sequence[int]) -> bool:
             heard.append(tuple(ids))
             return ids[-1] == 7
 
-        sampled = await engine.generate(replace(ask((1, 2), 6), watch=watch))
-        gone.set()
+        sampled = await engine.generate(replace(ask((1, 2), 6), stop_check=watch))
+        connection_closed.set()
         assert heard == [(5,), (5, 6), (5, 6, 7)]
         assert (sampled.ids, sampled.logprobs) == ((5, 6, 7), (-2.5, -3.0, -3.5))
         assert (sampled.stop, sampled.spans) == (StopReason.TEXT, (VersionSpan(0, 3, 3, 3),))

@@ -49,7 +49,7 @@ async def test_a_load_that_was_given_up_is_out_of_the_way_before_the_next(
     refs = [publish({"w": torch.ones(2) * at}, tmp_path, PolicyVersion(0, at)) for at in range(2)]
     server = Server()
     inside = list[int]()
-    most = list[int]()
+    concurrent_loads = list[int]()
     entered = threading.Event()
     go = threading.Event()
     loader = loader_of(server, WeightsConfig(), cache=tmp_path / "cache")  # type: ignore[arg-type]
@@ -57,7 +57,7 @@ async def test_a_load_that_was_given_up_is_out_of_the_way_before_the_next(
 
     def slow(ref: WeightsRef) -> Any:
         inside.append(ref.version.step)
-        most.append(len(inside))
+        concurrent_loads.append(len(inside))
         entered.set()
         go.wait(60)
         inside.remove(ref.version.step)
@@ -73,7 +73,7 @@ async def test_a_load_that_was_given_up_is_out_of_the_way_before_the_next(
     assert inside == [0] and server.calls == []  # the thread goes on; the server was not touched
     go.set()
     assert (await second).version.step == 1
-    assert most == [1, 1] and server.label == "e0-v1" and server.calls == ["pause", "resume"]
+    assert concurrent_loads == [1, 1] and server.label == "e0-v1" and server.calls == ["pause", "resume"]
 
 
 async def test_a_cache_is_deleted_when_no_load_that_was_given_up_fills_it(

@@ -23,7 +23,7 @@ def layout(**changes: tuple[int, ...] | None) -> Layout:
 
 
 @pytest.mark.parametrize(
-    ("changes", "found"),
+    ("changes", "description"),
     [
         ({}, ""),
         ({"b.weight": None}, "lacks b.weight"),
@@ -33,8 +33,8 @@ def layout(**changes: tuple[int, ...] | None) -> Layout:
         ({f"x{n}": (1,) for n in range(5)}, "has unknown x0, x1, x2 and 2 more"),
     ],
 )
-def test_differences_are_named(changes: dict[str, tuple[int, ...] | None], found: str) -> None:
-    assert Shapes(OWN).describe_differences(layout(**changes)) == found
+def test_differences_are_named(changes: dict[str, tuple[int, ...] | None], description: str) -> None:
+    assert Shapes(OWN).describe_differences(layout(**changes)) == description
 
 
 def test_a_tied_embedding_may_be_left_out_but_not_have_another_shape() -> None:

@@ -40,10 +40,12 @@ def flags(command: list[str]) -> dict[str, str]:
 
 def test_the_command_line_says_what_the_configuration_says() -> None:
     config = configured(tp=2)
-    found = flags(server_command(config, 0, "10.0.0.1", 30000, gpus=8))
-    assert found["--host"] == "10.0.0.1" and found["--port"] == "30000"
-    assert found["--tp-size"] == "2" and found["--mem-fraction-static"] == "0.85"
-    assert found["--model-path"] == str(Path("m").resolve()) and found["--dtype"] == "bfloat16"
+    command_flags = flags(server_command(config, 0, "10.0.0.1", 30000, gpus=8))
+    assert command_flags["--host"] == "10.0.0.1" and command_flags["--port"] == "30000"
+    assert command_flags["--tp-size"] == "2" and command_flags["--mem-fraction-static"] == "0.85"
+    assert (
+        command_flags["--model-path"] == str(Path("m").resolve()) and command_flags["--dtype"] == "bfloat16"
+    )
     assert server_command(config, 0, "h", 1, 8)[:3] == [sys.executable, "-m", "sglang.launch_server"]
 
 

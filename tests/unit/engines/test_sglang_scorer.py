@@ -80,53 +80,57 @@ async def test_a_turn_is_read_from_where_it_begins_and_its_prefix_is_in_the_cach
 def test_a_scorer_has_the_policys_vocabulary(tmp_path: Path) -> None:
     def check(name: str, path: str, theirs: str, **changes: Any) -> None:
         info = msgspec.structs.replace(ServerInfo("0.5.23", theirs, max_req_input_len=256), **changes)
-        given = config(tmp_path, **{name: {"path": path, "urls": [URL]}})
-        check_scorer(given, name, URL, info, ModelInfo(theirs, architectures=("Qwen2ForCausalLM",)))
+        scorer_config = config(tmp_path, **{name: {"path": path, "urls": [URL]}})
+        check_scorer(scorer_config, name, URL, info, ModelInfo(theirs, architectures=("Qwen2ForCausalLM",)))
 
     same = saved(tmp_path / "same", VOCABULARY, 72)
-    other = saved(tmp_path / "other", {"a": 0, "c": 1})
+    other_model = saved(tmp_path / "other", {"a": 0, "c": 1})
     check("reference", "", same)
     check("reference", same, same)
     check("reference", "", saved(tmp_path / "bare"))  # no tokenizer.json: the sizes are the same
-    check("reward", other, other, max_req_input_len=1)  # it has a tokenizer of its own
-    for path, theirs in (("", other), (other, other), ("", saved(tmp_path / "wide", size=65))):
+    check("reward", other_model, other_model, max_req_input_len=1)  # it has a tokenizer of its own
+    for path, theirs in (
+        ("", other_model),
+        (other_model, other_model),
+        ("", saved(tmp_path / "wide", size=65)),
+    ):
         with pytest.raises(ConfigError, match="another vocabulary than the policy") as caught:
             check("teacher", path, theirs)
         assert "\n" not in str(caught.value)
     with pytest.raises(
         ConfigError, match=r"another model than scorers\.teacher\.path: vocab_size 64 instead"
     ):
-        check("teacher", same, other)
+        check("teacher", same, other_model)
     with pytest.raises(ConfigError, match="room for 255 tokens"):
         check("teacher", same, same, max_req_input_len=255)
 
 
 def test_what_a_scorer_lacks_is_one_line_before_the_start(tmp_path: Path) -> None:
-    with socket.socket() as taken:  # nobody listens there
-        taken.bind(("127.0.0.1", 0))
-        url = f"http://127.0.0.1:{taken.getsockname()[1]}"
+    with socket.socket() as bound_socket:  # nobody listens there
+        bound_socket.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{bound_socket.getsockname()[1]}"
         with pytest.raises(ConfigError, match=rf"^scorers\.reference\.urls: .*{url}") as caught:
             check_servers(config(tmp_path, reference={"urls": [url]}))
         assert "\n" not in str(caught.value)
     with pytest.raises(ConfigError, match=r"^scorers\.teacher\.path: .* no model\.safetensors"):
         check_servers(config(tmp_path, teacher={"path": str(tmp_path / "own")}))
-    other = saved(tmp_path / "other", {"z": 0})
+    other_model = saved(tmp_path / "other", {"z": 0})
     (tmp_path / "other/model.safetensors").touch()
     with pytest.raises(ConfigError, match=r"^scorers\.teacher: .* another vocabulary"):
-        check_servers(config(tmp_path, teacher={"path": other}))
+        check_servers(config(tmp_path, teacher={"path": other_model}))
 
 
 def test_a_server_of_a_scorer_gets_its_model_and_the_next_gpus(tmp_path: Path) -> None:
-    given = config(
+    scorer_config = config(
         tmp_path,
         teacher={"path": "r"},
         teacher_b={"urls": [URL], "sources": ["b"]},
         reward={"path": "w", "tp": 2, "servers": 2},
     )
-    firsts = [base_gpu(given, i, 8, name) for i, (name, _) in enumerate(given.scorer_places)]
-    assert given.scorer_places == [("teacher", 0), ("teacher_b", 0), ("reward", 0), ("reward", 1)]
+    firsts = [base_gpu(scorer_config, i, 8, name) for i, (name, _) in enumerate(scorer_config.scorer_places)]
+    assert scorer_config.scorer_places == [("teacher", 0), ("teacher_b", 0), ("reward", 0), ("reward", 1)]
     assert firsts == [1, 2, 2, 4]  # after the rank; who is attached to has none here
-    command = server_command(given, 3, "h", 1, 8, "reward")
+    command = server_command(scorer_config, 3, "h", 1, 8, "reward")
     after = {
         name: command[command.index(name) + 1] for name in ("--model-path", "--tp-size", "--base-gpu-id")
     }

@@ -67,12 +67,12 @@ def test_other_versions_and_too_little_room_are_refused(
 
 def test_who_scores_with_the_base_was_started_with_it_and_has_room_for_a_teachers_prompt(tmp_path: Path):
     """Another server has other weights after a restart, until its supervisor has seen it."""
-    own = model(tmp_path / "own")
+    own_model = model(tmp_path / "own")
     teacher = {"scorers": {"teacher": {"urls": ["engines"]}}}
     lent = parse(
         {
             "name": "x",
-            "model": {"path": own, "lora_rank": 2},
+            "model": {"path": own_model, "lora_rank": 2},
             "data": {"train": "t.parquet"},
             "rollout": {"max_tokens": 256, "max_new_tokens": 64},
             "weights": {"adapters": True},
@@ -81,9 +81,9 @@ def test_who_scores_with_the_base_was_started_with_it_and_has_room_for_a_teacher
         }
     )
     able = {"enable_lora": True, "max_loras_per_batch": 16, "max_req_input_len": 265}
-    check_engine_server(lent, URL, *served(own, **able))
+    check_engine_server(lent, URL, *served(own_model, **able))
     with pytest.raises(ConfigError, match=r"max_tokens is 256, and kl\.prompt may take 9 more: lower it"):
-        check_engine_server(lent, URL, *served(own, **able | {"max_req_input_len": 264}))
+        check_engine_server(lent, URL, *served(own_model, **able | {"max_req_input_len": 264}))
     with pytest.raises(ConfigError, match=r"was started with \S+other, .*start it with model\.path"):
         check_engine_server(lent, URL, *served(model(tmp_path / "other"), **able))
 
@@ -130,9 +130,9 @@ def test_a_server_that_cannot_sleep_is_refused_where_engines_do(config: RunConfi
 
 
 def test_another_model_is_refused_by_what_differs(config: RunConfig, tmp_path: Path):
-    other = model(tmp_path / "other", intermediate_size=48, num_attention_heads=8)
+    other_model = model(tmp_path / "other", intermediate_size=48, num_attention_heads=8)
     with pytest.raises(ConfigError, match=r"intermediate_size 48 instead of \d+; num_attention_heads 8 inst"):
-        check_engine_server(config, URL, *served(other))
+        check_engine_server(config, URL, *served(other_model))
     llama = model(tmp_path / "llama", LlamaConfig)
     with pytest.raises(ConfigError, match="architecture LlamaForCausalLM instead of Qwen2ForCausalLM"):
         check_engine_server(config, URL, *served(llama, "LlamaForCausalLM"))

@@ -42,9 +42,9 @@ async def loading(tmp_path: Path) -> AsyncIterator[tuple[Script, ServerLoader, W
 
 def changes(script: Script) -> list[str]:
     """What was changed, in the order in which it was asked for since the last look."""
-    asked = [(path, body) for path, body, _ in script.requests if path != "/model_info"]
+    commands = [(path, body) for path, body, _ in script.requests if path != "/model_info"]
     script.requests = []
-    return [path + (f" {' '.join(body['tags'])}" if "tags" in body else "") for path, body in asked]
+    return [path + (f" {' '.join(body['tags'])}" if "tags" in body else "") for path, body in commands]
 
 
 async def test_memory_is_given_up_once_and_taken_again_around_the_load(tmp_path: Path) -> None:

@@ -22,8 +22,8 @@ QUEUED = {"type": "abort", "message": "Abort in waiting queue"}
 
 def event(ids: list[int], total: int, label: str = "e0-v3", **meta: Any) -> StreamEvent:
     entries = [[-0.5 * token, token, None] for token in ids]
-    known = {"id": "x", "finish_reason": None, "weight_version": label, "completion_tokens": total}
-    body = {"text": "", "output_ids": ids, "meta_info": known | {"output_token_logprobs": entries} | meta}
+    meta_info = {"id": "x", "finish_reason": None, "weight_version": label, "completion_tokens": total}
+    body = {"text": "", "output_ids": ids, "meta_info": meta_info | {"output_token_logprobs": entries} | meta}
     return decode_event(msgspec.json.encode(body))
 
 
@@ -36,8 +36,8 @@ def answer_to(acked: tuple[int, int], in_place: bool) -> StreamedTurn:
 
 
 def fed(answer: StreamedTurn, *events: StreamEvent) -> StreamedTurn:
-    for each in events:
-        answer.add_event(each)
+    for event_bytes in events:
+        answer.add_event(event_bytes)
     return answer
 
 
@@ -138,8 +138,8 @@ def test_unfinished_requests_are_believed_to_be_as_old_as_they_can_be(acked: tup
     """The label of an event is that of the moment it passed the front end."""
     answer = fed(answer_to(acked, in_place=True), event([1], 1, "e0-v4"), event([2, 3], 3, "e0-v6"))
     assert answer.generation().spans == (VersionSpan(0, 3, oldest, -1),)
-    alike = fed(answer_to((0, 4), in_place=True), event([1], 1, "e0-v4"))
-    assert alike.generation().spans == (VersionSpan(0, 1, 4, 4),)
+    same_versions = fed(answer_to((0, 4), in_place=True), event([1], 1, "e0-v4"))
+    assert same_versions.generation().spans == (VersionSpan(0, 1, 4, 4),)
 
 
 def test_weights_of_nobody_are_refused_but_not_when_nothing_was_sampled():
@@ -159,27 +159,32 @@ def test_routes_are_of_all_tokens_but_the_last():
     answer = answer_to((0, 3), in_place=True)
     encoded_routes = routes(0, 300, 2, 3, 4, 5)
     end = event([1, 2, 3], 3, finish_reason=LENGTH, routed_experts=encoded_routes)
-    found = fed(answer, end).generation().routes
-    assert found == Routes(0, 3, np.array([0, 300, 2, 3, 4, 5], "<u2").tobytes()) and found.end == 3
+    decoded_routes = fed(answer, end).generation().routes
+    assert (
+        decoded_routes == Routes(0, 3, np.array([0, 300, 2, 3, 4, 5], "<u2").tobytes())
+        and decoded_routes.end == 3
+    )
 
 
 def test_routes_start_where_they_are_not_known_yet():
     request = Request("s", (1, 2, 3, 4), Sampling(99, ()), routes_from=3)
     answer = StreamedTurn(request, PolicyVersion(0, 3), True)
-    found = fed(answer, event([5], 1, finish_reason=LENGTH, routed_experts=routes(7, 8))).generation().routes
-    assert found == Routes(3, 1, np.array([7, 8], "<u2").tobytes())
+    decoded_routes = (
+        fed(answer, event([5], 1, finish_reason=LENGTH, routed_experts=routes(7, 8))).generation().routes
+    )
+    assert decoded_routes == Routes(3, 1, np.array([7, 8], "<u2").tobytes())
 
 
 def test_routes_end_with_the_turn():
     """Its watch ended it two tokens before the server did."""
-    request = Request("s", (1, 2), Sampling(99, ()), watch=lambda ids: ids[-1] == 6, routes_from=0)
+    request = Request("s", (1, 2), Sampling(99, ()), stop_check=lambda ids: ids[-1] == 6, routes_from=0)
     answer = StreamedTurn(request, PolicyVersion(0, 3), True)
     fed(answer, event([5, 6, 7, 8], 4, finish_reason=LENGTH, routed_experts=routes(*range(10))))
-    assert answer.ends_by_watch()
-    found = answer.generation()
-    assert found.ids == (5, 6)
-    assert found.routes == Routes(0, 3, np.arange(6, dtype="<u2").tobytes())
-    assert found.routes.until(0) is None
+    assert answer.ends_by_check()
+    generation = answer.generation()
+    assert generation.ids == (5, 6)
+    assert generation.routes == Routes(0, 3, np.arange(6, dtype="<u2").tobytes())
+    assert generation.routes.until(0) is None
 
 
 @pytest.mark.parametrize("encoded_routes", [routes(1, 2), routes(-1, 2, 3), routes(1, 2, 1 << 16), "x"])

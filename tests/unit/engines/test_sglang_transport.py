@@ -139,28 +139,28 @@ async def test_ready_is_a_question_to_servers_of_this_kind_only():
 def test_events_are_found_wherever_the_stream_was_cut(size: int):
     stream = event([1], 1) + b": a comment\n\n" + event([2], 2) + DONE
     events = EventSplitter()
-    found = [
+    payloads = [
         payload
         for start in range(0, len(stream), size)
         for payload in events.feed(stream[start : start + size])
     ]
-    assert found == [event([1], 1)[6:-2], event([2], 2)[6:-2], b"[DONE]"]
+    assert payloads == [event([1], 1)[6:-2], event([2], 2)[6:-2], b"[DONE]"]
 
 
 async def test_a_server_that_sleeps_may_be_silent_and_then_has_its_time_anew():
     async with connected() as (script, server):
-        begun = asyncio.Event()
+        request_started = asyncio.Event()
         wakes = asyncio.Event()
         script.streams(event([1], 1), then=wakes)
 
         async def read() -> None:
             async with server.generate({"input_ids": [1]}, 0.2) as events:
                 async for _ in events:
-                    begun.set()
+                    request_started.set()
 
         server.set_asleep(True)
         stream = asyncio.create_task(read())
-        await begun.wait()
+        await request_started.wait()
         done, _ = await asyncio.wait([stream], timeout=0.5)  # more than it may be silent awake
         assert not done
         start = asyncio.get_running_loop().time()

@@ -63,12 +63,12 @@ class Stepped:
         self.engine._step_until_needed = counted  # type: ignore[method-assign, assignment]
 
     async def turns(self, name: str, ids: tuple[int, ...], count: int = 1) -> list[Generation]:
-        found = []
+        generations = []
         for turn in range(count):
             request = ask(ids, 9 + turn, name, key=len(name) + turn, temperature=0.9)
-            found.append(await self.engine.generate(request))
-            ids += found[-1].ids + prompt(5, turn)
-        return found
+            generations.append(await self.engine.generate(request))
+            ids += generations[-1].ids + prompt(5, turn)
+        return generations
 
     async def all(self, cuts: Iterator[int], ref: WeightsRef | None) -> list[list[Generation]]:
         """Play all turns; it sleeps after so many steps, each time."""
@@ -92,9 +92,9 @@ class Stepped:
             assert self.steps == before
             assert ref is not None
             await self.engine.load(ref)
-        found = await asyncio.wait_for(asyncio.gather(*tasks), 60)
+        generations = await asyncio.wait_for(asyncio.gather(*tasks), 60)
         await self.engine.close()
-        return found
+        return generations
 
 
 @pytest.fixture(scope="module")
@@ -110,11 +110,11 @@ def test_turns_go_on_as_if_it_had_not_slept(
     """In prompts, between their chunks, while a prefix is awaited, in decode, before a second turn."""
     ref = publish(tiny(), tmp_path_factory.mktemp("weights"), 0)
     for before, after in zip(undisturbed, asyncio.run(Stepped().all(iter(cuts), ref)), strict=True):
-        for one, other in zip(before, after, strict=True):
-            assert (one.ids, one.stop) == (other.ids, other.stop)
-            assert other.logprobs == pytest.approx(one.logprobs, abs=1e-6, rel=0)
-            assert [(s.version, s.kv_version) for s in other.spans] == [(0, 0)] * len(other.spans)
-            assert other.seconds >= 0
+        for turn_before, turn_after in zip(before, after, strict=True):
+            assert (turn_before.ids, turn_before.stop) == (turn_after.ids, turn_after.stop)
+            assert turn_after.logprobs == pytest.approx(turn_before.logprobs, abs=1e-6, rel=0)
+            assert [(s.version, s.kv_version) for s in turn_after.spans] == [(0, 0)] * len(turn_after.spans)
+            assert turn_after.seconds >= 0
 
 
 def test_it_takes_no_more_steps_than_needed(tmp_path: Path):
@@ -131,14 +131,18 @@ async def test_a_recording_serves_after_a_sleep(tmp_path: Path, monkeypatch: pyt
     engine = serve(stepwise=True)
     new = tiny(seed=1)
     await engine.generate(ask(prompt(9), 12))
-    made = engine._batcher._recorded_step._step_functions
-    recordings = {kind: one for kind, one in made.items() if isinstance(one, torch.jit.ScriptModule)}
+    step_functions = engine._batcher._recorded_step._step_functions
+    recordings = {
+        kind: step_function
+        for kind, step_function in step_functions.items()
+        if isinstance(step_function, torch.jit.ScriptModule)
+    }
     assert recordings
     await engine.sleep()
     await engine.load(publish(new, tmp_path, 1))
     request = ask(prompt(9), 12, "t")
     assert_logprobs(new, request, await engine.generate(request))
-    assert all(made[kind] is one for kind, one in recordings.items())
+    assert all(step_functions[kind] is recording for kind, recording in recordings.items())
     await engine.close()
 
 
@@ -158,15 +162,15 @@ async def test_the_version_that_wakes_it_computes_all_kv_anew(family: str, tmp_p
     await engine.sleep()
     assert engine.version == 0
     await engine.load(published(new, tmp_path, 3))
-    whole = await task
-    cut = whole.spans[0].end
-    assert whole.spans == (VersionSpan(0, cut, 0, 0), VersionSpan(cut, 30, 3, 3)) and 5 <= cut < 30
-    early = replace(whole, ids=whole.ids[:cut], logprobs=whole.logprobs[:cut])
+    generation = await task
+    cut = generation.spans[0].end
+    assert generation.spans == (VersionSpan(0, cut, 0, 0), VersionSpan(cut, 30, 3, 3)) and 5 <= cut < 30
+    early = replace(generation, ids=generation.ids[:cut], logprobs=generation.logprobs[:cut])
     assert_logprobs(tiny(family), request, early)
-    late = replace(whole, ids=whole.ids[cut:], logprobs=whole.logprobs[cut:])
-    assert_logprobs(new, ask(request.ids + early.ids), late)
-    kept = await engine.generate(ask((*request.ids, *whole.ids, 1), 3))
-    assert kept.spans == (VersionSpan(0, 3, 3, 3),)
+    part_after_sleep = replace(generation, ids=generation.ids[cut:], logprobs=generation.logprobs[cut:])
+    assert_logprobs(new, ask(request.ids + early.ids), part_after_sleep)
+    next_turn = await engine.generate(ask((*request.ids, *generation.ids, 1), 3))
+    assert next_turn.spans == (VersionSpan(0, 3, 3, 3),)
     await engine.close()
 
 
@@ -191,9 +195,9 @@ async def test_a_load_that_fails_leaves_it_asleep(tmp_path: Path, monkeypatch: p
         dict(list(tiny().named_parameters())[1:]), tmp_path / "lacking", PolicyVersion(0, 0)
     )
     absent = WeightsRef(PolicyVersion(0, 0), str(tmp_path / "none"))
-    for wrong, why in ((lacking, "missing"), (absent, "none")):
+    for bad_ref, why in ((lacking, "missing"), (absent, "none")):
         with pytest.raises(WeightsError, match=why):
-            await engine.load(wrong)
+            await engine.load(bad_ref)
         assert engine.asleep and held(engine) == 0 and not task.done()
     good = publish(tiny(), tmp_path / "good", 0)
     with monkeypatch.context() as patch:
@@ -217,9 +221,9 @@ async def test_memory_that_could_not_be_given_up_is_not_said_to_be(
         patch.setattr(engine._released_memory, "release", lambda tensors: torch.empty(-1))
         with pytest.raises(EngineError, match="the engine broke"):
             await engine.sleep()
-    for asked in (engine.sleep(), engine.load(publish(tiny(), tmp_path, 0))):
+    for call in (engine.sleep(), engine.load(publish(tiny(), tmp_path, 0))):
         with pytest.raises(EngineError, match="the engine broke"):
-            await asked
+            await call
     assert held(engine) > 0
     await engine.close()
 
@@ -231,21 +235,23 @@ async def test_adapters_alone_wake_it_with_the_base_of_its_directory(tmp_path: P
     sizes = {"": (3, 6.0)}
     draw = torch.Generator().manual_seed(1)
     adapters = Adapters(both, sizes)
-    own = Adapters(alone, sizes)
+    own_adapters = Adapters(alone, sizes)
     tensors = {}
     with torch.no_grad():
         for piece in adapters.published:
             value = 0.3 * torch.randn(both.get_parameter(piece.parameter).shape, generator=draw)
             alone.get_parameter(piece.parameter).copy_(value)
             tensors[piece.name] = value
-    ref = fake_weights.publish(tensors, tmp_path, PolicyVersion(1, 1), own.specs)
-    wrong = fake_weights.publish({"w": torch.ones(2)}, tmp_path / "w", PolicyVersion(1, 2), own.specs)
+    ref = fake_weights.publish(tensors, tmp_path, PolicyVersion(1, 1), own_adapters.specs)
+    bad_ref = fake_weights.publish(
+        {"w": torch.ones(2)}, tmp_path / "w", PolicyVersion(1, 2), own_adapters.specs
+    )
     engine = serve()
     if not first:
         await engine.load(ref)
     await engine.sleep()
     with pytest.raises(WeightsError, match="not those of its adapters"):
-        await engine.load(wrong)
+        await engine.load(bad_ref)
     assert engine.asleep and held(engine) == 0
     await engine.load(ref)
     request = ask(prompt(9))
@@ -305,7 +311,9 @@ async def test_what_is_asked_of_a_sleeper(tmp_path: Path):
 async def test_close_ends_what_waits_for_a_sleeper():
     engine = serve()
     await engine.sleep()
-    waiting = [asyncio.create_task(one) for one in (engine.score(prompt(3)), engine.generate(ask(prompt(4))))]
+    waiting = [
+        asyncio.create_task(call) for call in (engine.score(prompt(3)), engine.generate(ask(prompt(4))))
+    ]
     await settle()
     await engine.close()
     for outcome in await asyncio.wait_for(asyncio.gather(*waiting, return_exceptions=True), 60):
@@ -338,8 +346,8 @@ async def test_memory_is_given_back_and_does_not_grow(tmp_path: Path):
 
     def used() -> int:
         """Without what is mapped from files, as versions are until they have been copied."""
-        found = psutil.Process().memory_info()
-        return found.rss - found.shared
+        memory_info = psutil.Process().memory_info()
+        return memory_info.rss - memory_info.shared
 
     for count in range(50):
         await engine.sleep()

@@ -11,7 +11,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from asyncrl.engines.base import Watch, engines, remaining_request, with_part
+from asyncrl.engines.base import StopCheck, engines, remaining_request, with_part
 from asyncrl.engines.torch.batch import Run
 from asyncrl.engines.torch.engine import TorchEngine
 from asyncrl.errors import ConfigError, EngineError
@@ -119,7 +119,7 @@ async def test_abort_and_cancel_give_back_what_there_is():
 async def test_a_turn_is_heard_of_in_parts_and_goes_on_elsewhere_as_it_would_have():
     """Whoever hears of its parts, the turn is the same; and so is its rest on another engine, after any."""
     request = ask(prompt(11), 60, key=42, temperature=0.9)
-    whole = await (engine := serve()).generate(request)
+    expected_turn = await (engine := serve()).generate(request)
     await engine.close()
     parts: list[Generation] = []
 
@@ -130,35 +130,35 @@ async def test_a_turn_is_heard_of_in_parts_and_goes_on_elsewhere_as_it_would_hav
     engine._batcher.version = 3
     in_parts = await engine.generate(replace(request, part_seconds=1e-6, on_part=on_part))
     await engine.close()
-    assert replace(in_parts, seconds=0.0, spans=()) == replace(whole, seconds=0.0, spans=())
+    assert replace(in_parts, seconds=0.0, spans=()) == replace(expected_turn, seconds=0.0, spans=())
     parts = [part for part in parts if part.ids]  # none: it had ended
     sizes = [len(part.ids) for part in parts]
     assert sizes == sorted(sizes) and len({*sizes} - {60}) > 10
     for part in parts:
         count = len(part.ids)
-        assert (part.ids, part.logprobs) == (whole.ids[:count], whole.logprobs[:count])
+        assert (part.ids, part.logprobs) == (expected_turn.ids[:count], expected_turn.logprobs[:count])
         assert part.spans == (VersionSpan(0, count, 3, 3),)
         assert part.stop is StopReason.ABORT
     last = next(part for part in parts if len(part.ids) == sizes[-1] // 2)
-    other = serve()
-    after = with_part(request, last, await other.generate(remaining_request(request, last)))
-    await other.close()
-    assert after.ids == whole.ids and after.stop is StopReason.LENGTH
-    torch.testing.assert_close(torch.tensor(after.logprobs), torch.tensor(whole.logprobs), **ROUNDING)
+    other_engine = serve()
+    after = with_part(request, last, await other_engine.generate(remaining_request(request, last)))
+    await other_engine.close()
+    assert after.ids == expected_turn.ids and after.stop is StopReason.LENGTH
+    torch.testing.assert_close(torch.tensor(after.logprobs), torch.tensor(expected_turn.logprobs), **ROUNDING)
 
 
 async def test_a_turn_that_is_cancelled_while_its_part_is_taken_leaves():
     engine = serve(slots=1, stepwise=True)
-    taken = asyncio.Event()
+    part_received = asyncio.Event()
 
     async def on_part(sampled: Generation) -> None:
-        taken.set()
+        part_received.set()
         await asyncio.Event().wait()
 
     task = asyncio.create_task(
         engine.generate(replace(ask(prompt(7), 80), part_seconds=1e-6, on_part=on_part))
     )
-    await taken.wait()
+    await part_received.wait()
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
@@ -237,15 +237,15 @@ async def test_a_broken_engine_fails_everything_and_hangs_nothing():
 async def test_a_change_between_steps_that_fails_drops_none_after_it(monkeypatch: pytest.MonkeyPatch):
     engine = serve(slots=2)
     monkeypatch.setattr(engine._batcher.slots, "release_session", lambda _: 1 / 0)
-    made: list[str] = []
+    changes_made: list[str] = []
 
     def watch(ids: object) -> bool:  # called in the midst of a step
         engine.release("d")
-        engine._between_steps(lambda: made.append("after"))
+        engine._between_steps(lambda: changes_made.append("after"))
         return False
 
-    await asyncio.wait_for(engine.generate(replace(ask(prompt(4), 80, "d"), watch=watch)), 60)
-    assert made == ["after"]
+    await asyncio.wait_for(engine.generate(replace(ask(prompt(4), 80, "d"), stop_check=watch)), 60)
+    assert changes_made == ["after"]
     with pytest.raises(EngineError, match="the engine broke: ZeroDivisionError"):
         await engine.generate(ask(prompt(4), 8, "e"))
     await engine.close()
@@ -256,8 +256,8 @@ async def test_a_turn_that_cannot_be_ended_breaks_the_engine_and_hangs_nobody(
 ):
     engine = serve(slots=2)
     monkeypatch.setattr(engine._batcher, "end_run", lambda *_: 1 / 0)
-    asked = [asyncio.create_task(engine.generate(ask(prompt(4), n, str(n)))) for n in (3, 9)]
-    for outcome in await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), 60):
+    turns = [asyncio.create_task(engine.generate(ask(prompt(4), n, str(n)))) for n in (3, 9)]
+    for outcome in await asyncio.wait_for(asyncio.gather(*turns, return_exceptions=True), 60):
         assert isinstance(outcome, EngineError) and "ZeroDivisionError" in str(outcome)
     await engine.close()
 
@@ -308,25 +308,26 @@ def test_a_sliding_window_is_refused():
 
 async def test_a_watch_hears_every_id_and_ends_the_turn_with_the_one_it_chooses():
     engine = serve()
-    asked = [ask(prompt(9, n), 20, f"{n}", n) for n in range(3)]
-    whole = await asyncio.gather(*map(engine.generate, asked))
+    requests = [ask(prompt(9, n), 20, f"{n}", n) for n in range(3)]
+    whole_turns = await asyncio.gather(*map(engine.generate, requests))
     heard: dict[int, list[tuple[int, ...]]] = {0: [], 1: []}
 
-    def watch(n: int) -> Watch:
+    def watch(n: int) -> StopCheck:
         return lambda ids: heard[n].append(tuple(ids)) or len(ids) == (7, 20)[n]  # type: ignore[func-returns-value]
 
     again = [
-        replace(one, session=f"again {n}", watch=watch(n) if n < 2 else None) for n, one in enumerate(asked)
+        replace(request, session=f"again {n}", stop_check=watch(n) if n < 2 else None)
+        for n, request in enumerate(requests)
     ]
     cut, last, free = await asyncio.gather(*map(engine.generate, again))
     assert (cut.stop, last.stop, free.stop) == (StopReason.TEXT, StopReason.TEXT, StopReason.LENGTH)
-    assert cut.ids == whole[0].ids[:7]
+    assert cut.ids == whole_turns[0].ids[:7]
     # Kernels may sum batches of other shapes in another order: equal within float32's rounding only.
-    assert cut.logprobs == pytest.approx(whole[0].logprobs[:7], abs=1e-5)
+    assert cut.logprobs == pytest.approx(whole_turns[0].logprobs[:7], abs=1e-5)
     assert cut.spans == (VersionSpan(0, 7, 0, 0),)
-    assert (last.ids, free.ids) == (whole[1].ids, whole[2].ids)
-    assert heard[0] == [whole[0].ids[:n] for n in range(1, 8)]
-    assert heard[1] == [whole[1].ids[:n] for n in range(1, 21)]
+    assert (last.ids, free.ids) == (whole_turns[1].ids, whole_turns[2].ids)
+    assert heard[0] == [whole_turns[0].ids[:n] for n in range(1, 8)]
+    assert heard[1] == [whole_turns[1].ids[:n] for n in range(1, 21)]
     await engine.close()
 
 
@@ -334,7 +335,7 @@ async def test_the_thread_steps_on_until_a_turn_ends_or_something_is_asked(monke
     """A score waits for the step under way, not for the end of a turn."""
     engine = serve()
     fifth = threading.Event()
-    asked = threading.Event()
+    change_requested = threading.Event()
     scored = threading.Event()
     steps = 0
     returns = []
@@ -346,7 +347,7 @@ async def test_the_thread_steps_on_until_a_turn_ends_or_something_is_asked(monke
         steps += 1
         if steps == 5:
             fifth.set()
-            assert asked.wait(30)
+            assert change_requested.wait(30)
         assert steps < 6 or scored.wait(30)
         return step()
 
@@ -362,7 +363,7 @@ async def test_the_thread_steps_on_until_a_turn_ends_or_something_is_asked(monke
     await asyncio.to_thread(fifth.wait, 30)
     score = asyncio.create_task(engine.score(prompt(7)))
     await asyncio.sleep(0)
-    asked.set()
+    change_requested.set()
     assert len(await score) == 6
     scored.set()
     assert len((await turn).ids) == 60 and returns == [5, 60]

@@ -20,8 +20,8 @@ from .tiny import FAMILIES, MIXTURES, ROUNDING, ask, assert_logprobs, generated,
 
 
 def publish(model: PreTrainedModel, directory: Path, version: int) -> WeightsRef:
-    own = dict(model.named_parameters())
-    tensors = {piece.name: piece.view_in(own[piece.parameter]) for piece in file_pieces(model)}
+    parameters = dict(model.named_parameters())
+    tensors = {piece.name: piece.view_in(parameters[piece.parameter]) for piece in file_pieces(model)}
     return fake_weights.publish(tensors, directory, PolicyVersion(0, version))
 
 
@@ -57,8 +57,8 @@ async def test_weights_swap_between_two_tokens(family: str, tmp_path: Path):
     # The last token sampled by the old weights has no KV yet: the new weights write it.
     expected = mixed_logprobs(old, new, ids, len(request.ids) + cut - 1)
     torch.testing.assert_close(torch.tensor(generation.logprobs[cut:]), expected, **ROUNDING)
-    kept = await engine.generate(ask((*ids, 1), 3))
-    assert kept.spans == (VersionSpan(0, 3, 3, 0),)
+    next_turn = await engine.generate(ask((*ids, 1), 3))
+    assert next_turn.spans == (VersionSpan(0, 3, 3, 0),)
     engine.release("s")
     fresh = ask((*ids, 1), 3)
     generation = await engine.generate(fresh)
@@ -94,11 +94,11 @@ async def test_not_finite_weights_fail_their_requests_and_leave_no_trace(tmp_pat
     engine = serve(slots=4, stepwise=True)
     request = ask(prompt(5), 80)
     lengths = enumerate((80, 1, 80))  # the row in the middle sits out when the weights go bad
-    others = [asyncio.create_task(engine.generate(ask(prompt(4), n, str(i)))) for i, n in lengths]
-    await others.pop(1)
+    other_turns = [asyncio.create_task(engine.generate(ask(prompt(4), n, str(i)))) for i, n in lengths]
+    await other_turns.pop(1)
     await generated(engine, 7)
     await engine.load(nan)
-    for outcome in await asyncio.gather(*others, engine.generate(request), return_exceptions=True):
+    for outcome in await asyncio.gather(*other_turns, engine.generate(request), return_exceptions=True):
         assert isinstance(outcome, EngineError) and "not finite" in str(outcome)
     await engine.load(good)
     requests = [ask(prompt(6, i), 80, str(i)) for i in range(3)]

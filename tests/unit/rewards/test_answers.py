@@ -137,7 +137,7 @@ def test_regex(pattern: str, of: Any, truth: Any, reward: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "answer", "found"),
+    ("name", "options", "answer", "pred"),
     [
         ("final_number", {}, "so 1,234.00", "1234"),
         ("final_number", {}, "so 0.1", "0.1"),
@@ -151,11 +151,11 @@ def test_regex(pattern: str, of: Any, truth: Any, reward: float) -> None:
     ],
 )
 def test_an_answer_that_is_found_is_reported_for_the_majority(
-    name: str, options: dict[str, Any], answer: str, found: str | None
+    name: str, options: dict[str, Any], answer: str, pred: str | None
 ) -> None:
     """As text: a number would be a component, of which means are shown."""
     reported = result(name, answer, "7", **options)
-    assert (reported.components, reported.notes) == ({}, {"pred": found} if found else {})
+    assert (reported.components, reported.notes) == ({}, {"pred": pred} if pred else {})
 
 
 @pytest.mark.parametrize(

@@ -26,12 +26,12 @@ SAMPLE = Sample(
 GIVEN = RewardInput(SAMPLE, "It is Paris.", transcript="<user>…")
 
 
-def judged(said: str, status: int = 200, **options: Any) -> tuple[float | str, list[Any]]:
+def judged(judge_text: str, status: int = 200, **options: Any) -> tuple[float | str, list[Any]]:
     """The score, or the text of the error, and the prompts that the judge was given."""
 
     async def main() -> tuple[float | str, list[Any]]:
         async with scripted() as script:
-            answer(script, said, status)
+            answer(script, judge_text, status)
             plugin = {"llm_judge": {"url": f"{script.url}/v1", "model": "judge", "retries": 0, **options}}
             episode_reward = EpisodeReward(load_rewards(plugin), 30.0)
             try:
@@ -51,7 +51,7 @@ def answer(script: Script, judgement: str, status: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "options", "score"),
+    ("judge_text", "options", "score"),
     [
         ("It agrees.\nScore: 10", {}, 1.0),
         ("Score: 3 at first. **Score:** 7.5/10", {}, 0.75),
@@ -63,8 +63,10 @@ def answer(script: Script, judgement: str, status: int) -> None:
         ("I will not say.", {}, "ValueError: the judge gave no score: 'I will not say.'"),
     ],
 )
-def test_the_number_that_the_judge_writes(said: str, options: dict[str, Any], score: float | str) -> None:
-    result, _ = judged(said, **options)
+def test_the_number_that_the_judge_writes(
+    judge_text: str, options: dict[str, Any], score: float | str
+) -> None:
+    result, _ = judged(judge_text, **options)
     assert result == score or (isinstance(score, str) and str(result).startswith(score))
 
 

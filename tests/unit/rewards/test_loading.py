@@ -75,7 +75,7 @@ def file(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "place", "score"),
+    ("name", "options", "location", "score"),
     [
         ("verl", {}, "processes", 1.0),
         ("verl", {"scale": "2.5"}, "processes", 2.5),
@@ -90,11 +90,13 @@ def file(tmp_path: Path) -> Path:
         ("Model", {}, "one_process", 0.25),
     ],
 )
-def test_what_is_a_reward(file: Path, name: str, options: dict[str, Any], place: str, score: float) -> None:
+def test_what_is_a_reward(
+    file: Path, name: str, options: dict[str, Any], location: str, score: float
+) -> None:
     (reward,) = load_rewards({f"{file}:{name}": options})
     assert (reward.name, reward.location, reward.source) == (
         name,
-        place,
+        location,
         RewardSource(f"{file}:{name}", options),
     )
     assert asyncio.run(evaluate(reward.function, GIVEN)) == RewardResult(score)

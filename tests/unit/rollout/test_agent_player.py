@@ -967,8 +967,8 @@ def test_a_stream_tells_the_text_before_the_turn_is_over() -> None:
 
     class Slow(ScriptedEngine):
         async def generate(self, request: Request) -> Generation:
-            assert request.watch is not None
-            assert not request.watch(encode("4"))
+            assert request.stop_check is not None
+            assert not request.stop_check(encode("4"))
             await asyncio.to_thread(
                 text_arrived.wait, 30
             )  # the rest is sampled when the agent has read this much

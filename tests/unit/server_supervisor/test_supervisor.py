@@ -183,7 +183,7 @@ async def test_a_server_whose_loader_cannot_be_made_is_disconnected(tmp_path: Pa
                 await supervisor._keep_server()
             assert supervisor._server is None  # no beat has told of it
         server = called.call_args.args[2]
-        assert server.api._transport._http_session is None
+        assert server.api._http_session is None
 
 
 def report(*answers: Loaded) -> Callable[[ServerSupervisor, ServerVersions], Awaitable[Any]]:

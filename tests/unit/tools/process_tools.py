@@ -11,10 +11,10 @@ from asyncrl.tools import Rewarded, Tool, ToolError, tool
 
 
 @tool(process=True, timeout=20, concurrency=2, env=("SEARCH_KEY",))
-def work(what: str) -> Rewarded:
+def work(command: str) -> Rewarded:
     """Do what is said, some of it bad."""
     print("tools may print")
-    match what:
+    match command:
         case "hang":
             time.sleep(60)
         case "die":
@@ -25,12 +25,12 @@ def work(what: str) -> Rewarded:
             return Rewarded(" ".join(os.environ), 0.0)
         case "large":
             return Rewarded("x" * 10_000_000, 0.0)
-    if what.startswith("polite"):
-        with open(what.split()[1], "a") as calls:
+    if command.startswith("polite"):
+        with open(command.split()[1], "a") as calls:
             calls.write("x")
         raise ToolError("No city is called so.")
-    if what.endswith(".txt") and not Path(what).exists():
-        Path(what).touch()
+    if command.endswith(".txt") and not Path(command).exists():
+        Path(command).touch()
         os._exit(7)
     return Rewarded(os.getpid(), 0.5)
 

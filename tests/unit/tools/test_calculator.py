@@ -26,7 +26,7 @@ def test_unknown_operation_is_a_reply() -> None:
 
 def test_simulated_latency_has_the_mean_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[tuple[float, float]] = []
-    monkeypatch.setattr(random, "lognormvariate", lambda *given: drawn.append(given) or 0.0)
+    monkeypatch.setattr(random, "lognormvariate", lambda *arguments: drawn.append(arguments) or 0.0)
     calculator = load_tool("calculator", latency_mean=0.3, latency_sigma=2.0)
     asyncio.run(call_tool(calculator, ToolCall("calculator", '{"a": 1, "op": "plus", "b": 1}')))
     ((center, sigma),) = drawn

@@ -27,18 +27,18 @@ class Clock(selectors.DefaultSelector):
 
 def simulate(work: Coroutine[Any, Any, None]) -> None:
     def loop() -> asyncio.AbstractEventLoop:
-        made = asyncio.SelectorEventLoop(clock := Clock())
-        made.time = lambda: clock.now  # type: ignore[method-assign]
-        return made
+        simulated_loop = asyncio.SelectorEventLoop(clock := Clock())
+        simulated_loop.time = lambda: clock.now  # type: ignore[method-assign]
+        return simulated_loop
 
     with asyncio.Runner(loop_factory=loop) as runner:
         runner.run(work)
 
 
-def paced(begun: list[float]) -> ToolSession:
+def paced(start_times: list[float]) -> ToolSession:
     @tool(rate=10, timeout=1.0)
     async def slow() -> str:
-        begun.append(asyncio.get_running_loop().time())
+        start_times.append(asyncio.get_running_loop().time())
         return ""
 
     return Toolbox({"slow": slow}).session(Sample(0, "", (), ""))
@@ -49,17 +49,17 @@ CALL = ToolCall("slow", "{}")
 
 def test_a_rate_is_used_in_full_when_more_is_asked_for() -> None:
     async def main() -> None:
-        begun: list[float] = []
-        session = paced(begun)
+        start_times: list[float] = []
+        session = paced(start_times)
         await session.open()
         calls = []
         for _ in range(500):  # 25 per second, of which 10 may begin
             calls.append(asyncio.create_task(session.call(CALL)))
             await asyncio.sleep(0.04)
         replies = await asyncio.gather(*calls)
-        assert sum(reply.error is None for reply in replies) == len(begun)
-        assert 199 <= len(begun) <= 211
-        assert all(0.0999 < after - before < 0.1001 for before, after in itertools.pairwise(begun))
+        assert sum(reply.error is None for reply in replies) == len(start_times)
+        assert 199 <= len(start_times) <= 211
+        assert all(0.0999 < after - before < 0.1001 for before, after in itertools.pairwise(start_times))
         assert {reply.error for reply in replies} == {
             None,
             "the tool is busy: the call did not begin within 1 s",
@@ -70,15 +70,15 @@ def test_a_rate_is_used_in_full_when_more_is_asked_for() -> None:
 
 def test_calls_that_are_given_up_take_no_place() -> None:
     async def main() -> None:
-        begun: list[float] = []
-        session = paced(begun)
+        start_times: list[float] = []
+        session = paced(start_times)
         await session.open()
         calls = [asyncio.create_task(session.call(CALL)) for _ in range(9)]
         await asyncio.sleep(0.05)
         for call in calls:
             call.cancel()
         assert (await session.call(CALL)).error is None
-        assert begun == [0.0, 0.1]
+        assert start_times == [0.0, 0.1]
 
     simulate(main())
 
@@ -97,8 +97,8 @@ def test_a_call_waits_for_its_place_no_longer_than_for_its_reply(options: dict[s
         first = asyncio.create_task(session.call(CALL))
         await asyncio.sleep(1.0)
         box.timeout = 3.0
-        late = await session.call(CALL)
-        assert late.error == "the tool is busy: the call did not begin within 3 s"
+        late_reply = await session.call(CALL)
+        assert late_reply.error == "the tool is busy: the call did not begin within 3 s"
         assert asyncio.get_running_loop().time() == pytest.approx(4.0)
         assert (await first).content == "done"
 

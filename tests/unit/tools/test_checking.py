@@ -127,9 +127,9 @@ PLAIN = {
 def test_a_plain_schema_is_checked_at_once(arguments: dict[str, Any], complaint: str) -> None:
     async def main() -> str:
         checker = Checker({"t": PLAIN})
-        said = await checker.complaint("t", arguments)
+        complaint = await checker.complaint("t", arguments)
         assert checker._process_pool is None
-        return said
+        return complaint
 
     assert complaint in asyncio.run(main())
 

@@ -51,10 +51,13 @@ def test_a_folder_gives_every_tool_in_its_files(folder: Path) -> None:
 
 def test_a_factory_may_give_several_and_be_used_twice(folder: Path) -> None:
     spec = f"{many(folder)}:many"
-    given: dict[str, Any] = {f"{spec}@left": {"first": "l"}, f"{spec}@right": {"first": "r", "count": "1"}}
-    assert list(load_tools(list(given), given)) == ["l0", "l1", "r0"]
-    made = load_tool(spec, first="one", count=1)
-    assert asyncio.run(call_tool(made, ToolCall("one0", '{"x": 3}'))).content == "3"
+    tool_args: dict[str, Any] = {
+        f"{spec}@left": {"first": "l"},
+        f"{spec}@right": {"first": "r", "count": "1"},
+    }
+    assert list(load_tools(list(tool_args), tool_args)) == ["l0", "l1", "r0"]
+    single_tool = load_tool(spec, first="one", count=1)
+    assert asyncio.run(call_tool(single_tool, ToolCall("one0", '{"x": 3}'))).content == "3"
     assert load_tool(f"{folder}/many.py:ready").replay == "no"
 
 
@@ -117,9 +120,9 @@ PAGE = Path(__file__).resolve().parents[3] / "docs/tools.md"
 
 def test_the_example_loads_and_answers(tmp_path: Path) -> None:
     (tmp_path / "my_tools.py").write_text(re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S)[0])
-    found = load_tools([str(tmp_path)])
-    assert sorted(found) == ["notes", "weather"]
-    reply = asyncio.run(call_tool(found["notes"], ToolCall("notes", '{"line": "a"}')))
+    loaded_tools = load_tools([str(tmp_path)])
+    assert sorted(loaded_tools) == ["notes", "weather"]
+    reply = asyncio.run(call_tool(loaded_tools["notes"], ToolCall("notes", '{"line": "a"}')))
     assert (reply.content, reply.reward) == ("noted", 0.1)
 
 

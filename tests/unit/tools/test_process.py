@@ -21,8 +21,8 @@ FILE = Path(__file__).with_name("process_tools.py")
 WORK = load_tool(f"{FILE}:work")
 
 
-def call(what: str) -> ToolCall:
-    return ToolCall("work", json.dumps({"what": what}))
+def call(command: str) -> ToolCall:
+    return ToolCall("work", json.dumps({"command": command}))
 
 
 def play(*turns: list[str], **options: float) -> list[list[ToolReply]]:
@@ -36,7 +36,7 @@ def play(*turns: list[str], **options: float) -> list[list[ToolReply]]:
         try:
             for turn in turns:
                 box.timeout = 0.1 if turn == ["hang"] else 20.0
-                replies.append(await asyncio.gather(*(session.call(call(what)) for what in turn)))
+                replies.append(await asyncio.gather(*(session.call(call(command)) for command in turn)))
             return replies
         finally:
             await session.close()
@@ -73,9 +73,9 @@ def test_a_process_sees_the_variables_that_it_names(monkeypatch: pytest.MonkeyPa
 def test_what_a_tool_says_itself_is_final_and_other_failures_are_tried_again(tmp_path: Path) -> None:
     calls = tmp_path / "calls"
     tried = tmp_path / "tried.txt"
-    [polite], [late], [dead] = play([f"polite {calls}"], [str(tried)], ["die"], retries=1)
+    [polite], [retried_reply], [dead] = play([f"polite {calls}"], [str(tried)], ["die"], retries=1)
     assert polite.error == "No city is called so." and calls.read_text() == "x"
-    assert late.error is None  # in a new process
+    assert retried_reply.error is None  # in a new process
     assert dead.error == "the process of the tool ended with exit code 7"
 
 

@@ -51,12 +51,12 @@ def jsonl(tmp_path: Path) -> Path:
 
 
 def look_up(subject: Tool, query: str) -> str:
-    found: str = subject.function(**subject.decode(json.dumps({"query": query})))
-    return found
+    reply: str = subject.function(**subject.decode(json.dumps({"query": query})))
+    return reply
 
 
-def titles(found: list[Passage]) -> list[str]:
-    return [one.title for one in found]
+def titles(passages: list[Passage]) -> list[str]:
+    return [passage.title for passage in passages]
 
 
 @pytest.mark.parametrize(
@@ -91,10 +91,10 @@ def test_parquet_and_jsonl_give_the_same(jsonl: Path, tmp_path: Path) -> None:
     parquet = tmp_path / "animals.parquet"
     pq.write_table(pa.Table.from_pylist(ROWS), parquet)
     cache = str(tmp_path / "cache")
-    one = open_corpus(str(jsonl), cache)
-    other = open_corpus(str(parquet), cache)
-    assert one.search("otters in kelp", 3) == other.search("otters in kelp", 3)
-    assert len(one) == len(other) == len(ROWS)
+    jsonl_corpus = open_corpus(str(jsonl), cache)
+    parquet_corpus = open_corpus(str(parquet), cache)
+    assert jsonl_corpus.search("otters in kelp", 3) == parquet_corpus.search("otters in kelp", 3)
+    assert len(jsonl_corpus) == len(parquet_corpus) == len(ROWS)
 
 
 @pytest.mark.parametrize(
@@ -112,8 +112,8 @@ def test_shapes_of_a_document(document: dict[str, Any], expected: Passage) -> No
 
 
 def test_replies_are_numbered_and_bounded() -> None:
-    found = [Passage("Otters", "x" * 9), Passage("", "short")]
-    assert write_reply(found, 4) == "[1] Otters\nxxxx…\n\n[2] shor…"
+    passages = [Passage("Otters", "x" * 9), Passage("", "short")]
+    assert write_reply(passages, 4) == "[1] Otters\nxxxx…\n\n[2] shor…"
     assert write_reply([], 4) == "no passage was found"
 
 
@@ -135,24 +135,26 @@ def test_the_tool(jsonl: Path, tmp_path: Path) -> None:
 @pytest.fixture
 def builds(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """Every index that is built from here on."""
-    made: list[Path] = []
+    built_directories: list[Path] = []
     build = search_module._build_index
 
     def counted(path: Path, home: Path, stopwords: str) -> None:
-        made.append(home)
+        built_directories.append(home)
         build(path, home, stopwords)
 
     monkeypatch.setattr(search_module, "_build_index", counted)
-    return made
+    return built_directories
 
 
 def test_the_index_is_built_once_by_whoever_comes_first(
     jsonl: Path, tmp_path: Path, builds: list[Path]
 ) -> None:
-    found: list[list[Passage]] = []
+    search_results: list[list[Passage]] = []
     workers = [
         threading.Thread(
-            target=lambda: found.append(open_corpus(str(jsonl), str(tmp_path / "c")).search("sett", 1))
+            target=lambda: search_results.append(
+                open_corpus(str(jsonl), str(tmp_path / "c")).search("sett", 1)
+            )
         )
         for _ in range(4)
     ]
@@ -160,7 +162,7 @@ def test_the_index_is_built_once_by_whoever_comes_first(
         worker.start()
     for worker in workers:
         worker.join(30)
-    assert [titles(one) for one in found] == [["Badgers"]] * 4
+    assert [titles(passages) for passages in search_results] == [["Badgers"]] * 4
     assert len(builds) == 1
 
 
@@ -176,9 +178,9 @@ def test_a_changed_corpus_is_indexed_again(jsonl: Path, tmp_path: Path, builds: 
 
 def test_uses_of_one_corpus_share_it(jsonl: Path, tmp_path: Path) -> None:
     cache = str(tmp_path / "cache")
-    one = open_corpus(str(jsonl), cache)
-    assert open_corpus(str(jsonl), cache) is one
-    assert open_corpus(str(jsonl), cache, stopwords="") is not one
+    first_corpus = open_corpus(str(jsonl), cache)
+    assert open_corpus(str(jsonl), cache) is first_corpus
+    assert open_corpus(str(jsonl), cache, stopwords="") is not first_corpus
 
 
 def test_an_open_corpus_of_many_passages_takes_little_memory(tmp_path: Path) -> None:
@@ -190,11 +192,11 @@ def test_an_open_corpus_of_many_passages_takes_little_memory(tmp_path: Path) -> 
     tracemalloc.start()
     try:
         opened = open_corpus(str(path), str(tmp_path / "cache"))
-        taken = tracemalloc.get_traced_memory()[0]
+        traced_bytes = tracemalloc.get_traced_memory()[0]
     finally:
         tracemalloc.stop()
     assert len(opened) == count and opened.search("kelp", 1) == [Passage("", "kelp")]
-    assert taken < 20 * count
+    assert traced_bytes < 20 * count
 
 
 def test_a_damaged_index_is_built_again(jsonl: Path, tmp_path: Path, builds: list[Path]) -> None:
@@ -212,10 +214,10 @@ def test_searches_side_by_side_read_their_own_passages(tmp_path: Path) -> None:
     path = tmp_path / "many.jsonl"
     path.write_text("".join(f'{{"title": "{i}", "text": "w{i} {"x " * 500}"}}\n' for i in range(40)))
     corpus = open_corpus(str(path), str(tmp_path / "cache"))
-    wrong: list[int] = []
+    misread_numbers: list[int] = []
 
     def reads(first: int) -> None:
-        wrong.extend(
+        misread_numbers.extend(
             i for i in range(first, first + 3000) if corpus._read_passage(i % 40).title != str(i % 40)
         )
 
@@ -226,7 +228,7 @@ def test_searches_side_by_side_read_their_own_passages(tmp_path: Path) -> None:
             list(threads.map(reads, range(4)))
     finally:
         sys.setswitchinterval(interval)
-    assert not wrong
+    assert not misread_numbers
 
 
 def test_an_index_that_could_not_be_finished_leaves_nothing(tmp_path: Path) -> None:
@@ -289,8 +291,8 @@ async def ask(script: Script, answer: str, **options: Any) -> str:
     """The tool's reply to one query, from a server that answers so."""
     script.says("/retrieve", 200, answer.encode())
     try:
-        found: str = await search_remote(url=f"{script.url}/retrieve", **options).function(query="otters")
-        return found
+        reply: str = await search_remote(url=f"{script.url}/retrieve", **options).function(query="otters")
+        return reply
     finally:
         await close_sessions()
 

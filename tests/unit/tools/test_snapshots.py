@@ -55,9 +55,9 @@ def test_the_newest_snapshot_of_recorded_turns_is_found_by_another_worker(parent
 
 
 def test_the_last_two_are_kept(parent: Path) -> None:
-    kept = Snapshots("run", 1 << 30).tool_snapshots("e", "shell")
+    tool_snapshots = Snapshots("run", 1 << 30).tool_snapshots("e", "shell")
     for number in range(5):
-        kept.save_snapshot(number, "h", archive(LARGE[number:]))
+        tool_snapshots.save_snapshot(number, "h", archive(LARGE[number:]))
     assert len(files(parent)) == 4
     assert Snapshots("run", 1 << 30).tool_snapshots("e", "shell").find_snapshot(["h"] * 4) == (
         3,
@@ -67,9 +67,9 @@ def test_the_last_two_are_kept(parent: Path) -> None:
 
 def test_a_damaged_snapshot_gives_way_to_the_one_before(parent: Path) -> None:
     for damage in ("1-h", "content"):
-        kept = Snapshots("run", 1 << 30).tool_snapshots("e", "shell")
-        kept.save_snapshot(0, "h", archive(b"small"))
-        kept.save_snapshot(1, "h", archive(LARGE))
+        tool_snapshots = Snapshots("run", 1 << 30).tool_snapshots("e", "shell")
+        tool_snapshots.save_snapshot(0, "h", archive(b"small"))
+        tool_snapshots.save_snapshot(1, "h", archive(LARGE))
         [damaged] = [
             path
             for path in parent.rglob("*")
@@ -116,6 +116,8 @@ def test_a_directory_that_is_open_to_others_is_refused(parent: Path) -> None:
 
 
 def test_a_history_is_of_all_turns_and_replies() -> None:
-    names = {hash_history(hash_history("", turn(0, one)), turn(1, two)) for one in "ab" for two in "ab"}
+    names = {
+        hash_history(hash_history("", turn(0, first)), turn(1, second)) for first in "ab" for second in "ab"
+    }
     assert len(names) == 4
     assert hash_history("", turn(0, "a")) == hash_history("", turn(0, "a"))

@@ -88,8 +88,8 @@ def test_a_class_keeps_state_within_its_episode(log: list[str]) -> None:
 
 
 def test_samples_bring_constructor_arguments(log: list[str]) -> None:
-    asked = sample(tools_kwargs={"notes": {"create_kwargs": {"title": "poem"}}, "echo": None})
-    assert play([tool(Notes)], asked, call("notes", line="a"))[0].content == '["poem", "a"]'
+    requesting_sample = sample(tools_kwargs={"notes": {"create_kwargs": {"title": "poem"}}, "echo": None})
+    assert play([tool(Notes)], requesting_sample, call("notes", line="a"))[0].content == '["poem", "a"]'
 
 
 def test_samples_choose_their_tools() -> None:
@@ -145,34 +145,34 @@ def test_a_tool_that_ignores_cancellation_delays_nobody(monkeypatch: pytest.Monk
 def test_a_tool_with_too_many_calls_left_behind_is_out_of_order(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("asyncrl.tools.process.MAX_ABANDONED_CALLS", 2)
     release = threading.Event()
-    ended = threading.Semaphore(0)
+    call_may_end = threading.Semaphore(0)
 
     @tool(timeout=0.02, blocking=True)
     def stuck() -> str:
         release.wait(30)
-        ended.release()
+        call_may_end.release()
         return "late"
 
     async def main() -> list[str | None]:
         box = Toolbox({"stuck": stuck})
         errors = [(await one_call(box, sample(), call("stuck")))[0].error for _ in range(3)]
         release.set()
-        assert all(ended.acquire(timeout=10) for _ in range(2))
+        assert all(call_may_end.acquire(timeout=10) for _ in range(2))
         while box.call_limits["stuck"].live_calls:  # noqa: ASYNC110
             await asyncio.sleep(0)
         return [*errors, (await one_call(box, sample(), call("stuck")))[0].error]
 
-    late = "no reply within 0.02 s"
+    late_text = "no reply within 0.02 s"
     assert asyncio.run(main()) == [
-        late,
-        late,
+        late_text,
+        late_text,
         "the tool is out of order: 2 earlier calls have not ended",
         None,
     ]
 
 
 @pytest.mark.parametrize(
-    ("options", "failure", "said"),
+    ("options", "failure", "expected_text"),
     [
         *(({}, kind("its text"), f"error: {kind.__name__}: its text$") for kind in BASE_EXCEPTIONS),
         ({}, RuntimeError("x" * 10**7), "error: RuntimeError: x"),
@@ -180,13 +180,13 @@ def test_a_tool_with_too_many_calls_left_behind_is_out_of_order(monkeypatch: pyt
         ({"retries": 1000, "timeout": 0.05}, ConnectionError(), "error: no reply within 0.05 s$"),
     ],
 )
-def test_no_exception_gets_out(options: dict[str, Any], failure: BaseException, said: str) -> None:
+def test_no_exception_gets_out(options: dict[str, Any], failure: BaseException, expected_text: str) -> None:
     @tool(**options)
     async def bomb() -> str:
         raise failure
 
     reply = play([bomb], sample(), call("bomb"))[0]
-    assert reply.error and re.match(said, reply.content) and len(reply.content) < 400
+    assert reply.error and re.match(expected_text, reply.content) and len(reply.content) < 400
 
 
 def test_the_first_failure_of_a_tool_is_logged(caplog: pytest.LogCaptureFixture) -> None:
@@ -323,31 +323,31 @@ def test_what_tools_share_is_ended_once_and_never_raises() -> None:
 
 
 def test_tools_of_one_state_share_an_object() -> None:
-    made: list[list[str]] = []
+    objects: list[list[str]] = []
 
     def state() -> list[str]:
-        made.append([])
-        return made[-1]
+        objects.append([])
+        return objects[-1]
 
-    def say(said: list[str], text: str) -> str:
-        said.append(text)
-        return " ".join(said)
+    def say(texts: list[str], text: str) -> str:
+        texts.append(text)
+        return " ".join(texts)
 
     first, second = (replace(echo, name=name, function=say, state=state) for name in ("first", "second"))
     replies = play([first, second], sample(), call("first", text="a"), call("second", text="b"))
     assert [reply.content for reply in replies] == ["a", "a b"]
-    assert len(made) == 1
+    assert len(objects) == 1
 
 
 class Shared:
     """The object of two tools."""
 
     def open(self, sample: Sample, title: str = "", owner: str = "") -> None:
-        self.said = f"{title} of {owner}"
+        self.text = f"{title} of {owner}"
 
 
 SHARED: dict[str, Tool] = {
-    name: Tool(name, echo.schema, lambda shared, text: shared.said, echo.decode, Shared)
+    name: Tool(name, echo.schema, lambda shared, text: shared.text, echo.decode, Shared)
     for name in ("first", "second")
 }
 
@@ -357,15 +357,17 @@ SHARED: dict[str, Tool] = {
     [({"title": "poem", "owner": "Rome"}, None), ({"title": "poem"}, {"title": "poem", "owner": "Rome"})],
 )
 def test_what_is_shared_is_opened_with_all_arguments(first: Any, second: Any) -> None:
-    asked = sample(tools_kwargs={"first": {"create_kwargs": first}, "second": {"create_kwargs": second}})
-    assert play([*SHARED.values()], asked, call("first", text=""))[0].content == "poem of Rome"
+    requesting_sample = sample(
+        tools_kwargs={"first": {"create_kwargs": first}, "second": {"create_kwargs": second}}
+    )
+    assert play([*SHARED.values()], requesting_sample, call("first", text=""))[0].content == "poem of Rome"
 
 
 def test_arguments_that_contradict_each_other_are_refused() -> None:
-    asked = sample(tools_kwargs={"first": {"title": "a"}, "second": {"title": "b"}})
+    requesting_sample = sample(tools_kwargs={"first": {"title": "a"}, "second": {"title": "b"}})
     with pytest.raises(ToolError, match="'title' of first, second, which share it, different values"):
-        play([*SHARED.values()], asked)
-    assert not play([SHARED["first"]], asked, call("first", text=""))[0].error
+        play([*SHARED.values()], requesting_sample)
+    assert not play([SHARED["first"]], requesting_sample, call("first", text=""))[0].error
 
 
 # -- what samples ask for ----------------------------------------------------------------------------------
@@ -389,19 +391,21 @@ def test_extra_info_that_cannot_be_read_fails(extra_info: dict[str, Any], compla
 
 def test_arguments_of_tools_that_are_not_here_are_ignored() -> None:
     """As in verl's GSM8K data."""
-    asked = sample(tools_kwargs={"calc_gsm8k_reward": {"create_kwargs": {"ground_truth": "4"}}, "other": 3})
-    assert play([echo], asked, call("echo", text="x"))[0].content == "x"
+    requesting_sample = sample(
+        tools_kwargs={"calc_gsm8k_reward": {"create_kwargs": {"ground_truth": "4"}}, "other": 3}
+    )
+    assert play([echo], requesting_sample, call("echo", text="x"))[0].content == "x"
 
 
 def test_arguments_that_nothing_takes_are_reported_before_the_run() -> None:
-    there = load_tool("calculator", latency_sigma=0.0)
-    found = {"calculator": there, "notes": tool(name="notes")(Notes)}
+    calculator = load_tool("calculator", latency_sigma=0.0)
+    loaded_tools = {"calculator": calculator, "notes": tool(name="notes")(Notes)}
     kwargs = {
         "calculator": {"create_kwargs": {"latency_mean": 0.0, "ground_truth": "4"}},
         "notes": {"create_kwargs": {"title": "a", "pages": 3, "gone": None}, "execute_kwargs": {"a": 1}},
         "absent": None,  # parquet gives every sample the keys of all
     }
-    problems, ignored = check_sample_tools(found, [json.dumps({"tools_kwargs": kwargs})] * 3)
+    problems, ignored = check_sample_tools(loaded_tools, [json.dumps({"tools_kwargs": kwargs})] * 3)
     assert not problems
     assert ignored == [
         "sample 0: tools_kwargs.calculator has 'ground_truth', for which the tool has no parameter",
@@ -411,7 +415,7 @@ def test_arguments_that_nothing_takes_are_reported_before_the_run() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "arguments"),
+    ("tool_kwargs", "arguments"),
     [
         ({"execute_kwargs": {"title": "no"}}, {}),
         ({"calc_reward_kwargs": None, "release_kwargs": {}, "create_kwargs": None}, {}),
@@ -419,8 +423,8 @@ def test_arguments_that_nothing_takes_are_reported_before_the_run() -> None:
         ({"execute_kwargs": {}, "create_kwargs": {"title": "poem", "owner": None}}, {"title": "poem"}),
     ],
 )
-def test_constructor_arguments_of_a_sample(given: dict[str, Any], arguments: dict[str, Any]) -> None:
-    assert SampleTools(tools_kwargs={"open": given}).tool_arguments("open") == arguments
+def test_constructor_arguments_of_a_sample(tool_kwargs: dict[str, Any], arguments: dict[str, Any]) -> None:
+    assert SampleTools(tools_kwargs={"open": tool_kwargs}).tool_arguments("open") == arguments
 
 
 def test_a_data_set_is_checked_before_the_run() -> None:
@@ -507,8 +511,8 @@ def test_two_tools_do_not_leave_the_same() -> None:
             pass
 
         twins = {"one": tool(Leaves, name="one"), "two": tool(Others, name="two")}
-        given = {name: {"create_kwargs": {"way": "dict"}} for name in twins}
-        session = Toolbox(twins).session(sample(tools_kwargs=given))
+        tool_kwargs = {name: {"create_kwargs": {"way": "dict"}} for name in twins}
+        session = Toolbox(twins).session(sample(tools_kwargs=tool_kwargs))
         await session.open()
         await session.result()
 

@@ -18,15 +18,15 @@ from asyncrl.wire.messages.shared import WireMessage
 ROOT = Path(asyncrl.__file__).parent
 MATCH = re.compile(r"^ +match .*:$", re.M)
 MESSAGES = {
-    one.__name__
+    member.__name__
     for union in vars(channels).values()
-    for one in get_args(union) or (union,)
-    if isinstance(one, type) and issubclass(one, WireMessage)
+    for member in get_args(union) or (union,)
+    if isinstance(member, type) and issubclass(member, WireMessage)
 }
 
 
 class MatchOfMessages(NamedTuple):
-    place: str
+    location: str
     annotation: str  # of its subject
     handled: frozenset[str]
     last: str
@@ -42,16 +42,18 @@ def matches() -> Iterator[MatchOfMessages]:
             nodes = list(ast.walk(function))
             types = {arg.arg: arg.annotation for arg in nodes if isinstance(arg, ast.arg)}
             types |= {
-                ast.unparse(one.target): one.annotation for one in nodes if isinstance(one, ast.AnnAssign)
+                ast.unparse(statement.target): statement.annotation
+                for statement in nodes
+                if isinstance(statement, ast.AnnAssign)
             }
 
             for match in (node for node in nodes if isinstance(node, ast.Match)):
                 names = {
-                    ast.unparse(one.cls).rpartition(".")[2]
+                    ast.unparse(member.cls).rpartition(".")[2]
                     for case in match.cases
                     if case.guard is None
-                    for one in ast.walk(case.pattern)
-                    if isinstance(one, ast.MatchClass)
+                    for member in ast.walk(case.pattern)
+                    if isinstance(member, ast.MatchClass)
                 }
                 if names & MESSAGES:
                     annotation = types.get(ast.unparse(match.subject))
@@ -71,7 +73,7 @@ def test_they_are_found() -> None:
     assert issubclass(WireMessage, msgspec.Struct)
 
 
-@pytest.mark.parametrize("match_of_messages", FOUND, ids=lambda match_of_messages: match_of_messages.place)
+@pytest.mark.parametrize("match_of_messages", FOUND, ids=lambda match_of_messages: match_of_messages.location)
 def test_a_channels_match_is_complete_and_stays_so(match_of_messages: MatchOfMessages) -> None:
     union = vars(channels).get(match_of_messages.annotation)
     assert {message.__name__ for message in get_args(union)} == match_of_messages.handled, (

@@ -82,40 +82,42 @@ class Context:
         """`ok` on a GPU, None on a CPU: for a goal that only a GPU can meet."""
         return None if self.small else ok
 
-    def model_config(self, name: str, **other: Any) -> Any:
+    def model_config(self, name: str, **config_fields: Any) -> Any:
         """The transformers configuration of `qwen3-0.6b`, `-1.7b` or `-4b`; `other` keys are replaced. On a
         CPU it is a small one of the same family."""
         from transformers import AutoConfig
 
         config = AutoConfig.from_pretrained(self.kit / "models" / name)
-        for key, value in ((SMALL if self.small else {}) | other).items():
+        for key, value in ((SMALL if self.small else {}) | config_fields).items():
             setattr(config, key, value)
         config.layer_types = ["full_attention"] * config.num_hidden_layers
         return config
 
-    def random_model(self, name: str, *, dtype: str = "bfloat16", spread: float = 2.5, **other: Any) -> Path:
+    def random_model(
+        self, name: str, *, dtype: str = "bfloat16", spread: float = 2.5, **config_fields: Any
+    ) -> Path:
         """A directory with a model of that configuration, random weights, and the demo's tokenizer. It is
         written once for all parts. `spread`: standard deviation of its logits; by itself it is below 1, and
         log-probs would be almost flat."""
         import torch
         from transformers import AutoModelForCausalLM
 
-        changes = "".join(f"-{key}={value}" for key, value in sorted(other.items()))
-        made = self.work.parent / "models" / f"{name}-{dtype}-{spread:g}{changes}"
-        if made.exists():
-            return made
-        config = self.model_config(name, **other)
+        changes = "".join(f"-{key}={value}" for key, value in sorted(config_fields.items()))
+        model_directory = self.work.parent / "models" / f"{name}-{dtype}-{spread:g}{changes}"
+        if model_directory.exists():
+            return model_directory
+        config = self.model_config(name, **config_fields)
         torch.manual_seed(0)
         with self.device:
             model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
         with torch.no_grad():
             model.model.norm.weight.fill_(spread / (config.initializer_range * config.hidden_size**0.5))
-        written = made.with_name(f"{made.name}.{os.getpid()}")
+        written = model_directory.with_name(f"{model_directory.name}.{os.getpid()}")
         model.save_pretrained(written)
         for file in (self.kit / "examples/multiturn/calculator/model").glob("tokenizer*.json"):
             shutil.copy(file, written)
-        written.rename(made)
-        return made
+        written.rename(model_directory)
+        return model_directory
 
 
 class Timing(NamedTuple):
@@ -131,15 +133,15 @@ class Timing(NamedTuple):
 
 def timed(work: Callable[[], object], context: Context, *, repeats: int = 3, warm_up: int = 1) -> Timing:
     """The time of `work`, on a GPU until it is idle again."""
-    found = []
+    durations = []
     for number in range(warm_up + repeats):
         synchronize(context)
         began = time.perf_counter()
         work()
         synchronize(context)
         if number >= warm_up:
-            found.append(time.perf_counter() - began)
-    return Timing(statistics.median(found), repeats)
+            durations.append(time.perf_counter() - began)
+    return Timing(statistics.median(durations), repeats)
 
 
 def synchronize(context: Context) -> None:
@@ -174,8 +176,8 @@ def attempt(name: str, measure: Callable[[], Finding], context: Context) -> Iter
 def memory(name: str, allocated: float, estimated: float, context: Context) -> Finding:
     """Compare bytes that torch has allocated at most with what the dry run estimates; `allocated`: 0 on a
     CPU."""
-    there = f"{allocated / GB:.3g} GB" if allocated else "nothing (CPU)"
-    value = f"allocated {there}, estimated {estimated / GB:.3g} GB"
+    memory_text = f"{allocated / GB:.3g} GB" if allocated else "nothing (CPU)"
+    value = f"allocated {memory_text}, estimated {estimated / GB:.3g} GB"
     if not allocated:
         return Finding(f"{name}: memory", value, f"within {NEAR:.0%}")
     off = estimated / allocated - 1

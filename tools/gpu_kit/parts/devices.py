@@ -50,12 +50,17 @@ def imports(context: Context) -> Iterator[Finding]:
     import torch
 
     cached = os.path.join(os.path.dirname(torch.__file__), "__pycache__")
-    kept = "is there" if os.path.isdir(cached) else "is not there: each process compiles torch, or writes it"
-    yield Finding("bytecode of torch", kept)
+    cache_state = (
+        "is there" if os.path.isdir(cached) else "is not there: each process compiles torch, or writes it"
+    )
+    yield Finding("bytecode of torch", cache_state)
     where = getattr(sys.modules.get("asyncrl"), "__file__", "nowhere")
     yield Finding("asyncrl is at", where.removeprefix(f"{context.kit}/"))
-    there = [name for name in OPTIONAL_ONES if importlib.util.find_spec(name)]
-    yield Finding("optional packages", f"{', '.join(there)}; not here: {sorted({*OPTIONAL_ONES} - {*there})}")
+    present_modules = [name for name in OPTIONAL_ONES if importlib.util.find_spec(name)]
+    yield Finding(
+        "optional packages",
+        f"{', '.join(present_modules)}; not here: {sorted({*OPTIONAL_ONES} - {*present_modules})}",
+    )
 
 
 def version(name: str) -> str:
@@ -69,14 +74,16 @@ def machine(context: Context) -> Iterator[Finding]:
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     cores = len(os.sched_getaffinity(0))
     yield Finding("machine", f"{cores} cores, {memory / 2**30:.0f} GiB of memory")
-    for place in ("/dev/shm", str(context.work)):
-        if os.path.isdir(place):
-            name = "/dev/shm" if place == "/dev/shm" else "scratch"
-            yield Finding(name, f"{shutil.disk_usage(place).free / 2**30:.1f} GiB free")
-    compiler = next((found for name in ("gcc", "cc", "clang") if (found := shutil.which(name))), "none")
+    for directory in ("/dev/shm", str(context.work)):
+        if os.path.isdir(directory):
+            name = "/dev/shm" if directory == "/dev/shm" else "scratch"
+            yield Finding(name, f"{shutil.disk_usage(directory).free / 2**30:.1f} GiB free")
+    compiler = next(
+        (compiler_path for name in ("gcc", "cc", "clang") if (compiler_path := shutil.which(name))), "none"
+    )
     header = os.path.join(sysconfig.get_path("include"), "Python.h")
-    found = f"{compiler}; {header}: {'there' if os.path.exists(header) else 'missing'}"
-    yield Finding("C compiler", found, note="triton compiles its launchers with both")
+    compiler_text = f"{compiler}; {header}: {'there' if os.path.exists(header) else 'missing'}"
+    yield Finding("C compiler", compiler_text, note="triton compiles its launchers with both")
 
 
 def gpus() -> Iterator[Finding]:
@@ -97,14 +104,14 @@ def products(context: Context) -> Finding:
     """The ceiling of matrix products: what MFU is measured against in practice."""
     import torch
 
-    found = []
+    findings = []
     size = 512 if context.small else 8192
     for dtype in (torch.bfloat16, torch.float32):
         a, b = (torch.randn(size, size, device=context.device, dtype=dtype) for _ in range(2))
         spent = timed(lambda a=a, b=b: a @ b, context, repeats=5, warm_up=2)
-        found.append(f"{str(dtype)[6:]} {2 * size**3 / spent.seconds / 1e12:.3g} TFLOP/s")
+        findings.append(f"{str(dtype)[6:]} {2 * size**3 / spent.seconds / 1e12:.3g} TFLOP/s")
     precision = torch.get_float32_matmul_precision()
-    return Finding("matrix products", f"{', '.join(found)} ({size}³, median of 5, float32 {precision})")
+    return Finding("matrix products", f"{', '.join(findings)} ({size}³, median of 5, float32 {precision})")
 
 
 def copies(context: Context) -> Finding:
@@ -112,12 +119,18 @@ def copies(context: Context) -> Finding:
     import torch
 
     size = 1 << (24 if context.small else 30)
-    here, host = (torch.zeros(size, dtype=torch.uint8, device=place) for place in (context.device, "cpu"))
-    there = torch.empty_like(here)
-    ways = {"within the device": lambda: there.copy_(here), "to pageable memory": lambda: host.copy_(here)}
+    device_tensor, host = (
+        torch.zeros(size, dtype=torch.uint8, device=tensor_device)
+        for tensor_device in (context.device, "cpu")
+    )
+    copied_tensor = torch.empty_like(device_tensor)
+    ways = {
+        "within the device": lambda: copied_tensor.copy_(device_tensor),
+        "to pageable memory": lambda: host.copy_(device_tensor),
+    }
     if not context.small:
         pinned = torch.empty(size, dtype=torch.uint8, pin_memory=True)
-        ways["to pinned memory"] = lambda: pinned.copy_(here, non_blocking=True)
-        ways["from pinned memory"] = lambda: here.copy_(pinned, non_blocking=True)
+        ways["to pinned memory"] = lambda: pinned.copy_(device_tensor, non_blocking=True)
+        ways["from pinned memory"] = lambda: device_tensor.copy_(pinned, non_blocking=True)
     rates = [f"{name} {size / timed(way, context).seconds / 1e9:.3g} GB/s" for name, way in ways.items()]
     return Finding("copies", f"{', '.join(rates)} ({size >> 20} MiB, median of 3)")

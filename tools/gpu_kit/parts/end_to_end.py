@@ -111,8 +111,15 @@ def unpacked(context: Context, model: Path) -> Iterator[Finding]:
     """Unpack the model, once for all runs, and compare its log-probs."""
     if model.exists():
         return
-    places = (context.kit / "smollm2", context.kit.parent / "smollm2")
-    folder = next((place for place in places if (place / "index.json").exists()), None)
+    candidate_folders = (context.kit / "smollm2", context.kit.parent / "smollm2")
+    folder = next(
+        (
+            candidate_folder
+            for candidate_folder in candidate_folders
+            if (candidate_folder / "index.json").exists()
+        ),
+        None,
+    )
     if folder is None:
         yield Finding("folder", NOT_THERE)
         return
@@ -199,8 +206,8 @@ def asyncrl(context: Context, way: Way, model: Path, command: list[str] | None) 
             overrides += ["engine.server_args={mem-fraction-static: 0.3}"]
     overrides += [*(SMALL if context.small else ON_A_GPU), *way.overrides]
     line = [sys.executable, "-m", "asyncrl.cli", "train", "experiment=smollm2", *overrides]
-    own = {"OMP_NUM_THREADS": "1" if context.small else "4", "TOKENIZERS_PARALLELISM": "false"}
-    process = subprocess.Popen(line, cwd=context.work, env=os.environ | own)
+    own_variables = {"OMP_NUM_THREADS": "1" if context.small else "4", "TOKENIZERS_PARALLELISM": "false"}
+    process = subprocess.Popen(line, cwd=context.work, env=os.environ | own_variables)
     try:
         return process.wait(max(1.0, context.left() - STOP_S - SPARE_S))
     except subprocess.TimeoutExpired:

@@ -79,7 +79,7 @@ class Setup(NamedTuple):
         """A policy's log-probs of these turns, of all rows in one batch or one by one."""
         rows = [np.array([*prompt, *turn.ids]) for prompt, turn in zip(self.prompts, turns, strict=True)]
         numbers = [[*range(len(rows))]] if together else [[number] for number in range(len(rows))]
-        found: list[np.ndarray] = []
+        scored_logprobs: list[np.ndarray] = []
         for batch in numbers:
             lengths = [len(turns[number].ids) for number in batch]
             starts = [len(self.prompts[number]) for number in batch]
@@ -93,8 +93,8 @@ class Setup(NamedTuple):
             )
             logp = policy(chosen.to(self.context.device)).logp.float().cpu().numpy()
             cast(FSDPModule, policy).reshard()  # as after a backward
-            found += np.split(logp, np.cumsum(lengths)[:-1])
-        return found
+            scored_logprobs += np.split(logp, np.cumsum(lengths)[:-1])
+        return scored_logprobs
 
 
 def run(context: Context) -> Iterator[Finding]:
@@ -102,11 +102,11 @@ def run(context: Context) -> Iterator[Finding]:
     path = context.random_model(MODEL, dtype="bfloat16")
     try:
         for dtype in ("float32", "bfloat16"):
-            found: list[Finding] = []
+            findings: list[Finding] = []
             yield from attempt(
-                dtype, lambda d=dtype, f=found: both_sides(context, world, path, d, f), context
+                dtype, lambda d=dtype, f=findings: both_sides(context, world, path, d, f), context
             )
-            yield from found
+            yield from findings
     finally:
         leave_ranks()
 
@@ -168,9 +168,9 @@ def judge(setup: Setup, name: str, turns: Sequence[Generation]) -> Finding:
         mode: max(float(one.max()) for one, t in zip(gaps, setup.temperatures, strict=True) if t == value)
         for mode, value in modes.items()
     }
-    parts = [f"{mode} {one:.1e}" for mode, one in largest.items()]
+    parts = [f"{mode} {turn_gaps:.1e}" for mode, turn_gaps in largest.items()]
     scores = np.concatenate(trainer)
-    other = np.concatenate(shapes)
+    shape_gaps = np.concatenate(shapes)
     return Finding(
         name,
         value + ("" if own_goal else f"; floor: largest {floor.max():.1e}, mean {floor.mean():.1e}"),
@@ -178,7 +178,7 @@ def judge(setup: Setup, name: str, turns: Sequence[Generation]) -> Finding:
         bool(np.isfinite(gap).all() and gap.max() <= goal and gap.mean() <= mean_goal),
         f"{len(gap)} tokens, log-probs from {scores.min():.1f} to {scores.max():.2f}; "
         f"largest gap {', '.join(parts)}; the trainer's own by shape of the batch: "
-        f"largest {other.max():.1e}, mean {other.mean():.1e}",
+        f"largest {shape_gaps.max():.1e}, mean {shape_gaps.mean():.1e}",
     )
 
 
@@ -190,8 +190,8 @@ async def updated(setup: Setup) -> list[Finding]:
     """Weights change in mid-generation: tokens before are the old policy's, turns after it the new one's."""
     engine = setup.engine
     name = setup.dtype
-    most = setup.sizes.longest - max(map(len, setup.prompts)) - 1
-    turning = asyncio.create_task(setup.generate("second", most))
+    most_tokens = setup.sizes.longest - max(map(len, setup.prompts)) - 1
+    turning = asyncio.create_task(setup.generate("second", most_tokens))
     await grown(setup, STEPS * SESSIONS, turning)
     old, new = await asyncio.to_thread(changed, setup.policy)
     ref = await asyncio.to_thread(
@@ -254,8 +254,8 @@ def own(policy: Policy) -> list[torch.Tensor]:
 
 
 def as_published(setup: Setup) -> dict[str, torch.Tensor]:
-    kept = getattr(torch, setup.dtype)
-    return {name: shard.to_local().to(kept) for name, shard in PublishedShards(setup.policy).items()}
+    kept_dtype = getattr(torch, setup.dtype)
+    return {name: shard.to_local().to(kept_dtype) for name, shard in PublishedShards(setup.policy).items()}
 
 
 def first_version(turn: Generation) -> Generation:

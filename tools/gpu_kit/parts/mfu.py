@@ -172,9 +172,9 @@ def peak_of(context: Context) -> tuple[float, Finding]:
     if context.small:
         return reached, Finding("peak", f"{reached / 1e12:.3g} TFLOP/s, of a product here")
     name = torch.cuda.get_device_name(context.device)
-    known = next((rate for kind, rate in PEAKS.items() if kind in name), None)
-    source = "data sheet" if known else "of a product here"
-    peak = known or reached
+    known_peak = next((rate for kind, rate in PEAKS.items() if kind in name), None)
+    source = "data sheet" if known_peak else "of a product here"
+    peak = known_peak or reached
     value = f"{peak / 1e12:.0f} TFLOP/s ({source}); a large product reaches {reached / 1e12:.0f}"
     return peak, Finding("peak", value, note=name)
 
@@ -189,8 +189,12 @@ def measure(case: Case, context: Context, world: World, peak: float) -> Iterator
         learner = None
         try:
             began = time.monotonic()
-            given = {key: one for key, one in settings.items() if not (context.small and key == "compile")}
-            learner = make_learner(context, world, case.model, tokens, lora_rank=case.lora_rank, **given)
+            case_settings = {
+                key: setting for key, setting in settings.items() if not (context.small and key == "compile")
+            }
+            learner = make_learner(
+                context, world, case.model, tokens, lora_rank=case.lora_rank, **case_settings
+            )
             # What is compiled, is: of a length that no other size equals. A row of 16k is 128 blocks, as many
             # as a head has numbers, which torch would take for one size, and compile again for 64k.
             train(learner, episodes(learner, [min(tokens, 16 * K // shorter) * 15 // 16]))
@@ -208,8 +212,8 @@ def measure(case: Case, context: Context, world: World, peak: float) -> Iterator
             if case.profiled:
                 yield head_alone(case, learner, context)
         except Exception as error:
-            found = failure(f"{case.name}: {listed(settings)}", error)
-            yield found if settings is case.settings[-1] else replace(found, ok=None)
+            failed_case = failure(f"{case.name}: {listed(settings)}", error)
+            yield failed_case if settings is case.settings[-1] else replace(failed_case, ok=None)
         finally:
             learner = None
             release(context)
@@ -218,7 +222,7 @@ def measure(case: Case, context: Context, world: World, peak: float) -> Iterator
 
 
 def listed(settings: dict[str, Any]) -> str:
-    return ", ".join(f"{key}={one}" for key, one in settings.items())
+    return ", ".join(f"{key}={setting}" for key, setting in settings.items())
 
 
 def flops(learner: Learner, rows: int, length: int, scored: int) -> float:
@@ -238,27 +242,29 @@ def step(case: Case, learner: Learner, shape: Shape, context: Context, peak: flo
         learner.recomputation.every = least_recomputation(config, available, gpu=0, gpus=1)
     name = f"{case.name}: {shape.name}"
     tokens = shape.rows * shape.length
-    given = episodes(learner, [shape.length] * shape.rows)
-    scored = sum(len(turn.generation.ids) for _, turns in given for turn in turns)
+    step_episodes = episodes(learner, [shape.length] * shape.rows)
+    scored = sum(len(turn.generation.ids) for _, turns in step_episodes for turn in turns)
     work = flops(learner, shape.rows, shape.length, scored)
     if not context.small and context.left() < work / (SLOWEST * peak):
         yield Finding(name, "left out: there is no time for it", ok=context.judged(not shape.goal))
         return
     if not context.small:
         torch.cuda.reset_peak_memory_stats()
-    taken: list[float] = []
-    while len(taken) < shape.steps and (not taken or context.left() > 2 * taken[-1] + 5):
-        given = episodes(learner, [shape.length] * shape.rows)
+    durations: list[float] = []
+    while len(durations) < shape.steps and (not durations or context.left() > 2 * durations[-1] + 5):
+        step_episodes = episodes(learner, [shape.length] * shape.rows)
         synchronize(context)
         began = time.perf_counter()
-        metrics = train(learner, given)
+        metrics = train(learner, step_episodes)
         synchronize(context)
-        taken.append(time.perf_counter() - began)
-    spent = statistics.median(taken[1:] or taken)
+        durations.append(time.perf_counter() - began)
+    spent = statistics.median(durations[1:] or durations)
     share = work / (spent * peak)
     value = f"MFU {share:.1%}; {spent:.3g} s; {tokens / spent:,.0f} tokens/s"
     norm = metrics.get("actor/grad_norm", float("nan"))
-    timing = f"median of {len(taken) - 1} after one" if len(taken) > 1 else "the first step of this shape"
+    timing = (
+        f"median of {len(durations) - 1} after one" if len(durations) > 1 else "the first step of this shape"
+    )
     recomputed = described_recomputation(learner.recomputation.every)
     note = f"{work / 1e12:.3g} TFLOP; {timing}; gradient norm {norm:.3g}; {recomputed}"
     fine = context.judged(share > shape.goal) if shape.goal else None
@@ -277,15 +283,15 @@ def of_shape(config: RunConfig, shape: Shape) -> RunConfig:
 
 def losses(case: Case, learner: Learner, shape: Shape, context: Context) -> Iterator[Finding]:
     """Time by group of kernels in one more step."""
-    given = episodes(learner, [shape.length] * shape.rows)
+    step_episodes = episodes(learner, [shape.length] * shape.rows)
     activities = [ProfilerActivity.CPU if context.small else ProfilerActivity.CUDA]
     synchronize(context)
-    with profile(activities=activities) as found:
+    with profile(activities=activities) as profiler:
         began = time.perf_counter()
-        train(learner, given)
+        train(learner, step_episodes)
         synchronize(context)
         spent = 1e3 * (time.perf_counter() - began)
-    times, busy = operator_times(found) if context.small else kernel_times(found)
+    times, busy = operator_times(profiler) if context.small else kernel_times(profiler)
     groups, largest = grouped(times)
     groups["idle"] = max(0.0, spent - busy)
     ranked = sorted(groups.items(), key=lambda pair: -pair[1])
@@ -295,11 +301,11 @@ def losses(case: Case, learner: Learner, shape: Shape, context: Context) -> Iter
     yield Finding(f"{case.name}: {shape.name}: the three largest losses", "; ".join(apart), note=note)
 
 
-def kernel_times(found: Any) -> tuple[dict[str, list[float]], float]:
+def kernel_times(profiler: Any) -> tuple[dict[str, list[float]], float]:
     """Milliseconds of each call by kernel; milliseconds in which some kernel ran."""
     times = defaultdict[str, list[float]](list)
     spans = []
-    for event in found.events():
+    for event in profiler.events():
         if event.device_type == DeviceType.CUDA and not getattr(event, "is_user_annotation", False):
             spans.append((event.time_range.start, event.time_range.end))
             times[event.name].append((event.time_range.end - event.time_range.start) / 1e3)
@@ -311,10 +317,10 @@ def kernel_times(found: Any) -> tuple[dict[str, list[float]], float]:
     return times, busy / 1e3
 
 
-def operator_times(found: Any) -> tuple[dict[str, list[float]], float]:
+def operator_times(profiler: Any) -> tuple[dict[str, list[float]], float]:
     """The same on a CPU, by operator."""
-    times = {row.key: [row.self_cpu_time_total / 1e3] for row in found.key_averages()}
-    return times, sum(sum(one) for one in times.values())
+    times = {row.key: [row.self_cpu_time_total / 1e3] for row in profiler.key_averages()}
+    return times, sum(sum(durations) for durations in times.values())
 
 
 def grouped(times: dict[str, list[float]]) -> tuple[dict[str, float], list[str]]:
@@ -338,14 +344,14 @@ def head_alone(case: Case, learner: Learner, context: Context) -> Finding:
     table = weight.full_tensor().detach().to(torch.bfloat16).requires_grad_()
     hidden = torch.randn(count, table.shape[1], device=context.device).bfloat16().requires_grad_()
     labels = torch.randint(0, len(table), (count,), device=context.device)
-    given: Any = _Tokens(labels, torch.ones(count, device=context.device))
+    token_labels: Any = _Tokens(labels, torch.ones(count, device=context.device))
 
     def work() -> None:
         total = scores._WideGradient.apply(table)
         found = score_chunks(
             lambda part: scores._Linear.apply(part, table, total),
             hidden,
-            given,
+            token_labels,
             entropy_grad=False,
             with_collision=False,
         )
@@ -367,13 +373,13 @@ def attention_alone(context: Context) -> Iterator[Finding]:
     for model, heads, keys in (("1.7B", 16, 8), ("4B", 32, 8)):
         for length in (16 * K, 64 * K):
             size = length // 64 if context.small else length
-            given = [
+            attention_inputs = [
                 torch.randn(size, n, 128, device=context.device).bfloat16().transpose(0, 1).requires_grad_()
                 for n in (heads, keys, keys)
             ]
             for way in (flex, causal):
                 name = f"attention of {model} alone, a row of {size:,}: {way.__name__}"
-                yield from attempt(name, partial(speed, name, way, given, context), context)
+                yield from attempt(name, partial(speed, name, way, attention_inputs, context), context)
 
 
 def flex(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Attend:
@@ -384,14 +390,18 @@ def flex(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Attend:
 
 def causal(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Attend:
     """torch's own for one row."""
-    given = query[None], key[None], value[None]
-    return lambda: scaled_dot_product_attention(*given, is_causal=True, enable_gqa=True)[0].transpose(0, 1)
+    attention_inputs = query[None], key[None], value[None]
+    return lambda: scaled_dot_product_attention(*attention_inputs, is_causal=True, enable_gqa=True)[
+        0
+    ].transpose(0, 1)
 
 
-def speed(name: str, way: Callable[..., Attend], given: Sequence[torch.Tensor], context: Context) -> Finding:
+def speed(
+    name: str, way: Callable[..., Attend], attention_inputs: Sequence[torch.Tensor], context: Context
+) -> Finding:
     forward_only = context.small and way is flex  # a CPU has no backward of it
-    attend = way(*(x.detach() if forward_only else x for x in given))
-    heads, length, size = given[0].shape
+    attend = way(*(x.detach() if forward_only else x for x in attention_inputs))
+    heads, length, size = attention_inputs[0].shape
     work = 2.0 * heads * size * length**2  # of a forward, the causal half
     forward = timed(attend, context, repeats=3)
     value = f"forward {forward}, {work / forward.seconds / 1e12:.3g} TFLOP/s"
@@ -399,7 +409,7 @@ def speed(name: str, way: Callable[..., Attend], given: Sequence[torch.Tensor], 
         gradient = torch.ones_like(attend())
 
         def both() -> None:  # what is compiled keeps nothing for a second backward
-            torch.autograd.grad(attend(), given, gradient)
+            torch.autograd.grad(attend(), attention_inputs, gradient)
 
         backward = timed(both, context, repeats=3).seconds - forward.seconds
         value += f"; backward {1e3 * backward:.3g} ms, {2 * work / backward / 1e12:.3g} TFLOP/s"

@@ -80,12 +80,16 @@ def gradients(context: Context, world: World, family: str, dtype: str) -> Iterat
         for way in ways:
 
             def one(way: Packing = way) -> Finding:
-                found = distances(in_way(policy, rows, way, world), wanted)
+                gradient_distances = distances(in_way(policy, rows, way, world), wanted)
                 limits = [NOISE * x for x in floor] if dtype == "bfloat16" else [limit] * 2
-                fine = all(a <= b for a, b in zip(found, limits, strict=True))
+                fine = all(a <= b for a, b in zip(gradient_distances, limits, strict=True))
                 took = f"{time.monotonic() - began:.0f} s so far, compilation included"
                 return Finding(
-                    f"{family} {dtype}: {way}", formatted(found), f"<= {formatted(limits)}", fine, took
+                    f"{family} {dtype}: {way}",
+                    formatted(gradient_distances),
+                    f"<= {formatted(limits)}",
+                    fine,
+                    took,
                 )
 
             yield from attempt(f"{family} {dtype}: {way}", one, context)
@@ -127,14 +131,16 @@ def in_way(policy: Policy, rows: Rows, way: Packing, world: World) -> tuple[torc
 
 def measured(model: Any, logp: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, Any]]:
     """Log-probs, and gradients by name, in float64."""
-    given = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    whole = {name: g.full_tensor() if hasattr(g, "full_tensor") else g for name, g in given.items()}
-    return torch.cat(logp).double(), {name: g.double() for name, g in whole.items()}
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    full_gradients = {
+        name: g.full_tensor() if hasattr(g, "full_tensor") else g for name, g in gradients.items()
+    }
+    return torch.cat(logp).double(), {name: g.double() for name, g in full_gradients.items()}
 
 
-def distances(found: tuple[torch.Tensor, dict[str, Any]], wanted: Any) -> tuple[float, float]:
+def distances(measured_values: tuple[torch.Tensor, dict[str, Any]], wanted: Any) -> tuple[float, float]:
     """Relative, of log-probs and of all gradients."""
-    (logp, grads), (true_logp, true_grads) = found, wanted
+    (logp, grads), (true_logp, true_grads) = measured_values, wanted
     assert grads.keys() == true_grads.keys(), grads.keys() ^ true_grads.keys()
     off = sum(float((grads[name] - true).square().sum()) for name, true in true_grads.items())
     size = sum(float(true.square().sum()) for true in true_grads.values())

@@ -49,12 +49,12 @@ def grouped(rng: np.random.Generator, vocabulary: int, groups: int, prompt: int,
 def plain_backward(model: Any, rows: Rows) -> list[torch.Tensor]:
     """The log-probs of the responses by a model of transformers, a row at a time without padding; gradients
     of their sum are left."""
-    found = []
+    gradients = []
     for ids, prompt in zip(rows.ids, rows.prompts, strict=True):
         row = torch.from_numpy(ids)[None].to(model.device)
         logits = model(input_ids=row, use_cache=False, logits_to_keep=len(ids) - prompt + 1).logits[0, :-1]
         table = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
         logp = table.gather(1, row[0, prompt:, None])[:, 0]
         logp.sum().backward()
-        found.append(logp.detach())
-    return found
+        gradients.append(logp.detach())
+    return gradients

@@ -63,10 +63,10 @@ def step_rows(run_dir: Path) -> list[dict[str, Any]]:
     return [row for row in map(json.loads, lines) if "timing_s/step" in row]
 
 
-def ends_of_logs(run_dir: Path, *others: Path) -> str:
+def ends_of_logs(run_dir: Path, *other_logs: Path) -> str:
     """The last lines of everything that the run said."""
     ends = []
-    for file in (*others, *sorted(run_dir.glob("logs/*"))):
+    for file in (*other_logs, *sorted(run_dir.glob("logs/*"))):
         if file.is_file():
             lines = file.read_text(errors="replace").splitlines()[-TAIL:]
             ends.append("\n".join([f"--- {file.name}", *lines]))

@@ -291,9 +291,9 @@ class ServerAndTrainer:
 
         ready = self.context.judged(seconds <= READY_S)
         description = f"{server.description}, {self.dtype}"
-        held = server_mb(self.context) - self.used_before
+        server_memory = server_mb(self.context) - self.used_before
         tokens = server.info.max_total_num_tokens or 0
-        memory = f"{held:,.0f} MB more are used; weights and a KV cache of {tokens:,} tokens take "
+        memory = f"{server_memory:,.0f} MB more are used; weights and a KV cache of {tokens:,} tokens take "
         memory += f"{self.estimated_mb():,.0f} MB"
         return [
             Finding("ready", f"{seconds:.0f} s; {description}", f"{READY_S:.0f} s", ready),
@@ -448,7 +448,7 @@ class ServerAndTrainer:
             turns = await asyncio.gather(*streams)
         gap = await self.logprob_gap("log-probs, updated")
 
-        whole = sum(len(turn.ids) == self.sizes.updated_tokens for turn in turns)
+        finished_turns = sum(len(turn.ids) == self.sizes.updated_tokens for turn in turns)
         copied = plain_copy(self.context, pushed.bytes).seconds
         copies = pushed.waited_s / copied
         # An adapter is so small that the calls take longer than its copy.
@@ -457,12 +457,12 @@ class ServerAndTrainer:
         push = f"{total:.2f} s: the trainer waits {pushed.waited_s:.3f} s, {pushed.write_s:.2f} s to write "
         push += f"{pushed.bytes / MB:,.0f} MB, {loading_s:.2f} s to load them; then {label}"
         waits = f"{copies:.2f} copies of as many bytes in one tensor, {copied:.3f} s each"
-        streaming = f"{opened} of {len(streams)} open when the load was over, {whole} came to their end; the "
-        streaming += f"longest time without a token {await silence:.2f} s"
+        streaming = f"{opened} of {len(streams)} open when the load was over, {finished_turns} came to their "
+        streaming += f"end; the longest time without a token {await silence:.2f} s"
         return [
             Finding("push of an update", push, pushed.ref.label, label == pushed.ref.label),
             Finding("the trainer's wait for an update", waits, f"{COPIES} copies", judged),
-            Finding("streams during an update", streaming, "all", opened == whole == len(streams)),
+            Finding("streams during an update", streaming, "all", opened == finished_turns == len(streams)),
             gap,
         ]
 
@@ -523,7 +523,7 @@ class ServerAndTrainer:
         streaming = f"{opened} of {count} open; silent in {silent} of {SLEEPS} sleeps; {exact} have the "
         streaming += "tokens of streams without a sleep"
         fine = opened == count and silent == SLEEPS and (exact == count or self.exact is not None)
-        wrong = [finding for finding in after_waking if not finding.ok]
+        failed_findings = [finding for finding in after_waking if not finding.ok]
         return [
             Finding("sleep", seconds(asleep_s), f"{SLEEP_S:.0f} s", judged(max(asleep_s) <= SLEEP_S)),
             Finding("wake", seconds(awake_s), f"{WAKE_S:.0f} s", judged(max(awake_s) <= WAKE_S)),
@@ -536,7 +536,7 @@ class ServerAndTrainer:
                 max(gaps) <= EXACT,
                 "by CUDA graphs, where the server has some",
             ),
-            wrong[0] if wrong else after_waking[-1],
+            failed_findings[0] if failed_findings else after_waking[-1],
         ]
 
     async def decoded(self, client: SGLangClient) -> Generation:
@@ -619,8 +619,8 @@ def plain_copy(context: Context, size: int) -> Timing:
     return timed(lambda: host.copy_(tensor, non_blocking=True), context)
 
 
-def largest_gap(some: Sequence[float], others: Sequence[float]) -> float:
-    return max(abs(a - b) for a, b in zip(some, others, strict=True))
+def largest_gap(some: Sequence[float], other_values: Sequence[float]) -> float:
+    return max(abs(a - b) for a, b in zip(some, other_values, strict=True))
 
 
 def seconds(values: Sequence[float]) -> str:

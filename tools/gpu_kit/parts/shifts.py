@@ -74,8 +74,8 @@ async def _take_turns(context: Context, learner: Learner) -> list[Finding]:
     full = _used(context)
     with timed("the first rest, which pins memory"):
         resting.offload(alone)
-    held = sum(tensor.nbytes for tensor in _state(learner))
-    findings = [_freed("rank at rest", full, held, context)]
+    held_bytes = sum(tensor.nbytes for tensor in _state(learner))
+    findings = [_freed("rank at rest", full, held_bytes, context)]
 
     path = context.random_model("qwen3-0.6b", dtype="bfloat16")
     release(context)
@@ -108,9 +108,9 @@ async def _take_turns(context: Context, learner: Learner) -> list[Finding]:
     finished = await asyncio.gather(*turns)
     await engine.close()
     versions = {tuple(span.version for span in turn.spans) for turn in finished}
-    whole = sum(len(turn.ids) == tokens for turn in finished)
-    value = f"{whole} of {sessions} came to their end, with tokens of versions {versions}"
-    fine = whole == sessions and versions == {(0, 1)}
+    finished_turns = sum(len(turn.ids) == tokens for turn in finished)
+    value = f"{finished_turns} of {sessions} came to their end, with tokens of versions {versions}"
+    fine = finished_turns == sessions and versions == {(0, 1)}
     findings.append(Finding("turns around the sleep", value, "all, of versions 0 and 1", fine))
     return [*findings, Finding("changes, s", ", ".join(took))]
 
@@ -120,11 +120,11 @@ def _used(context: Context) -> float:
     return used_memory(context, [psutil.Process()])
 
 
-def _freed(name: str, full: float, held: float, context: Context) -> Finding:
+def _freed(name: str, full: float, held_bytes: float, context: Context) -> Finding:
     """Judge what is free by now of so many bytes that were held."""
     freed = full - _used(context)
-    value = f"{freed / MB:,.0f} of {held / MB:,.0f} MB"
-    return Finding(name, value, f"{FREED:.0%} freed", context.judged(freed >= FREED * held))
+    value = f"{freed / MB:,.0f} of {held_bytes / MB:,.0f} MB"
+    return Finding(name, value, f"{FREED:.0%} freed", context.judged(freed >= FREED * held_bytes))
 
 
 def _state(learner: Learner) -> list[torch.Tensor]:
@@ -192,12 +192,14 @@ def _kill(
     yield Finding("demo: kill -9 of the trainer", value, "goes on by itself", another)
 
 
-def _await(context: Context, process: subprocess.Popen[bytes], there: Callable[[], bool], what: str) -> None:
-    while not there():
+def _await(
+    context: Context, process: subprocess.Popen[bytes], is_there: Callable[[], bool], awaited_thing: str
+) -> None:
+    while not is_there():
         if process.poll() is not None:
-            raise TimeoutError(f"it ended with exit code {process.returncode} before {what}")
+            raise TimeoutError(f"it ended with exit code {process.returncode} before {awaited_thing}")
         if context.left() < SPARE_S:
-            raise TimeoutError(f"no time left before {what}")
+            raise TimeoutError(f"no time left before {awaited_thing}")
         time.sleep(0.1)
 
 

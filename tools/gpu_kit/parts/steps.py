@@ -85,11 +85,11 @@ def _everywhere(model: Any, path: str) -> dict[FilePiece, FileTensor]:
 
 
 @torch.no_grad()
-def _randomise(model: Any, places: dict[FilePiece, FileTensor], label: str) -> None:
+def _randomise(model: Any, file_tensors: dict[FilePiece, FileTensor], label: str) -> None:
     state = model.state_dict(keep_vars=True)
-    for piece in places:
-        whole = state[piece.parameter]
-        shard = whole.to_local() if isinstance(whole, DTensor) else whole
+    for piece in file_tensors:
+        parameter = state[piece.parameter]
+        shard = parameter.to_local() if isinstance(parameter, DTensor) else parameter
         if shard.dim() == 1:  # of a norm
             shard.fill_(1.0)
         else:
@@ -102,7 +102,7 @@ def episodes(learner: Learner, lengths: Sequence[int]) -> list[Episode]:
     rng = random.Random(learner.step)
     step = learner.step
     words = learner.policy.vocabulary
-    found = []
+    made_episodes = []
     for number, length in enumerate(lengths):
         prompt = min(PROMPT, length // 2)
         ids = tuple(rng.randrange(words) for _ in range(length))
@@ -110,14 +110,16 @@ def episodes(learner: Learner, lengths: Sequence[int]) -> list[Episode]:
         spans = (VersionSpan(0, new, step, step),)
         turn = Turn(0, ids[:prompt], Generation(ids[prompt:], (-10.0,) * new, spans, StopReason.STOP))
         results = tuple(EpisodeResult(float(won), new) for won in (1, 0))
-        place = number % 2
-        own = results[place]
-        planned = PlannedTrajectory(f"{step}/{number}", f"{number // 2}", 1, own, results, place, 2, 1.0)
-        found.append((planned, [turn]))
-    return found
+        member_index = number % 2
+        member_result = results[member_index]
+        planned = PlannedTrajectory(
+            f"{step}/{number}", f"{number // 2}", 1, member_result, results, member_index, 2, 1.0
+        )
+        made_episodes.append((planned, [turn]))
+    return made_episodes
 
 
-def train(learner: Learner, given: list[Episode]) -> dict[str, float]:
+def train(learner: Learner, step_episodes: list[Episode]) -> dict[str, float]:
     """One optimizer step on them, in one micro-batch."""
-    learner.accumulate(given)
+    learner.accumulate(step_episodes)
     return learner.finish()

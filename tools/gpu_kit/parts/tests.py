@@ -29,10 +29,10 @@ def run(context: Context) -> Iterator[Finding]:
     yield Finding("pytest", f"{len(cases)} tests, exit code {code}", "0", code == 0)
     for case in cases:
         name = f"{case.get('classname', '').rpartition('.')[2]}::{case.get('name')}"
-        wrong = [found for kind in ("failure", "error") for found in case.findall(kind)]
+        problems = [problem for kind in ("failure", "error") for problem in case.findall(kind)]
         skipped = case.find("skipped")
-        if wrong:
-            text = "\n".join((wrong[0].text or "").strip().splitlines()[-LINES:])
+        if problems:
+            text = "\n".join((problems[0].text or "").strip().splitlines()[-LINES:])
             yield Finding(name, "failed", "passes", False, text)
         elif skipped is not None:
             yield Finding(name, f"skipped: {skipped.get('message')}")

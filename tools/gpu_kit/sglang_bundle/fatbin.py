@@ -38,10 +38,12 @@ def drop_entries(data: bytearray, begin: int, end: int, architecture: int) -> No
     for start, header_size, entries_size in fat_binaries(data, begin, end):
         first = start + header_size
         entries = fat_entries(data, first, first + entries_size)
-        kept = b"".join(data[at : at + size] for at, size, entry_of in entries if entry_of == architecture)
-        if kept:
-            data[first : first + entries_size] = kept.ljust(entries_size, b"\0")
-            FAT_HEADER.pack_into(data, start, *FAT_HEADER.unpack_from(data, start)[:3], len(kept))
+        kept_data = b"".join(
+            data[at : at + size] for at, size, entry_of in entries if entry_of == architecture
+        )
+        if kept_data:
+            data[first : first + entries_size] = kept_data.ljust(entries_size, b"\0")
+            FAT_HEADER.pack_into(data, start, *FAT_HEADER.unpack_from(data, start)[:3], len(kept_data))
 
 
 def fatbin_section(library: Path) -> tuple[int, int]:

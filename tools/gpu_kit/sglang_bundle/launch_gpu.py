@@ -72,11 +72,11 @@ class KernelMissing(Exception):
 def mismatch(built_for: Mapping[str, str], machine: Mapping[str, str]) -> str | None:
     """Return one line that names the first difference, or None. A machine's version may say more than what
     the bundle is built for: 2.11 fits 2.11.0+cu130."""
-    for name, there in machine.items():
+    for name, actual_value in machine.items():
         version = built_for[name]
-        if there != version and not there.startswith(f"{version}."):
+        if actual_value != version and not actual_value.startswith(f"{version}."):
             return (
-                f"the bundle is built for {name} {version}, and this machine has {name} {there}: "
+                f"the bundle is built for {name} {version}, and this machine has {name} {actual_value}: "
                 f"it needs {name} {version}"
             )
     return None

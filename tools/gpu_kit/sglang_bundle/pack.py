@@ -97,14 +97,14 @@ def compile_kernels(python: Path, site: Path, kernels: Path) -> None:
 
 def absent_names(site: Path) -> set[str]:
     """Return the names that SGLang takes from `sgl_kernel` and does not find: `name` or `module.name`."""
-    taken: set[tuple[str, str]] = set()
+    imported_names: set[tuple[str, str]] = set()
     for source in (site / "sglang").rglob("*.py"):
         for node in ast.walk(ast.parse(source.read_text())):
             if isinstance(node, ast.ImportFrom) and f"{node.module}.".startswith("sgl_kernel."):
-                taken |= {(str(node.module), alias.name) for alias in node.names}
+                imported_names |= {(str(node.module), alias.name) for alias in node.names}
 
     absent = set()
-    for module, name in taken:
+    for module, name in imported_names:
         has_name = name in defined_names(site, module) or module_file(site, f"{module}.{name}") is not None
         if not has_name:
             absent.add(f"{module}.{name}".removeprefix("sgl_kernel."))
@@ -190,8 +190,10 @@ def machine_of(python: Path) -> tuple[dict[str, str], list[Path]]:
     (major, minor), torch_version, cuda_version, torch_file = json.loads(run.stdout)
     python_version = f"{major}.{minor}"
     if cuda_version is None or python_version != PYTHON_VERSION:
-        has = f"Python {python_version}, torch {torch_version} {'with' if cuda_version else 'without'} CUDA"
-        raise SystemExit(f"{python} is {has}; Python {PYTHON_VERSION} and CUDA are needed: {wanted}")
+        machine_text = (
+            f"Python {python_version}, torch {torch_version} {'with' if cuda_version else 'without'} CUDA"
+        )
+        raise SystemExit(f"{python} is {machine_text}; Python {PYTHON_VERSION} and CUDA are needed: {wanted}")
 
     built_for = {
         "Python": python_version,
