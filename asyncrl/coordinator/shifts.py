@@ -148,7 +148,7 @@ class ShiftHandler:
     def _request_outlook(self) -> Outlook:
         """Return the answer that rank 0's request would get if the trainer had the devices."""
         request = self.trainer.ranks.open_request
-        if request is None or request.step > self.buffer.current_step:
+        if request is None or request.step > self.batches.buffer.current_step:
             return NO_REQUEST
 
         if start_version(request.step) in (self.config.total_steps, *range(self.batches.committed)):

@@ -492,7 +492,7 @@ class TrainerHandler:
         """Return the requested plan. None: the request has to wait."""
         batches = self.batches
         step = request.step
-        version = PolicyVersion(state.trainer_epoch, start_version(step))
+        version = PolicyVersion(self.fleet.trainer_epoch, start_version(step))
         make_plan = partial(trainer.WorkPlan, step, request.micro)
 
         if version.step > batches.committed:

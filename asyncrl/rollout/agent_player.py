@@ -144,18 +144,18 @@ class AgentHost:
                     return turn
                 await self._turn_added.wait()
 
-            watch = None
+            stop_check = None
             if request.prompt is not None:
                 on_text = None  # thoughts and calls of a plain completion are not told apart
             if request.stops or on_text:
                 prompt_end = prompt_ending(rules, placement.context)
-                watch = TurnWatch(rules, request.tools, request.stops, prompt_end, on_text)
+                stop_check = TurnWatch(rules, request.tools, request.stops, prompt_end, on_text)
 
             generation = await self._episode_run.sampling.generate(
                 placement.ids,
                 placement.max_new_tokens,
                 row=placement.session,
-                watch=watch,
+                stop_check=stop_check,
                 is_trained=not placement.untrained,
                 agent=request.agent,
             )

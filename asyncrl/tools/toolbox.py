@@ -177,19 +177,12 @@ class EpisodeObject:
                 async with asyncio.timeout(CLOSE_SECONDS / 2):
                     await self.call_lock.acquire()
             if function := getattr(self.state, "close", None):
-                await call_user(function, blocking=self._blocking)
+                await call_without_deadline(function, blocking=self._blocking)
 
         try:
             await call_user(close_object, CLOSE_SECONDS)
         except Exception as problem:
             log.warning("closing %s: %s", type(self.state).__name__, reason(problem))
-
-    async def _close_object(self) -> None:
-        with suppress(TimeoutError):
-            async with asyncio.timeout(CLOSE_SECONDS / 2):
-                await self.call_lock.acquire()
-        if function := getattr(self.state, "close", None):
-            await call_without_deadline(function, blocking=self._blocking)
 
 
 class ToolSession:
@@ -358,34 +351,6 @@ class ToolSession:
         """Return (content, reward). Raises the error of the tool's last attempt, or CallTimeout."""
         call_limits = self._toolbox.call_limits[tool.name]
         call_seconds = self._toolbox.call_seconds(tool)
-        async with call_limits.call_slot(call_seconds):
-            run_here = partial(self._run_here, tool, keywords)
-            run_once = partial(call_limits.call_process, arguments) if tool.process else run_here
-            result: tuple[str, float] = await call_user(
-                partial(_try_repeatedly, tool, run_once), call_seconds
-            )
-            return result
-
-    async def _run_here(self, tool: Tool, keywords: dict[str, Any]) -> tuple[str, float]:
-        run_function = partial(
-            call_without_deadline,
-            blocking=tool.blocking,
-            live_calls=self._toolbox.call_limits[tool.name].live_calls,
-        )
-        if tool.state is None:
-            return read_reply(await run_function(partial(tool.function, **keywords)))
-
-        episode_object = self._objects[id(tool.state)]
-        episode_object.was_called = True
-        # until the reply is text: the next call may change the returned object
-        async with episode_object.call_lock:
-            text, reward = read_reply(
-                await run_function(partial(tool.function, episode_object.state, **keywords))
-            )
-            note = episode_object.reply_note
-            episode_object.reply_note = ""
-            return text + note, reward
-
 
         async def run_once() -> tuple[str, float]:
             if call_limits.pool is not None:
@@ -394,7 +359,9 @@ class ToolSession:
                     raise ToolError(answer.content)
                 return answer.content, answer.reward
 
-            run_function = partial(call_user, blocking=tool.blocking, live_calls=call_limits.live_calls)
+            run_function = partial(
+                call_without_deadline, blocking=tool.blocking, live_calls=call_limits.live_calls
+            )
             if tool.state is None:
                 return read_reply(await run_function(partial(tool.function, **keywords)))
 

@@ -305,7 +305,7 @@ def training_sample(
         lag=np.asarray(staleness, dtype=np.int64),
         stale=np.asarray(stale_mask(staleness, max_staleness), dtype=bool),
         exact=np.repeat(
-            np.array([span.version == span.kv_version == step for span in version_spans], dtype=bool),
+            np.array(exact_spans, dtype=bool),
             [span.end - span.start for span in version_spans],
         ),
         reference=None if scorer_topk is None else references(turns, scorer_topk),

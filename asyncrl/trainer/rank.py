@@ -178,9 +178,8 @@ class TrainerRank:
     def _train_part(self, plan: trainer.WorkPlan, work: PlannedWork) -> None:
         uids = [planned.uid for planned, _ in work]
         self.trainer_world.check_shared(uids, list[str])  # a payload may have become unreadable in between
-        span_fields = {"step": plan.step, "micro": plan.micro}
         with (
-            self.timeline.span("train", step=plan.step + 1, micro=plan.micro),
+            self.timeline.span("train", step=plan.step, micro=plan.micro),
             self.stopwatch.phase("update_actor"),
         ):
             self.learner.accumulate(work)
