@@ -504,9 +504,7 @@ class TrainerHandler:
         if step > self.config.total_steps:
             return make_plan("end")
 
-        if version.step == batches.committed and self.fleet.versions.lacks_probe(
-            PolicyVersion(self.fleet.trainer_epoch, step)
-        ):
+        if version.step == batches.committed and self.fleet.versions.lacks_probe(version):
             return make_plan("probe")  # ranks that repeat steps score no probe
 
         ranks = self.ranks.rank_count // self.config.trainer.sequence_parallel

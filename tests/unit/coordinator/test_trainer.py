@@ -443,7 +443,7 @@ def spiked(setup: TrainerSetup, step: int, epoch: int | None = None) -> None:
 def batch_of(setup: TrainerSetup, groups: int = 2) -> set[str]:
     """What is taken for the batch under way, of new groups."""
     buffer = setup.state.ledger.buffer
-    step = buffer.state.ledger.batches.committed
+    step = buffer.current_step
     admit(buffer, groups)
     for uid in [uid for uid, e in buffer.episodes.items() if e.state is State.PENDING]:
         land(buffer, uid)

@@ -148,7 +148,8 @@ def test_worked_calls_in_the_prompt_say_what_the_template_does_not(
     parts = parts_of(tmp_path, "calculator")
     worked_example = (Message("assistant", said), Message("tool", "5"), Message("assistant", "5"))
     sample = Sample(0, "sums", (*FIRST, *worked_example, *FIRST), "5")
-    inputs = Inputs(parts.config, RunData([sample], None, []))
+    inputs = Inputs(parts.config)
+    vars(inputs)["run_data"] = RunData([sample], None, [])
     written = [note.text for note in check_settings(inputs) if "how the model writes calls" in note.text]
     assert [bool(written), bool(check_chat(parts, sample.prompt))] == [warned, warned]
 
