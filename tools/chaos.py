@@ -174,7 +174,7 @@ def play(target: Target, plan: list[Together], every: int, steps: int, done: lis
     assert code == (0 if steps else INTERRUPTED), f"ended with {code}:\n{target.text()[-3000:]}"
 
 
-def main() -> int:
+def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -192,8 +192,11 @@ def main() -> int:
     )
     parser.add_argument("--deadline", type=float, default=240.0, help="seconds until the next step, at most")
     parser.add_argument("overrides", nargs="*")
-    options = parser.parse_args()
+    return parser.parse_args()
 
+
+def main() -> int:
+    options = parse_options()
     if options.disk and subprocess.run(["unshare", "-rm", "true"], check=False).returncode:
         print("no namespace can be made here: without faults of the disk")
         options.disk = False
