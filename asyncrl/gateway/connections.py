@@ -53,7 +53,7 @@ class Connections:
         return lambda: _LimitedConnection(self, self._make_handler(), episode)
 
     def note_opened(self, connection: _LimitedConnection) -> None:
-        """Count a stranger. The oldest of too many strangers is closed."""
+        """Count a stranger; another stranger is closed if there are too many."""
         if len(self._strangers) >= MAX_STRANGERS:
             _close_oldest(self._strangers)
         self._strangers[connection.inner] = connection

@@ -136,21 +136,22 @@ class Command:
         seconds: Annotated[float, msgspec.Meta(ge=0)] = 0.0,
         starts: Count = 0,
     ) -> None:
-        if not (line or harness.line):
+        line = line or harness.line
+        if not line:
             raise ConfigError("option 'line' is missing; set rollout.agent.command.line")
 
         self.harness = harness
         self._extra_info_names = _split_names(extra_info)
-        line_words = words_of(line or harness.line) + words_of(arguments, "arguments")
-        self._program_name = line_words[0]
-        self._name_on_path = "" if "/" in (program or self._program_name) else program or self._program_name
-        self._command_words = with_absolute_paths([program or line_words[0], *line_words[1:]])
+        self._program_name, *argument_words = words_of(line) + words_of(arguments, "arguments")
+        program = program or self._program_name
+        self._name_on_path = "" if "/" in program else program
+        self._command_words = with_absolute_paths([program, *argument_words])
 
         self.sandbox = sandbox or harness.sandbox
         program_path = shutil.which(self._command_words[0])
-        self._absence = "" if program_path else f"there is no program {program or self._program_name!r}"
+        self._absence = "" if program_path else f"there is no program {program!r}"
         if self._absence and self.sandbox == "none":  # in a jail, the image of a task may have the program
-            raise ConfigError(f"line {line or harness.line!r}: {self._absence}; {INSTALL_ADVICE}")
+            raise ConfigError(f"line {line!r}: {self._absence}; {INSTALL_ADVICE}")
         if extra_info and harness.stdin != "sample":
             raise ConfigError(f"extra_info is for command: {harness.name} reads the prompt and nothing else")
         if files:

@@ -52,54 +52,47 @@ def import_image(source: str, name: str = "", over: str = "", bounds: Bounds = B
 
     images = images_directory()
     try:
-        return _import_archive(source, name, image, layer_roots, bounds, images)
+        images.mkdir(parents=True, exist_ok=True)
+        emptying.delete_abandoned(str(images), INCOMING_PREFIX)
+        with emptying.locked_directory(str(images), INCOMING_PREFIX) as directory_path:
+            new_directory = Path(directory_path)
+            archive_path = os.path.abspath(source)
+            spool_path = new_directory / "archive"
+            root_directory = new_directory / "root"
+            root_directory.mkdir()
+
+            if not os.path.isdir(archive_path) and not os.path.isfile(archive_path):
+                archive_path = _copy_stream(source, str(spool_path), bounds)
+
+            try:
+                image = asyncio.run(
+                    _unpack_in_child(Order(archive_path, str(spool_path), str(root_directory), image, bounds))
+                )
+                _refuse_hiding(str(root_directory), layer_roots)
+            except CallTimeout:
+                timeout_text = f"not unpacked within {bounds.seconds} s (--seconds)"
+                raise ConfigError(f"{source}: {timeout_text}; nothing was imported") from None
+            except (ChildError, ConfigError) as error:
+                raise ConfigError(f"{source}: {error}; nothing was imported") from error
+
+            spool_path.unlink(missing_ok=True)
+            (new_directory / "image.json").write_bytes(msgspec.json.encode(image))
+
+            with _lock_images(images):
+                if image.over:
+                    find_image(image.over[0])  # raises if the image below has been removed meanwhile
+                if not (images / image.digest).exists():
+                    new_directory.rename(images / image.digest)
+                if name:
+                    (images / "names").mkdir(exist_ok=True)
+                    (link := images / ".new").unlink(missing_ok=True)
+                    link.symlink_to(f"../{image.digest}")
+                    link.replace(images / "names" / name)
+        return find_image(image.digest)
     except OSError as error:
         if not disk_full(error):
             raise
         raise ConfigError(f"{source}: {describe_no_room(images, error)}; nothing was imported") from error
-
-
-def _import_archive(
-    source: str, name: str, image: Image, layer_roots: list[str], bounds: Bounds, images: Path
-) -> Image:
-    """Unpack an archive as an image over `layer_roots`, and then give the image its digest and name."""
-    images.mkdir(parents=True, exist_ok=True)
-    emptying.delete_abandoned(str(images), INCOMING_PREFIX)
-    with emptying.locked_directory(str(images), INCOMING_PREFIX) as directory_path:
-        new_directory = Path(directory_path)
-        archive_path = os.path.abspath(source)
-        spool_path = new_directory / "archive"
-        root_directory = new_directory / "root"
-        root_directory.mkdir()
-
-        if not os.path.isdir(archive_path) and not os.path.isfile(archive_path):
-            archive_path = _copy_stream(source, str(spool_path), bounds)
-
-        try:
-            image = asyncio.run(
-                _unpack_in_child(Order(archive_path, str(spool_path), str(root_directory), image, bounds))
-            )
-            _refuse_hiding(str(root_directory), layer_roots)
-        except CallTimeout:
-            timeout_text = f"not unpacked within {bounds.seconds} s (--seconds)"
-            raise ConfigError(f"{source}: {timeout_text}; nothing was imported") from None
-        except (ChildError, ConfigError) as error:
-            raise ConfigError(f"{source}: {error}; nothing was imported") from error
-
-        spool_path.unlink(missing_ok=True)
-        (new_directory / "image.json").write_bytes(msgspec.json.encode(image))
-
-        with _lock_images(images):
-            if image.over:
-                find_image(image.over[0])  # raises if the image below has been removed meanwhile
-            if not (images / image.digest).exists():
-                new_directory.rename(images / image.digest)
-            if name:
-                (images / "names").mkdir(exist_ok=True)
-                (link := images / ".new").unlink(missing_ok=True)
-                link.symlink_to(f"../{image.digest}")
-                link.replace(images / "names" / name)
-    return find_image(image.digest)
 
 
 def remove_image(name: str) -> bool:

@@ -99,7 +99,8 @@ def _possible_parents() -> Iterator[tuple[str, str]]:
         process_groups = [line.rstrip("\n").split(":", 2) for line in file]
     for _, controllers, group in process_groups:
         if "memory" in controllers.split(","):
-            yield from ((directory, CGROUP_V1) for directory in _group_directories(CGROUP_V1, group))
+            for directory in _group_directories(CGROUP_V1, group):
+                yield directory, CGROUP_V1
 
     for _, controllers, group in process_groups:
         for process_group in [] if controllers else _group_directories(CGROUP_V2, group):

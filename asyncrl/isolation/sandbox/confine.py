@@ -90,8 +90,8 @@ class Confinement(NamedTuple):
     with all files that the code makes: an image's upper layer, or `home`. `enforced`: the isolation in force
     (words of frames.GUARANTEES). `signals_are_contained`: kill(-1) reaches only the sandbox's processes.
     `process_limit`: the value for RLIMIT_NPROC, which counts all processes of a user. `landlock_fd`: a
-    Landlock ruleset for the code's processes, or -1. `listener`: a socket in the network namespace.
-    `notes`: the steps that the kernel refused.
+    Landlock ruleset for the code's processes, or -1. `seccomp_works`: the code's system calls are filtered.
+    `listener`: a socket in the network namespace. `notes`: the steps that the kernel refused.
 
     The defaults are those of a sandbox without its image, in which nothing may run: the owner reports the
     notes."""

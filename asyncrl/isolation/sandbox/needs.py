@@ -19,13 +19,11 @@ def find_needed_paths(program: str) -> list[str]:
     _add_needed(Path(os.path.abspath(shutil.which(program) or program)), needed_paths)
 
     home = Path.home().resolve()
-    left_out = (home, *home.parents)
-    system_paths = [
-        path
+    return [
+        str(path)
         for path in needed_paths
-        if any(path.is_relative_to(system_directory) for system_directory in SYSTEM_DIRECTORIES)
+        if path not in (home, *home.parents) and not any(map(path.is_relative_to, SYSTEM_DIRECTORIES))
     ]
-    return [str(path) for path in needed_paths if path not in (*system_paths, *left_out)]
 
 
 def _add_needed(path: Path, needed_paths: dict[Path, None]) -> None:
