@@ -21,7 +21,7 @@ from asyncrl.trainer.batch import TrainingSample
 from asyncrl.trainer.world import World
 from asyncrl.types import EpisodeResult
 
-TurnPenalties = Mapping[tuple[str, int], Sequence[float]]  # (group, place among the siblings) → β·KL by turn
+TurnPenalties = Mapping[tuple[str, int], Sequence[float]]  # (group, index of the sibling) → −β·KL by turn
 
 
 def with_advantages(sample: TrainingSample, recipe: Recipe, traces: Sequence[Trace] = ()) -> TrainingSample:
@@ -80,8 +80,8 @@ def with_kl_penalty(
 
 
 def with_penalised_siblings(sample: TrainingSample, penalties: TurnPenalties) -> TrainingSample:
-    """Return the sample with the siblings' penalties in its baseline; a sibling whose payload was lost has
-    none."""
+    """Return the sample with the siblings' penalties in their rewards, its own among them; a sibling whose
+    payload was lost has none."""
     siblings = tuple(
         _with_turn_penalties(
             sibling, penalties.get((sample.group, position), [0.0] * len(sibling.turn_rewards))
@@ -135,18 +135,6 @@ def gather_episodes(
 
     all_episodes = chain.from_iterable(world.gather_data(rank_episodes, list[PackedEpisode]))
     return sorted(all_episodes, key=lambda packed: packed.uid)
-
-
-def gather_penalties(
-    world: World, penalised_pairs: Sequence[tuple[TrainingSample, Sequence[float]]]
-) -> TurnPenalties:
-    """Return the penalties of all ranks' episodes. A collective."""
-    all_episodes = gather_episodes(
-        world,
-        [sample for sample, _ in penalised_pairs],
-        [{"by_turn": np.asarray(turn_penalties)} for _, turn_penalties in penalised_pairs],
-    )
-    return {(packed.group, packed.place): packed.array("by_turn").tolist() for packed in all_episodes}
 
 
 def gather_traces(

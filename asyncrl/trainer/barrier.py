@@ -20,7 +20,6 @@ from asyncrl.algorithms.losses import Loss
 from asyncrl.algorithms.normalise import Whitening
 from asyncrl.algorithms.recipe import Recipe
 from asyncrl.trainer.advantages import (
-    gather_penalties,
     gather_traces,
     with_advantages,
     with_kl_penalty,
@@ -53,7 +52,15 @@ def compare_batch(
     """
     if kl_penalty is not None:
         penalised_pairs = [with_kl_penalty(sample, kl_penalty, recipe.kl_estimator) for sample in samples]
-        penalties = gather_penalties(world, penalised_pairs)
+        rank_penalties = [
+            (sample.group, sample.planned.place, turn_penalties) for sample, turn_penalties in penalised_pairs
+        ]
+        all_penalties = world.gather_data(rank_penalties, list[tuple[str, int, list[float]]])
+        penalties = {
+            (group, sibling): turn_penalties
+            for part in all_penalties
+            for group, sibling, turn_penalties in part
+        }
         samples = [with_penalised_siblings(sample, penalties) for sample, _ in penalised_pairs]
 
     traces = defaultdict[str, list[Trace]](list)
