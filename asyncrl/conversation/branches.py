@@ -176,10 +176,11 @@ class Branches:
     def find_answers(
         self, request: AgentRequest, count: int, attempt: int = 0
     ) -> list[Turn | Placement] | Refusal:
-        """Find `count` answers: each a new Placement, or an undelivered Turn to hand out again. `attempt`:
-        the number of the try. A client that counts tries did not read the turns of earlier tries.
-        ConfigError when the template cannot write the messages."""
-        if attempt == 0:  # the agent has read the turns that answered an equal request before
+        """Find `count` answers: each a new Placement, or a Turn to hand out again, which was not delivered or
+        which an earlier try got. `attempt`: the number of the try. A client that counts tries did not read
+        the turns of earlier tries. ConfigError when the template cannot write the messages."""
+        if attempt == 0:
+            # The agent has read the turns that answered an equal request before: no later try gets them.
             for row_number, row in enumerate(self.rows):
                 if not row.undelivered and row.request == request:
                     self._change_row(row_number, read=True)
@@ -501,8 +502,9 @@ class Branches:
         return max(extended_rows, key=lambda row_number: len(self.rows[row_number].messages), default=None)
 
     def _free_rows(self, request: AgentRequest, is_side: bool) -> Iterator[tuple[int, TokenRow]]:
-        """Yield the rows, with row numbers, that a request may extend: a side request extends no trained
-        row."""
+        """Yield the rows, with row numbers, that a request may extend: side requests extend only rows of side
+        requests, and other requests only other rows; where rows are kept apart, only rows of the same
+        agent."""
         for row_number, row in enumerate(self.rows):
             same_agent = row.request.agent == request.agent or not self._rules.rows_apart
             if not row.busy and row.untrained == is_side and same_agent:

@@ -38,8 +38,8 @@ _encode = msgspec.msgpack.Encoder().encode
 
 @dataclass
 class EpisodeSampling:
-    """Samples and scores the turns of one attempt. Several tasks may call `generate`. `name`: the session of
-    row 0 in the engines; the sessions of further rows begin with `name`."""
+    """Samples and scores the turns of one attempt. Several tasks may call `generate`, for different rows.
+    `name`: the session of row 0 in the engines; the sessions of further rows begin with `name`."""
 
     name: str
     context: EpisodeContext

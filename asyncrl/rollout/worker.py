@@ -285,7 +285,7 @@ class RolloutWorker:
                 case shared.LoadWeights():
                     self._local_samplers[message.lane].loads.offer_version(message.ref, message.probe)
                 case shared.Sleep():
-                    # Dropped while the lanes fall asleep: the coordinator repeats a new order.
+                    # A message is dropped while the lanes fall asleep; the coordinator repeats a new order.
                     if self._sleep_task is None or self._sleep_task.done():
                         samplers = self._local_samplers.values()
                         sleeping_lanes = asyncio.gather(*(sampler.sleep() for sampler in samplers))
