@@ -176,10 +176,11 @@ class Branches:
     def find_answers(
         self, request: AgentRequest, count: int, attempt: int = 0
     ) -> list[Turn | Placement] | Refusal:
-        """Find `count` answers: each a new Placement, or an undelivered Turn to hand out again. `attempt`:
-        the number of the try. A client that counts tries did not read the turns of earlier tries.
-        ConfigError when the template cannot write the messages."""
-        if attempt == 0:  # the agent has read the turns that answered an equal request before
+        """Find `count` answers: each a new Placement, or a Turn to hand out again, which was not delivered or
+        which an earlier try got. `attempt`: the number of the try. A client that counts tries did not read
+        the turns of earlier tries. ConfigError when the template cannot write the messages."""
+        if attempt == 0:
+            # The agent has read the turns that answered an equal request before: no later try gets them.
             for row_number, row in enumerate(self.rows):
                 if not row.undelivered and row.request == request:
                     self._change_row(row_number, read=True)
@@ -271,15 +272,14 @@ class Branches:
         """Add a turn to its row, and return the model's message. ProtocolError, with nothing changed, if the
         placement has another next turn."""
         row_number = self._row_number(placement)
-        row_ids = () if placement.row is None else self.rows[row_number].ids
+        row_messages, row_ids = self._row_parts(placement.row)
         if (turn.index, turn.row, row_ids + turn.context) != (len(self.turns), row_number, placement.ids):
             raise ProtocolError(f"turn {turn.index} does not continue the tokens of row {turn.row}")
 
         message = self._read_message(placement.request, turn, with_stop_text=True)
 
         # Count the new system messages that the template gets under another role.
-        known_messages = 0 if placement.row is None else len(self.rows[row_number].messages)
-        new_messages = placement.messages[known_messages:]
+        new_messages = placement.messages[len(row_messages) :]
         template_messages = self._rules.chat.fold(new_messages, placement.row is None)
         self.folded += sum(new.role == "system" for new in new_messages)
         self.folded -= sum(written.role == "system" for written in template_messages)
@@ -398,15 +398,14 @@ class Branches:
         called, in any thread, before `find_answers`. The function changes nothing."""
         is_side = self._is_untrained(request)
         row_number = None if request.prompt is not None else self._find_extended_row(request, is_side)
-        known_messages = 0 if row_number is None else len(self.rows[row_number].messages)
-        new_messages = request.messages[known_messages:]
+        row_messages, row_ids = self._row_parts(row_number)
+        new_messages = request.messages[len(row_messages) :]
         chat = self._rules.chat
 
-        is_quick = is_short(new_messages, sum(map(len, request.tools)) if row_number is None else 0)
-        if is_quick and row_number is not None and not is_short(request.messages):
+        is_quick = is_short(new_messages, 0 if row_ids else sum(map(len, request.tools)))
+        if is_quick and row_ids and not is_short(request.messages):
             # The whole request is tokenised if the template rewrites the row.
-            last_token = self.rows[row_number].ids[-1]
-            delta_ids = self._cached_ids(chat.delta_ids, chat.fold(new_messages, False), last_token)
+            delta_ids = self._cached_ids(chat.delta_ids, chat.fold(new_messages, False), row_ids[-1])
             is_quick = delta_ids is not None
 
         return None if is_quick else lambda: self._find_placement(request, is_side)
@@ -419,14 +418,15 @@ class Branches:
         is_side: bool,
     ) -> Placement | Refusal:
         chat = self._rules.chat
-        free_rows = self._free_rows(request, is_side)
-        row_number, continuation = self._text_rows.find_continued_row(prompt, free_rows)
+        row_number, continuation = self._text_rows.find_continued_row(
+            prompt, self._free_rows(request, is_side)
+        )
+        row_messages, row_ids = self._row_parts(row_number)
         if row_number is None and (refusal := self._too_many_rows(pending_placements, is_side)):
             return refusal
 
         if isinstance(continuation, str):
-            row_tokens = 0 if row_number is None else len(self.rows[row_number].ids)
-            if refusal := self._too_long((Message("user", continuation),), row_tokens):
+            if refusal := self._too_long((Message("user", continuation),), len(row_ids)):
                 return refusal
             context = self._cached_ids(chat.text_ids, continuation, row_number is None)
         elif continuation and max(continuation) >= chat.vocabulary:
@@ -435,9 +435,7 @@ class Branches:
         else:
             context = continuation
 
-        row_messages = () if row_number is None else self.rows[row_number].messages
-        messages = row_messages + request.messages
-        return self._make_placement(request, row_number, context, messages, is_side)
+        return self._make_placement(request, row_number, context, row_messages + request.messages, is_side)
 
     def _too_many_rows(self, pending_placements: Sequence[Placement], is_side: bool) -> Refusal | None:
         new_rows = sum(placement.row is None for placement in pending_placements)
@@ -461,12 +459,10 @@ class Branches:
                 (left.session for left in self._abandoned_placements if left.request == request),
                 self._next_session,
             )
-            row_ids: tuple[int, ...] = ()
         else:
             session = self.rows[row_number].session
-            row_ids = self.rows[row_number].ids
 
-        prompt_ids = row_ids + context
+        prompt_ids = self._row_parts(row_number)[1] + context
         free_tokens = limits.max_tokens - len(prompt_ids)
         if free_tokens < 1:
             return row_is_full(limits.max_tokens, len(prompt_ids), f"the messages have {len(prompt_ids)}")
@@ -506,8 +502,9 @@ class Branches:
         return max(extended_rows, key=lambda row_number: len(self.rows[row_number].messages), default=None)
 
     def _free_rows(self, request: AgentRequest, is_side: bool) -> Iterator[tuple[int, TokenRow]]:
-        """Yield the rows, with row numbers, that a request may extend: a side request extends no trained
-        row."""
+        """Yield the rows, with row numbers, that a request may extend: side requests extend only rows of side
+        requests, and other requests only other rows; where rows are kept apart, only rows of the same
+        agent."""
         for row_number, row in enumerate(self.rows):
             same_agent = row.request.agent == request.agent or not self._rules.rows_apart
             if not row.busy and row.untrained == is_side and same_agent:
@@ -532,6 +529,12 @@ class Branches:
 
     def _row_number(self, placement: Placement) -> int:
         return len(self.rows) if placement.row is None else placement.row
+
+    def _row_parts(self, row_number: int | None) -> tuple[tuple[Message, ...], tuple[int, ...]]:
+        """Return the messages and the ids of a row. None: a new row, where both are empty."""
+        if row_number is None:
+            return (), ()
+        return self.rows[row_number].messages, self.rows[row_number].ids
 
     def _change_row(self, row_number: int, **changes: int) -> None:
         self.rows[row_number] = replace(self.rows[row_number], **changes)

@@ -2,8 +2,8 @@
 
 A row of an episode is `prompt_ids`, the model's tokens, `delta_ids` of the messages that answer them, the
 model's tokens, and so on. A delta is the template's text between the end of the model's turn and the start of
-the model's next turn. A delta exists where the template only appends. Many templates rewrite earlier turns
-(and drop old reasoning after a user message): then there is no delta, and a new row begins.
+the model's next turn. A delta exists where the template only appends. Many templates rewrite earlier turns,
+for example by dropping old reasoning after a user message: then there is no delta, and a new row begins.
 """
 
 from __future__ import annotations

@@ -129,6 +129,8 @@ def texts_of(message: Message) -> list[str]:
 
 
 def characters_of(message: Message) -> int:
+    """Count the characters of a message, and the characters of one token more: even an empty message has a
+    token."""
     return CHARACTERS_PER_TOKEN + sum(map(len, texts_of(message)))
 
 

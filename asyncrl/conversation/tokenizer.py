@@ -125,7 +125,7 @@ class ChunkEncoder:
 
 
 def _may_overlap(token: str, longer_token: str) -> bool:
-    """True if `longer_token` may match at or across the start of `token`."""
+    """Return True if `longer_token` may match at or across the start of `token`."""
     return token != longer_token and (
         token in longer_token or any(longer_token.endswith(token[:length]) for length in range(1, len(token)))
     )
@@ -143,8 +143,8 @@ CUT_NOTE = "\n[... {} characters cut ...]\n"
 
 
 def shorten(tokenizer: Tokenizer, text: str, limit: int, cut: Cut, missing_characters: int = 0) -> str:
-    """At most `limit` tokens of the text: all of it, or what is left when its head, middle or tail is cut,
-    with a note of how many characters are missing (where the limit leaves room for one).
+    """Return at most `limit` tokens of the text: the whole text, or the text without the head, middle or
+    tail, with a note of how many characters are missing (where the limit leaves room for a note).
     `missing_characters`: characters that the caller has cut out of the middle before."""
     text = encodable(text)
     if _fits_limit(tokenizer, text, limit):

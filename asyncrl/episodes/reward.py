@@ -41,20 +41,20 @@ class EpisodeReward:
         outcomes = await asyncio.gather(
             *(self._reward_outcome(reward, pool, reward_input) for reward, pool in reward_pools)
         )
-        named_outcomes = list(zip(self.rewards, outcomes, strict=True))
-        if failures := [
-            (reward.name, outcome) for reward, outcome in named_outcomes if isinstance(outcome, RewardError)
-        ]:
-            message = "; ".join(
-                f"{name}: {error}" if len(outcomes) > 1 else str(error) for name, error in failures
-            )
-            raise RewardError(message, failures[0][1].reason)
+        failures: list[tuple[str, RewardError]] = []
+        weighted_results: list[tuple[str, float, RewardResult]] = []
+        for reward, outcome in zip(self.rewards, outcomes, strict=True):
+            if isinstance(outcome, RewardError):
+                failures.append((reward.name, outcome))
+            else:
+                weighted_results.append((reward.name, reward.weight, outcome))
 
-        weighted_results = [
-            (reward.name, reward.weight, outcome)
-            for reward, outcome in named_outcomes
-            if isinstance(outcome, RewardResult)
-        ]
+        if failures:
+            named_errors = [
+                f"{name}: {error}" if len(outcomes) > 1 else str(error) for name, error in failures
+            ]
+            raise RewardError("; ".join(named_errors), failures[0][1].reason)
+
         try:
             return combine(weighted_results)
         except ValueError as error:
@@ -62,7 +62,7 @@ class EpisodeReward:
 
     @property
     def deadline(self) -> float:
-        """Seconds after which `score` has returned or raised."""
+        """Return the seconds after which `score_episode` has returned or raised."""
         return self._timeout * (
             1 + MAX_WAIT_DEADLINES * max(1.0, *(reward.own_deadline for reward in self.rewards))
         )

@@ -262,7 +262,7 @@ class AgentPlayer:
                 agent_task = asyncio.ensure_future(agent_call)
                 try:
                     await asyncio.wait([agent_task, host.fatal_error], return_when=asyncio.FIRST_COMPLETED)
-                finally:  # the task is done also if the episode cannot go on
+                finally:  # end the agent also if the episode cannot go on
                     agent_task.cancel()
                     await asyncio.gather(agent_task, return_exceptions=True)
         finally:

@@ -60,8 +60,8 @@ class DemonstrationPlayer:
 
     async def _mean_nll(self, turns: Sequence[Turn]) -> float:
         """Return the mean -log pi of the assistant's tokens."""
-        requests = [Request(self.run.name, ids, Sampling(0, ())) for ids in rows_of(turns)]
-        row_logprobs = [await self.run.sampling.sampler.score(request) for request in requests]
+        score = self.run.sampling.sampler.score
+        row_logprobs = [await score(Request(self.run.name, ids, Sampling(0, ()))) for ids in rows_of(turns)]
         token_logprobs = assistant_logprobs(turns, row_logprobs)
         if not math.isfinite(logprob_sum := math.fsum(token_logprobs)):
             raise EngineError("the model's log-probs of the conversation are not finite numbers")

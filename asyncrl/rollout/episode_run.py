@@ -37,8 +37,8 @@ class Outcome(msgspec.Struct, frozen=True):
 
 
 class EpisodeRun:
-    """One attempt at an episode: the clock, the sampling, the records and the reward. Used by a single
-    task, except for `sampling.generate` and for reading the clock."""
+    """One attempt at an episode: the clock, the sampling, the records and the reward. Several tasks of an
+    event loop may sample and wait side by side; turns are posted one after another."""
 
     def __init__(
         self, context: EpisodeContext, assignment: Assign, sampler: Sampler, time_limit: asyncio.Timeout

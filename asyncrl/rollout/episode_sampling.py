@@ -38,8 +38,8 @@ _encode = msgspec.msgpack.Encoder().encode
 
 @dataclass
 class EpisodeSampling:
-    """Samples and scores the turns of one attempt. Several tasks may call `generate`. `name`: the session of
-    row 0 in the engines; the sessions of further rows begin with `name`."""
+    """Samples and scores the turns of one attempt. Several tasks may call `generate`, for different rows.
+    `name`: the session of row 0 in the engines; the sessions of further rows begin with `name`."""
 
     name: str
     context: EpisodeContext
@@ -83,8 +83,7 @@ class EpisodeSampling:
             is_unfinished = sampled.stop is StopReason.ABORT
             extends_durable = sampled.ids[:durable_tokens] == durable_part.ids
             if is_unfinished and extends_durable and len(sampled.ids) > durable_tokens:
-                new_tokens = suffix_after(durable_part, sampled)
-                part = TurnPart(row, prompt_digest, durable_tokens, new_tokens)
+                part = TurnPart(row, prompt_digest, durable_tokens, suffix_after(durable_part, sampled))
                 await self.records.post_part(part, self.clock.seconds)
                 self._open_turns[row] = prompt_digest, sampled
 

@@ -255,8 +255,9 @@ class ServerPool:
 
     async def _acquire_server(self, turn: ServerTurn) -> PooledServer:
         """Return the server that continues the turn. NoEngineError after the deadline."""
-        session = turn.request.session
-        while (server := self.begin_request(session, turn.full_servers, turn.min_version())) is None:
+        while (
+            server := self.begin_request(turn.request.session, turn.full_servers, turn.min_version())
+        ) is None:
             if self.sleeps.asleep:  # this wait extends the deadline
                 asleep_since = asyncio.get_running_loop().time()
                 with self._waits.wait_named(ASLEEP):

@@ -285,7 +285,7 @@ class RolloutWorker:
                 case shared.LoadWeights():
                     self._local_samplers[message.lane].loads.offer_version(message.ref, message.probe)
                 case shared.Sleep():
-                    # Dropped while the lanes fall asleep: the coordinator repeats a new order.
+                    # A message is dropped while the lanes fall asleep; the coordinator repeats a new order.
                     if self._sleep_task is None or self._sleep_task.done():
                         samplers = self._local_samplers.values()
                         sleeping_lanes = asyncio.gather(*(sampler.sleep() for sampler in samplers))
@@ -354,12 +354,11 @@ class RolloutWorker:
 
     async def _send_hello(self) -> None:
         self.outbox.pause_sending()
-        slots = self.config.rollout.slots
         engine_version = self._local_samplers["train"].loads.version if self._local_samplers else NO_VERSION
         hello = worker.WorkerHello(
             index=self.index,
             incarnation=self.incarnation,
-            slots=slots,
+            slots=self.config.rollout.slots,
             pid=os.getpid(),
             acked=self.outbox.acked_seq,
             version=engine_version,
@@ -392,9 +391,9 @@ class RolloutWorker:
         if message.attempt in self._episodes:
             return
 
-        uid = message.attempt.uid
-        for older_attempt in [attempt for attempt in self._episodes if attempt.uid == uid]:
-            self._drop_episode(older_attempt)
+        for attempt in list(self._episodes):
+            if attempt.uid == message.attempt.uid:
+                self._drop_episode(attempt)
 
         def forget_task(task: asyncio.Task[None]) -> None:
             if self._episodes.get(message.attempt) is task:
