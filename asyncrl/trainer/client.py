@@ -77,9 +77,12 @@ def _receive_unless_stopped(link: Link, timeout: float) -> Any:
 
 
 class CoordinatorClient:
-    """Sends the requests and heartbeats of one rank. `waiting_for`: the name of the wait, or of the long
-    work, under way; else ''. `committed_step`: the newest acknowledged step; the learner is ahead during a
-    commit. `probed_message`: rank 0's newest score of the probe, sent again to a restarted coordinator."""
+    """Sends the requests and heartbeats of one rank. Made by all ranks together.
+
+    `waiting_for`: the name of the wait, or of the long work, under way; else ''. `committed_step`: the newest
+    acknowledged step; the learner is ahead during a commit. `probed_message`: rank 0's newest score of the
+    probe, sent again to a restarted coordinator.
+    """
 
     def __init__(
         self,
@@ -87,14 +90,13 @@ class CoordinatorClient:
         endpoints: Endpoints,
         world: World,
         incarnation: str,
-        broadcast: RankZeroBroadcast,
         learner: Learner,
         checkpointing: Checkpointing,
         publishing: Publishing,
     ) -> None:
         self._world = world
         self._incarnation = incarnation
-        self._broadcast = broadcast
+        self._broadcast = RankZeroBroadcast(world)
         self._learner = learner
         self._checkpointing = checkpointing
         self._publishing = publishing

@@ -137,8 +137,15 @@ def shard_and_fill(root: nn.Module, source: WeightsSource, world: World, *, offl
     """
     cast_parameters(root, source.dtype)
     shard_empty(root, source.model, source.dtype, world, offload=offload)
-    if world.rank == 0:
-        _log_rounding(source)
+
+    frozen = any(not parameter.requires_grad for parameter in source.model.parameters())
+    wider_dtypes = sorted(source.file_dtypes & {"F64", "F32", "F16"})
+    if world.rank == 0 and frozen and wider_dtypes and source.dtype == "bfloat16":
+        logger.info(
+            "%s: has tensors in %s; frozen weights are rounded to bfloat16, in which forwards compute",
+            source.error_label,
+            ", ".join(wider_dtypes),
+        )
 
     if source.file_tensors:
         fill_shards(source.model, source.file_tensors, source.error_label)
@@ -160,18 +167,6 @@ def shard_and_fill(root: nn.Module, source: WeightsSource, world: World, *, offl
         set_model_state_dict(source.model, all_weights, options=options)
 
     assert all(isinstance(parameter, DTensor) for parameter in root.parameters()), "FSDP2 did not shard"
-
-
-def _log_rounding(source: WeightsSource) -> None:
-    """Log if frozen weights lose bits of their files."""
-    frozen = any(not parameter.requires_grad for parameter in source.model.parameters())
-    wider = sorted(source.file_dtypes & {"F64", "F32", "F16"})
-    if frozen and wider and source.dtype == "bfloat16":
-        logger.info(
-            "%s: has tensors in %s; frozen weights are rounded to bfloat16, in which forwards compute",
-            source.error_label,
-            ", ".join(wider),
-        )
 
 
 def shard_empty(

@@ -126,7 +126,8 @@ class Policy(nn.Module):
             self.forced_routes.use_routes(part.routes)
         if self.adapters is not None:
             self.adapters.select_adapters(part.adapter_indices)
-        return (self.split_model.run_whole if self.runs_whole else self.split_model.split)(part)
+        if self.uncut:
+            return self.split_model.run_whole if self.runs_whole else self.split_model.split(part)
 
     def without_adapters(self) -> AbstractContextManager[None]:
         """Score without adapters inside the context."""
@@ -138,11 +139,13 @@ class Policy(nn.Module):
         ''."""
         if self.adapters is None or len(self.adapters.agents) == 1:
             return {"": trainable(self)}
-        owned_parameters = [(owning_agent(name), parameter) for name, parameter in self.lm.named_parameters()]
-        return {
-            agent: [parameter for parameter_owner, parameter in owned_parameters if parameter_owner == agent]
-            for agent in self.adapters.agents
-        }
+        by_agent: dict[str, list[nn.Parameter]] = {agent: [] for agent in self.adapters.agents}
+        for name, parameter in self.lm.named_parameters():
+            agent = owning_agent(name)
+            if agent is not None:
+                by_agent[agent].append(parameter)
+
+        return by_agent
 
 
 def load_policy(
@@ -270,9 +273,8 @@ class PublishedShards(Mapping[str, DTensor]):
 def copied_buffers(policy: Policy, named_tensors: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
     """Copy the persistent buffers to main memory, by their names in files. `named_tensors`: where to read
     them, else the model's buffers."""
-    named_tensors = (
-        dict(policy.lm.named_buffers(remove_duplicate=False)) if named_tensors is None else named_tensors
-    )
+    if named_tensors is None:
+        named_tensors = dict(policy.lm.named_buffers(remove_duplicate=False))
     return {
         piece.name: piece.view_in(named_tensors[piece.parameter].detach().to("cpu", copy=True))
         for piece in policy.buffer_pieces
@@ -326,27 +328,25 @@ def load_reference(config: RunConfig, world: World, policy: Policy) -> Reference
     policy, read once more. A collective. Raises ConfigError when its directory holds no causal LM."""
     if policy.adapters is not None and not config.kl.reference:
         return Reference(policy)
-    path, key = (
-        (config.kl.reference, "kl.reference") if config.kl.reference else (config.model.path, "model.path")
-    )
+    path = config.kl.reference or config.model.path
+    key = "kl.reference" if config.kl.reference else "model.path"
     model_config = msgspec.structs.replace(config.model, path=path, lora_rank=0)
     reference = load_policy(model_config, world, frozen=True, offload=config.kl.offload, key=key)
 
-    reference_vocabulary = reference.vocabulary
-    policy_vocabulary = policy.vocabulary
-    if reference_vocabulary < policy_vocabulary or (
-        reference_vocabulary > policy_vocabulary and config.kl.diverges and not config.kl.top_k
+    is_smaller = reference.vocabulary < policy.vocabulary
+    if is_smaller or (
+        reference.vocabulary > policy.vocabulary and config.kl.diverges and not config.kl.top_k
     ):
         advice = "set kl.top_k if it is only filled up further, else use one with the policy's tokenizer"
-        if reference_vocabulary < policy_vocabulary:
-            resize = f"resize_token_embeddings({policy_vocabulary})"
+        if is_smaller:
             advice = (
-                f"ids from {reference_vocabulary} on can be sampled, too; save the reference after {resize}"
+                f"ids from {reference.vocabulary} on can be sampled, too; save the reference after "
+                f"resize_token_embeddings({policy.vocabulary})"
             )
 
         raise ConfigError(
-            f"kl.reference: {path} has a vocabulary of {reference_vocabulary}, "
-            f"the policy of {policy_vocabulary}; {advice}"
+            f"kl.reference: {path} has a vocabulary of {reference.vocabulary}, "
+            f"the policy of {policy.vocabulary}; {advice}"
         )
 
     return Reference(reference)
@@ -386,12 +386,8 @@ def load_critic(config: RunConfig, world: World, recomputation: Recomputation | 
     All its weights are trained, also where the policy has adapters. Raises ConfigError when its directory
     holds no model.
     """
-    path = config.critic.path
-    key = "critic.path"
-    if not path:
-        path = config.model.path
-        key = "model.path"
-
+    path = config.critic.path or config.model.path
+    key = "critic.path" if config.critic.path else "model.path"
     source = read_model("AutoModel", path, config.model.dtype, world, key)
     critic = Critic(source.model, world.sequence)
     prepare_layers(source.model, config.trainer, recomputation)

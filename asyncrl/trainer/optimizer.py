@@ -89,8 +89,11 @@ def build_optimizer(parameters: list[nn.Parameter], trainer: TrainerConfig, lr: 
     make_named = optimizers.load(name, key)
     with ConfigError.instead_of(TypeError, ValueError, RuntimeError, text=f"{key}: {name} cannot be built"):
         accepted = inspect.signature(make_named).parameters
-        configured = {"betas": trainer.betas, "weight_decay": trainer.weight_decay}
-        configured = {option: value for option, value in configured.items() if option in accepted}
+        configured = {
+            option: value
+            for option, value in {"betas": trainer.betas, "weight_decay": trainer.weight_decay}.items()
+            if option in accepted
+        }
         optimizer = make_named(parameters, **{"lr": lr, **configured, **options})
 
     if not isinstance(optimizer, Optimizer):

@@ -61,33 +61,36 @@ class Publishing:
 
         # The fixed text that trainer and engines score; any ids do.
         self._probe_ids = tuple(random.Random(0).choices(range(policy.vocabulary), k=PROBE_TOKENS))
+
         weights_config = config.weights
         collector_count = readers(config, world.size)
         # If set, only adapters are published.
         self._adapters = policy.adapters if config.adapters_apart else None
-        pieces = self._adapters.published if self._adapters else policy.published
         self._host = HostShards(
             self._published_shards(),
-            pieces,
+            self._adapters.published if self._adapters else policy.published,
             policy.export_dtype,
-            config.launch.stall_timeout,
-            collector_count,
-            self._buffers(),
-            weights_config.full_every > 1,
+            deadline=config.launch.stall_timeout,
+            collectors=collector_count,
+            buffers=self._buffers(),
+            deltas=weights_config.full_every > 1,
         )
-        self._files: VersionWriter | None = None
 
+        # Versions go to files, or from senders to engines.
+        self._files: VersionWriter | None = None
         if weights_config.transport == "disk":
             version_bytes = sum(spec.nbytes for spec in self._host.layout)
             needed_bytes = disk.space_needed(config, version_bytes)
             directory = disk.weights_directory(weights_config.directory, run_dir, config.name, needed_bytes)
-            specs = self._adapters.specs if self._adapters else None
             self._files = VersionWriter(
-                directory, weights_config.bucket_bytes, weights_config.full_every, specs
+                directory,
+                weights_config.bucket_bytes,
+                full_every=weights_config.full_every,
+                adapters=self._adapters.specs if self._adapters else None,
             )
-
         self._pause: TrainingPause | None = None
         self._sender = None if self._files else self._make_sender(collector_count)
+
         self._publisher: PublisherThread | None = None
         if world.rank == 0:
             version_target = self._files or self._sender

@@ -104,7 +104,6 @@ class TrainerRank:
         self.run_dir = Path(config.run_dir) / config.name
         self.is_first = trainer_world.rank == 0
 
-        broadcast = world.RankZeroBroadcast(trainer_world)
         checkpoints = shared_checkpoints(config, self.run_dir, trainer_world)
         self.learner = Learner(config, trainer_world)
         self.checkpointing = Checkpointing(config, checkpoints, self.learner)
@@ -124,7 +123,6 @@ class TrainerRank:
             endpoints,
             trainer_world,
             incarnation,
-            broadcast,
             self.learner,
             self.checkpointing,
             self.publishing,

@@ -111,6 +111,7 @@ class HostShards:
         ]
         page_locked = any(shard.device.type == "cuda" for shard in shards.values())
         self._buffers = Buffers(self._buffer_offsets[-1], page_locked, 2 + deltas)
+        self.received_bytes = 0  # by this collector, for tests
         self._collect_lock = threading.Lock()  # one bucket is collected at a time
         self._is_collector = self.rank_count > 1 and self.rank < collectors
 
@@ -189,6 +190,7 @@ class HostShards:
                 _wait_for(dist.irecv(size, rank, group=self._group, tag=_ANSWER_TAG), self._deadline)
                 data = torch.empty(int(size), dtype=torch.uint8)
                 _wait_for(dist.irecv(data, rank, group=self._group, tag=_ANSWER_TAG), self._deadline)
+                self.received_bytes += data.numel()
                 parts_by_rank.append(msgspec.msgpack.decode(data.numpy().data, type=list[RangePart]))
 
         return list(zip(*parts_by_rank, strict=True))
