@@ -126,8 +126,9 @@ class Policy(nn.Module):
             self.forced_routes.use_routes(part.routes)
         if self.adapters is not None:
             self.adapters.select_adapters(part.adapter_indices)
-        if self.uncut:
-            return self.split_model.run_whole if self.runs_whole else self.split_model.split(part)
+        if self.runs_whole:
+            return self.split_model.run_whole(part)
+        return self.split_model.split(part)
 
     def without_adapters(self) -> AbstractContextManager[None]:
         """Score without adapters inside the context."""
