@@ -38,8 +38,11 @@ def command_parser(
 ) -> argparse.ArgumentParser:
     """Make the parser of `asyncrl NAME`, whose --help shows `description` unchanged. `run_dir_help`: help for
     --run-dir; '' leaves the flag out."""
-    formatter = argparse.RawDescriptionHelpFormatter
-    parser = CommandParser(prog=f"asyncrl {name}", description=description, formatter_class=formatter)
+    parser = CommandParser(
+        prog=f"asyncrl {name}",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     if run_dir_help:
         parser.add_argument("--run-dir", type=Path, default=Path("runs"), help=run_dir_help)
     return parser

@@ -320,18 +320,19 @@ def prompt_budgets(parts: EpisodeParts) -> PromptBudgets:
             msgspec.structs.replace(sample, prompt=opening_messages or sample.prompt, extra_info="{}")
         )
 
-    longest_prompt = rollout.longest_prompt
-    room_left_text = (
-        f", which leaves fewer than {rollout.max_tokens - longest_prompt} tokens for a turn "
-        "(rollout.max_new_tokens)"
-    )
-    overlong_fate = "their episodes are cut short or fail"
-    prompt_budget = PromptBudget(
-        "prompts", longest_prompt, prompt_tokens, shown_prompt_tokens, room_left_text, overlong_fate
-    )
-    conversation_budget = PromptBudget(
+    conversations = PromptBudget(
         "conversations", rollout.max_tokens, conversation_tokens, shown_prompt_tokens
     )
     if rollout.agent:
-        return PromptBudgets(demonstrations=conversation_budget)
-    return PromptBudgets(prompts=prompt_budget, demonstrations=conversation_budget)
+        return PromptBudgets(demonstrations=conversations)
+
+    room_left = rollout.max_tokens - rollout.longest_prompt
+    prompts = PromptBudget(
+        "prompts",
+        rollout.longest_prompt,
+        prompt_tokens,
+        shown_prompt_tokens,
+        limit_meaning=f", which leaves fewer than {room_left} tokens for a turn (rollout.max_new_tokens)",
+        overlong_fate="their episodes are cut short or fail",
+    )
+    return PromptBudgets(prompts, conversations)

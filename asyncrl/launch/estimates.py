@@ -130,21 +130,19 @@ def describe_costs(config: RunConfig, has_gpu: bool | None) -> list[str]:
     )
     trained_text = f"adapters of rank {adapter_ranks}" if adapter_ranks else "all weights trained"
 
-    is_timed = config.model.dtype == "float32" and parameter_count(config.model.path) >= MIN_TIMED_PARAMETERS
+    parameters = parameter_count(config.model.path)
+    is_timed = config.model.dtype == "float32" and parameters >= MIN_TIMED_PARAMETERS
     speed_note = ""
     if is_timed and uses_gpu(config, has_gpu) is False:
         speedup = cpu_speed("bfloat16", 512) / cpu_speed("float32", 512)
         if speedup > 1.1:
             speed_note = f" (bfloat16 multiplies {speedup:.1f} times as fast on this CPU)"
 
-    parameters_text = _format_count(parameter_count(config.model.path))
-    checkpoint_pause = config.checkpoint.pause
-    interval_text = (
-        f"every {checkpoint_pause} steps" if checkpoint_pause < config.total_steps else "at the end"
-    )
-
+    pause = config.checkpoint.pause
+    interval_text = f"every {pause} steps" if pause < config.total_steps else "at the end"
     return [
-        f"model         {parameters_text} parameters, {trained_text}, {config.model.dtype}{speed_note}",
+        f"model         {_format_count(parameters)} parameters, {trained_text}, {config.model.dtype}"
+        f"{speed_note}",
         f"checkpoints   {format_bytes(checkpoint_size)} each, {interval_text}; at most {kept_count} at once: "
         f"{format_bytes(kept_count * checkpoint_size)}{free_text}",
     ]

@@ -315,9 +315,8 @@ def check_images(inputs: Inputs) -> Iterator[Note]:
 
     images_text = f"{len(list_images())} in {images_directory()}"
     if obstacle := detect_images():
-        kernel_release = os.uname().release
         yield warning(
-            f"{images_text}; {obstacle}; needed: namespaces and Linux 6.6 (this is {kernel_release})"
+            f"{images_text}; {obstacle}; needed: namespaces and Linux 6.6 (this is {os.uname().release})"
         )
     else:
         yield ok(f"{images_text}; sandboxes can have one")

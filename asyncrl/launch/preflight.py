@@ -257,7 +257,6 @@ async def try_sample(parts: EpisodeParts, sample: Sample) -> list[Note]:
         )
 
     truth = json.loads(sample.ground_truth)
-    reward = parts.reward
     answers = [("no text", "")]
     if truth is not None:
         answers.insert(0, ("its ground truth", truth if isinstance(truth, str) else sample.ground_truth))
@@ -273,7 +272,8 @@ async def try_sample(parts: EpisodeParts, sample: Sample) -> list[Note]:
         for answer_name, answer in answers:
             messages = (*sample.prompt, Message("assistant", answer))
             with recorded() as failure:
-                result = await reward.score_episode(RewardInput(sample, answer, messages, transcript=answer))
+                judged = RewardInput(sample, answer, messages, transcript=answer)
+                result = await parts.reward.score_episode(judged)
                 score_text = f"{result.score:g}"
                 if score_text == "0" and answer:
                     score_text += " (it may look for a format around it)"

@@ -24,30 +24,31 @@ VERSION_PATTERN = re.compile(r"Driver Version: *(\S+).*CUDA (?:UMD )?Version: *(
 PACKAGES = ("torch", "transformers", "sglang")
 
 
-def describe_machine() -> dict[str, str]:
-    """Describe this machine: CPU, memory, GPUs, system and versions. Does not import the packages."""
+def record_machine(run_dir: Path, versions: Mapping[str, str]) -> None:
+    """Write the machine's description, with further versions, to the run directory, in place of an earlier
+    launch's: CPU, memory, GPUs, system and versions of packages, which are not imported. A full disk is no
+    error."""
+    cpu_name = platform.processor() or platform.machine()
+    with suppress(OSError):
+        lines = CPUINFO.read_text().splitlines()
+        model_names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+        cpu_name = next(model_names, cpu_name)
     cores = f"{psutil.cpu_count(logical=False) or '?'} cores, {psutil.cpu_count()} threads"
+
     facts = {
-        "CPU": f"{_cpu_name()}, {cores}",
+        "CPU": f"{cpu_name}, {cores}",
         "memory": f"{psutil.virtual_memory().total / 2**30:.0f} GiB",
         "GPUs": ", ".join(f"{count} × {name}" for name, count in Counter(list_gpus()).items())
         or "none found",
         "system": platform.platform(),
         "Python": platform.python_version(),
     }
-
     for package in PACKAGES:
         with suppress(PackageNotFoundError):
             facts[package] = version(package)
 
-    return facts
-
-
-def record_machine(run_dir: Path, versions: Mapping[str, str]) -> None:
-    """Write the machine's description, with further versions, to the run directory, in place of an earlier
-    launch's. A full disk is no error."""
     with suppress(OSError):
-        (run_dir / "machine.json").write_bytes(msgspec.json.encode({**describe_machine(), **versions}))
+        (run_dir / "machine.json").write_bytes(msgspec.json.encode({**facts, **versions}))
 
 
 def recorded_machine(run_dir: Path) -> Mapping[str, str] | None:
@@ -56,14 +57,6 @@ def recorded_machine(run_dir: Path) -> Mapping[str, str] | None:
         return msgspec.json.decode((run_dir / "machine.json").read_bytes(), type=dict[str, str])
     except (OSError, *UNDECODABLE):
         return None
-
-
-def _cpu_name() -> str:
-    with suppress(OSError):
-        for line in CPUINFO.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
 
 
 def list_gpus() -> list[str]:

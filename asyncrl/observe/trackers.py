@@ -162,7 +162,14 @@ class _WandbTracker(Tracker):
         self._run.log({STEP_NAME: step} | metrics | histograms)
 
     def transcripts(self, step: int, entries: Sequence[TranscriptEntry]) -> None:
-        rows = [[_table_cell(entry.get(name)) for name in COLUMNS] for entry in entries]
+        # The cells of a column must be of one type, so everything but numbers is text.
+        rows = [
+            [
+                cell if cell is None or isinstance(cell, bool | int | float) else str(cell)
+                for cell in map(entry.get, COLUMNS)
+            ]
+            for entry in entries
+        ]
         self._run.log({STEP_NAME: step, TRANSCRIPTS: self._module.Table(columns=list(COLUMNS), data=rows)})
 
     def summarize(self, summary: Mapping[str, Any]) -> None:
@@ -262,11 +269,6 @@ class _AccelerateTracker(Tracker):
 
     def close(self) -> None:
         self._calls.ask(self._tracker.finish, PATIENCE_SECONDS)
-
-
-def _table_cell(value: Any) -> Any:
-    """Return a value for a table, whose columns have one type each."""
-    return value if value is None or isinstance(value, bool | int | float) else str(value)
 
 
 def check_trackers(config: RunConfig) -> None:
