@@ -282,8 +282,8 @@ class Batches:
 
     def drop_remainder(self) -> list[EpisodeRecord]:
         """Drop groups that cannot fill a batch, as the data has run out. Return their running members."""
-        current_step = self.buffer.current_step
-        has_begun = bool(self.by_step.get(current_step, Batch(current_step)).planned)
+        batch = self.by_step.get(self.buffer.current_step)
+        has_begun = batch is not None and bool(batch.planned)
         if has_begun or len(self.buffer.tally.untaken_groups) >= self.buffer.config.groups_per_batch:
             return []
         return self.buffer.drop_all(DropReason.END_OF_DATA)
@@ -318,13 +318,8 @@ class Batches:
             batch.lost.difference_update(trained_uids)
             self._changed_steps.add(batch.step)
 
-        self.buffer.mark_trained(
-            [
-                self.planned_episodes[uid]
-                for uid in batch.uids
-                if self.planned_episodes[uid].state is State.TAKEN
-            ]
-        )
+        trained_episodes = [self.planned_episodes[uid] for uid in batch.uids]
+        self.buffer.mark_trained([episode for episode in trained_episodes if episode.state is State.TAKEN])
         for uid in batch.lost:
             self.buffer.drop_corrupt(self.planned_episodes[uid])
 
@@ -369,11 +364,10 @@ class Batches:
         Their plans are forgotten. Episodes that are still taken by these plans are dropped as corrupt.
         """
         skipped_steps = [number for number in self.by_step if self.committed < number <= step]
-        for episode in [
-            self.planned_episodes[uid] for number in skipped_steps for uid in self.by_step[number].planned
-        ]:
-            if episode.state is State.TAKEN:
-                self.buffer.drop_corrupt(episode)
+        for number in skipped_steps:
+            for uid in self.by_step[number].planned:
+                if self.planned_episodes[uid].state is State.TAKEN:
+                    self.buffer.drop_corrupt(self.planned_episodes[uid])
 
         self._forget_plans(skipped_steps)
         self.buffer.note_commit(step)

@@ -97,14 +97,15 @@ class Deadlines:
     The time from a group's start to its deadline is the time in which half of the groups end all their
     members (docs/staleness.md, section 4).
 
+    `lifetimes` of groups last from their start to the end of their last member.
+
     Args:
         patience: seconds from the start of a group to its deadline; "auto": estimated; inf: no deadlines.
     """
 
     def __init__(self, patience: float | Literal["auto"]) -> None:
         self._fixed_patience = patience
-        # From the start of a group to the end of its last member.
-        self._lifetimes = Lifetimes(ESTIMATED_GROUPS)
+        self.lifetimes = Lifetimes(ESTIMATED_GROUPS)
         self._deadline_heap: list[tuple[float, int]] = []  # (deadline, group)
         self._estimate = math.inf
         self._estimated_at = -math.inf
@@ -119,14 +120,14 @@ class Deadlines:
             return self._fixed_patience
 
         if not 0 <= now - self._estimated_at < ESTIMATE_EVERY:
-            self._estimate = self._lifetimes.quantile(0.5, now)
+            self._estimate = self.lifetimes.quantile(0.5, now)
             self._estimated_at = now
         return self._estimate
 
     def start_group(self, group: GroupRecord, now: float) -> None:
         """Start the clock of a group, whose first member was assigned."""
         group.started = now
-        self._lifetimes.begin_life(group.id, now)
+        self.lifetimes.begin_life(group.id, now)
         self._set_deadline(group, now)
 
     def restore_group(self, group: GroupRecord, now: float) -> None:
@@ -146,14 +147,6 @@ class Deadlines:
         group.deadline = now + group.patience
         if group.deadline < math.inf:
             heapq.heappush(self._deadline_heap, (group.deadline, group.id))
-
-    def end_group(self, group: GroupRecord, now: float) -> None:
-        """Note that all members of a group have ended. A second call changes nothing."""
-        self._lifetimes.end_lives(group.id, now)
-
-    def forget_group(self, group: GroupRecord) -> None:
-        """Forget a group that is over. A group dropped while members were running gives no duration."""
-        self._lifetimes.forget_lives(group.id)
 
     def pop_passed(self, now: float) -> Iterator[int]:
         """Yield the ids of groups whose deadline has passed since the last call."""

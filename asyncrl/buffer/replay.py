@@ -320,7 +320,7 @@ class ReplayBuffer:
             self.episodes[uid].state not in (State.PENDING, State.RUNNING) for uid in group.members
         )
         if all_ended:
-            self.deadlines.end_group(group, now)
+            self.deadlines.lifetimes.end_lives(group.id, now)
             results = [
                 member.result for member in members if member.state not in (State.FAILED, State.DROPPED)
             ]
@@ -475,7 +475,7 @@ class ReplayBuffer:
             self.untrained_reason = self.trainable_members(group)[-1].ending
 
         del self.live_groups[group.id]
-        self.deadlines.forget_group(group)
+        self.deadlines.lifetimes.forget_lives(group.id)  # a group dropped while running gives no duration
         self._changed_groups[group.id] = group  # written as over
         self.tally.remove_group(group)
         self.oldest_versions.pop(group.id, None)

@@ -110,9 +110,16 @@ class Shifts:
         }
 
     def _next_shift(self, situation: Situation) -> Shift:
+        outlook = situation.outlook
+        if self._min_fraction == "auto":
+            filled = outlook.group_fraction >= 1 or situation.idle_seconds > sum(self.change_seconds.values())
+        else:
+            filled = outlook.group_fraction >= self._min_fraction
+        enough_ready = outlook.ready and (outlook.batch_complete or filled)
+
         match self.shift:
             case Shift.ROLLOUT if not situation.validation_waits and (
-                situation.ranks_starting or self._enough_ready(situation)
+                situation.ranks_starting or enough_ready
             ):
                 return Shift.SLEEPING
             case Shift.SLEEPING if situation.engines_asleep:
@@ -120,7 +127,7 @@ class Shifts:
             case Shift.TRAIN if (
                 situation.trainer_waits
                 and not situation.ranks_starting
-                and (situation.validation_waits or not situation.outlook.ready)
+                and (situation.validation_waits or not outlook.ready)
             ):
                 return Shift.WAKING
             case Shift.WAKING if situation.ranks_starting:
@@ -128,17 +135,6 @@ class Shifts:
             case Shift.WAKING if situation.ranks_offloaded and situation.engine_awake:
                 return Shift.ROLLOUT
         return self.shift
-
-    def _enough_ready(self, situation: Situation) -> bool:
-        """Return True if enough is ready for a shift of the trainer."""
-        outlook = situation.outlook
-
-        if self._min_fraction == "auto":
-            filled = outlook.group_fraction >= 1 or situation.idle_seconds > sum(self.change_seconds.values())
-        else:
-            filled = outlook.group_fraction >= self._min_fraction
-
-        return outlook.ready and (outlook.batch_complete or filled)
 
 
 class EngineClock:

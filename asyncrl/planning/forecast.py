@@ -206,12 +206,10 @@ def stretch_tail(recorded: Recorded, tail: float) -> Recorded:
     median_tokens = statistics.median(turn.tokens for turn in turns)
     median_wait = statistics.median(turn.wait for turn in turns)
 
-    def stretch_value(value: float, median: float) -> float:
-        return value + (tail - 1) * max(0.0, value - median)
-
     def stretch(turn: RecordedTurn) -> RecordedTurn:
         return RecordedTurn(
-            tokens=stretch_value(turn.tokens, median_tokens), wait=stretch_value(turn.wait, median_wait)
+            tokens=turn.tokens + (tail - 1) * max(0.0, turn.tokens - median_tokens),
+            wait=turn.wait + (tail - 1) * max(0.0, turn.wait - median_wait),
         )
 
     return tuple(tuple(tuple(map(stretch, episode)) for episode in group) for group in recorded)

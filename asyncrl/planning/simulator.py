@@ -119,10 +119,8 @@ class Simulation:
         self.crossings = Crossings(self.buffer, buffer_config.max_staleness)
 
         self.steps: list[SimulatedStep] = []
-        shift_fill = buffer_config.shift_fill
-        shares_devices = workload.shift is not None
         # The run begins with the trainer's shift, which has no data.
-        self.shifts = Shifts(shift_fill, 0.0) if shares_devices else None
+        self.shifts = Shifts(buffer_config.shift_fill, 0.0) if workload.shift is not None else None
         # Whether devices change hands, and when engines last sampled.
         self._devices_changing = False
         self._sampled_at = 0.0
@@ -208,25 +206,21 @@ class Simulation:
     def _move_shift(self) -> None:
         """Let the devices change hands if it is time."""
         shifts = self.shifts
-        is_settled = not self._devices_changing
         if shifts is None or self.workload.shift is None:
             return
 
-        step = self.buffer.current_step
-        trainer_waits = not self._trainer_working
-        outlook = (
-            self.batches.outlook(step, self._micro_batches, self.workload.ranks)
-            if trainer_waits
-            else NO_REQUEST
-        )
-        idle_seconds = self.now - self._sampled_at
+        outlook = NO_REQUEST
+        if not self._trainer_working:
+            outlook = self.batches.outlook(self.buffer.current_step, self._micro_batches, self.workload.ranks)
+
+        is_settled = not self._devices_changing
         situation = Situation(
             outlook,
-            trainer_waits=trainer_waits,
+            trainer_waits=not self._trainer_working,
             engines_asleep=is_settled,
             engine_awake=is_settled,
             ranks_offloaded=is_settled,
-            idle_seconds=idle_seconds,
+            idle_seconds=self.now - self._sampled_at,
         )
 
         if not shifts.enter_next(self.now, situation):
@@ -359,8 +353,8 @@ class Simulation:
         self._episode_seconds += lifetime
         self._landed_turns[episode.uid] = play.turn_spans
 
-        _, filtered = self._drawn_groups[episode.group]
-        result = EpisodeResult(0.0 if filtered else float(episode.member))
+        _, is_filtered = self._drawn_groups[episode.group]
+        result = EpisodeResult(0.0 if is_filtered else float(episode.member))
         self.buffer.finish_episode(episode, result, EpisodeStats(len(play.turn_spans)), self._engine_clock)
 
     # -- training ------------------------------------------------------------------------------------
@@ -420,9 +414,7 @@ class Simulation:
         live_limit = self.buffer.live_limit
         tokens_by_lag = np.bincount(lags, tokens / QUARTER_MIDPOINTS.size, max_staleness + 1)
         total_tokens = float(tokens_by_lag.sum())
-        tokens_within = tokens_by_lag[: max_staleness + 1].tolist()
-        tokens_over = tokens_by_lag[max_staleness + 1 :]
-        masked = float(tokens_over.sum()) / total_tokens
+        masked = float(tokens_by_lag[max_staleness + 1 :].sum()) / total_tokens
 
         step_seconds = self.now - self._step_began
         awake_seconds = self._engine_clock - self._step_clock_began
@@ -434,7 +426,7 @@ class Simulation:
                 rollout=self._engine_seconds,
                 awake=awake_seconds,
                 masked=masked,
-                lags=tuple(tokens_within),
+                lags=tuple(tokens_by_lag[: max_staleness + 1].tolist()),
             )
         )
 

@@ -152,8 +152,10 @@ class Checkpoints:
         try:
             manifest = self.manifest(step)
             for file_name, recorded_fingerprint in manifest.files.items():
-                if self._file_fingerprint(step, file_name) != recorded_fingerprint:
-                    return f"{file_name} is not as written"
+                with self.open_file(step, file_name) as file:
+                    digest = hashlib.file_digest(file, xxhash.xxh3_64).hexdigest()
+                    if (file.seek(0, os.SEEK_END), digest) != recorded_fingerprint:
+                        return f"{file_name} is not as written"
         except (CheckpointError, OSError) as error:
             return one_line(error)
 
@@ -255,11 +257,6 @@ class Checkpoints:
 
         step_texts = [name.removeprefix("step-") for name in directory_names if name.startswith("step-")]
         return sorted((int(number) for number in step_texts if number.isdigit()), reverse=True)
-
-    def _file_fingerprint(self, step: int, name: str) -> tuple[int, str]:
-        with self.open_file(step, name) as file:
-            digest = hashlib.file_digest(file, xxhash.xxh3_64)
-            return file.seek(0, os.SEEK_END), digest.hexdigest()
 
     def _sync_names(self, step: int, files: Files) -> None:
         """Make the names of these files durable, if the disk is local."""

@@ -25,6 +25,7 @@ MAX_COMPONENT_FACETS = 6
 MAX_SEARCH_WORDS = 10
 SCANNED_EPISODES = 200  # newest episodes whose component names become facets
 TEXTS = ("question", "answer", "truth")
+LIKE_ESCAPES = str.maketrans({"\\": "\\\\", "%": "\\%", "_": "\\_"})  # of LIKE … ESCAPE '\'
 COMPONENT_PREFIX = "components."
 CALLED_TOOL = "tool"
 START_VERSION = "(e.step - 1)"  # see types.start_version
@@ -63,6 +64,10 @@ NEWEST_FIRST = "e.group_id DESC, e.step DESC, e.member, e.uid"  # held-out episo
 FINISHED_FIRST = f"e.state IN ('pending', 'running'), {NEWEST_FIRST}"
 FROM_TABLES = """FROM episodes e LEFT JOIN questions q ON q.group_id = e.group_id
     LEFT JOIN answers a ON a.uid = e.uid"""
+# Names of the reward components of the newest episodes.
+COMPONENT_NAMES = """SELECT DISTINCT key FROM (
+    SELECT components FROM episodes WHERE components IS NOT NULL ORDER BY group_id DESC LIMIT ?) AS e,
+    json_each(e.components) WHERE instr(key, '"') = 0 LIMIT ?"""
 TOOL_STATISTICS = """WITH called AS (
     SELECT tool, seconds, failed, refused, row_number() OVER (PARTITION BY tool ORDER BY seconds) AS place,
         count(*) OVER (PARTITION BY tool) AS n
@@ -123,7 +128,9 @@ class Listing(msgspec.Struct, frozen=True):
         )
         if word_conditions:
             like_values = [
-                like_value for word in self.search for like_value in (_like_pattern(word), "\\") * len(TEXTS)
+                like_value
+                for word in self.search
+                for like_value in (f"%{word.translate(LIKE_ESCAPES)}%", "\\") * len(TEXTS)
             ]
             uid_condition = f" OR e.uid IN ({','.join('?' * len(found_uids))})" if found_uids else ""
             clauses.append(Clause(f"({word_conditions}{uid_condition})", (*like_values, *found_uids)))
@@ -186,26 +193,20 @@ def _comparable_value(value: Any) -> Value:
     return comparable
 
 
-def _like_pattern(word: str) -> str:
-    return "%" + "".join(f"\\{character}" if character in "\\%_" else character for character in word) + "%"
-
-
 def episode_page(reader: RunReader, listing: Listing, found_uids: Sequence[str] = ()) -> list[dict[str, Any]]:
     """Return the PAGE_SIZE episodes from `start` on."""
     where = listing.where(found_uids)
-    names = [*COLUMNS, "components"]
     columns = ", ".join([*COLUMNS.values(), "e.components"])
     # Two queries in one: sorting all episodes must not read the long texts.
     page_uids = (
         f"SELECT e.uid {FROM_TABLES} WHERE {where.text} ORDER BY {listing.order} LIMIT {PAGE_SIZE} OFFSET ?"
     )
     query = f"SELECT {columns} {FROM_TABLES} WHERE e.uid IN ({page_uids}) ORDER BY {listing.order}"
-    rows = reader.rows(query, *where.values, listing.start)
-    episodes = [dict(zip(names, row, strict=True)) for row in rows]
 
     return [
-        episode | {"components": msgspec.json.decode(episode["components"]) if episode["components"] else {}}
-        for episode in episodes
+        dict(zip(COLUMNS, values, strict=True))
+        | {"components": msgspec.json.decode(components) if components else {}}
+        for *values, components in reader.rows(query, *where.values, listing.start)
     ]
 
 
@@ -233,11 +234,11 @@ def count_facets(
     """Return the number of matching episodes, and for each facet the values with counts: of the episodes that
     meet all conditions except the conditions on the facet."""
     facets = [_facet(reader, name, label) for name, label in FACETS.items()]
-    facets += [_facet(reader, f"{COMPONENT_PREFIX}{name}", name) for name in _component_names(reader)]
+    component_rows = reader.rows(COMPONENT_NAMES, SCANNED_EPISODES, MAX_COMPONENT_FACETS)
+    facets += [_facet(reader, f"{COMPONENT_PREFIX}{name}", name) for (name,) in component_rows]
     facet_clauses = [clause for clause in listing.clauses if clause.column]
     where = listing.where(found_uids, facets=False)
-    expressions = [facet.expression for facet in facets] + [clause.text for clause in facet_clauses]
-    columns = ", ".join(expressions)
+    columns = ", ".join([*(facet.expression for facet in facets), *(clause.text for clause in facet_clauses)])
     values = [value for clause in facet_clauses for value in clause.values]
     group_columns = ",".join(
         str(column_index + 2) for column_index in range(len(facets) + len(facet_clauses))
@@ -248,27 +249,23 @@ def count_facets(
     total = 0
     value_counts = [Counter[Any]() for _ in facets]
     for count, *row_values in reader.rows(query, *values, *where.values):
-        clause_fits = row_values[len(facets) :]
         missed_columns = {
             clause.column
-            for clause, fits_clause in zip(facet_clauses, clause_fits, strict=True)
-            if not fits_clause
+            for clause, fits in zip(facet_clauses, row_values[len(facets) :], strict=True)
+            if not fits
         }
         total += 0 if missed_columns else count
         for facet, counter, value in zip(facets, value_counts, row_values, strict=False):
             if missed_columns <= {facet.column}:
                 counter[value] += count
 
-    answers: list[dict[str, Any]] = [
-        {"column": facet.column, "label": facet.label, "values": _facet_values(facet, counter)}
-        for facet, counter in zip(facets, value_counts, strict=True)
-    ]
-
     # Facets without any known value are left out.
-    shown_answers = [
-        answer for answer in answers if any(value["value"] not in ("", None) for value in answer["values"])
-    ]
-    return total, shown_answers
+    answers: list[dict[str, Any]] = []
+    for facet, counter in zip(facets, value_counts, strict=True):
+        facet_values = _facet_values(facet, counter)
+        if any(value["value"] not in ("", None) for value in facet_values):
+            answers.append({"column": facet.column, "label": facet.label, "values": facet_values})
+    return total, answers
 
 
 def _facet_values(facet: Facet, value_counts: Counter[Any]) -> list[dict[str, Any]]:
@@ -303,9 +300,8 @@ def _facet(reader: RunReader, name: str, label: str) -> Facet:
     ((low, high),) = reader.rows(f"SELECT min({expression}), max({expression}) FROM episodes e")
     edges = _range_edges(low, high)
     cases = " ".join(f"WHEN {expression} < {edge!r} THEN {position}" for position, edge in enumerate(edges))
-    ends = [None, *edges, None]
     ranges: list[tuple[Any, str]] = [
-        ([start, end], _range_label(start, end)) for start, end in pairwise(ends)
+        ([start, end], _range_label(start, end)) for start, end in pairwise([None, *edges, None])
     ]
     range_expression = f"CASE WHEN {expression} IS NULL THEN NULL {cases} ELSE {len(edges)} END"
     return Facet(name, label, range_expression, ranges)
@@ -328,14 +324,6 @@ def _range_edges(low: float, high: float) -> list[float]:
     return [
         multiple * width for multiple in range(first_multiple, first_multiple + 6) if multiple * width < high
     ]
-
-
-def _component_names(reader: RunReader) -> list[str]:
-    """Return the names of the reward components of the newest episodes."""
-    query = """SELECT DISTINCT key FROM (
-        SELECT components FROM episodes WHERE components IS NOT NULL ORDER BY group_id DESC LIMIT ?) AS e,
-        json_each(e.components) WHERE instr(key, '"') = 0 LIMIT ?"""
-    return [name for (name,) in reader.rows(query, SCANNED_EPISODES, MAX_COMPONENT_FACETS)]
 
 
 def tool_statistics(reader: RunReader, listing: Listing) -> list[dict[str, Any]]:

@@ -109,8 +109,8 @@ class RunReader:
     def committed_plans(self) -> list[Batch]:
         """Return the plans of committed batches, oldest first, as far as no checkpoint covers these
         batches."""
-        committed = {step for (step,) in self.rows("SELECT step FROM commits")}
-        return [batch for batch in self.plans() if batch.step in committed]
+        query = "SELECT record FROM plans JOIN commits USING (step) WHERE step>? ORDER BY step"
+        return self._records(Batch, query, self.covered)
 
     def planned_steps(self) -> set[int]:
         """Return the committed steps whose plan and payloads are still stored."""
@@ -118,8 +118,8 @@ class RunReader:
 
     def plan(self, step: int) -> Batch:
         """Return the plan of a step from `planned_steps`."""
-        matching_plans = self._records(Batch, "SELECT record FROM plans WHERE step=?", step)
-        return _first_record(matching_plans, "plan of step", step)
+        query = "SELECT record FROM plans WHERE step=?"
+        return _first_record(self._records(Batch, query, step), "plan of step", step)
 
     @property
     def covered(self) -> int:
@@ -173,8 +173,8 @@ class RunReader:
         return self._episodes("group_id=?", group)
 
     def group(self, number: int) -> GroupRecord:
-        matching_groups = self._records(GroupRecord, "SELECT record FROM groups WHERE id=?", number)
-        return _first_record(matching_groups, "group", number)
+        query = "SELECT record FROM groups WHERE id=?"
+        return _first_record(self._records(GroupRecord, query, number), "group", number)
 
     def load_run(self) -> StoredRun:
         """Return everything that a coordinator needs to continue the run."""
@@ -185,7 +185,7 @@ class RunReader:
         planned_episodes = [
             self.episode(uid) for uid in sorted({uid for batch in batches for uid in batch.planned})
         ]
-        counts = dict(self.counts())
+        counts = self.counts()
         for episode in episodes:
             counts[episode.state] -= 1
         ((committed_steps,),) = self.rows("SELECT coalesce(max(step), 0) FROM commits")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import sqlite3
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import msgspec
@@ -91,12 +91,18 @@ class RunStore:
         question = next(
             (message.content for message in reversed(sample.prompt) if message.role == "user"), ""
         )
-        list_texts = (
+        truth = sample.ground_truth
+        with suppress(*UNDECODABLE):  # most are JSON texts
+            truth = msgspec.json.decode(truth, type=str)
+
+        question_row = (
+            group,
+            sample.row,
             sample.data_source,
             shorten_to_line(question),
-            shorten_to_line(_plain_truth(sample.ground_truth)),
+            shorten_to_line(truth),
         )
-        self._put_rows("questions", (group, sample.row, *list_texts))
+        self._put_rows("questions", question_row)
 
     def put_answer(self, uid: str, answer: str) -> None:
         if answer:
@@ -104,13 +110,14 @@ class RunStore:
 
     def put_calls(self, uid: str, turn: int, replies: Sequence[ToolReply]) -> None:
         """Store the tool calls of a turn."""
-        call_rows = (
-            (uid, turn, call_number, reply.call.name[:MAX_NAME_CHARACTERS], reply.seconds, reply.failed,
-            reply.refused,
-             shorten_to_line(reply.error or "", MAX_NAME_CHARACTERS))
-            for call_number, reply in enumerate(replies)
+        self._put_rows(
+            "calls",
+            *(
+                (uid, turn, call_number, reply.call.name[:MAX_NAME_CHARACTERS], reply.seconds, reply.failed,
+                 reply.refused, shorten_to_line(reply.error or "", MAX_NAME_CHARACTERS))
+                for call_number, reply in enumerate(replies)
+            ),
         )  # fmt: skip
-        self._put_rows("calls", *call_rows)
 
     def put_batches(self, batches: Iterable[Batch]) -> None:
         self._put_rows("plans", *((batch.step, msgspec.msgpack.encode(batch)) for batch in batches))
@@ -219,10 +226,12 @@ class RunStore:
                 ]
                 self._db.executemany("INSERT OR REPLACE INTO frames VALUES(?,?,?,?,?,?)", rows)
                 if self.pruning:
-                    newest_segment = self._segments.newest_segment
-                    covered_step = self.reader.covered
                     oldest_segment = prune_store(
-                        self._db, self._segment_reader, newest_segment, self._keep_bytes, covered_step
+                        self._db,
+                        self._segment_reader,
+                        self._segments.newest_segment,
+                        self._keep_bytes,
+                        self.reader.covered,
                     )
 
             self._clear_pending()
@@ -332,14 +341,6 @@ def episode_row(
 
 def _trained_step(episode: EpisodeRecord) -> int | None:
     return None if episode.step == NO_STEP else episode.step
-
-
-def _plain_truth(truth: str) -> str:
-    """Return a ground truth, which is JSON, as readable text."""
-    try:
-        return msgspec.json.decode(truth, type=str)
-    except UNDECODABLE:
-        return truth
 
 
 # -- retention ---------------------------------------------------------------------------------------------

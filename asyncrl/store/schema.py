@@ -115,27 +115,23 @@ def take_over(run_dir: Path) -> tuple[sqlite3.Connection, int]:
     deadline = time.monotonic() + OPEN_DEADLINE
     while True:
         try:
-            return _take_ownership(path)
-        except StorePaused as error:  # a restarted coordinator would use up its restarts
-            if time.monotonic() > deadline:
-                raise
-            log.error("%s; trying again", error)
-            time.sleep(RETRY_SECONDS)
+            db = sqlite3.connect(path, timeout=BUSY_TIMEOUT, isolation_level=None)
+            db.execute("PRAGMA journal_mode=WAL")
+            db.execute("PRAGMA synchronous=NORMAL")
+            if not db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
+                db.executescript(f"BEGIN; {TABLES} COMMIT;")
+            _check_version(db, path)
+            db.execute(NEXT_OWNER)
+            (owner,) = db.execute("SELECT value FROM meta WHERE key='coordinator_epoch'").fetchone()
+            return db, int(owner)
+        except sqlite3.Error as error:
+            failure = store_error(path, error)
+            # A restarted coordinator would use up its restarts, so the store is waited for here.
+            if not isinstance(failure, StorePaused) or time.monotonic() > deadline:
+                raise failure from error
 
-
-def _take_ownership(path: Path) -> tuple[sqlite3.Connection, int]:
-    try:
-        db = sqlite3.connect(path, timeout=BUSY_TIMEOUT, isolation_level=None)
-        db.execute("PRAGMA journal_mode=WAL")
-        db.execute("PRAGMA synchronous=NORMAL")
-        if not db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
-            db.executescript(f"BEGIN; {TABLES} COMMIT;")
-        _check_version(db, path)
-        db.execute(NEXT_OWNER)
-        (owner,) = db.execute("SELECT value FROM meta WHERE key='coordinator_epoch'").fetchone()
-        return db, int(owner)
-    except sqlite3.Error as error:
-        raise store_error(path, error) from error
+        log.error("%s; trying again", failure)
+        time.sleep(RETRY_SECONDS)
 
 
 def open_to_read(run_dir: Path) -> sqlite3.Connection:

@@ -97,7 +97,12 @@ class SegmentReader:
         gone."""
         path = segment_path(self.directory, location.segment)
         with StoreError.instead_of(OSError, text=f"{path} cannot be read"):  # a bad sector, or a missing file
-            file = self._open_segment(location.segment)
+            if location.segment not in self._files:
+                if len(self._files) >= MAX_OPEN_SEGMENTS:
+                    self.close()
+                self._files[location.segment] = os.open(path, os.O_RDONLY)
+
+            file = self._files[location.segment]
             header = os.pread(file, RECORD_HEADER.size, location.offset)
             if len(header) == RECORD_HEADER.size:
                 length, digest = RECORD_HEADER.unpack(header)
@@ -142,13 +147,6 @@ class SegmentReader:
         for file in self._files.values():
             os.close(file)
         self._files = {}
-
-    def _open_segment(self, segment: int) -> int:
-        if segment not in self._files:
-            if len(self._files) >= MAX_OPEN_SEGMENTS:
-                self.close()
-            self._files[segment] = os.open(segment_path(self.directory, segment), os.O_RDONLY)
-        return self._files[segment]
 
 
 def fsync(path: Path) -> None:
