@@ -396,10 +396,11 @@ class Coordinator:
         self.workers.send_min_version()
         row = self.reporter.step_row(message.step, message.metrics)
 
-        engines = [*map(bytes.decode, self.fleet.versions.engines)]
+        engines = map(bytes.decode, self.fleet.versions.engines)
+        is_validating = self.validation.is_busy
         taken_groups = len(self.ledger.batches.by_step[message.step - 1].groups)
         now = self.fleet.engine_time(time.monotonic())
-        self.ledger.live_limit.update_limit(row, taken_groups, engines, self.validation.is_busy, now)
+        self.ledger.live_limit.update_limit(row, taken_groups, [*engines], is_validating, now)
         self._to_observers(shared.StepReport(message.step, row, self.reporter.episode_values))
 
         validation_interval = self.config.validation.every
