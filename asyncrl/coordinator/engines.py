@@ -200,11 +200,11 @@ class EngineHandler:
         return self.fleet.shifts is None or self.fleet.shifts.shift is Shift.ROLLOUT
 
     def push_newest(self, now: float) -> None:
-        """Send the newest version to all engines that lack the version and may load it now.
+        """Send the newest version to all engines that lack the version and may load now.
 
         Servers in use are updated one after another, so that the other servers generate while a server is
-        paused. Adapters need no pause. Before, silent supervisors are removed. A version that is not
-        confirmed within `weights.deadline` is sent again.
+        paused. Adapters need no pause. First, silent supervisors are removed. At last, engines that have not
+        confirmed a version within `weights.deadline` are marked, so that the next pass sends it again.
         """
         for peers in self.supervised_peers:
             peers.remove_silent(now)
@@ -324,15 +324,15 @@ class EngineHandler:
         table.
         """
         config = self.config
-        planned_servers = self.config.engine.server_count
-        table_complete = (
-            sum(supervisor.hello.index < planned_servers for supervisor in self.supervisors)
-            >= planned_servers
+        if not (self.remote or config.scorers):
+            return
+
+        planned_servers = config.engine.server_count
+        joined_servers = sum(supervisor.hello.index < planned_servers for supervisor in self.supervisors)
+        all_joined = joined_servers >= planned_servers and len(self.scorers.supervisors) == len(
+            config.scorer_places
         )
-        table_complete = table_complete and len(self.scorers.supervisors) == len(config.scorer_places)
-        if not (self.remote or config.scorers) or not (
-            table_complete or now > self._started_at + config.launch.lease
-        ):
+        if not all_joined and now <= self._started_at + config.launch.lease:
             return
 
         self._informed_workers -= self.outbox.unreachable  # they missed a change
@@ -402,8 +402,8 @@ class EngineHandler:
             if engine.kv_use is not None:
                 totals["kv_use"] = engine.kv_use
 
-            prompt_tokens = prompt_tokens + use["prompt_tokens"]
-            cached_tokens = cached_tokens + use["cached_tokens"]
+            prompt_tokens += use["prompt_tokens"]
+            cached_tokens += use["cached_tokens"]
             metrics |= {f"engine/{supervisor.hello.index}/{name}": value for name, value in totals.items()}
 
         if self.remote:
@@ -440,12 +440,10 @@ class EngineHandler:
         if not any_reserved and sum(engine.is_up for engine in engines.values()) < 2:
             return self.can_sample
 
-        serving_engines = [engines[supervisor.peer] for supervisor in self._serving_supervisors("train")]
-        suitable_engines = [
-            engine for engine in serving_engines if engine.acked >= max(version, engine.pushed)
-        ]
-
-        for engine in suitable_engines:
+        for supervisor in self._serving_supervisors("train"):
+            engine = engines[supervisor.peer]
+            if engine.acked < max(version, engine.pushed):
+                continue
             if any_reserved and not all_servers:
                 break
             engine.reserved_for_validation = True

@@ -1,4 +1,4 @@
-"""Keep what the coordinator knows of the fleet: the processes of the run, and the engines' versions."""
+"""Keeps what the coordinator knows of the fleet: the processes of the run, and the engines' versions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Make each pass of the loop durable, and only then tell the peers."""
+"""Makes each pass of the loop durable, and only then tells the peers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keep the ledger of the run: groups, episodes and batches, with the failures of attempts."""
+"""Keeps the ledger of the run: groups, episodes and batches, with the failures of attempts."""
 
 from __future__ import annotations
 

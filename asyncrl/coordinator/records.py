@@ -213,9 +213,9 @@ class RecordHandler:
     def _reject_unpushed(
         self, worker: WorkerRecord, episode: EpisodeRecord, sampled: Generation, now: float
     ) -> bool:
-        """Return True if a training episode was sampled on weights that no engine was given.
+        """Return True if a training episode was sampled on weights that were never published.
 
-        The attempt is then given up, and the worker quarantined.
+        The attempt is then given up, and the worker's own engine quarantined.
         """
         newest_version = max((span.version for span in sampled.spans), default=0)
         if episode.uid not in self.buffer.episodes or newest_version <= self.fleet.versions.newest.step:
@@ -269,8 +269,7 @@ class RecordHandler:
     def queue_acks(self) -> None:
         """Queue a cumulative ack for each worker that sent records in this pass of the loop."""
         for peer in self._workers_to_ack:
-            worker = self.workers.peers.get(peer)
-            if worker is not None:
+            if (worker := self.workers.peers.get(peer)) is not None:
                 self.journal.outbox.to_bulk(peer, Ack(worker.last_record))
 
         self._workers_to_ack = set()

@@ -56,7 +56,10 @@ class Ranks:
 
 
 class TrainerHandler:
-    """Answers requests for plans and records commits. `on_commit` is called with each new commit."""
+    """Answers the ranks' requests for plans and payloads, and records commits, versions and checkpoints.
+
+    `on_commit` is called with each new commit.
+    """
 
     def __init__(self, state: RunState, on_commit: Callable[[trainer.Commit], None]) -> None:
         self.config = state.config
@@ -108,7 +111,7 @@ class TrainerHandler:
     def welcome_rank(self, peer: bytes, message: trainer.TrainerHello, now: float) -> None:
         """Handle the hello of a rank.
 
-        A new incarnation begins a trainer epoch, which fences earlier epochs.
+        A new incarnation begins a trainer epoch: messages of earlier epochs are refused from then on.
         """
         peers = self.ranks.peers
         new_rank = RankRecord(peer, f"trainer {message.index}", message, now)
@@ -201,11 +204,10 @@ class TrainerHandler:
 
     def starting_waits(self, now: float) -> list[tuple[str, str]]:
         """Return name and wait of each rank without a hello that was heard of within a lease."""
-        lease = self.config.launch.lease
         return [
             (f"trainer {heartbeat.rank}", heartbeat.waiting)
             for heartbeat, heard_at in self.starting_ranks.values()
-            if now - heard_at < lease
+            if now - heard_at < self.config.launch.lease
         ]
 
     def is_hanging(self, now: float) -> bool:
@@ -288,23 +290,23 @@ class TrainerHandler:
         ProtocolError if the run ends.
         """
         running_episodes = list[EpisodeRecord]()
+        limits = self.ledger.memory_limits
 
-        first_message = message.trainer_epoch == self.fleet.trainer_epoch != self._given_up_epoch
-        if first_message and message.reason == "memory":
-            self.ledger.memory_limits.tighten(message, self.store)
-            failure = f"trainer rank {message.rank}: {message.detail}"
-            log.warning("%s; %s", failure, self.ledger.memory_limits.describe_change(message))
-        elif first_message:
-            running_episodes = self._leave_out_batch(message)
-        if first_message:
+        if message.trainer_epoch == self.fleet.trainer_epoch != self._given_up_epoch:
+            if message.reason == "memory":
+                limits.tighten(message, self.store)
+                change = limits.describe_change(message)
+                log.warning("trainer rank %d: %s; %s", message.rank, message.detail, change)
+            else:
+                running_episodes = self._leave_out_batch(message)
+
             self._given_up_epoch = message.trainer_epoch
             self.store.put_meta("given_up", str(self._given_up_epoch))
 
-        stop_reasons = {
-            "memory": f"it is tried again: {self.ledger.memory_limits.describe_change(message)}",
-            "spike": "it is left out, back to the newest checkpoint",
-        }
-        self.outbox.to_control(peer, shared.Stop(stop_reasons[message.reason]))
+        stop_reason = "it is left out, back to the newest checkpoint"
+        if message.reason == "memory":
+            stop_reason = f"it is tried again: {limits.describe_change(message)}"
+        self.outbox.to_control(peer, shared.Stop(stop_reason))
         return running_episodes
 
     def _leave_out_batch(self, message: trainer.GaveUp) -> list[EpisodeRecord]:

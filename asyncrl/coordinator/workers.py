@@ -222,14 +222,10 @@ class WorkerHandler:
     def free_slots(self) -> int:
         return sum(worker.free_slots for worker in self.peers if not self.engines.quarantined(worker.peer))
 
-    @property
-    def total_slots(self) -> int:
-        return sum(worker.hello.slots for worker in self.peers)
-
     def assign_pending(self, now: float) -> None:
         """Assign pending episodes, oldest first, to the least loaded worker with weights that are new enough.
 
-        Before, silent workers are removed, and all workers get the table of servers. At most MAX_ASSIGNED
+        First, silent workers are removed, and all workers get the table of servers. At most MAX_ASSIGNED
         episodes are assigned; `work_left` is True if a further episode is waiting then.
         """
         self.peers.remove_silent(now)
@@ -311,7 +307,7 @@ class WorkerHandler:
         batches = self.ledger.batches
         if buffer.has_room:
             free_slots = self.free_slots - buffer.waiting_count
-            total_slots = self.total_slots
+            total_slots = sum(worker.hello.slots for worker in self.peers)
             while buffer.waiting_count < MAX_ASSIGNED and buffer.can_admit(free_slots, total_slots):
                 free_slots -= len(buffer.admit_group(self.fleet.engine_time(now)).members)
 
@@ -332,14 +328,14 @@ class WorkerHandler:
         `is_transcribed`: the text is to be stored.
         """
         frames = self.ledger.read_frames(episode)
-        ledger = self.ledger.owner_of(episode.uid)
+        owner = self.ledger.owner_of(episode.uid)
         parts = self.ledger.read_parts(episode)
 
         self.assign_seq += 1
         engine_time = self.fleet.engine_time(now)
-        ledger.assign(episode, worker.hello.incarnation, self.assign_seq, min_version, engine_time)
+        owner.assign(episode, worker.hello.incarnation, self.assign_seq, min_version, engine_time)
 
-        is_training = ledger is self.buffer
+        is_training = owner is self.buffer
         if not episode.member:
             self.store.put_question(episode.group if is_training else -1 - episode.group, sample)
 
