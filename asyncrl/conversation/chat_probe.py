@@ -2,7 +2,7 @@
 model, and after which messages the template leaves earlier turns unchanged.
 
 In these conversations the model's turns are marker words that no template contains; the text after a marker
-is the template's. Only ENDS depends on model families.
+is the template's. Only CALL_TURN_ENDS depends on model families.
 """
 
 from __future__ import annotations

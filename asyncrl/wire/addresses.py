@@ -6,7 +6,7 @@ successor, and must not be taken for a newer message.
 
 ZeroMQ accepts connections by itself, and the accepting thread tries without a pause when no descriptor is
 left. So near the limit of the process (ulimit -n) the sockets become deaf: the kernel drops the packets of
-new connections, and clients send these packets again. Open connections stay, and SPARE descriptors are left
+new connections, and clients send these packets again. Open connections stay, and SPARE_DESCRIPTORS are left
 to the files of the process.
 """
 
