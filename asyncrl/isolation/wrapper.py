@@ -2,7 +2,7 @@
 
     we ──start──► wrapper ──fork, exec──► program ──► its children, also those in sessions of their own
     we ──signal─►    │   ──signal───────►
-                     └──── SIGKILL to all of them, when the program has ended, on KILL_SIGNAL, or when we are dead
+                     └──── SIGKILL to all of them: the program has ended, KILL_SIGNAL came, or we are dead
 
     python -I -S wrapper.py PARENT GRACE FILES program arguments
 
