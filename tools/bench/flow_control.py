@@ -204,7 +204,7 @@ class Shorter(Deadlines):
         self.wait = wait
 
     def patience(self, now: float) -> float:
-        patience_s = self._lifetimes.quantile(self.q, now)
+        patience_s = self.lifetimes.quantile(self.q, now)
         if newest := self.run.steps[-20:]:
             step = statistics.mean(step_result.seconds for step_result in newest)
             patience_s = min(patience_s, self.wait * self.run.workload.buffer.max_staleness * step)
