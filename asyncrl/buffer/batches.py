@@ -67,16 +67,16 @@ class Batch(msgspec.Struct):
     """The plan of one optimizer batch, as stored.
 
     step: the step that trains this batch, from 1 on.
-    micros: uids of each part. The ranks partition a part and cut their shares into micro-batches.
+    parts: uids of each part. The ranks partition a part, and cut the results into micro-batches.
     groups: ids of the groups that count towards the batch.
     closed: no further part will be added.
     lost: episodes whose payload could not be read, unless a commit has reported them as trained. Lost
-        episodes stay in `micros`, so that the partition of the other episodes does not change.
+        episodes stay in `parts`, so that the partition of the other episodes does not change.
     ranks, budget: number of ranks and tokens of a micro-batch when the plan was last handed out.
     """
 
     step: int
-    micros: list[list[str]] = []
+    parts: list[list[str]] = []
     groups: set[int] = set()
     closed: bool = False
     lost: set[str] = set()
@@ -85,7 +85,7 @@ class Batch(msgspec.Struct):
 
     @property
     def planned(self) -> list[str]:
-        return [uid for micro in self.micros for uid in micro]
+        return [uid for part in self.parts for uid in part]
 
     @property
     def uids(self) -> list[str]:
@@ -151,8 +151,8 @@ class Batches:
         """
         batch = self.by_step.setdefault(step, Batch(step))
 
-        if part_index < len(batch.micros):  # a retry, or a step that a restarted trainer repeats
-            uids = batch.micros[part_index]
+        if part_index < len(batch.parts):  # a retry, or a step that a restarted trainer repeats
+            uids = batch.parts[part_index]
         elif batch.closed:
             return []
         else:
@@ -177,7 +177,7 @@ class Batches:
                     batch.groups.add(group.id)
 
             uids = [episode.uid for episode in episodes]
-            batch.micros.append(uids)
+            batch.parts.append(uids)
             self._changed_steps.add(step)
 
         token_budget = token_budget or self.micro_batch_tokens
@@ -191,7 +191,7 @@ class Batches:
     def outlook(self, step: int, part_index: int, ranks: int) -> Outlook:
         """Return the answer that `next_part` would give now, without changing the plan."""
         batch = self.by_step.get(step, Batch(step))
-        if part_index < len(batch.micros) or batch.closed or self.over:
+        if part_index < len(batch.parts) or batch.closed or self.over:
             return Outlook(ready=True, group_fraction=1.0, batch_complete=True)
 
         episodes, new_groups, batch_full = self._select_ready(batch, ranks, math.inf)

@@ -107,7 +107,7 @@ class ShiftHandler:
             outlook=self._request_outlook(),
             ranks_starting=bool(self.trainer.waiting_for_devices),
             trainer_waits=ranks.last_plan_kind == "end" or request is not None,
-            validation_waits=self.validation.needs_engines and (request is None or not request.micro),
+            validation_waits=self.validation.needs_engines and (request is None or not request.part),
             engines_asleep=not vacant_names and all(engine.asleep for engine in engines),
             engine_awake=any(engine.woken for engine in engines),
             ranks_offloaded=ranks.offloaded,
@@ -155,7 +155,7 @@ class ShiftHandler:
             return Outlook(ready=True, group_fraction=1.0, batch_complete=True)
 
         ranks = self.trainer.ranks.rank_count // self.config.trainer.sequence_parallel
-        return self.batches.outlook(request.step, request.micro, ranks)
+        return self.batches.outlook(request.step, request.part, ranks)
 
     def _on_enter(self, shift: Shift, now: float) -> None:
         log.info("shift: %s", shift)

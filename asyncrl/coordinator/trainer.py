@@ -488,14 +488,14 @@ class TrainerHandler:
 
         is_newest = version.step == self.batches.committed
         lacks_probe = is_newest and self.fleet.versions.lacks_probe(version, always=True)
-        return trainer.WorkPlan(request.step, request.micro, "probe" if lacks_probe else "rest")
+        return trainer.WorkPlan(request.step, request.part, "probe" if lacks_probe else "rest")
 
     def _make_plan(self, request: trainer.PlanRequest) -> trainer.WorkPlan | None:
         """Return the requested plan. None: the request has to wait."""
         batches = self.batches
         step = request.step
         version = PolicyVersion(self.fleet.trainer_epoch, start_version(step))
-        make_plan = partial(trainer.WorkPlan, step, request.micro)
+        make_plan = partial(trainer.WorkPlan, step, request.part)
 
         if version.step > batches.committed:
             raise ProtocolError(f"the trainer asks for step {step} before committing {version.step}")
@@ -510,7 +510,7 @@ class TrainerHandler:
             return make_plan("probe")  # ranks that repeat steps score no probe
 
         ranks = self.ranks.rank_count // self.config.trainer.sequence_parallel
-        uids = batches.next_part(step, request.micro, ranks, self.ledger.memory_limits.tokens)
+        uids = batches.next_part(step, request.part, ranks, self.ledger.memory_limits.tokens)
         batch = batches.by_step[step]
 
         if uids is None:

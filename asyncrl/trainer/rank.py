@@ -148,9 +148,9 @@ class TrainerRank:
             with self.timeline.span(self.client.waiting_for):
                 try_largest(self.learner)
 
-        micro_batches = 0
+        part_index = 0
         while True:
-            plan, work = self._take_plan(micro_batches)
+            plan, work = self._take_plan(part_index)
             if plan.kind not in ("rest", "stop"):  # a checkpoint is made of offloaded shards, too
                 self.device_offload.onload()
 
@@ -159,12 +159,12 @@ class TrainerRank:
                     self.device_offload.offload(self.client.meet_ranks)
                 case "work":
                     self._train_part(plan, work)
-                    micro_batches += 1
+                    part_index += 1
                 case "probe":
                     self._publish_probe()
                 case "step":
                     self._finish_batch(plan)
-                    micro_batches = 0
+                    part_index = 0
                 case "end" | "stop":
                     if plan.kind == "end":  # no plan follows, and engines may still be started
                         self._publish_probe()
@@ -177,7 +177,7 @@ class TrainerRank:
         uids = [planned.uid for planned, _ in work]
         self.trainer_world.check_shared(uids, list[str])  # a payload may have become unreadable in between
         with (
-            self.timeline.span("train", step=plan.step, micro=plan.micro),
+            self.timeline.span("train", step=plan.step, micro=plan.part),
             self.stopwatch.phase("update_actor"),
         ):
             self.learner.accumulate(work)
@@ -225,7 +225,7 @@ class TrainerRank:
         self.learner.recomputation.recompute_at_least(welcome.recompute_every)
         return welcome
 
-    def _take_plan(self, micro_batches: int) -> tuple[trainer.WorkPlan, PlannedWork]:
+    def _take_plan(self, part_index: int) -> tuple[trainer.WorkPlan, PlannedWork]:
         """Return the next plan, and this rank's part of it with its turns, once all ranks hold their
         payloads."""
         step = self.learner.step + 1
@@ -234,7 +234,7 @@ class TrainerRank:
         offload_note = ", at rest while engines sample" if self.device_offload.is_offloaded else ""
         with self._waiting("wait_devices" if offload_note else "wait_data"):
             request = trainer.PlanRequest(
-                self.trainer_epoch, step, micro_batches, self.device_offload.is_offloaded
+                self.trainer_epoch, step, part_index, self.device_offload.is_offloaded
             )
             plan = self.client.request_for_all(
                 request, f"trajectories of step {step}{offload_note}", is_patient=True

@@ -78,7 +78,7 @@ def recorded_work(
     config: RunConfig, reader: RunReader, plan: Batch, partition: Partition
 ) -> Iterator[PlannedWork]:
     """Yield the parts of the plan as its ranks trained them, rank by rank."""
-    for uids in plan.micros:
+    for uids in plan.parts:
         planned = [
             PlannedTrajectory.of(episode, reader.baseline(episode.group), config.rollout.temperature)
             for episode in map(reader.episode, uids)

@@ -368,7 +368,7 @@ class PlayedTrainer:
         self.up_at = world.now + world.dice.choice([1.0, 3.0])
         self.checkpoints = Checkpoints(world.run_dir / "checkpoints")
         self.step = 0
-        self.micro = 0
+        self.part_index = 0
         self.parent = -1
         self.epoch = 0
         self.trained: list[str] = []
@@ -444,7 +444,7 @@ class PlayedTrainer:
                 self._committed(message)
 
     def _request(self) -> None:
-        self.first.ask(PlanRequest(self.epoch, self.step + 1, self.micro, self.resting), bulk=True)
+        self.first.ask(PlanRequest(self.epoch, self.step + 1, self.part_index, self.resting), bulk=True)
 
     def _hand(self, rank: PlayedRank, plan: WorkPlan, part: tuple[PlannedTrajectory, ...]) -> None:
         """Hand a plan of rank 0 to a rank, which requests its part."""
@@ -474,7 +474,7 @@ class PlayedTrainer:
             case "rest":
                 self._request()
             case "work":
-                self.micro = self.micro + 1
+                self.part_index = self.part_index + 1
                 self.work = self.work + 1
                 self._request()
             case "step" if self.spikes and not self.repeating:
@@ -484,7 +484,7 @@ class PlayedTrainer:
                 self.batch = []
                 self.trained = self.trained + batch
                 self.unsaved += batch
-                self.micro = 0
+                self.part_index = 0
                 self.step = self.step + 1
                 metrics = {"actor/grad_norm": 1.0}
                 commit = Commit(self.epoch, self.step, plan.plan_hash, tuple(batch), metrics)

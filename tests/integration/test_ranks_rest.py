@@ -64,7 +64,7 @@ class Coordinator:
                     self._handle(received[0], received[1])
 
     def plan(self, request: trainer.PlanRequest, kind: Any, **fields: Any) -> None:
-        plan = trainer.WorkPlan(request.step, request.micro, kind, **fields)
+        plan = trainer.WorkPlan(request.step, request.part, kind, **fields)
         assert self.bulk.send(self.first, plan)
 
     def stop(self) -> None:
@@ -165,13 +165,13 @@ def test_ranks_rest_when_ordered_and_train_as_ever(size: int, run: Run, world: W
             assert request == requests(EPOCH, 1, 0, resting=True)
         half = len(run.planned) // 2
         coordinator.plan(request, "work", trajectories=run.planned[:half])
-        request = coordinator.until(requests, micro=1)
+        request = coordinator.until(requests, part=1)
         assert not request.resting
         coordinator.plan(request, "rest")
         request = coordinator.until(requests, resting=True)
-        assert request.micro == 1
+        assert request.part == 1
         coordinator.plan(request, "work", trajectories=run.planned[half:])
-        request = coordinator.until(requests, micro=2)
+        request = coordinator.until(requests, part=2)
         assert not request.resting
         coordinator.plan(request, "step")
         commit = coordinator.until(trainer.Commit)
@@ -210,7 +210,7 @@ def test_a_stop_saves_what_rests(run: Run) -> None:
     coordinator = run.coordinator
     with run.ranks(2):
         coordinator.plan(coordinator.until(trainer.PlanRequest), "work", trajectories=run.planned)
-        coordinator.plan(coordinator.until(trainer.PlanRequest, micro=1), "rest")
+        coordinator.plan(coordinator.until(trainer.PlanRequest, part=1), "rest")
         coordinator.plan(coordinator.until(trainer.PlanRequest, resting=True), "stop")
         assert coordinator.until(trainer.Checkpointed).step == 0
     exported, model = (

@@ -116,12 +116,13 @@ class GaveUp(WireMessage, frozen=True):
 
 
 class PlanRequest(WireMessage, frozen=True):
-    """Rank 0 asks for part `micro` of the batch of `step`, the step after the trained ones, for all ranks.
+    """Rank 0 asks for a part of the batch of `step`, the step after the trained ones, for all ranks.
+    `part`: counted from 0 on in each batch.
     `resting`: no rank holds anything on a device."""
 
     trainer_epoch: Count
     step: Count
-    micro: Count
+    part: Count
     resting: bool = False
 
 
@@ -183,7 +184,7 @@ class WorkPlan(WireMessage, frozen=True):
     """
 
     step: int
-    micro: int
+    part: int
     kind: Literal["work", "probe", "step", "end", "stop", "rest"]
     trajectories: tuple[PlannedTrajectory, ...] = ()
     plan_hash: str = ""  # only for the kind "step"
@@ -209,7 +210,7 @@ class Payloads(WireMessage, frozen=True):
 ANSWER_TYPES: dict[type[WireMessage], tuple[type[WireMessage], tuple[str, ...]]] = {
     AskDevices: (GrantDevices, ()),
     TrainerHello: (Welcome, ()),
-    PlanRequest: (WorkPlan, ("step", "micro")),
+    PlanRequest: (WorkPlan, ("step", "part")),
     PayloadRequest: (Payloads, ("step", "uids")),
     Commit: (Committed, ("step",)),
 }

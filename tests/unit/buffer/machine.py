@@ -116,9 +116,7 @@ def play(buffer: ReplayBuffer, batches: Batches, events: str) -> list[list[str]]
             trained.append(sorted(train(batches)))
         elif first in "M?":
             current_batch = batches.by_step.get(buffer.current_step)
-            plan = batches.next_part(
-                buffer.current_step, len(current_batch.micros) if current_batch else 0, 1
-            )
+            plan = batches.next_part(buffer.current_step, len(current_batch.parts) if current_batch else 0, 1)
             assert bool(plan) is (first == "M") and plan != [], (word, plan)
         elif reward:
             land(buffer, uid, float(reward), now=now)

@@ -59,9 +59,7 @@ def ours(arms: Arms, times: tuple[float, ...], filtering: bool) -> Trained:
 
     def take() -> None:
         while buffer.account().ready:
-            for uid in (
-                batches.next_part(1, len(batches.by_step[1].micros) if batches.by_step else 0, 1) or ()
-            ):
+            for uid in batches.next_part(1, len(batches.by_step[1].parts) if batches.by_step else 0, 1) or ():
                 episode = batches.planned_episodes[uid]
                 group = batches.baselines[0]
                 trained.append((episode.member, given(episode.result, *group.siblings(episode))))

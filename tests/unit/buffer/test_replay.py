@@ -146,7 +146,7 @@ class FlowMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.now = 0.0
-        self.micro = 0
+        self.part_index = 0
         self.trained: Counter[str] = Counter()
 
     @initialize(
@@ -202,20 +202,20 @@ class FlowMachine(RuleBasedStateMachine):
         config = self.buffer.config
         refill_limit_reached = self.buffer.refills >= config.max_refill * config.groups_per_batch
         short = refill_limit_reached or self.buffer.prompts.over
-        plan = self.batches.next_part(self.buffer.current_step, self.micro, 1)
+        plan = self.batches.next_part(self.buffer.current_step, self.part_index, 1)
         if plan is None:
             return
         assert plan == self.batches.next_part(
-            self.buffer.current_step, self.micro, 1
+            self.buffer.current_step, self.part_index, 1
         )  # asked again: the same
-        self.micro += 1
+        self.part_index += 1
         if not plan:
             batch = self.batches.by_step[self.buffer.current_step]
             self.trained.update(batch.uids)
             assert len(batch.groups) == 2 or (short and len(batch.groups) < 2)
             assert all((b.greedy is not None) is self.buffer.greedy for b in self.batches.baselines.values())
             self.batches.commit_batch(batch.step, batch.uids)
-            self.micro = 0
+            self.part_index = 0
 
     @invariant()
     def conserved(self) -> None:

@@ -125,7 +125,7 @@ class World:
         self.shifts = Shifts(random.choice(["auto", 0.0, 0.5, 1.0]), 0.0, Shift.SLEEPING)
         self.slots = random.choice([1, 4, 100])
         self.now = self.sampled_at = 0.0
-        self.version = self.micro = self.moves = self.idle_moves = 0
+        self.version = self.part_index = self.moves = self.idle_moves = 0
         self.starting = True
         self.asked = False
         self.awake = False
@@ -142,7 +142,7 @@ class World:
     @property
     def outlook(self) -> Outlook:
         step = self.buffer.current_step
-        return self.batches.outlook(step, self.micro, self.ranks) if self.asked else NO_REQUEST
+        return self.batches.outlook(step, self.part_index, self.ranks) if self.asked else NO_REQUEST
 
     def progress(self) -> None:
         self.idle_moves = 0
@@ -167,7 +167,7 @@ class World:
 
     def _state(self) -> tuple[object, ...]:
         states = tuple(sorted(self.buffer.state_counts().items()))
-        return states, self.shifts.shift, self.micro, self.buffer.committed, self.asked, self.resting
+        return states, self.shifts.shift, self.part_index, self.buffer.committed, self.asked, self.resting
 
     def _running(self) -> int:
         return self.buffer.tally.state_counts[State.RUNNING]
@@ -204,17 +204,17 @@ class World:
             self.resting = False
             self.progress()
             return
-        uids = self.batches.next_part(self.buffer.current_step, self.micro, self.ranks)
+        uids = self.batches.next_part(self.buffer.current_step, self.part_index, self.ranks)
         if uids is None:
             return
         self.resting = False
         self.progress()
         if uids:
-            self.micro += 1
+            self.part_index += 1
             return
         step = self.buffer.current_step
         self.batches.commit_batch(step, self.batches.by_step[step].uids)
-        self.micro = 0
+        self.part_index = 0
 
     def wait(self) -> None:
         """An episode lands, or fails; ranks are started again; or time passes."""

@@ -185,7 +185,7 @@ class HeldRun:
         plan = None
         while not self.training:
             batch = self.batches.by_step.get(step)
-            if (plan := self.batches.next_part(step, len(batch.micros) if batch else 0, 1)) is None:
+            if (plan := self.batches.next_part(step, len(batch.parts) if batch else 0, 1)) is None:
                 return
             self.worst = max(
                 [

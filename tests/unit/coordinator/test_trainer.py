@@ -143,7 +143,7 @@ def test_the_probe_is_asked_for_until_it_is_scored_and_is_no_part_of_the_plan(se
         assert versions.lacks_probe(PolicyVersion(setup.state.fleet.trainer_epoch, 0))
         setup.handler.record_probe(Probed(PolicyVersion(epoch, 0), Probe((1, 2), (-1.0,))), 0.0)
     assert [*kinds, asked(1)] == ["probe", "probe", "step"]
-    assert [*map(len, setup.state.ledger.batches.by_step[1].micros)] == [4]
+    assert [*map(len, setup.state.ledger.batches.by_step[1].parts)] == [4]
     commit_first(setup)
     setup.hello("y")
     assert asked(0) == "work"  # ranks that repeat a step score no probe

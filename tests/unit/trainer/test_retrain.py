@@ -52,7 +52,7 @@ def test_a_lost_episode_keeps_its_place_when_a_plan_is_partitioned_again(
     config = parse({"name": "t", "model": {"path": "m"}, "data": {"train": "d"}, "total_steps": 1})
     with closing(RunReader.open(tmp_path)) as reader:
         plan = reader.plan(1)
-        lost = plan.micros[0][0]
+        lost = plan.parts[0][0]
         plan.lost.add(lost)
 
         def deal(planned: Sequence[PlannedTrajectory], ranks: int) -> list[list[list[PlannedTrajectory]]]:
