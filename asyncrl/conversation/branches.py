@@ -272,7 +272,7 @@ class Branches:
         """Add a turn to its row, and return the model's message. ProtocolError, with nothing changed, if the
         placement has another next turn."""
         row_number = self._row_number(placement)
-        row_messages, row_ids = self._row_parts(placement.row)
+        row_messages, row_ids = self._messages_and_ids(placement.row)
         if (turn.index, turn.row, row_ids + turn.context) != (len(self.turns), row_number, placement.ids):
             raise ProtocolError(f"turn {turn.index} does not continue the tokens of row {turn.row}")
 
@@ -398,7 +398,7 @@ class Branches:
         called, in any thread, before `find_answers`. The function changes nothing."""
         is_side = self._is_untrained(request)
         row_number = None if request.prompt is not None else self._find_extended_row(request, is_side)
-        row_messages, row_ids = self._row_parts(row_number)
+        row_messages, row_ids = self._messages_and_ids(row_number)
         new_messages = request.messages[len(row_messages) :]
         chat = self._rules.chat
 
@@ -421,7 +421,7 @@ class Branches:
         row_number, continuation = self._text_rows.find_continued_row(
             prompt, self._free_rows(request, is_side)
         )
-        row_messages, row_ids = self._row_parts(row_number)
+        row_messages, row_ids = self._messages_and_ids(row_number)
         if row_number is None and (refusal := self._too_many_rows(pending_placements, is_side)):
             return refusal
 
@@ -462,7 +462,7 @@ class Branches:
         else:
             session = self.rows[row_number].session
 
-        prompt_ids = self._row_parts(row_number)[1] + context
+        prompt_ids = self._messages_and_ids(row_number)[1] + context
         free_tokens = limits.max_tokens - len(prompt_ids)
         if free_tokens < 1:
             return row_is_full(limits.max_tokens, len(prompt_ids), f"the messages have {len(prompt_ids)}")
@@ -530,7 +530,7 @@ class Branches:
     def _row_number(self, placement: Placement) -> int:
         return len(self.rows) if placement.row is None else placement.row
 
-    def _row_parts(self, row_number: int | None) -> tuple[tuple[Message, ...], tuple[int, ...]]:
+    def _messages_and_ids(self, row_number: int | None) -> tuple[tuple[Message, ...], tuple[int, ...]]:
         """Return the messages and the ids of a row. None: a new row, where both are empty."""
         if row_number is None:
             return (), ()

@@ -58,7 +58,7 @@ class GrowingText:
             self._read_count = len(ids)
 
 
-class TurnWatch:
+class TurnStopCheck:
     """A `StopCheck` (engines/base.py) of one turn, which ends at the first of the texts `stops`. `prompt`:
     the end of the turn's prompt; `on_text`, if given, is called as the turn grows."""
 

@@ -19,8 +19,8 @@ T = TypeVar("T")
 
 LOOP_FRACTION = 0.25  # fraction of the loop's time for all held episodes together
 LOOP_BURST = 0.5  # seconds of the loop's time that an episode may take at once
-HELD_SECONDS = 0.05  # shortest time that an episode is held
-MOST_HELD_SECONDS = 10.0  # longest time until the hold of an episode is decided anew
+MIN_HELD_SECONDS = 0.05  # shortest time that an episode is held
+MAX_HELD_SECONDS = 10.0  # longest time until the hold of an episode is decided anew
 
 
 class _EpisodeTime:
@@ -44,7 +44,7 @@ class _EpisodeTime:
         """Spend so many seconds. `fraction`: the part of each second that was earned since the last call."""
         now = time.monotonic()
         seconds_left = min(LOOP_BURST, self.seconds_left + (now - self._updated_at) * fraction) - seconds
-        self.seconds_left = max(seconds_left, -MOST_HELD_SECONDS * fraction)
+        self.seconds_left = max(seconds_left, -MAX_HELD_SECONDS * fraction)
         self._updated_at = now
 
     def hold_episode(self) -> None:
@@ -155,14 +155,14 @@ class LoopTimes:
 
     def _wait_for_share(self, episode: object, episode_time: _EpisodeTime) -> None:
         debt_seconds = -episode_time.seconds_left / self._loop_fraction(episode_time)
-        wait_seconds = min(MOST_HELD_SECONDS, max(HELD_SECONDS, debt_seconds))
+        wait_seconds = min(MAX_HELD_SECONDS, max(MIN_HELD_SECONDS, debt_seconds))
         loop = asyncio.get_running_loop()
         episode_time.release_timer = loop.call_later(wait_seconds, self._release, episode, episode_time)
 
     def _release(self, episode: object, episode_time: _EpisodeTime) -> None:
         """Release a held episode, or let it wait again if it still owes loop time."""
         episode_time.spend_seconds(0.0, self._loop_fraction(episode_time))
-        if episode_time.seconds_left < 0:  # charged meanwhile, or owes more than MOST_HELD_SECONDS earn
+        if episode_time.seconds_left < 0:  # charged meanwhile, or owes more than MAX_HELD_SECONDS earn
             self._wait_for_share(episode, episode_time)
             return
 
@@ -174,4 +174,4 @@ class LoopTimes:
         fraction."""
         if not episode_time.is_held:
             return LOOP_FRACTION
-        return LOOP_FRACTION / sum(each_time.is_held for each_time in self._episode_times.values())
+        return LOOP_FRACTION / sum(episode_time.is_held for episode_time in self._episode_times.values())

@@ -146,8 +146,8 @@ AnswerTask = asyncio.Task[Sequence[AgentReply] | Refusal]
 @dataclass(eq=False)
 class OpenRequest:
     """A request for turns, until the answer is sent, or the client has left and no turn is under way.
-    `attempt`: the number of the try, as the client counts tries. `retry_noted`: the
-    try is counted in `unanswered_tries`, or a further try has followed."""
+    `attempt`: the number of the try, as the client counts tries. `retry_noted`: the try is counted in
+    `unanswered_tries`, or a further try has followed."""
 
     request: web.Request
     dialect: ApiDialect

@@ -1,7 +1,7 @@
 """Calls of users' code with deadlines: code that hangs or raises does not block or end the caller's loop.
 
 call_user(function, seconds)     sync or async, in this loop, with a deadline
-call_without_deadline(function)  sync or async, in the current task, or sync in a thread
+call_without_deadline(function)  sync or async, in the current task; `blocking`: sync, in a thread
 to_its_end(function)             sync, in a thread; the call returns only after the thread's work has ended
 OwnThread.run(function)          one call after another, always in the same thread
 LoopThread.call(function)        coroutines in a second event loop, in a separate thread
@@ -91,14 +91,14 @@ async def call_without_deadline(
     thread. Everything that the function raises arrives as an Exception. `live_calls` holds a token until the
     function has really ended, which a thread does perhaps long after this call was cancelled."""
     token = object()
-    counted_calls = live_calls if live_calls is not None else set()
-    counted_calls.add(token)
+    live_calls = set() if live_calls is None else live_calls
+    live_calls.add(token)
 
     def call_and_discard() -> Any:
         try:
             return function()
         finally:
-            counted_calls.discard(token)
+            live_calls.discard(token)
 
     if blocking:
         return await in_thread(call_and_discard, "tool")
@@ -107,7 +107,7 @@ async def call_without_deadline(
         with users_code():
             return await _call_in_loop(function)
     finally:
-        counted_calls.discard(token)
+        live_calls.discard(token)
 
 
 def start_guarded(function: Callable[[], Coroutine[Any, Any, Any]]) -> asyncio.Task[Any]:

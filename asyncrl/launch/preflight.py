@@ -272,8 +272,8 @@ async def try_sample(parts: EpisodeParts, sample: Sample) -> list[Note]:
         for answer_name, answer in answers:
             messages = (*sample.prompt, Message("assistant", answer))
             with recorded() as failure:
-                judged = RewardInput(sample, answer, messages, transcript=answer)
-                result = await parts.reward.score_episode(judged)
+                reward_input = RewardInput(sample, answer, messages, transcript=answer)
+                result = await parts.reward.score_episode(reward_input)
                 score_text = f"{result.score:g}"
                 if score_text == "0" and answer:
                     score_text += " (it may look for a format around it)"

@@ -22,7 +22,7 @@ from asyncrl.conversation.branches import Branches
 from asyncrl.conversation.commands import Fail
 from asyncrl.conversation.requests import AgentRequest, IsUntrained, Placement, Refusal
 from asyncrl.conversation.turns import generation_problem, prompt_ending, score_turns, without_untrained
-from asyncrl.conversation.watch import OnText, TurnWatch
+from asyncrl.conversation.watch import OnText, TurnStopCheck
 from asyncrl.data.tasks import task_of
 from asyncrl.errors import ConfigError, EngineError, ProtocolError, SetupError, describe, users_code
 from asyncrl.gateway import Agent, AgentError, CommandError, Gateway, TimeUp
@@ -149,7 +149,7 @@ class AgentHost:
                 on_text = None  # thoughts and calls of a plain completion are not told apart
             if request.stops or on_text:
                 prompt_end = prompt_ending(rules, placement.context)
-                stop_check = TurnWatch(rules, request.tools, request.stops, prompt_end, on_text)
+                stop_check = TurnStopCheck(rules, request.tools, request.stops, prompt_end, on_text)
 
             generation = await self._episode_run.sampling.generate(
                 placement.ids,

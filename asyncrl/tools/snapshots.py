@@ -73,7 +73,7 @@ class Snapshots:
 
     def may_have_snapshots(self, episode: str) -> bool:
         """Return whether the episode may have snapshots."""
-        return self._episode_directory(episode).exists()
+        return os.path.exists(self._episode_directory(episode))  # False, too, if it cannot be read
 
     def forget_episode(self, episode: str) -> None:
         """Remove the snapshots of an episode that is over. Blocks."""

@@ -10,7 +10,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from asyncrl.conversation.watch import TurnWatch
+from asyncrl.conversation.watch import TurnStopCheck
 from asyncrl.engines.base import Engine, Request
 from asyncrl.errors import EngineError
 from asyncrl.types import Generation, StopReason, VersionSpan
@@ -107,7 +107,7 @@ async def test_a_text_that_ends_inside_a_token_ends_the_turn_with_that_token(sub
             text = chat.decode(full.ids[:size])
             stop = text[len(chat.decode(full.ids[: size - 2])) - 1 : -1]
             assert text.find(stop) + len(stop) == len(text) - 1
-            watch = TurnWatch(rules(chat=chat), (), (stop,), "", None)
+            watch = TurnStopCheck(rules(chat=chat), (), (stop,), "", None)
             request = replace(ask(prompt(9, size), 40, f"cut {size}", temperature=0.0), stop_check=watch)
             cut = await engine.generate(request)
             assert (cut.stop, cut.ids) == (StopReason.TEXT, full.ids[:size])

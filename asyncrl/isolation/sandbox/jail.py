@@ -240,7 +240,8 @@ class Jail:
         self, subject: str, kind: bytes, source: bytes, *, sent_data: bytes | None = None, max_bytes: int = 0
     ) -> bytes:
         """Move files over a pipe, whose other end the sandbox gets: send `sent_data`; or, if that is None,
-        receive and return about `max_bytes` at most. `subject`: the moved files, for errors. SandboxError."""
+        receive and return at most `max_bytes` and an END. `subject`: the moved files, for errors.
+        SandboxError."""
         read_end, write_end = os.pipe()
         received_data = bytearray()
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from asyncrl.conversation.parsers import Parsed, hermes, parsers
-from asyncrl.conversation.watch import GrowingText, TurnWatch, text_before
+from asyncrl.conversation.watch import GrowingText, TurnStopCheck, text_before
 from tests.fakes.chat import call, encode, rules
 
 TOOLS = ('{"type": "function", "function": {"name": "look"}}',)
@@ -29,7 +29,7 @@ def heard(
     """The reasoning and the content that were told, and how many characters it took."""
     pieces: list[tuple[str, str]] = []
     made = replace(rules(), parse=parsers.load(parser, ""))
-    watch = TurnWatch(made, tools, stops, prompt, lambda *new: pieces.append(new))
+    watch = TurnStopCheck(made, tools, stops, prompt, lambda *new: pieces.append(new))
     ids = encode(text)
     end = next((n for n in range(1, len(ids) + 1) if watch(ids[:n])), len(ids) + 1)
     return "".join(new[0] for new in pieces), "".join(new[1] for new in pieces), end
@@ -40,13 +40,13 @@ def test_the_turn_ends_with_the_token_in_which_the_text_ends() -> None:
         def decode(self, ids: Sequence[int]) -> str:
             return pieces(ids)
 
-    watch = TurnWatch(rules(chat=Words()), (), ("\nObservation:", "never"), "", None)
+    watch = TurnStopCheck(rules(chat=Words()), (), ("\nObservation:", "never"), "", None)
     assert [watch(range(n)) for n in range(1, 6)] == [False, False, False, False, True]
     assert text_before(pieces(range(5)), ("never", "\nObservation:")) == "Thought: a"
 
 
 def test_ids_that_were_lost_are_not_in_the_text() -> None:
-    watch = TurnWatch(rules(), (), ("ab",), "", None)
+    watch = TurnStopCheck(rules(), (), ("ab",), "", None)
     assert not watch(encode("a"))
     assert not watch(encode("b"))  # sampled anew
     assert not watch(encode("ba"))
@@ -115,7 +115,7 @@ def test_a_parser_that_fails_does_not_break_the_engine() -> None:
 
     made = replace(rules(), parse=broken)
     pieces = []
-    watch = TurnWatch(made, TOOLS, ("42",), "", lambda *new: pieces.append(new))
+    watch = TurnStopCheck(made, TOOLS, ("42",), "", lambda *new: pieces.append(new))
     ids = encode("It is 42")
     assert [watch(ids[:n]) for n in range(1, 9)] == [False] * 7 + [True]
     assert pieces == []

@@ -220,7 +220,7 @@ async def test_an_episode_that_takes_the_loop_is_held(
 async def test_a_held_episode_goes_on(gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its share grows with time: it loses time, and no request."""
     monkeypatch.setattr(loop_time, "LOOP_BURST", 1e-4)
-    monkeypatch.setattr(loop_time, "HELD_SECONDS", 0.01)
+    monkeypatch.setattr(loop_time, "MIN_HELD_SECONDS", 0.01)
     async with gateway.admit_episode(FakeHost()) as endpoint:
         held = 0
         for _ in range(10):
@@ -281,7 +281,7 @@ async def test_an_episode_is_held_for_a_bounded_time_before_it_is_decided_anew(g
             hold(gateway, each)
             episode_times = gateway._connections.loop_times._episode_times
             timer = episode_times[gateway.running_episodes[each.api_key]].release_timer
-            assert timer is not None and now < timer.when() < now + loop_time.MOST_HELD_SECONDS + 1
+            assert timer is not None and now < timer.when() < now + loop_time.MAX_HELD_SECONDS + 1
 
 
 @served
