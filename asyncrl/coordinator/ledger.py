@@ -182,7 +182,7 @@ class Ledger:
 
         return frames
 
-    def read_parts(self, episode: EpisodeRecord) -> list[bytes]:
+    def read_turn_parts(self, episode: EpisodeRecord) -> list[bytes]:
         """Return the parts of turns that no attempt has ended. Unreadable turns are forgotten."""
         frames: list[bytes] = []
 

@@ -168,9 +168,11 @@ class TrainerHandler:
         retained_batches = self.batches.by_step
         committed = self.batches.committed
         if any(number not in retained_batches for number in range(step + 1, committed + 1)):
+            steps = (
+                f"steps {min(retained_batches)} to {max(retained_batches)}" if retained_batches else "no step"
+            )
             raise ProtocolError(
-                f"the trainer's checkpoint is of step {step}, but the run store holds the plans of steps "
-                f"{min(retained_batches, default=committed)} to {committed}: "
+                f"the trainer's checkpoint is of step {step}, but the run store holds the plans of {steps}: "
                 "checkpoint and store are not of one run; restore both from the same copy"
             )
 
@@ -385,11 +387,11 @@ class TrainerHandler:
         if not self._covers_more:
             return
 
-        first_step = next(iter(self.batches.by_step))
-        forgotten_uids = self.batches.forget_covered_plans(first_step)
+        oldest_step = next(iter(self.batches.by_step))
+        forgotten_uids = self.batches.forget_covered_plans(oldest_step)
         for uid in forgotten_uids:
             self.store.release_frames(uid)
-        self.store.cover_steps(first_step, len(forgotten_uids))
+        self.store.cover_steps(oldest_step, len(forgotten_uids))
 
         if not self._covers_more:
             self.store.request_sync()  # the store then removes payloads beyond store.keep_bytes

@@ -147,13 +147,20 @@ def remaining_request(request: Request, sampled: Generation) -> Request:
     10 tokens 4 are sampled; the new request has the prompt and these 4 as its prefix, and asks for 6.
     `with_part` puts beginning and continuation together."""
     remaining_tokens = request.sampling.max_new_tokens - len(sampled.ids)
-    stop_check = request.stop_check
+
+    stop_check = check_turn = request.stop_check
+    if check_turn is not None and sampled.ids:
+
+        def check_continued(ids: Sequence[int]) -> bool:
+            return check_turn((*sampled.ids, *ids))
+
+        stop_check = check_continued  # copies the beginning for each token, so not where there is none
 
     return replace(
         request,
         ids=request.ids + sampled.ids,
         sampling=replace(request.sampling, max_new_tokens=remaining_tokens),
-        stop_check=None if stop_check is None else lambda ids: stop_check((*sampled.ids, *ids)),
+        stop_check=stop_check,
         routes_from=request.routes_from if sampled.routes is None else sampled.routes.end,
         on_part=lambda part: request.on_part(with_part(request, sampled, part)),
     )

@@ -370,7 +370,7 @@ def check_checkpoint_directory(inputs: Inputs) -> Iterator[Note]:
     if database.exists() and database.stat().st_size:
         with closing(RunReader.open(run_dir)) as reader:
             recorded_steps = reader.checkpoints()
-            covered_step = reader.covered
+            covered_step = reader.covered_step
 
         if recorded_steps and max(checkpoints.steps(), default=-1) < covered_step:
             gone_text = (

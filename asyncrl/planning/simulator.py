@@ -135,7 +135,7 @@ class Simulation:
         self._used_slots = 0
         self._state_changed = True  # something may be admitted, begun or trained
         self._trainer_working = False
-        self._micro_batches = 0
+        self._part_index = 0
         self._refused_state = (-1, 0)
         self._published_at: list[float] = []  # when the engines got version 1, 2 …
         # Of the step under way: seconds of engines and trainer, and its start.
@@ -211,7 +211,7 @@ class Simulation:
 
         outlook = NO_REQUEST
         if not self._trainer_working:
-            outlook = self.batches.outlook(self.buffer.current_step, self._micro_batches, self.workload.ranks)
+            outlook = self.batches.outlook(self.buffer.current_step, self._part_index, self.workload.ranks)
 
         is_settled = not self._devices_changing
         situation = Situation(
@@ -360,12 +360,12 @@ class Simulation:
     # -- training ------------------------------------------------------------------------------------
 
     def _train_next(self) -> None:
-        """Ask for the next micro-batch, unless nothing has changed since the last request was refused."""
+        """Ask for the next part, unless nothing has changed since the last request was refused."""
         buffer_state = self.buffer.tally.state_counts[State.READY], self.buffer.refills
         if self._trainer_working or buffer_state == self._refused_state or not self._has_devices(Shift.TRAIN):
             return
 
-        uids = self.batches.next_part(self.buffer.current_step, self._micro_batches, self.workload.ranks)
+        uids = self.batches.next_part(self.buffer.current_step, self._part_index, self.workload.ranks)
         self._refused_state = (-1, 0) if uids is not None else buffer_state
         if uids is None:
             return
@@ -376,7 +376,7 @@ class Simulation:
             self._schedule(self.workload.commit, self._commit_step)
             return
 
-        self._micro_batches += 1
+        self._part_index += 1
         turn_spans = np.array([turn for uid in uids for turn in self._landed_turns.pop(uid)])
         sampled_at = turn_spans[:, 1] - np.outer(QUARTER_MIDPOINTS, turn_spans[:, 1] - turn_spans[:, 0])
         versions = np.searchsorted(np.array(self._published_at), sampled_at, "right")
@@ -452,5 +452,5 @@ class Simulation:
         self._episode_seconds = 0.0
         self._step_clock_began = self._engine_clock
         self._trainer_working = False
-        self._micro_batches = 0
+        self._part_index = 0
         self._state_changed = True

@@ -24,7 +24,8 @@ Tree = Mapping[str, Any]  # a configuration, section by section
 
 
 class LaunchRecord(msgspec.Struct, frozen=True):
-    """A launch: `config` applies to the steps after `step`, until the next launch."""
+    """A launch: `config` applies to the steps from `first_step` on, until the next launch. `step`: the step
+    before, whose checkpoint the launch began with."""
 
     step: int
     config: dict[str, Any]

@@ -110,7 +110,7 @@ class RunReader:
         """Return the plans of committed batches, oldest first, as far as no checkpoint covers these
         batches."""
         query = "SELECT record FROM plans JOIN commits USING (step) WHERE step>? ORDER BY step"
-        return self._records(Batch, query, self.covered)
+        return self._records(Batch, query, self.covered_step)
 
     def planned_steps(self) -> set[int]:
         """Return the committed steps whose plan and payloads are still stored."""
@@ -122,14 +122,14 @@ class RunReader:
         return _first_record(self._records(Batch, query, step), "plan of step", step)
 
     @property
-    def covered(self) -> int:
+    def covered_step(self) -> int:
         """Return the newest step whose plan no resume needs: a resume begins at a checkpoint of this step, or
         later."""
         return int(self.meta(COVERED_TO, "0"))
 
     def plans(self) -> list[Batch]:
         """Return the batches that no retained checkpoint covers, oldest first."""
-        return self._records(Batch, "SELECT record FROM plans WHERE step>? ORDER BY step", self.covered)
+        return self._records(Batch, "SELECT record FROM plans WHERE step>? ORDER BY step", self.covered_step)
 
     def trained_in_plans(self) -> int:
         """Count trajectories in committed batches: in the stored plans, and the recorded count of the

@@ -231,7 +231,7 @@ class RunStore:
                         self._segment_reader,
                         self._segments.newest_segment,
                         self._keep_bytes,
-                        self.reader.covered,
+                        self.reader.covered_step,
                     )
 
             self._clear_pending()

@@ -285,7 +285,7 @@ def training_sample(
     staleness = token_lags(version_spans, current_version)
     exact_spans = [span.version == span.kv_version == current_version for span in version_spans]
     token_share = aggregation(len(token_origins), planned.group_tokens)
-    sequence_adapters = {
+    sequence_adapters = {  # in the order of sequences, as rows begin in the order of their numbers
         turn.row: agent_names.index(turn.agent) if turn.agent in agent_names else 0 for turn in turns
     }
 

@@ -40,7 +40,7 @@ class Stopped(Exception):
     """The coordinator sent Stop."""
 
 
-# Before a rank has a learner, it has no CoordinatorClient. Two waits of that time have a link of their own.
+# These two waits come before a rank has a learner, so a CoordinatorClient: each opens a link of its own.
 
 
 def await_devices(endpoints: Endpoints, rank: int, incarnation: str) -> None:

@@ -268,9 +268,9 @@ class Learner:
         others once critic and reference have scored the micro-batch."""
         if self.critic is None and self.reference is None:
             samples = self._with_advantages(samples)
-        self._train_samples(samples, self._tally, self._train_micro_batch)
+        self._train_samples(samples, self._tally, self._train_streamed_micro_batch)
 
-    def _train_micro_batch(
+    def _train_streamed_micro_batch(
         self, samples: Sequence[TrainingSample], micro_batch: MicroBatch
     ) -> _TrainedMicroBatch:
         """Run forward and backward of a micro-batch of the stream, with the missing advantages in between."""
@@ -332,7 +332,7 @@ class Learner:
             mini_batch_samples = [sample for sample in samples if mini_batch_of[sample.group] == mini_batch]
             progress = index / self.recipe.optimizer_steps
             self._train_samples(
-                mini_batch_samples, tally, partial(self._train_compared_micro_batch, progress=progress)
+                mini_batch_samples, tally, partial(self._train_held_micro_batch, progress=progress)
             )
             batch_tally.merge(self._take_optimizer_step(tally))
 
@@ -371,7 +371,7 @@ class Learner:
 
         return scored_samples
 
-    def _train_compared_micro_batch(
+    def _train_held_micro_batch(
         self, samples: Sequence[TrainingSample], micro_batch: MicroBatch, progress: float
     ) -> _TrainedMicroBatch:
         """Run forward and backward of a micro-batch whose advantages are fixed. `progress`: the fraction of
@@ -569,9 +569,8 @@ class Learner:
         norms = [0.0]
         is_taken = False
         if learned_tokens:
-            # The whole batch's factor on the gradient. Behind a barrier, advantages were divided before: the
-            # tally of an optimizer step counts none, and their factor is 1.
-            batch_factor = report.advantage_factor(recipe.scale, sums)
+            # The whole batch's factor on the gradient. Behind a barrier, advantages were divided before.
+            batch_factor = 1.0 if self.behind_barrier else report.advantage_factor(recipe.scale, sums)
             if recipe.batch_mean_weight and sums.tokens.weight:
                 batch_factor *= sums.tokens.kept_tokens / sums.tokens.weight
             largest_norm = norm_limit(self.state, config.trainer.spike_factor)
