@@ -89,8 +89,7 @@ class Learner:
 
     `step`: the number of completed batches (V); the step under way is `step + 1`. `state`: the numbers that a
     checkpoint stores beside models and optimizers. Training changes them only in `finish`: the gradient norms
-    with each optimizer step, the others at
-    the end of `finish`.
+    with each optimizer step, the others at the end of `finish`.
     """
 
     def __init__(self, config: RunConfig, world: World) -> None:
