@@ -110,7 +110,7 @@ advantages: Registry[Advantage] = Registry("advantage", Advantage)
 
 
 def advantage(name: str, **declared_fields: Any) -> Callable[[Callable[..., AdvantageValues]], Advantage]:
-    """Register `(episode: CreditInput, *, options…) -> Credit` as `name`. `declared_fields`: of
+    """Register `(episode: AdvantageInput, *, options…) -> AdvantageValues` as `name`. `declared_fields`: of
     Advantage."""
     return lambda function: advantages.register(name)(Advantage(function, **declared_fields))
 

@@ -67,7 +67,7 @@ class Batch(msgspec.Struct):
     """The plan of one optimizer batch, as stored.
 
     step: the step that trains this batch, from 1 on.
-    parts: uids of each part. The ranks partition a part, and cut the results into micro-batches.
+    parts: uids of each part. The ranks partition each part, and cut their shares into micro-batches.
     groups: ids of the groups that count towards the batch.
     closed: no further part will be added.
     lost: episodes whose payload could not be read, unless a commit has reported them as trained. Lost

@@ -54,8 +54,8 @@ class RowUnit(NamedTuple):
 def units(pieces: Sequence[Piece], budget: int, ranks: int = 1) -> list[RowUnit]:
     """Join pieces of the same key into units of at most `budget` tokens, or of a single piece.
 
-    Units of a key follow one another, in order. If there are fewer units than `ranks`, each is cut so
-    that every rank gets a part.
+    Units of a key follow one another, in order. If there are fewer units than `ranks`, each is cut between
+    episodes, so that every rank gets some if each unit has enough episodes.
     """
     units_by_key: dict[Hashable, list[RowUnit]] = {}
 

@@ -30,8 +30,9 @@ from asyncrl.types import (
 class TurnPart(msgspec.Struct, frozen=True, array_like=True):
     """A part of a turn that is still being sampled: the tokens after the first `start` tokens of the turn.
 
-    `session` names the sequence, which may have no number yet, and `prompt` identifies the turn within the
-    sequence. Parts are of no use once the turn is complete.
+    `session`: the number that `EpisodeSampling.generate` got as `row`; an agent's row gets its final number
+    only with its first turn. `prompt` identifies the turn within the row. Parts are of no use once the turn
+    is complete.
     """
 
     session: Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]

@@ -159,9 +159,10 @@ def assignable_episodes(buffer: ReplayBuffer) -> Iterator[tuple[int, EpisodeReco
 
     The caller may assign each episode before the next is requested.
 
-    Rule 2: the tokens will not be stale when they are trained. After `older_groups` older groups that is in a
-    step from version `committed + older_groups // groups_per_batch` or later, if groups are taken in order.
-    With on_stale=hold the slots of the coming batches give the exact step.
+    Rule 2: the tokens will not be stale when they are trained. If groups are taken in order, a group with
+    `older_groups` older groups is trained by a step that starts from version
+    `committed + older_groups // groups_per_batch` or later. With on_stale=hold the slots of the coming
+    batches give the exact step.
     """
     slots = upcoming_slots(buffer)
     waiting_groups = sorted(buffer.tally.groups_by_state[State.PENDING])

@@ -171,8 +171,9 @@ class LaunchConfig(Section, frozen=True):
     start_timeout: Seconds = 120.0
     """Deadline for a role to report in, beside the time to read models and a checkpoint at 50 MB/s."""
     stop_timeout: Seconds = 600.0
-    """Deadline of a graceful stop: the micro-batch under way and a checkpoint, which takes longer the larger
-    the model (12 bytes a parameter; one that is being written is ended first). A second Ctrl-C ends it."""
+    """Deadline of a graceful stop: the part of the plan under way and a checkpoint, which takes longer the
+    larger the model (12 bytes a parameter; one that is being written is ended first). A second Ctrl-C ends
+    it."""
     stall_timeout: Seconds = 300.0
     """A run without a sign of life for this long, beyond the longest deadline of a wait, has stalled:
     processes that hang are replaced, else the run ends, with a checkpoint and who waits for what."""

@@ -203,7 +203,7 @@ class EngineHandler:
         """Send the newest version to all engines that lack the version and may load now.
 
         Servers in use are updated one after another, so that the other servers generate while a server is
-        paused. Adapters need no pause. First, silent supervisors are removed. At last, engines that have not
+        paused. Adapters need no pause. First, silent supervisors are removed. Finally, engines that have not
         confirmed a version within `weights.deadline` are marked, so that the next pass sends it again.
         """
         for peers in self.supervised_peers:

@@ -16,7 +16,10 @@ from asyncrl.types import MAX_VOCABULARY
 
 
 class Fleet:
-    """The processes of the run as a whole. Single processes are in the `Peers` of their handlers."""
+    """What concerns all processes at once: engines' versions, liveness, shifts, trainer epoch, waits.
+
+    The processes themselves are in the `Peers` of the handlers.
+    """
 
     def __init__(self, config: RunConfig, versions: VersionLedger, store: RunStore) -> None:
         self._config = config

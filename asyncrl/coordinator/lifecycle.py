@@ -23,7 +23,11 @@ EXIT_SECONDS = 4.0  # seconds of the stop timeout reserved for the other process
 
 
 class Phase(enum.StrEnum):
-    """The parts of a run. Each phase but RUNNING has a deadline."""
+    """The parts of a run.
+
+    STARTING and STOPPING have a deadline; in DRAINING the last push has one. EVALUATING ends with the
+    validation, which has a deadline of its own, except in `asyncrl eval`.
+    """
 
     STARTING = "starting"
     RUNNING = "running"
@@ -116,7 +120,7 @@ class Lifecycle:
 
             case Phase.STOPPING:
                 remaining = f"for at most {self._deadline - now:.0f} s more"
-                self.fleet.waits.append(f"a checkpoint after the micro-batch under way, {remaining}")
+                self.fleet.waits.append(f"a checkpoint after the part of the plan under way, {remaining}")
 
             # A trainer that repeats steps after a crash is alive.
             case Phase.STARTING if now > max(

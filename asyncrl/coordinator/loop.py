@@ -5,9 +5,10 @@ waits for: the sockets, at most PASS_SECONDS
 unblocks: all other processes
 
 Each pass of the loop calls, in order: `Poller.wait`, `_drain_socket` (messages into the state), `_advance`
-(admission, deadlines, assignments), `queue_acks`, `Journal.persist` (one transaction, then the replies).
+(admission, deadlines, assignments), `queue_acks`, `Journal.commit_pass` (one transaction, then the replies).
 Replies go out only after the transaction commits, so a kill -9 cannot undo anything that a peer knows of.
-Nothing else commits: a pass that an error interrupts has not happened.
+While the store cannot be written, `commit_pass` returns False, and the next pass waits. Nothing else commits:
+a pass that an error interrupts has not happened.
 """
 
 from __future__ import annotations

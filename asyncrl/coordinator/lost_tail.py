@@ -1,7 +1,7 @@
 """Recovers commits that a power cut took from the store, from the manifests of checkpoints.
 
 A checkpoint is fsynced before the coordinator hears of it, and the store is fsynced only then. In between, a
-power cut may take everything since the checkpoint before from the store: commits, plans, even the issue of
+power cut may take everything since the previous checkpoint from the store: commits, plans, even the issue of
 groups.
 """
 

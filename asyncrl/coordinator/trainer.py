@@ -2,7 +2,7 @@
 
 consumes: hellos, commits, versions, checkpoints (control); requests for plans and payloads (bulk)
 waits for: a micro-batch's worth of ready trajectories; all ranks of a start
-unblocks: the ranks (plans, payloads, committed), and through the clock the workers
+unblocks: the ranks (plans, payloads, committed), and through `MinVersion` the workers
 """
 
 from __future__ import annotations
@@ -164,7 +164,8 @@ class TrainerHandler:
         self.waiting_for_devices[peer] = message
 
     def _check_position(self, step: int) -> None:
-        """Raise a ProtocolError unless the store has all plans that the ranks repeat, from `step` on."""
+        """Raise a ProtocolError unless the store has the plans of all committed steps after `step`, that of
+        the trainer's checkpoint: the ranks repeat these steps."""
         retained_batches = self.batches.by_step
         committed = self.batches.committed
         if any(number not in retained_batches for number in range(step + 1, committed + 1)):
@@ -406,7 +407,8 @@ class TrainerHandler:
         return next(iter(self.batches.by_step), math.inf) <= self._covered_step
 
     def request_checkpoint(self) -> None:
-        """Let the ranks write a checkpoint at the next micro-batch, unless the newest covers all training."""
+        """Let the ranks write a checkpoint after the part of the plan under way, unless the newest covers all
+        training."""
         committed = self.batches.committed
         self.stopping = True
         self.checkpoint_written = self.checkpoint_step >= committed or not committed
@@ -532,7 +534,7 @@ class TrainerHandler:
         )
 
     def send_payloads(self, peer: bytes, message: trainer.PayloadRequest) -> None:
-        """Send a rank the payloads of its part of a plan. There are none for a batch that was left out."""
+        """Send a rank payloads of its share of a plan. There are none for a batch that was left out."""
         batch = self.batches.by_step.get(message.step)
         if self._rank_of(peer, message) is None or batch is None:
             return

@@ -2,7 +2,7 @@
 
 consumes: hellos, heartbeats, loads (control); records.py consumes the workers' records
 waits for: a lease to run out, an engine to confirm a version
-unblocks: workers (assignments, the clock)
+unblocks: workers (assignments, `MinVersion`)
 """
 
 from __future__ import annotations

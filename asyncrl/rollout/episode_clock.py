@@ -1,4 +1,4 @@
-"""The time of an episode, which stands still while the episode waits for a sleeping engine."""
+"""Keeps the time of an episode, which stands still while its engine sleeps or a scorer has no server."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ def _loop_time() -> float:
 
 @dataclass
 class EpisodeClock:
-    """Counts the seconds of an episode, and keeps `time_limit` at the moment when the episode has taken
-    `episode_timeout` seconds. Seconds of earlier attempts count from `restart` on; waits in `paused` never
-    count."""
+    """Counts the seconds of an episode, and moves `time_limit` so that it expires after `episode_timeout`
+    counted seconds. Seconds of earlier attempts count from `restart` on; waits in `paused` never count."""
 
     time_limit: asyncio.Timeout
     episode_timeout: float

@@ -21,7 +21,8 @@ _encode = msgspec.msgpack.Encoder().encode
 @dataclass
 class EpisodeRecords:
     """Posts the records of one attempt to the outbox, which numbers the records and sends them again until
-    the coordinator has stored them."""
+    the coordinator has stored them. Not `buffer.records.EpisodeRecord`, the coordinator's record of an
+    episode."""
 
     attempt: Attempt
     outbox: Outbox
@@ -29,8 +30,9 @@ class EpisodeRecords:
     _newest_turn_durable: asyncio.Future[None] | None = None  # None: durable from the start
 
     async def post_turn(self, turn: Turn, session: int, seconds: float) -> None:
-        """Post a turn, `seconds` after the episode began; the replies are posted later. `session`: the row
-        that the sampling names."""
+        """Post a turn, `seconds` after the episode began; the replies are posted later. `session`: the number
+        that `EpisodeSampling.generate` got as `row`; an agent's row gets its final number only with its first
+        turn."""
         self._newest_turn_durable = await self.post_record(*generated(self.attempt, turn, seconds, session))
 
     async def post_part(self, part: TurnPart, seconds: float) -> None:

@@ -1,4 +1,4 @@
-"""Attempts at episodes: players sample turns, post records and compute the reward by an EpisodeRun.
+"""Attempts at episodes: players sample turns, post records and compute the reward through an `EpisodeRun`.
 
 sampling.generate -> post_turn -> records.until_durable -> (tools, environment or agent)
     -> records.post_reply -> ... -> compute_reward

@@ -69,6 +69,8 @@ class Player(Protocol):
 
 @dataclass(frozen=True)
 class EpisodeRunner:
+    """Plays each assigned attempt, and posts its last record."""
+
     context: EpisodeContext
     make_player: Callable[[EpisodeRun], Player]
 

@@ -172,7 +172,7 @@ class TurnPlayer:
         """Rebuild on this worker the state of tools and environment after the recorded turns.
 
         Snapshots are restored first, and the turns after the snapshot are repeated. If that fails, all turns
-        are repeated. At last the replies to malformed calls of the last turn are posted, if they were not
+        are repeated. Finally, the replies to malformed calls of the last turn are posted, if they were not
         recorded.
         """
         self._name_turns(episode.turns)

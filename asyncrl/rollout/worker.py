@@ -1,6 +1,6 @@
 """A rollout worker: many episodes in a single asyncio loop, over an embedded engine or over all servers.
 
-consumes: assignments, weight versions and Sleep or the table of servers, the clock (control); acks and
+consumes: assignments, weight versions and Sleep or the table of servers, `MinVersion` (control); acks and
     fences (bulk)
 waits for: the coordinator, engines, tools and rewards -- each by name, see `waits`
 unblocks: the coordinator (turns and endings), in sequence and kept until acknowledged

@@ -200,9 +200,9 @@ def partition_plan(
     hidden_size: int,
     rank_count: int,
 ) -> list[list[list[PlannedTrajectory]]]:
-    """Partition a plan among all data ranks, with about the same work for each, cut into parts of about a
-    micro-batch of `token_budget` tokens. The result follows from the arguments alone, so all ranks compute
-    the same.
+    """Partition one part of a plan among all data ranks, with about the same work for each. Each rank's share
+    is in lists of about a micro-batch of `token_budget` tokens. The result follows from the arguments alone,
+    so all ranks compute the same.
 
     Attention takes 2·d·s of a token in a sequence of s, beside the 24·d² of a layer's matrix products; d:
     `hidden_size`.

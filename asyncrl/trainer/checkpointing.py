@@ -5,8 +5,8 @@
     unblocks: the coordinator (checkpointed), which forgets payloads that the oldest kept checkpoint covers
 
 One checkpoint is written at a time: a checkpoint that becomes due meanwhile is put off to the first step
-after. A checkpoint counts only once its manifest is in place: until then all training since the checkpoint
-before is unsaved.
+after. A checkpoint counts only once its manifest is in place: until then all training since the previous
+checkpoint is unsaved.
 """
 
 from __future__ import annotations

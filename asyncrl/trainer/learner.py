@@ -82,11 +82,14 @@ TrainMicroBatch = Callable[[Sequence[TrainingSample], MicroBatch], _TrainedMicro
 
 
 class Learner:
-    """Trains as one rank of the trainer. `step` is V: the number of completed optimizer batches.
+    """Trains as one rank of the trainer.
 
     Methods are collectives: all ranks call the same methods in the same order. Where the recipe has a barrier
-    the samples wait for `finish`, which compares the whole batch (see barrier.py). `state`: the numbers of a
-    checkpoint beside models and optimizers, constant within a batch.
+    the samples wait for `finish`, which compares the whole batch (see barrier.py).
+
+    `step`: the number of completed batches (V); the step under way is `step + 1`. `state`: the numbers that a
+    checkpoint stores beside models and optimizers. Training changes them only in `finish`: the gradient norms
+    with each optimizer step, the others at the end of `finish`.
     """
 
     def __init__(self, config: RunConfig, world: World) -> None:
@@ -181,14 +184,14 @@ class Learner:
         return Whitening.from_state(self.state)
 
     def rank_part(self, planned: Sequence[PlannedTrajectory]) -> list[list[PlannedTrajectory]]:
-        """Return this rank's part of a plan, cut into parts of about a micro-batch."""
+        """Return this rank's share of one part of the plan, in lists of about a micro-batch each."""
         data_ranks = self.world.data_ranks
         return self.partition(planned, data_ranks)[self.world.rank * data_ranks // self.world.size]
 
     def partition(
         self, planned: Sequence[PlannedTrajectory], rank_count: int
     ) -> list[list[list[PlannedTrajectory]]]:
-        """Return the parts of all `rank_count` ranks."""
+        """Return the shares of all `rank_count` data ranks, each as `rank_part` returns it."""
         hidden_size = self.policy.lm.config.get_text_config().hidden_size
         return partition_plan(planned, self.packing, self.token_budget, hidden_size, rank_count)
 

@@ -5,9 +5,9 @@
     unblocks: the coordinator (commits), the engines (published versions, devices)
 
 The loop: `_take_plan`, then `_train_part` for a part of the plan or `_finish_batch` for the optimizer step
-(commit, then publish, then perhaps save), until a plan of kind end or stop. All ranks run the same sequence
-of collectives: rank 0 alone asks for plans and commits, the others follow its broadcasts, and no rank starts
-before all hold their payloads. Requests, waits and heartbeats are those of `trainer/client.py`.
+(commit, then publish, then perhaps save), until a `WorkPlan` of kind `end` or `stop`. All ranks run the same
+sequence of collectives: rank 0 alone asks for plans and commits, the others follow its broadcasts, and no
+rank starts before all hold their payloads. Requests, waits and heartbeats are those of `trainer/client.py`.
 """
 
 from __future__ import annotations
@@ -226,7 +226,8 @@ class TrainerRank:
         return welcome
 
     def _take_plan(self, part_index: int) -> tuple[trainer.WorkPlan, PlannedWork]:
-        """Return the next plan, and this rank's part of it with its turns, once all ranks hold their
+        """Return the coordinator's next `WorkPlan` (a part of the batch's plan, or an order such as `step` or
+        `end`), with this rank's share of its trajectories and their turns, once all ranks hold their
         payloads."""
         step = self.learner.step + 1
         planned_work = list[tuple[trainer.PlannedTrajectory, list[Turn]]]()

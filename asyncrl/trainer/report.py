@@ -30,12 +30,14 @@ NO_AGENT = "others"  # in place of an empty name: agents without an adapter of t
 
 
 class BatchSums(FieldSums):
-    """Sums over a batch that the optimizer step and several metrics are computed from.
+    """Sums over a batch, or over a mini-batch behind a barrier, from which the optimizer step and several
+    metrics are computed.
 
-    `denominator`: D, by which the losses are divided. `tokens_by_lag`: model tokens; `tokens.kept_tokens`
-    also counts episodes without advantage, which no model scores. The dicts by agent are filled where several
-    agents have adapters. `varied_episodes`: episodes of groups with variance; `episode_advantages`: the means
-    of the episodes' advantages. `returns` and `value_errors` (returns minus values): by token.
+    `denominator`: D, by which the losses are divided. `tokens_by_lag`: all model tokens, stale ones included;
+    `tokens.kept_by_lag`: those that enter the loss. `tokens.kept_tokens` and `tokens.kept_by_lag` also count
+    episodes without advantage, which no model scores. The dicts by agent are filled where several agents have
+    adapters. `varied_episodes`: episodes of groups with variance; `episode_advantages`: the means of the
+    episodes' advantages. `returns` and `value_errors` (returns minus values): by token.
     """
 
     trajectories: int = 0

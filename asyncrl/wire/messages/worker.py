@@ -127,7 +127,7 @@ class Engines(WireMessage, frozen=True):
 
 
 class MinVersion(WireMessage, frozen=True):
-    """A batch was committed. A turn may start only on weights with version >= oldest."""
+    """A batch was committed. A turn may start only on weights with version >= `min_version`."""
 
     min_version: int
 

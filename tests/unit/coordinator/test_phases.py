@@ -60,7 +60,7 @@ def test_a_stop_waits_for_a_slow_micro_batch_and_its_checkpoint(coordinator: Coo
     tick(coordinator, 1400.0)
     assert coordinator.lifecycle.phase is Phase.STOPPING
     assert coordinator.state.fleet.waits == [
-        "a checkpoint after the micro-batch under way, for at most 196 s more"
+        "a checkpoint after the part of the plan under way, for at most 196 s more"
     ]
     coordinator._on_control(b"trainer/0/a", Checkpointed(0, 52, 0), [], now=1401.0)
     tick(coordinator, 1401.0)
