@@ -43,7 +43,7 @@ LEAVE_SECONDS = 5.0  # Seconds for other roles to end after the coordinator has 
 TOKEN_LIFETIME = 600.0  # Seconds in which a token must be used.
 ANSWER_TIMEOUT = 10.0  # Seconds for the launcher to answer, which looks ten times a second.
 TOKEN_BYTES = 4096  # Bytes that a FIFO takes at once.
-WITH_CHECKPOINT = " after the micro-batch under way, with a checkpoint"
+WITH_CHECKPOINT = " after the part of the plan under way, with a checkpoint"
 RESUME_ADVICE = {
     True: "resume=auto goes on from the last checkpoint",
     False: "the same command goes on with the rest",

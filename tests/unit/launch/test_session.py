@@ -227,7 +227,7 @@ def test_nohup_is_respected(play: Play) -> None:
     [
         (
             True,
-            "interrupted: stopping after the micro-batch under way, with a checkpoint (at most 600 s; ",
+            "interrupted: stopping after the part of the plan under way, with a checkpoint (at most 600 s; ",
             "resume=auto",
         ),
         (False, "interrupted: stopping (at most 600 s; ", "the same command goes on with the rest"),
