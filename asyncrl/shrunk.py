@@ -29,9 +29,8 @@ from asyncrl.errors import lacks_memory, one_line
 from asyncrl.user_cache import keep_result, read_result
 
 logger = logging.getLogger(__name__)
-LOGPROB_TOLERANCE = (
-    1e-3  # upper bound of the difference between log-probs of a float32 model, computed in two ways
-)
+# Upper bound of the difference between log-probs of a float32 model, computed in two ways.
+LOGPROB_TOLERANCE = 1e-3
 # Arguments that an attention function may ignore.
 IGNORABLE_ARGUMENTS = {"position_ids", "use_cache", "cache_position", "is_causal"}
 VOCABULARY_SIZE = 128  # token ids

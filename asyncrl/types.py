@@ -79,9 +79,8 @@ class FailReason(enum.StrEnum):
     DEADLINE = "deadline"  # the episode's wall-clock limit, before the end of the first turn
     # Losses, which do not count as retries (rollout.retries):
     WORKER_LOST = "worker_lost"
-    ENGINE_LOST = (
-        "engine_lost"  # no server took the turn in time, or a server had weights that were never pushed
-    )
+    # No server took the turn in time, or a server had weights that were never pushed.
+    ENGINE_LOST = "engine_lost"
     NOT_REPEATED = "not_repeated"  # recorded turns could not be continued: the episode starts again
 
 
@@ -289,9 +288,8 @@ class TurnReply(msgspec.Struct, frozen=True):
 
 
 MAX_VOCABULARY = 1 << 31  # token ids are int32
-MAX_REWARD = (
-    1e6  # a larger reward is an error: gradients would not be finite, and every step would be skipped
-)
+# A larger reward is an error: gradients would not be finite, and every step would be skipped.
+MAX_REWARD = 1e6
 
 
 class RewardResult(msgspec.Struct, frozen=True):

@@ -21,9 +21,8 @@ MACHINES = {
     "x86_64": (62, 3),
     "aarch64": (183, 40),
 }
-BINARY_FORMATS = (
-    "/proc/sys/fs/binfmt_misc"  # lists further formats that the kernel runs, by emulators for example
-)
+# Lists further formats that the kernel runs, by emulators for example.
+BINARY_FORMATS = "/proc/sys/fs/binfmt_misc"
 PROGRAM_INTERPRETER = 3  # the type of a program header that names a loader
 
 

@@ -21,9 +21,8 @@ PLACEHOLDER = re.compile(r"\{([a-z_]+)\}")
 LINE_PLACEHOLDERS = frozenset(
     {"base_url", "anthropic_url", "model", "max_tokens", "workspace", "prompt", "prompt_file"}
 )
-KEY_PLACEHOLDER = (
-    "key"  # only in environment variables and files: other users of the machine see the words of a process
-)
+# Only in environment variables and files: other users of the machine see the words of a process.
+KEY_PLACEHOLDER = "key"
 INTERPRETER_NAME = re.compile(r"(ba|da|z|k|c|tc|fi)?sh|python[\d.]*|node|bun|deno|perl|ruby|php")
 CODE_OPTION = re.compile(r"-\w*[ceErp]|--?(eval|command|print)")  # the option before a program text
 OPTION_WITH_VALUE = re.compile(r"[-+][oOWX]")  # options of interpreters, whose value is the next word

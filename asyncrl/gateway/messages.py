@@ -36,9 +36,8 @@ from asyncrl.gateway.exchange import (
 )
 from asyncrl.types import EpisodeEnd, Message, StopReason
 
-BILLING_HEADER = (
-    "x-anthropic-billing-header:"  # depends on the prompt: with this header, no two tasks share a prefix
-)
+# Depends on the prompt: with this header, no two tasks share a prefix.
+BILLING_HEADER = "x-anthropic-billing-header:"
 BILLING_EFFECT = "is left out: prompts of other tasks differ in it"
 THOUGHT_SIGNATURE = "asyncrl"  # signs thoughts: clients send the signature back, nobody checks it
 ERROR_TYPES = {

@@ -14,9 +14,8 @@ import msgspec
 
 from asyncrl.errors import UNDECODABLE, ConfigError, one_line
 
-DEFAULT_PATH = (
-    "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"  # search path of an image without PATH
-)
+# Search path of an image without PATH.
+DEFAULT_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 

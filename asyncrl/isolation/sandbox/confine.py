@@ -43,9 +43,8 @@ MEMORY_FILE_SYSTEMS = (0x01021994, 0x858458F6)  # tmpfs, ramfs
 
 FIRST_SANDBOX_UID = 0x70000000
 """Root's sandboxes run as the user of this number plus the guard's process id, which no other process has."""
-SUPERVISOR_PROCESSES = (
-    3  # the guard, the warden and the interpreter, which do not count against the code's limit
-)
+# The guard, the warden and the interpreter, which do not count against the code's limit.
+SUPERVISOR_PROCESSES = 3
 SANDBOX_HOME = "/sandbox"
 NEW_ROOT = "/proc"  # the new root is built here: /proc exists everywhere, and no path below it is shown
 SHELL_PATHS = ("/bin/bash", "/bin/sh")
@@ -61,9 +60,8 @@ ROOT_LINKS = {
     "dev/stdout": "fd/1",
     "dev/stderr": "fd/2",
 }
-TERMINAL_OPTIONS = (
-    "newinstance,ptmxmode=666,max=32"  # the machine has 3,072 for all sandboxes, and 1,024 for itself
-)
+# The machine has 3,072 for all sandboxes, and 1,024 for itself.
+TERMINAL_OPTIONS = "newinstance,ptmxmode=666,max=32"
 
 
 class ConfinementPlan(NamedTuple):

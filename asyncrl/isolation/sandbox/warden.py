@@ -35,9 +35,8 @@ PASSAGE_FD = 1  # the socket that brings the streams of an exec, and takes the l
 INODE_BYTES = 1024  # bytes that the kernel holds for a file or directory in memory
 LOOK_SECONDS = 0.25  # between two measurements of memory
 SURE_SECONDS = 0.02  # before a second measurement: a process that starts a process counts twice for a moment
-ENDING_CHANCE = (
-    32  # out of 256: the chance of ending the run at a look at which the machine is short of memory
-)
+# Out of 256: the chance of ending the run at a look at which the machine is short of memory.
+ENDING_CHANCE = 32
 GRACE_SECONDS = 1.0  # seconds between the interrupt of a cell and its end
 MAX_PENDING_SIGNALS = 1024
 MAX_DESCRIPTORS = 256  # descriptors that this process may have open
