@@ -28,9 +28,11 @@ SHELLS = (("exec_command", "cmd"), ("Bash", "command"))  # the tools that run on
 
 
 def note(name: str, value: Any) -> None:
-    """Append a line to the file at once, so that the line survives the process."""
-    with Path(os.environ[PLACE], name).open("a") as file:
-        file.write(json.dumps(value) + "\n")
+    """Append a line to the file at once, so that the line survives the process. One call writes the line: a
+    buffered file writes long lines in pieces, between which another process writes, or this one is killed."""
+    line = f"{json.dumps(value)}\n".encode()
+    with Path(os.environ[PLACE], name).open("ab", buffering=0) as file:
+        assert file.write(line) == len(line)
 
 
 def notes(folder: Path, name: str) -> list[Any]:
