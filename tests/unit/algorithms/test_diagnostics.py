@@ -89,16 +89,16 @@ def state(keep: list[int] | None = None) -> TokenState:
 
 def numbers(sums: RatioSums) -> dict[str, float]:
     """All numbers among the sums, by field, and by lag bucket and bin."""
-    found: dict[str, float] = {}
+    flat_numbers: dict[str, float] = {}
     for name, value in msgspec.structs.asdict(sums).items():
         if name == "by_lag_bucket":
             for lag, part in value.items():
-                found |= {f"{lag}/{key}": number for key, number in numbers(part).items()}
+                flat_numbers |= {f"{lag}/{key}": number for key, number in numbers(part).items()}
         elif isinstance(value, dict):
-            found |= {f"{name}/{key}": number for key, number in value.items()}
+            flat_numbers |= {f"{name}/{key}": number for key, number in value.items()}
         else:
-            found[name] = value
-    return found
+            flat_numbers[name] = value
+    return flat_numbers
 
 
 def share(weights: list[float]) -> float:
@@ -205,15 +205,15 @@ def test_sums_and_extremes_against_plain_python() -> None:
 @given(st.lists(st.integers(0, 2), min_size=ROWS, max_size=ROWS))
 def test_the_cut_into_micro_batches_does_not_matter(micro_batch: list[int]) -> None:
     """Whole episodes, dealt in any way, give the sums of the whole batch."""
-    whole = report_tokens(state())
+    batch_report = report_tokens(state())
     parts = list[TokenReport]()
     for k in set(micro_batch):
         parts.append(report_tokens(state([i for i in range(N) if micro_batch[ROW[i]] == k])))
     added = sum((part.sums for part in parts), TokenSums())
-    assert numbers(added) == pytest.approx(numbers(whole.sums) | {"micro_batches": len(parts)})
-    for name in whole.highest:
-        assert max(part.highest.get(name, -math.inf) for part in parts) == whole.highest[name]
-    assert added.kept_by_lag == whole.sums.kept_by_lag
+    assert numbers(added) == pytest.approx(numbers(batch_report.sums) | {"micro_batches": len(parts)})
+    for name in batch_report.highest:
+        assert max(part.highest.get(name, -math.inf) for part in parts) == batch_report.highest[name]
+    assert added.kept_by_lag == batch_report.sums.kept_by_lag
 
 
 @settings(max_examples=25, deadline=None)

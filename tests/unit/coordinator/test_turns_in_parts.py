@@ -81,9 +81,8 @@ def test_parts_alone_outlive_the_worker_and_the_coordinator(setup: WorkerSetup, 
     (_, first), _ = setup.tick()
     post(setup, first, part(0), part(4))
     setup.state.journal.persist()
-    (stored_episode,) = [
-        one for one in setup.state.journal.store.reader.load_run().episodes if one.uid == first.uid
-    ]
+    stored_episodes = setup.state.journal.store.reader.load_run().episodes
+    (stored_episode,) = [episode for episode in stored_episodes if episode.uid == first.uid]
     assert stored_episode.open == setup.state.ledger.buffer.episodes[first.uid].open
     message, frames = lost(setup, first.uid)
     assert (message.parts, frames) == (2, [part(0), part(4)])

@@ -201,8 +201,8 @@ def test_a_teacher_on_servers_teaches_what_one_in_the_trainer_does(
     wanted = final_gradients(here, [[episodes[:5]], [episodes[5:]]])
     assert difference(final_gradients(there, [[scored[:5]], [[]], [scored[5:]]]), wanted) < 1e-6  # float32
     idle = collate([], torch.float64, there.packing)
-    found = there.policy(idle.selected, teacher=Teacher("js", 4)).divergence
-    assert found is not None and found.isfinite().all()  # of a rank that has no episode
+    divergence = there.policy(idle.selected, teacher=Teacher("js", 4)).divergence
+    assert divergence is not None and divergence.isfinite().all()  # of a rank that has no episode
     unread = [(row, [with_generation(turns[0], scores=None), *turns[1:]]) for row, turns in scored]
     partly = final_gradients(there, [[unread]])
     assert difference(partly, wanted) > 1e-4 and all(g.isfinite().all() for g in partly.values())
