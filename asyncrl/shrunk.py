@@ -23,9 +23,10 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from asyncrl.errors import lacks_memory, one_line
+from asyncrl.model_class import auto_class_of
 from asyncrl.user_cache import keep_result, read_result
 
 logger = logging.getLogger(__name__)
@@ -251,7 +252,7 @@ def _layer_settings(layer: nn.Module) -> Iterator[Any]:
 
 def _model_of(config: PreTrainedConfig) -> PreTrainedModel:
     attention = attention_arguments(config)
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(
+    model: PreTrainedModel = auto_class_of(config).from_config(
         copy.deepcopy(config), dtype=torch.float32, **attention
     )
     return model.eval()

@@ -33,12 +33,13 @@ from asyncrl.remote import SCORER_PREFIX
 from asyncrl.store.schema import DATABASE, check_schema
 from asyncrl.trainer.footprint import needs_critic
 from asyncrl.types import Message, Sample, ToolCall
-from asyncrl.weights.checkpoint_match import AutoClass, check_checkpoint
+from asyncrl.weights.checkpoint_match import check_checkpoint
 from asyncrl.weights.model_files import published_bytes
 from asyncrl.wire.addresses import EVERY_ADDRESS, own_address
 
 if TYPE_CHECKING:
     from asyncrl.episodes.parts import EpisodeParts
+    from asyncrl.model_class import ModelRole
 
 # File in the run directory: names of the run's directories elsewhere, and the run directory's path then.
 PLACES_FILE = "places"
@@ -68,36 +69,34 @@ def check_tensors(inputs: Inputs) -> Iterator[Note]:
     would be initialised at random."""
     checkpoints = list(_read_checkpoints(inputs))
     with _silenced_libraries():
-        warnings = [
-            check_checkpoint(path, f"{key} {path}", auto_class) for key, path, auto_class in checkpoints
-        ]
+        warnings = [check_checkpoint(path, f"{key} {path}", role) for key, path, role in checkpoints]
 
     yield from map(warning, dict.fromkeys(filter(None, warnings)))
     yield ok(f"the files of {len(checkpoints)} model{'s' * (len(checkpoints) > 1)} fit their config.json")
 
 
-def _read_checkpoints(inputs: Inputs) -> Iterator[tuple[str, str, AutoClass]]:
-    """Yield the models that this run reads: the key that names a model, its directory, and the class that
-    loads the model."""
+def _read_checkpoints(inputs: Inputs) -> Iterator[tuple[str, str, ModelRole]]:
+    """Yield the models that this run reads: the key that names a model, its directory, and what the
+    model is read for."""
     config = inputs.config
-    yield "model.path", config.model.path, "AutoModelForCausalLM"
+    yield "model.path", config.model.path, "language model"
     if config.kl.reference:
-        yield "kl.reference", config.kl.reference, "AutoModelForCausalLM"
+        yield "kl.reference", config.kl.reference, "language model"
     if needs_critic(config):
         key, path = (
             ("critic.path", config.critic.path) if config.critic.path else ("model.path", config.model.path)
         )
-        yield key, path, "AutoModel"
+        yield key, path, "backbone"
 
     for name, scorer in config.scorers.items():
         is_started_by_run = scorer.path and not scorer.urls
         if is_started_by_run and name != "reward":  # A reward model may have a class that only SGLang knows.
-            yield f"scorers.{name}.path", scorer.path, "AutoModelForCausalLM"
+            yield f"scorers.{name}.path", scorer.path, "language model"
 
     for reward in inputs.parts.reward.rewards:
         if reward.source.spec == "classifier":
             path = os.path.expanduser(str(reward.source.options["path"]))
-            yield "rollout.reward.classifier.path", path, "AutoModelForSequenceClassification"
+            yield "rollout.reward.classifier.path", path, "classifier"
 
 
 @preflight_check("launch")

@@ -176,9 +176,7 @@ class Classifier:
 
         self._tokenizer = load_tokenizer(self._model_path)
         dtype = getattr(torch, self.dtype)
-        model = load_pretrained(
-            "AutoModelForSequenceClassification", self._model_path, f"path {self._model_path}", dtype=dtype
-        )
+        model = load_pretrained("classifier", self._model_path, f"path {self._model_path}", dtype=dtype)
         self._model = model.to(self.device).eval()
 
     def __call__(self, episode: RewardInput) -> float:

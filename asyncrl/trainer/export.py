@@ -1,22 +1,24 @@
-"""The policy as a Hugging Face directory: weights in files of 5 GB, config, tokenizer."""
+"""The policy as a Hugging Face directory, with the names, files and settings of the directory that it came
+from."""
 
 from __future__ import annotations
 
-import copy
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from asyncrl.trainer.model import Policy, copied_buffers
 from asyncrl.trainer.world import World
-from asyncrl.weights.manifest import split_buckets
-from asyncrl.weights.model_files import INDEX_FILE
-from asyncrl.weights.ranges import write_file
+from asyncrl.weights.manifest import ITEM_BYTES, TensorSpec, split_buckets
+from asyncrl.weights.model_files import INDEX_FILE, SINGLE_FILE, read_json
+from asyncrl.weights.ranges import dtype_of_code, write_file
 from asyncrl.weights.shards import export_layout
 from asyncrl.weights.snapshot import tensor_as_bytes
 
@@ -35,74 +37,130 @@ def export_hf(
     source: str,
     template: str = "",
 ) -> None:
-    """Write a directory for `from_pretrained`: weights in the configured dtype, buffers unchanged, adapters
-    merged. A collective of `world`; rank 0 writes, and holds one whole tensor at a time.
+    """Write a directory like `source`, in which the trained tensors have their new values, in the configured
+    dtype, with adapters merged. A collective of `world`; rank 0 writes, and holds one whole tensor at a time.
 
-    `weights`: the model's weights and buffers, on the CPU, by name. Everything else (tokenizer, chat
-    template, generation settings) comes from `source`; `template` replaces the chat template, if set.
+    `weights`: the model's weights and buffers, on the CPU, by name. Tensors keep their names and files.
+    Frozen tensors, and tensors that the model's class does not hold (layers for drafts), are copied byte by
+    byte; so are all other files (configuration, tokenizer, generation settings). `template` replaces the chat
+    template, if set.
     """
-    tensors = _published_tensors(policy, weights, world)
+    buffers = copied_buffers(policy, weights)
+    specs_by_file = _export_files(policy, buffers)
+    tensors = _published_tensors(policy, weights, world, specs_by_file)
     try:
         if world.rank == 0:
-            _write_weights(create_file, policy, tensors, copied_buffers(policy, weights))
+            _write_weights(create_file, policy, specs_by_file, tensors, buffers, Path(source))
             _write_other_files(create_file, policy, Path(source), template)
     finally:
         for _ in tensors:  # every rank takes part in the gathering to its end, also when a write has failed
             pass
 
 
-def _published_tensors(policy: Policy, weights: Mapping[str, Any], world: World) -> Iterator[Tensor]:
-    """Yield the published weights piece by piece, whole on rank 0."""
-    for name, parameter_pieces in groupby(policy.published, key=attrgetter("parameter")):
-        tensor = world.collect_on_rank_zero(weights[name])
-        adapter_names = policy.adapters.adapter_names(name) if policy.adapters is not None else None
-        if policy.adapters is not None and adapter_names is not None:
-            lora_a, lora_b = (world.collect_on_rank_zero(weights[adapter]) for adapter in adapter_names)
-            if world.rank == 0:
-                tensor = tensor + policy.adapters.weight_change(name, lora_a, lora_b)
+def _export_files(policy: Policy, buffers: Mapping[str, Tensor]) -> dict[str, list[TensorSpec]]:
+    """Return the tensors of each file of the export, in the order of the file. A tensor is in the file of its
+    name in the source; tensors that the source holds converted are in files of their own."""
+    trained_layout = export_layout(policy.published, policy.export_dtype, buffers)
+    kept_layout = (
+        TensorSpec(name, tensor.shape, dtype_of_code(tensor.dtype))
+        for name, tensor in policy.file_tensors.items()
+        if name in policy.kept_names
+    )
 
-        flat = tensor.to(policy.export_dtype).flatten()
-        yield from (flat[piece.offset : piece.offset + piece.numel] for piece in parameter_pieces)
+    specs_by_file: dict[str, list[TensorSpec]] = defaultdict(list)
+    converted_layout = []
+    for spec in (*kept_layout, *trained_layout):
+        if spec.name in policy.file_tensors:
+            specs_by_file[policy.file_tensors[spec.name].file].append(spec)
+        else:
+            converted_layout.append(spec)
+
+    for number, specs in enumerate(split_buckets(converted_layout, FILE_BYTES), 1):
+        specs_by_file[f"model-converted-{number:05}.safetensors"] = converted_layout[specs]
+    if len(specs_by_file) == 1:
+        specs_by_file[SINGLE_FILE] = specs_by_file.popitem()[1]
+
+    # A tensor must start at a multiple of its item size, so large items come first.
+    return {
+        file: sorted(specs, key=lambda spec: -ITEM_BYTES[spec.dtype])
+        for file, specs in sorted(specs_by_file.items())
+    }
+
+
+def _published_tensors(
+    policy: Policy,
+    weights: Mapping[str, Any],
+    world: World,
+    specs_by_file: Mapping[str, Sequence[TensorSpec]],
+) -> Iterator[Tensor]:
+    """Yield the published weights piece by piece, in the order of the files, whole on rank 0."""
+    piece_of_name = {piece.name: piece for piece in policy.published}
+    for specs in specs_by_file.values():
+        pieces = [piece_of_name[spec.name] for spec in specs if spec.name in piece_of_name]
+        for name, parameter_pieces in groupby(pieces, key=attrgetter("parameter")):
+            tensor = world.collect_on_rank_zero(weights[name])
+            adapter_names = policy.adapters.adapter_names(name) if policy.adapters is not None else None
+            if policy.adapters is not None and adapter_names is not None:
+                lora_a, lora_b = (world.collect_on_rank_zero(weights[adapter]) for adapter in adapter_names)
+                if world.rank == 0:
+                    tensor = tensor + policy.adapters.weight_change(name, lora_a, lora_b)
+
+            flat = tensor.to(policy.export_dtype).flatten()
+            yield from (flat[piece.offset : piece.offset + piece.numel] for piece in parameter_pieces)
 
 
 def _write_weights(
-    create_file: CreateFile, policy: Policy, tensors: Iterator[Tensor], buffers: Mapping[str, Tensor]
+    create_file: CreateFile,
+    policy: Policy,
+    specs_by_file: Mapping[str, Sequence[TensorSpec]],
+    tensors: Iterator[Tensor],
+    buffers: Mapping[str, Tensor],
+    source: Path,
 ) -> None:
-    layout = export_layout(policy.published, policy.export_dtype, buffers)
+    def tensor_bytes(spec: TensorSpec) -> np.ndarray:
+        if spec.name in policy.kept_names:
+            stored = policy.file_tensors[spec.name]
+            return np.fromfile(source / stored.file, np.uint8, stored.nbytes, offset=stored.offset)
+        return tensor_as_bytes(buffers[spec.name] if spec.name in buffers else next(tensors))
 
-    file_specs = [layout[specs] for specs in split_buckets(layout, FILE_BYTES)]
-    weight_map: dict[str, str] = {}
-    for number, specs in enumerate(file_specs, 1):
-        file_name = (
-            f"model-{number:05}-of-{len(file_specs):05}.safetensors"
-            if len(file_specs) > 1
-            else "model.safetensors"
-        )
-
+    for file_name, specs in specs_by_file.items():
         with create_file(f"{EXPORT_FOLDER}/{file_name}") as file:
-            file_tensors = (buffers[spec.name] if spec.name in buffers else next(tensors) for spec in specs)
-            write_file(file, specs, map(tensor_as_bytes, file_tensors))
+            write_file(file, tuple(specs), map(tensor_bytes, specs))
 
-        weight_map |= {spec.name: file_name for spec in specs}
-
-    if len(file_specs) > 1:
-        metadata = {"total_size": sum(spec.nbytes for spec in layout)}
+    if [*specs_by_file] != [SINGLE_FILE]:
+        weight_map = {spec.name: file_name for file_name, specs in specs_by_file.items() for spec in specs}
+        total_size = sum(spec.nbytes for specs in specs_by_file.values() for spec in specs)
+        index = {"metadata": {"total_size": total_size}, "weight_map": weight_map}
         with create_file(f"{EXPORT_FOLDER}/{INDEX_FILE}") as file:
-            file.write(json.dumps({"metadata": metadata, "weight_map": weight_map}, indent=1).encode())
+            file.write(json.dumps(index, indent=1).encode())
 
 
 def _write_other_files(create_file: CreateFile, policy: Policy, source: Path, template: str) -> None:
-    config = copy.deepcopy(policy.lm.config)  # names the dtype of the master weights, so a copy is changed
-    config.dtype = policy.export_dtype
     contents = {
         file.name: file.read_bytes()
         for file in sorted(source.iterdir())
         if file.is_file() and not file.name.endswith(WEIGHT_FILES)
     }
-    contents["config.json"] = config.to_json_string().encode()
+    contents["config.json"] = json.dumps(_exported_config(policy, source), indent=2).encode()
     if template:  # from_pretrained prefers this file to what tokenizer_config.json says
         contents["chat_template.jinja"] = template.encode()
 
     for name, content in contents.items():
         with create_file(f"{EXPORT_FOLDER}/{name}") as file:
             file.write(content)
+
+
+def _exported_config(policy: Policy, source: Path) -> dict[str, Any]:
+    """Return the source's config.json with the dtype of the exported text part, and the model's class where
+    the source does not name one."""
+    config = read_json(source / "config.json")
+    config.setdefault("architectures", [type(policy.lm).__name__])
+    config.pop("torch_dtype", None)  # the older name
+    config["dtype"] = str(policy.export_dtype).removeprefix("torch.")
+
+    text_config = config.get("text_config")
+    if isinstance(text_config, dict):
+        text_config.pop("torch_dtype", None)
+        text_config["dtype"] = config["dtype"]
+
+    return config

@@ -17,14 +17,15 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from asyncrl.config import TrainerConfig
 from asyncrl.errors import ConfigError
+from asyncrl.model_class import text_part
 from asyncrl.trainer.attention import FOREST_ATTENTION
 from asyncrl.trainer.recompute import Recomputation
 
 
 def layers_of(model: PreTrainedModel) -> list[nn.Module]:
-    """Return the blocks that the model's author marks as units."""
+    """Return the blocks of the text part that the model's author marks as units."""
     unit_names = set(getattr(model, "_no_split_modules", None) or ())
-    return [module for module in model.modules() if type(module).__name__ in unit_names]
+    return [module for module in text_part(model).modules() if type(module).__name__ in unit_names]
 
 
 def prepare_layers(

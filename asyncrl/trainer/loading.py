@@ -17,10 +17,10 @@ import logging
 import math
 from collections import Counter, defaultdict
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from pathlib import Path
+from typing import Any, cast
 
 import torch
-import transformers
 from accelerate import init_empty_weights
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
@@ -28,52 +28,53 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import rename_source_key
 from transformers.utils import logging as transformers_logging
 
 from asyncrl.errors import ConfigError
+from asyncrl.model_class import ModelRole, auto_class_of, freeze_parts, frozen_parts
 from asyncrl.shrunk import attention_arguments
 from asyncrl.trainer.footprint import LAYER_MIN_PARAMETERS
 from asyncrl.trainer.layers import layers_of
 from asyncrl.trainer.world import World
 from asyncrl.weights.adapters import initial_values
-from asyncrl.weights.checkpoint_match import AutoClass, check_finite, load_pretrained
-from asyncrl.weights.model_files import stored_tensors, weight_files
-from asyncrl.weights.names import FilePiece, file_pieces, split_rules
+from asyncrl.weights.checkpoint_match import check_finite, load_pretrained
+from asyncrl.weights.model_files import StoredTensor, stored_tensors
+from asyncrl.weights.names import FilePiece, pieces_in_files
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class WeightsSource:
-    """Holds a model without weights (on the meta device; its buffers are real), and the file slices that each
-    rank reads. If `file_tensors` is empty, `filled_model` has the weights on rank 0. `file_dtypes`: the
-    dtypes in the files, as safetensors names them. `error_label`: key and path, for errors."""
+    """Holds a model without weights (on the meta device; its buffers are real), whose frozen parts do not
+    train, and the file slices that each rank reads: the file of each piece. If `file_of_piece` is empty,
+    `filled_model` has the weights on rank 0. `file_tensors`: the tensors of the files, by name.
+    `error_label`: key and path, for errors."""
 
     model: PreTrainedModel
-    file_tensors: dict[FilePiece, FileTensor]
+    file_of_piece: dict[FilePiece, str]
     filled_model: PreTrainedModel | None
     dtype: str
-    file_dtypes: frozenset[str]
+    file_tensors: dict[str, StoredTensor]
     error_label: str
 
 
-def read_model(auto_class: AutoClass, path: str, dtype: str, world: World, key: str) -> WeightsSource:
-    """Read a directory as one of transformers' Auto classes. ConfigError names the key of the path."""
+def read_model(role: ModelRole, path: str, dtype: str, world: World, key: str) -> WeightsSource:
+    """Read a directory for a role. ConfigError names the key of the path."""
     transformers_logging.disable_progress_bar()  # ranks share a terminal with a live view
 
     with ConfigError.instead_of(OSError, ValueError, SafetensorError, text=f"{key} {path!r}: cannot load it"):
-        model = model_without_weights(auto_class, path, dtype)
-        file_tensors = locate_tensors(model, path)
+        model = model_without_weights(role, path, dtype)
+        freeze_parts(model)
+        file_of_piece = locate_tensors(model, path)
 
-        is_sliced = all(world.gather(bool(file_tensors), bool))
+        is_sliced = all(world.gather(bool(file_of_piece), bool))
         filled_model = None
         if not is_sliced and world.rank == 0:
             logger.warning(
                 "%s: its files do not hold the weights as they are: rank 0 reads all of them", path
             )
-            filled_model = load_pretrained(auto_class, path, f"{key} {path}", dtype=master_dtype(dtype))
+            filled_model = load_pretrained(role, path, f"{key} {path}", dtype=master_dtype(dtype))
 
             # Of tied tensors with different values in the files, transformers would keep both.
             untied_names = model.all_tied_weights_keys.keys() - filled_model.all_tied_weights_keys.keys()
@@ -83,19 +84,19 @@ def read_model(auto_class: AutoClass, path: str, dtype: str, world: World, key: 
                     "hold other values for it; set tie_word_embeddings=false there"
                 )
 
-        file_dtypes = frozenset(tensor.dtype for tensor in stored_tensors(path).values())
+        file_tensors = stored_tensors(path)
 
     return WeightsSource(
         model,
-        file_tensors if is_sliced else {},
+        file_of_piece if is_sliced else {},
         filled_model,
         dtype,
-        file_dtypes=file_dtypes,
+        file_tensors=file_tensors,
         error_label=f"{key} {path}",
     )
 
 
-def model_without_weights(auto_class: AutoClass, path: str, dtype: str) -> PreTrainedModel:
+def model_without_weights(role: ModelRole, path: str, dtype: str) -> PreTrainedModel:
     """Return the model of a directory without weights. `cast_parameters` sets the final dtypes."""
     config = AutoConfig.from_pretrained(path)
     attention_options = attention_arguments(config)
@@ -103,7 +104,7 @@ def model_without_weights(auto_class: AutoClass, path: str, dtype: str) -> PreTr
         attention_options["experts_implementation"] = "eager"
 
     with init_empty_weights(include_buffers=False):
-        model = getattr(transformers, auto_class).from_config(
+        model = auto_class_of(config, role).from_config(
             config, dtype=getattr(torch, dtype), **attention_options
         )
 
@@ -139,7 +140,8 @@ def shard_and_fill(root: nn.Module, source: WeightsSource, world: World, *, offl
     shard_empty(root, source.model, source.dtype, world, offload=offload)
 
     frozen = any(not parameter.requires_grad for parameter in source.model.parameters())
-    wider_dtypes = sorted(source.file_dtypes & {"F64", "F32", "F16"})
+    file_dtypes = {tensor.dtype for tensor in source.file_tensors.values()}
+    wider_dtypes = sorted(file_dtypes & {"F64", "F32", "F16"})
     if world.rank == 0 and frozen and wider_dtypes and source.dtype == "bfloat16":
         logger.info(
             "%s: has tensors in %s; frozen weights are rounded to bfloat16, in which forwards compute",
@@ -147,10 +149,10 @@ def shard_and_fill(root: nn.Module, source: WeightsSource, world: World, *, offl
             ", ".join(wider_dtypes),
         )
 
-    if source.file_tensors:
-        fill_shards(source.model, source.file_tensors, source.error_label)
+    if source.file_of_piece:
+        fill_shards(source.model, source.file_of_piece, source.error_label)
         state = source.model.state_dict(keep_vars=True)
-        read_tensors = {id(state[piece.parameter]) for piece in source.file_tensors}
+        read_tensors = {id(state[piece.parameter]) for piece in source.file_of_piece}
         for name, tensor in state.items():
             if id(tensor) not in read_tensors:
                 copy_shard(initial_values(name, tensor), tensor)
@@ -180,6 +182,12 @@ def shard_empty(
     if dtype == "bfloat16":
         mixed_precision = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
 
+    # Parts that a forward of text does not run are groups of their own, which are never gathered.
+    for part_name in frozen_parts(model):
+        part = model.get_submodule(part_name) if part_name in dict(model.named_modules()) else None
+        if part is not None and not any(parameter.requires_grad for parameter in part.parameters()):
+            fully_shard(part, mesh=world.mesh, mp_policy=mixed_precision, offload_policy=offload_policy)
+
     if sum(parameter.numel() for parameter in root.parameters()) >= LAYER_MIN_PARAMETERS:
         for layer in layers_of(model):
             fully_shard(layer, mesh=world.mesh, mp_policy=mixed_precision, offload_policy=offload_policy)
@@ -202,55 +210,45 @@ def shard_empty(
 COMPARED_ROWS = 1024  # rows of two tensors that are compared at once
 
 
-class FileTensor(NamedTuple):
-    file: str
-    key: str
-
-
 def open_slices(file: str) -> Any:
     """Open a file so that only requested slices are read: a memory map of the file would count as used
     memory."""
     return safe_open(file, "pt", backend="pread")
 
 
-def locate_tensors(model: PreTrainedModel, path: str) -> dict[FilePiece, FileTensor]:
-    """Find the tensors of `model`, tied and on any device, in the files of `path`, whole or in parts. Empty
-    where the files do not hold the tensors unchanged: converted, quantized, of another shape, missing, twice
-    with different values (of tied tensors), or no safetensors."""
+def locate_tensors(model: PreTrainedModel, path: str) -> dict[FilePiece, str]:
+    """Find the tensors of `model`, tied and on any device, in the files of `path`, whole or in parts. Returns
+    the file of each piece; empty where the files do not hold the tensors unchanged: converted, quantized, of
+    another shape, missing, twice with different values (of tied tensors), or no safetensors."""
     if getattr(model.config, "quantization_config", None):
         return {}
+
+    file_tensors = stored_tensors(path)
+    file_of_piece = {
+        piece: str(Path(path) / file_tensors[piece.name].file)
+        for piece in pieces_in_files(model, file_tensors)
+    }
+
     tensors = model.state_dict(keep_vars=True)
-    located = dict[FilePiece, FileTensor]()
-
-    whole_tensors = (FilePiece(name, name, tuple(tensor.shape)) for name, tensor in tensors.items())
-    wanted_pieces = {piece.name: piece for piece in (*file_pieces(model, tensors), *whole_tensors)}
-    for file in map(str, weight_files(path)):
-        with open_slices(file) as opened:
-            for key, name in _wanted_keys(model, list(opened.keys()), wanted_pieces):
-                if opened.get_slice(key).get_shape() != list(wanted_pieces[name].shape):
-                    return {}
-                located[wanted_pieces[name]] = FileTensor(file, key)
-
     counts = Counter[str]()
-    first_copies = dict[tuple[int, int], FileTensor]()
-    for piece, file_tensor in located.items():
+    first_copies = dict[tuple[int, int], FilePiece]()
+    for piece in file_of_piece:
         counts[piece.parameter] += piece.numel
-        if not _equal_tensors(
-            first_copies.setdefault((id(tensors[piece.parameter]), piece.offset), file_tensor), file_tensor
-        ):
+        first_copy = first_copies.setdefault((id(tensors[piece.parameter]), piece.offset), piece)
+        if not _equal_tensors(first_copy, piece, file_of_piece):
             return {}
 
     complete_tensors = {id(tensors[name]) for name, count in counts.items() if count == tensors[name].numel()}
-    return located if all(id(tensor) in complete_tensors for tensor in tensors.values()) else {}
+    return file_of_piece if all(id(tensor) in complete_tensors for tensor in tensors.values()) else {}
 
 
-def _equal_tensors(left: FileTensor, right: FileTensor) -> bool:
+def _equal_tensors(left: FilePiece, right: FilePiece, file_of_piece: dict[FilePiece, str]) -> bool:
     if left is right:
         return True
 
-    with open_slices(left.file) as left_file, open_slices(right.file) as right_file:
-        left_slice = left_file.get_slice(left.key)
-        right_slice = right_file.get_slice(right.key)
+    with open_slices(file_of_piece[left]) as left_file, open_slices(file_of_piece[right]) as right_file:
+        left_slice = left_file.get_slice(left.name)
+        right_slice = right_file.get_slice(right.name)
         row_count = left_slice.get_shape()[0]
         parts = (
             slice(start, min(start + COMPARED_ROWS, row_count))
@@ -259,37 +257,21 @@ def _equal_tensors(left: FileTensor, right: FileTensor) -> bool:
         return all(torch.equal(left_slice[part], right_slice[part]) for part in parts)
 
 
-def _wanted_keys(
-    model: PreTrainedModel, keys: list[str], wanted_pieces: dict[str, FilePiece]
-) -> list[tuple[str, str]]:
-    """Return the wanted keys of a file, each with the name of its tensor in the model."""
-    conversion = split_rules(get_model_conversion_mapping(model))
-    named_keys = []
-    for key in keys:
-        for conversion_rules in (conversion, ([], [])):  # in the order of transformers
-            name, computed = rename_source_key(key, *conversion_rules, model.base_model_prefix, wanted_pieces)
-            if name in wanted_pieces and computed is None:
-                named_keys.append((key, name))
-                break
-
-    return named_keys
-
-
 @torch.no_grad()
-def fill_shards(model: PreTrainedModel, file_tensors: dict[FilePiece, FileTensor], error_label: str) -> None:
+def fill_shards(model: PreTrainedModel, file_of_piece: dict[FilePiece, str], error_label: str) -> None:
     """Read this rank's shards, and whole all unsharded tensors, into the memory of `model`. ConfigError,
     which begins with `error_label`, where weights are not finite."""
     tensors = model.state_dict(keep_vars=True)
-    by_file = defaultdict[str, list[FilePiece]](list)
-    for piece, file_tensor in file_tensors.items():
-        by_file[file_tensor.file].append(piece)
+    pieces_by_file = defaultdict[str, list[FilePiece]](list)
+    for piece, file in file_of_piece.items():
+        pieces_by_file[file].append(piece)
 
-    for file, pieces in by_file.items():
+    for file, pieces in pieces_by_file.items():
         with open_slices(file) as opened:
             for piece in pieces:
-                copy_piece(opened.get_slice(file_tensors[piece].key), tensors[piece.parameter], piece)
+                copy_piece(opened.get_slice(piece.name), tensors[piece.parameter], piece)
 
-    for name in dict.fromkeys(piece.parameter for piece in file_tensors):
+    for name in dict.fromkeys(piece.parameter for piece in file_of_piece):
         tensor = tensors[name]
         check_finite(tensor.to_local() if isinstance(tensor, DTensor) else tensor, name, error_label)
 

@@ -25,6 +25,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from asyncrl.config import ModelConfig, Packing, RunConfig, TrainerConfig
 from asyncrl.errors import ConfigError
+from asyncrl.model_class import frozen_parts, is_within
 from asyncrl.shrunk import cached_findings
 from asyncrl.trainer.forced_routes import ForcedRoutes
 from asyncrl.trainer.gradient_check import cached_gradient_check, check_gradients
@@ -45,7 +46,8 @@ from asyncrl.trainer.scores import (
 from asyncrl.trainer.teacher import Teacher
 from asyncrl.trainer.world import SequenceRanks, World
 from asyncrl.weights.adapters import Adapters, owning_agent
-from asyncrl.weights.names import file_pieces, saved_buffers
+from asyncrl.weights.model_files import StoredTensor
+from asyncrl.weights.names import checkpoint_pieces, model_names, saved_buffers, sort_names
 
 logger = logging.getLogger(__name__)
 
@@ -53,10 +55,12 @@ logger = logging.getLogger(__name__)
 class Policy(nn.Module):
     """Is the FSDP root around the language model: head and softmax run on the selected tokens only.
 
-    `published`: the weights of the model as engines know them, without adapters.
-    `buffer_pieces`: persistent buffers, published unchanged. `runs_whole`: all logits are computed at once,
-    not in chunks, for a model that cannot be split at its output layer. `sequence_ranks`: the ranks that
-    compute a packed micro-batch together.
+    `file_tensors`: the tensors of the files that the model comes from, whose names published weights have.
+    `kept_names`: those of them that training leaves as they are.
+    `published`: the weights of the text part as engines know them, without adapters.
+    `buffer_pieces`: its persistent buffers, published unchanged. `runs_whole`: all logits are computed at
+    once, not in chunks, for a model that cannot be split at its output layer. `sequence_ranks`: the ranks
+    that compute a packed micro-batch together.
     """
 
     def __init__(
@@ -66,16 +70,25 @@ class Policy(nn.Module):
         sequence_ranks: SequenceRanks | None,
         *,
         adapters: Mapping[str, tuple[int, float]] | None = None,
+        file_tensors: Mapping[str, StoredTensor] = {},
     ) -> None:
         super().__init__()
         self.lm = lm
         self.sequence_ranks = sequence_ranks
         self.export_dtype = getattr(torch, config.dtype)
+        self.file_tensors = file_tensors
+        self.kept_names = sort_names(lm, model_names(lm, file_tensors)).kept
         self.vocabulary: int = lm.config.get_text_config().vocab_size  # token ids are below it
         buffers = saved_buffers(lm)
-        all_pieces = file_pieces(lm, dict(lm.named_parameters()) | buffers)
-        self.published = tuple(piece for piece in all_pieces if piece.parameter not in buffers)
-        self.buffer_pieces = tuple(piece for piece in all_pieces if piece.parameter in buffers)
+        frozen_names = frozen_parts(lm)
+        text_tensors = {
+            name: tensor
+            for name, tensor in (dict(lm.named_parameters()) | buffers).items()
+            if not is_within(name, frozen_names)
+        }
+        text_pieces = checkpoint_pieces(lm, text_tensors, file_tensors)
+        self.published = tuple(piece for piece in text_pieces if piece.parameter not in buffers)
+        self.buffer_pieces = tuple(piece for piece in text_pieces if piece.parameter in buffers)
         self.packing: Packing = "padded"  # how sequences must be laid out
         self.attention = lm.config._attn_implementation  # attention of padded sequences
         self.forced_routes: ForcedRoutes | None = None  # replays the servers' routes in the routers
@@ -167,11 +180,11 @@ def load_policy(
     train. `offload`: the shards are kept in main memory. Raises ConfigError, naming `key`, when the directory
     holds no causal language model.
     """
-    source = read_model("AutoModelForCausalLM", config.path, config.dtype, world, key)
+    source = read_model("language model", config.path, config.dtype, world, key)
     if frozen:
         source.model.requires_grad_(False)
 
-    policy = Policy(source.model, config, world.sequence, adapters=adapters)
+    policy = Policy(source.model, config, world.sequence, adapters=adapters, file_tensors=source.file_tensors)
     if trainer is not None:
         prepare_layers(source.model, trainer, recomputation)
         policy.forced_routes = ForcedRoutes(source.model) if trainer.router_replay else None
@@ -389,7 +402,7 @@ def load_critic(config: RunConfig, world: World, recomputation: Recomputation | 
     """
     path = config.critic.path or config.model.path
     key = "critic.path" if config.critic.path else "model.path"
-    source = read_model("AutoModel", path, config.model.dtype, world, key)
+    source = read_model("backbone", path, config.model.dtype, world, key)
     critic = Critic(source.model, world.sequence)
     prepare_layers(source.model, config.trainer, recomputation)
     shard_and_fill(critic, source, world, offload=config.trainer.offload_optimizer)

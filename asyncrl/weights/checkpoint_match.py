@@ -15,18 +15,20 @@ import logging
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from asyncrl.errors import ConfigError, one_line
 from asyncrl.user_cache import keep_result, read_result
-from asyncrl.weights.model_files import FLOAT_DTYPES, StoredTensor, read_json, stored_tensors
+from asyncrl.weights.model_files import FLOAT_DTYPES, Shape, StoredTensor, read_json, stored_tensors
 
-AutoClass = Literal["AutoModelForCausalLM", "AutoModel", "AutoModelForSequenceClassification"]
+if TYPE_CHECKING:  # imports torch
+    from asyncrl.model_class import ModelRole
+
 MAX_UNEXPECTED = 0.01  # fraction of the bytes that a model may leave out without a rule of its class
 NAMES_SHOWN = 3
 
@@ -53,9 +55,16 @@ class CheckpointMatch(msgspec.Struct, frozen=True):
     the files that a rule of the model's class leaves out, for example layers for drafts. `unexpected_bytes`
     of `total_bytes` are in the files for `unexpected`. `not_compared`: why nothing could be compared.
     `of_transformers`: the class belongs to transformers, not to a user's file, which may change.
+
+    `trained`, `frozen` and `passed_on` are the names of all tensors in the files: those of the part that
+    trains; those of each part that is kept as it is, by the part's name in the model; and those that the
+    model does not hold, which exports take over from the files.
     """
 
     model_class: str = ""
+    trained: list[str] = []
+    frozen: dict[str, list[str]] = {}
+    passed_on: list[str] = []
     missing: list[str] = []
     unexpected: list[str] = []
     mismatched: list[str] = []
@@ -96,8 +105,11 @@ class CheckpointMatch(msgspec.Struct, frozen=True):
         """Describe the tensors that are left out of a usable model; '' for none."""
         if self.not_compared:
             return f"its tensors were not compared with the model ({self.not_compared})"
-        if names := [*self.unexpected, *self.left_out]:
-            return f"its files have {_describe_names(names)} that {self.model_class} does not use: left out"
+        if names := self.passed_on or [*self.unexpected, *self.left_out]:
+            return (
+                f"its files have {_describe_names(names)} that {self.model_class} does not use: exports take "
+                "them over unchanged, so they do not fit the trained weights (layers for drafts guess worse)"
+            )
         return ""
 
     def _likely_cause(self) -> str:
@@ -134,18 +146,18 @@ class UnknownModelError(ConfigError):
     """transformers has no model for a config.json, or cannot build the model here."""
 
 
-def check_checkpoint(path: str, label: str, auto_class: AutoClass = "AutoModelForCausalLM") -> str:
+def check_checkpoint(path: str, label: str, role: ModelRole = "language model") -> str:
     """Return a warning about left-out tensors, '' for none. Raises ConfigError where tensors are missing,
     misnamed or of another shape. Warning and error begin with `label`, for example "model.path
     /models/mine"."""
-    match = compare_checkpoint(path, label, auto_class)
+    match = compare_checkpoint(path, label, role)
     if match.problem:
         raise ConfigError(f"{label}: {match.problem}")
     return f"{label}: {match.warning}" if match.warning else ""
 
 
-def compare_checkpoint(path: str, label: str, auto_class: AutoClass) -> CheckpointMatch:
-    """Compare the files of a directory with the model that `auto_class` makes of its config.json.
+def compare_checkpoint(path: str, label: str, role: ModelRole) -> CheckpointMatch:
+    """Compare the files of a directory with the model that is read from it for a role.
 
     The result is kept in the user's cache, since importing torch and the model's class takes seconds.
     Raises ConfigError for files that cannot be read, and UnknownModelError, which begins with `label`.
@@ -155,36 +167,65 @@ def compare_checkpoint(path: str, label: str, auto_class: AutoClass) -> Checkpoi
         return CheckpointMatch(not_compared="it has no safetensors files")
 
     model_config = read_json(Path(path) / "config.json")
-    tensor_table = sorted((name, *tensor) for name, tensor in tensors.items())
+    tensor_table = sorted((name, *tensor[:3]) for name, tensor in tensors.items())
     source_code = Path(__file__).read_bytes()
-    match_inputs = (source_code, version("transformers"), auto_class, model_config, tensor_table)
+    match_inputs = (source_code, version("transformers"), role, model_config, tensor_table)
     digest = hashlib.sha256(msgspec.json.encode(match_inputs, order="sorted")).hexdigest()
     result_key = f"checkpoint match {digest}"
     if (cached_match := read_result(result_key, CheckpointMatch)) is not None:
         return cached_match
 
-    match = _compare(path, label, auto_class, tensors)
+    match = _compare(path, label, role, tensors)
     if not match.not_compared and match.of_transformers:
         keep_result(result_key, match)
 
     return match
 
 
-def load_pretrained(auto_class: AutoClass, path: str, label: str, **options: Any) -> Any:
+def trained_shapes(path: str) -> dict[str, Shape]:
+    """Return the shape of each tensor that trains, by its name in the files: of all tensors where
+    transformers cannot build the model, which the checks before the start report."""
+    tensors = stored_tensors(path)
+    with suppress(ConfigError):
+        match = compare_checkpoint(path, path, "language model")
+        if match.trained:
+            return {name: tensors[name].shape for name in match.trained}
+
+    return {name: tensor.shape for name, tensor in tensors.items()}
+
+
+def frozen_shapes(path: str) -> dict[str, dict[str, Shape]]:
+    """Return the shapes of the tensors of each frozen part, by the part's name in the model and the names in
+    the files; {} for a model that trains whole."""
+    tensors = stored_tensors(path)
+    with suppress(ConfigError):
+        frozen = compare_checkpoint(path, path, "language model").frozen
+        return {part: {name: tensors[name].shape for name in names} for part, names in frozen.items()}
+
+    return {}
+
+
+def load_pretrained(role: ModelRole, path: str, label: str, **options: Any) -> Any:
     """Return the model of a directory with all of its weights in this process, as transformers reads it.
 
     `options`: of `from_pretrained`. Raises ConfigError, which begins with `label`, where a tensor is missing
     or holds numbers that are not finite; and what transformers raises.
     """
-    import transformers
+    from transformers import AutoConfig
 
+    from asyncrl.model_class import auto_class_of
+
+    auto_class = auto_class_of(AutoConfig.from_pretrained(path, local_files_only=True), role)
     with _quiet_transformers():
-        model, info = getattr(transformers, auto_class).from_pretrained(
+        model, info = auto_class.from_pretrained(
             path, local_files_only=True, output_loading_info=True, **options
         )
 
     if missing := sorted(info["missing_keys"]):
-        problem = CheckpointMatch(type(model).__name__, missing, sorted(info["unexpected_keys"])).problem
+        unexpected = sorted(info["unexpected_keys"])
+        problem = CheckpointMatch(
+            model_class=type(model).__name__, missing=missing, unexpected=unexpected
+        ).problem
         raise ConfigError(f"{label}: {problem}")
 
     for name, tensor in model.state_dict().items():
@@ -203,17 +244,17 @@ def check_finite(tensor: Any, name: str, label: str) -> None:
         raise ConfigError(f"{label}: {name} holds NaN or infinity; save or fetch the model anew")
 
 
-def _compare(path: str, label: str, auto_class: str, tensors: dict[str, StoredTensor]) -> CheckpointMatch:
+def _compare(path: str, label: str, role: ModelRole, tensors: dict[str, StoredTensor]) -> CheckpointMatch:
     import torch
-    import transformers
     from transformers import AutoConfig
 
-    from asyncrl.weights.names import file_pieces
+    from asyncrl.model_class import auto_class_of
+    from asyncrl.weights.names import file_pieces, model_names, sort_names
 
     try:
         config = AutoConfig.from_pretrained(path, local_files_only=True)
         with torch.device("meta"), _quiet_transformers():
-            model = getattr(transformers, auto_class).from_config(config)
+            model = auto_class_of(config, role).from_config(config)
     except Exception as error:
         reason, _, _ = one_line(error).partition(" Model type should be one of")
         text = f"{label}: transformers cannot build its model ({reason})"
@@ -239,12 +280,12 @@ def _compare(path: str, label: str, auto_class: str, tensors: dict[str, StoredTe
         return CheckpointMatch(model_class=model_class, not_compared=one_line(error))
 
     unexpected: set[str] = set(info["unexpected_keys"])
-    if auto_class == "AutoModel":  # a backbone, whatever heads the files have
+    if role == "backbone":  # a backbone, whatever heads the files have
         unexpected = {name for name in unexpected if not _HEAD.match(name)}
 
     drafts = _draft_tensors(unexpected, model.state_dict())
     unexpected -= drafts
-    renamed = _model_names(model, tensors)
+    renamed = model_names(model, tensors)
     left_out_patterns = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_unexpected or ()]
     left_out_by_class = {
         name for name in tensors if any(pattern.search(name) for pattern in left_out_patterns)
@@ -254,8 +295,13 @@ def _compare(path: str, label: str, auto_class: str, tensors: dict[str, StoredTe
         for name, in_files, in_model in sorted(info["mismatched_keys"])
     ]
 
+    names_by_part = sort_names(model, renamed)
+
     return CheckpointMatch(
         model_class=model_class,
+        trained=names_by_part.trained,
+        frozen=names_by_part.frozen,
+        passed_on=names_by_part.passed_on,
         missing=sorted(info["missing_keys"]),
         unexpected=sorted(unexpected),
         mismatched=[*mismatched, *_describe_undeclared_quantization(model, tensors, renamed)],
@@ -281,21 +327,6 @@ def _describe_undeclared_quantization(
         expected = state.get(renamed[name])
         if expected is not None and expected.is_floating_point() and tensor.dtype not in FLOAT_DTYPES:
             yield f"{name} is {tensor.dtype} in the files, and config.json has no quantization_config"
-
-
-def _model_names(model: Any, names: Iterable[str]) -> dict[str, str]:
-    """Return the model's name of each tensor in the files, as transformers renames it."""
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import rename_source_key
-
-    from asyncrl.weights.names import split_rules
-
-    renamings, converters = split_rules(get_model_conversion_mapping(model))
-    state = model.state_dict()
-    return {
-        name: rename_source_key(name, renamings, converters, model.base_model_prefix, state)[0]
-        for name in names
-    }
 
 
 def _draft_tensors(names: Iterable[str], model_names: Iterable[str]) -> set[str]:

@@ -17,6 +17,7 @@ from asyncrl.config import RunConfig
 from asyncrl.errors import ConfigError
 
 INDEX_FILE = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
 MODEL_KEY = "model"  # key in the store's meta: `model_identity` of the run's first model
 IDENTITY_FILES = (
     "config.json",
@@ -32,6 +33,7 @@ IGNORED_KEYS = {"dtype", "torch_dtype", "transformers_version", "_name_or_path",
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}  # bytes of a number, by model.dtype
 # safetensors' names of numbers as they are computed with; quantized numbers are smaller, or integers.
 FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
+Shape = tuple[int, ...]
 MAX_VALUE_SIZE = 64  # keys, or characters of JSON
 
 
@@ -43,7 +45,7 @@ def weight_files(path: str) -> list[Path]:
         return [
             directory / name for name in set(read_json(directory / INDEX_FILE).get("weight_map", {}).values())
         ]
-    single_file = directory / "model.safetensors"
+    single_file = directory / SINGLE_FILE
     return [single_file] if single_file.is_file() else []
 
 
@@ -66,22 +68,28 @@ def parameter_count(path: str) -> int:
 
 
 class StoredTensor(NamedTuple):
-    """One tensor, as the header of its file describes it."""
+    """One tensor, as the header of its file describes it. `file`: the file's name; `offset`: where the
+    tensor's bytes begin in the file."""
 
-    shape: tuple[int, ...]
+    shape: Shape
     dtype: str  # safetensors' name: BF16, F32, I64 …
     nbytes: int
+    file: str
+    offset: int
 
 
 def stored_tensors(path: str) -> dict[str, StoredTensor]:
     """Return the tensors in the files of weights, by name. Only the headers are read. Raises ConfigError for
     a file that cannot be read, or is not as long as its header says."""
     tensors = {}
-    for file in weight_files(path):
-        for name, tensor in _read_header(file).items():
+    for file in sorted(weight_files(path)):
+        header, data_offset = _read_header(file)
+        for name, tensor in header.items():
             if name != "__metadata__":
                 start, end = tensor["data_offsets"]
-                tensors[name] = StoredTensor(tuple(tensor["shape"]), tensor["dtype"], end - start)
+                tensors[name] = StoredTensor(
+                    tuple(tensor["shape"]), tensor["dtype"], end - start, file.name, data_offset + start
+                )
 
     return tensors
 
@@ -114,9 +122,10 @@ def served_modules(path: str) -> set[str]:
     return modules if modules <= SERVED_MODULES and not has_experts else set()
 
 
-def _read_header(file: Path) -> dict[str, Any]:
-    """Return the header of a safetensors file: {name: {dtype, shape, data_offsets}}. Raises ConfigError
-    without a header, and for a file that is shorter or longer than its header says."""
+def _read_header(file: Path) -> tuple[dict[str, Any], int]:
+    """Return the header of a safetensors file, {name: {dtype, shape, data_offsets}}, and where the data
+    begin. Raises ConfigError without a header, and for a file that is shorter or longer than its header
+    says."""
     try:
         size = file.stat().st_size
         with file.open("rb") as header_file:
@@ -129,7 +138,7 @@ def _read_header(file: Path) -> dict[str, Any]:
         expected_size = 8 + header_length + max(data_ends, default=0)
         if size != expected_size:
             raise ValueError(f"it has {size:,} bytes, and its header describes {expected_size:,}")
-        return header
+        return header, 8 + header_length
     except (OSError, ValueError, LookupError, TypeError, AttributeError, struct.error) as error:
         raise ConfigError(f"{file}: not readable as safetensors ({error}); fetch or save it anew") from None
 

@@ -1,4 +1,7 @@
-"""The names of a model's weights in Hugging Face's files, which servers and other programs use.
+"""The names of a model's weights in the files of its directory, which servers and other programs use, too.
+
+The names of a run are those in the headers of the files that it started from (`checkpoint_pieces`), not those
+that this version of transformers would write: published, exported and merged weights keep them.
 
 transformers stacks the experts of a layer while it reads them: `experts.gate_up_proj` [experts, 2 * width,
 hidden] is made of `experts.0.gate_proj.weight`, `experts.0.up_proj.weight`, `experts.1.gate_proj.weight`, …
@@ -9,6 +12,7 @@ splitting means reading piece by piece: nothing is copied, and a tensor sharded 
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -24,6 +28,9 @@ from transformers.core_model_loading import (
     dot_natural_key,
     rename_source_key,
 )
+
+from asyncrl.model_class import frozen_parts, is_within
+from asyncrl.weights.model_files import StoredTensor
 
 
 class FilePiece(NamedTuple):
@@ -68,6 +75,98 @@ def file_pieces(model: PreTrainedModel, tensors: Mapping[str, Tensor] | None = N
         )
 
     return tuple(piece for parameter in tensors for piece in pieces_by_parameter[parameter])
+
+
+def pieces_in_files(model: PreTrainedModel, file_tensors: Mapping[str, StoredTensor]) -> list[FilePiece]:
+    """List the parts of the model that the tensors of files hold, each under its name in the files. Tensors
+    that the model does not hold, or holds converted in another way than by stacking experts, are left out."""
+    tensors = model.state_dict(keep_vars=True)
+    whole_tensors = (FilePiece(name, name, tuple(tensor.shape)) for name, tensor in tensors.items())
+    pieces_by_name = {piece.name: piece for piece in (*file_pieces(model, tensors), *whole_tensors)}
+
+    conversion = split_rules(get_model_conversion_mapping(model))
+    renamings_alone = split_rules(conversion[0])
+    pieces = list[FilePiece]()
+    for file_name in sorted(file_tensors, key=dot_natural_key):  # some rules depend on the order
+        for rules in (conversion, renamings_alone, ([], [])):
+            name, conversion_pattern = rename_source_key(
+                file_name, *rules, model.base_model_prefix, pieces_by_name
+            )
+            if name in pieces_by_name and conversion_pattern is None:
+                if pieces_by_name[name].shape == file_tensors[file_name].shape:
+                    pieces.append(pieces_by_name[name]._replace(name=file_name))
+                break
+
+    return pieces
+
+
+def checkpoint_pieces(
+    model: PreTrainedModel, tensors: Mapping[str, Tensor], file_tensors: Mapping[str, StoredTensor]
+) -> tuple[FilePiece, ...]:
+    """List the tensors in files for `tensors` of the model, by name: in the order of `tensors`, and pieces of
+    a tensor as in memory. A tensor has the names of the files, `file_tensors`, where these hold it unchanged,
+    whole or in pieces; else it has the names that `save_pretrained` would give it."""
+    state = model.state_dict(keep_vars=True)
+    pieces_of_tensor = defaultdict[int, dict[int, FilePiece]](dict)
+    for piece in pieces_in_files(model, file_tensors):
+        # Files may hold a tensor under several names, if the model ties them: the first is used.
+        pieces_of_tensor[id(state[piece.parameter])].setdefault(piece.offset, piece)
+
+    saved_pieces = defaultdict[str, list[FilePiece]](list)
+    for piece in file_pieces(model, tensors):
+        saved_pieces[piece.parameter].append(piece)
+
+    listed_pieces = list[FilePiece]()
+    for name, tensor in tensors.items():
+        held_pieces = sorted(pieces_of_tensor[id(state.get(name))].items())
+        if sum(piece.numel for _, piece in held_pieces) == tensor.numel():
+            listed_pieces += [piece._replace(parameter=name) for _, piece in held_pieces]
+        else:
+            listed_pieces += saved_pieces[name]
+
+    return tuple(listed_pieces)
+
+
+class NamesByPart(NamedTuple):
+    """The names of all tensors in a model's files: those that train, those of each frozen part, by the part's
+    name in the model, and those that the model does not hold."""
+
+    trained: list[str]
+    frozen: dict[str, list[str]]
+    passed_on: list[str]
+
+    @property
+    def kept(self) -> set[str]:
+        """Return the names of the tensors that training leaves as they are in the files."""
+        return {*self.passed_on}.union(*self.frozen.values())
+
+
+def sort_names(model: PreTrainedModel, renamed: Mapping[str, str]) -> NamesByPart:
+    """Sort the tensors in files by the parts of the model. `renamed`: see `model_names`."""
+    state = model.state_dict()
+    part_names = frozen_parts(model)
+    sorted_names = NamesByPart([], {}, [])
+
+    for file_name, model_name in sorted(renamed.items()):
+        part = next((part for part in part_names if is_within(model_name, (part,))), None)
+        if model_name not in state and file_name not in state:
+            sorted_names.passed_on.append(file_name)
+        elif part is not None:
+            sorted_names.frozen.setdefault(part, []).append(file_name)
+        else:
+            sorted_names.trained.append(file_name)
+
+    return sorted_names
+
+
+def model_names(model: PreTrainedModel, file_names: Iterable[str]) -> dict[str, str]:
+    """Return the model's name of each tensor in the files, as transformers renames it."""
+    renamings, converters = split_rules(get_model_conversion_mapping(model))
+    state = model.state_dict()
+    return {
+        name: rename_source_key(name, renamings, converters, model.base_model_prefix, state)[0]
+        for name in sorted(file_names, key=dot_natural_key)
+    }
 
 
 def split_rules(rules: Iterable[Any]) -> tuple[list[WeightRenaming], list[WeightConverter]]:

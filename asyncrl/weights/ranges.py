@@ -99,6 +99,15 @@ def tensor_entry(spec: TensorSpec, data: np.ndarray) -> TensorEntry:
 
 Arrays = dict[str, np.ndarray]  # by tensor: its bytes, [n] of uint8
 _DTYPE_CODES = {"bfloat16": "BF16", "bool": "BOOL", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2"}
+_NUMBER_KINDS = {"F": "float", "I": "int", "U": "uint", "C": "complex"}
+
+
+def dtype_of_code(code: str) -> str:
+    """Return the name of a dtype that safetensors calls `code`: float32 for F32. Raises KeyError."""
+    for dtype, dtype_code in _DTYPE_CODES.items():
+        if dtype_code == code:
+            return dtype
+    return f"{_NUMBER_KINDS[code[0]]}{code[1:]}"
 
 
 def write_file(file: Any, layout: Layout, data: Iterable[np.ndarray]) -> None:

@@ -31,6 +31,7 @@ from transformers.integrations.moe import ExpertsInterface
 
 from asyncrl.algorithms.recipe import compose
 from asyncrl.config import Packing, RunConfig, TrainerConfig
+from asyncrl.model_class import ModelRole
 from asyncrl.trainer.attention import FOREST_ATTENTION
 from asyncrl.trainer.footprint import LAYER_MIN_PARAMETERS, Footprint
 from asyncrl.trainer.layers import layers_of, prepare_layers
@@ -40,7 +41,6 @@ from asyncrl.trainer.model import Critic, Policy, Reference, architecture_proble
 from asyncrl.trainer.optimizer import make_optimizer
 from asyncrl.trainer.packing import packing_problem
 from asyncrl.trainer.world import World
-from asyncrl.weights.checkpoint_match import AutoClass
 
 EXPERTS = "asyncrl_sizes"
 GROWING = ("weights", "optimizer", "gradients", "work")  # with the layers
@@ -123,7 +123,7 @@ def traced(config: RunConfig) -> Footprint:
 
     Of many layers that are alike, each adds the same: two models of few layers show how much.
     """
-    lm = model_without_weights("AutoModelForCausalLM", config.model.path, "float32")
+    lm = model_without_weights("language model", config.model.path, "float32")
     every = config.trainer.checkpointed_every or 1
     layers = layers_of(lm)
     total = sum(parameter.numel() for parameter in lm.parameters())
@@ -190,7 +190,7 @@ def _models(config: RunConfig, world: World, depth: int) -> tuple[Policy, Critic
 
     critic = reference = None
     if recipe.critic:
-        backbone = _skeleton("AutoModel", config.critic.path or config.model.path, config, depth)
+        backbone = _skeleton("backbone", config.critic.path or config.model.path, config, depth)
         critic = Critic(backbone, world.sequence)
         _pack(backbone, config)
         prepare_layers(backbone, config.trainer)
@@ -208,7 +208,7 @@ def _models(config: RunConfig, world: World, depth: int) -> tuple[Policy, Critic
 
 def _policy(config: RunConfig, path: str, world: World, depth: int, *, trained: bool) -> Policy:
     model = config.model if trained else msgspec.structs.replace(config.model, lora_rank=0)
-    lm = _skeleton("AutoModelForCausalLM", path, config, depth)
+    lm = _skeleton("language model", path, config, depth)
     if not trained:
         lm.requires_grad_(False)
     policy = Policy(lm, model, world.sequence)
@@ -227,9 +227,9 @@ def _shard(root: nn.Module, model: PreTrainedModel, config: RunConfig, world: Wo
     shard_empty(root, model, config.model.dtype, world)
 
 
-def _skeleton(auto_class: AutoClass, path: str, config: RunConfig, depth: int) -> PreTrainedModel:
+def _skeleton(role: ModelRole, path: str, config: RunConfig, depth: int) -> PreTrainedModel:
     with unset_fake_temporarily():  # parameters that are fake cannot be emptied in torch 2.11
-        model = model_without_weights(auto_class, path, config.model.dtype)
+        model = model_without_weights(role, path, config.model.dtype)
     layers = set(layers_of(model)) if depth and path == config.model.path else set()
     for stack in [part for part in model.modules() if isinstance(part, nn.ModuleList) and layers & {*part}]:
         del stack[depth:]

@@ -22,13 +22,15 @@ from asyncrl.engines.base import NOTHING, Request, check_request, engines
 from asyncrl.engines.torch.batch import Batcher, Run
 from asyncrl.engines.torch.check import check_served
 from asyncrl.errors import EngineError, one_line
+from asyncrl.model_class import frozen_parts, is_within
 from asyncrl.types import Generation, StopReason, TokenScores
 from asyncrl.weights import disk
 from asyncrl.weights.adapters import Adapters
 from asyncrl.weights.checkpoint_match import load_pretrained
 from asyncrl.weights.manifest import AdapterSpec, Manifest, WeightsError, WeightsRef
 from asyncrl.weights.memory import ReleasedStorages, trim_heap
-from asyncrl.weights.names import file_pieces
+from asyncrl.weights.model_files import StoredTensor, stored_tensors
+from asyncrl.weights.names import checkpoint_pieces, file_pieces
 
 T = TypeVar("T")
 
@@ -40,7 +42,8 @@ LOGITS_CHUNK_TOKENS = 512
 
 class TorchEngine:
     """An `Engine` in this process. The model's attention function is replaced; plain calls of the model still
-    work. `read_base_model` reads the model again, to wake with a version that holds adapters only."""
+    work. `read_base_model` reads the model again, to wake with a version that holds adapters only.
+    `file_tensors`: the tensors of the files that the model was read from, by whose names versions come."""
 
     def __init__(
         self,
@@ -50,8 +53,10 @@ class TorchEngine:
         max_len: int,
         max_batch_tokens: int,
         version: int = 0,
+        file_tensors: Mapping[str, StoredTensor] = {},
     ) -> None:
         self._model = model.eval()
+        self._file_tensors = file_tensors
         self._read_base_model = read_base_model
         embeddings = model.get_input_embeddings().weight
         assert isinstance(embeddings, torch.Tensor)
@@ -256,7 +261,7 @@ class TorchEngine:
     def _apply_tensors(self, specs: Mapping[str, AdapterSpec], tensors: Mapping[str, torch.Tensor]) -> None:
         """Copy a version's tensors into the model or the adapters. Raises WeightsError, changing nothing."""
         if not specs:
-            replace_weights(self._model, tensors)
+            replace_weights(self._model, tensors, self._file_tensors)
             return
 
         if self._adapters is None:
@@ -279,9 +284,9 @@ class TorchEngine:
 
     def _free_memory(self) -> None:
         """Give up the memory of the KV and of all tensors that every version brings."""
-        kept_names = self._model._keys_to_ignore_on_save or ()
+        kept_names = (*(self._model._keys_to_ignore_on_save or ()), *frozen_parts(self._model))
         self._released_memory.release(
-            parameter for name, parameter in self._model.named_parameters() if name not in kept_names
+            parameter for name, parameter in self._model.named_parameters() if not is_within(name, kept_names)
         )
         self._released_memory.release(self._batcher.cache.pools)
         torch.cuda.empty_cache()
@@ -390,21 +395,27 @@ def _breaking_error(error: Exception) -> EngineError:
     return EngineError(f"the engine broke: {one_line(error)}")
 
 
-def replace_weights(model: PreTrainedModel, tensors: Mapping[str, torch.Tensor]) -> None:
+def replace_weights(
+    model: PreTrainedModel, tensors: Mapping[str, torch.Tensor], file_tensors: Mapping[str, StoredTensor] = {}
+) -> None:
     """Copy published tensors into the model, in place and cast to the model's types. Tied weights may be
-    published under one or several of the tied names. Raises WeightsError, changing nothing, if names or
-    shapes differ."""
+    published under one or several of the tied names; `file_tensors`: see `TorchEngine`. Frozen parts are not
+    published. Raises WeightsError, changing nothing, if names or shapes differ."""
     model_state = model.state_dict()
-    model_tensors = {
-        piece.name: piece.view_in(model_state[piece.parameter]) for piece in file_pieces(model, model_state)
-    }
+    named_pieces = (
+        *file_pieces(model, model_state),
+        *checkpoint_pieces(model, model_state, file_tensors),
+    )
+    model_tensors = {piece.name: piece.view_in(model_state[piece.parameter]) for piece in named_pieces}
     unknown = sorted(tensors.keys() - model_tensors.keys())
     given_pointers = {model_tensors[name].data_ptr() for name in tensors.keys() & model_tensors.keys()}
-    unsaved_names = model._keys_to_ignore_on_save or ()
+
+    unpublished_parts = (*(model._keys_to_ignore_on_save or ()), *frozen_parts(model))
     missing = sorted(
-        name
-        for name, tensor in model_tensors.items()
-        if tensor.data_ptr() not in given_pointers and name not in unsaved_names
+        piece.name
+        for piece in named_pieces
+        if model_tensors[piece.name].data_ptr() not in given_pointers
+        and not is_within(piece.parameter, unpublished_parts)
     )
     if unknown or missing:
         raise WeightsError(f"weights are not this model's: unknown {unknown[:3]}, missing {missing[:3]}")
@@ -438,7 +449,9 @@ def build(
     that the engine cannot serve."""
     check_served(model_path)
     options = {"label": f"model.path {model_path}", "dtype": getattr(torch, dtype)}
-    base = partial(load_pretrained, "AutoModelForCausalLM", model_path, **options)
+    base = partial(load_pretrained, "language model", model_path, **options)
     model: Any = base()
 
-    return TorchEngine(model.to(device), base, slots, max_len, max_batch_tokens, version)
+    return TorchEngine(
+        model.to(device), base, slots, max_len, max_batch_tokens, version, stored_tensors(model_path)
+    )

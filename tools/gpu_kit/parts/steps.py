@@ -18,7 +18,6 @@ from transformers import AutoModelForCausalLM
 from asyncrl.config import parse
 from asyncrl.trainer.gradient_check import LAYOUTS
 from asyncrl.trainer.learner import Learner
-from asyncrl.trainer.loading import FileTensor
 from asyncrl.trainer.world import World
 from asyncrl.types import EpisodeResult, Generation, StopReason, Turn, VersionSpan
 from asyncrl.weights.manifest import TensorSpec
@@ -79,15 +78,15 @@ def random_weights() -> Iterator[None]:
         yield
 
 
-def _everywhere(model: Any, path: str) -> dict[FilePiece, FileTensor]:
+def _everywhere(model: Any, path: str) -> dict[FilePiece, str]:
     state = model.state_dict(keep_vars=True)
-    return {FilePiece(name, name, tuple(x.shape)): FileTensor(path, name) for name, x in state.items()}
+    return {FilePiece(name, name, tuple(tensor.shape)): path for name, tensor in state.items()}
 
 
 @torch.no_grad()
-def _randomise(model: Any, file_tensors: dict[FilePiece, FileTensor], label: str) -> None:
+def _randomise(model: Any, file_of_piece: dict[FilePiece, str], label: str) -> None:
     state = model.state_dict(keep_vars=True)
-    for piece in file_tensors:
+    for piece in file_of_piece:
         parameter = state[piece.parameter]
         shard = parameter.to_local() if isinstance(parameter, DTensor) else parameter
         if shard.dim() == 1:  # of a norm
