@@ -105,10 +105,10 @@ class CheckpointMatch(msgspec.Struct, frozen=True):
         """Describe the tensors that are left out of a usable model; '' for none."""
         if self.not_compared:
             return f"its tensors were not compared with the model ({self.not_compared})"
-        if names := self.passed_on or [*self.unexpected, *self.left_out]:
+        if names := [*self.unexpected, *self.left_out]:
             return (
-                f"its files have {_describe_names(names)} that {self.model_class} does not use: exports take "
-                "them over unchanged, so they do not fit the trained weights (layers for drafts guess worse)"
+                f"its files have {_describe_names(names)} that {self.model_class} does not use: they do not "
+                "train, and stay in exports as they are (layers for drafts no longer fit the trained layers)"
             )
         return ""
 

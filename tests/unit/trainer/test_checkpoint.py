@@ -132,19 +132,6 @@ def test_the_export_loads_with_transformers(learner: Learner, directory: Path, m
     assert (path / "hf" / "chat_template.jinja").read_text(encoding="utf-8") == "{{ 'ä' }}"
 
 
-def test_a_large_export_is_in_several_files(
-    learner: Learner, directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("asyncrl.trainer.export.FILE_BYTES", 6000)
-    path = save_checkpoint(directory, learner, manifest(1)) / "hf"
-    files = sorted(file.name for file in path.glob("*.safetensors"))
-    assert len(files) > 2 and files[0] == f"model-00001-of-{len(files):05}.safetensors"
-    assert all((path / name).stat().st_size < 8000 for name in files)
-    exported = AutoModelForCausalLM.from_pretrained(path)
-    state = full_state(learner.policy)
-    assert all(torch.equal(p, state[name]) for name, p in exported.named_parameters())
-
-
 @pytest.mark.parametrize("damage", ["flip", "cut", "remove", "manifest", "no text", "of another step"])
 def test_a_damaged_newest_falls_back_to_the_one_before(
     learner: Learner, directory: Path, caplog: pytest.LogCaptureFixture, damage: str
