@@ -181,14 +181,15 @@ def check_model(config: RunConfig) -> None:
             "tokenizer has <|im_start|> and <|im_end|>"
         )
 
-    context_length = model_settings.get("max_position_embeddings", model_settings.get("n_positions"))  # GPT-2
+    text_settings = model_settings.get("text_config") or model_settings  # of a composite model
+    context_length = text_settings.get("max_position_embeddings", text_settings.get("n_positions"))  # GPT-2
     if isinstance(context_length, int) and context_length < config.rollout.max_tokens:
         raise ConfigError(
             f"rollout.max_tokens ({config.rollout.max_tokens}) exceeds the model's context "
             f"({context_length}); lower it"
         )
 
-    head_count = model_settings.get("num_attention_heads", model_settings.get("n_head"))  # GPT-2
+    head_count = text_settings.get("num_attention_heads", text_settings.get("n_head"))  # GPT-2
     sequence_ranks = config.trainer.sequence_parallel
     if isinstance(head_count, int) and head_count % sequence_ranks:
         raise ConfigError(

@@ -12,6 +12,7 @@ splitting means reading piece by piece: nothing is copied, and a tensor sharded 
 from __future__ import annotations
 
 import math
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -21,6 +22,8 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     Chunk,
+    Concatenate,
+    MergeModulelist,
     PrefixChange,
     SplitModulelist,
     WeightConverter,
@@ -80,24 +83,48 @@ def file_pieces(model: PreTrainedModel, tensors: Mapping[str, Tensor] | None = N
 def pieces_in_files(model: PreTrainedModel, file_tensors: Mapping[str, StoredTensor]) -> list[FilePiece]:
     """List the parts of the model that the tensors of files hold, each under its name in the files. Tensors
     that the model does not hold, or holds converted in another way than by stacking experts, are left out."""
-    tensors = model.state_dict(keep_vars=True)
-    whole_tensors = (FilePiece(name, name, tuple(tensor.shape)) for name, tensor in tensors.items())
-    pieces_by_name = {piece.name: piece for piece in (*file_pieces(model, tensors), *whole_tensors)}
+    state = model.state_dict(keep_vars=True)
+    renamings, converters = split_rules(get_model_conversion_mapping(model))
 
-    conversion = split_rules(get_model_conversion_mapping(model))
-    renamings_alone = split_rules(conversion[0])
     pieces = list[FilePiece]()
     for file_name in sorted(file_tensors, key=dot_natural_key):  # some rules depend on the order
-        for rules in (conversion, renamings_alone, ([], [])):
-            name, conversion_pattern = rename_source_key(
-                file_name, *rules, model.base_model_prefix, pieces_by_name
-            )
-            if name in pieces_by_name and conversion_pattern is None:
-                if pieces_by_name[name].shape == file_tensors[file_name].shape:
-                    pieces.append(pieces_by_name[name]._replace(name=file_name))
-                break
+        piece: FilePiece | None = None
+        name, pattern = rename_source_key(file_name, renamings, converters, model.base_model_prefix, state)
+        if pattern is not None and name in state:
+            converter = next(rule for rule in converters if pattern in rule.source_patterns)
+            piece = _stacked_piece(file_name, pattern, converter, name, tuple(state[name].shape))
+        if piece is None and pattern is None and name in state:
+            piece = FilePiece(file_name, name, tuple(state[name].shape))
+        if piece is None and file_name in state:  # files may hold a tensor as the model does
+            piece = FilePiece(file_name, file_name, tuple(state[file_name].shape))
+        if piece is not None and piece.shape == file_tensors[file_name].shape:
+            pieces.append(piece)
 
     return pieces
+
+
+def _stacked_piece(
+    file_name: str, pattern: str, rule: WeightConverter, parameter: str, shape: tuple[int, ...]
+) -> FilePiece | None:
+    """Return the part of a stack of experts, `parameter`, that a tensor of the files becomes; None for
+    another conversion than stacking. `pattern`: the pattern of `rule` that the tensor's name matches."""
+    stack, *join_operations = rule.operations
+    is_stack = isinstance(stack, MergeModulelist) and stack.dim == 0
+    if not is_stack or any(
+        not isinstance(operation, Concatenate) or operation.dim != 1 for operation in join_operations
+    ):
+        return None
+
+    number_pattern = re.escape(pattern).replace(re.escape("*"), r"(\d+)")
+    number_match = re.search(number_pattern, file_name)
+    if number_match is None:
+        return None
+
+    _, rows, *inner_shape = shape
+    part_count = len(rule.source_patterns)
+    piece_shape = (rows // part_count, *inner_shape)
+    index = int(number_match[1]) * part_count + rule.source_patterns.index(pattern)
+    return FilePiece(file_name, parameter, piece_shape, index * math.prod(piece_shape))
 
 
 def checkpoint_pieces(

@@ -30,7 +30,7 @@ from asyncrl.weights.checkpoint_match import load_pretrained
 from asyncrl.weights.manifest import AdapterSpec, Manifest, WeightsError, WeightsRef
 from asyncrl.weights.memory import ReleasedStorages, trim_heap
 from asyncrl.weights.model_files import StoredTensor, stored_tensors
-from asyncrl.weights.names import checkpoint_pieces, file_pieces
+from asyncrl.weights.names import checkpoint_pieces
 
 T = TypeVar("T")
 
@@ -402,18 +402,17 @@ def replace_weights(
     published under one or several of the tied names; `file_tensors`: see `TorchEngine`. Frozen parts are not
     published. Raises WeightsError, changing nothing, if names or shapes differ."""
     model_state = model.state_dict()
-    named_pieces = (
-        *file_pieces(model, model_state),
-        *checkpoint_pieces(model, model_state, file_tensors),
-    )
-    model_tensors = {piece.name: piece.view_in(model_state[piece.parameter]) for piece in named_pieces}
+    published_pieces = checkpoint_pieces(model, model_state, file_tensors)
+    model_tensors = model_state | {
+        piece.name: piece.view_in(model_state[piece.parameter]) for piece in published_pieces
+    }
     unknown = sorted(tensors.keys() - model_tensors.keys())
     given_pointers = {model_tensors[name].data_ptr() for name in tensors.keys() & model_tensors.keys()}
 
     unpublished_parts = (*(model._keys_to_ignore_on_save or ()), *frozen_parts(model))
     missing = sorted(
         piece.name
-        for piece in named_pieces
+        for piece in published_pieces
         if model_tensors[piece.name].data_ptr() not in given_pointers
         and not is_within(piece.parameter, unpublished_parts)
     )

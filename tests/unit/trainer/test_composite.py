@@ -1,0 +1,167 @@
+"""Checkpoints that hold more than the part that trains: towers for pictures, layers for drafts."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoConfig, PreTrainedModel
+
+from asyncrl.config import ModelConfig
+from asyncrl.engines.torch.engine import replace_weights
+from asyncrl.model_class import auto_class_of, frozen_parts, is_composite, is_within
+from asyncrl.trainer.layers import layers_of
+from asyncrl.trainer.model import Policy, copied_buffers, load_critic, load_policy
+from asyncrl.trainer.world import World
+from asyncrl.weights.checkpoint_match import compare_checkpoint, trained_shapes
+from asyncrl.weights.manifest import WeightsError
+from asyncrl.weights.model_files import stored_tensors
+from tests.fakes.tiny_families import FAMILIES, build_family
+from tests.fakes.training import export, few_tokens, stored, tiny_config
+
+pytestmark = pytest.mark.slow
+
+CLASSES = {  # of the families that every run of the tests covers
+    "qwen3_5": "Qwen3_5ForConditionalGeneration",
+    "gemma3": "Gemma3ForConditionalGeneration",
+    "mistral3": "Mistral3ForConditionalGeneration",
+    "qwen3_vl": "Qwen3VLForConditionalGeneration",
+}
+
+
+COMPOSITE_FAMILIES = [
+    pytest.param(name, marks=() if name in CLASSES else pytest.mark.full)
+    for name, family in FAMILIES.items()
+    if family.composite
+]
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Returns a checkpoint of a composite family, in two files, with layers for drafts where it has any."""
+    directory = tmp_path_factory.mktemp("composite")
+
+    @functools.cache
+    def checkpoint_of(name: str) -> Path:
+        return build_family(name, directory / name, mtp=bool(FAMILIES[name].mtp), shards=2)
+
+    return checkpoint_of
+
+
+def read_by_file(directory: Path) -> dict[str, dict[str, Tensor]]:
+    return {file.name: load_file(file) for file in sorted(directory.glob("*.safetensors"))}
+
+
+def plain_model(directory: Path) -> PreTrainedModel:
+    auto_class = auto_class_of(AutoConfig.from_pretrained(directory))
+    model: PreTrainedModel = auto_class.from_pretrained(directory, dtype=torch.float32).eval()
+    return model
+
+
+def load_changed(directory: Path, world: World) -> Policy:
+    """Load a policy and change every weight that trains."""
+    policy = load_policy(ModelConfig(path=str(directory), dtype="float32"), world)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in policy.lm.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.01 * torch.randn_like(parameter))
+    return policy
+
+
+@pytest.mark.parametrize("family", COMPOSITE_FAMILIES)
+def test_an_export_differs_from_its_source_in_trained_tensors_alone(
+    family: str, checkpoints: Callable[[str], Path], world: World, tmp_path: Path
+) -> None:
+    source = checkpoints(family)
+    policy = load_changed(source, world)
+    exported = Path(export(tmp_path, policy, world, str(source)))
+
+    published = stored(policy)
+    source_files = read_by_file(source)
+    exported_files = read_by_file(exported)
+    assert {file: tensors.keys() for file, tensors in exported_files.items()} == {
+        file: tensors.keys() for file, tensors in source_files.items()
+    }
+    for file, tensors in source_files.items():
+        for name, tensor in tensors.items():
+            expected = published.get(name, tensor)
+            assert torch.equal(exported_files[file][name], expected), name
+            assert (name in published) == (not torch.equal(expected, tensor)), name
+
+    source_config = json.loads((source / "config.json").read_text())
+    exported_config = json.loads((exported / "config.json").read_text())
+    assert exported_config == source_config and exported_config["architectures"] == [type(policy.lm).__name__]
+    reloaded = dict(plain_model(exported).named_parameters())
+    for name, parameter in policy.lm.named_parameters():
+        assert torch.equal(parameter.full_tensor(), reloaded[name]), name
+
+
+@pytest.mark.parametrize("family", COMPOSITE_FAMILIES)
+def test_the_text_part_trains_and_is_published(
+    family: str, checkpoints: Callable[[str], Path], world: World
+) -> None:
+    source = checkpoints(family)
+    policy = load_policy(ModelConfig(path=str(source), dtype="float32"), world)
+    match = compare_checkpoint(str(source), "model.path", "language model")
+    assert type(policy.lm).__name__ == match.model_class == CLASSES.get(family, match.model_class)
+
+    parts = frozen_parts(policy.lm)
+    assert parts and set(match.frozen) == set(parts)
+    assert all(
+        parameter.requires_grad != is_within(name, parts) for name, parameter in policy.lm.named_parameters()
+    )
+    assert len(layers_of(policy.lm)) == policy.lm.config.get_text_config().num_hidden_layers
+
+    names = {piece.name for piece in policy.published} | {piece.name for piece in policy.buffer_pieces}
+    assert names == set(match.trained) == set(trained_shapes(str(source)))
+    all_names = [*match.trained, *match.passed_on, *(name for part in match.frozen.values() for name in part)]
+    assert sorted(all_names) == sorted(stored_tensors(str(source)))
+    assert bool(match.passed_on) == bool(FAMILIES[family].mtp)
+
+    policy(few_tokens()).logp.sum().backward()
+    trained = {name for name, parameter in policy.lm.named_parameters() if parameter.grad is not None}
+    assert trained and not any(is_within(name, parts) for name in trained)
+
+
+@pytest.mark.parametrize("family", COMPOSITE_FAMILIES)
+def test_an_engine_takes_the_published_tensors_under_the_names_of_its_files(
+    family: str, checkpoints: Callable[[str], Path], world: World
+) -> None:
+    source = checkpoints(family)
+    changed = load_changed(source, world)
+    published = stored(changed) | copied_buffers(changed)
+    file_tensors = stored_tensors(str(source))
+    model = plain_model(source)
+
+    replace_weights(model, published, file_tensors)
+    state = dict(model.named_parameters())
+    assert all(torch.equal(state[name], p.full_tensor()) for name, p in changed.lm.named_parameters())
+
+    missing_name = max(published)
+    with pytest.raises(WeightsError, match=f"missing .*{missing_name}"):
+        replace_weights(model, {n: t for n, t in published.items() if n != missing_name}, file_tensors)
+    with pytest.raises(WeightsError, match=r"unknown .*mtp"):
+        replace_weights(model, published | {"mtp.fc.weight": torch.ones(1)}, file_tensors)
+
+
+def test_a_critic_of_a_composite_model_trains_the_text_part(
+    checkpoints: Callable[[str], Path], world: World
+) -> None:
+    critic = load_critic(tiny_config(str(checkpoints("qwen3_vl"))), world)
+    critic(few_tokens()).sum().backward()
+    for name, parameter in critic.backbone.named_parameters():
+        assert (parameter.grad is not None) == (not name.startswith("visual.")), name
+
+
+def test_a_text_class_named_in_config_json_is_kept(checkpoints: Callable[[str], Path]) -> None:
+    config = AutoConfig.from_pretrained(checkpoints("qwen3_5"))
+    assert is_composite(config) and auto_class_of(config).__name__ == "AutoModelForImageTextToText"
+    config.architectures = ["Qwen3_5ForCausalLM"]
+    assert auto_class_of(config).__name__ == "AutoModelForCausalLM"
