@@ -135,8 +135,11 @@ def checkpoint_pieces(
     whole or in pieces; else it has the names that `save_pretrained` would give it."""
     state = model.state_dict(keep_vars=True)
     pieces_of_tensor = defaultdict[int, dict[int, FilePiece]](dict)
-    for piece in pieces_in_files(model, file_tensors):
-        # Files may hold a tensor under several names, if the model ties them: the first is used.
+    # Files may hold a tensor under several names, if the model ties them. The name in `tensors` is used:
+    # servers ignore the output layer's name if it is tied to the embedding.
+    for piece in sorted(
+        pieces_in_files(model, file_tensors), key=lambda piece: piece.parameter not in tensors
+    ):
         pieces_of_tensor[id(state[piece.parameter])].setdefault(piece.offset, piece)
 
     saved_pieces = defaultdict[str, list[FilePiece]](list)

@@ -94,6 +94,8 @@ def test_files_that_disagree_with_what_is_tied_are_refused(world: World, tmp_pat
             policy = load_policy(ModelConfig(path=str(path), dtype="float32"), world)
             assert torch.equal(full_state(policy)["model.embed_tokens.weight"], head)
             assert locate_tensors(policy.lm, str(path)), "nothing was read whole"
+            names = {piece.name for piece in policy.published}
+            assert "model.embed_tokens.weight" in names and "lm_head.weight" not in names
         else:
             with pytest.raises(ConfigError, match=r"ties lm_head\.weight.*tie_word_embeddings=false"):
                 load_policy(ModelConfig(path=str(path), dtype="float32"), world)
