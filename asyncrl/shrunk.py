@@ -8,17 +8,13 @@ after a few. Nothing here knows a model by name: the keys of a configuration are
 from __future__ import annotations
 
 import copy
-import hashlib
 import json
 import logging
-import platform
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from functools import cache
 from itertools import accumulate, pairwise
 from math import gcd
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,7 +23,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from asyncrl.errors import lacks_memory, one_line
-from asyncrl.user_cache import keep_result, read_result
+from asyncrl.user_cache import code_versions, keep_result, read_result
 
 logger = logging.getLogger(__name__)
 # Upper bound of the difference between log-probs of a float32 model, computed in two ways.
@@ -95,20 +91,6 @@ def cached_findings(
     return findings
 
 
-@cache
-def code_versions() -> tuple[str, ...]:
-    """Return the versions of torch, transformers, and the code here that computes with models."""
-    package_root = Path(__file__).parent
-    files = [
-        Path(__file__),
-        *sorted(package_root.glob("trainer/*.py")),
-        *sorted(package_root.glob("engines/**/*.py")),
-    ]
-    code_hash = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
-
-    return torch.__version__, transformers.__version__, platform.machine(), code_hash
-
-
 def shrunken_model(narrow_config: PreTrainedConfig) -> PreTrainedModel:
     """Return the copy for a narrowed configuration: as few of the first layers as contain all kinds of
     layers."""
@@ -169,8 +151,8 @@ def _width_divisors(config: PreTrainedConfig, min_head_size: int) -> tuple[int, 
     integer_settings = {
         name: value for name, value in vars(config).items() if type(value) is int and value > 1
     }
-    hidden_size = getattr(config, "hidden_size", None) or getattr(config, "embed_dim", 1)
-    attention_heads = getattr(config, "num_attention_heads", None) or getattr(config, "num_heads", 1)
+    hidden_size: Any = getattr(config, "hidden_size", None) or getattr(config, "embed_dim", 1)
+    attention_heads: Any = getattr(config, "num_attention_heads", None) or getattr(config, "num_heads", 1)
     head_size = integer_settings.get("head_dim") or hidden_size // attention_heads
     head_sizes = [value for name, value in integer_settings.items() if HEAD_SIZE_KEYS.search(name)]
     head_counts = [value for name, value in integer_settings.items() if HEAD_COUNT_KEYS.search(name)]

@@ -68,6 +68,7 @@ RUN_CHECKS = (
     preflight.check_remote,
     preflight.check_settings,
     preflight.check_template,
+    preflight.check_engine,  # last: a child takes seconds, once for an architecture
 )
 MACHINE_CHECKS = (
     machine.check_python,
@@ -86,6 +87,8 @@ MACHINE_CHECKS = (
     machine.check_images,
 )
 PLAN_CHECKS = (  # a dry run prints these
+    preflight.check_engine,
+    preflight.describe_packing,
     preflight.describe_cluster,
     preflight.show_truths,
     preflight.check_sample,

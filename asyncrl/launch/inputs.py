@@ -13,6 +13,7 @@ from asyncrl.conversation.demonstration import demonstration_turns
 from asyncrl.data.tasks import Task, task_of
 from asyncrl.errors import AsyncrlError, ConfigError, SetupError
 from asyncrl.gateway import Command
+from asyncrl.launch.architecture import CopyFinding, Purpose, find_on_copy
 from asyncrl.launch.data import RunData, check_data
 from asyncrl.launch.run_directory import previous_config
 
@@ -98,6 +99,22 @@ class Inputs:
     def run_data(self) -> RunData:
         """The samples of the run, in files without names."""
         return check_data(self.parts)
+
+    @cached_property
+    def copy_findings(self) -> dict[Purpose, CopyFinding]:
+        """What a small copy of the model shows, by purpose: `engine` where a worker embeds torch's engine,
+        `trainer` where the run trains."""
+        from asyncrl.algorithms.recipe import imitates  # imports torch
+
+        config = self.config
+        samples_turns = not config.total_steps or not imitates(config) or self.run_data.test is not None
+        purposes: list[Purpose] = []
+        if config.engine.name == "torch" and not config.engine.remote and samples_turns:
+            purposes.append("engine")
+        if config.total_steps:
+            purposes.append("trainer")
+
+        return find_on_copy(config.model.path, purposes)
 
     @property
     def has_data(self) -> bool:

@@ -23,14 +23,13 @@ from asyncrl.shrunk import (
     IGNORED_SETTINGS,
     LOGPROB_TOLERANCE,
     RESERVED_IDS,
-    code_versions,
     is_passing_error,
     text_part_of,
 )
 from asyncrl.trainer.attention import FOREST_ATTENTION
 from asyncrl.trainer.scores import Scores, Selected
 from asyncrl.trainer.world import World
-from asyncrl.user_cache import keep_result, read_result
+from asyncrl.user_cache import code_versions, keep_result, read_result
 
 # Distance / norm of log-probs, and of gradients: of a small copy, whose recurrent layers round more, and of a
 # loaded model by the type of its forward.
