@@ -108,10 +108,10 @@ def test_a_plain_model_is_packed_and_served(given: Given, capsys: pytest.Capture
 def test_a_check_that_is_late_is_ended_and_said(given: Given, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(given.folder / "cache"))
     children = set(psutil.Process().children())
-    late = CopyFinding(reason=NOT_YET)
+    late_finding = CopyFinding(reason=NOT_YET)
     assert find_on_copy(str(given.model), ["engine", "trainer"], NO_SECONDS) == {
-        "engine": late,
-        "trainer": late,
+        "engine": late_finding,
+        "trainer": late_finding,
     }
     assert set(psutil.Process().children()) <= children
     assert not (given.folder / "cache").exists(), "nothing is remembered"
