@@ -3,8 +3,8 @@ engine serves the model.
 
     launcher ──purpose, model──► child: check a small copy (shrunk.py) ──CopyFinding──► launcher
 
-The checks are those of the trainer and of the engine at their start. Here a child runs them, so that the
-launcher need not import torch. Findings are kept in the user's cache: the next start asks no child.
+The checks are those of the trainer and of the engine at their start. Here a child runs them, which can be
+ended when it takes long. Findings are kept in the user's cache, where a start reads them without a child.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import msgspec
 from asyncrl.errors import ConfigError
 from asyncrl.isolation.calls import CallTimeout
 from asyncrl.isolation.child import Child, ChildError, Service
+from asyncrl.runtime.process import quick_imports
 from asyncrl.user_cache import code_versions, keep_result, read_result
 from asyncrl.weights.model_files import read_json
 
@@ -48,16 +49,21 @@ def architecture_name(model_path: str) -> str:
     return str(architectures[0])
 
 
+def remembered_findings(model_path: str, purposes: Sequence[Purpose]) -> dict[Purpose, CopyFinding]:
+    """Return the findings that are in the user's cache."""
+    findings: dict[Purpose, CopyFinding] = {}
+    for purpose in purposes:
+        if (known_finding := read_result(_cache_key(model_path, purpose), CopyFinding)) is not None:
+            findings[purpose] = known_finding
+    return findings
+
+
 def find_on_copy(
     model_path: str, purposes: Sequence[Purpose], seconds: float = CHECK_SECONDS
 ) -> dict[Purpose, CopyFinding]:
     """Return a finding for each purpose: from the user's cache, or from a child that is ended after
     `seconds`. Must be called outside of event loops."""
-    findings: dict[Purpose, CopyFinding] = {}
-    for purpose in purposes:
-        if (known_finding := read_result(_cache_key(model_path, purpose), CopyFinding)) is not None:
-            findings[purpose] = known_finding
-
+    findings = remembered_findings(model_path, purposes)
     if missing_purposes := [purpose for purpose in purposes if purpose not in findings]:
         findings |= asyncio.run(_find_in_child(model_path, missing_purposes, seconds))
     return findings
@@ -98,29 +104,23 @@ def _cache_key(model_path: str, purpose: Purpose) -> str:
 
 def _open_checks(model_path: str) -> Callable[[str], CopyFinding]:
     logging.disable(logging.ERROR)  # the launcher prints the findings
+    with quick_imports():
+        from transformers import AutoConfig
+
+        from asyncrl.engines.torch.check import check_served
+        from asyncrl.trainer.model import architecture_problems
 
     def check_copy(purpose: str) -> CopyFinding:
-        problems = _engine_problems(model_path) if purpose == "engine" else _layout_problems(model_path)
+        if purpose == "trainer":
+            problems = architecture_problems(AutoConfig.from_pretrained(model_path))
+        else:
+            try:
+                problems = {"engine": ""} if check_served(model_path) else None
+            except ConfigError as error:
+                problems = {"engine": str(error)}
         return CopyFinding(problems, reason="" if problems is not None else NO_COPY)
 
     return check_copy
-
-
-def _engine_problems(model_path: str) -> dict[str, str] | None:
-    from asyncrl.engines.torch.check import check_served
-
-    try:
-        return {"engine": ""} if check_served(model_path) else None
-    except ConfigError as error:
-        return {"engine": str(error)}
-
-
-def _layout_problems(model_path: str) -> dict[str, str] | None:
-    from transformers import AutoConfig
-
-    from asyncrl.trainer.model import architecture_problems
-
-    return architecture_problems(AutoConfig.from_pretrained(model_path))
 
 
 COPY_CHECKS = Service("asyncrl.launch.architecture:COPY_CHECKS", _open_checks, str, str, CopyFinding)

@@ -13,7 +13,7 @@ from asyncrl.conversation.demonstration import demonstration_turns
 from asyncrl.data.tasks import Task, task_of
 from asyncrl.errors import AsyncrlError, ConfigError, SetupError
 from asyncrl.gateway import Command
-from asyncrl.launch.architecture import CopyFinding, Purpose, find_on_copy
+from asyncrl.launch.architecture import CopyFinding, Purpose, find_on_copy, remembered_findings
 from asyncrl.launch.data import RunData, check_data
 from asyncrl.launch.run_directory import previous_config
 
@@ -33,6 +33,7 @@ class Inputs:
     """
 
     unresolved_config: RunConfig
+    asks_child: bool = True  # False: of a small copy of the model only what is remembered is an input
 
     @cached_property
     def resolved_config(self) -> RunConfig:
@@ -103,7 +104,7 @@ class Inputs:
     @cached_property
     def copy_findings(self) -> dict[Purpose, CopyFinding]:
         """What a small copy of the model shows, by purpose: `engine` where a worker embeds torch's engine,
-        `trainer` where the run trains."""
+        `trainer` where the run trains. Without a child, what is not remembered is left out."""
         from asyncrl.algorithms.recipe import imitates  # imports torch
 
         config = self.config
@@ -114,7 +115,8 @@ class Inputs:
         if config.total_steps:
             purposes.append("trainer")
 
-        return find_on_copy(config.model.path, purposes)
+        find_copy = find_on_copy if self.asks_child else remembered_findings
+        return find_copy(config.model.path, purposes)
 
     @property
     def has_data(self) -> bool:

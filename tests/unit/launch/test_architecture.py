@@ -83,6 +83,10 @@ def test_a_linear_layer_is_named_before_the_start(given: Given, capsys: pytest.C
     assert problems is not None and problems["tree"].endswith(LINEAR_LAYER)
     assert find_on_copy(path, ["engine", "trainer"], NO_SECONDS) == findings, "they are remembered"
 
+    assert cli.main(["train", *given.overrides]) == 2, "what is remembered ends a start before any process"
+    assert "cannot serve Qwen3_5ForConditionalGeneration" in capsys.readouterr().err
+    assert not given.runs.exists()
+
     assert cli.main(["doctor", *given.overrides]) == 2
     lines = {line[9:23].strip(): line for line in capsys.readouterr().out.splitlines() if line[:1].islower()}
     assert lines["engine"].startswith("error") and "cannot serve Qwen3_5ForCond" in lines["engine"]
