@@ -15,10 +15,10 @@ ROOT = Path(__file__).resolve().parents[1] / "asyncrl"
 LEVELS = (
     ("types", "user_cache", "values"),
     ("errors",),
-    ("registry", "config"),
+    ("registry", "config", "shrunk"),
     ("algorithms", "buffer", "conversation"),
     ("isolation", "planning", "weights", "store", "remote", "observe"),
-    ("wire", "shrunk"),
+    ("wire",),
     ("engines", "data"),
     ("tools", "rewards", "environments", "gateway", "runtime"),
     ("episodes",),
