@@ -8,26 +8,22 @@ after a few. Nothing here knows a model by name: the keys of a configuration are
 from __future__ import annotations
 
 import copy
-import hashlib
 import json
 import logging
-import platform
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from functools import cache
+from itertools import accumulate, pairwise
 from math import gcd
-from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from asyncrl.errors import lacks_memory, one_line
-from asyncrl.model_class import auto_class_of
-from asyncrl.user_cache import keep_result, read_result
+from asyncrl.model_class import auto_class_of, text_part
+from asyncrl.user_cache import code_versions, keep_result, read_result
 
 logger = logging.getLogger(__name__)
 # Upper bound of the difference between log-probs of a float32 model, computed in two ways.
@@ -45,6 +41,7 @@ HEAD_SIZE_KEYS = re.compile(
 )
 REACH_KEYS = re.compile(r"window|chunk|top_?k|block|scale|attention$|distance|extent")
 WIDTH_KEYS = re.compile(r"hidden|intermediate|ffn|dff|emb|width|inner|size|dim|model|rank|state|ssm|proj")
+TOWER_OUTPUT_KEYS = re.compile(r"^out|output|proj|text|lm_")  # where a vision tower names the text's width
 IGNORED_SETTINGS = ("_name_or_path", "transformers_version", "dtype")  # settings without influence on results
 # Numbers of layers to try for the copy.
 LAYER_COUNTS = (2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48)
@@ -94,20 +91,6 @@ def cached_findings(
     return findings
 
 
-@cache
-def code_versions() -> tuple[str, ...]:
-    """Return the versions of torch, transformers, and the code here that computes with models."""
-    package_root = Path(__file__).parent
-    files = [
-        Path(__file__),
-        *sorted(package_root.glob("trainer/*.py")),
-        *sorted(package_root.glob("engines/**/*.py")),
-    ]
-    code_hash = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
-
-    return torch.__version__, transformers.__version__, platform.machine(), code_hash
-
-
 def shrunken_model(narrow_config: PreTrainedConfig) -> PreTrainedModel:
     """Return the copy for a narrowed configuration: as few of the first layers as contain all kinds of
     layers."""
@@ -115,7 +98,10 @@ def shrunken_model(narrow_config: PreTrainedConfig) -> PreTrainedModel:
     layer_kinds = _layer_kinds(narrow_config)
     for shallow_layers in (count for count in LAYER_COUNTS if count < layer_count):
         shallow = copy.deepcopy(narrow_config)
+        tower_configs = _tower_configs(shallow)
         for nested_config in _nested_configs(shallow):
+            if any(nested_config is tower for tower in tower_configs):
+                continue
             for name, value in list(vars(nested_config).items()):
                 if isinstance(value, list | tuple | str) and len(value) == layer_count:
                     setattr(nested_config, name, value[:shallow_layers])
@@ -130,15 +116,44 @@ def shrunken_model(narrow_config: PreTrainedConfig) -> PreTrainedModel:
 
 def narrowed_config(config: PreTrainedConfig, min_head_size: int = MIN_HEAD_SIZE) -> PreTrainedConfig:
     """Return a configuration of the same layers, each with few and small heads, small experts, and a short
-    reach."""
+    reach. Of a composite configuration, the vision and audio parts are narrowed by divisors of their own, and
+    their outputs keep the width of the text part."""
     narrow_config = copy.deepcopy(config)
     text_config = narrow_config.get_text_config()
+    text_width = text_config.hidden_size
+    text_divisors = _width_divisors(text_config, min_head_size)
+    tower_configs = _tower_configs(narrow_config)
+
+    for nested_config in _nested_configs(narrow_config):
+        if hasattr(nested_config, "quantization_config"):
+            del nested_config.quantization_config
+
+        is_tower = any(nested_config is tower for tower in tower_configs)
+        count_divisor, size_divisor = (
+            _width_divisors(nested_config, min_head_size) if is_tower else text_divisors
+        )
+        has_rope = getattr(nested_config, "rope_parameters", None)
+        position_reach = 4 * WINDOW_TOKENS if has_rope else VOCABULARY_SIZE
+
+        for name, value in list(vars(nested_config).items()):
+            if name.startswith("_") or isinstance(value, PreTrainedConfig):
+                continue
+            small_value = _small_value(name, value, count_divisor, size_divisor, position_reach)
+            if is_tower and value == text_width and TOWER_OUTPUT_KEYS.search(name):
+                small_value = _small_value("hidden_size", value, *text_divisors, position_reach)
+            setattr(nested_config, name, small_value)
+
+    return narrow_config
+
+
+def _width_divisors(config: PreTrainedConfig, min_head_size: int) -> tuple[int, int]:
+    """Return the divisors of the number of heads and of the size of heads, for one part of a model."""
     integer_settings = {
-        name: value for name, value in vars(text_config).items() if type(value) is int and value > 1
+        name: value for name, value in vars(config).items() if type(value) is int and value > 1
     }
-    head_size = integer_settings.get("head_dim")
-    if not head_size:
-        head_size = text_config.hidden_size // getattr(text_config, "num_attention_heads", 1)
+    hidden_size: Any = getattr(config, "hidden_size", None) or getattr(config, "embed_dim", 1)
+    attention_heads: Any = getattr(config, "num_attention_heads", None) or getattr(config, "num_heads", 1)
+    head_size = integer_settings.get("head_dim") or hidden_size // attention_heads
     head_sizes = [value for name, value in integer_settings.items() if HEAD_SIZE_KEYS.search(name)]
     head_counts = [value for name, value in integer_settings.items() if HEAD_COUNT_KEYS.search(name)]
 
@@ -150,7 +165,7 @@ def narrowed_config(config: PreTrainedConfig, min_head_size: int = MIN_HEAD_SIZE
     )
 
     # At least eight of many heads are left, because an index over few heads has equal scores.
-    narrow_width = text_config.hidden_size // size_divisor
+    narrow_width = hidden_size // size_divisor
     count_divisor = max(
         n
         for n in range(1, max(head_counts, default=1) + 1)
@@ -163,18 +178,7 @@ def narrowed_config(config: PreTrainedConfig, min_head_size: int = MIN_HEAD_SIZE
         )
     )
 
-    for nested_config in _nested_configs(narrow_config):
-        if hasattr(nested_config, "quantization_config"):
-            del nested_config.quantization_config
-
-        has_rope = getattr(nested_config, "rope_parameters", None)
-        position_reach = 4 * WINDOW_TOKENS if has_rope else VOCABULARY_SIZE
-        for name, value in list(vars(nested_config).items()):
-            if not name.startswith("_") and not isinstance(value, PreTrainedConfig):
-                small_value = _small_value(name, value, count_divisor, size_divisor, position_reach)
-                setattr(nested_config, name, small_value)
-
-    return narrow_config
+    return count_divisor, size_divisor
 
 
 def _nested_configs(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
@@ -182,6 +186,19 @@ def _nested_configs(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
     for value in vars(config).values():
         if isinstance(value, PreTrainedConfig):
             yield from _nested_configs(value)
+
+
+def _tower_configs(config: PreTrainedConfig) -> list[PreTrainedConfig]:
+    """Return the configurations of the parts beside the text part (vision, audio), which are built but never
+    run."""
+    text_config = config.get_text_config()
+    text_parts = {id(text_part) for text_part in _nested_configs(text_config)}
+    return [
+        part_config
+        for part_config in _nested_configs(config)
+        if id(part_config) not in text_parts
+        and all(nested_config is not text_config for nested_config in _nested_configs(part_config))
+    ]
 
 
 def _small_value(name: str, value: Any, count_divisor: int, size_divisor: int, position_reach: int) -> Any:
@@ -194,6 +211,10 @@ def _small_value(name: str, value: Any, count_divisor: int, size_divisor: int, p
             for key, nested in value.items()
         }
 
+    # Sections of a rope divide the pairs of dimensions, so their sum stays the number of pairs.
+    if isinstance(value, list | tuple) and name.endswith("_section"):
+        boundaries = [round(boundary / size_divisor) for boundary in accumulate(value, initial=0)]
+        return [end - start for start, end in pairwise(boundaries)]
     # Factors of a rope: a value for each pair of dimensions.
     if isinstance(value, list | tuple) and name.endswith("_factor"):
         return value[: max(len(value) // size_divisor, 1)]
@@ -222,7 +243,7 @@ def _small_value(name: str, value: Any, count_divisor: int, size_divisor: int, p
 def _layer_kinds(config: PreTrainedConfig) -> set[Any]:
     """Return the kinds of layers: modules, sizes and settings, and the lists of the configuration."""
     with torch.device("meta"):
-        model = _model_of(config)
+        text_model = text_part(_model_of(config))
     text_config = config.get_text_config()
     layer_count = text_config.num_hidden_layers
     per_layer_settings = [
@@ -234,7 +255,7 @@ def _layer_kinds(config: PreTrainedConfig) -> set[Any]:
 
     return {
         (name, *(str(value[index]) for value in varying_settings), *_layer_settings(layer))
-        for name, stack in model.named_modules()
+        for name, stack in text_model.named_modules()
         if isinstance(stack, nn.ModuleList) and len(stack) == layer_count
         for index, layer in enumerate(stack)
     }
@@ -274,7 +295,7 @@ def _random_model(config: PreTrainedConfig) -> PreTrainedModel:
         for weight in model.parameters():
             if weight.dim() < 2:
                 weight.add_(torch.randn_like(weight), alpha=0.1)
-            elif weight.std() < (weight_scale := weight.shape[-1] ** -0.5):
+            elif weight.numel() and weight.std() < (weight_scale := weight.shape[-1] ** -0.5):
                 weight.normal_(0, weight_scale)
 
     model(input_ids=torch.ones(1, 2 * WINDOW_TOKENS, dtype=torch.int64), use_cache=False)

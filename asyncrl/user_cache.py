@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import os
+import platform
 import tempfile
 from contextlib import suppress
+from functools import cache
+from importlib.metadata import version
 from pathlib import Path
 from typing import TypeVar
 
@@ -40,6 +43,22 @@ def keep_result(key: str, result: object) -> None:
 
         for oldest_file in sorted(cache_file.parent.iterdir(), key=os.path.getmtime)[:-MAX_RESULTS]:
             oldest_file.unlink()
+
+
+@cache
+def code_versions() -> tuple[str, ...]:
+    """Return the versions of torch, transformers, and the code here that computes with models. Imports none
+    of them."""
+    package_root = Path(__file__).parent
+    files = [
+        package_root / "model_class.py",
+        package_root / "shrunk.py",
+        *sorted(package_root.glob("trainer/*.py")),
+        *sorted(package_root.glob("engines/**/*.py")),
+    ]
+    code_hash = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+
+    return version("torch"), version("transformers"), platform.machine(), code_hash
 
 
 def _cache_file(key: str) -> Path:

@@ -19,7 +19,8 @@ from asyncrl.launch.notes import Check, Note
 def run_checks(config: RunConfig) -> tuple[Inputs, list[str]]:
     """Run RUN_CHECKS, cheap checks first, and raise the first ConfigError. Return the inputs that a run
     needs, and all warnings: settings that are valid, but probably a mistake."""
-    inputs = Inputs(config)
+    # A child would take longer than the roles, which check the copy themselves while they start.
+    inputs = Inputs(config, asks_child=False)
     return inputs, [
         note.text for check in RUN_CHECKS for note in _run_check(check, inputs) if note.level == "warning"
     ]
@@ -68,6 +69,7 @@ RUN_CHECKS = (
     preflight.check_remote,
     preflight.check_settings,
     preflight.check_template,
+    preflight.check_engine,
 )
 MACHINE_CHECKS = (
     machine.check_python,
@@ -86,6 +88,8 @@ MACHINE_CHECKS = (
     machine.check_images,
 )
 PLAN_CHECKS = (  # a dry run prints these
+    preflight.check_engine,
+    preflight.describe_packing,
     preflight.describe_cluster,
     preflight.show_truths,
     preflight.check_sample,

@@ -13,6 +13,7 @@ from asyncrl.conversation.demonstration import demonstration_turns
 from asyncrl.data.tasks import Task, task_of
 from asyncrl.errors import AsyncrlError, ConfigError, SetupError
 from asyncrl.gateway import Command
+from asyncrl.launch.architecture import CopyFinding, Purpose, find_on_copy, remembered_findings
 from asyncrl.launch.data import RunData, check_data
 from asyncrl.launch.run_directory import previous_config
 
@@ -32,6 +33,7 @@ class Inputs:
     """
 
     unresolved_config: RunConfig
+    asks_child: bool = True  # False: of a small copy of the model only what is remembered is an input
 
     @cached_property
     def resolved_config(self) -> RunConfig:
@@ -98,6 +100,23 @@ class Inputs:
     def run_data(self) -> RunData:
         """The samples of the run, in files without names."""
         return check_data(self.parts)
+
+    @cached_property
+    def copy_findings(self) -> dict[Purpose, CopyFinding]:
+        """What a small copy of the model shows, by purpose: `engine` where a worker embeds torch's engine,
+        `trainer` where the run trains. Without a child, what is not remembered is left out."""
+        from asyncrl.algorithms.recipe import imitates  # imports torch
+
+        config = self.config
+        samples_turns = not config.total_steps or not imitates(config) or self.run_data.test is not None
+        purposes: list[Purpose] = []
+        if config.engine.name == "torch" and not config.engine.remote and samples_turns:
+            purposes.append("engine")
+        if config.total_steps:
+            purposes.append("trainer")
+
+        find_copy = find_on_copy if self.asks_child else remembered_findings
+        return find_copy(config.model.path, purposes)
 
     @property
     def has_data(self) -> bool:

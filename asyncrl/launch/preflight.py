@@ -22,6 +22,7 @@ from asyncrl.errors import ConfigError, recorded
 from asyncrl.gateway import Command
 from asyncrl.isolation.sandbox.detection import check_image
 from asyncrl.launch import estimates, memory, placement
+from asyncrl.launch.architecture import architecture_name
 from asyncrl.launch.estimates import count_gpus, format_bytes, sees_gpu, uses_gpu
 from asyncrl.launch.inputs import MAX_TRIED_IMAGES, Inputs
 from asyncrl.launch.models import chat_template, check_model
@@ -495,6 +496,57 @@ def check_settings(inputs: Inputs) -> Iterator[Note]:
 
     if is_training:
         yield from map(warning, estimates.cost_warnings(config, has_gpu))
+
+
+@preflight_check("engine", requires=("tensors", "data"))
+def check_engine(inputs: Inputs) -> Iterator[Note]:
+    """Check that the embedded engine serves the model, on a small copy."""
+    finding = inputs.copy_findings.get("engine")
+    if finding is None:
+        return
+
+    architecture = architecture_name(inputs.config.model.path)
+    if finding.problems is None:
+        yield ok(f"whether the embedded engine serves {architecture}: {finding.reason}")
+    elif problem := finding.problems["engine"]:
+        raise ConfigError(problem)
+    else:
+        yield ok(f"the embedded engine serves {architecture}")
+
+
+@preflight_check("packing", requires=("tensors", "data"))
+def describe_packing(inputs: Inputs) -> Iterator[Note]:
+    """Describe how rows will be laid out, and which layer forbids another layout, by a small copy of the
+    model. Raises ConfigError where ranks share a row and rows cannot be packed."""
+    finding = inputs.copy_findings.get("trainer")
+    if finding is None:
+        return
+
+    config = inputs.config
+    wanted_packing = config.trainer.packing
+    architecture = architecture_name(config.model.path)
+    if finding.problems is None:
+        yield ok(
+            f"rows: {wanted_packing} (trainer.packing), unless {architecture} forbids it: {finding.reason}"
+        )
+        return
+
+    if padded_problem := finding.problems["padded"]:
+        yield warning(f"{architecture} depends on what rows are trained together: it {padded_problem}")
+    problem = finding.problems[wanted_packing] if wanted_packing != "padded" else ""
+
+    if problem and config.trainer.sequence_parallel > 1:
+        raise ConfigError(
+            f"trainer.sequence_parallel={config.trainer.sequence_parallel} needs packed rows, but "
+            f"{architecture} {problem}; set trainer.sequence_parallel=1"
+        )
+
+    if problem:
+        yield ok(f"rows: padded instead of {wanted_packing} (trainer.packing): {architecture} {problem}")
+    elif wanted_packing == "padded" or uses_gpu(config, sees_gpu(config)) is False:
+        yield ok(f"rows: {wanted_packing} (trainer.packing)")
+    else:
+        yield ok(f"rows: {wanted_packing} (trainer.packing), if the loaded model allows it on a GPU")
 
 
 @preflight_check("cluster", requires=("launch",))

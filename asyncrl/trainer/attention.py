@@ -44,12 +44,12 @@ class AttentionKernel(Protocol):
 
 @dataclass(eq=False)  # not frozen: torch 2.11 compiles again for other fields of a frozen one
 class ForestAttention:
-    """Describes a forest to the attention of all layers of a forward. `ignored_arguments`: arguments of a
-    layer's attention that this module does not support."""
+    """Describes a forest to the attention of all layers of a forward. `ignored_arguments`: arguments of
+    attention that this module does not support, and the first layer that passed each of them."""
 
     forest: Forest
     device: torch.device = CPU
-    ignored_arguments: set[str] = field(default_factory=set)
+    ignored_arguments: dict[str, nn.Module] = field(default_factory=dict)
 
     @cached_property
     def kernel(self) -> AttentionKernel:
@@ -181,9 +181,8 @@ def _forest_attention(
 ) -> tuple[Tensor, None]:
     """Called by transformers; with `ranks`, for this rank's part of the sequence. Unknown arguments are
     recorded: to ignore them silently would change gradients by too little to be noticed."""
-    forest.ignored_arguments.update(unknown_arguments(other_arguments))
-    if dropout:
-        forest.ignored_arguments.add("dropout")
+    for name in (*unknown_arguments(other_arguments), *(["dropout"] if dropout else [])):
+        forest.ignored_arguments.setdefault(name, module)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     scoring = Scoring(scale, sliding_window, softcap)
 

@@ -4,8 +4,11 @@ equal the gradients of sequences one by one. The checked model is usually a smal
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any
+import traceback
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -16,11 +19,17 @@ from transformers import PreTrainedModel
 
 from asyncrl.config import Packing
 from asyncrl.errors import one_line
-from asyncrl.shrunk import IGNORED_SETTINGS, LOGPROB_TOLERANCE, RESERVED_IDS, code_versions, is_passing_error
+from asyncrl.model_class import text_part
+from asyncrl.shrunk import (
+    IGNORED_SETTINGS,
+    LOGPROB_TOLERANCE,
+    RESERVED_IDS,
+    is_passing_error,
+)
 from asyncrl.trainer.attention import FOREST_ATTENTION
 from asyncrl.trainer.scores import Scores, Selected
 from asyncrl.trainer.world import World
-from asyncrl.user_cache import keep_result, read_result
+from asyncrl.user_cache import code_versions, keep_result, read_result
 
 # Distance / norm of log-probs, and of gradients: of a small copy, whose recurrent layers round more, and of a
 # loaded model by the type of its forward.
@@ -31,6 +40,7 @@ ERROR_LIMITS = {
         for dtype, limit in (("float64", 1e-5), ("float32", 1e-3), ("bfloat16", 0.1))
     },
 }
+CHANGED_TOKENS = 8  # last tokens of a sequence that are changed to see which sequences they reach
 LAYOUTS: tuple[Packing, ...] = ("padded", "packed", "tree")
 
 
@@ -60,11 +70,15 @@ def check_gradients(
     sequences = [np.concatenate([common_start, ends[0]]), np.concatenate([common_start, ends[1]]), ends[2]]
     one_by_one = [_all_tokens([sequence], "padded") for sequence in sequences]
 
+    layers_by_identity = {
+        id(layer): f"{name} ({type(layer).__name__})" for name, layer in named_layers(model).items()
+    }
     split_methods: list[Any] = [] if getattr(root, "runs_whole", True) else ["split"]
     problems = dict.fromkeys(("split", *LAYOUTS), "")
     for method in (*split_methods, *layouts):
         laid_out = one_by_one if method == "split" else [_all_tokens(sequences, method)]
         forest = laid_out[0].forest
+        differs = False
         try:
             _set_runs_whole(root, True)
             expected = _token_values(root, one_by_one, world)
@@ -83,22 +97,161 @@ def check_gradients(
                         f"has {quantity} that differ from those of rows one by one by "
                         f"{relative_distance:.1e} of their norm (limit {limit:.0e})"
                     )
+                    differs = True
                     break
 
             if forest is not None and forest.ignored_arguments:
+                differs = False
+                first_layer = layers_by_identity.get(id(next(iter(forest.ignored_arguments.values()))), "")
                 problems[method] = f"has attention with {', '.join(sorted(forest.ignored_arguments))}"
+                problems[method] += f": {first_layer}" if first_layer else ""
         except Exception as error:
             if is_passing_error(error):
                 raise
-            problems[method] = f"fails with {one_line(error)}"
+            failed_layer = _layer_in_traceback(error, layers_by_identity)
+            problems[method] = f"fails with {one_line(error)}" + (f": {failed_layer}" if failed_layer else "")
 
         root.zero_grad()
         if forest is not None:
             model.set_attn_implementation(own_attention)
 
+        # Layers are compared on a small copy only: a loaded model's calls would fill its device.
+        if differs and method != "split" and world is None:
+            layer_difference = describe_layer_difference(root, sequences, method)
+            problems[method] += f": {layer_difference}" if layer_difference else ""
+
     _set_runs_whole(root, not split_methods)
 
     return problems
+
+
+class LayerCall(NamedTuple):
+    """Hold what one call of a layer read and returned: tensors [N, ...] of the N selected tokens. `inputs`:
+    by the name or the index of the argument. `output`: None without a row for each token."""
+
+    inputs: dict[str, Tensor]
+    output: Tensor | None
+
+
+LayerCalls = dict[tuple[str, int], LayerCall]
+"""The calls of a forward, in the order in which they end, by the layer's name and the number of its call."""
+
+
+def named_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
+    """Return the modules below the backbone of a model's text part, by their names there."""
+    backbone = text_part(model).base_model
+    return {name: module for name, module in backbone.named_modules() if name}
+
+
+@torch.no_grad()
+def describe_layer_difference(root: nn.Module, sequences: Sequence[np.ndarray], packing: Packing) -> str:
+    """Describe the first layer whose output for `sequences` that are laid out together differs from its
+    output one by one, although its inputs agree; '' if there is none. Example: `layers.0.linear_attn
+    (Qwen3_5GatedDeltaNet) mixes rows`."""
+    limit = ERROR_LIMITS["copy"]["log-probs"]
+    layers = named_layers(transformer_of(root))
+
+    calls_alone = [
+        _record_layer_calls(root, layers, _all_tokens([sequence], "padded")) for sequence in sequences
+    ]
+    calls_together = _record_layer_calls(root, layers, _all_tokens(sequences, packing))
+
+    for call_key, call_together in calls_together.items():
+        if call_together.output is None or not all(call_key in calls for calls in calls_alone):
+            continue
+
+        outputs_alone = [calls[call_key].output for calls in calls_alone]
+        inputs_agree = [
+            _relative_distance(value, [calls[call_key].inputs.get(name) for calls in calls_alone]) < limit
+            for name, value in call_together.inputs.items()
+            if all(name in calls[call_key].inputs for calls in calls_alone)
+        ]
+        if not inputs_agree or not all(inputs_agree):
+            continue
+        if _relative_distance(call_together.output, outputs_alone) < limit:
+            continue
+
+        # Another end of the first sequence changes the outputs for other sequences only where they are mixed.
+        first_sequence = sequences[0].copy()
+        first_sequence[-CHANGED_TOKENS:] = np.roll(first_sequence[-CHANGED_TOKENS:], 1)
+        changed_calls = _record_layer_calls(
+            root, layers, _all_tokens([first_sequence, *sequences[1:]], packing)
+        )
+        other_tokens = slice(len(first_sequence) - 1, None)
+        changed_output = changed_calls[call_key].output
+        is_mixed = changed_output is None or not (
+            _relative_distance(changed_output[other_tokens], [call_together.output[other_tokens]]) < limit
+        )
+
+        name = call_key[0]
+        effect = "mixes rows" if is_mixed else "computes rows together otherwise than one by one"
+        return f"{name} ({type(layers[name]).__name__}) {effect}"
+
+    return ""
+
+
+def _record_layer_calls(root: nn.Module, layers: Mapping[str, nn.Module], selection: Selected) -> LayerCalls:
+    """Run a forward of the selected tokens, and return the calls of its layers."""
+    layer_calls: LayerCalls = {}
+    call_counts = Counter[str]()
+    model = transformer_of(root)
+    plain_attention = model.config._attn_implementation
+
+    def selected_rows(value: Any) -> Tensor | None:
+        """Return the rows of the selected tokens, where a tensor has a row for each token."""
+        if not isinstance(value, Tensor):
+            return None
+        if value.shape[:2] == selection.ids.shape:
+            return value.flatten(0, 1)[selection.predictor_index].clone()
+        if value.dim() > 1 and len(value) == selection.ids.numel():
+            return value[selection.predictor_index].clone()
+        return None
+
+    def record_call(name: str, _: nn.Module, args: Any, kwargs: dict[str, Any], result: Any) -> None:
+        arguments = {str(index): value for index, value in enumerate(args)} | kwargs
+        values = {
+            f"{key}.{index}": value
+            for key, argument in arguments.items()
+            for index, value in enumerate(argument if isinstance(argument, tuple) else (argument,))
+        }
+        inputs = {key: rows for key, value in values.items() if (rows := selected_rows(value)) is not None}
+        output = result[0] if isinstance(result, tuple) else result
+        layer_calls[name, call_counts[name]] = LayerCall(inputs, selected_rows(output))
+        call_counts[name] += 1
+
+    hooks = [
+        layer.register_forward_hook(partial(record_call, name), with_kwargs=True)
+        for name, layer in layers.items()
+    ]
+    if selection.forest is not None:
+        model.set_attn_implementation(FOREST_ATTENTION)
+    try:
+        root(selection)
+    finally:
+        model.set_attn_implementation(plain_attention)
+        for hook in hooks:
+            hook.remove()
+
+    return layer_calls
+
+
+def _relative_distance(together: Tensor, alone: Sequence[Tensor | None]) -> float:
+    """Return the distance of two results for the same tokens, by the norm of those one by one; infinity where
+    they have other shapes."""
+    expected = torch.cat([rows for rows in alone if rows is not None])
+    if expected.shape != together.shape:
+        return math.inf
+    distance = (together.double() - expected.double()).norm()
+    return float(distance / expected.double().norm().clamp(min=1e-30))
+
+
+def _layer_in_traceback(error: Exception, layers_by_identity: Mapping[int, str]) -> str:
+    """Return the innermost layer in which an error was raised; '' outside of layers."""
+    layer_names = [
+        layers_by_identity.get(id(frame.f_locals.get("self")), "")
+        for frame, _ in traceback.walk_tb(error.__traceback__)
+    ]
+    return next(filter(None, reversed(layer_names)), "")
 
 
 def cached_gradient_check(

@@ -15,6 +15,7 @@ from asyncrl import shrunk, user_cache
 from asyncrl.engines.torch.check import decoding_problem
 from asyncrl.engines.torch.engine import build
 from asyncrl.errors import ConfigError
+from asyncrl.model_class import text_part
 from asyncrl.shrunk import cached_findings, narrowed_config, unknown_arguments
 from asyncrl.trainer.model import architecture_problems
 
@@ -41,12 +42,21 @@ ARCHITECTURES: dict[str, tuple[dict[str, Any], str, str]] = {
     "qwen3_moe": ({}, "", ""),
     "granitemoeshared": ({}, "", ""),
     "opt": ({}, "", ""),
-    "qwen2_moe": ({"use_sliding_window": True, "max_window_layers": 1}, "log-probs", "log-probs"),
-    "phimoe": ({"sliding_window": 2048}, "log-probs", "log-probs"),
+    "qwen2_moe": (
+        {"use_sliding_window": True, "max_window_layers": 1},
+        "(limit 1e-03): layers.0.self_attn (Qwen2MoeAttention) computes rows together otherwise",
+        "log-probs",
+    ),
+    "phimoe": ({"sliding_window": 2048}, "layers.0.self_attn (PhimoeAttention) computes", "log-probs"),
+    "gpt_oss": ({}, "attention with s_aux: layers.0.self_attn (GptOssAttention)", "s_aux"),
     "diffllama": ({}, "", "log-probs"),
-    "lfm2": ({"num_hidden_layers": 16, "full_attn_idxs": [2, 5, 8, 10, 12, 14]}, "log-probs", "log-probs"),
-    "recurrent_gemma": ({}, "log-probs", "sliding_window"),
-    "stablelm": ({}, "TypeError", "has its own attention"),
+    "lfm2": (
+        {"num_hidden_layers": 16, "full_attn_idxs": [2, 5, 8, 10, 12, 14]},
+        "layers.0.conv (Lfm2ShortConv) mixes rows",
+        "log-probs",
+    ),
+    "recurrent_gemma": ({}, "temporal_block (RecurrentGemmaRecurrentBlock) mixes rows", "sliding_window"),
+    "stablelm": ({}, "'forest': layers.0.self_attn (StableLmAttention)", "has its own attention"),
     "nemotron": ({"num_key_value_heads": 8}, "TypeError", "has its own attention"),
     "xglm": ({}, "ValueError", "has its own attention"),
     "bloom": ({}, "ValueError", "ValueError"),
@@ -88,6 +98,90 @@ def test_a_copy_has_each_kind_of_layer_and_a_short_reach(kind: str, keys: Any, k
     assert type(model) is type(AutoModelForCausalLM.from_config(narrowed_config(config)))
     assert sum(p.numel() for p in model.parameters()) < 1e6
     assert config.num_hidden_layers > 6  # it is as it was
+
+
+# Layer layouts and head sizes of published models with vision: (text part, vision part, layers of the copy).
+VISION_TOWER = {"hidden_size": 1152, "intermediate_size": 4304, "num_attention_heads": 16}
+VISION_BLOCKS = {"hidden_size": 1024, "intermediate_size": 4096, "num_heads": 16, "out_hidden_size": 2560}
+COMPOSITES: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
+    "qwen3_5": (
+        {
+            "hidden_size": 2560,
+            "num_hidden_layers": 32,
+            "layer_types": [*["linear_attention"] * 3, "full_attention"] * 8,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 4,
+            "head_dim": 256,
+        },
+        VISION_BLOCKS,
+        5,
+    ),
+    "qwen3_vl": (
+        {
+            "hidden_size": 2560,
+            "num_hidden_layers": 24,  # as many as the vision part has
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+        },
+        VISION_BLOCKS | {"depth": 24, "deepstack_visual_indexes": [5, 11, 17]},
+        2,
+    ),
+    "glm4v": (
+        {
+            "hidden_size": 4096,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 2,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1e4,
+                "mrope_section": [8, 12, 12],
+                "partial_rotary_factor": 0.5,
+            },
+        },
+        {"hidden_size": 1536, "num_heads": 12, "out_hidden_size": 4096},
+        2,
+    ),
+    "gemma3": (
+        {
+            "hidden_size": 2560,
+            "num_hidden_layers": 34,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "head_dim": 256,
+            "query_pre_attn_scalar": 256,
+        },
+        VISION_TOWER | {"num_hidden_layers": 27, "image_size": 896, "patch_size": 14},
+        6,
+    ),
+    "mistral3": (
+        {
+            "model_type": "ministral3",
+            "hidden_size": 3072,
+            "num_hidden_layers": 26,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+        },
+        {"model_type": "pixtral", "hidden_size": 1024, "num_attention_heads": 16, "head_dim": 64},
+        2,
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", COMPOSITES)
+def test_a_copy_with_vision_has_the_layers_of_its_text_part(kind: str) -> None:
+    text, vision, layer_count = COMPOSITES[kind]
+    config = default(kind, text_config=text, vision_config=vision)
+    model = shrunk.shrunken_model(narrowed_config(config))
+    assert type(model).__name__.endswith("ForConditionalGeneration")
+    assert sum(p.numel() for p in model.parameters()) < 3e6
+
+    text_model = text_part(model)
+    assert len(text_model.layers) == layer_count
+    assert not any("visual" in name or "vision" in name for name, _ in text_model.named_modules())
+    text_width = text_model.config.hidden_size
+    assert getattr(model.config.vision_config, "out_hidden_size", text_width) == text_width
 
 
 def test_what_was_found_is_kept(cached: Path) -> None:

@@ -20,8 +20,9 @@ SLOT_TOKENS = 112  # room of a slot
 CHUNK_TOKENS = 24  # prompt tokens of a step
 
 
-def check_served(model_path: str) -> None:
-    """Raise ConfigError for an architecture whose log-probs differ in the slots of the embedded engine."""
+def check_served(model_path: str) -> bool:
+    """Raise ConfigError for an architecture whose log-probs differ in the slots of the embedded engine.
+    Return False where no small copy of the architecture can be made and nothing was checked."""
     config = AutoConfig.from_pretrained(model_path)
     known_result = cached_findings(config, "engine", lambda model: {"decoding": decoding_problem(model)})
     if known_result and (problem := known_result["decoding"]):
@@ -30,6 +31,7 @@ def check_served(model_path: str) -> None:
             f"engine.name=torch: the embedded engine cannot serve {architecture}: {problem}; "
             "use engine=sglang"
         )
+    return known_result is not None
 
 
 def decoding_problem(model: PreTrainedModel) -> str:
