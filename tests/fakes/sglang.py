@@ -119,6 +119,4 @@ def loader_of(
     api: ServerApi, config: WeightsConfig, cache: Path | None = None, receiver: Receiver | None = None
 ) -> ServerLoader:
     """As a supervisor has it; without more, it is given whole versions in files."""
-    return ServerLoader(
-        api, config, cache or Path("/dev/null/cache"), receiver or Receiver(api, 0, 1)
-    )
+    return ServerLoader(api, config, cache or Path("/dev/null/cache"), receiver or Receiver(api, 0, 1))

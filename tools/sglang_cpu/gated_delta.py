@@ -1,7 +1,7 @@
 """Computes gated delta nets (Qwen3-Next, Qwen3.5) in torch, in place of kernels that need a GPU or AMX.
 
-`install()` puts these functions where SGLang 0.5.23 looks for its CPU kernels. They are a reference: a loop
-over tokens in float32, for tests.
+`install()` puts these functions where SGLang 0.5.23 looks for its CPU kernels; processors of Qwen's images look
+there, too. They are a reference: a loop over tokens in float32, for tests.
 
 Shapes: T tokens of all requests, one behind the other; N requests; Hk and Hv heads of keys and values, where
 Hv is a multiple of Hk; Dk and Dv their sizes. A pool of states has a row for each request under way:
@@ -51,7 +51,9 @@ def install() -> None:
     for name in ("fused_moe_router_cpu", "fused_input_proj_cpu"):
         setattr(torch.ops.sgl_kernel, name, None)
 
-    # Of these SGLang has Triton's versions only. The import needs what is above.
+
+def install_in_sglang() -> None:
+    """Replace three functions that SGLang has in Triton only. Call after `install`; imports parts of SGLang."""
     from sglang.kernels.ops.attention.fla import fused_norm_gate, layernorm_gated
     from sglang.kernels.ops.elementwise import elementwise
 

@@ -14,8 +14,9 @@ The server is the stock wheel, computing with its own torch-native paths. Seven 
 - For `--enable-lora` it pins memory, which needs a GPU, too: here memory stays as it is.
 - For `--enable-memory-saver` it needs torch-memory-saver, which knows GPUs only: `MemorySaver` does the same
   to main memory.
-- Gated delta nets (Qwen3-Next, Qwen3.5) compute with kernels for GPUs or AMX: gated_delta.py has them in
-  torch. Its cache of their states needs a GPU, too, unless it is asked for a simpler one: `GATED_DELTA_ARGUMENTS`.
+- Gated delta nets (Qwen3-Next, Qwen3.5) compute with kernels for GPUs or AMX, which the processors of Qwen's
+  images import, too: gated_delta.py has them in torch. The cache of their states needs a GPU unless it is
+  asked for a simpler one: `GATED_DELTA_ARGUMENTS`.
 - TorchScript, which this torch deprecates, does not compile a function of Mistral 3: it is switched off.
 
 SGLang's other processes import this file again when they start, so that it serves all of them.
@@ -53,6 +54,7 @@ os.environ.setdefault("PYTORCH_JIT", "0")
 
 gc.set_threshold(100_000, 50)  # a fifth of the time until it is ready
 
+import gated_delta  # noqa: E402
 import torch  # noqa: E402
 from torch.multiprocessing.reductions import StorageWeakRef  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
@@ -244,11 +246,10 @@ torch.Tensor.pin_memory = lambda self, *_, **__: self  # type: ignore[method-ass
 for maker in ("tensor", "empty", "zeros", "ones", "arange", "full"):
     setattr(torch, maker, _unpinned(getattr(torch, maker)))
 
+gated_delta.install()
 gated_delta_net = has_gated_delta_net(sys.argv)
 if gated_delta_net:
-    import gated_delta
-
-    gated_delta.install()
+    gated_delta.install_in_sglang()
 
 
 if __name__ == "__main__":
