@@ -41,6 +41,8 @@ CLEANUP_SECONDS = 5.0
 """Deadline for ending a session at a server that may be stuck."""
 ADMIN_SECONDS = 60.0
 """Deadline of a command to the scheduler, unless the call says otherwise."""
+UPDATED_MODEL = "target"
+"""The model of a server that takes broadcast weights: not the draft of speculative decoding."""
 INVALID_LABEL = "broken"
 """The label of weights that no run gave the server."""
 
@@ -60,6 +62,9 @@ class ServerInfo(msgspec.Struct, frozen=True):
     max_lora_rank: int | None = None
     max_loras_per_batch: int = 8
     max_loaded_loras: int | None = None
+    quantization: str | None = None
+    speculative_algorithm: str | None = None
+    speculative_draft_model_path: str | None = None
 
 
 class ModelInfo(msgspec.Struct, frozen=True):
@@ -261,7 +266,7 @@ class ServerApi(HttpTransport):
         await self._change_weights("/unload_lora_adapter", {"lora_name": name}, seconds)
 
     async def begin_update(self) -> None:
-        await self._change_weights("/begin_weight_update", {}, ADMIN_SECONDS)
+        await self._change_weights("/begin_weight_update", {"selector": UPDATED_MODEL}, ADMIN_SECONDS)
 
     async def end_update(self, seconds: float = ADMIN_SECONDS) -> None:
         await self._change_weights("/end_weight_update", {}, seconds)
@@ -307,6 +312,7 @@ class ServerApi(HttpTransport):
             "group_name": group,
             "flush_cache": False,
             "load_format": "flattened_bucket",
+            "selector": UPDATED_MODEL,
         }
         if label is not None:
             body["weight_version"] = label

@@ -13,6 +13,7 @@ from transformers import AutoConfig
 
 from asyncrl.config import RunConfig
 from asyncrl.engines.sglang.adapters import AdapterLoader
+from asyncrl.engines.sglang.arguments import check_arguments
 from asyncrl.engines.sglang.contract import look_at_contract, try_contract
 from asyncrl.engines.sglang.http import ModelInfo, ServerApi, ServerInfo
 from asyncrl.engines.sglang.loader import ServerLoader, shapes_of
@@ -205,6 +206,12 @@ def check_engine_server(config: RunConfig, url: str, info: ServerInfo, model: Mo
             "--enable-return-routed-experts, or set trainer.router_replay=false"
         )
 
+    draft_arguments = {
+        "quantization": info.quantization,
+        "speculative-algorithm": info.speculative_algorithm,
+        "speculative-draft-model-path": info.speculative_draft_model_path,
+    }
+    check_arguments(config, f"server {url}", draft_arguments)
     if config.adapters_apart:
         _check_adapters(config, url, info)
 
