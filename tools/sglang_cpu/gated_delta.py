@@ -1,7 +1,7 @@
 """Computes gated delta nets (Qwen3-Next, Qwen3.5) in torch, in place of kernels that need a GPU or AMX.
 
-`install()` puts these functions where SGLang 0.5.23 looks for its CPU kernels; processors of Qwen's images look
-there, too. They are a reference: a loop over tokens in float32, for tests.
+`install()` puts these functions where SGLang 0.5.23 looks for its CPU kernels; processors of Qwen's images
+look there, too. They are a reference: a loop over tokens in float32, for tests.
 
 Shapes: T tokens of all requests, one behind the other; N requests; Hk and Hv heads of keys and values, where
 Hv is a multiple of Hk; Dk and Dv their sizes. A pool of states has a row for each request under way:
@@ -9,7 +9,8 @@ Hv is a multiple of Hk; Dk and Dv their sizes. A pool of states has a row for ea
     convolution  [rows, channels, W - 1]   the last inputs of a causal convolution of width W
     recurrence   [rows, Hv, Dv, Dk]        the matrix S of the delta rule
 
-Formulas: "Gated Delta Networks: Improving Mamba2 with Delta Rule", https://arxiv.org/abs/2412.06464, section 3.
+Formulas: "Gated Delta Networks: Improving Mamba2 with Delta Rule", section 3,
+https://arxiv.org/abs/2412.06464.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def install() -> None:
 
 
 def install_in_sglang() -> None:
-    """Replace three functions that SGLang has in Triton only. Call after `install`; imports parts of SGLang."""
+    """Replace functions that SGLang has in Triton only. Call after `install`; imports parts of SGLang."""
     from sglang.kernels.ops.attention.fla import fused_norm_gate, layernorm_gated
     from sglang.kernels.ops.elementwise import elementwise
 

@@ -51,6 +51,7 @@ os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("PYTORCH_JIT", "0")
+os.environ.setdefault("SGLANG_MAMBA_CONV_DTYPE", "float32")  # as --dtype below
 
 gc.set_threshold(100_000, 50)  # a fifth of the time until it is ready
 

@@ -429,9 +429,7 @@ async def test_a_trainer_that_is_gone(spawn):
     with pytest.raises(WeightsError, match="no sender there"):
         await push(Receiver(server, 0, 1), trainer.ref)
     with pytest.raises(WeightsError, match="not the address of a sender"):
-        await push(
-            Receiver(server, 0, 1), WeightsRef(PolicyVersion(0, 1), "/dev/shm/weights")
-        )
+        await push(Receiver(server, 0, 1), WeightsRef(PolicyVersion(0, 1), "/dev/shm/weights"))
     assert server.calls == []
 
 
