@@ -132,8 +132,8 @@ def check_sglang(inputs: Inputs) -> Iterator[Note]:
     advice = f"{program} -m pip install sglang=={sglang_version}"
     if sglang_version != TESTED_VERSION:
         yield warning(
-            f"{program} has sglang {sglang_version}; tested is {TESTED_VERSION}. Each server is probed when it "
-            "starts, and refused if it lacks what the run needs"
+            f"{program} has sglang {sglang_version}; tested is {TESTED_VERSION}. Each server is probed when "
+            "it starts, and refused if it lacks what the run needs"
         )
 
     for line in (line for line in module_lines if IMPORT_FAILURE in line):

@@ -89,7 +89,7 @@ def largest_gap(logprobs: tuple[float, ...], expected: list[float]) -> float:
 
 
 def write_adapter(model: Path, tensors: dict[str, Tensor], directory: Path) -> dict[str, Tensor]:
-    """Write a random adapter of the attention layers in PEFT's layout. Returns the adapted weights, merged."""
+    """Write a random adapter of attention layers in PEFT's layout. Returns the adapted weights, merged."""
     generator = torch.Generator().manual_seed(3)
     adapter_tensors: dict[str, Tensor] = {}
     merged_weights: dict[str, Tensor] = {}

@@ -40,8 +40,8 @@ def check_arguments(config: RunConfig, source: str, arguments: Mapping[str, obje
     algorithm = _draft_algorithm(values)
     if algorithm in OWN_LAYOUT_DRAFTS and config.weights.transport == "disk":
         raise ConfigError(
-            f"{source}: speculative-algorithm={algorithm} ends a server at its first update from files, which "
-            "it loads into the draft, too; set weights.transport=collective, or leave it out"
+            f"{source}: speculative-algorithm={algorithm} ends a server at its first update from files: it "
+            "loads them into the draft, too; set weights.transport=collective, or leave it out"
         )
 
 

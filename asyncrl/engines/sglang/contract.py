@@ -40,7 +40,7 @@ TRIAL_SECONDS = 60.0
 FLUSH_SECONDS = 2.0
 """Time for aborted requests to leave."""
 MAX_TRIAL_GAP = 1.0
-"""Nats by which sampled and scored log-probs of a token may differ at most; in bfloat16 they differ by tenths."""
+"""Nats by which sampled and scored log-probs of a token may differ; in bfloat16 they differ by tenths."""
 
 Fields = dict[str, tuple[str, ...]]  # by path
 READING: Fields = {
@@ -253,8 +253,8 @@ class Trial:
         _check_logprobs(scored_logprobs)
 
     async def pause(self) -> None:
-        """Sample a request that a pause interrupts, as an update does, and compare its log-probs with those of
-        the same tokens, scored. Adapters need no pause."""
+        """Sample a request that a pause interrupts, as an update does, and compare its log-probs with scores
+        of the same tokens. Adapters need no pause."""
         started = asyncio.Event()
         sampling = asyncio.create_task(self._sample(started))
         try:

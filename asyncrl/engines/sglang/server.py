@@ -76,10 +76,10 @@ async def attach(
     started_here: bool = False,
 ) -> Attached:
     """Return a server for the supervisor of an engine, or of a scorer, once the server is ready: a version of
-    SGLang that does what the run needs, and serves the run's model. `started_here`: the server was started for this run. Any
-    other server that is not ready may have half of a version, whose loader died: then its weights are
-    declared invalid until the next load. Waits without a deadline. Raises ConfigError if the server
-    can never serve this run; other EngineErrors may pass."""
+    SGLang that does what the run needs, and serves the run's model. `started_here`: the server was started
+    for this run. Any other server that is not ready may have half of a version, whose loader died: then its
+    weights are declared invalid until the next load. Waits without a deadline. Raises ConfigError if the
+    server can never serve this run; other EngineErrors may pass."""
     server = ServerApi(url, api_key, admin_key)
     try:
         while not await server.alive():  # noqa: ASYNC110 (another process: there is no event)

@@ -91,10 +91,10 @@ def test_attached_servers_are_refused_for_the_same(tmp_path: Path) -> None:
     config = configured(tmp_path, {})
     info = ServerInfo("0.5.23", config.model.path, quantization="fp8")
     model = ModelInfo(config.model.path, architectures=("Qwen2ForCausalLM",))
-    with pytest.raises(ConfigError, match="^server http://s: quantization=fp8 ends a server"):
+    with pytest.raises(ConfigError, match=r"^server http://s: quantization=fp8 ends a server"):
         check_engine_server(config, "http://s", info, model)
     drafting = msgspec.structs.replace(info, quantization=None, speculative_algorithm="EAGLE3")
-    with pytest.raises(ConfigError, match="^server http://s: speculative-algorithm=EAGLE3"):
+    with pytest.raises(ConfigError, match=r"^server http://s: speculative-algorithm=EAGLE3"):
         check_engine_server(config, "http://s", drafting, model)
 
 
