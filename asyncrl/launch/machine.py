@@ -128,7 +128,10 @@ def check_sglang(inputs: Inputs) -> Iterator[Note]:
         yield warning(f"{program}: no version of sglang could be read ({reason}); install it there")
         return
 
-    sglang_version, *module_lines = completed.stdout.strip().splitlines() or ["none"]
+    if not completed.stdout.strip():
+        raise ConfigError(f"{program} has no sglang; install sglang=={TESTED_VERSION} there")
+
+    sglang_version, *module_lines = completed.stdout.strip().splitlines()
     advice = f"{program} -m pip install sglang=={sglang_version}"
     if sglang_version != TESTED_VERSION:
         yield warning(

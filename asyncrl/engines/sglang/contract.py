@@ -212,7 +212,7 @@ async def try_contract(config: RunConfig, server: ServerApi, version: str, score
     if version == TESTED_VERSION:
         return
 
-    trial = Trial(config, server)
+    trial = ContractTrial(config, server)
     steps: dict[str, Callable[[], Awaitable[None]]] = {"log-probs of a text": trial.score}
     if not scorer:
         steps[f"a request across a pause ({trial.mode})"] = trial.pause
@@ -240,7 +240,7 @@ async def try_contract(config: RunConfig, server: ServerApi, version: str, score
     )
 
 
-class Trial:
+class ContractTrial:
     """The steps of `try_contract`. Each raises an AsyncrlError if the server does something else."""
 
     def __init__(self, config: RunConfig, server: ServerApi) -> None:

@@ -183,6 +183,7 @@ FOUND: dict[str, list[tuple[Spoil | list[Spoil], str]]] = {
             [ENOUGH, sglang(sgl_kernel="", flashinfer=""), COLOCATED],
             "cannot start on a GPU: torch_memory_saver .* No module .*install sglang==0.5.23",
         ),
+        (python(""), r"has no sglang; install sglang==0\.5\.23 there"),
     ],
     "warning: SGLang": [
         (sglang("0.6.0"), r"has sglang 0\.6\.0; tested is 0\.5\.23\. Each server is probed"),
