@@ -41,7 +41,7 @@ test: $(VENV)/dev  ## all but `full` and `long`; parts are skipped without `make
 full: $(VENV)/dev  ## all but `long`: every example, client and transport, two emulated machines
 	$(PYTEST) tests --ignore=tests/gpu -m "not long" $(SLOWEST) $(PARALLEL) $(ARGS)
 
-test-sglang: $(VENV)/dev sglang-cpu  ## the tests with real SGLang servers; SGLANG=0.5.20 for that version
+test-sglang: $(VENV)/dev sglang-cpu  ## the tests with real SGLang servers; SGLANG=0.5.22 for another version
 	ASYNCRL_SGLANG_ENV=$(SGLANG_VENV) ASYNCRL_REQUIRE_SGLANG=1 $(PYTEST) tests/sglang $(ARGS)
 
 sglang-cpu: $(SGLANG_VENV)/sglang-$(SGLANG)  ## SGLang on a CPU: for tests, not for serving

@@ -92,7 +92,7 @@ def check_libraries(inputs: Inputs) -> Iterator[Note]:
 def check_sglang(inputs: Inputs) -> Iterator[Note]:
     """Check the version of SGLang that the run would start, and on GPUs its kernels. `check_servers` checks
     whether the program exists."""
-    from asyncrl.engines.sglang.http import PROTOCOLS
+    from asyncrl.engines.sglang.contract import TESTED_VERSION
 
     config = inputs.config
     engine = config.engine
@@ -128,11 +128,16 @@ def check_sglang(inputs: Inputs) -> Iterator[Note]:
         yield warning(f"{program}: no version of sglang could be read ({reason}); install it there")
         return
 
-    sglang_version, *module_lines = completed.stdout.strip().splitlines() or ["none"]
-    known_versions = ", ".join(PROTOCOLS)
+    if not completed.stdout.strip():
+        raise ConfigError(f"{program} has no sglang; install sglang=={TESTED_VERSION} there")
+
+    sglang_version, *module_lines = completed.stdout.strip().splitlines()
     advice = f"{program} -m pip install sglang=={sglang_version}"
-    if sglang_version not in PROTOCOLS:
-        raise ConfigError(f"{program} has sglang {sglang_version}; install one of {known_versions} there")
+    if sglang_version != TESTED_VERSION:
+        yield warning(
+            f"{program} has sglang {sglang_version}; tested is {TESTED_VERSION}. Each server is probed when "
+            "it starts, and refused if it lacks what the run needs"
+        )
 
     for line in (line for line in module_lines if IMPORT_FAILURE in line):
         if line.startswith((SGLANG_KERNELS[0], MEMORY_SAVER)):

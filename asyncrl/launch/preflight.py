@@ -18,6 +18,7 @@ import msgspec
 
 from asyncrl.config import CheckpointConfig, RunConfig, texts
 from asyncrl.data.tasks import task_of
+from asyncrl.engines.sglang.arguments import draft_warning
 from asyncrl.errors import ConfigError, recorded
 from asyncrl.gateway import Command
 from asyncrl.isolation.sandbox.detection import check_image
@@ -390,8 +391,12 @@ def check_checkpoint_directory(inputs: Inputs) -> Iterator[Note]:
 
 @preflight_check("servers")
 def check_remote(inputs: Inputs) -> Iterator[Note]:
-    check_servers(inputs.config)
-    uses_servers = inputs.config.engine.remote or inputs.config.scorers
+    config = inputs.config
+    check_servers(config)
+    uses_servers = config.engine.remote or config.scorers
+    starts_engines = config.engine.remote and not config.engine.urls
+    if starts_engines and (draft_text := draft_warning(config.engine.server_args)):
+        yield warning(f"engine.server_args: {draft_text}")
     yield ok("keys, addresses and commands" if uses_servers else "none")
 
 

@@ -9,6 +9,7 @@ import shutil
 from urllib.parse import urlsplit
 
 from asyncrl.config import RunConfig
+from asyncrl.engines.sglang.arguments import check_adapters_served, check_arguments
 from asyncrl.errors import ConfigError, EngineError
 from asyncrl.launch.nodes import is_loopback
 from asyncrl.weights.model_files import weight_files
@@ -19,7 +20,7 @@ ANSWER_TIMEOUT = 30.0  # Seconds in which an attached server must answer.
 def check_servers(config: RunConfig) -> None:
     """Check that API keys are set, that servers on other machines can reach the trainer, and that attached
     servers answer and serve this model. Where servers are to be started, check that the start command exists,
-    and the files of a scorer's model. Raises ConfigError."""
+    that their arguments allow updates, and the files of a scorer's model. Raises ConfigError."""
     engine = config.engine
     for key, variable_name in (("api_key_env", engine.api_key_env), ("admin_key_env", engine.admin_key_env)):
         if variable_name and not os.environ.get(variable_name):
@@ -34,6 +35,10 @@ def check_servers(config: RunConfig) -> None:
             f"weights.transport={config.weights.transport} needs; set launch.host to this machine's address "
             "in the servers' network"
         )
+
+    if engine.remote and not engine.urls:
+        check_arguments(config, "engine.server_args", engine.server_args)
+    check_adapters_served(config)
 
     served_scorers = [*dict(config.scorer_places)]
     if engine.remote:

@@ -169,6 +169,12 @@ class FakeServer:
         self.labels.append(label)
         await self._all(seconds, "update_from_group", names, dtypes, shapes, group, label)
 
+    async def begin_update(self) -> None:
+        """Open a session of updates, which no rank needs."""
+
+    async def end_update(self, seconds: float = 0.0) -> None:
+        """Close the session."""
+
     async def destroy_group(self, name: str, seconds: float) -> None:
         await self._all(seconds, "destroy_group", name)
 

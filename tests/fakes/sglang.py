@@ -12,7 +12,7 @@ import msgspec
 from aiohttp import web
 
 from asyncrl.config import RunConfig, WeightsConfig, parse
-from asyncrl.engines.sglang.http import WITH_SESSIONS, ServerApi
+from asyncrl.engines.sglang.http import ServerApi
 from asyncrl.engines.sglang.loader import ServerLoader
 from asyncrl.engines.sglang.receiver import Receiver
 
@@ -119,6 +119,4 @@ def loader_of(
     api: ServerApi, config: WeightsConfig, cache: Path | None = None, receiver: Receiver | None = None
 ) -> ServerLoader:
     """As a supervisor has it; without more, it is given whole versions in files."""
-    return ServerLoader(
-        api, config, cache or Path("/dev/null/cache"), receiver or Receiver(api, 0, 1, WITH_SESSIONS)
-    )
+    return ServerLoader(api, config, cache or Path("/dev/null/cache"), receiver or Receiver(api, 0, 1))

@@ -29,7 +29,7 @@ MOST = 2
 STAGES = (
     ("test_parsers",),
     ("qwen3",),
-    ("qwen2", "test_collective", "test_traps"),
+    ("qwen2", "test_collective", "test_traps", "test_contract"),
     ("test_fatal_traps",),
     ("test_server_pool",),
     ("test_sleep",),
@@ -38,6 +38,7 @@ STAGES = (
     ("test_scorers",),
     ("test_training",),
     ("test_shifts",),
+    ("test_families",),
 )
 
 

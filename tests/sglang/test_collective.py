@@ -18,7 +18,7 @@ from asyncrl.engines.sglang import http as sglang_http
 from asyncrl.engines.sglang import loader as sglang_loader
 from asyncrl.engines.sglang import receiver as sglang_receiver
 from asyncrl.engines.sglang.client import SGLangClient
-from asyncrl.engines.sglang.http import INVALID_LABEL, PauseMode, ServerApi, UpdateProtocol, protocol_of
+from asyncrl.engines.sglang.http import INVALID_LABEL, PauseMode, ServerApi
 from asyncrl.engines.sglang.receiver import Receiver
 from asyncrl.errors import EngineError
 from asyncrl.types import Generation, PolicyVersion
@@ -92,9 +92,9 @@ class Watched:
 class BroadcastServer(Kept):
     """A server into which weights are broadcast."""
 
-    def __init__(self, server: ServerApi, protocol: UpdateProtocol, mode: PauseMode) -> None:
+    def __init__(self, server: ServerApi, mode: PauseMode) -> None:
         self.watched = Watched(server, 3)
-        receiver = Receiver(self.watched, 0, 1, protocol)  # type: ignore[arg-type]
+        receiver = Receiver(self.watched, 0, 1)  # type: ignore[arg-type]
         config = WeightsConfig(mode=mode, deadline=LONG)
         super().__init__(server, loader_of(server, config, receiver=receiver), mode=mode)
 
@@ -110,8 +110,7 @@ class BroadcastServer(Kept):
 async def keeping(running: SGLangServer, mode: PauseMode = "in_place") -> AsyncIterator[BroadcastServer]:
     async with asyncio.timeout(4 * LONG):
         server = ServerApi(running.url)
-        protocol = protocol_of((await server.server_info()).version, server.url)
-        broadcast_server = BroadcastServer(server, protocol, mode)
+        broadcast_server = BroadcastServer(server, mode)
         try:
             await server.flush_cache(wait=10)
             yield broadcast_server

@@ -99,7 +99,7 @@ async def running(api: ServerApi, count: int) -> bool:
 
 
 async def _load(api: ServerApi) -> dict[str, Any]:
-    answer: dict[str, Any] = await api._get_struct("/v1/loads", dict[str, Any], 10.0)
+    answer: dict[str, Any] = await api.get_struct("/v1/loads", dict[str, Any], 10.0)
     return dict(answer["loads"][0])
 
 

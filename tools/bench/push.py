@@ -31,7 +31,7 @@ from common import SINGLE_THREAD, table
 from safetensors.torch import load_file
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from asyncrl.engines.sglang.http import ServerApi, protocol_of
+from asyncrl.engines.sglang.http import ServerApi
 from asyncrl.engines.sglang.receiver import Receiver
 from asyncrl.types import PolicyVersion
 from asyncrl.weights import disk
@@ -127,7 +127,7 @@ class Bench:
 
     async def broadcast(self, bucket_bytes: int) -> list[list[str]]:
         info = await self.server.server_info()
-        receiver = Receiver(self.server, 0, info.tp_size, protocol_of(info.version, self.server.url))
+        receiver = Receiver(self.server, 0, info.tp_size)
         with closing(Sender("127.0.0.1", bucket_bytes, DEADLINE, self.device)) as sender:
 
             async def push(snapshot: Snapshot) -> None:

@@ -3,7 +3,7 @@ SGLang supports.
 
     .venv-sglang/bin/python tools/sglang_cpu/launch.py --model-path DIR --port 30000 [any argument of SGLang]
 
-The server is the stock wheel, computing with its own torch-native paths. Five things keep it from running:
+The server is the stock wheel, computing with its own torch-native paths. Seven things keep it from running:
 
 - On a CPU it imports names from `sgl_kernel`, whose wheel needs CUDA. They are called for speculative
   decoding and for moving KV between pools, neither of which runs here: functions that raise are enough.
@@ -14,16 +14,22 @@ The server is the stock wheel, computing with its own torch-native paths. Five t
 - For `--enable-lora` it pins memory, which needs a GPU, too: here memory stays as it is.
 - For `--enable-memory-saver` it needs torch-memory-saver, which knows GPUs only: `MemorySaver` does the same
   to main memory.
+- Gated delta nets (Qwen3-Next, Qwen3.5) compute with kernels for GPUs or AMX, which the processors of Qwen's
+  images import, too: gated_delta.py has them in torch. The cache of their states needs a GPU unless it is
+  asked for a simpler one: `GATED_DELTA_ARGUMENTS`.
+- TorchScript, which this torch deprecates, does not compile a function of Mistral 3: it is switched off.
 
 SGLang's other processes import this file again when they start, so that it serves all of them.
 """
 
 from __future__ import annotations
 
+import argparse
 import ctypes
 import functools
 import gc
 import importlib.machinery
+import json
 import os
 import runpy
 import signal
@@ -31,6 +37,7 @@ import sys
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NoReturn
 
 if __name__ != "__main__":
@@ -43,9 +50,12 @@ if __name__ != "__main__":
 os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("PYTORCH_JIT", "0")
+os.environ.setdefault("SGLANG_MAMBA_CONV_DTYPE", "float32")  # as --dtype below
 
 gc.set_threshold(100_000, 50)  # a fifth of the time until it is ready
 
+import gated_delta  # noqa: E402
 import torch  # noqa: E402
 from torch.multiprocessing.reductions import StorageWeakRef  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
@@ -65,6 +75,28 @@ ARGUMENTS = [
     "--lora-backend=torch_native",
     "--sleep-on-idle",  # or each server keeps a core busy with waiting
 ]
+# What servers of gated delta nets need beside these. The states of prefixes are kept without spare buffers,
+# whose copies are Triton's, and then neither steps overlap nor do pages have several tokens.
+GATED_DELTA_ARGUMENTS = [
+    "--mamba-radix-cache-strategy=no_buffer",
+    "--disable-overlap-schedule",
+    "--page-size=1",
+    "--max-mamba-cache-size=256",  # or the states take a third of the memory, and half a minute
+]
+
+
+def has_gated_delta_net(arguments: list[str]) -> bool:
+    """True if the model of a command line has layers of gated delta nets, by its config.json."""
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--model-path", "--model", dest="model_path")
+    model_path = parser.parse_known_args(arguments)[0].model_path
+    config_file = Path(model_path or "") / "config.json"
+    if not config_file.is_file():
+        return False
+
+    config = json.loads(config_file.read_text())
+    text_config = config.get("text_config") or config
+    return "linear_num_value_heads" in text_config
 
 
 class _NoKernels(types.ModuleType):
@@ -215,7 +247,12 @@ torch.Tensor.pin_memory = lambda self, *_, **__: self  # type: ignore[method-ass
 for maker in ("tensor", "empty", "zeros", "ones", "arange", "full"):
     setattr(torch, maker, _unpinned(getattr(torch, maker)))
 
+gated_delta.install()
+gated_delta_net = has_gated_delta_net(sys.argv)
+if gated_delta_net:
+    gated_delta.install_in_sglang()
+
 
 if __name__ == "__main__":
-    sys.argv[1:1] = ARGUMENTS
+    sys.argv[1:1] = [*ARGUMENTS, *(GATED_DELTA_ARGUMENTS if gated_delta_net else ())]
     runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=False)

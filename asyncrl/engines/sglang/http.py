@@ -17,16 +17,15 @@ from __future__ import annotations
 
 import math
 import uuid
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
-from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 import msgspec
 
 from asyncrl.engines.sglang.stream import BASE_LABEL, MetaInfo, decode_event
 from asyncrl.engines.sglang.transport import HttpTransport, KeyRejected, ServerGone, error_text
-from asyncrl.errors import UNDECODABLE, AsyncrlError, ConfigError, EngineError
+from asyncrl.errors import UNDECODABLE, AsyncrlError, EngineError
 from asyncrl.weights.manifest import WeightsError
 
 __all__ = ["KeyRejected", "ServerApi", "ServerGone"]
@@ -42,6 +41,8 @@ CLEANUP_SECONDS = 5.0
 """Deadline for ending a session at a server that may be stuck."""
 ADMIN_SECONDS = 60.0
 """Deadline of a command to the scheduler, unless the call says otherwise."""
+UPDATED_MODEL = "target"
+"""The model of a server that takes broadcast weights: not the draft of speculative decoding."""
 INVALID_LABEL = "broken"
 """The label of weights that no run gave the server."""
 
@@ -61,6 +62,9 @@ class ServerInfo(msgspec.Struct, frozen=True):
     max_lora_rank: int | None = None
     max_loras_per_batch: int = 8
     max_loaded_loras: int | None = None
+    quantization: str | None = None
+    speculative_algorithm: str | None = None
+    speculative_draft_model_path: str | None = None
 
 
 class ModelInfo(msgspec.Struct, frozen=True):
@@ -115,11 +119,20 @@ class ServerApi(HttpTransport):
             return False
         return True
 
+    async def get_struct(self, path: str, answer_type: type[T], seconds: float = GET_SECONDS) -> T:
+        """Return the answer to a question. Raises EngineError if the answer is of another form."""
+        content = await self.call("GET", path, seconds)
+        try:
+            return msgspec.json.decode(content, type=answer_type)
+        except UNDECODABLE as error:
+            description = f"server {self.url}: {path} answered what is not understood"
+            raise EngineError(f"{description}: {error}") from error
+
     async def server_info(self) -> ServerInfo:
-        return await self._get_struct("/server_info", ServerInfo, ADMIN_SECONDS)
+        return await self.get_struct("/server_info", ServerInfo, ADMIN_SECONDS)
 
     async def model_info(self) -> ModelInfo:
-        return await self._get_struct("/model_info", ModelInfo)
+        return await self.get_struct("/model_info", ModelInfo)
 
     async def weight_label(self) -> str:
         """Return the label of the last update, or "default" for the weights that the server was started
@@ -130,14 +143,14 @@ class ServerApi(HttpTransport):
         """Return the fraction of KV memory that requests hold, in [0, 1], at the fullest data-parallel rank.
         None if the server does not answer at once."""
         try:
-            answer = await self._get_struct("/v1/loads?include=core", Loads, LOAD_SECONDS)
+            answer = await self.get_struct("/v1/loads?include=core", Loads, LOAD_SECONDS)
         except EngineError:
             return None
         return max((min(1.0, max(0.0, load.token_usage)) for load in answer.loads), default=None)
 
     async def adapters(self) -> set[str]:
         """Return the names of the loaded adapters."""
-        models = await self._get_struct("/v1/models", ServedModels)
+        models = await self.get_struct("/v1/models", ServedModels)
         return {model.id for model in models.data if model.parent is not None}
 
     async def try_admin_key(self) -> None:
@@ -231,10 +244,14 @@ class ServerApi(HttpTransport):
         body = {"new_version": INVALID_LABEL, "abort_all_requests": True}
         await self._change_weights("/update_weight_version", body, seconds)
 
+    async def relabel(self, label: str) -> None:
+        """Give the weights another label. Requests go on, under the new label."""
+        body = {"new_version": label, "abort_all_requests": False}
+        await self._change_weights("/update_weight_version", body, ADMIN_SECONDS)
+
     async def update_from_disk(self, path: str, label: str, seconds: float = ADMIN_SECONDS) -> None:
         """Load a directory in Hugging Face layout. Unless paused, waits for every running request. The prefix
-        cache is kept: an update that shall empty the cache but cannot half fails (0.5.23) or ends the server
-        (0.5.20)."""
+        cache is kept: an update that shall empty the cache but cannot half fails."""
         body = {"model_path": path, "weight_version": label, "flush_cache": False}
         await self._change_weights("/update_weights_from_disk", body, seconds)
 
@@ -249,7 +266,7 @@ class ServerApi(HttpTransport):
         await self._change_weights("/unload_lora_adapter", {"lora_name": name}, seconds)
 
     async def begin_update(self) -> None:
-        await self._change_weights("/begin_weight_update", {}, ADMIN_SECONDS)
+        await self._change_weights("/begin_weight_update", {"selector": UPDATED_MODEL}, ADMIN_SECONDS)
 
     async def end_update(self, seconds: float = ADMIN_SECONDS) -> None:
         await self._change_weights("/end_weight_update", {}, seconds)
@@ -295,6 +312,7 @@ class ServerApi(HttpTransport):
             "group_name": group,
             "flush_cache": False,
             "load_format": "flattened_bucket",
+            "selector": UPDATED_MODEL,
         }
         if label is not None:
             body["weight_version"] = label
@@ -305,14 +323,6 @@ class ServerApi(HttpTransport):
         await self._change_weights("/destroy_weights_update_group", {"group_name": name}, seconds)
 
     # -- plumbing -------------------------------------------------------------------------------------
-
-    async def _get_struct(self, path: str, answer_type: type[T], seconds: float = GET_SECONDS) -> T:
-        content = await self.call("GET", path, seconds)
-        try:
-            return msgspec.json.decode(content, type=answer_type)
-        except UNDECODABLE as error:
-            description = f"server {self.url}: {path} answered what is not understood"
-            raise EngineError(f"{description}: {error}") from error
 
     async def _send_command(self, path: str, body: dict[str, Any], seconds: float = ADMIN_SECONDS) -> None:
         await self.call("POST", path, seconds, body, admin=True)
@@ -326,54 +336,21 @@ class ServerApi(HttpTransport):
             raise WeightsError(f"server {self.url}: {path}: {error_text(content)}")
 
 
-# -- the differences between the supported versions of SGLang -----------------------------------------------
-
-
-@dataclass(frozen=True)
-class UpdateProtocol:
-    """How one version of SGLang is updated. `pause_modes`: the ways to treat requests under way at an update.
-    `needs_session`: broadcast weights are accepted within a session only, one session at a time."""
-
-    pause_modes: tuple[PauseMode, ...]
-    needs_session: bool
-
-    @asynccontextmanager
-    async def update_session(self, server: ServerApi) -> AsyncIterator[None]:
-        """Enter this context around the calls that change weights through a process group."""
-        if not self.needs_session:
-            yield
-            return
-
-        try:
-            await server.begin_update()
-        except WeightsError:  # an earlier session is open, whose owner died
-            await server.end_update()
-            await server.begin_update()
-
-        try:
-            yield
-        except BaseException:
-            with suppress(AsyncrlError):  # the error of the body says more
-                await server.end_update(CLEANUP_SECONDS)
-            raise
-
-        await server.end_update()
-
-
-# 0.5.20 has no mode `retract` here: this version cannot empty its cache while retracted requests wait.
-WITHOUT_SESSIONS = UpdateProtocol(("in_place", "abort"), needs_session=False)
-WITH_SESSIONS = UpdateProtocol(("in_place", "retract", "abort"), needs_session=True)
-PROTOCOLS: Mapping[str, UpdateProtocol] = {
-    "0.5.20": WITHOUT_SESSIONS,
-    "0.5.22": WITH_SESSIONS,
-    "0.5.23": WITH_SESSIONS,
-}
-
-
-def protocol_of(version: str, url: str) -> UpdateProtocol:
-    """Return the protocol of a version. Raises ConfigError for a version that asyncrl does not know."""
+@asynccontextmanager
+async def update_session(server: ServerApi) -> AsyncIterator[None]:
+    """Enter this context around the calls that change weights through a process group: a server takes
+    broadcast weights within a session only, one session at a time."""
     try:
-        return PROTOCOLS[version]
-    except KeyError:
-        supported_versions = ", ".join(PROTOCOLS)
-        raise ConfigError(f"server {url} runs SGLang {version}; supported are {supported_versions}") from None
+        await server.begin_update()
+    except WeightsError:  # an earlier session is open, whose owner died
+        await server.end_update()
+        await server.begin_update()
+
+    try:
+        yield
+    except BaseException:
+        with suppress(AsyncrlError):  # the error of the body says more
+            await server.end_update(CLEANUP_SECONDS)
+        raise
+
+    await server.end_update()

@@ -27,6 +27,7 @@ from asyncrl.weights.model_files import served_modules
 # second.
 STOP_SECONDS = 0.8
 MEMORY_FRACTION = 0.85  # of a GPU's memory, for weights and KV cache
+CONVOLUTION_DTYPE = "SGLANG_MAMBA_CONV_DTYPE"  # environment variable of a server
 STREAM_INTERVAL = 4  # tokens per event of a stream: the most that a request loses when the server dies
 
 
@@ -70,6 +71,12 @@ def server_command(
 
     command = engine.server_command or [sys.executable, "-m", "sglang.launch_server"]
     return [*command, *_command_flags({**own_flags, **engine.server_args})]
+
+
+def server_environment(config: RunConfig) -> dict[str, str]:
+    """Return the environment of a started server. States of convolutions (gated delta nets, Mamba) are in the
+    model's type, unless the user says otherwise: SGLang would round them to bfloat16."""
+    return {CONVOLUTION_DTYPE: config.model.dtype, **os.environ}
 
 
 def base_gpu(config: RunConfig, index: int, gpus: int, scorer: str = "") -> int:
@@ -201,6 +208,7 @@ class ServerProcess:
 
             process = await asyncio.create_subprocess_exec(
                 *wrapped_command(command, STOP_SECONDS),
+                env=server_environment(config),
                 stdin=asyncio.subprocess.DEVNULL,
                 start_new_session=True,
             )

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 from urllib.parse import urlsplit
 
-from asyncrl.engines.sglang.http import ServerApi, UpdateProtocol
+from asyncrl.engines.sglang.http import ServerApi, update_session
 from asyncrl.errors import AsyncrlError, EngineError, ProtocolError
 from asyncrl.weights import collective_messages as messages
 from asyncrl.weights.manifest import Layout, Manifest, Postponed, WeightsError, WeightsRef
@@ -57,7 +57,6 @@ class Push:
     server: ServerApi
     deadline: float  # by the loop's clock
     group: str
-    protocol: UpdateProtocol
     trainer_nccl: str  # version; "" for gloo
     is_done: bool = field(default=False, init=False)
 
@@ -66,7 +65,7 @@ class Push:
         server with some old and some new weights. Raises WeightsError, or another AsyncrlError when the
         server did not answer."""
         last_index = len(self.buckets) - 1
-        async with self.protocol.update_session(self.server):
+        async with update_session(self.server):
             for index, specs in enumerate(self.buckets):
                 await self.connection.ask_sender(messages.BucketRequest(index), messages.BucketReady)
                 with self._explaining_nccl():
@@ -105,13 +104,11 @@ class Push:
 
 @dataclass
 class Receiver:
-    """Asks for versions on behalf of the server number `index`, of `ranks` ranks, and loads the versions in
-    the server's `protocol`."""
+    """Asks for versions on behalf of the server number `index`, of `ranks` ranks, and loads the versions."""
 
     server: ServerApi
     index: int
     ranks: int
-    protocol: UpdateProtocol
     _connection: SenderConnection | None = field(default=None, init=False)
 
     @asynccontextmanager
@@ -198,7 +195,6 @@ class Receiver:
             server=self.server,
             deadline=deadline,
             group=plan.group,
-            protocol=self.protocol,
             trainer_nccl=plan.nccl,
         )
 

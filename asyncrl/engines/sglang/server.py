@@ -13,7 +13,9 @@ from transformers import AutoConfig
 
 from asyncrl.config import RunConfig
 from asyncrl.engines.sglang.adapters import AdapterLoader
-from asyncrl.engines.sglang.http import ModelInfo, ServerApi, ServerInfo, protocol_of
+from asyncrl.engines.sglang.arguments import check_arguments
+from asyncrl.engines.sglang.contract import look_at_contract, try_contract
+from asyncrl.engines.sglang.http import ModelInfo, ServerApi, ServerInfo
 from asyncrl.engines.sglang.loader import ServerLoader, shapes_of
 from asyncrl.engines.sglang.receiver import Receiver
 from asyncrl.engines.sglang.stream import BASE_LABEL
@@ -73,11 +75,11 @@ async def attach(
     scorer: str = "",
     started_here: bool = False,
 ) -> Attached:
-    """Return a server for the supervisor of an engine, or of a scorer, once the server is ready: a supported
-    version of SGLang that serves the run's model. `started_here`: the server was started for this run. Any
-    other server that is not ready may have half of a version, whose loader died: then its weights are
-    declared invalid until the next load. Waits without a deadline. Raises ConfigError if the server
-    can never serve this run; other EngineErrors may pass."""
+    """Return a server for the supervisor of an engine, or of a scorer, once the server is ready: a version of
+    SGLang that does what the run needs, and serves the run's model. `started_here`: the server was started
+    for this run. Any other server that is not ready may have half of a version, whose loader died: then its
+    weights are declared invalid until the next load. Waits without a deadline. Raises ConfigError if the
+    server can never serve this run; other EngineErrors may pass."""
     server = ServerApi(url, api_key, admin_key)
     try:
         while not await server.alive():  # noqa: ASYNC110 (another process: there is no event)
@@ -92,6 +94,7 @@ async def attach(
 
         while not await server.ready():  # noqa: ASYNC110
             await asyncio.sleep(POLL_SECONDS)
+        await try_contract(config, server, attached.info.version, scorer)
     except BaseException:
         await server.close()
         raise
@@ -122,7 +125,7 @@ def build_loader(config: RunConfig, index: int, server: Attached, attachment: st
     model_shapes = shapes_of(
         model_path, bool(_model_config(model_path).get_text_config().tie_word_embeddings)
     )
-    receiver = Receiver(api, index, server.info.tp_size, protocol_of(server.info.version, api.url))
+    receiver = Receiver(api, index, server.info.tp_size)
     weights = structs.replace(config.weights, mode=config.update_mode)
 
     return ServerLoader(api, weights, cache, receiver, model_shapes)
@@ -130,7 +133,6 @@ def build_loader(config: RunConfig, index: int, server: Attached, attachment: st
 
 def check_scorer(config: RunConfig, scorer: str, url: str, info: ServerInfo, model: ModelInfo) -> None:
     """Raise ConfigError if the server does not fit the scorer."""
-    protocol_of(info.version, url)
     path = config.scorers[scorer].path
     if path and (differences := _differences(_model_config(path), url, info, model)):
         raise ConfigError(f"server {url} serves another model than scorers.{scorer}.path: {differences[0]}")
@@ -175,6 +177,7 @@ async def _described_server(config: RunConfig, server: ServerApi, scorer: str) -
         await server.try_admin_key()
 
     attached = Attached(server, await server.server_info(), await server.model_info())
+    await look_at_contract(config, server, attached.info.version, scorer)
     if scorer:
         await asyncio.to_thread(check_scorer, config, scorer, server.url, attached.info, attached.model)
     else:
@@ -185,18 +188,10 @@ async def _described_server(config: RunConfig, server: ServerApi, scorer: str) -
 
 def check_engine_server(config: RunConfig, url: str, info: ServerInfo, model: ModelInfo) -> None:
     """Raise ConfigError if the server does not fit the run."""
-    modes = protocol_of(info.version, url).pause_modes
-    if config.weights.mode not in modes:
-        supported_modes = f"its version {info.version} knows {', '.join(modes)}"
-        raise ConfigError(f"server {url} cannot do weights.mode={config.weights.mode}: {supported_modes}")
-
-    if config.shifts and not ("retract" in modes and info.enable_memory_saver and info.max_total_num_tokens):
-        if "retract" not in modes:
-            missing_feature = "a newer SGLang (0.5.22)"
-        elif not info.enable_memory_saver:
-            missing_feature = "--enable-memory-saver"
-        else:
-            missing_feature = "max_total_num_tokens in its info"
+    if config.shifts and not (info.enable_memory_saver and info.max_total_num_tokens):
+        missing_feature = (
+            "max_total_num_tokens in its info" if info.enable_memory_saver else "--enable-memory-saver"
+        )
         raise ConfigError(f"server {url} cannot sleep, as engine.colocated needs: it lacks {missing_feature}")
 
     if config.weights.transport != "disk" and info.dp_size != 1:
@@ -211,6 +206,12 @@ def check_engine_server(config: RunConfig, url: str, info: ServerInfo, model: Mo
             "--enable-return-routed-experts, or set trainer.router_replay=false"
         )
 
+    draft_arguments = {
+        "quantization": info.quantization,
+        "speculative-algorithm": info.speculative_algorithm,
+        "speculative-draft-model-path": info.speculative_draft_model_path,
+    }
+    check_arguments(config, f"server {url}", draft_arguments)
     if config.adapters_apart:
         _check_adapters(config, url, info)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import socket
 import sys
@@ -14,7 +15,13 @@ import psutil
 import pytest
 
 from asyncrl.config import RunConfig, parse
-from asyncrl.engines.sglang.process import ServerProcess, base_gpu, reserve_port, server_command
+from asyncrl.engines.sglang.process import (
+    ServerProcess,
+    base_gpu,
+    reserve_port,
+    server_command,
+    server_environment,
+)
 from asyncrl.errors import EngineError
 
 SLEEP = "import time; time.sleep(600)"
@@ -146,3 +153,13 @@ async def test_children_of_a_server_that_died_are_ended(tmp_path: Path) -> None:
     process = await ServerProcess.start(config, 0, "127.0.0.1", tmp_path)
     assert await asyncio.wait_for(process.wait_ended(), 60) == 0
     assert not psutil.pid_exists(int((tmp_path / "pid").read_text()))
+
+
+def test_states_of_convolutions_are_in_the_models_type_unless_the_user_says_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("SGLANG_MAMBA_CONV_DTYPE", raising=False)
+    assert server_environment(configured())["SGLANG_MAMBA_CONV_DTYPE"] == configured().model.dtype
+    assert server_environment(configured())["PATH"] == os.environ["PATH"]
+    monkeypatch.setenv("SGLANG_MAMBA_CONV_DTYPE", "float16")
+    assert server_environment(configured())["SGLANG_MAMBA_CONV_DTYPE"] == "float16"

@@ -171,7 +171,6 @@ FOUND: dict[str, list[tuple[Spoil | list[Spoil], str]]] = {
         ([gpus(4, APART), RANKS, RAY], "CUDA"),  # Ray deals them
     ],
     "error: SGLang": [
-        (sglang("0.0.1"), r"has sglang 0\.0\.1; install one of 0\.5"),
         (
             [ENOUGH, sglang(flashinfer="")],
             "cannot start on a GPU: sgl_kernel .* No module .*install sglang==0.5.23",
@@ -184,9 +183,10 @@ FOUND: dict[str, list[tuple[Spoil | list[Spoil], str]]] = {
             [ENOUGH, sglang(sgl_kernel="", flashinfer=""), COLOCATED],
             "cannot start on a GPU: torch_memory_saver .* No module .*install sglang==0.5.23",
         ),
-        (python(""), "has sglang none; install one of"),
+        (python(""), r"has no sglang; install sglang==0\.5\.23 there"),
     ],
     "warning: SGLang": [
+        (sglang("0.6.0"), r"has sglang 0\.6\.0; tested is 0\.5\.23\. Each server is probed"),
         ([ENOUGH, sglang(sgl_kernel="")], "slower.*flashinfer.*pip install sglang==0.5.23"),
         (python("kill -SEGV $$"), r"\(it was killed by SIGSEGV\)"),
         (python("echo no module >&2; exit 1"), r"\(no module\)"),

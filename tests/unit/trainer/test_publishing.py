@@ -15,7 +15,6 @@ from unittest import mock
 import pytest
 import torch
 
-from asyncrl.engines.sglang.http import WITHOUT_SESSIONS
 from asyncrl.engines.sglang.receiver import Receiver
 from asyncrl.engines.torch.engine import TorchEngine, build
 from asyncrl.trainer.model import Policy, score_ids
@@ -41,7 +40,7 @@ class Broadcasts:
     def __init__(self, started: Sequence[ServerRank], index: int) -> None:
         self._server = FakeServer(started=started)
         self._loop = asyncio.Runner()
-        self._receiver = Receiver(self._server, index, 1, WITHOUT_SESSIONS)
+        self._receiver = Receiver(self._server, index, 1)
 
     def read(self, ref: WeightsRef) -> Found:
         return self._loop.run(self._pushed(ref))

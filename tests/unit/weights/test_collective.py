@@ -27,7 +27,6 @@ import torch
 import torch.distributed as dist
 
 from asyncrl.engines.sglang import receiver as receiving
-from asyncrl.engines.sglang.http import WITHOUT_SESSIONS
 from asyncrl.engines.sglang.receiver import Receiver
 from asyncrl.errors import EngineError
 from asyncrl.runtime.weight_loader import WeightLoader
@@ -101,7 +100,7 @@ def check(server: FakeServer, version: int, rank: int = 0) -> None:
 async def test_what_arrives_is_what_was_offered(tmp_path, spawn, sender):
     server = spawn()
     tensors = weights(1)
-    receiver = Receiver(server, 0, 1, WITHOUT_SESSIONS)
+    receiver = Receiver(server, 0, 1)
     manifest = await push(receiver, sender.offer_snapshot(snapshot_of(tensors, PolicyVersion(0, 1))))
     check(server, 1)
     assert manifest == disk.read_manifest(publish(tensors, tmp_path, PolicyVersion(0, 1)))
@@ -113,7 +112,7 @@ async def test_what_arrives_is_what_was_offered(tmp_path, spawn, sender):
 
 async def test_two_versions_over_one_group_to_two_ranks(spawn, sender):
     server = spawn(ranks=2)
-    receiver = Receiver(server, 0, 2, WITHOUT_SESSIONS)
+    receiver = Receiver(server, 0, 2)
     for version in (1, 2):
         await push(receiver, offer(sender, version))
         check(server, version, rank=0)
@@ -155,7 +154,7 @@ async def test_training_stands_still_while_a_group_sends_its_first_bucket(spawn)
         training(pause),
         closing(Sender("127.0.0.1", BUCKET_BYTES, LONG, torch.device("cpu"), pause)) as sender,
     ):
-        receiver = Receiver(server, 0, 1, WITHOUT_SESSIONS)
+        receiver = Receiver(server, 0, 1)
         for version in (1, 2):
             await push(receiver, offer(sender, version))
             check(server, version)
@@ -186,7 +185,7 @@ async def test_training_goes_on_while_the_second_bucket_is_collected(spawn, monk
         training(pause),
         closing(Sender("127.0.0.1", BUCKET_BYTES, LONG, torch.device("cpu"), pause)) as sender,
     ):
-        receiver = Receiver(server, 0, 1, WITHOUT_SESSIONS)
+        receiver = Receiver(server, 0, 1)
         await push(receiver, offer(sender))
         check(server, 1)
         await receiver.close()
@@ -200,7 +199,7 @@ async def test_a_server_that_finds_training_busy_is_not_touched_and_asks_again(s
     pause = TrainingPause(torch.device("cpu"))
     with closing(Sender("127.0.0.1", BUCKET_BYTES, LONG, torch.device("cpu"), pause)) as sender:
         ref = offer(sender)
-        receiver = Receiver(server, 0, 1, WITHOUT_SESSIONS)
+        receiver = Receiver(server, 0, 1)
         engine = SimpleNamespace(load=partial(push, receiver))
         loader = WeightLoader("train", mock.Mock(), LONG, mock.AsyncMock(return_value=engine))
         loader.offer_version(ref)
@@ -231,7 +230,7 @@ async def test_only_the_newest_version_is_to_be_had(spawn, sender, monkeypatch):
     server = spawn()
     first = offer(sender)
     second = offer(sender, 2)
-    receiver = Receiver(server, 0, 1, WITHOUT_SESSIONS)
+    receiver = Receiver(server, 0, 1)
     with pytest.raises(Postponed, match="the sender has e0-v2"):
         await push(receiver, first)
     with pytest.raises(WeightsError, match="the sender has e0-v2") as caught:
@@ -250,7 +249,7 @@ async def test_a_version_that_was_announced_elsewhere_is_waited_for(spawn, sende
     first = offer(sender)
     latest = sender.latest_snapshot
     monkeypatch.setattr(sender, "latest_snapshot", lambda *given: asked.set() or latest(*given))
-    receiver = Receiver(server, 3, 1, WITHOUT_SESSIONS)
+    receiver = Receiver(server, 3, 1)
     wanted = WeightsRef(PolicyVersion(0, 2), f"tcp://127.0.0.1:9,{first.path}")
     task = asyncio.create_task(push(receiver, wanted))
     await asyncio.to_thread(asked.wait, LONG)
@@ -263,7 +262,7 @@ async def test_a_version_that_was_announced_elsewhere_is_waited_for(spawn, sende
 async def test_a_push_is_finished_with_its_own_version(spawn, sender):
     server = spawn()
     at_update(server, 1, lambda: offer(sender, 2) and None)
-    receiver = Receiver(server, 0, 1, WITHOUT_SESSIONS)
+    receiver = Receiver(server, 0, 1)
     await push(receiver, offer(sender))
     check(server, 1)
     await receiver.close()
@@ -278,8 +277,8 @@ async def test_a_server_that_is_killed(spawn, sender, bucket):
     ref = offer(sender)
     start = time.monotonic()
     with pytest.raises(EngineError, match="died"):
-        await push(Receiver(server, 0, 1, WITHOUT_SESSIONS), ref)
-    await push(Receiver(other, 0, 1, WITHOUT_SESSIONS), ref)
+        await push(Receiver(server, 0, 1), ref)
+    await push(Receiver(other, 0, 1), ref)
     assert time.monotonic() - start < LONG / 2
     check(other, 1)
     assert sender.error is None
@@ -292,11 +291,11 @@ async def test_a_server_that_freezes(spawn, sender):
     server.look()  # it is up: the push below has all of its time
     at_update(server, 1, lambda: server.signal(SIGSTOP))
     ref = offer(sender)
-    receiver = Receiver(server, 0, 1, WITHOUT_SESSIONS)
+    receiver = Receiver(server, 0, 1)
     start = time.monotonic()
     with pytest.raises((WeightsError, EngineError)):
         await push(receiver, ref, seconds=FEW)
-    await push(Receiver(other, 1, 1, WITHOUT_SESSIONS), ref)
+    await push(Receiver(other, 1, 1), ref)
     assert FEW - 0.1 < time.monotonic() - start < LONG / 2
     check(other, 1)
     server.signal(SIGCONT)
@@ -311,7 +310,7 @@ async def test_a_server_that_is_late_to_join_does_not_hang(spawn, sender):
     server.look()
     server.signal(SIGSTOP)
     ref = offer(sender)
-    receiver = Receiver(server, 0, 1, WITHOUT_SESSIONS)
+    receiver = Receiver(server, 0, 1)
     with pytest.raises((WeightsError, EngineError)):
         await push(receiver, ref, seconds=FEW)
     assert server.calls == ["init_group", "destroy_group"]
@@ -329,7 +328,7 @@ async def test_a_server_is_not_asked_to_join_nobody(spawn, sender, monkeypatch):
     monkeypatch.setattr("asyncrl.weights.group.ProcessGroupGloo", unable)
     server = spawn()
     with pytest.raises(WeightsError, match="no such interface"):
-        await push(Receiver(server, 0, 1, WITHOUT_SESSIONS), offer(sender))
+        await push(Receiver(server, 0, 1), offer(sender))
     assert server.calls == []
 
 
@@ -347,7 +346,7 @@ async def test_rank_0_listens_before_the_server_is_asked(spawn, sender, monkeypa
 
     monkeypatch.setattr(ServerGroup, "_make_group", slowly)
     server = spawn()
-    await push(Receiver(server, 0, 1, WITHOUT_SESSIONS), offer(sender))
+    await push(Receiver(server, 0, 1), offer(sender))
     assert there == [False]
 
 
@@ -378,7 +377,7 @@ async def test_another_nccl_is_named_on_both_sides(spawn, sender, monkeypatch, s
     server = spawn()
     at_update(server, 0, refuse)
     with pytest.raises(WeightsError, match=message):
-        await push(Receiver(server, 0, 1, WITHOUT_SESSIONS), offer(sender))
+        await push(Receiver(server, 0, 1), offer(sender))
 
 
 def test_the_version_of_nccl_is_that_of_the_library_in_use(monkeypatch):
@@ -404,7 +403,7 @@ async def test_a_trainer_that_is_killed(spawn):
     at_update(server, 2, lambda: trainer.signal(SIGKILL))
     start = time.monotonic()
     with pytest.raises(WeightsError):
-        await push(Receiver(server, 0, 1, WITHOUT_SESSIONS), trainer.ref)
+        await push(Receiver(server, 0, 1), trainer.ref)
     assert time.monotonic() - start < LONG / 2
     assert server.look()[0] == "default"
 
@@ -416,7 +415,7 @@ async def test_a_trainer_that_freezes_takes_the_server_with_it(spawn):
     server.look()
     at_update(server, 2, lambda: trainer.signal(SIGSTOP))
     with pytest.raises((WeightsError, EngineError)):
-        await push(Receiver(server, 0, 1, WITHOUT_SESSIONS), trainer.ref, seconds=FEW)
+        await push(Receiver(server, 0, 1), trainer.ref, seconds=FEW)
     with pytest.raises(EngineError, match="no answer"):
         server.ranks[0].call(1.0, "look")
     trainer.signal(SIGKILL)
@@ -428,11 +427,9 @@ async def test_a_trainer_that_is_gone(spawn):
     trainer = SenderProcess(silent_from=0)
     trainer.end()
     with pytest.raises(WeightsError, match="no sender there"):
-        await push(Receiver(server, 0, 1, WITHOUT_SESSIONS), trainer.ref)
+        await push(Receiver(server, 0, 1), trainer.ref)
     with pytest.raises(WeightsError, match="not the address of a sender"):
-        await push(
-            Receiver(server, 0, 1, WITHOUT_SESSIONS), WeightsRef(PolicyVersion(0, 1), "/dev/shm/weights")
-        )
+        await push(Receiver(server, 0, 1), WeightsRef(PolicyVersion(0, 1), "/dev/shm/weights"))
     assert server.calls == []
 
 
@@ -448,7 +445,7 @@ async def test_a_rank_that_does_not_deliver(spawn, sender):
     snapshot = snapshot_of(weights(1), PolicyVersion(0, 1))
     broken = replace(snapshot, hold_copy=lambda: nullcontext(Broken(snapshot.layout, weights(1))))
     server = spawn()
-    receiver = Receiver(server, 0, 1, WITHOUT_SESSIONS)
+    receiver = Receiver(server, 0, 1)
     with pytest.raises(WeightsError, match="did not deliver"):
         await push(receiver, sender.offer_snapshot(broken))
     assert server.calls == ["init_group", "update_from_group", "destroy_group"]
@@ -463,7 +460,7 @@ async def test_a_supervisor_that_freezes_holds_others_up_no_longer_than_its_dead
     frozen = await asyncio.open_connection(*_address(ref))
     start = time.monotonic()
     await ask_question(*frozen, VersionRequest("frozen", PolicyVersion(0, 1), 1, 1.0))
-    await push(Receiver(server, 1, 1, WITHOUT_SESSIONS), ref)
+    await push(Receiver(server, 1, 1), ref)
     assert 0.9 < time.monotonic() - start < LONG / 2
     check(server, 1)
 
@@ -476,12 +473,12 @@ async def test_a_supervisor_that_is_cancelled_frees_the_sender(spawn, sender):
     ref = offer(sender)
     served = asyncio.Event()
     server.before = lambda name: served.set()
-    task = asyncio.create_task(push(Receiver(server, 0, 1, WITHOUT_SESSIONS), ref, seconds=LONG))
+    task = asyncio.create_task(push(Receiver(server, 0, 1), ref, seconds=LONG))
     await served.wait()
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    await push(Receiver(other, 1, 1, WITHOUT_SESSIONS), ref)
+    await push(Receiver(other, 1, 1), ref)
     check(other, 1)
 
 
@@ -491,7 +488,7 @@ async def test_junk_on_the_port_bothers_nobody(spawn, sender, junk):
     ref = offer(sender)
     with socket.create_connection(_address(ref)) as stranger:
         stranger.sendall(junk)
-        await push(Receiver(server, 0, 1, WITHOUT_SESSIONS), ref)
+        await push(Receiver(server, 0, 1), ref)
         stranger.settimeout(LONG)
         assert b"ProtocolError" in stranger.recv(1000)
     check(server, 1)
@@ -515,7 +512,7 @@ def test_supervisors_are_heard_again_after_a_lack_of_file_descriptors(spawn, sen
                 time.sleep(0.01)
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        asyncio.run(push(Receiver(server, 0, 1, WITHOUT_SESSIONS), ref))
+        asyncio.run(push(Receiver(server, 0, 1), ref))
     check(server, 1)
 
 
@@ -533,7 +530,7 @@ async def test_closing_the_sender_ends_its_pushes(spawn):
     at_update(server, 1, sender.close)
     start = time.monotonic()
     with pytest.raises(WeightsError):
-        await push(Receiver(server, 0, 1, WITHOUT_SESSIONS), offer(sender))
+        await push(Receiver(server, 0, 1), offer(sender))
     assert time.monotonic() - start < LONG / 2
     assert server.look()[0] == "default"
 
@@ -542,7 +539,7 @@ async def test_a_supervisor_that_asks_for_nothing_is_disconnected_and_dials_agai
     """It costs a thread and a descriptor, and may be on a machine that is gone."""
     monkeypatch.setattr(collective, "IDLE_SECONDS", 0.05)
     server = spawn()
-    receiver = Receiver(server, 0, 1, WITHOUT_SESSIONS)
+    receiver = Receiver(server, 0, 1)
     for version in (1, 2):
         await push(receiver, offer(sender, version))
         check(server, version)
@@ -563,7 +560,7 @@ async def test_the_groups_of_training_are_left_alone(spawn, sender):
     """This process has no default group, and gets none."""
     known = dict(dist.distributed_c10d._world.pg_map)
     server = spawn()
-    receiver = Receiver(server, 0, 1, WITHOUT_SESSIONS)
+    receiver = Receiver(server, 0, 1)
     await push(receiver, offer(sender))
     assert dict(dist.distributed_c10d._world.pg_map) == known
     await receiver.close()

@@ -1,0 +1,91 @@
+"""Checks a server's arguments against the updates of a run, before the first update.
+
+A server that takes its weights from files loads them into each of its models, the draft of speculative
+decoding included, and a load that fails ends the server. By broadcast the draft is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from asyncrl.config import RunConfig
+from asyncrl.errors import ConfigError
+from asyncrl.weights.model_files import read_json
+
+# Names of --speculative-algorithm. Drafts with a layout of their own do not take the policy's files. Tried
+# was EAGLE3; the others load files in the same way.
+OWN_LAYOUT_DRAFTS = frozenset(("EAGLE3", "STANDALONE", "DFLASH", "DSPARK"))
+# EAGLE without --speculative-draft-model-path uses the MTP layers in the model's own files.
+EAGLE_DRAFTS = frozenset(("EAGLE", "NEXTN"))
+MTP_DRAFTS = frozenset(("FROZEN_KV_MTP",))
+# A server of these ends at the first request with an adapter (SGLang 0.5.23).
+WITHOUT_ADAPTERS = "Mistral3ForConditionalGeneration"
+
+
+def check_arguments(config: RunConfig, source: str, arguments: Mapping[str, object]) -> None:
+    """Raise ConfigError for arguments with which the server would end at an update of its weights. `source`:
+    where the arguments stand. Adapters leave the weights as they are, unless servers sleep."""
+    if config.adapters_apart and not config.shifts:
+        return
+
+    values = _by_name(arguments)
+    quantization = values.get("quantization")
+    if quantization:
+        raise ConfigError(
+            f"{source}: quantization={quantization} ends a server at its first update, as versions are not "
+            f"quantized; leave it out, and versions are in model.dtype={config.model.dtype}"
+        )
+
+    algorithm = _draft_algorithm(values)
+    if algorithm in OWN_LAYOUT_DRAFTS and config.weights.transport == "disk":
+        raise ConfigError(
+            f"{source}: speculative-algorithm={algorithm} ends a server at its first update from files: it "
+            "loads them into the draft, too; set weights.transport=collective, or leave it out"
+        )
+
+
+def draft_warning(arguments: Mapping[str, object]) -> str:
+    """Describe what becomes of the draft of speculative decoding during a run; "" without a draft."""
+    values = _by_name(arguments)
+    algorithm = _draft_algorithm(values)
+    has_own_files = bool(values.get("speculative-draft-model-path"))
+
+    if algorithm in MTP_DRAFTS or (algorithm in EAGLE_DRAFTS and not has_own_files):
+        reason = "the MTP layers of the model stay frozen"
+    elif algorithm in EAGLE_DRAFTS | OWN_LAYOUT_DRAFTS:
+        reason = "the draft is not trained and goes stale"
+    else:
+        return ""
+
+    return (
+        f"speculative-algorithm={algorithm}: {reason} while the policy changes, so that fewer of its tokens "
+        "are accepted with each step; samples stay right"
+    )
+
+
+def check_adapters_served(config: RunConfig) -> None:
+    """Raise ConfigError if servers of the run's model end at a request with an adapter."""
+    if not (config.adapters_apart and config.engine.remote):
+        return
+
+    config_file = Path(config.model.path) / "config.json"
+    if config_file.is_file() and WITHOUT_ADAPTERS in (read_json(config_file).get("architectures") or ()):
+        raise ConfigError(
+            f"model.path: {config.model.path} is a {WITHOUT_ADAPTERS}, whose SGLang server ends at its first "
+            "request with an adapter; set weights.adapters=false, or engine=torch"
+        )
+
+
+def _by_name(arguments: Mapping[str, object]) -> dict[str, object]:
+    """Return arguments by their names on the command line; those that are null, false or "none" are left
+    out."""
+    return {
+        name.lstrip("-").replace("_", "-"): value
+        for name, value in arguments.items()
+        if value not in (None, False, "", "none", "null")
+    }
+
+
+def _draft_algorithm(values: Mapping[str, object]) -> str:
+    return str(values.get("speculative-algorithm", "")).upper()

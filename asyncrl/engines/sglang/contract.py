@@ -1,0 +1,358 @@
+"""Probes servers of other versions of SGLang than the tested one: each is taken by what it does.
+
+    before the start    routes and fields of requests, in /openapi.json ──► fields of answers
+    before the first    log-probs of a text ──► a request across a pause, in the run's mode
+    load                ──► the label of the weights ──► a session of updates (weights.transport=collective)
+
+The first half changes nothing, so that a server in use can be looked at. The second half is for the server's
+supervisor. What neither shows is checked at each load: the label is read back, and log-probs of the probe
+text are compared with the trainer's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import Any
+
+import msgspec
+
+from asyncrl.config import RunConfig
+from asyncrl.engines.base import Request, Sampling
+from asyncrl.engines.sglang.http import INVALID_LABEL, ServerApi, update_session
+from asyncrl.engines.sglang.stream import MetaInfo, StreamedTurn, decode_event
+from asyncrl.errors import AsyncrlError, ConfigError, EngineError, one_line
+from asyncrl.types import NO_VERSION
+
+log = logging.getLogger("asyncrl.server_supervisor")
+
+TESTED_VERSION = "0.5.23"
+"""The version that the tests run with: taken as it is."""
+TRIAL_IDS = tuple(range(10, 26))
+"""A text of the trial: ids that each vocabulary has."""
+TRIAL_TOKENS = 48
+"""Tokens that the trial samples across a pause."""
+TRIAL_SECONDS = 300.0
+"""Deadline of each step of the trial: a server may compile kernels for its first requests."""
+FLUSH_SECONDS = 2.0
+"""Time for aborted requests to leave."""
+MAX_TRIAL_GAP = 1.0
+"""Nats by which sampled and scored log-probs of a token may differ; in bfloat16 they differ by tenths."""
+
+Fields = dict[str, tuple[str, ...]]  # by path
+READING: Fields = {
+    "/ready": (),
+    "/server_info": (),
+    "/model_info": (),
+    "/generate": (
+        "input_ids",
+        "sampling_params",
+        "return_logprob",
+        "logprob_start_len",
+        "top_logprobs_num",
+        "cache_salt",
+    ),
+}
+SAMPLING: Fields = {
+    "/generate": (*READING["/generate"], "rid", "stream"),
+    "/abort_request": (),
+    "/pause_generation": ("mode",),
+    "/continue_generation": (),
+    "/flush_cache": (),
+    "/update_weight_version": ("new_version", "abort_all_requests"),
+}
+FILES: Fields = {"/update_weights_from_disk": ("model_path", "weight_version", "flush_cache")}
+GROUPS: Fields = {
+    "/init_weights_update_group": (
+        "master_address",
+        "master_port",
+        "rank_offset",
+        "world_size",
+        "group_name",
+        "backend",
+    ),
+    "/begin_weight_update": (),
+    "/update_weights_from_distributed": (
+        "names",
+        "dtypes",
+        "shapes",
+        "group_name",
+        "flush_cache",
+        "load_format",
+        "weight_version",
+    ),
+    "/end_weight_update": (),
+    "/destroy_weights_update_group": ("group_name",),
+}
+ADAPTERS: Fields = {
+    "/generate": (*SAMPLING["/generate"], "lora_path"),
+    "/load_lora_adapter": ("lora_name", "lora_path"),
+    "/unload_lora_adapter": ("lora_name",),
+    "/v1/models": (),
+}
+SLEEPING: Fields = {"/release_memory_occupation": ("tags",), "/resume_memory_occupation": ("tags",)}
+
+
+class Schema(msgspec.Struct, frozen=True):
+    """A JSON schema: a reference to another schema, or an object with properties."""
+
+    ref: str = msgspec.field(default="", name="$ref")
+    properties: dict[str, msgspec.Raw] = {}
+
+
+class MediaType(msgspec.Struct, frozen=True):
+    schema: Schema = Schema()
+
+
+class RequestBody(msgspec.Struct, frozen=True):
+    content: dict[str, MediaType] = {}
+
+
+class Operation(msgspec.Struct, frozen=True, rename="camel"):
+    request_body: RequestBody = RequestBody()
+
+
+class Components(msgspec.Struct, frozen=True):
+    schemas: dict[str, Schema] = {}
+
+
+class OpenApi(msgspec.Struct, frozen=True):
+    """The part of `/openapi.json` about routes, by path and method, and about the bodies of requests."""
+
+    paths: dict[str, dict[str, Operation]]
+    components: Components = Components()
+
+    def lacking(self, needed: Fields) -> list[str]:
+        """Return the needed paths that no route has, and the needed fields that a route's body lacks. A body
+        without a schema may have any field."""
+        lacking: list[str] = []
+        for path, fields in needed.items():
+            operations = self.paths.get(path)
+            if operations is None:
+                lacking.append(path)
+                continue
+
+            properties: set[str] = set()
+            for operation in operations.values():
+                for media_type in operation.request_body.content.values():
+                    schema = media_type.schema
+                    schema = self.components.schemas.get(schema.ref.rpartition("/")[2], schema)
+                    properties.update(schema.properties)
+            if properties:
+                lacking += [f"{field} in {path}" for field in fields if field not in properties]
+
+        return lacking
+
+
+def needed_routes(config: RunConfig, scorer: str) -> Fields:
+    """Return the routes that this run uses, with the fields of their requests. `scorer`: the server's scorer;
+    "" for a server of the policy."""
+    if scorer:
+        return READING
+
+    routes = READING | SAMPLING
+    if config.adapters_apart:
+        routes |= ADAPTERS | FILES
+    elif config.weights.transport == "disk":
+        routes |= FILES
+    else:
+        routes |= GROUPS
+    if config.shifts:
+        routes |= SLEEPING
+    if config.trainer.router_replay:
+        generate_fields = (*routes["/generate"], "return_routed_experts", "routed_experts_start_len")
+        routes |= {"/generate": generate_fields}
+
+    return routes
+
+
+def needed_answers(config: RunConfig, scorer: str) -> Fields:
+    """Return the fields that this run reads in answers to questions, by path."""
+    server_fields = ["version", "model_path", "tp_size", "dp_size", "max_req_input_len"]
+    if not scorer and config.shifts:
+        server_fields += ["enable_memory_saver", "max_total_num_tokens"]
+    if not scorer and config.trainer.router_replay:
+        server_fields += ["enable_return_routed_experts"]
+    if not scorer and config.adapters_apart:
+        server_fields += ["enable_lora", "max_lora_rank", "max_loras_per_batch", "max_loaded_loras"]
+
+    return {
+        "/server_info": tuple(server_fields),
+        "/model_info": ("model_path", "weight_version", "architectures"),
+    }
+
+
+async def look_at_contract(config: RunConfig, server: ServerApi, version: str, scorer: str) -> None:
+    """Check that a server of another version than the tested one has the routes and fields that this run
+    uses. Changes nothing. Raises ConfigError with what is lacking."""
+    if version == TESTED_VERSION:
+        return
+
+    try:
+        api = await server.get_struct("/openapi.json", OpenApi)
+    except EngineError as error:
+        raise _unfit(server, version, f"its routes cannot be read ({one_line(error)})") from error
+
+    lacking = api.lacking(needed_routes(config, scorer))
+    for path, fields in needed_answers(config, scorer).items():
+        answer = await server.get_struct(path, dict[str, msgspec.Raw])
+        lacking += [f"{field} in the answer of {path}" for field in fields if field not in answer]
+
+    if lacking:
+        raise _unfit(server, version, f"it lacks {', '.join(lacking)}")
+
+
+async def try_contract(config: RunConfig, server: ServerApi, version: str, scorer: str) -> None:
+    """Have a server of another version than the tested one do what the run will have it do, and log one line
+    if it does. The server is ready, and its supervisor's alone. Raises ConfigError with the step that
+    fails."""
+    if version == TESTED_VERSION:
+        return
+
+    trial = ContractTrial(config, server)
+    steps: dict[str, Callable[[], Awaitable[None]]] = {"log-probs of a text": trial.score}
+    if not scorer:
+        steps[f"a request across a pause ({trial.mode})"] = trial.pause
+        steps["the label of the weights"] = trial.relabel
+    if not scorer and config.weights.transport != "disk" and not config.adapters_apart:
+        steps["a session of updates"] = trial.open_session
+    if not scorer and config.adapters_apart:
+        steps["the list of adapters"] = trial.list_adapters
+
+    for step, act in steps.items():
+        try:
+            async with asyncio.timeout(TRIAL_SECONDS):
+                await act()
+        except TimeoutError:
+            raise _unfit(server, version, f"{step}: not done within {TRIAL_SECONDS:g} s") from None
+        except AsyncrlError as error:
+            raise _unfit(server, version, f"{step}: {one_line(error)}") from error
+
+    log.warning(
+        "server %s runs SGLang %s; tested is %s. It does what this run needs: %s",
+        server.url,
+        version,
+        TESTED_VERSION,
+        "routes and fields, " + ", ".join(steps),
+    )
+
+
+class ContractTrial:
+    """The steps of `try_contract`. Each raises an AsyncrlError if the server does something else."""
+
+    def __init__(self, config: RunConfig, server: ServerApi) -> None:
+        self._config = config
+        self._server = server
+        self.mode = config.update_mode
+
+    async def score(self) -> None:
+        scored_logprobs = await self._server.score(TRIAL_IDS, TRIAL_SECONDS)
+        _check_logprobs(scored_logprobs)
+
+    async def pause(self) -> None:
+        """Sample a request that a pause interrupts, as an update does, and compare its log-probs with scores
+        of the same tokens. Adapters need no pause."""
+        started = asyncio.Event()
+        sampling = asyncio.create_task(self._sample(started))
+        try:
+            first_event = asyncio.create_task(started.wait())
+            await asyncio.wait([sampling, first_event], return_when=asyncio.FIRST_COMPLETED)
+            first_event.cancel()
+
+            if not self._config.adapters_apart:
+                await self._server.pause(self.mode)
+                try:
+                    is_ready = await self._server.ready()
+                    if self.mode != "in_place":
+                        await self._server.flush_cache(wait=FLUSH_SECONDS if self.mode == "abort" else 0.0)
+                finally:
+                    await self._server.resume()
+                if is_ready or not await self._server.ready():
+                    raise EngineError("/ready does not tell a pause")
+            meta_info = await sampling
+        finally:
+            sampling.cancel()
+            with suppress(asyncio.CancelledError, AsyncrlError):
+                await sampling
+
+        self._check_sampled(meta_info)
+        sampled_ids = tuple(token.id for token in meta_info.output_token_logprobs)
+        scored_logprobs = await self._server.score((*TRIAL_IDS, *sampled_ids), TRIAL_SECONDS)
+        gaps = [
+            abs(token.logprob - scored_logprob)
+            for token, scored_logprob in zip(
+                meta_info.output_token_logprobs, scored_logprobs[len(TRIAL_IDS) - 1 :], strict=True
+            )
+        ]
+        if gaps and not max(gaps) < MAX_TRIAL_GAP:
+            raise EngineError(f"sampled and scored log-probs differ by {max(gaps):.2g} nats")
+
+    async def relabel(self) -> None:
+        """Give the weights another label, read the label back, and put the first label back."""
+        label = await self._server.weight_label()
+        await self._server.relabel(INVALID_LABEL)
+        new_label = await self._server.weight_label()
+        await self._server.relabel(label)
+        last_label = await self._server.weight_label()
+        if (new_label, last_label) != (INVALID_LABEL, label):
+            raise EngineError(f"the label {INVALID_LABEL!r} is read back as {new_label!r}")
+
+    async def open_session(self) -> None:
+        """Open and close a session of updates, within a pause as an update does: else requests hold it up."""
+        await self._server.pause(self.mode)
+        try:
+            async with update_session(self._server):
+                pass
+        finally:
+            await self._server.resume()
+
+    async def list_adapters(self) -> None:
+        await self._server.adapters()
+
+    async def _sample(self, started: asyncio.Event) -> MetaInfo:
+        """Return the fields of the last event of a stream, with the log-probs of all events. Sets `started`
+        with the first event."""
+        body: dict[str, Any] = {
+            "input_ids": TRIAL_IDS,
+            "sampling_params": {"max_new_tokens": TRIAL_TOKENS, "temperature": 1.0, "ignore_eos": True},
+            "return_logprob": True,
+            "cache_salt": "asyncrl-trial",
+        }
+        meta_info = MetaInfo()
+        stream = StreamedTurn(Request("trial", TRIAL_IDS, Sampling(TRIAL_TOKENS, ())), NO_VERSION, True)
+        async with self._server.generate(body, TRIAL_SECONDS) as events:
+            async for payload in events:
+                event = decode_event(payload)
+                stream.add_event(event)
+                meta_info = event.meta_info
+                started.set()
+
+        return msgspec.structs.replace(meta_info, output_token_logprobs=tuple(stream.tokens))
+
+    def _check_sampled(self, meta_info: MetaInfo) -> None:
+        finish = meta_info.finish_reason
+        if finish is None or (finish.type == "abort" and self.mode != "abort"):
+            raise EngineError(f"the request ends with {finish.type if finish else 'no reason'}")
+
+        count = len(meta_info.output_token_logprobs)
+        if finish.type != "abort" and count != TRIAL_TOKENS:
+            raise EngineError(f"the request has {count} of {TRIAL_TOKENS} tokens")
+        if not meta_info.weight_version or (finish.type != "abort" and not meta_info.weight_versions):
+            raise EngineError("the answer lacks weight_version or weight_versions")
+        _check_logprobs(tuple(token.logprob for token in meta_info.output_token_logprobs))
+
+
+def _check_logprobs(logprobs: tuple[float, ...]) -> None:
+    for logprob in logprobs:
+        if not (math.isfinite(logprob) and logprob <= 0):
+            raise EngineError(f"{logprob} is no log-prob")
+
+
+def _unfit(server: ServerApi, version: str, reason: str) -> ConfigError:
+    return ConfigError(
+        f"server {server.url} runs SGLang {version}, which cannot serve this run: {reason}; "
+        f"tested is {TESTED_VERSION}"
+    )

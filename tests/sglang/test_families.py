@@ -1,0 +1,154 @@
+"""Today's families on real servers: log-probs are transformers' own, as the server was started, after updates
+of the text part alone by files and by deltas, and with an adapter."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from shutil import copytree
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+from asyncrl.config import WeightsConfig
+from asyncrl.engines.sglang.client import SGLangClient
+from asyncrl.engines.sglang.http import ServerApi
+from asyncrl.types import PolicyVersion
+from asyncrl.weights.delta import VersionWriter
+from asyncrl.weights.manifest import AdapterSpec
+from tests.fakes.sglang import loader_of, sglang_config
+from tests.fakes.tiny_families import FAMILIES, VISION_PREFIXES, VOCABULARY_SIZE, build_family
+from tests.fakes.weights import BUCKET_BYTES, snapshot_of
+from tests.sglang.conformance import ask, in_use, prompt
+from tests.sglang.conftest import Start
+
+GAP = 1e-5  # nats, in float32
+RANK = 4
+ADAPTED = ("q_proj", "k_proj", "v_proj", "o_proj")
+ADAPTERS = ("--enable-lora", f"--max-lora-rank={RANK}", "--lora-target-modules", *ADAPTED)
+WITHOUT_ADAPTERS = ("mistral3",)  # the first request with an adapter ends its server
+TEXT = prompt(60, "families")
+
+
+def served_families() -> list[object]:
+    """Return the families that a CPU server takes; `make test` has one."""
+    further = ("qwen3_next", "qwen3_5_moe", "gemma3", "ministral3", "mistral3", "qwen3_vl")
+    return ["qwen3_5", *(pytest.param(family, marks=pytest.mark.full) for family in further)]
+
+
+def text_tensors(model: Path) -> dict[str, Tensor]:
+    """Return what trains of a checkpoint, under the names of its file."""
+    tensors = load_file(model / "model.safetensors")
+    return {
+        name: tensor
+        for name, tensor in tensors.items()
+        if not name.startswith(("mtp.", *VISION_PREFIXES)) and tensor.is_floating_point()
+    }
+
+
+def changed(tensors: dict[str, Tensor], seed: int) -> dict[str, Tensor]:
+    """Return other weights, far enough for other log-probs."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        name: tensor + 0.1 * torch.randn(tensor.shape, generator=generator) * _spread(tensor)
+        for name, tensor in tensors.items()
+    }
+
+
+def _spread(tensor: Tensor) -> float:
+    spread = float(tensor.std()) if tensor.numel() > 1 else 0.0
+    return spread or 0.1
+
+
+def with_tensors(model: Path, tensors: dict[str, Tensor], directory: Path) -> Path:
+    """Return a copy of a checkpoint in which these tensors are others."""
+    copytree(model, directory)
+    all_tensors = load_file(model / "model.safetensors") | tensors
+    save_file(all_tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    return directory
+
+
+def own_logprobs(family: str, model: Path, ids: tuple[int, ...]) -> list[float]:
+    """Return transformers' log-probs of ids[1:]."""
+    auto_class = AutoModelForImageTextToText if FAMILIES[family].composite else AutoModelForCausalLM
+    network = auto_class.from_pretrained(model, dtype=torch.float32).eval()
+    batch = torch.tensor([ids])
+    with torch.inference_mode():
+        table = network(input_ids=batch).logits[0, :-1].float().log_softmax(-1)
+    chosen: list[float] = table.gather(1, batch[0, 1:, None])[:, 0].tolist()
+    return chosen
+
+
+def largest_gap(logprobs: tuple[float, ...], expected: list[float]) -> float:
+    gaps = [abs(one - other) for one, other in zip(logprobs, expected, strict=True)]
+    return math.inf if any(map(math.isnan, gaps)) else max(gaps)
+
+
+def write_adapter(model: Path, tensors: dict[str, Tensor], directory: Path) -> dict[str, Tensor]:
+    """Write a random adapter of attention layers in PEFT's layout. Returns the adapted weights, merged."""
+    generator = torch.Generator().manual_seed(3)
+    adapter_tensors: dict[str, Tensor] = {}
+    merged_weights: dict[str, Tensor] = {}
+    for name, weight in tensors.items():
+        layer = name.removesuffix(".weight")
+        if not layer.endswith(ADAPTED) or ".self_attn." not in layer:
+            continue
+
+        factor_a = torch.randn(RANK, weight.shape[1], generator=generator) / 4
+        factor_b = torch.randn(weight.shape[0], RANK, generator=generator) / 4
+        merged_weights[name] = weight + factor_b @ factor_a
+        for factor, values in (("A", factor_a), ("B", factor_b)):
+            adapter_tensors[f"base_model.model.{layer}.lora_{factor}.weight"] = values
+
+    directory.mkdir()
+    spec = AdapterSpec(rank=RANK, alpha=RANK, layers=ADAPTED)
+    (directory / "adapter_config.json").write_text(json.dumps(spec.peft(str(model))))
+    save_file(adapter_tensors, directory / "adapter_model.safetensors")
+    return merged_weights
+
+
+@pytest.mark.parametrize("family", served_families())
+async def test_a_family_is_served_as_transformers_computes_it(
+    family: str, sglang_server: Start, tmp_path: Path
+) -> None:
+    model = build_family(family, tmp_path / "model")
+    takes_adapters = family not in WITHOUT_ADAPTERS
+    server = sglang_server(model, *(ADAPTERS if takes_adapters else ()))
+    gaps: dict[str, float] = {}
+
+    config = WeightsConfig(mode="in_place")
+    client = SGLangClient(ServerApi(server.url), sglang_config(1024), VOCABULARY_SIZE, salt=family)
+    writer = VersionWriter(tmp_path / "versions", BUCKET_BYTES, full_every=2)
+    async with in_use(client), in_use(loader_of(ServerApi(server.url), config, tmp_path / "cache")) as loader:
+        gaps["at the start"] = largest_gap(await loader.score(TEXT), own_logprobs(family, model, TEXT))
+
+        tensors = text_tensors(model)
+        for version, way in ((1, "a file"), (2, "a delta")):
+            tensors = changed(tensors, seed=version)
+            ref = writer.write_version(snapshot_of(tensors, PolicyVersion(1, version)))
+            manifest = await loader.load(ref)
+            assert (manifest.delta is None) == (way == "a file")
+            client.mark_version(ref.version)
+
+            generation = await client.generate(ask(TEXT[:20], 40, way))
+            ids = (*TEXT[:20], *generation.ids)
+            expected = own_logprobs(family, with_tensors(model, tensors, tmp_path / way), ids)
+            gaps[f"after {way}"] = largest_gap(await loader.score(ids), expected)
+            gaps[f"sampled after {way}"] = largest_gap(generation.logprobs, expected[19:])
+
+        if takes_adapters:
+            merged_weights = write_adapter(model, tensors, tmp_path / "adapter")
+            await loader.api.load_adapter("adapter", str(tmp_path / "adapter"))
+            expected = own_logprobs(
+                family, with_tensors(model, tensors | merged_weights, tmp_path / "merged"), TEXT
+            )
+            gaps["with an adapter"] = largest_gap(await loader.api.score(TEXT, 60.0, "adapter"), expected)
+            assert largest_gap(await loader.score(TEXT), expected) > 100 * GAP  # it is another model
+
+    server.kill()
+    print(family, {way: f"{gap:.2g}" for way, gap in gaps.items()})
+    assert max(gaps.values()) < GAP, gaps
