@@ -20,7 +20,8 @@ from asyncrl.config import RunConfig, divisors, leaves
 from asyncrl.conversation.templates import read_template
 from asyncrl.errors import ConfigError, one_line, users_code
 from asyncrl.launch.estimates import multiplies_bfloat16, sees_gpu
-from asyncrl.weights.model_files import read_json, served_modules, weight_files, weight_shapes
+from asyncrl.weights.model_files import read_json, weight_files, weight_shapes
+from asyncrl.weights.trained_tensors import resolve_lora_modules, servers_get_adapters
 
 FETCHED_FILES = ("*.safetensors", "*.json", "*.jinja")
 # Exports to other formats, and a second copy of the weights (Mistral).
@@ -57,13 +58,9 @@ def resolve_models(
         dtype=_dtype(config, previous_values.get("model.dtype")),
     )
 
+    model = replace(model, lora_modules=resolve_lora_modules(replace(config, model=model)))
     weights = config.weights
-    if config.adapters_apart and config.engine.remote:
-        if not served_modules(model.path):
-            key, cure = ("agents", "engine=torch") if config.agents else ("weights.adapters", "it to false")
-            raise ConfigError(
-                f"{key}: SGLang has no adapters for some layers, or experts, of {model.path}; set {cure}"
-            )
+    if servers_get_adapters(config):
         weights = replace(weights, adapters=True)  # Servers that join the run need this, too.
 
     return replace(

@@ -34,7 +34,7 @@ from asyncrl.store.schema import DATABASE, check_schema
 from asyncrl.trainer.footprint import needs_critic
 from asyncrl.types import Message, Sample, ToolCall
 from asyncrl.weights.checkpoint_match import check_checkpoint
-from asyncrl.weights.model_files import published_bytes
+from asyncrl.weights.trained_tensors import published_bytes
 from asyncrl.wire.addresses import EVERY_ADDRESS, own_address
 
 if TYPE_CHECKING:

@@ -33,8 +33,8 @@ from asyncrl.trainer.footprint import (
     least_recomputation,
     static_bytes,
 )
-from asyncrl.weights.model_files import parameter_count
 from asyncrl.weights.snapshot import Buffers
+from asyncrl.weights.trained_tensors import parameter_count
 from tests.fakes.checked import write_header
 
 CRITIC: dict[str, Any] = {"algorithm": {"advantage": "gae"}, "buffer": {"filter_zero_variance": False}}
