@@ -20,12 +20,20 @@ from asyncrl.config import RunConfig, divisors, leaves
 from asyncrl.conversation.templates import read_template
 from asyncrl.errors import ConfigError, one_line, users_code
 from asyncrl.launch.estimates import multiplies_bfloat16, sees_gpu
-from asyncrl.weights.model_files import read_json, weight_files, weight_shapes
+from asyncrl.weights.model_files import quantization_method, read_json, weight_files, weight_shapes
 from asyncrl.weights.trained_tensors import resolve_lora_modules, servers_get_adapters
 
 FETCHED_FILES = ("*.safetensors", "*.json", "*.jinja")
 # Exports to other formats, and a second copy of the weights (Mistral).
 SKIPPED_FILES = ("*/*", "consolidated*")
+# How to write a version that is not quantized, by the method.
+DEQUANTIZED_BY_TRANSFORMERS = {
+    method: (
+        f", or write one: AutoModelForCausalLM.from_pretrained(..., quantization_config={config_class}("
+        "dequantize=True)), then save_pretrained(...) of model and tokenizer"
+    )
+    for method, config_class in (("mxfp4", "Mxfp4Config"), ("fp8", "FineGrainedFP8Config"))
+}
 _REPOSITORY_NAME = re.compile(r"(?P<name>\w[\w.-]*/\w[\w.-]*)(@(?P<revision>[\w./-]+))?")
 _CACHED_DIRECTORY = re.compile(
     r".*/models--(?P<name>\w[\w.-]*?--\w[\w.-]*)/snapshots/(?P<revision>[0-9a-f]{40})"
@@ -168,8 +176,11 @@ def check_model(config: RunConfig) -> None:
         check_vocabulary(config, "kl.reference", config.kl.reference)
 
     if not (path / "tokenizer.json").is_file():
+        has_processor = (path / "preprocessor_config.json").is_file()
+        processor_text = " beside its preprocessor_config.json" if has_processor else ""
         raise ConfigError(
-            f"{path}: no tokenizer.json; save a fast tokenizer with tokenizer.save_pretrained(...)"
+            f"{path}: no tokenizer.json{processor_text}; save a fast tokenizer with "
+            "tokenizer.save_pretrained(...)"
         )
 
     if not chat_template(config):
@@ -178,14 +189,15 @@ def check_model(config: RunConfig) -> None:
             "tokenizer has <|im_start|> and <|im_end|>"
         )
 
-    context_length = model_settings.get("max_position_embeddings", model_settings.get("n_positions"))  # GPT-2
+    text_settings = model_settings.get("text_config") or model_settings  # of a composite model
+    context_length = text_settings.get("max_position_embeddings", text_settings.get("n_positions"))  # GPT-2
     if isinstance(context_length, int) and context_length < config.rollout.max_tokens:
         raise ConfigError(
             f"rollout.max_tokens ({config.rollout.max_tokens}) exceeds the model's context "
             f"({context_length}); lower it"
         )
 
-    head_count = model_settings.get("num_attention_heads", model_settings.get("n_head"))  # GPT-2
+    head_count = text_settings.get("num_attention_heads", text_settings.get("n_head"))  # GPT-2
     sequence_ranks = config.trainer.sequence_parallel
     if isinstance(head_count, int) and head_count % sequence_ranks:
         raise ConfigError(
@@ -193,6 +205,23 @@ def check_model(config: RunConfig) -> None:
             f"attention heads; set it to one of {divisors(gcd(head_count, config.trainer.ranks))}, which "
             "divide these and trainer.ranks"
         )
+
+
+def check_not_quantized(config: RunConfig) -> None:
+    """Check that the models that trainer ranks read are not quantized; servers of scorers may read quantized
+    models. Raises ConfigError."""
+    paths = {"model.path": config.model.path, "critic.path": config.critic.path}
+    if not config.scored_reference:
+        paths["kl.reference"] = config.kl.reference
+
+    for key, path in paths.items():
+        method = quantization_method(path) if path else ""
+        if method:
+            advice = DEQUANTIZED_BY_TRANSFORMERS.get(method, "")
+            raise ConfigError(
+                f"{key} {path}: its weights are quantized ({method}), and the trainer needs them as they are: "
+                f"give a bfloat16 version of the model{advice}"
+            )
 
 
 def _check_width(path: Path, model_settings: dict[str, Any]) -> None:

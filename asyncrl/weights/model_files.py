@@ -126,6 +126,18 @@ def _leaf_values(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, 
         yield key, value if len(text) <= MAX_VALUE_SIZE else xxhash.xxh3_64_hexdigest(text)
 
 
+def quantization_method(path: str) -> str:
+    """Return the method by which a model's weights are quantized, as its config.json says, such as `mxfp4`;
+    '' for weights that are not quantized. Raises ConfigError without a config.json."""
+    model_settings = read_json(Path(path) / "config.json")
+    for settings in (model_settings, model_settings.get("text_config")):
+        quantization = settings.get("quantization_config") if isinstance(settings, dict) else None
+        if quantization:
+            return str(quantization.get("quant_method") or "an unnamed method")
+
+    return ""
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file. Raises ConfigError, with advice, when there is none."""
     try:
