@@ -29,8 +29,8 @@ SKIPPED_FILES = ("*/*", "consolidated*")
 # How to write a version that is not quantized, by the method.
 DEQUANTIZED_BY_TRANSFORMERS = {
     method: (
-        f", or write one: AutoModelForCausalLM.from_pretrained(..., quantization_config={config_class}("
-        "dequantize=True)), then save_pretrained(...) of model and tokenizer"
+        f", or write one with transformers: from_pretrained(..., quantization_config={config_class}("
+        "dequantize=True)), save_pretrained(...)"
     )
     for method, config_class in (("mxfp4", "Mxfp4Config"), ("fp8", "FineGrainedFP8Config"))
 }
@@ -210,17 +210,18 @@ def check_model(config: RunConfig) -> None:
 def check_not_quantized(config: RunConfig) -> None:
     """Check that the models that trainer ranks read are not quantized; servers of scorers may read quantized
     models. Raises ConfigError."""
-    paths = {"model.path": config.model.path, "critic.path": config.critic.path}
-    if not config.scored_reference:
-        paths["kl.reference"] = config.kl.reference
-
+    paths = {
+        "model.path": config.model.path,
+        "kl.reference": config.kl.reference,
+        "critic.path": config.critic.path,
+    }
     for key, path in paths.items():
         method = quantization_method(path) if path else ""
         if method:
             advice = DEQUANTIZED_BY_TRANSFORMERS.get(method, "")
             raise ConfigError(
-                f"{key} {path}: its weights are quantized ({method}), and the trainer needs them as they are: "
-                f"give a bfloat16 version of the model{advice}"
+                f"{key} {path}: its weights are quantized ({method}), which cannot be trained or read by the "
+                f"trainer; give a bfloat16 version of the model{advice}"
             )
 
 
