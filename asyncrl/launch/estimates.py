@@ -16,8 +16,9 @@ from asyncrl.launch.run_directory import check_creatable
 from asyncrl.observe.metrics import duration_text
 from asyncrl.runtime.process import is_imported
 from asyncrl.trainer.footprint import needs_critic
+from asyncrl.weights.checkpoint_match import part_shapes
 from asyncrl.weights.model_files import DTYPE_BYTES
-from asyncrl.weights.trained_tensors import frozen_counts, model_class_name, parameter_count
+from asyncrl.weights.trained_tensors import frozen_counts, parameter_count
 
 CPUINFO = Path("/proc/cpuinfo")
 # CPUs without these flags are slower with bfloat16 than with float32.
@@ -155,7 +156,7 @@ def _describe_parts(path: str) -> str:
     """Describe the class that reads a model, with the parts of the model that train and those that are
     frozen: "LlamaForCausalLM: 8.0 B parameters"."""
     trained_text = f"{_format_count(parameter_count(path))} parameters"
-    if class_name := model_class_name(path):
+    if class_name := part_shapes(path).model_class:
         trained_text = f"{class_name}: {trained_text}"
 
     frozen_parts = frozen_counts(path)

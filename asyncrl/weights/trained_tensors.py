@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from contextlib import suppress
 from math import prod
 from pathlib import Path
 
 from asyncrl.config import RunConfig
 from asyncrl.errors import ConfigError
-from asyncrl.weights.checkpoint_match import compare_checkpoint, frozen_shapes, trained_shapes
+from asyncrl.weights.checkpoint_match import frozen_shapes, trained_shapes
 from asyncrl.weights.model_files import DTYPE_BYTES, Shape, read_json
 
 _NO_LINEAR_LAYER = re.compile(r"embed|wte|wpe|(?<!shared_)experts?\.|router|\bgate\.|norm|lm_head")
@@ -39,13 +38,6 @@ def parameter_count(path: str) -> int:
 def frozen_counts(path: str) -> dict[str, int]:
     """Return the number of parameters of each frozen part, by the part's name in the model."""
     return {part: sum(map(prod, shapes.values())) for part, shapes in frozen_shapes(path).items()}
-
-
-def model_class_name(path: str) -> str:
-    """Return the class that reads a model to train it; '' where transformers has none."""
-    with suppress(ConfigError):
-        return compare_checkpoint(path, path, "language model").model_class
-    return ""
 
 
 def linear_shapes(path: str) -> dict[str, Shape]:
