@@ -60,6 +60,9 @@ class ModelConfig(Section, frozen=True):
     """Train low-rank adapters of this rank on the linear layers instead of the weights; 0: all weights."""
     lora_alpha: Annotated[float, Meta(gt=0)] = 16.0
     """Adapters are scaled by lora_alpha / lora_rank."""
+    lora_modules: list[str] = []
+    """Kinds of linear layers that adapters adapt, by the last part of their names, e.g. `[q_proj, v_proj]`;
+    empty: all of the text part, without those that servers do not take, where they get adapters alone."""
 
 
 class WeightedSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

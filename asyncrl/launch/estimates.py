@@ -16,7 +16,9 @@ from asyncrl.launch.run_directory import check_creatable
 from asyncrl.observe.metrics import duration_text
 from asyncrl.runtime.process import is_imported
 from asyncrl.trainer.footprint import needs_critic
-from asyncrl.weights.model_files import DTYPE_BYTES, parameter_count
+from asyncrl.weights.checkpoint_match import part_shapes
+from asyncrl.weights.model_files import DTYPE_BYTES
+from asyncrl.weights.trained_tensors import frozen_counts, parameter_count
 
 CPUINFO = Path("/proc/cpuinfo")
 # CPUs without these flags are slower with bfloat16 than with float32.
@@ -112,6 +114,8 @@ def checkpoint_bytes(config: RunConfig) -> int:
     exported_bytes = DTYPE_BYTES[config.model.dtype]
     # The base of adapters is frozen.
     total_bytes = parameters * ((exported_bytes if config.adapters else trained_bytes) + exported_bytes)
+    # Frozen parts are in the state and in the export, too.
+    total_bytes += 2 * sum(frozen_counts(config.model.path).values()) * exported_bytes
 
     if needs_critic(config):
         total_bytes += parameter_count(config.critic.path or config.model.path) * trained_bytes
@@ -140,12 +144,27 @@ def describe_costs(config: RunConfig, has_gpu: bool | None) -> list[str]:
 
     pause = config.checkpoint.pause
     interval_text = f"every {pause} steps" if pause < config.total_steps else "at the end"
+    parts_text = _describe_parts(config.model.path)
     return [
-        f"model         {_format_count(parameters)} parameters, {trained_text}, {config.model.dtype}"
-        f"{speed_note}",
+        f"model         {parts_text}, {trained_text}, {config.model.dtype}{speed_note}",
         f"checkpoints   {format_bytes(checkpoint_size)} each, {interval_text}; at most {kept_count} at once: "
         f"{format_bytes(kept_count * checkpoint_size)}{free_text}",
     ]
+
+
+def _describe_parts(path: str) -> str:
+    """Describe the class that reads a model, with the parts of the model that train and those that are
+    frozen: "LlamaForCausalLM: 8.0 B parameters"."""
+    trained_text = f"{_format_count(parameter_count(path))} parameters"
+    if class_name := part_shapes(path).model_class:
+        trained_text = f"{class_name}: {trained_text}"
+
+    frozen_parts = frozen_counts(path)
+    if not frozen_parts:
+        return trained_text
+
+    frozen_text = ", ".join(f"{part} {_format_count(count)}" for part, count in frozen_parts.items())
+    return f"{trained_text} in the text part, frozen and kept as they are: {frozen_text.strip()}"
 
 
 def describe_work(config: RunConfig, train_count: int, test_count: int, prompt_tokens: int) -> list[str]:

@@ -27,7 +27,7 @@ from asyncrl.launch.notes import Note, ok, preflight_check, warning
 from asyncrl.launch.run_directory import check_creatable, run_directory
 from asyncrl.observe.machine import list_gpus
 from asyncrl.runtime.process import quick_imports
-from asyncrl.weights.model_files import published_bytes
+from asyncrl.weights.trained_tensors import published_bytes
 from asyncrl.wire.addresses import EVERY_ADDRESS, SPARE_DESCRIPTORS, free_ports, own_address
 from asyncrl.wire.sockets import choose_endpoints
 

@@ -23,7 +23,16 @@ from asyncrl.trainer.footprint import (
     usable_memory,
     with_recomputation,
 )
-from asyncrl.weights.model_files import DTYPE_BYTES, adapter_count, linear_shapes, weight_shapes
+from asyncrl.weights.checkpoint_match import trained_shapes
+from asyncrl.weights.model_files import DTYPE_BYTES
+from asyncrl.weights.trained_tensors import (
+    adapted_shapes,
+    adapter_count,
+    kinds_not_served,
+    layer_kind,
+    linear_shapes,
+    servers_get_adapters,
+)
 
 
 def version_bytes(config: RunConfig) -> int:
@@ -36,7 +45,7 @@ def version_bytes(config: RunConfig) -> int:
     copy_count = readers(config, ranks) + 1 + (config.weights.full_every > 1)
     shard_count = ranks // config.trainer.replicas
 
-    shapes = weight_shapes(config.model.path)
+    shapes = trained_shapes(config.model.path)
     parameters = adapter_count(config) if config.adapters_apart else sum(map(prod, shapes.values()))
     dtype_bytes = DTYPE_BYTES[config.model.dtype]
 
@@ -121,9 +130,8 @@ def describe_memory(config: RunConfig, has_gpu: bool | None) -> Iterator[Note]:
     yield from recomputation_notes
 
     if config.adapters:
-        unadapted_names = weight_shapes(config.model.path).keys() - linear_shapes(config.model.path)
-        has_experts = any(".experts." in name for name in unadapted_names)
-        coverage_text = f"adapters      {describe_coverage(config.model.path)}"
+        has_experts = any(".experts." in name for name in trained_shapes(config.model.path))
+        coverage_text = f"adapters      {describe_coverage(config)}"
         yield warning(coverage_text) if has_experts else ok(coverage_text)
 
     if config.versions_held:  # Servers reserve as much room for each adapter as for the largest.
@@ -178,24 +186,38 @@ def _with_chosen_recomputation(config: RunConfig, has_gpu: bool | None) -> tuple
     ]
 
 
-def describe_coverage(path: str) -> str:
-    """List the kinds of matrices that adapters adapt and the kinds that they leave, with their number and
-    their fraction of all parameters. (Stacked experts are no linear layers.)"""
-    shapes = weight_shapes(path)
-    adapted_names = linear_shapes(path)
-    sizes_by_kind = {True: defaultdict[str, list[int]](list), False: defaultdict[str, list[int]](list)}
-
-    for name, shape in shapes.items():
-        name_parts = [part for part in name.removesuffix(".weight").split(".") if not part.isdigit()]
-        if len(shape) > 1:
-            sizes_by_kind[name in adapted_names][".".join(name_parts[-2:])].append(prod(shape))
-
+def describe_coverage(config: RunConfig) -> str:
+    """List the kinds of matrices that adapters adapt and the kinds that they leave out, with their number and
+    their fraction of the parameters that train, and why linear layers are left out. (Stacked experts are no
+    linear layers.)"""
+    path = config.model.path
+    shapes = trained_shapes(path)
+    linear_names = linear_shapes(path).keys()
+    adapted_names = adapted_shapes(config).keys()
+    unserved_kinds = kinds_not_served(path) if servers_get_adapters(config) else {}
     total_parameters = sum(map(prod, shapes.values()))
-    adapted_text, unadapted_text = (
-        ", ".join(
-            f"{len(parameter_counts)} x {kind} ({sum(parameter_counts) / total_parameters:.1%})"
-            for kind, parameter_counts in sizes_by_kind[is_adapted].items()
+
+    matrices_by_reason = defaultdict[str, dict[str, list[int]]](lambda: defaultdict(list))
+    for name, shape in shapes.items():
+        if len(shape) < 2:
+            continue
+
+        reason = "not adapted"
+        if name in adapted_names:
+            reason = ""
+        elif name in linear_names:
+            reason = f"left out, as {unserved_kinds.get(layer_kind(name), 'model.lora_modules lacks them')}"
+
+        name_parts = [part for part in name.removesuffix(".weight").split(".") if not part.isdigit()]
+        matrices_by_reason[reason][".".join(name_parts[-2:])].append(prod(shape))
+
+    matrices_by_reason.setdefault("not adapted", {})
+    texts = []
+    for reason, sizes_by_kind in sorted(matrices_by_reason.items()):
+        kinds_text = ", ".join(
+            f"{len(sizes)} x {kind} ({sum(sizes) / total_parameters:.1%})"
+            for kind, sizes in sizes_by_kind.items()
         )
-        for is_adapted in (True, False)
-    )
-    return f"{adapted_text}; not adapted: {unadapted_text or 'nothing'} (shares of all parameters)"
+        texts.append(f"{reason}: {kinds_text or 'nothing'}" if reason else kinds_text)
+
+    return f"{'; '.join(texts)} (shares of all parameters that train)"

@@ -20,11 +20,20 @@ from asyncrl.config import RunConfig, divisors, leaves
 from asyncrl.conversation.templates import read_template
 from asyncrl.errors import ConfigError, one_line, users_code
 from asyncrl.launch.estimates import multiplies_bfloat16, sees_gpu
-from asyncrl.weights.model_files import read_json, served_modules, weight_files, weight_shapes
+from asyncrl.weights.model_files import quantization_method, read_json, weight_files, weight_shapes
+from asyncrl.weights.trained_tensors import resolve_lora_modules, servers_get_adapters
 
 FETCHED_FILES = ("*.safetensors", "*.json", "*.jinja")
 # Exports to other formats, and a second copy of the weights (Mistral).
 SKIPPED_FILES = ("*/*", "consolidated*")
+# How to write a version that is not quantized, by the method.
+DEQUANTIZED_BY_TRANSFORMERS = {
+    method: (
+        f", or write one with transformers: from_pretrained(..., quantization_config={config_class}("
+        "dequantize=True)), save_pretrained(...)"
+    )
+    for method, config_class in (("mxfp4", "Mxfp4Config"), ("fp8", "FineGrainedFP8Config"))
+}
 _REPOSITORY_NAME = re.compile(r"(?P<name>\w[\w.-]*/\w[\w.-]*)(@(?P<revision>[\w./-]+))?")
 _CACHED_DIRECTORY = re.compile(
     r".*/models--(?P<name>\w[\w.-]*?--\w[\w.-]*)/snapshots/(?P<revision>[0-9a-f]{40})"
@@ -57,13 +66,9 @@ def resolve_models(
         dtype=_dtype(config, previous_values.get("model.dtype")),
     )
 
+    model = replace(model, lora_modules=resolve_lora_modules(replace(config, model=model)))
     weights = config.weights
-    if config.adapters_apart and config.engine.remote:
-        if not served_modules(model.path):
-            key, cure = ("agents", "engine=torch") if config.agents else ("weights.adapters", "it to false")
-            raise ConfigError(
-                f"{key}: SGLang has no adapters for some layers, or experts, of {model.path}; set {cure}"
-            )
+    if servers_get_adapters(config):
         weights = replace(weights, adapters=True)  # Servers that join the run need this, too.
 
     return replace(
@@ -171,8 +176,11 @@ def check_model(config: RunConfig) -> None:
         check_vocabulary(config, "kl.reference", config.kl.reference)
 
     if not (path / "tokenizer.json").is_file():
+        has_processor = (path / "preprocessor_config.json").is_file()
+        processor_text = " beside its preprocessor_config.json" if has_processor else ""
         raise ConfigError(
-            f"{path}: no tokenizer.json; save a fast tokenizer with tokenizer.save_pretrained(...)"
+            f"{path}: no tokenizer.json{processor_text}; save a fast tokenizer with "
+            "tokenizer.save_pretrained(...)"
         )
 
     if not chat_template(config):
@@ -197,6 +205,24 @@ def check_model(config: RunConfig) -> None:
             f"attention heads; set it to one of {divisors(gcd(head_count, config.trainer.ranks))}, which "
             "divide these and trainer.ranks"
         )
+
+
+def check_not_quantized(config: RunConfig) -> None:
+    """Check that the models that trainer ranks read are not quantized; servers of scorers may read quantized
+    models. Raises ConfigError."""
+    paths = {
+        "model.path": config.model.path,
+        "kl.reference": config.kl.reference,
+        "critic.path": config.critic.path,
+    }
+    for key, path in paths.items():
+        method = quantization_method(path) if path else ""
+        if method:
+            advice = DEQUANTIZED_BY_TRANSFORMERS.get(method, "")
+            raise ConfigError(
+                f"{key} {path}: its weights are quantized ({method}), which cannot be trained or read by the "
+                f"trainer; give a bfloat16 version of the model{advice}"
+            )
 
 
 def _check_width(path: Path, model_settings: dict[str, Any]) -> None:

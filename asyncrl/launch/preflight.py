@@ -26,7 +26,7 @@ from asyncrl.launch import estimates, memory, placement
 from asyncrl.launch.architecture import architecture_name
 from asyncrl.launch.estimates import count_gpus, format_bytes, sees_gpu, uses_gpu
 from asyncrl.launch.inputs import MAX_TRIED_IMAGES, Inputs
-from asyncrl.launch.models import chat_template, check_model
+from asyncrl.launch.models import chat_template, check_model, check_not_quantized
 from asyncrl.launch.notes import Note, ok, preflight_check, warning
 from asyncrl.launch.run_directory import check_creatable, check_resumed, check_run_directory, run_directory
 from asyncrl.launch.servers import check_servers
@@ -36,7 +36,7 @@ from asyncrl.store.schema import DATABASE, check_schema
 from asyncrl.trainer.footprint import needs_critic
 from asyncrl.types import Message, Sample, ToolCall
 from asyncrl.weights.checkpoint_match import check_checkpoint
-from asyncrl.weights.model_files import published_bytes
+from asyncrl.weights.trained_tensors import published_bytes
 from asyncrl.wire.addresses import EVERY_ADDRESS, own_address
 
 if TYPE_CHECKING:
@@ -61,6 +61,7 @@ def check_models(inputs: Inputs) -> Iterator[Note]:
     """Check that the models exist, and fetch models of the hub. Later checks read the resolved
     configuration."""
     check_resumed(inputs.resolved_config)
+    check_not_quantized(inputs.resolved_config)
     check_model(inputs.resolved_config)
     yield ok(f"{inputs.config.model.path}: weights, tokenizer and chat template are there")
 

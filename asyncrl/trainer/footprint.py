@@ -24,7 +24,9 @@ from typing import Any, NamedTuple
 import msgspec
 
 from asyncrl.config import RunConfig, TrainerConfig, leaves
-from asyncrl.weights.model_files import DTYPE_BYTES, adapter_count, read_json, weight_shapes
+from asyncrl.weights.checkpoint_match import trained_shapes
+from asyncrl.weights.model_files import DTYPE_BYTES, read_json
+from asyncrl.weights.trained_tensors import adapter_count, frozen_counts
 
 MASTER_BYTES = 4  # bytes of a weight, a gradient, and a number of the optimizer's state
 CHUNK_TOKENS = 512  # tokens whose logits exist at once (trainer/scores.py)
@@ -70,18 +72,17 @@ class Footprint:
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """Holds the shapes of a model's weights, and the numbers in its config.json."""
+    """Holds the shapes of a model's weights that train, and the numbers in its config.json."""
 
     path: str
 
     @cached_property
     def shapes(self) -> Shapes:
-        return weight_shapes(self.path)
+        return trained_shapes(self.path)
 
     @cached_property
     def layers(self) -> list[Shapes]:
-        """Return the weights of each layer of the largest stack of layers: a tower for pictures is not
-        trained."""
+        """Return the weights of each layer of the largest stack of layers."""
         stacks = defaultdict[str, dict[str, Shapes]](lambda: defaultdict(dict))
         for name, shape in self.shapes.items():
             if match := _LAYER_WEIGHT.match(name):
@@ -146,26 +147,41 @@ def work_bytes(config: RunConfig, sizes_of: Callable[[str], ModelSizes] = ModelS
 
 
 def static_bytes(config: RunConfig) -> tuple[int, int, int]:
-    """Return the bytes of weights, gradients and optimizer state on each rank."""
+    """Return the bytes of weights, gradients and optimizer state on each rank. Frozen parts of a model, such
+    as a tower for pictures, are weights alone."""
     trainer = config.trainer
     policy_numbers = count(ModelSizes(config.model.path).shapes)
+    trained = policy_numbers
+    frozen = _frozen_numbers(config.model.path)
+    if config.adapters:
+        trained = adapter_count(config)
+        frozen += policy_numbers
 
-    trained, frozen = (adapter_count(config), policy_numbers) if config.adapters else (policy_numbers, 0)
     if needs_critic(config):
-        critic_shapes = weight_shapes(config.critic.path or config.model.path)
+        critic_path = config.critic.path or config.model.path
+        frozen += _frozen_numbers(critic_path)
         trained += count(
-            {name: shape for name, shape in critic_shapes.items() if not _OUTPUT_LAYER.match(name)}
+            {
+                name: shape
+                for name, shape in trained_shapes(critic_path).items()
+                if not _OUTPUT_LAYER.match(name)
+            }
         )
 
     reference_in_rank = config.kl.where != "none" and not config.scored_reference
     if reference_in_rank and (config.kl.reference or not config.adapters):
-        frozen += count(weight_shapes(config.kl.reference or config.model.path))
+        reference_path = config.kl.reference or config.model.path
+        frozen += count(trained_shapes(reference_path)) + _frozen_numbers(reference_path)
 
     shards = trainer.ranks / trainer.replicas
     weight_bytes = (trained * MASTER_BYTES + frozen * DTYPE_BYTES[config.model.dtype]) / shards
     gradient_bytes = trained * MASTER_BYTES / shards
 
     return int(weight_bytes), int(gradient_bytes), int(gradient_bytes * _state_numbers_per_parameter(trainer))
+
+
+def _frozen_numbers(path: str) -> int:
+    return sum(frozen_counts(path).values())
 
 
 def _work_bytes(config: RunConfig, model: ModelSizes, frozen: bool) -> WorkBytes:

@@ -4,8 +4,8 @@
 
 Each rank reads only the slices of its shards. The files may use the names of another program; transformers
 knows how to map these to the model's names. Experts that transformers stacks are read one by one into the
-stack. A model that is converted in another way during reading (quantized weights) has no such slices: rank 0
-reads the whole model, and broadcasts.
+stack. A model that is converted in another way during reading has no such slices: rank 0 reads the whole
+model, and broadcasts.
 
 With dtype bfloat16, trained weights are float32 masters; frozen weights (`requires_grad` is False when the
 model is sharded) are kept in bfloat16, in which forwards compute anyway.
@@ -218,11 +218,8 @@ def open_slices(file: str) -> Any:
 
 def locate_tensors(model: PreTrainedModel, path: str) -> dict[FilePiece, str]:
     """Find the tensors of `model`, tied and on any device, in the files of `path`, whole or in parts. Returns
-    the file of each piece; empty where the files do not hold the tensors unchanged: converted, quantized, of
+    the file of each piece; empty where the files do not hold the tensors unchanged: converted, of
     another shape, missing, twice with different values (of tied tensors), or no safetensors."""
-    if getattr(model.config, "quantization_config", None):
-        return {}
-
     file_tensors = stored_tensors(path)
     file_of_piece = {
         piece: str(Path(path) / file_tensors[piece.name].file)

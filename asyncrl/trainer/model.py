@@ -96,7 +96,7 @@ class Policy(nn.Module):
         if adapters is None and config.lora_rank:
             adapters = {"": (config.lora_rank, config.lora_alpha)}
         if adapters:
-            self.adapters = Adapters(lm, adapters)
+            self.adapters = Adapters(lm, adapters, config.lora_modules)
         self.split_model = SplitModel(lm, fp32_head=config.fp32_head)
         self.runs_whole = not self.split_model.is_possible
 

@@ -11,7 +11,7 @@ merged weights. The adapters of agent `coder` are called `q_proj.lora_a_coder`, 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from asyncrl.errors import ConfigError
+from asyncrl.model_class import frozen_parts, is_within
 from asyncrl.weights.manifest import AdapterSpec
 from asyncrl.weights.names import FilePiece
 
@@ -32,8 +33,10 @@ ROLES = {ROLE_A: "lora_A.weight", ROLE_B: "lora_B.weight"}
 
 
 class Adapters:
-    """Adapts all linear layers of a model but the output layer; the model's own parameters do not train:
-    y = W·x + (alpha/rank)·B·A·x with W frozen (LoRA, arXiv 2106.09685).
+    """Adapts linear layers of a model's text part, but not the output layer; the model's own parameters do
+    not train: y = W·x + (alpha/rank)·B·A·x with W frozen (LoRA, arXiv 2106.09685).
+
+    `kinds`: the last parts of the names of the layers, such as `q_proj`; empty: all linear layers.
 
     `sizes`: rank and alpha of each agent's adapter; '': of the adapter of all agents without an entry. Each
     token is computed with the adapter of its agent (`select_adapters`). A and B are parameters of the adapted
@@ -41,16 +44,14 @@ class Adapters:
     So the weights keep their names, and merging is arithmetic on shards. `published`: A and B of all layers,
     by the names in files; `specs`: the description of each agent's adapter in files."""
 
-    def __init__(self, model: PreTrainedModel, sizes: Mapping[str, tuple[int, float]]) -> None:
+    def __init__(
+        self, model: PreTrainedModel, sizes: Mapping[str, tuple[int, float]], kinds: Collection[str] = ()
+    ) -> None:
         self._is_enabled = True
         self._scale_by_agent = {agent: alpha / rank for agent, (rank, alpha) in sizes.items()}
         self._token_masks: dict[str, Tensor | float] = {}
         self.select_adapters(None)
-        self._adapted_layers = {  # by the name of the weight
-            f"{name}.weight": layer
-            for name, layer in model.named_modules()
-            if isinstance(layer, nn.Linear | Conv1D) and layer is not model.get_output_embeddings()
-        }
+        self._adapted_layers = _layers_to_adapt(model, kinds)
         if not self._adapted_layers:
             raise ConfigError("model.lora_rank: this model has no linear layers to adapt; set it to 0")
 
@@ -146,6 +147,19 @@ class Adapters:
             if name in self._adapted_layers and "" in self._scale_by_agent
             else None
         )
+
+
+def _layers_to_adapt(model: PreTrainedModel, kinds: Collection[str]) -> dict[str, nn.Linear | Conv1D]:
+    """Return the layers that adapters of these kinds adapt, by the names of their weights."""
+    frozen_names = frozen_parts(model)
+    return {
+        f"{name}.weight": layer
+        for name, layer in model.named_modules()
+        if isinstance(layer, nn.Linear | Conv1D)
+        and layer is not model.get_output_embeddings()
+        and not is_within(name, frozen_names)
+        and (not kinds or name.rpartition(".")[2] in kinds)
+    }
 
 
 def role_name(role: str, agent: str) -> str:

@@ -16,15 +16,23 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from functools import lru_cache
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
 from asyncrl.errors import ConfigError, one_line
 from asyncrl.user_cache import keep_result, read_result
-from asyncrl.weights.model_files import FLOAT_DTYPES, Shape, StoredTensor, read_json, stored_tensors
+from asyncrl.weights.model_files import (
+    FLOAT_DTYPES,
+    Shape,
+    StoredTensor,
+    read_json,
+    stored_tensors,
+    weight_files,
+)
 
 if TYPE_CHECKING:  # imports torch
     from asyncrl.model_class import ModelRole
@@ -182,27 +190,48 @@ def compare_checkpoint(path: str, label: str, role: ModelRole) -> CheckpointMatc
     return match
 
 
+class PartShapes(NamedTuple):
+    """The class that reads a model to train it, '' for none, and the shapes of its tensors by the names in
+    the files: of those that train, and of those of each frozen part, by the part's name in the model."""
+
+    model_class: str
+    trained: dict[str, Shape]
+    frozen: dict[str, dict[str, Shape]]
+
+
 def trained_shapes(path: str) -> dict[str, Shape]:
     """Return the shape of each tensor that trains, by its name in the files: of all tensors where
     transformers cannot build the model, which the checks before the start report."""
-    tensors = stored_tensors(path)
-    with suppress(ConfigError):
-        match = compare_checkpoint(path, path, "language model")
-        if match.trained:
-            return {name: tensors[name].shape for name in match.trained}
-
-    return {name: tensor.shape for name, tensor in tensors.items()}
+    return part_shapes(path).trained
 
 
 def frozen_shapes(path: str) -> dict[str, dict[str, Shape]]:
     """Return the shapes of the tensors of each frozen part, by the part's name in the model and the names in
     the files; {} for a model that trains whole."""
-    tensors = stored_tensors(path)
-    with suppress(ConfigError):
-        frozen = compare_checkpoint(path, path, "language model").frozen
-        return {part: {name: tensors[name].shape for name in names} for part, names in frozen.items()}
+    return part_shapes(path).frozen
 
-    return {}
+
+def part_shapes(path: str) -> PartShapes:
+    """Return the shapes of a model's tensors by parts. They are read once, as long as the files stay the
+    same, since headers of many experts take seconds: callers change nothing in them."""
+    files = [Path(path) / "config.json", *sorted(weight_files(path))]
+    file_states = [(str(file), file.stat()) for file in files if file.is_file()]
+    return _read_part_shapes(
+        path, tuple((name, stat.st_mtime_ns, stat.st_size) for name, stat in file_states)
+    )
+
+
+@lru_cache(maxsize=8)
+def _read_part_shapes(path: str, file_states: tuple[tuple[str, int, int], ...]) -> PartShapes:
+    tensors = stored_tensors(path)
+    shapes = {name: tensor.shape for name, tensor in tensors.items()}
+    with suppress(ConfigError):
+        match = compare_checkpoint(path, path, "language model")
+        frozen = {part: {name: shapes[name] for name in names} for part, names in match.frozen.items()}
+        trained = {name: shapes[name] for name in match.trained} if match.trained else shapes
+        return PartShapes(match.model_class, trained, frozen)
+
+    return PartShapes("", shapes, {})
 
 
 def load_pretrained(role: ModelRole, path: str, label: str, **options: Any) -> Any:

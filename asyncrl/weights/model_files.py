@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import json
-import re
 import struct
 from collections.abc import Iterator
-from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
 import xxhash
 
-from asyncrl.config import RunConfig
 from asyncrl.errors import ConfigError
 
 INDEX_FILE = "model.safetensors.index.json"
@@ -27,8 +24,6 @@ IDENTITY_FILES = (
     "special_tokens_map.json",
     "chat_template.jinja",
 )
-_NO_LINEAR = re.compile(r"embed|wte|wpe|(?<!shared_)experts?\.|router|\bgate\.|norm|lm_head")
-SERVED_MODULES = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 IGNORED_KEYS = {"dtype", "torch_dtype", "transformers_version", "_name_or_path", "name_or_path", "use_cache"}
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}  # bytes of a number, by model.dtype
 # safetensors' names of numbers as they are computed with; quantized numbers are smaller, or integers.
@@ -52,19 +47,6 @@ def weight_files(path: str) -> list[Path]:
 def weight_bytes(path: str) -> int:
     """Return the bytes of the files of weights; 0 without files."""
     return sum(file.stat().st_size for file in weight_files(path) if file.is_file())
-
-
-def published_bytes(config: RunConfig) -> int:
-    """Return the bytes of a version."""
-    model = config.model
-    if not config.adapters_apart:
-        return weight_bytes(model.path)
-    return adapter_count(config) * DTYPE_BYTES[model.dtype]
-
-
-def parameter_count(path: str) -> int:
-    """Count the parameters, shared parameters once. 0 without files of weights."""
-    return sum(map(prod, weight_shapes(path).values()))
 
 
 class StoredTensor(NamedTuple):
@@ -97,29 +79,6 @@ def stored_tensors(path: str) -> dict[str, StoredTensor]:
 def weight_shapes(path: str) -> dict[str, tuple[int, ...]]:
     """Return the shape of each tensor, by its name, as the headers of the files of weights say."""
     return {name: tensor.shape for name, tensor in stored_tensors(path).items()}
-
-
-def linear_shapes(path: str) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the matrices that adapters adapt: stacked experts are no linear layers."""
-    return {
-        name: shape
-        for name, shape in weight_shapes(path).items()
-        if len(shape) == 2 and not _NO_LINEAR.search(name)
-    }
-
-
-def adapter_count(config: RunConfig) -> int:
-    """Count the parameters of a run's adapters."""
-    total_rank = sum(rank for rank, _ in config.adapters.values())
-    return total_rank * sum(map(sum, linear_shapes(config.model.path).values())) if total_rank else 0
-
-
-def served_modules(path: str) -> set[str]:
-    """Return the kinds of layers that a model's adapters adapt, by the names of servers. Empty where servers
-    do not support adapters of a layer, or of experts."""
-    modules = {name.split(".")[-2] for name in linear_shapes(path)}
-    has_experts = any(".experts." in name for name in weight_shapes(path))
-    return modules if modules <= SERVED_MODULES and not has_experts else set()
 
 
 def _read_header(file: Path) -> tuple[dict[str, Any], int]:
@@ -165,6 +124,18 @@ def _leaf_values(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, 
 
         text = msgspec.json.encode(value, order="sorted")
         yield key, value if len(text) <= MAX_VALUE_SIZE else xxhash.xxh3_64_hexdigest(text)
+
+
+def quantization_method(path: str) -> str:
+    """Return the method by which a model's weights are quantized, as its config.json says, such as `mxfp4`;
+    '' for weights that are not quantized. Raises ConfigError without a config.json."""
+    model_settings = read_json(Path(path) / "config.json")
+    for settings in (model_settings, model_settings.get("text_config")):
+        quantization = settings.get("quantization_config") if isinstance(settings, dict) else None
+        if quantization:
+            return str(quantization.get("quant_method") or "an unnamed method")
+
+    return ""
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from asyncrl.config import parse
 from asyncrl.config.composition import compose
 from asyncrl.engines.sglang.process import server_command
 from asyncrl.trainer.footprint import footprint
-from asyncrl.weights.model_files import parameter_count
+from asyncrl.weights.trained_tensors import parameter_count
 from tests.fakes.scripts import script
 
 pytestmark = pytest.mark.slow

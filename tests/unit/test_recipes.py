@@ -12,7 +12,7 @@ import pytest
 
 from asyncrl.config.composition import compose
 from asyncrl.launch.models import check_model
-from asyncrl.weights.model_files import parameter_count
+from asyncrl.weights.trained_tensors import parameter_count
 from tests.fakes.scripts import script
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -29,9 +29,9 @@ from asyncrl.engines.sglang.receiver import Receiver
 from asyncrl.engines.sglang.sleep import ServerSleep
 from asyncrl.errors import AsyncrlError, one_line
 from asyncrl.weights import disk
+from asyncrl.weights.checkpoint_match import trained_shapes
 from asyncrl.weights.delta import materialise
 from asyncrl.weights.manifest import Layout, Manifest, WeightsError, WeightsRef
-from asyncrl.weights.model_files import weight_shapes
 
 log = logging.getLogger("asyncrl.server_supervisor")
 
@@ -234,10 +234,10 @@ class Shapes:
 
 
 def shapes_of(path: str, tied: bool) -> Shapes | None:
-    """Read the tensors of a model directory from the headers of its files: the names that SGLang reads, and
-    so the names of a version. None without such files. `tied`: input and output embedding are one tensor.
-    Raises ConfigError."""
-    shapes = weight_shapes(path)
+    """Read the tensors of a model directory that train from the headers of its files: the names that SGLang
+    reads, and so the names of a version. None without such files. `tied`: input and output embedding are one
+    tensor. Raises ConfigError."""
+    shapes = trained_shapes(path)
     optional = {name for name in shapes if name.endswith(COMPUTED_BUFFERS)} | (
         {"lm_head.weight"} if tied else set()
     )

@@ -21,7 +21,6 @@ from asyncrl.config import EngineConfig, RunConfig
 from asyncrl.errors import EngineError
 from asyncrl.isolation.child import wrapped_command
 from asyncrl.observe.files import replace_file
-from asyncrl.weights.model_files import served_modules
 
 # Seconds from terminate to kill: a server has nothing to save, and the supervisor has little more than a
 # second.
@@ -65,7 +64,7 @@ def server_command(
         own_flags |= {
             "enable-lora": True,
             "max-lora-rank": max(rank for rank, _ in config.adapters.values()),
-            "lora-target-modules": sorted(served_modules(config.model.path)),
+            "lora-target-modules": sorted(config.model.lora_modules),
             "max-loras-per-batch": config.adapters_held,
         }
 

@@ -21,7 +21,8 @@ from asyncrl.engines.sglang.receiver import Receiver
 from asyncrl.engines.sglang.stream import BASE_LABEL
 from asyncrl.errors import ConfigError
 from asyncrl.weights.disk import cache_directory
-from asyncrl.weights.model_files import published_bytes, read_json
+from asyncrl.weights.model_files import read_json
+from asyncrl.weights.trained_tensors import published_bytes
 
 log = logging.getLogger("asyncrl.server_supervisor")
 

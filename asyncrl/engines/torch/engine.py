@@ -266,7 +266,8 @@ class TorchEngine:
 
         if self._adapters is None:
             adapter_sizes = {agent: (spec.rank, spec.alpha) for agent, spec in specs.items()}
-            self._adapters = Adapters(self._model, adapter_sizes)
+            adapted_kinds = {layer.rpartition(".")[2] for spec in specs.values() for layer in spec.layers}
+            self._adapters = Adapters(self._model, adapter_sizes, adapted_kinds)
             for piece in self._adapters.published:  # in case the version is refused
                 torch.nn.init.zeros_(self._model.get_parameter(piece.parameter))
             self._batcher.use_adapters(self._adapters)

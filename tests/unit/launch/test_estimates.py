@@ -33,8 +33,8 @@ from asyncrl.trainer.footprint import (
     least_recomputation,
     static_bytes,
 )
-from asyncrl.weights.model_files import parameter_count
 from asyncrl.weights.snapshot import Buffers
+from asyncrl.weights.trained_tensors import parameter_count
 from tests.fakes.checked import write_header
 
 CRITIC: dict[str, Any] = {"algorithm": {"advantage": "gae"}, "buffer": {"filter_zero_variance": False}}
@@ -43,10 +43,11 @@ CRITIC: dict[str, Any] = {"algorithm": {"advantage": "gae"}, "buffer": {"filter_
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
     """100,000,001 parameters in two files, and the publisher's own copy of them."""
-    write_header(tmp_path / "model-1.safetensors", a=[1000, 50_000])
+    matrix = {"a.weight": [1000, 50_000]}
+    write_header(tmp_path / "model-1.safetensors", **matrix)
     write_header(tmp_path / "model-2.safetensors", b=[50_000_000], scalar=[])
-    write_header(tmp_path / "consolidated.safetensors", a=[1000, 50_000], b=[50_000_000], scalar=[])
-    index = {"a": "model-1.safetensors", "b": "model-2.safetensors", "scalar": "model-2.safetensors"}
+    write_header(tmp_path / "consolidated.safetensors", **matrix, b=[50_000_000], scalar=[])
+    index = {"a.weight": "model-1.safetensors", "b": "model-2.safetensors", "scalar": "model-2.safetensors"}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
     return tmp_path
 

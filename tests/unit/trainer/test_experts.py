@@ -14,9 +14,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from asyncrl.config import ModelConfig, TrainerConfig
+from asyncrl.config import ModelConfig, TrainerConfig, parse
 from asyncrl.errors import ConfigError
 from asyncrl.launch.memory import describe_coverage
+from asyncrl.launch.models import resolve_models
 from asyncrl.store.checkpoints import CheckpointManifest
 from asyncrl.trainer.attention import FOREST_ATTENTION
 from asyncrl.trainer.batch import sequence_routes
@@ -28,8 +29,8 @@ from asyncrl.trainer.scores import Selected
 from asyncrl.trainer.world import World
 from asyncrl.types import Generation, PolicyVersion, Routes, StopReason, Turn
 from asyncrl.weights.adapters import Adapters
-from asyncrl.weights.model_files import linear_shapes
 from asyncrl.weights.shards import HostShards
+from asyncrl.weights.trained_tensors import linear_shapes
 from tests.fakes.models import save_small
 from tests.fakes.ranks import run_ranks
 from tests.fakes.traced import LiveBytes
@@ -202,7 +203,9 @@ def test_a_checkpoint_goes_on(world: World, saved: Path, tmp_path: Path) -> None
 
 
 def test_the_plan_says_that_adapters_leave_experts_out(saved: Path) -> None:
-    adapted, left = describe_coverage(str(saved / "Qwen3Moe")).split("; not adapted: ")
+    model = {"path": str(saved / "Qwen3Moe"), "lora_rank": 2}
+    config = resolve_models(parse({"name": "x", "data": {"train": "d"}, "model": model}))
+    adapted, left = describe_coverage(config).split("; not adapted: ")
     assert "3 x self_attn.q_proj (" in adapted and "experts" not in adapted
     assert "3 x mlp.gate (" in left and "1 x model.embed_tokens (" in left and "x experts." in left
 

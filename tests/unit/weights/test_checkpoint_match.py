@@ -23,6 +23,7 @@ from asyncrl.trainer.model import load_policy
 from asyncrl.trainer.world import World
 from asyncrl.weights.checkpoint_match import check_checkpoint, compare_checkpoint
 from tests.fakes.models import save_small
+from tests.fakes.tiny_families import build_family
 
 EXPERTS: dict[str, Any] = {"num_experts": 4, "num_local_experts": 4, "moe_intermediate_size": 8}
 TIED = {"tie_word_embeddings": True}
@@ -119,3 +120,13 @@ def test_a_merged_model_is_compared_with_its_class(copied: Path, tmp_path: Path)
     with pytest.raises(ConfigError, match=r"model.norm.weight"):
         merge([str(step), str(tmp_path / "out")])
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("part", ["vision_tower.", "language_model."])
+def test_a_composite_model_without_one_of_its_parts_is_refused(tmp_path: Path, part: str) -> None:
+    model = build_family("gemma3", tmp_path)
+    names = load_file(model / "model.safetensors")
+    change_tensors(model, **{name: None for name in names if name.startswith(part)})
+    message = rf"^model\.path: its files lack \d+ tensors \(.*{part}.*\) of Gemma3ForConditional.* anew$"
+    with pytest.raises(ConfigError, match=message):
+        check_checkpoint(str(model), "model.path")

@@ -1,0 +1,181 @@
+"""Which tensors of today's checkpoints train, and which layers adapters adapt."""
+
+from __future__ import annotations
+
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from asyncrl.config import RunConfig, parse
+from asyncrl.engines.sglang.loader import shapes_of
+from asyncrl.errors import ConfigError
+from asyncrl.launch.estimates import describe_costs
+from asyncrl.launch.memory import describe_coverage
+from asyncrl.launch.models import resolve_models
+from asyncrl.model_class import auto_class_of
+from asyncrl.trainer.footprint import static_bytes
+from asyncrl.weights.adapters import Adapters
+from asyncrl.weights.checkpoint_match import frozen_shapes, trained_shapes
+from asyncrl.weights.manifest import TensorSpec
+from asyncrl.weights.model_files import weight_shapes
+from asyncrl.weights.trained_tensors import (
+    adapted_shapes,
+    adapter_count,
+    frozen_counts,
+    layer_kind,
+    parameter_count,
+    published_bytes,
+)
+from tests.fakes.tiny_families import FAMILIES, build_family
+
+pytestmark = pytest.mark.slow
+
+GATED_DELTA_KINDS = ["in_proj_a", "in_proj_b", "in_proj_qkv", "in_proj_z", "out_proj"]
+NO_MODULES: list[str] = []
+SERVED = {"engine": {"name": "sglang"}, "weights": {"adapters": True}}
+
+
+@pytest.fixture(scope="module")
+def qwen3_5(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_family("qwen3_5", tmp_path_factory.mktemp("qwen3_5"), mtp=True)
+
+
+@pytest.fixture(scope="module")
+def qwen3_5_moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_family("qwen3_5_moe", tmp_path_factory.mktemp("qwen3_5_moe"), mtp=True)
+
+
+def resolved(
+    path: Path, lora_rank: int = 2, lora_modules: list[str] = NO_MODULES, **sections: Any
+) -> RunConfig:
+    model = {"path": str(path), "lora_rank": lora_rank, "dtype": "float32", "lora_modules": lora_modules}
+    return resolve_models(parse({"name": "x", "data": {"train": "d"}, "model": model} | sections))
+
+
+def skeleton(path: Path) -> Any:
+    """Return the model that reads `path`, without weights."""
+    config = AutoConfig.from_pretrained(path)
+    with torch.device("meta"):
+        return auto_class_of(config).from_config(config)
+
+
+def test_counts_are_of_what_trains(qwen3_5: Path) -> None:
+    """Neither of the tower for pictures nor of the MTP layer, which transformers does not read."""
+    path = str(qwen3_5)
+    model = skeleton(qwen3_5)
+    tower_numbers = sum(parameter.numel() for parameter in model.model.visual.parameters())
+    text_numbers = sum(parameter.numel() for parameter in model.parameters()) - tower_numbers
+    assert parameter_count(path) == text_numbers
+    assert frozen_counts(path) == {"model.visual": tower_numbers}
+
+    config = resolved(qwen3_5, lora_rank=0)
+    assert published_bytes(config) == 4 * text_numbers
+    assert static_bytes(config) == (4 * (text_numbers + tower_numbers), 4 * text_numbers, 8 * text_numbers)
+
+    adapted = resolved(qwen3_5)
+    weight_bytes, gradient_bytes, _ = static_bytes(adapted)
+    assert gradient_bytes == 4 * adapter_count(adapted)
+    assert weight_bytes == 4 * (text_numbers + tower_numbers + adapter_count(adapted))
+
+
+def test_the_plan_names_class_and_parts(qwen3_5: Path) -> None:
+    line = describe_costs(resolved(qwen3_5, lora_rank=0), has_gpu=False)[0]
+    assert line.startswith("model         Qwen3_5ForConditionalGeneration: ")
+    assert "parameters in the text part, frozen and kept as they are: model.visual " in line
+
+
+def test_a_version_for_a_server_is_what_trains(qwen3_5: Path) -> None:
+    """Drafts and towers are neither demanded nor taken."""
+    path = str(qwen3_5)
+    shapes = shapes_of(path, tied=True)
+    assert shapes is not None
+    version = tuple(TensorSpec(name, shape, "float32") for name, shape in trained_shapes(path).items())
+    assert shapes.describe_differences(version) == ""
+
+    mtp_shape = weight_shapes(path)["mtp.fc.weight"]
+    with_draft = (*version, TensorSpec("mtp.fc.weight", mtp_shape, "float32"))
+    assert shapes.describe_differences(with_draft) == "has unknown mtp.fc.weight"
+
+    assert shapes.describe_differences(version[1:]) == f"lacks {version[0].name}"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_adapters_adapt_the_layers_that_are_counted(tmp_path: Path, family: str) -> None:
+    """Whatever names the files have; in composite models the layers of the text part alone."""
+    path = build_family(family, tmp_path)
+    config = resolved(path)
+    adapters = Adapters(skeleton(path), config.adapters, config.model.lora_modules)
+
+    adapted_kinds = sorted(layer.rpartition(".")[2] for layer in adapters.specs[""].layers)
+    assert adapted_kinds == sorted(map(layer_kind, adapted_shapes(config)))
+    assert adapter_count(config) == sum(prod(piece.shape) for piece in adapters.published)
+
+    every_layer = Adapters(skeleton(path), config.adapters)
+    assert every_layer.specs == adapters.specs, "the default is all linear layers"
+
+
+def test_adapters_for_servers_leave_out_what_these_do_not_take(qwen3_5: Path) -> None:
+    config = resolved(qwen3_5, **SERVED)
+    served_kinds = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
+    assert config.model.lora_modules == served_kinds
+    assert resolve_models(config) == config, "as every process of the run does"
+
+    adapted, left_out, _ = describe_coverage(config).split("; ")
+    assert "in_proj" not in adapted and "1 x self_attn.q_proj (" in adapted
+    assert left_out.startswith("left out, as servers have no adapters of these layers: ")
+    assert all(f"x linear_attn.{kind} (" in left_out for kind in GATED_DELTA_KINDS)
+
+    merged = resolved(qwen3_5, engine={"name": "sglang"})
+    assert merged.model.lora_modules == sorted([*served_kinds, *GATED_DELTA_KINDS])
+
+
+def test_adapters_of_a_model_with_experts_are_of_its_attention(qwen3_5_moe: Path) -> None:
+    """Servers would take adapters of a shared expert for those of experts."""
+    config = resolved(qwen3_5_moe, **SERVED)
+    assert config.model.lora_modules == ["k_proj", "o_proj", "q_proj", "v_proj"]
+    assert "left out, as servers would take the adapters for those of experts: " in describe_coverage(config)
+    assert {"gate_proj", "shared_expert_gate"} <= {*resolved(qwen3_5_moe).model.lora_modules}
+
+
+def test_modules_can_be_chosen(qwen3_5: Path) -> None:
+    config = resolved(qwen3_5, lora_modules=["q_proj", "in_proj_qkv"])
+    adapters = Adapters(skeleton(qwen3_5), config.adapters, config.model.lora_modules)
+    assert {layer.rpartition(".")[2] for layer in adapters.specs[""].layers} == {"q_proj", "in_proj_qkv"}
+    assert "left out, as model.lora_modules lacks them: " in describe_coverage(config)
+
+
+@pytest.mark.parametrize(
+    ("family", "lora_modules", "sections", "message"),
+    [
+        (
+            "qwen3_5",
+            ["qkv"],
+            {},
+            r"^model\.lora_modules: qkv: not among .* which are down_proj, gate_proj, .*",
+        ),
+        (
+            "qwen3_5",
+            ["q_proj", "in_proj_z"],
+            SERVED,
+            r"^model\.lora_modules: .* in_proj_z: servers have no adapters of these layers; leave",
+        ),
+        ("mistral3", [], SERVED, r"^weights\.adapters: .* \(mistral3\); set it to false$"),
+    ],
+)
+def test_adapters_that_servers_or_the_model_lack_are_refused(
+    tmp_path: Path, family: str, lora_modules: list[str], sections: dict[str, Any], message: str
+) -> None:
+    """Layers of a tower for pictures, such as `qkv`, do not train."""
+    with pytest.raises(ConfigError, match=message):
+        resolved(build_family(family, tmp_path), lora_modules=lora_modules, **sections)
+
+
+def test_parts_add_up(qwen3_5_moe: Path) -> None:
+    path = str(qwen3_5_moe)
+    frozen_names = set[str]().union(*frozen_shapes(path).values())
+    passed_on = weight_shapes(path).keys() - trained_shapes(path).keys() - frozen_names
+    assert passed_on and all(name.startswith("mtp.") for name in passed_on)
