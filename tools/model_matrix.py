@@ -2,12 +2,12 @@
 
     python tools/model_matrix.py                              # a row for each family, as it ends
     python tools/model_matrix.py --families qwen3_5 gemma3 --json
-    python tools/model_matrix.py --sglang                     # with a real server for each family, on this CPU
+    python tools/model_matrix.py --sglang                     # with a real server for each family
     python tools/model_matrix.py --sglang --markdown          # the table of docs/models.md
     python tools/model_matrix.py --check                      # has docs/models.md all families and columns?
 
-The checkpoints have the layer layouts and the tensor names of published models (tests/fakes/tiny_families.py),
-in float32. Each family has a process of its own with a deadline: columns that are not reached in time say so.
+The checkpoints have the layer layouts and tensor names of published models (tests/fakes/tiny_families.py).
+Weights are in float32. A family has a process of its own with a deadline: columns not reached in time say so.
 """
 
 from __future__ import annotations
@@ -29,8 +29,7 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))  # for tests.fakes
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for tests.fakes
 
 from safetensors.torch import load_file
 from transformers import AutoConfig, PreTrainedConfig
@@ -38,6 +37,7 @@ from transformers import AutoConfig, PreTrainedConfig
 from asyncrl.weights.model_files import stored_tensors
 from tests.fakes.tiny_families import FAMILIES, build_family
 
+ROOT = Path(__file__).resolve().parents[1]
 DOCS_PAGE = ROOT / "docs/models.md"
 BEGIN_MARKER = "<!-- generated: models (tools/model_matrix.py --sglang --markdown) -->"
 END_MARKER = "<!-- end -->"
@@ -121,7 +121,8 @@ def embedded_engine(model: TinyModel) -> str:
 
 
 def sglang_gap(model: TinyModel) -> str:
-    """Return the largest difference between log-probs of a real server and of transformers, scored and sampled."""
+    """Return the largest difference between a real server's log-probs, of scored and of sampled tokens, and
+    those of transformers."""
     from tests.fakes.sglang_process import PYTHON, SGLangServer
 
     if model.family in WITHOUT_CPU_SERVER:
@@ -158,7 +159,7 @@ def lora_modules(model: TinyModel) -> str:
 
 
 def exported(model: TinyModel) -> str:
-    """Export the model after a change of all that trains, and return how the export differs from the input."""
+    """Export the model after a change of all that trains; return how the export differs from the input."""
     import torch
 
     from tests.fakes.training import export
@@ -331,7 +332,7 @@ def family_row(family: str, with_server: bool, seconds: float) -> dict[str, str]
     """Return a family's cells by column, from a process of its own."""
     command = [sys.executable, __file__, "--row", family, *(["--sglang"] if with_server else [])]
     try:
-        completed = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, timeout=seconds)
+        completed = subprocess.run(command, capture_output=True, timeout=seconds)
         output = completed.stdout
         missing = f"the process ended with {completed.returncode}"
     except subprocess.TimeoutExpired as timeout:
