@@ -2,6 +2,7 @@
 
     python tools/model_matrix.py                              # a row for each family, as it ends
     python tools/model_matrix.py --families qwen3_5 gemma3 --json
+    python tools/model_matrix.py --columns rows LoRA
     python tools/model_matrix.py --sglang                     # with a real server for each family
     python tools/model_matrix.py --sglang --markdown          # the table of docs/models.md
     python tools/model_matrix.py --check                      # has docs/models.md all families and columns?
@@ -143,19 +144,22 @@ def sglang_gap(model: TinyModel) -> str:
 
 
 def lora_modules(model: TinyModel) -> str:
-    """Return the modules that adapters adapt, and how their versions reach SGLang servers."""
-    from asyncrl.weights.model_files import served_modules
+    """Return the kinds of layers that adapters adapt, and which of them SGLang servers get alone."""
+    from asyncrl.errors import ConfigError
+    from asyncrl.weights.trained_tensors import resolve_lora_modules
 
-    adapters = load_policy(model, lora_rank=LORA_RANK).adapters
-    modules = sorted({layer.rpartition(".")[2] for layer in adapters.specs[""].layers})
-    served = served_modules(model.path)
-    if not served:
-        destination = "servers get merged weights"
-    elif served == {*modules}:
-        destination = "alone to servers"
-    else:
-        destination = f"alone to servers: {', '.join(sorted(served))}"
-    return f"{', '.join(modules)}; {destination}"
+    adapted_kinds = resolve_lora_modules(lora_run(model, engine="torch"))
+    if not adapted_kinds:
+        adapted_kinds = sorted({layer.rpartition(".")[2] for layer in adapted_layers(model)})
+    try:
+        served_kinds = resolve_lora_modules(lora_run(model, engine="sglang"))
+    except ConfigError as error:
+        return f"{', '.join(adapted_kinds)}; not alone to servers: {error}"
+
+    left_out = [kind for kind in adapted_kinds if kind not in served_kinds]
+    if not left_out:
+        return f"{', '.join(adapted_kinds)}; alone to servers, too"
+    return f"{', '.join(adapted_kinds)}; alone to servers without {', '.join(left_out)}"
 
 
 def exported(model: TinyModel) -> str:
@@ -244,6 +248,27 @@ def load_policy(model: TinyModel, *, lora_rank: int = 0) -> Any:
     return load(model_config, only_rank())
 
 
+def lora_run(model: TinyModel, *, engine: str) -> Any:
+    """Return the configuration of a run with adapters, which go alone to its engine."""
+    from asyncrl.config import parse
+
+    return parse(
+        {
+            "name": "matrix",
+            "model": {"path": model.path, "dtype": "float32", "lora_rank": LORA_RANK},
+            "data": {"train": "none"},
+            "rollout": {"max_tokens": 64, "max_new_tokens": 16},
+            "engine": {"name": engine},
+            "weights": {"adapters": True},
+        }
+    )
+
+
+def adapted_layers(model: TinyModel) -> tuple[str, ...]:
+    layers: tuple[str, ...] = load_policy(model, lora_rank=LORA_RANK).adapters.specs[""].layers
+    return layers
+
+
 def server_gap(url: str, model: TinyModel) -> float:
     import torch
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
@@ -310,27 +335,30 @@ def all_tensors(directory: Path) -> dict[str, Any]:
 # ------------------------------------------------------------------- rows
 
 
-def print_cells(family: str, with_server: bool) -> None:
-    """Print a line of JSON for each column of a family, as soon as the column is known."""
+def print_cells(family: str, columns: list[str], *, with_server: bool) -> None:
+    """Print a line of JSON for each of the columns of a family, as soon as the column is known."""
     warnings.filterwarnings("ignore")
     logging.disable(logging.ERROR)
     with tempfile.TemporaryDirectory() as folder:
         has_mtp = bool(FAMILIES[family].mtp)
         model = TinyModel(family, build_family(family, Path(folder, family), mtp=has_mtp))
-        for column, describe in COLUMNS.items():
+        for column in columns:
             if column == SERVER_COLUMN and not with_server:
                 text = NOT_RUN
             else:
                 try:
-                    text = describe(model)
+                    text = COLUMNS[column](model)
                 except Exception as error:
                     text = f"fails with {type(error).__name__}: {str(error).splitlines()[0][:200]}"
             print(json.dumps({column: text}), flush=True)
 
 
-def family_row(family: str, with_server: bool, seconds: float) -> dict[str, str]:
+def family_row(family: str, columns: list[str], *, with_server: bool, seconds: float) -> dict[str, str]:
     """Return a family's cells by column, from a process of its own."""
-    command = [sys.executable, __file__, "--row", family, *(["--sglang"] if with_server else [])]
+    command = [sys.executable, __file__, "--row", family, "--columns", *columns]
+    if with_server:
+        command.append("--sglang")
+
     try:
         completed = subprocess.run(command, capture_output=True, timeout=seconds)
         output = completed.stdout
@@ -339,7 +367,7 @@ def family_row(family: str, with_server: bool, seconds: float) -> dict[str, str]
         output = timeout.stdout or b""
         missing = NOT_REACHED
 
-    row = {FAMILY_COLUMN: f"`{family}` ({FAMILIES[family].published})"} | dict.fromkeys(COLUMNS, missing)
+    row = {FAMILY_COLUMN: f"`{family}` ({FAMILIES[family].published})"} | dict.fromkeys(columns, missing)
     for line in output.splitlines():
         if line.startswith(b"{"):
             row |= json.loads(line)
@@ -370,6 +398,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--families", nargs="+", choices=FAMILIES, default=list(FAMILIES), metavar="FAMILY")
+    parser.add_argument("--columns", nargs="+", choices=COLUMNS, default=list(COLUMNS), metavar="COLUMN")
     parser.add_argument("--sglang", action="store_true", help="start a real server for each family")
     parser.add_argument("--seconds", type=float, default=ROW_SECONDS, help="deadline of a family")
     output = parser.add_mutually_exclusive_group()
@@ -380,7 +409,7 @@ def main() -> int:
     arguments = parser.parse_args()
 
     if arguments.row:
-        print_cells(arguments.row, arguments.sglang)
+        print_cells(arguments.row, arguments.columns, with_server=arguments.sglang)
         return 0
     if arguments.check:
         problem = check_page(DOCS_PAGE.read_text())
@@ -389,10 +418,10 @@ def main() -> int:
 
     if arguments.markdown:
         print(BEGIN_MARKER)
-        print(markdown_line((FAMILY_COLUMN, *COLUMNS)))
-        print("|" + "---|" * (len(COLUMNS) + 1))
+        print(markdown_line((FAMILY_COLUMN, *arguments.columns)))
+        print("|" + "---|" * (len(arguments.columns) + 1))
     for family in arguments.families:
-        row = family_row(family, arguments.sglang, arguments.seconds)
+        row = family_row(family, arguments.columns, with_server=arguments.sglang, seconds=arguments.seconds)
         if arguments.json:
             print(json.dumps(row), flush=True)
         elif arguments.markdown:
