@@ -118,7 +118,9 @@ def embedded_engine(model: TinyModel) -> str:
     findings = cached_findings(model.config, "engine", lambda copy: {"decoding": decoding_problem(copy)})
     if findings is None:
         return "not checked: no small copy can be made"
-    return f"no: {findings['decoding']}" if findings["decoding"] else "yes"
+
+    problem = findings["decoding"].removeprefix("the embedded engine ").removesuffix("; use another engine")
+    return f"no: {problem}" if problem else "yes"
 
 
 def sglang_gap(model: TinyModel) -> str:
@@ -154,7 +156,8 @@ def lora_modules(model: TinyModel) -> str:
     try:
         served_kinds = resolve_lora_modules(lora_run(model, engine="sglang"))
     except ConfigError as error:
-        return f"{', '.join(adapted_kinds)}; not alone to servers: {error}"
+        reason = str(error).replace(model.path, "this model")
+        return f"{', '.join(adapted_kinds)}; not alone to servers: {reason}"
 
     left_out = [kind for kind in adapted_kinds if kind not in served_kinds]
     if not left_out:
