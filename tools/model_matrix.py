@@ -27,6 +27,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache, cached_property
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +94,7 @@ def frozen_parts(model: TinyModel) -> str:
     match = checkpoint_match(model)
     parts = [f"`{part}`: {counted_tensors(model, names)}" for part, names in match.frozen.items()]
     if match.passed_on:
-        parts.append(f"passed on: {counted_tensors(model, match.passed_on)} of MTP")
+        parts.append(f"passed on, MTP: {counted_tensors(model, match.passed_on)}")
     return "; ".join(parts) or "–"
 
 
@@ -208,17 +209,11 @@ def checkpoint_match(model: TinyModel) -> Any:
 
 
 def counted_tensors(model: TinyModel, names: Iterable[str]) -> str:
-    """Return the number of tensors and of their parameters. Example: `60 tensors, 0.27 M`."""
+    """Return the number of tensors and of their parameters. Example: `60 tensors, 270 k`."""
     shapes = [tensor.shape for name, tensor in stored_tensors(model.path).items() if name in {*names}]
-    parameters = sum(shape_size(shape) for shape in shapes)
-    return f"{len(shapes)} tensors, {parameters / 1e6:.2f} M"
-
-
-def shape_size(shape: Iterable[int]) -> int:
-    size = 1
-    for length in shape:
-        size *= length
-    return size
+    parameters = sum(map(prod, shapes))
+    noun = "tensor" if len(shapes) == 1 else "tensors"
+    return f"{len(shapes)} {noun}, {parameters / 1e3:.0f} k"
 
 
 def short_reason(problem: str) -> str:
