@@ -220,7 +220,7 @@ def short_reason(problem: str) -> str:
     """Return the layer that a problem names, with what the layer does; else the whole problem."""
     layer = re.search(r"[\w.]+ \(\w+\).*$", problem)
     attention = re.match(r"has attention with [\w, ]+", problem)
-    return " ".join(match[0] for match in (attention, layer) if match) or problem
+    return ": ".join(match[0] for match in (attention, layer) if match) or problem
 
 
 def last_error(log: str) -> str:
@@ -300,7 +300,10 @@ def post(url: str, body: dict[str, Any]) -> Any:
 
 
 def export_differences(model: TinyModel, export_directory: Path) -> Iterator[str]:
-    """Yield how an export differs from the checkpoint, beyond the weights that were trained."""
+    """Yield how an export differs from the checkpoint, beyond the weights that were trained, and what
+    transformers lacks when it reads the export."""
+    from asyncrl.model_class import auto_class_of
+
     trained_names = {*checkpoint_match(model).trained}
     given = all_tensors(model.directory)
     written = all_tensors(export_directory)
@@ -321,6 +324,11 @@ def export_differences(model: TinyModel, export_directory: Path) -> Iterator[str
         yield f"{unlike_input[False]} untouched tensors differ"
     if not unlike_input[True]:
         yield "no trained tensor changed"
+
+    auto_class = auto_class_of(AutoConfig.from_pretrained(export_directory))
+    reloaded, information = auto_class.from_pretrained(export_directory, output_loading_info=True)
+    if information["missing_keys"] or [type(reloaded).__name__] != given_class:
+        yield f"reads as {type(reloaded).__name__}, without {len(information['missing_keys'])} tensors"
 
 
 def all_tensors(directory: Path) -> dict[str, Any]:

@@ -71,7 +71,7 @@ def test_a_row_says_which_columns_its_time_did_not_reach():
         ),
         (
             "has attention with s_aux: layers.0.self_attn (GptOssAttention)",
-            "has attention with s_aux layers.0.self_attn (GptOssAttention)",
+            "has attention with s_aux: layers.0.self_attn (GptOssAttention)",
         ),
         ("fails with RuntimeError", "fails with RuntimeError"),
     ],
