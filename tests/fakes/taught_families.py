@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import json
 import math
+import operator
+import random
 import re
 from collections import defaultdict
 from collections.abc import Iterator
@@ -35,8 +37,7 @@ DEMO_TEXT: Sizes = {
     "rms_norm_eps": 1e-6,
 }
 MINISTRAL3_ROPE: Sizes = {
-    "rope_parameters": DEFAULT_ROPE
-    | {"llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 16384}
+    "rope_parameters": DEFAULT_ROPE | {"llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 16384}
 }
 GEMMA3_LAYERS: Sizes = {
     "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
@@ -49,6 +50,10 @@ TAUGHT_TEXT: dict[str, Sizes] = {
     "qwen3_vl": DEMO_TEXT,
     "gemma3": DEMO_TEXT | GEMMA3_LAYERS,
 }
+
+OPERATORS = {"plus": operator.add, "minus": operator.sub, "times": operator.mul}
+# Share of operations in place of which a demonstration guesses: what is left for reinforcement learning.
+GUESSES = 0.3
 
 TEXT_TENSOR = re.compile(r"(embed_tokens|norm|layers\.\d+\..+)\.weight$")
 NORMS_OF_HEADS = {"q_norm": "q_proj", "k_norm": "k_proj"}
@@ -130,7 +135,7 @@ def output_sizes(demo: PreTrainedModel) -> dict[str, float]:
 
     for handle in handles:
         handle.remove()
-    return {module_name: math.sqrt(sum(found) / len(found)) for module_name, found in squares.items()}
+    return {module_name: math.sqrt(sum(values) / len(values)) for module_name, values in squares.items()}
 
 
 # ------------------------------------------------------------------- demonstrations
@@ -144,27 +149,33 @@ def write_demonstrations(file: Path, count: int) -> Path:
 
 
 def demonstrations(count: int) -> Iterator[list[dict[str, Any]]]:
-    """Yield conversations that call the calculator once for each operation of a question."""
+    """Yield conversations that call the calculator for each operation of a question, until they guess."""
+    generator = random.Random(0)
     for sample in load_samples(CALCULATOR_ROWS)[:count]:
         question = sample.prompt[0].content
-        yield [{"role": "user", "content": question}, *right_turns(question)]
+        turns = demonstrated_turns(question, generator)
+        yield [{"role": "user", "content": question}, *turns]
 
 
-def right_turns(question: str) -> Iterator[dict[str, Any]]:
+def demonstrated_turns(question: str, generator: random.Random) -> Iterator[dict[str, Any]]:
     start, *operations = question.removeprefix("Start with ").removesuffix(".").split(", ")
     value = int(start)
 
     for number, operation in enumerate(operations):
+        if generator.random() < GUESSES:
+            yield {"role": "assistant", "content": f"I guess {generator.randrange(1000)}."}
+            return
+
         word, operand = operation.split()
-        arguments = {"a": value, "op": word, "b": int(operand)}
-        call = {"name": "calculator", "arguments": json.dumps(arguments)}
-        call_id = str(number)
-        value = {"plus": value.__add__, "minus": value.__sub__, "times": value.__mul__}[word](int(operand))
-        yield {
-            "role": "assistant",
-            "content": "",
-            "tool_calls": [{"id": call_id, "type": "function", "function": call}],
-        }
-        yield {"role": "tool", "tool_call_id": call_id, "content": str(value)}
+        yield calculator_call(str(number), value, word, int(operand))
+        value = OPERATORS[word](value, int(operand))
+        yield {"role": "tool", "tool_call_id": str(number), "content": str(value)}
 
     yield {"role": "assistant", "content": f"The answer is {value}."}
+
+
+def calculator_call(call_id: str, value: int, word: str, operand: int) -> dict[str, Any]:
+    arguments = json.dumps({"a": value, "op": word, "b": operand})
+    function = {"name": "calculator", "arguments": arguments}
+    tool_call = {"id": call_id, "type": "function", "function": function}
+    return {"role": "assistant", "content": "", "tool_calls": [tool_call]}
