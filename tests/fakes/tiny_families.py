@@ -11,7 +11,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -559,14 +559,27 @@ FAMILIES: dict[str, Family] = {
 # ------------------------------------------------------------------- files
 
 
-def build_family(name: str, directory: Path, *, seed: int = 0, mtp: bool = False, shards: int = 1) -> Path:
+def build_family(
+    name: str,
+    directory: Path,
+    *,
+    seed: int = 0,
+    mtp: bool = False,
+    shards: int = 1,
+    text: Sizes | None = None,
+    parts: Sizes | None = None,
+) -> Path:
     """Write a tiny random checkpoint of family `name` into `directory`, and return the directory.
 
+    `text` and `parts` replace values of the configuration of the text part and of the composite model.
     `mtp` adds the tensors of a multi-token-prediction layer, as the hub's files of the family have them. With
     `shards=2` the tensors are in two files with an index. The first file of a composite model then holds
     vision tensors alone, the second one tensors of both parts.
     """
     family = FAMILIES[name]
+    family = replace(family, text=family.text | (text or {}))
+    if parts and family.parts is not None:
+        family = replace(family, parts=family.parts | parts)
     if mtp and not family.mtp:
         raise ValueError(f"{name}: published files of this family hold no MTP layer")
 
