@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from asyncrl import cli
 from asyncrl.config import ModelConfig
@@ -149,6 +149,8 @@ def test_a_version_is_copied_weight_by_weight(world: World, path: str) -> None:
 
 def test_a_model_without_linear_layers_is_refused() -> None:
     class Bare(nn.Module):
+        config = PreTrainedConfig()
+
         def get_output_embeddings(self) -> None:
             return None
 
