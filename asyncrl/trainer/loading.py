@@ -281,13 +281,19 @@ def copy_piece(stored_slice: Any, target_tensor: Tensor, piece: FilePiece) -> No
         return
 
     first_number = 0
-    if isinstance(target_tensor, DTensor):  # sharded by experts: all of a piece is on one rank
+    if isinstance(target_tensor, DTensor):
         (chunk,) = target_tensor.__create_chunk_list__()
         first_number = chunk.offsets[0] * math.prod(target_tensor.shape[1:])
         target_tensor = target_tensor.to_local()
 
-    if first_number <= piece.offset < first_number + target_tensor.numel():
-        piece.view_in(target_tensor, first_number).copy_(stored_slice[...])
+    # This rank has all of an expert, or whole rows of joined tensors.
+    start = max(piece.offset, first_number)
+    stop = min(piece.offset + piece.numel, first_number + target_tensor.numel())
+    if start < stop:
+        row_size = math.prod(piece.shape[1:])
+        rows = slice((start - piece.offset) // row_size, (stop - piece.offset) // row_size)
+        numbers_here = target_tensor.view(-1)[start - first_number : stop - first_number]
+        numbers_here.view(-1, *piece.shape[1:]).copy_(stored_slice[rows])
 
 
 @torch.no_grad()

@@ -82,7 +82,8 @@ def file_pieces(model: PreTrainedModel, tensors: Mapping[str, Tensor] | None = N
 
 def pieces_in_files(model: PreTrainedModel, file_tensors: Mapping[str, StoredTensor]) -> list[FilePiece]:
     """List the parts of the model that the tensors of files hold, each under its name in the files. Tensors
-    that the model does not hold, or holds converted in another way than by stacking experts, are left out."""
+    that the model does not hold, or holds converted in another way than by stacking experts or joining rows,
+    are left out."""
     state = model.state_dict(keep_vars=True)
     renamings, converters = split_rules(get_model_conversion_mapping(model))
 
@@ -92,7 +93,8 @@ def pieces_in_files(model: PreTrainedModel, file_tensors: Mapping[str, StoredTen
         name, pattern = rename_source_key(file_name, renamings, converters, model.base_model_prefix, state)
         if pattern is not None and name in state:
             converter = next(rule for rule in converters if pattern in rule.source_patterns)
-            piece = _stacked_piece(file_name, pattern, converter, name, tuple(state[name].shape))
+            parameter = FilePiece(name, name, tuple(state[name].shape))
+            piece = _converted_piece(file_name, pattern, converter, parameter, file_tensors)
         if piece is None and pattern is None and name in state:
             piece = FilePiece(file_name, name, tuple(state[name].shape))
         if piece is None and file_name in state:  # files may hold a tensor as the model does
@@ -103,28 +105,38 @@ def pieces_in_files(model: PreTrainedModel, file_tensors: Mapping[str, StoredTen
     return pieces
 
 
-def _stacked_piece(
-    file_name: str, pattern: str, rule: WeightConverter, parameter: str, shape: tuple[int, ...]
+def _converted_piece(
+    file_name: str,
+    pattern: str,
+    rule: WeightConverter,
+    parameter: FilePiece,
+    file_tensors: Mapping[str, StoredTensor],
 ) -> FilePiece | None:
-    """Return the part of a stack of experts, `parameter`, that a tensor of the files becomes; None for
-    another conversion than stacking. `pattern`: the pattern of `rule` that the tensor's name matches."""
-    stack, *join_operations = rule.operations
-    is_stack = isinstance(stack, MergeModulelist) and stack.dim == 0
-    if not is_stack or any(
-        not isinstance(operation, Concatenate) or operation.dim != 1 for operation in join_operations
-    ):
+    """Return the part of `parameter` that a tensor of the files becomes: one expert of a stack, or some rows
+    of several tensors joined. None for other conversions. `pattern`: the pattern of `rule` that the tensor's
+    name matches."""
+    operations = [(type(operation), getattr(operation, "dim", None)) for operation in rule.operations]
+    position = rule.source_patterns.index(pattern)
+
+    if operations == [(Concatenate, 0)]:
+        earlier_names = [file_name.replace(pattern, other) for other in rule.source_patterns[:position]]
+        shape = file_tensors[file_name].shape
+        if not {*earlier_names} <= file_tensors.keys():
+            return None
+        rows_before = sum(file_tensors[name].shape[0] for name in earlier_names)
+        return FilePiece(file_name, parameter.name, shape, rows_before * math.prod(shape[1:]))
+
+    if operations not in ([(MergeModulelist, 0)], [(MergeModulelist, 0), (Concatenate, 1)]):
         return None
 
-    number_pattern = re.escape(pattern).replace(re.escape("*"), r"(\d+)")
-    number_match = re.search(number_pattern, file_name)
+    number_match = re.search(pattern.replace(".*.", r"\.(\d+)\."), file_name)
     if number_match is None:
         return None
-
-    _, rows, *inner_shape = shape
+    _, rows, *inner_shape = parameter.shape
     part_count = len(rule.source_patterns)
-    piece_shape = (rows // part_count, *inner_shape)
-    index = int(number_match[1]) * part_count + rule.source_patterns.index(pattern)
-    return FilePiece(file_name, parameter, piece_shape, index * math.prod(piece_shape))
+    shape = (rows // part_count, *inner_shape)
+    index = int(number_match[1]) * part_count + position
+    return FilePiece(file_name, parameter.name, shape, index * math.prod(shape))
 
 
 def checkpoint_pieces(

@@ -22,6 +22,7 @@ from asyncrl.trainer.world import World
 from asyncrl.weights.checkpoint_match import compare_checkpoint, trained_shapes
 from asyncrl.weights.manifest import WeightsError
 from asyncrl.weights.model_files import stored_tensors
+from tests.fakes.ranks import run_ranks
 from tests.fakes.tiny_families import FAMILIES, build_family
 from tests.fakes.training import export, few_tokens, stored, tiny_config
 
@@ -75,7 +76,7 @@ def load_changed(directory: Path, world: World) -> Policy:
     return policy
 
 
-@pytest.mark.parametrize("family", COMPOSITE_FAMILIES)
+@pytest.mark.parametrize("family", [*COMPOSITE_FAMILIES, pytest.param("kimi_linear", marks=pytest.mark.full)])
 def test_an_export_differs_from_its_source_in_trained_tensors_alone(
     family: str, checkpoints: Callable[[str], Path], world: World, tmp_path: Path
 ) -> None:
@@ -165,3 +166,22 @@ def test_a_text_class_named_in_config_json_is_kept(checkpoints: Callable[[str], 
     assert is_composite(config) and auto_class_of(config).__name__ == "AutoModelForImageTextToText"
     config.architectures = ["Qwen3_5ForCausalLM"]
     assert auto_class_of(config).__name__ == "AutoModelForCausalLM"
+
+
+def read_joined_rows(world: World, folder: Path) -> list[str]:
+    """Return the tensors that differ from those that transformers reads."""
+    policy = load_policy(ModelConfig(path=str(folder.parent / "model"), dtype="float32"), world)
+    expected = dict(plain_model(folder.parent / "model").named_parameters())
+    return [
+        name
+        for name, parameter in policy.lm.named_parameters()
+        if not torch.equal(parameter.full_tensor(), expected[name])
+    ]
+
+
+@pytest.mark.full
+def test_ranks_read_their_rows_of_tensors_that_the_model_joins(tmp_path: Path) -> None:
+    """The convolutions of Kimi Linear's q, k and v are one tensor of the model, cut anywhere by three
+    ranks."""
+    build_family("kimi_linear", tmp_path / "model")
+    assert run_ranks(3, read_joined_rows, tmp_path / "ranks") == []

@@ -155,7 +155,8 @@ def test_a_conversion_that_is_not_known_is_left_to_transformers(
 ) -> None:
     path = str(saved / "Mixtral")
     plain = AutoModelForCausalLM.from_pretrained(path)
-    with patch("asyncrl.weights.names.SplitModulelist", tuple):
+    unknown = {"SplitModulelist": tuple, "MergeModulelist": tuple}
+    with patch.multiple("asyncrl.weights.names", **unknown):
         policy = load_policy(ModelConfig(path=path, dtype="float32"), world)
     assert "rank 0 reads all" in caplog.text
 

@@ -121,14 +121,6 @@ def test_what_cannot_be_sliced_is_read_by_rank_0(
     assert all(torch.equal(found[name], p) for name, p in plain.named_parameters())
 
 
-def test_quantized_weights_are_not_sliced(world: World, tmp_path: Path) -> None:
-    path = save_tiny_qwen(tmp_path / "model")
-    model = AutoModelForCausalLM.from_pretrained(path)
-    assert locate_tensors(model, path)
-    model.config.quantization_config = {"quant_method": "fp8"}
-    assert not locate_tensors(model, path)
-
-
 def with_adapters(world: World, folder: Path) -> Any:
     path = str(folder.parent / "model")
     torch.manual_seed(1)
