@@ -9,7 +9,7 @@ import shutil
 from urllib.parse import urlsplit
 
 from asyncrl.config import RunConfig
-from asyncrl.engines.sglang.arguments import check_adapters_served, check_arguments
+from asyncrl.engines.sglang.arguments import check_arguments
 from asyncrl.errors import ConfigError, EngineError
 from asyncrl.launch.nodes import is_loopback
 from asyncrl.weights.model_files import weight_files
@@ -38,7 +38,6 @@ def check_servers(config: RunConfig) -> None:
 
     if engine.remote and not engine.urls:
         check_arguments(config, "engine.server_args", engine.server_args)
-    check_adapters_served(config)
 
     served_scorers = [*dict(config.scorer_places)]
     if engine.remote:

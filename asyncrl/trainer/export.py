@@ -58,32 +58,29 @@ def export_hf(
 
 
 def _export_files(policy: Policy, buffers: Mapping[str, Tensor]) -> dict[str, list[TensorSpec]]:
-    """Return the tensors of each file of the export, in the order of the file. A tensor is in the file of its
-    name in the source; tensors that the source holds converted are in files of their own."""
-    trained_layout = export_layout(policy.published, policy.export_dtype, buffers)
+    """Return the tensors of each file of the export, in the order of the file: the files of the source or,
+    where the source holds tensors that were converted in reading, files of FILE_BYTES."""
     kept_layout = (
         TensorSpec(name, tensor.shape, dtype_of_code(tensor.dtype))
         for name, tensor in policy.file_tensors.items()
         if name in policy.kept_names
     )
-
-    specs_by_file: dict[str, list[TensorSpec]] = defaultdict(list)
-    converted_layout = []
-    for spec in (*kept_layout, *trained_layout):
-        if spec.name in policy.file_tensors:
-            specs_by_file[policy.file_tensors[spec.name].file].append(spec)
-        else:
-            converted_layout.append(spec)
-
-    for number, specs in enumerate(split_buckets(converted_layout, FILE_BYTES), 1):
-        specs_by_file[f"model-converted-{number:05}.safetensors"] = converted_layout[specs]
-    if len(specs_by_file) == 1:
-        specs_by_file[SINGLE_FILE] = specs_by_file.popitem()[1]
-
+    trained_layout = export_layout(policy.published, policy.export_dtype, buffers)
     # A tensor must start at a multiple of its item size, so large items come first.
+    layout = sorted((*kept_layout, *trained_layout), key=lambda spec: -ITEM_BYTES[spec.dtype])
+
+    if all(spec.name in policy.file_tensors for spec in layout):
+        specs_by_file = defaultdict[str, list[TensorSpec]](list)
+        for spec in layout:
+            specs_by_file[policy.file_tensors[spec.name].file].append(spec)
+        return dict(sorted(specs_by_file.items()))
+
+    buckets = [*split_buckets(layout, FILE_BYTES)]
+    if len(buckets) == 1:
+        return {SINGLE_FILE: layout}
     return {
-        file: sorted(specs, key=lambda spec: -ITEM_BYTES[spec.dtype])
-        for file, specs in sorted(specs_by_file.items())
+        f"model-{number:05}-of-{len(buckets):05}.safetensors": layout[bucket]
+        for number, bucket in enumerate(buckets, 1)
     }
 
 

@@ -7,11 +7,9 @@ decoding included, and a load that fails ends the server. By broadcast the draft
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 
 from asyncrl.config import RunConfig
 from asyncrl.errors import ConfigError
-from asyncrl.weights.model_files import read_json
 
 # Names of --speculative-algorithm. Drafts with a layout of their own do not take the policy's files. Tried
 # was EAGLE3; the others load files in the same way.
@@ -19,8 +17,6 @@ OWN_LAYOUT_DRAFTS = frozenset(("EAGLE3", "STANDALONE", "DFLASH", "DSPARK"))
 # EAGLE without --speculative-draft-model-path uses the MTP layers in the model's own files.
 EAGLE_DRAFTS = frozenset(("EAGLE", "NEXTN"))
 MTP_DRAFTS = frozenset(("FROZEN_KV_MTP",))
-# A server of these ends at the first request with an adapter (SGLang 0.5.23).
-WITHOUT_ADAPTERS = "Mistral3ForConditionalGeneration"
 
 
 def check_arguments(config: RunConfig, source: str, arguments: Mapping[str, object]) -> None:
@@ -62,19 +58,6 @@ def draft_warning(arguments: Mapping[str, object]) -> str:
         f"speculative-algorithm={algorithm}: {reason} while the policy changes, so that fewer of its tokens "
         "are accepted with each step; samples stay right"
     )
-
-
-def check_adapters_served(config: RunConfig) -> None:
-    """Raise ConfigError if servers of the run's model end at a request with an adapter."""
-    if not (config.adapters_apart and config.engine.remote):
-        return
-
-    config_file = Path(config.model.path) / "config.json"
-    if config_file.is_file() and WITHOUT_ADAPTERS in (read_json(config_file).get("architectures") or ()):
-        raise ConfigError(
-            f"model.path: {config.model.path} is a {WITHOUT_ADAPTERS}, whose SGLang server ends at its first "
-            "request with an adapter; set weights.adapters=false, or engine=torch"
-        )
 
 
 def _by_name(arguments: Mapping[str, object]) -> dict[str, object]:

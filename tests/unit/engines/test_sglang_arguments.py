@@ -96,13 +96,3 @@ def test_attached_servers_are_refused_for_the_same(tmp_path: Path) -> None:
     drafting = msgspec.structs.replace(info, quantization=None, speculative_algorithm="EAGLE3")
     with pytest.raises(ConfigError, match=r"^server http://s: speculative-algorithm=EAGLE3"):
         check_engine_server(config, "http://s", drafting, model)
-
-
-def test_adapters_of_a_family_whose_server_they_end_are_refused(tmp_path: Path) -> None:
-    mistral = "Mistral3ForConditionalGeneration"
-    merged = configured(tmp_path, {}, mistral, lora_rank=2)
-    check_servers(merged)
-    apart = configured(tmp_path, {}, mistral, lora_rank=2, weights={"adapters": True})
-    with pytest.raises(ConfigError, match=r"Mistral3For.*set weights\.adapters=false, or engine=torch"):
-        check_servers(apart)
-    check_servers(configured(tmp_path, {}, lora_rank=2, weights={"adapters": True}))

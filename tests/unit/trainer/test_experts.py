@@ -162,9 +162,9 @@ def test_a_conversion_that_is_not_known_is_left_to_transformers(
 
     with patch("asyncrl.trainer.export.FILE_BYTES", 6000):
         exported = export(tmp_path, policy, world, path)
-    converted_files = sorted(Path(exported).glob("model-converted-*.safetensors"))
-    converted_names = [name for file in converted_files for name in load_file(file)]
-    assert len(converted_files) > 1 and "model.layers.0.mlp.experts.down_proj" in converted_names
+    exported_files = sorted(Path(exported).glob("model-*-of-*.safetensors"))
+    exported_names = [name for file in exported_files for name in load_file(file)]
+    assert len(exported_files) > 1 and "model.layers.0.mlp.experts.down_proj" in exported_names
     read = AutoModelForCausalLM.from_pretrained(exported)
     assert all(map(torch.equal, read.parameters(), plain.parameters()))
 
