@@ -52,12 +52,13 @@ def test_a_family_learns_the_calculator(
     source = build_taught_family(family, tmp_path / "model")
     warm = warm_start(family, source, tmp_path)
 
-    keys = [f"model.path={warm}", f"total_steps={RL_STEPS}", "trainer.lr=1e-3", *engine_keys]
-    keys += ["buffer.episodes_per_group=8", "validation.samples=128", "validation.every=0"]
+    keys = [f"model.path={warm}", f"total_steps={RL_STEPS}", "trainer.lr=2e-4", *engine_keys]
+    keys += ["buffer.groups_per_batch=8", "buffer.episodes_per_group=8", "buffer.max_staleness=1"]
+    keys += ["validation.samples=128", "validation.every=0"]
     with Run(tmp_path, *keys, name="rl") as run:
         summary = run.completed(RL_STEPS)
     assert_same_logprobs(summary)
-    assert 0 < summary["success_before"] < summary["success_after"] - 0.1
+    assert 0 < summary["success_before"] < summary["success_after"] - 0.05
 
     merged = tmp_path / "merged"
     assert cli.main(["merge", str(run.path), str(merged)]) == 0
