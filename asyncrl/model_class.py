@@ -73,7 +73,7 @@ def is_within(name: str, parts: tuple[str, ...]) -> bool:
 
 
 def freeze_parts(model: PreTrainedModel) -> tuple[str, ...]:
-    """Let the parts beside the text part not train, and return their names."""
+    """Freeze the parts beside the text part, and return their names."""
     frozen_names = frozen_parts(model)
     for name, parameter in model.named_parameters():
         if is_within(name, frozen_names):

@@ -37,7 +37,8 @@ BYTES_PER_TOKEN = 24  # bytes of an encoded token at worst: id, log-prob, part o
 
 
 class ModelConfig(Section, frozen=True):
-    """The policy, a Hugging Face causal language model with its tokenizer."""
+    """The policy, a Hugging Face language model, alone or inside of a composite checkpoint, with its
+    tokenizer."""
 
     path: RequiredPath
     """Directory with config.json, model.safetensors, tokenizer.json and a chat template; or `owner/name` of

@@ -220,8 +220,8 @@ def check_not_quantized(config: RunConfig) -> None:
         if method:
             advice = DEQUANTIZED_BY_TRANSFORMERS.get(method, "")
             raise ConfigError(
-                f"{key} {path}: its weights are quantized ({method}), which cannot be trained or read by the "
-                f"trainer; give a bfloat16 version of the model{advice}"
+                f"{key} {path}: its weights are quantized ({method}), which cannot be trained or "
+                f"published; use a bfloat16 version of the model{advice}"
             )
 
 

@@ -151,7 +151,7 @@ def _exported_config(policy: Policy, source: Path) -> dict[str, Any]:
     """Return the source's config.json with the dtype of the exported text part, and the model's class where
     the source does not name one."""
     config = read_json(source / "config.json")
-    config.setdefault("architectures", [type(policy.lm).__name__])
+    config["architectures"] = config.get("architectures") or [type(policy.lm).__name__]
     config.pop("torch_dtype", None)  # the older name
     config["dtype"] = str(policy.export_dtype).removeprefix("torch.")
 

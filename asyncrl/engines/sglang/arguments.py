@@ -21,8 +21,9 @@ MTP_DRAFTS = frozenset(("FROZEN_KV_MTP",))
 
 def check_arguments(config: RunConfig, source: str, arguments: Mapping[str, object]) -> None:
     """Raise ConfigError for arguments with which the server would end at an update of its weights. `source`:
-    where the arguments stand. Adapters leave the weights as they are, unless servers sleep."""
-    if config.adapters_apart and not config.shifts:
+    where the arguments stand. Servers that the run starts, and that do not sleep, keep their weights where
+    versions are adapters."""
+    if config.adapters_apart and not config.shifts and not config.engine.urls:
         return
 
     values = _by_name(arguments)

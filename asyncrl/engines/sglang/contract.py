@@ -74,8 +74,9 @@ GROUPS: Fields = {
         "group_name",
         "backend",
     ),
-    "/begin_weight_update": (),
+    "/begin_weight_update": ("selector",),
     "/update_weights_from_distributed": (
+        "selector",
         "names",
         "dtypes",
         "shapes",
@@ -271,7 +272,7 @@ class ContractTrial:
                 finally:
                     await self._server.resume()
                 if is_ready or not await self._server.ready():
-                    raise EngineError("/ready does not tell a pause")
+                    raise EngineError("/ready says ready during a pause, or not after it")
             meta_info = await sampling
         finally:
             sampling.cancel()
@@ -348,7 +349,7 @@ class ContractTrial:
 def _check_logprobs(logprobs: tuple[float, ...]) -> None:
     for logprob in logprobs:
         if not (math.isfinite(logprob) and logprob <= 0):
-            raise EngineError(f"{logprob} is no log-prob")
+            raise EngineError(f"{logprob} is not a valid log-prob")
 
 
 def _unfit(server: ServerApi, version: str, reason: str) -> ConfigError:
