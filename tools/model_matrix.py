@@ -36,6 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for tests.fakes
 from safetensors.torch import load_file
 from transformers import AutoConfig, PreTrainedConfig
 
+from asyncrl.errors import one_line
 from asyncrl.weights.model_files import stored_tensors
 from tests.fakes.tiny_families import FAMILIES, build_family
 
@@ -355,7 +356,7 @@ def print_cells(family: str, columns: list[str], *, with_server: bool) -> None:
                 try:
                     text = COLUMNS[column](model)
                 except Exception as error:
-                    text = f"fails with {type(error).__name__}: {str(error).splitlines()[0][:200]}"
+                    text = f"fails with {one_line(error)[:200]}"
             print(json.dumps({column: text}), flush=True)
 
 

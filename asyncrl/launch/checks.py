@@ -70,6 +70,7 @@ RUN_CHECKS = (
     preflight.check_settings,
     preflight.check_template,
     preflight.check_engine,
+    preflight.describe_packing,
 )
 MACHINE_CHECKS = (
     machine.check_python,

@@ -144,27 +144,27 @@ def describe_costs(config: RunConfig, has_gpu: bool | None) -> list[str]:
 
     pause = config.checkpoint.pause
     interval_text = f"every {pause} steps" if pause < config.total_steps else "at the end"
-    parts_text = _describe_parts(config.model.path)
+    parts_text, frozen_text = _describe_parts(config.model.path)
     return [
-        f"model         {parts_text}, {trained_text}, {config.model.dtype}{speed_note}",
+        f"model         {parts_text}, {trained_text}{frozen_text}, {config.model.dtype}{speed_note}",
         f"checkpoints   {format_bytes(checkpoint_size)} each, {interval_text}; at most {kept_count} at once: "
         f"{format_bytes(kept_count * checkpoint_size)}{free_text}",
     ]
 
 
-def _describe_parts(path: str) -> str:
-    """Describe the class that reads a model, with the parts of the model that train and those that are
-    frozen: "LlamaForCausalLM: 8.0 B parameters"."""
+def _describe_parts(path: str) -> tuple[str, str]:
+    """Describe the class that reads a model, with the part that trains: "LlamaForCausalLM: 8.0 B parameters";
+    and the frozen parts: "; frozen: model.visual (0.4 B)", or ''."""
     trained_text = f"{_format_count(parameter_count(path))} parameters"
     if class_name := part_shapes(path).model_class:
         trained_text = f"{class_name}: {trained_text}"
 
     frozen_parts = frozen_counts(path)
     if not frozen_parts:
-        return trained_text
+        return trained_text, ""
 
-    frozen_text = ", ".join(f"{part} {_format_count(count)}" for part, count in frozen_parts.items())
-    return f"{trained_text} in the text part, frozen and kept as they are: {frozen_text.strip()}"
+    counts = ", ".join(f"{part} ({_format_count(count).strip()})" for part, count in frozen_parts.items())
+    return f"{trained_text} in the text part", f"; frozen: {counts}"
 
 
 def describe_work(config: RunConfig, train_count: int, test_count: int, prompt_tokens: int) -> list[str]:

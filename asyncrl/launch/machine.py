@@ -27,6 +27,7 @@ from asyncrl.launch.notes import Note, ok, preflight_check, warning
 from asyncrl.launch.run_directory import check_creatable, run_directory
 from asyncrl.observe.machine import list_gpus
 from asyncrl.runtime.process import quick_imports
+from asyncrl.weights.model_files import read_json
 from asyncrl.weights.trained_tensors import published_bytes
 from asyncrl.wire.addresses import EVERY_ADDRESS, SPARE_DESCRIPTORS, free_ports, own_address
 from asyncrl.wire.sockets import choose_endpoints
@@ -46,10 +47,18 @@ SGLANG_KERNELS = (
 MEMORY_SAVER = "torch_memory_saver"  # Module that SGLang needs for --enable-memory-saver.
 IMPORT_FAILURE = "cannot be imported:"
 # Program that prints SGLang's version, and, on a GPU, which of the named modules cannot be imported.
+MISSING_CLASS = "has no file with the class"  # in a line of the script about SGLang's models
 SGLANG_PROBE = f"""
 import sys
 from importlib import import_module, metadata
+from importlib.util import find_spec
+from pathlib import Path
 print(metadata.version("sglang"), flush=True)
+model_class = sys.argv.pop(1)
+package = find_spec("sglang")
+sources = list(Path(package.origin).parent.glob("srt/models/**/*.py")) if package and package.origin else []
+if model_class and sources and not any(f"class {{model_class}}(" in file.read_text() for file in sources):
+    print({MISSING_CLASS!r}, model_class)
 if sys.argv[1:] and import_module("torch").cuda.is_available():
     for name in sys.argv[1:]:
         try:
@@ -113,7 +122,10 @@ def check_sglang(inputs: Inputs) -> Iterator[Note]:
         if config.shifts and engine.remote:  # engines sleep
             needed_modules.append(MEMORY_SAVER)
 
-    command = [program, "-c", SGLANG_PROBE, *needed_modules]
+    settings_file = Path(config.model.path) / "config.json"
+    settings = read_json(settings_file) if engine.remote and settings_file.is_file() else {}
+    model_class = str((settings.get("architectures") or [""])[0])
+    command = [program, "-c", SGLANG_PROBE, model_class, *needed_modules]
     try:
         completed = subprocess.run(
             command, capture_output=True, text=True, timeout=VERSION_TIMEOUT, check=True
@@ -137,6 +149,12 @@ def check_sglang(inputs: Inputs) -> Iterator[Note]:
         yield warning(
             f"{program} has sglang {sglang_version}; tested is {TESTED_VERSION}. Each server is probed when "
             "it starts, and refused if it lacks what the run needs"
+        )
+
+    if any(line.startswith(MISSING_CLASS) for line in module_lines):
+        yield warning(
+            f"sglang {sglang_version} has no model class {model_class} (model.path): a server may not start, "
+            "or may run the model through transformers; install a version of sglang that has it"
         )
 
     for line in (line for line in module_lines if IMPORT_FAILURE in line):

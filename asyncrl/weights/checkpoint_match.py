@@ -59,8 +59,7 @@ class CheckpointMatch(msgspec.Struct, frozen=True):
     """How the files of a model directory fit the model that its config.json describes.
 
     `missing`: tensors of the model that no file has; `unexpected`: tensors of the files that the model does
-    not have, by the model's names; `mismatched`: tensors of another shape, as lines. `left_out`: the names in
-    the files that a rule of the model's class leaves out, for example layers for drafts. `unexpected_bytes`
+    not have, by the model's names; `mismatched`: tensors of another shape, as lines. `unexpected_bytes`
     of `total_bytes` are in the files for `unexpected`. `not_compared`: why nothing could be compared.
     `of_transformers`: the class belongs to transformers, not to a user's file, which may change.
 
@@ -76,7 +75,6 @@ class CheckpointMatch(msgspec.Struct, frozen=True):
     missing: list[str] = []
     unexpected: list[str] = []
     mismatched: list[str] = []
-    left_out: list[str] = []
     unexpected_bytes: int = 0
     total_bytes: int = 0
     not_compared: str = ""
@@ -113,10 +111,11 @@ class CheckpointMatch(msgspec.Struct, frozen=True):
         """Describe the tensors that are left out of a usable model; '' for none."""
         if self.not_compared:
             return f"its tensors were not compared with the model ({self.not_compared})"
-        if names := [*self.unexpected, *self.left_out]:
+        if self.passed_on:
             return (
-                f"its files have {_describe_names(names)} that {self.model_class} does not use: they do not "
-                "train, and stay in exports as they are (layers for drafts no longer fit the trained layers)"
+                f"its files have {_describe_names(self.passed_on)} that {self.model_class} does not use: "
+                "they do not train, and exports hold them unchanged (MTP layers go stale: they were trained "
+                "with the old weights)"
             )
         return ""
 
@@ -176,7 +175,9 @@ def compare_checkpoint(path: str, label: str, role: ModelRole) -> CheckpointMatc
 
     model_config = read_json(Path(path) / "config.json")
     tensor_table = sorted((name, *tensor[:3]) for name, tensor in tensors.items())
-    source_code = Path(__file__).read_bytes()
+    package_root = Path(__file__).parents[1]
+    source_files = (Path(__file__), package_root / "weights/names.py", package_root / "model_class.py")
+    source_code = [file.read_text() for file in source_files]
     match_inputs = (source_code, version("transformers"), role, model_config, tensor_table)
     digest = hashlib.sha256(msgspec.json.encode(match_inputs, order="sorted")).hexdigest()
     result_key = f"checkpoint match {digest}"
@@ -315,26 +316,24 @@ def _compare(path: str, label: str, role: ModelRole, tensors: dict[str, StoredTe
     drafts = _draft_tensors(unexpected, model.state_dict())
     unexpected -= drafts
     renamed = model_names(model, tensors)
-    left_out_patterns = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_unexpected or ()]
-    left_out_by_class = {
-        name for name in tensors if any(pattern.search(name) for pattern in left_out_patterns)
-    }
     mismatched = [
         f"{name} is {_describe_shape(in_files)} in the files and {_describe_shape(in_model)} in the model"
         for name, in_files, in_model in sorted(info["mismatched_keys"])
     ]
 
     names_by_part = sort_names(model, renamed)
+    passed_on = names_by_part.passed_on
+    if role == "backbone":
+        passed_on = [name for name in passed_on if not _HEAD.match(name)]
 
     return CheckpointMatch(
         model_class=model_class,
         trained=names_by_part.trained,
         frozen=names_by_part.frozen,
-        passed_on=names_by_part.passed_on,
+        passed_on=passed_on,
         missing=sorted(info["missing_keys"]),
         unexpected=sorted(unexpected),
         mismatched=[*mismatched, *_describe_undeclared_quantization(model, tensors, renamed)],
-        left_out=sorted(drafts | left_out_by_class),
         unexpected_bytes=sum(
             tensor.nbytes for name, tensor in tensors.items() if {name, renamed[name]} & unexpected
         ),

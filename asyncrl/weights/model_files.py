@@ -133,7 +133,8 @@ def quantization_method(path: str) -> str:
     for settings in (model_settings, model_settings.get("text_config")):
         quantization = settings.get("quantization_config") if isinstance(settings, dict) else None
         if quantization:
-            return str(quantization.get("quant_method") or "an unnamed method")
+            method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+            return str(method or "an unnamed method")
 
     return ""
 

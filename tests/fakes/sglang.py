@@ -13,7 +13,7 @@ from aiohttp import web
 
 from asyncrl.config import RunConfig, WeightsConfig, parse
 from asyncrl.engines.sglang.http import ServerApi
-from asyncrl.engines.sglang.loader import ServerLoader
+from asyncrl.engines.sglang.loader import ServerLoader, Shapes
 from asyncrl.engines.sglang.receiver import Receiver
 
 Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -116,7 +116,12 @@ DONE = b"data: [DONE]\n\n"
 
 
 def loader_of(
-    api: ServerApi, config: WeightsConfig, cache: Path | None = None, receiver: Receiver | None = None
+    api: ServerApi,
+    config: WeightsConfig,
+    cache: Path | None = None,
+    receiver: Receiver | None = None,
+    model_shapes: Shapes | None = None,
 ) -> ServerLoader:
     """As a supervisor has it; without more, it is given whole versions in files."""
-    return ServerLoader(api, config, cache or Path("/dev/null/cache"), receiver or Receiver(api, 0, 1))
+    directory = cache or Path("/dev/null/cache")
+    return ServerLoader(api, config, directory, receiver or Receiver(api, 0, 1), model_shapes)

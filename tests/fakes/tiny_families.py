@@ -365,12 +365,12 @@ FAMILIES: dict[str, Family] = {
         },
     ),
     "ministral3": Family(
-        "Devstral-2-123B",
+        "Devstral-2-123B, in bfloat16",
         "ministral3",
         TEXT | {"max_position_embeddings": 262144, "tie_word_embeddings": False},
     ),
     "mistral3": Family(
-        "Ministral-3-8B, Devstral-Small-2",
+        "Ministral-3-8B, Devstral-Small-2, in bfloat16",
         "mistral3",
         TEXT | {"model_type": "ministral3", "max_position_embeddings": 262144, "tie_word_embeddings": False},
         parts={
@@ -410,7 +410,7 @@ FAMILIES: dict[str, Family] = {
         },
     ),
     "kimi_k25": Family(
-        "Kimi-K2.5",
+        "Kimi-K2.5, without its quantization",
         "kimi_k25",
         latent_attention_text(model_type="deepseek_v3"),
         parts={
@@ -474,9 +474,9 @@ FAMILIES: dict[str, Family] = {
         },
         mtp="layer",
     ),
-    "deepseek_v3": Family("DeepSeek-V3", "deepseek_v3", latent_attention_text(), mtp="layer"),
+    "deepseek_v3": Family("DeepSeek-V3, in bfloat16", "deepseek_v3", latent_attention_text(), mtp="layer"),
     "minimax_m2": Family(
-        "MiniMax-M2",
+        "MiniMax-M2, in bfloat16",
         "minimax_m2",
         TEXT
         | {

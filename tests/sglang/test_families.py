@@ -12,11 +12,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import AutoConfig
 
 from asyncrl.config import WeightsConfig
 from asyncrl.engines.sglang.client import SGLangClient
 from asyncrl.engines.sglang.http import ServerApi
+from asyncrl.engines.sglang.loader import shapes_of
+from asyncrl.model_class import auto_class_of
 from asyncrl.types import PolicyVersion
 from asyncrl.weights.delta import VersionWriter
 from asyncrl.weights.manifest import AdapterSpec
@@ -72,9 +74,9 @@ def with_tensors(model: Path, tensors: dict[str, Tensor], directory: Path) -> Pa
     return directory
 
 
-def own_logprobs(family: str, model: Path, ids: tuple[int, ...]) -> list[float]:
+def own_logprobs(model: Path, ids: tuple[int, ...]) -> list[float]:
     """Return transformers' log-probs of ids[1:]."""
-    auto_class = AutoModelForImageTextToText if FAMILIES[family].composite else AutoModelForCausalLM
+    auto_class = auto_class_of(AutoConfig.from_pretrained(model))
     network = auto_class.from_pretrained(model, dtype=torch.float32).eval()
     batch = torch.tensor([ids])
     with torch.inference_mode():
@@ -115,7 +117,7 @@ def write_adapter(model: Path, tensors: dict[str, Tensor], directory: Path) -> d
 async def test_a_family_is_served_as_transformers_computes_it(
     family: str, sglang_server: Start, tmp_path: Path
 ) -> None:
-    model = build_family(family, tmp_path / "model")
+    model = build_family(family, tmp_path / "model", mtp=bool(FAMILIES[family].mtp))
     takes_adapters = family not in WITHOUT_ADAPTERS
     server = sglang_server(model, *(ADAPTERS if takes_adapters else ()))
     gaps: dict[str, float] = {}
@@ -123,8 +125,12 @@ async def test_a_family_is_served_as_transformers_computes_it(
     config = WeightsConfig(mode="in_place")
     client = SGLangClient(ServerApi(server.url), sglang_config(1024), VOCABULARY_SIZE, salt=family)
     writer = VersionWriter(tmp_path / "versions", BUCKET_BYTES, full_every=2)
-    async with in_use(client), in_use(loader_of(ServerApi(server.url), config, tmp_path / "cache")) as loader:
-        gaps["at the start"] = largest_gap(await loader.score(TEXT), own_logprobs(family, model, TEXT))
+    tied = bool(AutoConfig.from_pretrained(model).get_text_config().tie_word_embeddings)
+    model_shapes = shapes_of(str(model), tied)  # the check before a push, without MTP layers and towers
+    cache = tmp_path / "cache"
+    loading = loader_of(ServerApi(server.url), config, cache, model_shapes=model_shapes)
+    async with in_use(client), in_use(loading) as loader:
+        gaps["at the start"] = largest_gap(await loader.score(TEXT), own_logprobs(model, TEXT))
 
         tensors = text_tensors(model)
         for version, way in ((1, "a file"), (2, "a delta")):
@@ -136,16 +142,14 @@ async def test_a_family_is_served_as_transformers_computes_it(
 
             generation = await client.generate(ask(TEXT[:20], 40, way))
             ids = (*TEXT[:20], *generation.ids)
-            expected = own_logprobs(family, with_tensors(model, tensors, tmp_path / way), ids)
+            expected = own_logprobs(with_tensors(model, tensors, tmp_path / way), ids)
             gaps[f"after {way}"] = largest_gap(await loader.score(ids), expected)
             gaps[f"sampled after {way}"] = largest_gap(generation.logprobs, expected[19:])
 
         if takes_adapters:
             merged_weights = write_adapter(model, tensors, tmp_path / "adapter")
             await loader.api.load_adapter("adapter", str(tmp_path / "adapter"))
-            expected = own_logprobs(
-                family, with_tensors(model, tensors | merged_weights, tmp_path / "merged"), TEXT
-            )
+            expected = own_logprobs(with_tensors(model, tensors | merged_weights, tmp_path / "merged"), TEXT)
             gaps["with an adapter"] = largest_gap(await loader.api.score(TEXT, 60.0, "adapter"), expected)
             assert largest_gap(await loader.score(TEXT), expected) > 100 * GAP  # it is another model
 

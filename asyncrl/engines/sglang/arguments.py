@@ -16,6 +16,7 @@ from asyncrl.errors import ConfigError
 OWN_LAYOUT_DRAFTS = frozenset(("EAGLE3", "STANDALONE", "DFLASH", "DSPARK"))
 # EAGLE without --speculative-draft-model-path uses the MTP layers in the model's own files.
 EAGLE_DRAFTS = frozenset(("EAGLE", "NEXTN"))
+ARGUMENT_ALIASES = {"speculative-draft-model": "speculative-draft-model-path"}
 MTP_DRAFTS = frozenset(("FROZEN_KV_MTP",))
 
 
@@ -26,12 +27,12 @@ def check_arguments(config: RunConfig, source: str, arguments: Mapping[str, obje
     if config.adapters_apart and not config.shifts and not config.engine.urls:
         return
 
-    values = _by_name(arguments)
+    values = _set_arguments(arguments)
     quantization = values.get("quantization")
     if quantization:
         raise ConfigError(
-            f"{source}: quantization={quantization} ends a server at its first update, as versions are not "
-            f"quantized; leave it out, and versions are in model.dtype={config.model.dtype}"
+            f"{source}: quantization={quantization} ends a server at its first update, whose tensors are not "
+            f"quantized; leave it out: servers then compute in model.dtype={config.model.dtype}"
         )
 
     algorithm = _draft_algorithm(values)
@@ -44,7 +45,7 @@ def check_arguments(config: RunConfig, source: str, arguments: Mapping[str, obje
 
 def draft_warning(arguments: Mapping[str, object]) -> str:
     """Describe what becomes of the draft of speculative decoding during a run; "" without a draft."""
-    values = _by_name(arguments)
+    values = _set_arguments(arguments)
     algorithm = _draft_algorithm(values)
     has_own_files = bool(values.get("speculative-draft-model-path"))
 
@@ -57,18 +58,19 @@ def draft_warning(arguments: Mapping[str, object]) -> str:
 
     return (
         f"speculative-algorithm={algorithm}: {reason} while the policy changes, so that fewer of its tokens "
-        "are accepted with each step; samples stay right"
+        "are accepted with each step; sampling stays exact"
     )
 
 
-def _by_name(arguments: Mapping[str, object]) -> dict[str, object]:
+def _set_arguments(arguments: Mapping[str, object]) -> dict[str, object]:
     """Return arguments by their names on the command line; those that are null, false or "none" are left
     out."""
-    return {
-        name.lstrip("-").replace("_", "-"): value
-        for name, value in arguments.items()
-        if value not in (None, False, "", "none", "null")
-    }
+    set_arguments: dict[str, object] = {}
+    for key, value in arguments.items():
+        name = key.lstrip("-").replace("_", "-")
+        if value not in (None, False, "", "none", "null"):
+            set_arguments[ARGUMENT_ALIASES.get(name, name)] = value
+    return set_arguments
 
 
 def _draft_algorithm(values: Mapping[str, object]) -> str:

@@ -1,4 +1,5 @@
-"""Probes servers of other versions of SGLang than the tested one: each is taken by what it does.
+"""Probes servers of other versions of SGLang than the tested one: a server is accepted if it does what the
+run needs.
 
     before the start    routes and fields of requests, in /openapi.json ──► fields of answers
     before the first    log-probs of a text ──► a request across a pause, in the run's mode
@@ -21,8 +22,8 @@ from typing import Any
 import msgspec
 
 from asyncrl.config import RunConfig
-from asyncrl.engines.base import Request, Sampling
-from asyncrl.engines.sglang.http import INVALID_LABEL, ServerApi, update_session
+from asyncrl.engines.base import EngineBusy, Request, Sampling
+from asyncrl.engines.sglang.http import INVALID_LABEL, ServerApi, ServerGone, update_session
 from asyncrl.engines.sglang.stream import MetaInfo, StreamedTurn, decode_event
 from asyncrl.errors import AsyncrlError, ConfigError, EngineError, one_line
 from asyncrl.types import NO_VERSION
@@ -42,6 +43,9 @@ FLUSH_SECONDS = 2.0
 MAX_TRIAL_GAP = 1.0
 """Nats by which sampled and scored log-probs of a token may differ; in bfloat16 they differ by tenths."""
 
+PASSING_ERRORS = (ServerGone, EngineBusy)
+"""Errors that say nothing about the version: the server's supervisor tries again."""
+
 Fields = dict[str, tuple[str, ...]]  # by path
 READING: Fields = {
     "/ready": (),
@@ -56,6 +60,7 @@ READING: Fields = {
         "cache_salt",
     ),
 }
+CLASSIFYING: Fields = {"/ready": (), "/server_info": (), "/model_info": (), "/classify": ("input_ids",)}
 SAMPLING: Fields = {
     "/generate": (*READING["/generate"], "rid", "stream"),
     "/abort_request": (),
@@ -151,6 +156,8 @@ class OpenApi(msgspec.Struct, frozen=True):
 def needed_routes(config: RunConfig, scorer: str) -> Fields:
     """Return the routes that this run uses, with the fields of their requests. `scorer`: the server's scorer;
     "" for a server of the policy."""
+    if scorer == "reward":  # a reward model, which classifies and does not sample
+        return CLASSIFYING
     if scorer:
         return READING
 
@@ -194,6 +201,8 @@ async def look_at_contract(config: RunConfig, server: ServerApi, version: str, s
 
     try:
         api = await server.get_struct("/openapi.json", OpenApi)
+    except PASSING_ERRORS:
+        raise
     except EngineError as error:
         raise _unfit(server, version, f"its routes cannot be read ({one_line(error)})") from error
 
@@ -210,23 +219,28 @@ async def try_contract(config: RunConfig, server: ServerApi, version: str, score
     """Have a server of another version than the tested one do what the run will have it do, and log one line
     if it does. The server is ready, and its supervisor's alone. Raises ConfigError with the step that
     fails."""
-    if version == TESTED_VERSION:
+    if version == TESTED_VERSION or scorer == "reward":
         return
 
     trial = ContractTrial(config, server)
     steps: dict[str, Callable[[], Awaitable[None]]] = {"log-probs of a text": trial.score}
+    if not scorer and config.adapters_apart:
+        steps["a sampled request"] = trial.sample
+    elif not scorer:
+        steps[f"a request across a pause ({trial.mode})"] = trial.sample
     if not scorer:
-        steps[f"a request across a pause ({trial.mode})"] = trial.pause
         steps["the label of the weights"] = trial.relabel
     if not scorer and config.weights.transport != "disk" and not config.adapters_apart:
         steps["a session of updates"] = trial.open_session
     if not scorer and config.adapters_apart:
         steps["the list of adapters"] = trial.list_adapters
 
-    for step, act in steps.items():
+    for step, run_step in steps.items():
         try:
             async with asyncio.timeout(TRIAL_SECONDS):
-                await act()
+                await run_step()
+        except PASSING_ERRORS:
+            raise
         except TimeoutError:
             raise _unfit(server, version, f"{step}: not done within {TRIAL_SECONDS:g} s") from None
         except AsyncrlError as error:
@@ -253,7 +267,7 @@ class ContractTrial:
         scored_logprobs = await self._server.score(TRIAL_IDS, TRIAL_SECONDS)
         _check_logprobs(scored_logprobs)
 
-    async def pause(self) -> None:
+    async def sample(self) -> None:
         """Sample a request that a pause interrupts, as an update does, and compare its log-probs with scores
         of the same tokens. Adapters need no pause."""
         started = asyncio.Event()
@@ -264,8 +278,8 @@ class ContractTrial:
             first_event.cancel()
 
             if not self._config.adapters_apart:
-                await self._server.pause(self.mode)
                 try:
+                    await self._server.pause(self.mode)
                     is_ready = await self._server.ready()
                     if self.mode != "in_place":
                         await self._server.flush_cache(wait=FLUSH_SECONDS if self.mode == "abort" else 0.0)
@@ -294,17 +308,19 @@ class ContractTrial:
     async def relabel(self) -> None:
         """Give the weights another label, read the label back, and put the first label back."""
         label = await self._server.weight_label()
-        await self._server.relabel(INVALID_LABEL)
-        new_label = await self._server.weight_label()
-        await self._server.relabel(label)
+        try:
+            await self._server.relabel(INVALID_LABEL)
+            new_label = await self._server.weight_label()
+        finally:
+            await asyncio.shield(self._server.relabel(label))
         last_label = await self._server.weight_label()
         if (new_label, last_label) != (INVALID_LABEL, label):
             raise EngineError(f"the label {INVALID_LABEL!r} is read back as {new_label!r}")
 
     async def open_session(self) -> None:
         """Open and close a session of updates, within a pause as an update does: else requests hold it up."""
-        await self._server.pause(self.mode)
         try:
+            await self._server.pause(self.mode)
             async with update_session(self._server):
                 pass
         finally:
