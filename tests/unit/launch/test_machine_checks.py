@@ -19,7 +19,16 @@ from asyncrl.launch import gpus as gpu_checks
 from asyncrl.launch import machine
 from asyncrl.launch.inputs import Inputs
 from asyncrl.launch.notes import ok
-from tests.fakes.checked import Given, Keys, Spoil, assert_found, gpus, patched, sglang_in
+from tests.fakes.checked import (
+    Given,
+    Keys,
+    Spoil,
+    assert_found,
+    gpus,
+    patched,
+    sglang_in,
+    write_header,
+)
 from tests.unit.test_config import with_keys
 
 TABLE = "| NVIDIA-SMI {driver}     Driver Version: {driver}     CUDA {name}: {cuda}     |"
@@ -93,13 +102,12 @@ def claude(script: str, seconds: float = 20.0, **options: str) -> Spoil:
 
 
 def shared_memory(total: int, model: int) -> Spoil:
-    """/dev/shm of this size, all free, and a model of so many bytes, or none."""
+    """/dev/shm of this size, all free, and a model of so many bytes in float32, or none."""
 
     def spoil(given: Given) -> Keys:
         given.patch.setattr("asyncrl.weights.disk.SHARED_MEMORY", given.folder)
         given.patch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=total, total=total))
-        with (given.model / "model.safetensors").open("wb") as file:
-            file.truncate(model)
+        write_header(given.model / "model.safetensors", weight=[model // 4])
         return {} if model else {"model.path": "none"}
 
     return spoil
