@@ -53,8 +53,13 @@ def is_composite(config: PreTrainedConfig) -> bool:
 
 
 def text_part(model: PreTrainedModel) -> PreTrainedModel:
-    """Return the stack of layers that computes text: a part of a composite model, or the model itself."""
-    decoder: PreTrainedModel = model.get_decoder() if is_composite(model.config) else model
+    """Return the stack of layers that computes text: a part of a composite model, or the model itself. Raises
+    ValueError for a composite model that does not name its text part."""
+    if not is_composite(model.config):
+        return model
+    decoder: PreTrainedModel = model.get_decoder()
+    if decoder is model:
+        raise ValueError(f"{type(model).__name__} does not say which of its parts computes text")
     return decoder
 
 
@@ -74,11 +79,11 @@ def is_within(name: str, parts: tuple[str, ...]) -> bool:
 
 def freeze_parts(model: PreTrainedModel) -> tuple[str, ...]:
     """Freeze the parts beside the text part, and return their names."""
-    frozen_names = frozen_parts(model)
+    frozen_part_names = frozen_parts(model)
     for name, parameter in model.named_parameters():
-        if is_within(name, frozen_names):
+        if is_within(name, frozen_part_names):
             parameter.requires_grad_(False)
-    return frozen_names
+    return frozen_part_names
 
 
 def _parts_outside(module: nn.Module, name: str, text_modules: set[nn.Module | None]) -> Iterator[str]:

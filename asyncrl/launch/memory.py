@@ -29,8 +29,7 @@ from asyncrl.weights.trained_tensors import (
     adapted_shapes,
     adapter_count,
     kinds_not_served,
-    layer_kind,
-    linear_shapes,
+    linear_kinds,
     servers_get_adapters,
 )
 
@@ -192,7 +191,7 @@ def describe_coverage(config: RunConfig) -> str:
     linear layers.)"""
     path = config.model.path
     shapes = trained_shapes(path)
-    linear_names = linear_shapes(path).keys()
+    kinds = linear_kinds(path)
     adapted_names = adapted_shapes(config).keys()
     unserved_kinds = kinds_not_served(path) if servers_get_adapters(config) else {}
     total_parameters = sum(map(prod, shapes.values()))
@@ -205,8 +204,8 @@ def describe_coverage(config: RunConfig) -> str:
         reason = "not adapted"
         if name in adapted_names:
             reason = ""
-        elif name in linear_names:
-            reason = f"left out, as {unserved_kinds.get(layer_kind(name), 'model.lora_modules lacks them')}"
+        elif name in kinds:
+            reason = f"left out, as {unserved_kinds.get(kinds[name], 'model.lora_modules lacks them')}"
 
         name_parts = [part for part in name.removesuffix(".weight").split(".") if not part.isdigit()]
         matrices_by_reason[reason][".".join(name_parts[-2:])].append(prod(shape))

@@ -51,7 +51,7 @@ class Adapters:
         self._scale_by_agent = {agent: alpha / rank for agent, (rank, alpha) in sizes.items()}
         self._token_masks: dict[str, Tensor | float] = {}
         self.select_adapters(None)
-        self._adapted_layers = _layers_to_adapt(model, kinds)
+        self._adapted_layers = linear_layers(model, kinds)
         if not self._adapted_layers:
             raise ConfigError("model.lora_rank: this model has no linear layers to adapt; set it to 0")
 
@@ -149,15 +149,16 @@ class Adapters:
         )
 
 
-def _layers_to_adapt(model: PreTrainedModel, kinds: Collection[str]) -> dict[str, nn.Linear | Conv1D]:
-    """Return the layers that adapters of these kinds adapt, by the names of their weights."""
-    frozen_names = frozen_parts(model)
+def linear_layers(model: PreTrainedModel, kinds: Collection[str] = ()) -> dict[str, nn.Linear | Conv1D]:
+    """Return the linear layers of the text part but the output layer, by the names of their weights. `kinds`:
+    the last parts of their names; (): all."""
+    frozen_part_names = frozen_parts(model)
     return {
         f"{name}.weight": layer
         for name, layer in model.named_modules()
         if isinstance(layer, nn.Linear | Conv1D)
         and layer is not model.get_output_embeddings()
-        and not is_within(name, frozen_names)
+        and not is_within(name, frozen_part_names)
         and (not kinds or name.rpartition(".")[2] in kinds)
     }
 

@@ -52,6 +52,7 @@ WRAPPERS = {
 _HEAD = re.compile(r"^(lm_head|embed_out|score|classifier|v_head|value_head)\.")
 _DRAFT = re.compile(r"(^|[._])(mtp|nextn|eagle|medusa)")
 _LAYER = re.compile(r"(?P<layer>.*?\.\d+)\.(?P<suffix>.*)")
+_NO_LINEAR_LAYER = re.compile(r"embed|wte|wpe|(?<!shared_)experts?\.|router|\bgate\.|norm|lm_head")
 _ADAPTER = re.compile(r"lora_[AB]|lora_embedding")
 
 
@@ -63,13 +64,15 @@ class CheckpointMatch(msgspec.Struct, frozen=True):
     of `total_bytes` are in the files for `unexpected`. `not_compared`: why nothing could be compared.
     `of_transformers`: the class belongs to transformers, not to a user's file, which may change.
 
-    `trained`, `frozen` and `passed_on` are the names of all tensors in the files: those of the part that
+    `trained`, `frozen` and `passed_on` are the names of the tensors in the files: those of the part that
     trains; those of each part that is kept as it is, by the part's name in the model; and those that the
-    model does not hold, which exports take over from the files.
+    model does not hold, which exports take over from the files. `linear_kinds`: the trained weights of linear
+    layers, each with the last part of the layer's name in the model.
     """
 
     model_class: str = ""
     trained: list[str] = []
+    linear_kinds: dict[str, str] = {}
     frozen: dict[str, list[str]] = {}
     passed_on: list[str] = []
     missing: list[str] = []
@@ -193,11 +196,13 @@ def compare_checkpoint(path: str, label: str, role: ModelRole) -> CheckpointMatc
 
 class PartShapes(NamedTuple):
     """The class that reads a model to train it, '' for none, and the shapes of its tensors by the names in
-    the files: of those that train, and of those of each frozen part, by the part's name in the model."""
+    the files: of those that train, and of those of each frozen part, by the part's name in the model.
+    `linear_kinds`: see `CheckpointMatch`; by the names in the files where no class reads the model."""
 
     model_class: str
     trained: dict[str, Shape]
     frozen: dict[str, dict[str, Shape]]
+    linear_kinds: dict[str, str]
 
 
 def trained_shapes(path: str) -> dict[str, Shape]:
@@ -229,10 +234,16 @@ def _read_part_shapes(path: str, file_states: tuple[tuple[str, int, int], ...]) 
     with suppress(ConfigError):
         match = compare_checkpoint(path, path, "language model")
         frozen = {part: {name: shapes[name] for name in names} for part, names in match.frozen.items()}
-        trained = {name: shapes[name] for name in match.trained} if match.trained else shapes
-        return PartShapes(match.model_class, trained, frozen)
+        trained = {name: shapes[name] for name in match.trained}
+        if match.trained:
+            return PartShapes(match.model_class, trained, frozen, match.linear_kinds)
 
-    return PartShapes("", shapes, {})
+    linear_names = (
+        name
+        for name, shape in shapes.items()
+        if len(shape) == 2 and name.endswith(".weight") and not _NO_LINEAR_LAYER.search(name)
+    )
+    return PartShapes("", shapes, {}, {name: name.split(".")[-2] for name in linear_names})
 
 
 def load_pretrained(role: ModelRole, path: str, label: str, **options: Any) -> Any:
@@ -278,13 +289,15 @@ def _compare(path: str, label: str, role: ModelRole, tensors: dict[str, StoredTe
     import torch
     from transformers import AutoConfig
 
-    from asyncrl.model_class import auto_class_of
+    from asyncrl.model_class import auto_class_of, frozen_parts
+    from asyncrl.weights.adapters import linear_layers
     from asyncrl.weights.names import file_pieces, model_names, sort_names
 
     try:
         config = AutoConfig.from_pretrained(path, local_files_only=True)
         with torch.device("meta"), _quiet_transformers():
             model = auto_class_of(config, role).from_config(config)
+            frozen_parts(model)  # raises if its text part is unknown
     except Exception as error:
         reason, _, _ = one_line(error).partition(" Model type should be one of")
         text = f"{label}: transformers cannot build its model ({reason})"
@@ -322,6 +335,7 @@ def _compare(path: str, label: str, role: ModelRole, tensors: dict[str, StoredTe
     ]
 
     names_by_part = sort_names(model, renamed)
+    linear_names = linear_layers(model).keys()
     passed_on = names_by_part.passed_on
     if role == "backbone":
         passed_on = [name for name in passed_on if not _HEAD.match(name)]
@@ -329,6 +343,11 @@ def _compare(path: str, label: str, role: ModelRole, tensors: dict[str, StoredTe
     return CheckpointMatch(
         model_class=model_class,
         trained=names_by_part.trained,
+        linear_kinds={
+            name: renamed[name].split(".")[-2]
+            for name in names_by_part.trained
+            if renamed[name] in linear_names
+        },
         frozen=names_by_part.frozen,
         passed_on=passed_on,
         missing=sorted(info["missing_keys"]),

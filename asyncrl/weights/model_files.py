@@ -50,8 +50,8 @@ def weight_bytes(path: str) -> int:
 
 
 class StoredTensor(NamedTuple):
-    """One tensor, as the header of its file describes it. `file`: the file's name; `offset`: where the
-    tensor's bytes begin in the file."""
+    """One tensor, as the header of its file describes it. `file`: the file's name in the model's directory;
+    `offset`: where the tensor's bytes begin in the file."""
 
     shape: Shape
     dtype: str  # safetensors' name: BF16, F32, I64 …
@@ -66,11 +66,16 @@ def stored_tensors(path: str) -> dict[str, StoredTensor]:
     tensors = {}
     for file in sorted(weight_files(path)):
         header, data_offset = _read_header(file)
+        name_in_directory = str(file.relative_to(path))
         for name, tensor in header.items():
             if name != "__metadata__":
                 start, end = tensor["data_offsets"]
                 tensors[name] = StoredTensor(
-                    tuple(tensor["shape"]), tensor["dtype"], end - start, file.name, data_offset + start
+                    tuple(tensor["shape"]),
+                    tensor["dtype"],
+                    end - start,
+                    name_in_directory,
+                    data_offset + start,
                 )
 
     return tensors

@@ -121,8 +121,8 @@ def _converted_piece(
     if operations == [(Concatenate, 0)]:
         earlier_names = [file_name.replace(pattern, other) for other in rule.source_patterns[:position]]
         shape = file_tensors[file_name].shape
-        if not {*earlier_names} <= file_tensors.keys():
-            return None
+        if pattern not in file_name or not {*earlier_names} <= file_tensors.keys():
+            return None  # the pattern is no plain text, or files lack the rows before
         rows_before = sum(file_tensors[name].shape[0] for name in earlier_names)
         return FilePiece(file_name, parameter.name, shape, rows_before * math.prod(shape[1:]))
 
@@ -170,8 +170,9 @@ def checkpoint_pieces(
 
 
 class NamesByPart(NamedTuple):
-    """The names of all tensors in a model's files: those that train, those of each frozen part, by the part's
-    name in the model, and those that the model does not hold."""
+    """The names of the tensors in a model's files: those of the text part, those of each frozen part, by the
+    part's name in the model, and those that the model does not hold. The second name of a tied tensor is in
+    none."""
 
     trained: list[str]
     frozen: dict[str, list[str]]
@@ -187,6 +188,8 @@ def sort_names(model: PreTrainedModel, renamed: Mapping[str, str]) -> NamesByPar
     """Sort the tensors in files by the parts of the model. `renamed`: see `model_names`."""
     state = model.state_dict()
     part_names = frozen_parts(model)
+    tied_names = model.all_tied_weights_keys  # by the name of the tensor that holds their values
+    names_in_model = {*renamed.values()}
     sorted_names = NamesByPart([], {}, [])
 
     for file_name, model_name in sorted(renamed.items()):
@@ -195,7 +198,7 @@ def sort_names(model: PreTrainedModel, renamed: Mapping[str, str]) -> NamesByPar
             sorted_names.passed_on.append(file_name)
         elif part is not None:
             sorted_names.frozen.setdefault(part, []).append(file_name)
-        else:
+        elif tied_names.get(model_name) not in names_in_model:  # else the values are there twice
             sorted_names.trained.append(file_name)
 
     return sorted_names

@@ -9,17 +9,15 @@ decides on the kinds, once, in the launcher; from then on `model.lora_modules` h
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from math import prod
 from pathlib import Path
 
 from asyncrl.config import RunConfig
 from asyncrl.errors import ConfigError
-from asyncrl.weights.checkpoint_match import frozen_shapes, trained_shapes
+from asyncrl.weights.checkpoint_match import frozen_shapes, part_shapes, trained_shapes
 from asyncrl.weights.model_files import DTYPE_BYTES, Shape, read_json
 
-_NO_LINEAR_LAYER = re.compile(r"embed|wte|wpe|(?<!shared_)experts?\.|router|\bgate\.|norm|lm_head")
 # Kinds of layers of which SGLang takes adapters.
 SERVED_KINDS = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 # In a model with experts SGLang takes adapters of these kinds for those of experts.
@@ -40,14 +38,17 @@ def frozen_counts(path: str) -> dict[str, int]:
     return {part: sum(map(prod, shapes.values())) for part, shapes in frozen_shapes(path).items()}
 
 
+def linear_kinds(path: str) -> dict[str, str]:
+    """Return the kind of each linear layer that trains, but the output layer, by the name of its weight in
+    the files: the last part of the layer's name in the model, such as `q_proj`. Stacked experts are no linear
+    layers."""
+    return part_shapes(path).linear_kinds
+
+
 def linear_shapes(path: str) -> dict[str, Shape]:
-    """Return the shapes of the weights of all linear layers that train, but the output layer: stacked experts
-    are no linear layers."""
-    return {
-        name: shape
-        for name, shape in trained_shapes(path).items()
-        if len(shape) == 2 and name.endswith(".weight") and not _NO_LINEAR_LAYER.search(name)
-    }
+    """Return the shapes of the weights of the layers of `linear_kinds`."""
+    shapes = trained_shapes(path)
+    return {name: shapes[name] for name in linear_kinds(path)}
 
 
 def adapted_shapes(config: RunConfig) -> dict[str, Shape]:
@@ -55,10 +56,11 @@ def adapted_shapes(config: RunConfig) -> dict[str, Shape]:
     if not config.adapters:
         return {}
     lora_modules = config.model.lora_modules
+    kinds = linear_kinds(config.model.path)
     return {
         name: shape
         for name, shape in linear_shapes(config.model.path).items()
-        if not lora_modules or layer_kind(name) in lora_modules
+        if not lora_modules or kinds[name] in lora_modules
     }
 
 
@@ -72,11 +74,6 @@ def published_bytes(config: RunConfig) -> int:
     """Return the bytes of a version."""
     parameters = adapter_count(config) if config.adapters_apart else parameter_count(config.model.path)
     return parameters * DTYPE_BYTES[config.model.dtype]
-
-
-def layer_kind(weight_name: str) -> str:
-    """Return the kind of layer of a weight: `q_proj` for `layers.0.self_attn.q_proj.weight`."""
-    return weight_name.split(".")[-2]
 
 
 def servers_get_adapters(config: RunConfig) -> bool:
@@ -95,7 +92,7 @@ def resolve_lora_modules(config: RunConfig) -> list[str]:
     if not config.adapters:
         return chosen_kinds
 
-    existing_kinds = sorted({layer_kind(name) for name in linear_shapes(path)})
+    existing_kinds = sorted({*linear_kinds(path).values()})
     if not existing_kinds:
         return chosen_kinds
 
@@ -131,8 +128,9 @@ def resolve_lora_modules(config: RunConfig) -> list[str]:
 def kinds_not_served(path: str) -> dict[str, str]:
     """Return the reason for each kind of linear layers of which SGLang servers take no adapters alone."""
     shapes_by_kind = defaultdict[str, set[Shape]](set)
+    kinds = linear_kinds(path)
     for name, shape in linear_shapes(path).items():
-        shapes_by_kind[layer_kind(name)].add(shape)
+        shapes_by_kind[kinds[name]].add(shape)
 
     has_experts = any(".experts." in name for name in trained_shapes(path))
     reasons = dict[str, str]()

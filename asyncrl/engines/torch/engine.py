@@ -8,7 +8,7 @@ to make: requests, aborts and weight swaps are done in the loop and in order, wh
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import partial
@@ -30,7 +30,7 @@ from asyncrl.weights.checkpoint_match import load_pretrained
 from asyncrl.weights.manifest import AdapterSpec, Manifest, WeightsError, WeightsRef
 from asyncrl.weights.memory import ReleasedStorages, trim_heap
 from asyncrl.weights.model_files import StoredTensor, stored_tensors
-from asyncrl.weights.names import checkpoint_pieces
+from asyncrl.weights.names import FilePiece, checkpoint_pieces, file_pieces
 
 T = TypeVar("T")
 
@@ -56,7 +56,7 @@ class TorchEngine:
         file_tensors: Mapping[str, StoredTensor] = {},
     ) -> None:
         self._model = model.eval()
-        self._file_tensors = file_tensors
+        self._published_pieces = checkpoint_pieces(model, model.state_dict(), file_tensors)
         self._read_base_model = read_base_model
         embeddings = model.get_input_embeddings().weight
         assert isinstance(embeddings, torch.Tensor)
@@ -261,7 +261,7 @@ class TorchEngine:
     def _apply_tensors(self, specs: Mapping[str, AdapterSpec], tensors: Mapping[str, torch.Tensor]) -> None:
         """Copy a version's tensors into the model or the adapters. Raises WeightsError, changing nothing."""
         if not specs:
-            replace_weights(self._model, tensors, self._file_tensors)
+            replace_weights(self._model, tensors, self._published_pieces)
             return
 
         if self._adapters is None:
@@ -397,13 +397,17 @@ def _breaking_error(error: Exception) -> EngineError:
 
 
 def replace_weights(
-    model: PreTrainedModel, tensors: Mapping[str, torch.Tensor], file_tensors: Mapping[str, StoredTensor] = {}
+    model: PreTrainedModel,
+    tensors: Mapping[str, torch.Tensor],
+    published_pieces: Sequence[FilePiece] | None = None,
 ) -> None:
     """Copy published tensors into the model, in place and cast to the model's types. Tied weights may be
-    published under one or several of the tied names; `file_tensors`: see `TorchEngine`. Frozen parts are not
-    published. Raises WeightsError, changing nothing, if names or shapes differ."""
+    published under one or several of the tied names. `published_pieces`: the tensors of a version, by default
+    as `save_pretrained` names them; those of frozen parts are not published. Raises WeightsError, changing
+    nothing, if names or shapes differ."""
     model_state = model.state_dict()
-    published_pieces = checkpoint_pieces(model, model_state, file_tensors)
+    if published_pieces is None:
+        published_pieces = file_pieces(model, model_state)
     model_tensors = model_state | {
         piece.name: piece.view_in(model_state[piece.parameter]) for piece in published_pieces
     }

@@ -217,7 +217,7 @@ async def test_a_step_that_fails_is_named(config: RunConfig, monkeypatch: pytest
             await attach(config, script.url)
 
         server.logprob_factor = 0.5
-        with pytest.raises(ConfigError, match=r"log-probs of a text: .*5.5 is no log-prob"):
+        with pytest.raises(ConfigError, match=r"log-probs of a text: .*5.5 is not a valid log-prob"):
             await attach(config, script.url)
 
         server = NewerServer(script, config)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedModel
 
@@ -22,6 +22,7 @@ from asyncrl.trainer.world import World
 from asyncrl.weights.checkpoint_match import compare_checkpoint, trained_shapes
 from asyncrl.weights.manifest import WeightsError
 from asyncrl.weights.model_files import stored_tensors
+from asyncrl.weights.names import checkpoint_pieces
 from tests.fakes.ranks import run_ranks
 from tests.fakes.tiny_families import FAMILIES, build_family
 from tests.fakes.training import export, few_tokens, stored, tiny_config
@@ -138,18 +139,18 @@ def test_an_engine_takes_the_published_tensors_under_the_names_of_its_files(
     source = checkpoints(family)
     changed = load_changed(source, world)
     published = stored(changed) | copied_buffers(changed)
-    file_tensors = stored_tensors(str(source))
     model = plain_model(source)
+    pieces = checkpoint_pieces(model, model.state_dict(), stored_tensors(str(source)))
 
-    replace_weights(model, published, file_tensors)
+    replace_weights(model, published, pieces)
     state = dict(model.named_parameters())
     assert all(torch.equal(state[name], p.full_tensor()) for name, p in changed.lm.named_parameters())
 
     missing_name = max(published)
     with pytest.raises(WeightsError, match=f"missing .*{missing_name}"):
-        replace_weights(model, {n: t for n, t in published.items() if n != missing_name}, file_tensors)
+        replace_weights(model, {n: t for n, t in published.items() if n != missing_name}, pieces)
     with pytest.raises(WeightsError, match=r"unknown .*mtp"):
-        replace_weights(model, published | {"mtp.fc.weight": torch.ones(1)}, file_tensors)
+        replace_weights(model, published | {"mtp.fc.weight": torch.ones(1)}, pieces)
 
 
 def test_a_critic_of_a_composite_model_trains_the_text_part(
@@ -159,6 +160,34 @@ def test_a_critic_of_a_composite_model_trains_the_text_part(
     critic(few_tokens()).sum().backward()
     for name, parameter in critic.backbone.named_parameters():
         assert (parameter.grad is not None) == (not name.startswith("visual.")), name
+
+
+def test_the_second_name_of_a_tied_tensor_is_neither_counted_nor_published(
+    world: World, tmp_path: Path
+) -> None:
+    source = build_family("gemma3", tmp_path / "model")
+    names_once = set(trained_shapes(str(source)))
+    tensors = load_file(source / "model.safetensors")
+    embedding = tensors["language_model.model.embed_tokens.weight"]
+    head = {"language_model.lm_head.weight": embedding.clone()}
+    save_file(tensors | head, source / "model.safetensors", metadata={"format": "pt"})
+
+    assert set(trained_shapes(str(source))) == names_once
+    policy = load_changed(source, world)
+    assert {piece.name for piece in policy.published} == names_once
+    exported = Path(export(tmp_path, policy, world, str(source)))
+    assert load_file(exported / "model.safetensors").keys() == tensors.keys()
+    reloaded = dict(plain_model(exported).named_parameters())
+    assert all(torch.equal(p.full_tensor(), reloaded[name]) for name, p in policy.lm.named_parameters())
+
+
+def test_an_export_names_the_class_that_its_source_does_not(world: World, tmp_path: Path) -> None:
+    source = build_family("qwen3_5", tmp_path / "model")
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | {"architectures": None}))
+    policy = load_policy(ModelConfig(path=str(source), dtype="float32"), world)
+    exported = Path(export(tmp_path, policy, world, str(source)))
+    assert json.loads((exported / "config.json").read_text()) == config
 
 
 def test_a_text_class_named_in_config_json_is_kept(checkpoints: Callable[[str], Path]) -> None:

@@ -26,7 +26,7 @@ from asyncrl.weights.trained_tensors import (
     adapted_shapes,
     adapter_count,
     frozen_counts,
-    layer_kind,
+    linear_kinds,
     parameter_count,
     published_bytes,
 )
@@ -85,7 +85,7 @@ def test_counts_are_of_what_trains(qwen3_5: Path) -> None:
 def test_the_plan_names_class_and_parts(qwen3_5: Path) -> None:
     line = describe_costs(resolved(qwen3_5, lora_rank=0), has_gpu=False)[0]
     assert line.startswith("model         Qwen3_5ForConditionalGeneration: ")
-    assert "parameters in the text part, frozen and kept as they are: model.visual " in line
+    assert "parameters in the text part, all weights trained; frozen: model.visual (" in line
 
 
 def test_a_version_for_a_server_is_what_trains(qwen3_5: Path) -> None:
@@ -111,7 +111,8 @@ def test_adapters_adapt_the_layers_that_are_counted(tmp_path: Path, family: str)
     adapters = Adapters(skeleton(path), config.adapters, config.model.lora_modules)
 
     adapted_kinds = sorted(layer.rpartition(".")[2] for layer in adapters.specs[""].layers)
-    assert adapted_kinds == sorted(map(layer_kind, adapted_shapes(config)))
+    kinds = linear_kinds(str(path))
+    assert adapted_kinds == sorted(kinds[name] for name in adapted_shapes(config))
     assert adapter_count(config) == sum(prod(piece.shape) for piece in adapters.published)
 
     every_layer = Adapters(skeleton(path), config.adapters)
