@@ -306,11 +306,12 @@ def export_differences(model: TinyModel, export_directory: Path) -> Iterator[str
     from asyncrl.model_class import auto_class_of
 
     trained_names = {*checkpoint_match(model).trained}
-    given = all_tensors(model.directory)
-    written = all_tensors(export_directory)
-    if given.keys() != written.keys():
-        same = len(given.keys() & written.keys())
-        yield f"{same} of {len(given)} names, {len(written) - same} others"
+    source_tensors = all_tensors(model.directory)
+    exported_tensors = all_tensors(export_directory)
+    if source_tensors.keys() != exported_tensors.keys():
+        common_count = len(source_tensors.keys() & exported_tensors.keys())
+        added_count = len(exported_tensors) - common_count
+        yield f"{common_count} of {len(source_tensors)} names, {added_count} others"
 
     given_class = json.loads((model.directory / "config.json").read_text())["architectures"]
     written_class = json.loads((export_directory / "config.json").read_text()).get("architectures")
@@ -318,8 +319,10 @@ def export_differences(model: TinyModel, export_directory: Path) -> Iterator[str
         yield f"architectures {written_class}"
 
     unlike_input = Counter[bool]()
-    for name in given.keys() & written.keys():
-        if not (given[name].shape == written[name].shape and given[name].equal(written[name])):
+    for name in source_tensors.keys() & exported_tensors.keys():
+        source_tensor = source_tensors[name]
+        exported_tensor = exported_tensors[name]
+        if not (source_tensor.shape == exported_tensor.shape and source_tensor.equal(exported_tensor)):
             unlike_input[name in trained_names] += 1
     if unlike_input[False]:
         yield f"{unlike_input[False]} untouched tensors differ"

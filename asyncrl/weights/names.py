@@ -119,7 +119,8 @@ def _converted_piece(
     position = rule.source_patterns.index(pattern)
 
     if operations == [(Concatenate, 0)]:
-        earlier_names = [file_name.replace(pattern, other) for other in rule.source_patterns[:position]]
+        earlier_patterns = rule.source_patterns[:position]
+        earlier_names = [file_name.replace(pattern, earlier) for earlier in earlier_patterns]
         shape = file_tensors[file_name].shape
         if pattern not in file_name or not {*earlier_names} <= file_tensors.keys():
             return None  # the pattern is no plain text, or files lack the rows before

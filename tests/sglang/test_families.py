@@ -86,7 +86,7 @@ def own_logprobs(model: Path, ids: tuple[int, ...]) -> list[float]:
 
 
 def largest_gap(logprobs: tuple[float, ...], expected: list[float]) -> float:
-    gaps = [abs(one - other) for one, other in zip(logprobs, expected, strict=True)]
+    gaps = [abs(logprob - exact) for logprob, exact in zip(logprobs, expected, strict=True)]
     return math.inf if any(map(math.isnan, gaps)) else max(gaps)
 
 

@@ -61,18 +61,19 @@ def test_requests_of_a_batch_go_on_where_their_states_are() -> None:
     """Two requests of four and five tokens, and a row that only fills up the batch."""
     inputs = random_inputs()
     states = torch.zeros(ROWS, VALUE_HEADS, SIZE, SIZE)
-    whole = run_rule(inputs, states.clone(), [0, 4, TOKENS], [2, 0])
+    in_one_call = run_rule(inputs, states.clone(), [0, 4, TOKENS], [2, 0])
 
     first = {name: torch.cat([tensor[:, :2], tensor[:, 4:6]], 1) for name, tensor in inputs.items()}
     second = {name: torch.cat([tensor[:, 2:4], tensor[:, 6:]], 1) for name, tensor in inputs.items()}
     first_outputs = run_rule(first, states, [0, 2, 4], [2, 0])
     second_outputs = run_rule(second, states, [0, 2, 5, 5], [2, 0, -1])
     together = [first_outputs[:, :2], second_outputs[:, :2], first_outputs[:, 2:], second_outputs[:, 2:]]
-    torch.testing.assert_close(torch.cat(together, 1), whole)
+    torch.testing.assert_close(torch.cat(together, 1), in_one_call)
 
 
 def test_a_convolution_in_parts_is_the_convolution() -> None:
-    channels, width = 6, 4
+    channels = 6
+    width = 4
     torch.manual_seed(1)
     inputs = torch.randn(channels, TOKENS)
     weight = torch.randn(channels, width)
@@ -83,7 +84,8 @@ def test_a_convolution_in_parts_is_the_convolution() -> None:
     )
 
     states = torch.full((ROWS, channels, width - 1), torch.nan)  # what another request left
-    prompt, remainder = 2, 5
+    prompt = 2
+    remainder = 5
     outputs = [
         gated_delta.convolve(
             inputs[:, start:end],

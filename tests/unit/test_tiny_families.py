@@ -101,6 +101,6 @@ def test_names_are_those_of_the_hub(tmp_path):
 def test_a_seed_gives_the_same_bytes(tmp_path):
     first = build_family("qwen3", tmp_path / "first", seed=3) / "model.safetensors"
     second = build_family("qwen3", tmp_path / "second", seed=3) / "model.safetensors"
-    other = build_family("qwen3", tmp_path / "other", seed=4) / "model.safetensors"
+    other_seed = build_family("qwen3", tmp_path / "other", seed=4) / "model.safetensors"
 
-    assert first.read_bytes() == second.read_bytes() != other.read_bytes()
+    assert first.read_bytes() == second.read_bytes() != other_seed.read_bytes()
