@@ -14,7 +14,7 @@ from transformers import Qwen2Config
 
 from asyncrl.config import RunConfig, parse
 from asyncrl.engines.sglang import contract
-from asyncrl.engines.sglang.contract import TESTED_VERSION, needed_routes
+from asyncrl.engines.sglang.contract import TESTED_VERSION, look_at_contract, needed_routes, try_contract
 from asyncrl.engines.sglang.http import ServerApi, update_session
 from asyncrl.engines.sglang.server import attach, look_at_server
 from asyncrl.errors import ConfigError
@@ -143,6 +143,17 @@ async def test_a_newer_version_that_does_what_the_run_needs_starts_with_one_line
         (line,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING][-1:]
         assert f"{script.url} runs SGLang 0.6.0; tested is {TESTED_VERSION}. It does what this run ne" in line
         assert "a request across a pause (in_place), the label of the weights" in line
+
+
+async def test_a_reward_server_of_another_version_is_asked_to_classify_alone(config: RunConfig) -> None:
+    """It samples nothing: nobody pauses or relabels it."""
+    async with scripted() as script:
+        server = NewerServer(script, config, scorer="reward")
+        api = ServerApi(script.url)
+        await look_at_contract(config, api, server.version, "reward")
+        await try_contract(config, api, server.version, "reward")
+        await api.close()
+    assert asked(script) == ["/openapi.json", "/server_info", "/model_info"]
 
 
 async def test_the_tested_version_starts_without_a_line_or_a_trial(
