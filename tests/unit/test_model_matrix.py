@@ -36,7 +36,7 @@ def test_another_page_is_refused(original, replacement, problem):
     assert problem in model_matrix.check_page(changed_page)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_row_says_what_is_done_with_a_composite_model(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     command = [sys.executable, str(TOOL), "--json", "--families", "qwen3_5"]

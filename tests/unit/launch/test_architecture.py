@@ -76,6 +76,7 @@ def engine_of_a_user(given: Given) -> str:
     return f"engine.name={file}:make"
 
 
+@pytest.mark.full
 def test_a_linear_layer_is_named_before_the_start(given: Given, capsys: pytest.CaptureFixture[str]) -> None:
     path = save_model(given, "qwen3_5")
     findings = find_on_copy(path, ["engine", "trainer"], PATIENCE)

@@ -17,7 +17,7 @@ from asyncrl.launch.notes import ok
 from asyncrl.launch.run_directory import check_resumed
 from asyncrl.types import Message, Sample
 from asyncrl.weights import disk
-from tests.fakes.checked import Given, with_an_earlier_run
+from tests.fakes.checked import Given, with_an_earlier_run, write_header
 
 MOUNTS = [("/", "ext4"), ("/home", "nfs4"), ("/home/local", "ext4"), ("/mnt/my share", "cifs")]
 
@@ -83,10 +83,10 @@ def test_what_a_killed_launcher_left_on_shared_memory_counts_as_room(
     shared = given.folder / "shm"
     shared.mkdir()
     monkeypatch.setattr(disk, "SHARED_MEMORY", shared)
-    monkeypatch.setattr(disk.shutil, "disk_usage", lambda path: SimpleNamespace(free=40))
-    (given.model / "model.safetensors").write_bytes(bytes(10))
+    monkeypatch.setattr(disk.shutil, "disk_usage", lambda path: SimpleNamespace(free=30))
+    write_header(given.model / "model.safetensors", weight=[2])  # 8 bytes of float32
     insisting = given.config(weights={"directory": "shm"})
-    with pytest.raises(ConfigError, match="40 bytes free and the weights need 50"):
+    with pytest.raises(ConfigError, match="30 bytes free and the weights need 40"):
         list(preflight.check_weights_directory(Inputs(insisting)))
     version = preflight.outside_weights(insisting)[0] / "e0001-v00000001"
     version.mkdir(parents=True)

@@ -6,7 +6,7 @@ from collections import Counter
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -24,6 +24,7 @@ from asyncrl.trainer.learner import Learner
 from asyncrl.trainer.recompute import Recomputation
 from asyncrl.trainer.scores import Selected
 from asyncrl.trainer.world import World
+from tests.fakes.models import small_model
 from tests.fakes.ranks import run_ranks
 from tests.fakes.training import (
     Recorder,
@@ -209,6 +210,8 @@ def test_a_missing_compiler_is_reported(model: str, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_model_that_names_no_layers_is_refused() -> None:
+    model = small_model("Llama")
+    model._no_split_modules = None
     for keys in ({"activation_checkpointing": "full"}, {"compile": True}):
         with pytest.raises(ConfigError, match=f"trainer.{next(iter(keys))}"):
-            prepare_layers(cast(PreTrainedModel, nn.Linear(2, 2)), TrainerConfig(**keys))
+            prepare_layers(model, TrainerConfig(**keys))
