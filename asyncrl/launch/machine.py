@@ -101,7 +101,7 @@ def check_libraries(inputs: Inputs) -> Iterator[Note]:
 def check_sglang(inputs: Inputs) -> Iterator[Note]:
     """Check the version of SGLang that the run would start, and on GPUs its kernels. `check_servers` checks
     whether the program exists."""
-    from asyncrl.engines.sglang.contract import TESTED_VERSION
+    from asyncrl.engines.sglang.version_check import TESTED_VERSION
 
     config = inputs.config
     engine = config.engine
@@ -147,8 +147,8 @@ def check_sglang(inputs: Inputs) -> Iterator[Note]:
     advice = f"{program} -m pip install sglang=={sglang_version}"
     if sglang_version != TESTED_VERSION:
         yield warning(
-            f"{program} has sglang {sglang_version}; tested is {TESTED_VERSION}. Each server is probed when "
-            "it starts, and refused if it lacks what the run needs"
+            f"{program} has sglang {sglang_version}; tested is {TESTED_VERSION}. Each server is checked "
+            "when it starts, and refused if it lacks what the run needs"
         )
 
     if any(line.startswith(MISSING_CLASS) for line in module_lines):

@@ -29,7 +29,7 @@ MOST = 2
 STAGES = (
     ("test_parsers",),
     ("qwen3",),
-    ("qwen2", "test_collective", "test_traps", "test_contract"),
+    ("qwen2", "test_collective", "test_traps", "test_version_check"),
     ("test_fatal_traps",),
     ("test_server_pool",),
     ("test_sleep",),

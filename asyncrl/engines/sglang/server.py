@@ -14,11 +14,11 @@ from transformers import AutoConfig
 from asyncrl.config import RunConfig
 from asyncrl.engines.sglang.adapters import AdapterLoader
 from asyncrl.engines.sglang.arguments import check_arguments
-from asyncrl.engines.sglang.contract import look_at_contract, try_contract
 from asyncrl.engines.sglang.http import ModelInfo, ServerApi, ServerInfo
 from asyncrl.engines.sglang.loader import ServerLoader, shapes_of
 from asyncrl.engines.sglang.receiver import Receiver
 from asyncrl.engines.sglang.stream import BASE_LABEL
+from asyncrl.engines.sglang.version_check import check_behaviour, check_routes
 from asyncrl.errors import ConfigError
 from asyncrl.weights.disk import cache_directory
 from asyncrl.weights.model_files import read_json
@@ -95,7 +95,7 @@ async def attach(
 
         while not await server.ready():  # noqa: ASYNC110
             await asyncio.sleep(POLL_SECONDS)
-        await try_contract(config, server, attached.info.version, scorer)
+        await check_behaviour(config, server, attached.info.version, scorer)
     except BaseException:
         await server.close()
         raise
@@ -178,7 +178,7 @@ async def _described_server(config: RunConfig, server: ServerApi, scorer: str) -
         await server.try_admin_key()
 
     attached = Attached(server, await server.server_info(), await server.model_info())
-    await look_at_contract(config, server, attached.info.version, scorer)
+    await check_routes(config, server, attached.info.version, scorer)
     if scorer:
         await asyncio.to_thread(check_scorer, config, scorer, server.url, attached.info, attached.model)
     else:

@@ -194,7 +194,7 @@ FOUND: dict[str, list[tuple[Spoil | list[Spoil], str]]] = {
         (python(""), r"has no sglang; install sglang==0\.5\.23 there"),
     ],
     "warning: SGLang": [
-        (sglang("0.6.0"), r"has sglang 0\.6\.0; tested is 0\.5\.23\. Each server is probed"),
+        (sglang("0.6.0"), r"has sglang 0\.6\.0; tested is 0\.5\.23\. Each server is checked"),
         ([ENOUGH, sglang(sgl_kernel="")], "slower.*flashinfer.*pip install sglang==0.5.23"),
         (python("kill -SEGV $$"), r"\(it was killed by SIGSEGV\)"),
         (python("echo no module >&2; exit 1"), r"\(no module\)"),

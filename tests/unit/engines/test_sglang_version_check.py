@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +16,15 @@ from aiohttp import web
 from transformers import Qwen2Config
 
 from asyncrl.config import RunConfig, parse
-from asyncrl.engines.sglang import contract
-from asyncrl.engines.sglang.contract import TESTED_VERSION, look_at_contract, needed_routes, try_contract
+from asyncrl.engines.base import EngineRefused
+from asyncrl.engines.sglang import version_check
 from asyncrl.engines.sglang.http import ServerApi, update_session
 from asyncrl.engines.sglang.server import attach, look_at_server
+from asyncrl.engines.sglang.version_check import TESTED_VERSION, BehaviourCheck, check_behaviour, check_routes
 from asyncrl.errors import ConfigError
 from asyncrl.weights.manifest import WeightsError
 from tests.fakes.sglang import DONE, Script, event, scripted
+from tests.fakes.sglang_openapi import OPENAPI
 
 OK = b'{"success":true,"message":"Success"}'
 OPEN = b'{"success":false,"message":"a weight-update session is already open"}'
@@ -31,38 +36,36 @@ def asked(script: Script) -> list[str]:
 
 
 class NewerServer:
-    """Answers as a server of SGLang 0.6.0 does, with log-probs of -id / 2, and remembers a label and a pause.
+    """Answers as a server of SGLang 0.6.0 does that has the routes of 0.5.23, with log-probs of -id / 2, and
+    remembers a label and a pause.
 
     `lacks`: a path, "FIELD in PATH" or "FIELD in the answer of PATH" that this server does not have.
     """
 
-    def __init__(self, script: Script, config: RunConfig, *lacks: str, scorer: str = "") -> None:
+    def __init__(self, script: Script, *lacks: str) -> None:
         self.version = "0.6.0"
         self.label = "default"
         self.resumed = asyncio.Event()
         self.resumed.set()
         self.logprob_factor = -0.5
-        self._config = config
-        self._scorer = scorer
         self._lacks = lacks
         self._script = script
-        for path in ("/openapi.json", "/abort_request", *needed_routes(config, scorer)):
+        for path in ("/openapi.json", *OPENAPI["paths"]):
             if path not in lacks:
                 script.answers[path] = self._answer
 
     def _openapi(self) -> dict[str, Any]:
-        paths: dict[str, Any] = {}
-        schemas: dict[str, Any] = {}
-        for path, fields in needed_routes(self._config, self._scorer).items():
-            if path in self._lacks:
-                continue
-            body = {"content": {"application/json": {"schema": {"$ref": f"#/components/schemas/{path[1:]}"}}}}
-            paths[path] = {"post": {"requestBody": body} if fields else {"summary": "no body"}}
-            properties = {
-                field: {"type": "string"} for field in fields if f"{field} in {path}" not in self._lacks
-            }
-            schemas[path[1:]] = {"type": "object", "properties": properties}
-        return {"openapi": "3.1.0", "paths": paths, "components": {"schemas": schemas}}
+        openapi = deepcopy(OPENAPI)
+        for lacking in self._lacks:
+            field, _, path = lacking.rpartition(" in ")
+            if not field:
+                del openapi["paths"][path]
+            elif not path.startswith("the answer of "):
+                media_types = openapi["paths"][path]["post"]["requestBody"]["content"]
+                reference = media_types["application/json"]["schema"]["$ref"]
+                del openapi["components"]["schemas"][reference.rpartition("/")[2]]["properties"][field]
+
+        return openapi
 
     def _described(self, path: str) -> dict[str, Any]:
         answer: dict[str, Any] = {
@@ -110,10 +113,10 @@ class NewerServer:
             await self._script.came.wait()
         await self.resumed.wait()
 
-        remaining_ids = range(2, contract.TRIAL_TOKENS + 1)
-        finish = {"type": "length", "length": contract.TRIAL_TOKENS}
+        remaining_ids = range(2, version_check.SAMPLED_TOKENS + 1)
+        finish = {"type": "length", "length": version_check.SAMPLED_TOKENS}
         await response.write(
-            event(remaining_ids, contract.TRIAL_TOKENS, label=self.label, finish=finish) + DONE
+            event(remaining_ids, version_check.SAMPLED_TOKENS, label=self.label, finish=finish) + DONE
         )
         return response
 
@@ -136,10 +139,14 @@ async def test_a_newer_version_that_does_what_the_run_needs_starts_with_one_line
     config: RunConfig, caplog: pytest.LogCaptureFixture
 ):
     async with scripted() as script:
-        server = NewerServer(script, config)
+        server = NewerServer(script)
         attached = await attach(config, script.url)
         await attached.api.close()
         assert server.resumed.is_set() and server.label == "default"
+        labels = [
+            body["new_version"] for path, body, _ in script.requests if path == "/update_weight_version"
+        ]
+        assert labels == ["default"], "workers discard tokens of other labels"
         (line,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING][-1:]
         assert f"{script.url} runs SGLang 0.6.0; tested is {TESTED_VERSION}. It does what this run ne" in line
         assert "a request across a pause (in_place), the label of the weights" in line
@@ -148,19 +155,19 @@ async def test_a_newer_version_that_does_what_the_run_needs_starts_with_one_line
 async def test_a_reward_server_of_another_version_is_asked_to_classify_alone(config: RunConfig) -> None:
     """It samples nothing: nobody pauses or relabels it."""
     async with scripted() as script:
-        server = NewerServer(script, config, scorer="reward")
+        server = NewerServer(script, "/generate", "/pause_generation", "/update_weight_version")
         api = ServerApi(script.url)
-        await look_at_contract(config, api, server.version, "reward")
-        await try_contract(config, api, server.version, "reward")
+        await check_routes(config, api, server.version, "reward")
+        await check_behaviour(config, api, server.version, "reward")
         await api.close()
     assert asked(script) == ["/openapi.json", "/server_info", "/model_info"]
 
 
-async def test_the_tested_version_starts_without_a_line_or_a_trial(
+async def test_the_tested_version_starts_without_a_line_or_a_check(
     config: RunConfig, caplog: pytest.LogCaptureFixture
 ):
     async with scripted() as script:
-        server = NewerServer(script, config)
+        server = NewerServer(script)
         server.version = TESTED_VERSION
         attached = await attach(config, script.url)
         await attached.api.close()
@@ -170,7 +177,7 @@ async def test_the_tested_version_starts_without_a_line_or_a_trial(
 
 async def test_a_look_asks_a_server_in_use_without_changing_it(config: RunConfig):
     async with scripted() as script:
-        NewerServer(script, config)
+        NewerServer(script)
         await look_at_server(config, script.url)
         asked_paths = asked(script)
         assert "/openapi.json" in asked_paths
@@ -190,39 +197,39 @@ async def test_a_look_asks_a_server_in_use_without_changing_it(config: RunConfig
 )
 async def test_a_server_that_lacks_a_route_or_a_field_is_refused_by_its_name(config: RunConfig, lacks: str):
     async with scripted() as script:
-        NewerServer(script, config, lacks)
+        NewerServer(script, lacks)
         with pytest.raises(ConfigError, match=f"SGLang 0.6.0, .*: it lacks {lacks}; tested is"):
             await look_at_server(config, script.url)
 
 
 async def test_routes_are_needed_by_what_the_run_uses(config: RunConfig):
-    """Version 0.5.20 has no sessions: without a process group nothing asks for them."""
+    """Nothing asks for sessions of updates without a process group."""
     weights = msgspec.structs.replace(config.weights, transport="collective")
     broadcasting = msgspec.structs.replace(config, weights=weights)
     async with scripted() as script:
-        NewerServer(script, config)
+        NewerServer(script, "/begin_weight_update", "/end_weight_update")
         await look_at_server(config, script.url)
-        with pytest.raises(ConfigError, match=r"lacks /init_weights_update_group, /begin_weight_update"):
+        with pytest.raises(ConfigError, match=r"it lacks /begin_weight_update, /end_weight_update; tested"):
             await look_at_server(broadcasting, script.url)
 
 
 async def test_a_server_without_a_list_of_routes_is_refused(config: RunConfig):
     async with scripted() as script:
-        NewerServer(script, config)
+        NewerServer(script)
         script.says("/openapi.json", 404, b'{"detail":"Not Found"}')
         with pytest.raises(ConfigError, match=r"its routes cannot be read .*/openapi.json answered 404"):
             await look_at_server(config, script.url)
 
 
 async def test_a_step_that_fails_is_named(config: RunConfig, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(contract, "TRIAL_SECONDS", 5.0)
+    monkeypatch.setattr(version_check, "STEP_SECONDS", 5.0)
     async with scripted() as script:
-        server = NewerServer(script, config)
+        server = NewerServer(script)
         script.says("/pause_generation", 400, b'{"error":{"message":"no such mode"}}')
         with pytest.raises(ConfigError, match=r"a request across a pause \(in_place\): .*no such mode"):
             await attach(config, script.url)
 
-        server = NewerServer(script, config)
+        server = NewerServer(script)
         server.logprob_factor = -3.0  # sampled at -0.5
         with pytest.raises(ConfigError, match=r"log-probs differ by 1\.2e\+02 nats"):
             await attach(config, script.url)
@@ -231,10 +238,51 @@ async def test_a_step_that_fails_is_named(config: RunConfig, monkeypatch: pytest
         with pytest.raises(ConfigError, match=r"log-probs of a text: .*5.5 is not a valid log-prob"):
             await attach(config, script.url)
 
-        server = NewerServer(script, config)
-        script.says("/update_weight_version", 200, OK)  # and nothing changes
-        with pytest.raises(ConfigError, match="the label 'broken' is read back as 'default'"):
+        server = NewerServer(script)
+
+        async def forget_label(request: web.Request) -> web.Response:
+            server.label = ""
+            return web.Response(body=OK)
+
+        script.answers["/update_weight_version"] = forget_label
+        with pytest.raises(ConfigError, match="the label 'default' is read back as ''"):
             await attach(config, script.url)
+
+
+class SlowlyClosingServer(ServerApi):
+    """A server whose streams take until `may_close` to close."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(url)
+        self.closing = asyncio.Event()
+        self.may_close = asyncio.Event()
+
+    @asynccontextmanager
+    async def generate(self, body: dict[str, Any], silence: float) -> AsyncIterator[AsyncIterator[bytes]]:
+        async with super().generate(body, silence) as events:
+            try:
+                yield events
+            finally:
+                self.closing.set()
+                await self.may_close.wait()
+
+
+async def test_a_check_that_is_cancelled_while_its_own_request_ends_is_cancelled(config: RunConfig):
+    """A cancellation of the request alone leaves the error of the pause."""
+    async with asyncio.timeout(30), scripted() as script:
+        NewerServer(script)
+        script.says("/pause_generation", 400, b'{"error":{"message":"no such mode"}}')
+        for is_cancelled, expected_error in ((True, asyncio.CancelledError), (False, EngineRefused)):
+            server = SlowlyClosingServer(script.url)
+            sampling = asyncio.create_task(BehaviourCheck(config, server).sample())
+            await server.closing.wait()
+            if is_cancelled:
+                sampling.cancel()
+            else:
+                server.may_close.set()
+            with pytest.raises(expected_error):
+                await sampling
+            await server.close()
 
 
 async def test_a_session_is_closed_whatever_happens_in_it():

@@ -1,18 +1,21 @@
-"""The probe of versions that are not the tested one, on a real server: taken for one of another version."""
+"""The check of versions that are not the tested one, on a real server: taken for one of another version."""
 
 from __future__ import annotations
 
 import logging
 from pathlib import Path
 
+import msgspec
 import pytest
 from msgspec.structs import replace
 
 from asyncrl.config import RunConfig
-from asyncrl.engines.sglang import contract
+from asyncrl.engines.sglang import version_check
 from asyncrl.engines.sglang.http import PauseMode, ServerApi
 from asyncrl.engines.sglang.server import attach, look_at_server
+from asyncrl.engines.sglang.version_check import OpenApi
 from asyncrl.errors import ConfigError
+from tests.fakes.sglang_openapi import OPENAPI
 from tests.fakes.sglang_process import SGLangServer
 from tests.sglang.conformance import in_use
 from tests.sglang.conftest import Shared
@@ -26,7 +29,7 @@ def server(shared_server: Shared) -> SGLangServer:
 
 @pytest.fixture
 def config(server: SGLangServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunConfig:
-    monkeypatch.setattr(contract, "TESTED_VERSION", "0.0.1")
+    monkeypatch.setattr(version_check, "TESTED_VERSION", "0.0.1")
     return attached_config(server, server.model, tmp_path)
 
 
@@ -59,9 +62,20 @@ async def test_what_it_lacks_is_named(
     server: SGLangServer, config: RunConfig, monkeypatch: pytest.MonkeyPatch
 ):
     needed = {"/generate": ("input_ids", "teleport"), "/no/such/route": ()}
-    monkeypatch.setattr(contract, "READING", contract.READING | needed)
+    monkeypatch.setattr(version_check, "SCORE_ROUTES", version_check.SCORE_ROUTES | needed)
     with pytest.raises(ConfigError, match=r"it lacks /no/such/route; tested is 0\.0\.1"):
         await look_at_server(config, server.url)
-    monkeypatch.setattr(contract, "SAMPLING", contract.SAMPLING | needed)
+    monkeypatch.setattr(version_check, "SAMPLE_ROUTES", version_check.SAMPLE_ROUTES | needed)
     with pytest.raises(ConfigError, match="it lacks teleport in /generate, /no/such/route"):
         await look_at_server(config, server.url)
+
+
+async def test_the_fake_server_of_unit_tests_has_the_routes_of_a_real_one(server: SGLangServer) -> None:
+    excerpt = msgspec.json.decode(msgspec.json.encode(OPENAPI), type=OpenApi)
+    async with in_use(ServerApi(server.url)) as api:
+        served = await api.get_struct("/openapi.json", OpenApi)
+
+    for path, operations in excerpt.paths.items():
+        assert operations == {method: served.paths[path][method] for method in operations}, path
+    for name, schema in excerpt.components.schemas.items():
+        assert schema.properties.keys() <= served.components.schemas[name].properties.keys(), name

@@ -1,13 +1,15 @@
-"""Probes servers of other versions of SGLang than the tested one: a server is accepted if it does what the
+"""Checks servers of other versions of SGLang than the tested one: a server is accepted if it does what the
 run needs.
 
-    before the start    routes and fields of requests, in /openapi.json ──► fields of answers
-    before the first    log-probs of a text ──► a request across a pause, in the run's mode
-    load                ──► the label of the weights ──► a session of updates (weights.transport=collective)
+    check_routes       before the start         routes and fields of requests, in /openapi.json
+                                                ──► fields of answers
+    check_behaviour    before the first load    log-probs of a text ──► a request across a pause, in the
+                                                run's mode ──► the label of the weights
+                                                ──► a session of updates (weights.transport=collective)
 
-The first half changes nothing, so that a server in use can be looked at. The second half is for the server's
-supervisor. What neither shows is checked at each load: the label is read back, and log-probs of the probe
-text are compared with the trainer's.
+The first changes nothing, so that a server in use can be checked. The second is for the server's supervisor.
+What neither shows is checked at each load: the label is read back, and log-probs of a fixed text are compared
+with the trainer's.
 """
 
 from __future__ import annotations
@@ -16,14 +18,13 @@ import asyncio
 import logging
 import math
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
 from typing import Any
 
 import msgspec
 
 from asyncrl.config import RunConfig
 from asyncrl.engines.base import EngineBusy, Request, Sampling
-from asyncrl.engines.sglang.http import INVALID_LABEL, ServerApi, ServerGone, update_session
+from asyncrl.engines.sglang.http import ServerApi, ServerGone, update_session
 from asyncrl.engines.sglang.stream import MetaInfo, StreamedTurn, decode_event
 from asyncrl.errors import AsyncrlError, ConfigError, EngineError, one_line
 from asyncrl.types import NO_VERSION
@@ -32,22 +33,23 @@ log = logging.getLogger("asyncrl.server_supervisor")
 
 TESTED_VERSION = "0.5.23"
 """The version that the tests run with: taken as it is."""
-TRIAL_IDS = tuple(range(10, 26))
-"""A text of the trial: ids that each vocabulary has."""
-TRIAL_TOKENS = 48
-"""Tokens that the trial samples across a pause."""
-TRIAL_SECONDS = 300.0
-"""Deadline of each step of the trial: a server may compile kernels for its first requests."""
+PROMPT_IDS = tuple(range(10, 26))
+"""A short text, of ids that each vocabulary has."""
+SAMPLED_TOKENS = 48
+"""Tokens of the request that is sampled across a pause."""
+STEP_SECONDS = 300.0
+"""Deadline of each step of `check_behaviour`: a server may compile kernels for its first requests."""
 FLUSH_SECONDS = 2.0
 """Time for aborted requests to leave."""
-MAX_TRIAL_GAP = 1.0
+MAX_LOGPROB_GAP = 1.0
 """Nats by which sampled and scored log-probs of a token may differ; in bfloat16 they differ by tenths."""
 
 PASSING_ERRORS = (ServerGone, EngineBusy)
 """Errors that say nothing about the version: the server's supervisor tries again."""
 
-Fields = dict[str, tuple[str, ...]]  # by path
-READING: Fields = {
+BodyFields = dict[str, tuple[str, ...]]
+"""Fields of JSON bodies, by the path of their route."""
+SCORE_ROUTES: BodyFields = {
     "/ready": (),
     "/server_info": (),
     "/model_info": (),
@@ -60,17 +62,24 @@ READING: Fields = {
         "cache_salt",
     ),
 }
-CLASSIFYING: Fields = {"/ready": (), "/server_info": (), "/model_info": (), "/classify": ("input_ids",)}
-SAMPLING: Fields = {
-    "/generate": (*READING["/generate"], "rid", "stream"),
+CLASSIFY_ROUTES: BodyFields = {
+    "/ready": (),
+    "/server_info": (),
+    "/model_info": (),
+    "/classify": ("input_ids",),
+}
+SAMPLE_ROUTES: BodyFields = {
+    "/generate": (*SCORE_ROUTES["/generate"], "rid", "stream"),
     "/abort_request": (),
     "/pause_generation": ("mode",),
     "/continue_generation": (),
     "/flush_cache": (),
     "/update_weight_version": ("new_version", "abort_all_requests"),
 }
-FILES: Fields = {"/update_weights_from_disk": ("model_path", "weight_version", "flush_cache")}
-GROUPS: Fields = {
+DISK_UPDATE_ROUTES: BodyFields = {
+    "/update_weights_from_disk": ("model_path", "weight_version", "flush_cache"),
+}
+GROUP_UPDATE_ROUTES: BodyFields = {
     "/init_weights_update_group": (
         "master_address",
         "master_port",
@@ -93,13 +102,16 @@ GROUPS: Fields = {
     "/end_weight_update": (),
     "/destroy_weights_update_group": ("group_name",),
 }
-ADAPTERS: Fields = {
-    "/generate": (*SAMPLING["/generate"], "lora_path"),
+ADAPTER_ROUTES: BodyFields = {
+    "/generate": (*SAMPLE_ROUTES["/generate"], "lora_path"),
     "/load_lora_adapter": ("lora_name", "lora_path"),
     "/unload_lora_adapter": ("lora_name",),
     "/v1/models": (),
 }
-SLEEPING: Fields = {"/release_memory_occupation": ("tags",), "/resume_memory_occupation": ("tags",)}
+SLEEP_ROUTES: BodyFields = {
+    "/release_memory_occupation": ("tags",),
+    "/resume_memory_occupation": ("tags",),
+}
 
 
 class Schema(msgspec.Struct, frozen=True):
@@ -131,7 +143,7 @@ class OpenApi(msgspec.Struct, frozen=True):
     paths: dict[str, dict[str, Operation]]
     components: Components = Components()
 
-    def lacking(self, needed: Fields) -> list[str]:
+    def lacking(self, needed: BodyFields) -> list[str]:
         """Return the needed paths that no route has, and the needed fields that a route's body lacks. A body
         without a schema may have any field."""
         lacking: list[str] = []
@@ -153,23 +165,23 @@ class OpenApi(msgspec.Struct, frozen=True):
         return lacking
 
 
-def needed_routes(config: RunConfig, scorer: str) -> Fields:
+def needed_routes(config: RunConfig, scorer: str) -> BodyFields:
     """Return the routes that this run uses, with the fields of their requests. `scorer`: the server's scorer;
     "" for a server of the policy."""
     if scorer == "reward":  # a reward model, which classifies and does not sample
-        return CLASSIFYING
+        return CLASSIFY_ROUTES
     if scorer:
-        return READING
+        return SCORE_ROUTES
 
-    routes = READING | SAMPLING
+    routes = SCORE_ROUTES | SAMPLE_ROUTES
     if config.adapters_apart:
-        routes |= ADAPTERS | FILES
+        routes |= ADAPTER_ROUTES | DISK_UPDATE_ROUTES
     elif config.weights.transport == "disk":
-        routes |= FILES
+        routes |= DISK_UPDATE_ROUTES
     else:
-        routes |= GROUPS
+        routes |= GROUP_UPDATE_ROUTES
     if config.shifts:
-        routes |= SLEEPING
+        routes |= SLEEP_ROUTES
     if config.trainer.router_replay:
         generate_fields = (*routes["/generate"], "return_routed_experts", "routed_experts_start_len")
         routes |= {"/generate": generate_fields}
@@ -177,7 +189,7 @@ def needed_routes(config: RunConfig, scorer: str) -> Fields:
     return routes
 
 
-def needed_answers(config: RunConfig, scorer: str) -> Fields:
+def needed_answers(config: RunConfig, scorer: str) -> BodyFields:
     """Return the fields that this run reads in answers to questions, by path."""
     server_fields = ["version", "model_path", "tp_size", "dp_size", "max_req_input_len"]
     if not scorer and config.shifts:
@@ -185,7 +197,8 @@ def needed_answers(config: RunConfig, scorer: str) -> Fields:
     if not scorer and config.trainer.router_replay:
         server_fields += ["enable_return_routed_experts"]
     if not scorer and config.adapters_apart:
-        server_fields += ["enable_lora", "max_lora_rank", "max_loras_per_batch", "max_loaded_loras"]
+        server_fields += ["enable_lora", "max_lora_rank", "lora_target_modules"]
+        server_fields += ["max_loras_per_batch", "max_loaded_loras"]
 
     return {
         "/server_info": tuple(server_fields),
@@ -193,7 +206,7 @@ def needed_answers(config: RunConfig, scorer: str) -> Fields:
     }
 
 
-async def look_at_contract(config: RunConfig, server: ServerApi, version: str, scorer: str) -> None:
+async def check_routes(config: RunConfig, server: ServerApi, version: str, scorer: str) -> None:
     """Check that a server of another version than the tested one has the routes and fields that this run
     uses. Changes nothing. Raises ConfigError with what is lacking."""
     if version == TESTED_VERSION:
@@ -215,34 +228,34 @@ async def look_at_contract(config: RunConfig, server: ServerApi, version: str, s
         raise _unfit(server, version, f"it lacks {', '.join(lacking)}")
 
 
-async def try_contract(config: RunConfig, server: ServerApi, version: str, scorer: str) -> None:
-    """Have a server of another version than the tested one do what the run will have it do, and log one line
-    if it does. The server is ready, and its supervisor's alone. Raises ConfigError with the step that
-    fails."""
+async def check_behaviour(config: RunConfig, server: ServerApi, version: str, scorer: str) -> None:
+    """Check that a server of another version than the tested one does what the run will have it do, and log
+    one line if it does. The server is ready, and its supervisor's alone, while workers may sample there.
+    Raises ConfigError with the step that fails."""
     if version == TESTED_VERSION or scorer == "reward":
         return
 
-    trial = ContractTrial(config, server)
-    steps: dict[str, Callable[[], Awaitable[None]]] = {"log-probs of a text": trial.score}
+    check = BehaviourCheck(config, server)
+    steps: dict[str, Callable[[], Awaitable[None]]] = {"log-probs of a text": check.score}
     if not scorer and config.adapters_apart:
-        steps["a sampled request"] = trial.sample
+        steps["a sampled request"] = check.sample
     elif not scorer:
-        steps[f"a request across a pause ({trial.mode})"] = trial.sample
+        steps[f"a request across a pause ({check.mode})"] = check.sample
     if not scorer:
-        steps["the label of the weights"] = trial.relabel
+        steps["the label of the weights"] = check.relabel
     if not scorer and config.weights.transport != "disk" and not config.adapters_apart:
-        steps["a session of updates"] = trial.open_session
+        steps["a session of updates"] = check.open_session
     if not scorer and config.adapters_apart:
-        steps["the list of adapters"] = trial.list_adapters
+        steps["the list of adapters"] = check.list_adapters
 
     for step, run_step in steps.items():
         try:
-            async with asyncio.timeout(TRIAL_SECONDS):
+            async with asyncio.timeout(STEP_SECONDS):
                 await run_step()
         except PASSING_ERRORS:
             raise
         except TimeoutError:
-            raise _unfit(server, version, f"{step}: not done within {TRIAL_SECONDS:g} s") from None
+            raise _unfit(server, version, f"{step}: not done within {STEP_SECONDS:g} s") from None
         except AsyncrlError as error:
             raise _unfit(server, version, f"{step}: {one_line(error)}") from error
 
@@ -255,8 +268,8 @@ async def try_contract(config: RunConfig, server: ServerApi, version: str, score
     )
 
 
-class ContractTrial:
-    """The steps of `try_contract`. Each raises an AsyncrlError if the server does something else."""
+class BehaviourCheck:
+    """The steps of `check_behaviour`. Each raises an AsyncrlError if the server does something else."""
 
     def __init__(self, config: RunConfig, server: ServerApi) -> None:
         self._config = config
@@ -264,7 +277,7 @@ class ContractTrial:
         self.mode = config.update_mode
 
     async def score(self) -> None:
-        scored_logprobs = await self._server.score(TRIAL_IDS, TRIAL_SECONDS)
+        scored_logprobs = await self._server.score(PROMPT_IDS, STEP_SECONDS)
         _check_logprobs(scored_logprobs)
 
     async def sample(self) -> None:
@@ -273,10 +286,7 @@ class ContractTrial:
         started = asyncio.Event()
         sampling = asyncio.create_task(self._sample(started))
         try:
-            first_event = asyncio.create_task(started.wait())
-            await asyncio.wait([sampling, first_event], return_when=asyncio.FIRST_COMPLETED)
-            first_event.cancel()
-
+            await started.wait()
             if not self._config.adapters_apart:
                 try:
                     await self._server.pause(self.mode)
@@ -290,32 +300,29 @@ class ContractTrial:
             meta_info = await sampling
         finally:
             sampling.cancel()
-            with suppress(asyncio.CancelledError, AsyncrlError):
-                await sampling
+            # Unlike `await sampling` this tells a cancellation of the caller from that of the request.
+            await asyncio.gather(sampling, return_exceptions=True)
 
         self._check_sampled(meta_info)
         sampled_ids = tuple(token.id for token in meta_info.output_token_logprobs)
-        scored_logprobs = await self._server.score((*TRIAL_IDS, *sampled_ids), TRIAL_SECONDS)
+        scored_logprobs = await self._server.score((*PROMPT_IDS, *sampled_ids), STEP_SECONDS)
         gaps = [
             abs(token.logprob - scored_logprob)
             for token, scored_logprob in zip(
-                meta_info.output_token_logprobs, scored_logprobs[len(TRIAL_IDS) - 1 :], strict=True
+                meta_info.output_token_logprobs, scored_logprobs[len(PROMPT_IDS) - 1 :], strict=True
             )
         ]
-        if gaps and not max(gaps) < MAX_TRIAL_GAP:
+        if gaps and not max(gaps) < MAX_LOGPROB_GAP:
             raise EngineError(f"sampled and scored log-probs differ by {max(gaps):.2g} nats")
 
     async def relabel(self) -> None:
-        """Give the weights another label, read the label back, and put the first label back."""
+        """Give the weights the label that they have. With another label, workers would discard what they
+        sample meanwhile; whether the server takes a new label, each load shows."""
         label = await self._server.weight_label()
-        try:
-            await self._server.relabel(INVALID_LABEL)
-            new_label = await self._server.weight_label()
-        finally:
-            await asyncio.shield(self._server.relabel(label))
-        last_label = await self._server.weight_label()
-        if (new_label, last_label) != (INVALID_LABEL, label):
-            raise EngineError(f"the label {INVALID_LABEL!r} is read back as {new_label!r}")
+        await self._server.relabel(label)
+        new_label = await self._server.weight_label()
+        if new_label != label:
+            raise EngineError(f"the label {label!r} is read back as {new_label!r}")
 
     async def open_session(self) -> None:
         """Open and close a session of updates, within a pause as an update does: else requests hold it up."""
@@ -331,21 +338,24 @@ class ContractTrial:
 
     async def _sample(self, started: asyncio.Event) -> MetaInfo:
         """Return the fields of the last event of a stream, with the log-probs of all events. Sets `started`
-        with the first event."""
+        with the first event, or when none comes."""
         body: dict[str, Any] = {
-            "input_ids": TRIAL_IDS,
-            "sampling_params": {"max_new_tokens": TRIAL_TOKENS, "temperature": 1.0, "ignore_eos": True},
+            "input_ids": PROMPT_IDS,
+            "sampling_params": {"max_new_tokens": SAMPLED_TOKENS, "temperature": 1.0, "ignore_eos": True},
             "return_logprob": True,
-            "cache_salt": "asyncrl-trial",
+            "cache_salt": "asyncrl-check",
         }
         meta_info = MetaInfo()
-        stream = StreamedTurn(Request("trial", TRIAL_IDS, Sampling(TRIAL_TOKENS, ())), NO_VERSION, True)
-        async with self._server.generate(body, TRIAL_SECONDS) as events:
-            async for payload in events:
-                event = decode_event(payload)
-                stream.add_event(event)
-                meta_info = event.meta_info
-                started.set()
+        stream = StreamedTurn(Request("check", PROMPT_IDS, Sampling(SAMPLED_TOKENS, ())), NO_VERSION, True)
+        try:
+            async with self._server.generate(body, STEP_SECONDS) as events:
+                async for payload in events:
+                    event = decode_event(payload)
+                    stream.add_event(event)
+                    meta_info = event.meta_info
+                    started.set()
+        finally:
+            started.set()
 
         return msgspec.structs.replace(meta_info, output_token_logprobs=tuple(stream.tokens))
 
@@ -355,8 +365,8 @@ class ContractTrial:
             raise EngineError(f"the request ends with {finish.type if finish else 'no reason'}")
 
         count = len(meta_info.output_token_logprobs)
-        if finish.type != "abort" and count != TRIAL_TOKENS:
-            raise EngineError(f"the request has {count} of {TRIAL_TOKENS} tokens")
+        if finish.type != "abort" and count != SAMPLED_TOKENS:
+            raise EngineError(f"the request has {count} of {SAMPLED_TOKENS} tokens")
         if not meta_info.weight_version or (finish.type != "abort" and not meta_info.weight_versions):
             raise EngineError("the answer lacks weight_version or weight_versions")
         _check_logprobs(tuple(token.logprob for token in meta_info.output_token_logprobs))
