@@ -16,9 +16,11 @@ from torch import nn
 
 from asyncrl.config import AgentConfig, ModelConfig, ScorerConfig
 from asyncrl.engines.base import EngineLost
+from asyncrl.engines.sglang import version_check
 from asyncrl.engines.sglang.client import SGLangClient
 from asyncrl.engines.sglang.http import ServerApi
-from asyncrl.engines.sglang.server import attach, build_loader
+from asyncrl.engines.sglang.server import attach, build_loader, look_at_server
+from asyncrl.errors import ConfigError
 from asyncrl.trainer.model import adapter_shards, load_policy, score_ids
 from asyncrl.trainer.world import World
 from asyncrl.types import Generation, PolicyVersion, StopReason, VersionSpan
@@ -35,7 +37,10 @@ pytestmark = pytest.mark.full
 RANK = 4
 LONG = 400
 CLOSE = 1e-4
-ROOM = ("--max-loras-per-batch=7", "--enable-lora", f"--max-lora-rank={RANK}", "--lora-target-modules", "all")
+KINDS = ("q_proj", "o_proj", "up_proj", "down_proj")
+FUSED_KINDS = ("k_proj", "v_proj", "gate_proj")  # computed as one with those
+ADAPTERS = ("--enable-lora", f"--max-lora-rank={RANK}", "--lora-target-modules", *KINDS)
+ROOM = ("--max-loras-per-batch=7", *ADAPTERS)
 
 
 class Trained:
@@ -71,6 +76,22 @@ class Trained:
 @pytest.fixture(scope="module")
 def server(sglang_server: Start, tiny_models: dict[str, Path]) -> SGLangServer:
     return sglang_server(tiny_models["qwen2"], *ROOM, "--enable-memory-saver")
+
+
+async def test_a_server_of_another_version_is_taken_if_it_takes_the_adapters_of_the_run(
+    server: SGLangServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(version_check, "TESTED_VERSION", "0.0.1")
+    config = sglang_config(MAX_LEN, lora_rank=RANK, model=str(server.model))
+    modules = [*KINDS, *FUSED_KINDS]
+    config = replace(config, model=replace(config.model, lora_modules=modules))
+    async with asyncio.timeout(240), in_use((await attach(config, server.url)).api):
+        [line] = [record.getMessage() for record in caplog.records if "tested is" in record.getMessage()]
+        assert line.endswith("a sampled request, the label of the weights, the list of adapters")
+
+    config = replace(config, model=replace(config.model, lora_modules=[*modules, "kv_b_proj"]))
+    with pytest.raises(ConfigError, match=r"start it with --lora-target-modules .* kv_b_proj .*, or"):
+        await look_at_server(config, server.url)
 
 
 async def test_the_base_reads_turns_while_versions_load_and_finds_their_prefixes(

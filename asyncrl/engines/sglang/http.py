@@ -60,6 +60,7 @@ class ServerInfo(msgspec.Struct, frozen=True):
     enable_return_routed_experts: bool = False
     enable_lora: bool | None = None
     max_lora_rank: int | None = None
+    lora_target_modules: list[str] | None = None
     max_loras_per_batch: int = 8
     max_loaded_loras: int | None = None
     quantization: str | None = None

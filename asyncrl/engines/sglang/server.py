@@ -35,6 +35,14 @@ COMPARED_SIZES = (
     "num_attention_heads",
     "num_key_value_heads",
 )
+FUSED_KINDS = {
+    "q_proj": "qkv_proj",
+    "k_proj": "qkv_proj",
+    "v_proj": "qkv_proj",
+    "gate_proj": "gate_up_proj",
+    "up_proj": "gate_up_proj",
+}
+"""Kinds of layers that a server computes as one layer: with one of them it takes adapters of all."""
 
 
 def vocabulary_size_of(path: str) -> int:
@@ -245,6 +253,14 @@ def _check_room(config: RunConfig, url: str, info: ServerInfo, *, prompted: bool
 
 
 def _check_adapters(config: RunConfig, url: str, info: ServerInfo) -> None:
+    """Raise ConfigError with the flags that the server lacks for this run's adapters."""
+    kinds = sorted(config.model.lora_modules)
+    lacks_kinds = False
+    # None: a server takes the kinds of the adapters that it was started with, and does not say which.
+    if info.lora_target_modules is not None and info.lora_target_modules != ["all"]:
+        server_layers = {FUSED_KINDS.get(kind, kind) for kind in info.lora_target_modules}
+        lacks_kinds = not server_layers.issuperset(FUSED_KINDS.get(kind, kind) for kind in kinds)
+
     rank = max(rank for rank, _ in config.adapters.values())
     adapters_used = config.adapters_held
     adapters_loaded = adapters_used + 1  # and the adapter that is being loaded
@@ -252,6 +268,7 @@ def _check_adapters(config: RunConfig, url: str, info: ServerInfo) -> None:
         "--enable-lora": not info.enable_lora,
         "--dp-size 1": info.dp_size != 1,
         f"--max-lora-rank {rank}": info.max_lora_rank is not None and info.max_lora_rank < rank,
+        f"--lora-target-modules {' '.join(kinds)}": lacks_kinds,
         f"--max-loras-per-batch {adapters_used}": info.max_loras_per_batch < adapters_used,
         f"--max-loaded-loras {adapters_loaded}": info.max_loaded_loras is not None
         and info.max_loaded_loras < adapters_loaded,

@@ -367,15 +367,21 @@ def server_info(**changes: object) -> dict[str, object]:
         ({"enable_lora": None}, "--enable-lora"),
         ({"dp_size": 2}, "--dp-size 1"),
         ({"max_lora_rank": 1}, "--max-lora-rank 2"),
+        ({"lora_target_modules": ["q_proj", "o_proj"]}, "--lora-target-modules o_proj q_proj up_proj"),
         ({"max_loras_per_batch": 5}, "--max-loras-per-batch 6"),
         ({"max_loaded_loras": 6}, "--max-loaded-loras 7"),
     ],
 )
 def test_a_server_that_cannot_take_adapters_is_refused(changes: dict[str, object], needed: str) -> None:
-    def checked(config: RunConfig, **changes: object) -> None:
+    model = msgspec.structs.replace(CONFIG.model, lora_modules=["q_proj", "o_proj", "up_proj"])
+    config = msgspec.structs.replace(CONFIG, model=model)
+
+    def check(**changes: object) -> None:
         _check_adapters(config, "http://s", msgspec.convert(server_info(**changes), ServerInfo))
 
-    checked(CONFIG)
-    checked(CONFIG, max_loaded_loras=None, max_lora_rank=None)
+    check()
+    check(max_loaded_loras=None, max_lora_rank=None)
+    check(lora_target_modules=["all"])
+    check(lora_target_modules=["down_proj", "gate_up_proj", "o_proj", "v_proj"])
     with pytest.raises(ConfigError, match=f"start it with {needed}, or set weights.adapters=false"):
-        checked(CONFIG, **changes)
+        check(**changes)
