@@ -27,11 +27,11 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from transformers import AutoConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from asyncrl.errors import ConfigError
-from asyncrl.model_class import ModelRole, auto_class_of, freeze_parts, frozen_parts
+from asyncrl.model_class import ModelRole, auto_class_of, freeze_parts, frozen_parts, read_config
 from asyncrl.shrunk import attention_arguments
 from asyncrl.trainer.footprint import LAYER_MIN_PARAMETERS
 from asyncrl.trainer.layers import layers_of
@@ -98,7 +98,7 @@ def read_model(role: ModelRole, path: str, dtype: str, world: World, key: str) -
 
 def model_without_weights(role: ModelRole, path: str, dtype: str) -> PreTrainedModel:
     """Return the model of a directory without weights. `cast_parameters` sets the final dtypes."""
-    config = AutoConfig.from_pretrained(path)
+    config = read_config(path, role)
     attention_options = attention_arguments(config)
     if dtype == "float64":  # no grouped products of experts exist for float64
         attention_options["experts_implementation"] = "eager"

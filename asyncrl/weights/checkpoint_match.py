@@ -252,14 +252,12 @@ def load_pretrained(role: ModelRole, path: str, label: str, **options: Any) -> A
     `options`: of `from_pretrained`. Raises ConfigError, which begins with `label`, where a tensor is missing
     or holds numbers that are not finite; and what transformers raises.
     """
-    from transformers import AutoConfig
+    from asyncrl.model_class import auto_class_of, read_config
 
-    from asyncrl.model_class import auto_class_of
-
-    auto_class = auto_class_of(AutoConfig.from_pretrained(path, local_files_only=True), role)
+    config = read_config(path, role)
     with _quiet_transformers():
-        model, info = auto_class.from_pretrained(
-            path, local_files_only=True, output_loading_info=True, **options
+        model, info = auto_class_of(config, role).from_pretrained(
+            path, config=config, local_files_only=True, output_loading_info=True, **options
         )
 
     if missing := sorted(info["missing_keys"]):
@@ -287,14 +285,13 @@ def check_finite(tensor: Any, name: str, label: str) -> None:
 
 def _compare(path: str, label: str, role: ModelRole, tensors: dict[str, StoredTensor]) -> CheckpointMatch:
     import torch
-    from transformers import AutoConfig
 
-    from asyncrl.model_class import auto_class_of, frozen_parts
+    from asyncrl.model_class import auto_class_of, frozen_parts, model_class_for, read_config
     from asyncrl.weights.adapters import linear_layers
     from asyncrl.weights.names import file_pieces, model_names, sort_names
 
     try:
-        config = AutoConfig.from_pretrained(path, local_files_only=True)
+        config = read_config(path, role)
         with torch.device("meta"), _quiet_transformers():
             model = auto_class_of(config, role).from_config(config)
             frozen_parts(model)  # raises if its text part is unknown
@@ -323,8 +320,14 @@ def _compare(path: str, label: str, role: ModelRole, tensors: dict[str, StoredTe
         return CheckpointMatch(model_class=model_class, not_compared=one_line(error))
 
     unexpected: set[str] = set(info["unexpected_keys"])
-    if role == "backbone":  # a backbone, whatever heads the files have
-        unexpected = {name for name in unexpected if not _HEAD.match(name)}
+    if role == "backbone":  # leaves out heads, and what the language model leaves out
+        language_class = model_class_for(auto_class_of(config), config)
+        patterns = getattr(language_class, "_keys_to_ignore_on_load_unexpected", None) or ()
+        unexpected = {
+            name
+            for name in unexpected
+            if not _HEAD.match(name) and not any(re.search(pattern, name) for pattern in patterns)
+        }
 
     drafts = _draft_tensors(unexpected, model.state_dict())
     unexpected -= drafts

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from asyncrl.config import ModelConfig
 from asyncrl.engines.torch.engine import replace_weights
@@ -19,7 +19,12 @@ from asyncrl.model_class import auto_class_of, frozen_parts, is_composite, is_wi
 from asyncrl.trainer.layers import layers_of
 from asyncrl.trainer.model import Policy, copied_buffers, load_critic, load_policy
 from asyncrl.trainer.world import World
-from asyncrl.weights.checkpoint_match import compare_checkpoint, trained_shapes
+from asyncrl.weights.checkpoint_match import (
+    check_checkpoint,
+    compare_checkpoint,
+    frozen_shapes,
+    trained_shapes,
+)
 from asyncrl.weights.manifest import WeightsError
 from asyncrl.weights.model_files import stored_tensors
 from asyncrl.weights.names import checkpoint_pieces
@@ -160,6 +165,29 @@ def test_a_critic_of_a_composite_model_trains_the_text_part(
     critic(few_tokens()).sum().backward()
     for name, parameter in critic.backbone.named_parameters():
         assert (parameter.grad is not None) == (not name.startswith("visual.")), name
+
+
+@pytest.mark.parametrize("files", ["of the text class", "of the composite class"])
+def test_a_critic_has_the_parts_of_the_language_model(files: str, world: World, tmp_path: Path) -> None:
+    """config.json has a configuration of a tower, and names the class of the text part."""
+    source = build_family("qwen3_5", tmp_path / "model")
+    config = json.loads((source / "config.json").read_text()) | {"architectures": ["Qwen3_5ForCausalLM"]}
+    if files == "of the text class":
+        AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source)).save_pretrained(source)
+    (source / "config.json").write_text(json.dumps(config))
+
+    assert check_checkpoint(str(source), "critic.path", "backbone") == check_checkpoint(
+        str(source), "critic.path"
+    ).replace("Qwen3_5ForCausalLM", "Qwen3_5TextModel")
+    assert frozen_shapes(str(source)) == {}
+
+    policy = load_policy(ModelConfig(path=str(source), dtype="float32"), world)
+    critic = load_critic(tiny_config(str(source)), world)
+    assert type(critic.backbone).__name__ == "Qwen3_5TextModel"
+    backbone = dict(critic.backbone.named_parameters())
+    text_part = dict(policy.lm.get_submodule("model").named_parameters())
+    assert text_part.keys() == backbone.keys() - {"value_head.weight", "value_head.bias"}
+    assert all(torch.equal(text_part[name].full_tensor(), backbone[name].full_tensor()) for name in text_part)
 
 
 def test_the_second_name_of_a_tied_tensor_is_neither_counted_nor_published(
