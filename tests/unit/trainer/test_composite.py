@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import struct
 from collections.abc import Callable
 from pathlib import Path
 
@@ -188,6 +189,34 @@ def test_a_critic_has_the_parts_of_the_language_model(files: str, world: World, 
     text_part = dict(policy.lm.get_submodule("model").named_parameters())
     assert text_part.keys() == backbone.keys() - {"value_head.weight", "value_head.bias"}
     assert all(torch.equal(text_part[name].full_tensor(), backbone[name].full_tensor()) for name in text_part)
+
+
+def test_an_export_passes_on_tensors_of_types_that_torch_lacks(world: World, tmp_path: Path) -> None:
+    """Six numbers each, of an MTP layer, which no process reads."""
+    source = build_family("qwen3_5", tmp_path / "model")
+    file_bytes = (source / "model.safetensors").read_bytes()
+    (header_length,) = struct.unpack("<Q", file_bytes[:8])
+    header = json.loads(file_bytes[8 : 8 + header_length])
+    tensor_data = file_bytes[8 + header_length :]
+
+    raw_tensors = {"mtp.scale": ("F8_E8M0", b"scales"), "mtp.codes": ("F4", b"fp4")}
+    for name, (dtype, raw_bytes) in raw_tensors.items():
+        offsets = (len(tensor_data), len(tensor_data) + len(raw_bytes))
+        header[name] = {"dtype": dtype, "shape": (2, 3), "data_offsets": offsets}
+        tensor_data += raw_bytes
+
+    header_text = json.dumps(header).encode()
+    file_bytes = struct.pack("<Q", len(header_text)) + header_text + tensor_data
+    (source / "model.safetensors").write_bytes(file_bytes)
+
+    policy = load_policy(ModelConfig(path=str(source), dtype="bfloat16"), world)
+    exported = export(tmp_path, policy, world, str(source))
+    exported_bytes = (Path(exported) / "model.safetensors").read_bytes()
+    for name, (dtype, raw_bytes) in raw_tensors.items():
+        stored_tensor = stored_tensors(exported)[name]
+        assert (stored_tensor.dtype, stored_tensor.shape) == (dtype, (2, 3))
+        assert exported_bytes[stored_tensor.offset :][: stored_tensor.nbytes] == raw_bytes
+    assert plain_model(Path(exported)).num_parameters() == policy.lm.num_parameters()
 
 
 def test_the_second_name_of_a_tied_tensor_is_neither_counted_nor_published(
