@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter, defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -66,7 +67,8 @@ def read_model(role: ModelRole, path: str, dtype: str, world: World, key: str) -
     with ConfigError.instead_of(OSError, ValueError, SafetensorError, text=f"{key} {path!r}: cannot load it"):
         model = model_without_weights(role, path, dtype)
         freeze_parts(model)
-        file_of_piece = locate_tensors(model, path)
+        file_tensors = stored_tensors(path)
+        file_of_piece = locate_tensors(model, path, file_tensors)
 
         is_sliced = all(world.gather(bool(file_of_piece), bool))
         filled_model = None
@@ -83,8 +85,6 @@ def read_model(role: ModelRole, path: str, dtype: str, world: World, key: str) -
                     f"config.json ties {', '.join(sorted(untied_names))} to another tensor, and the files "
                     "hold other values for it; set tie_word_embeddings=false there"
                 )
-
-        file_tensors = stored_tensors(path)
 
     return WeightsSource(
         model,
@@ -216,11 +216,13 @@ def open_slices(file: str) -> Any:
     return safe_open(file, "pt", backend="pread")
 
 
-def locate_tensors(model: PreTrainedModel, path: str) -> dict[FilePiece, str]:
-    """Find the tensors of `model`, tied and on any device, in the files of `path`, whole or in parts. Returns
-    the file of each piece; empty where the files do not hold the tensors unchanged: converted, of
-    another shape, missing, twice with different values (of tied tensors), or no safetensors."""
-    file_tensors = stored_tensors(path)
+def locate_tensors(
+    model: PreTrainedModel, path: str, file_tensors: Mapping[str, StoredTensor]
+) -> dict[FilePiece, str]:
+    """Find the tensors of `model`, tied and on any device, among `file_tensors`, those in the files of
+    `path`, whole or in parts. Returns the file of each piece; empty where the files do not hold the tensors
+    unchanged: converted, of another shape, missing, twice with different values (of tied tensors), or no
+    safetensors."""
     file_of_piece = {
         piece: str(Path(path) / file_tensors[piece.name].file)
         for piece in pieces_in_files(model, file_tensors)

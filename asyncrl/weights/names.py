@@ -155,19 +155,20 @@ def checkpoint_pieces(
     ):
         pieces_of_tensor[id(state[piece.parameter])].setdefault(piece.offset, piece)
 
-    saved_pieces = defaultdict[str, list[FilePiece]](list)
-    for piece in file_pieces(model, tensors):
-        saved_pieces[piece.parameter].append(piece)
+    pieces_by_name = {
+        name: [piece._replace(parameter=name) for _, piece in sorted(stored_pieces.items())]
+        for name, tensor in tensors.items()
+        if (stored_pieces := pieces_of_tensor[id(state.get(name))])
+        and sum(piece.numel for piece in stored_pieces.values()) == tensor.numel()
+    }
 
-    listed_pieces = list[FilePiece]()
-    for name, tensor in tensors.items():
-        held_pieces = sorted(pieces_of_tensor[id(state.get(name))].items())
-        if sum(piece.numel for _, piece in held_pieces) == tensor.numel():
-            listed_pieces += [piece._replace(parameter=name) for _, piece in held_pieces]
-        else:
-            listed_pieces += saved_pieces[name]
+    absent_names = tensors.keys() - pieces_by_name.keys()
+    if absent_names:
+        for piece in file_pieces(model, tensors):
+            if piece.parameter in absent_names:
+                pieces_by_name.setdefault(piece.parameter, []).append(piece)
 
-    return tuple(listed_pieces)
+    return tuple(piece for name in tensors for piece in pieces_by_name[name])
 
 
 class NamesByPart(NamedTuple):
