@@ -86,16 +86,16 @@ def model_class(model: TinyModel) -> str:
 
 def trained_part(model: TinyModel) -> str:
     match = checkpoint_match(model)
-    part = "text part" if match.frozen else "all"
-    return f"{part}: {counted_tensors(model, match.trained)}"
+    part = "text part" if match.parts.frozen else "all"
+    return f"{part}: {counted_tensors(model, match.parts.trained)}"
 
 
 def frozen_parts(model: TinyModel) -> str:
     """Return the parts that the model holds and does not train, and the tensors that it does not hold."""
     match = checkpoint_match(model)
-    parts = [f"`{part}`: {counted_tensors(model, names)}" for part, names in match.frozen.items()]
-    if match.passed_on:
-        parts.append(f"passed on, MTP: {counted_tensors(model, match.passed_on)}")
+    parts = [f"`{part}`: {counted_tensors(model, names)}" for part, names in match.parts.frozen.items()]
+    if match.parts.passed_on:
+        parts.append(f"passed on, MTP: {counted_tensors(model, match.parts.passed_on)}")
     return "; ".join(parts) or "–"
 
 

@@ -47,7 +47,7 @@ from asyncrl.trainer.teacher import Teacher
 from asyncrl.trainer.world import SequenceRanks, World
 from asyncrl.weights.adapters import Adapters, owning_agent
 from asyncrl.weights.model_files import StoredTensor
-from asyncrl.weights.names import checkpoint_pieces, model_names, saved_buffers, sort_names
+from asyncrl.weights.names import checkpoint_pieces, model_names, saved_buffers, sort_tensors
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +77,7 @@ class Policy(nn.Module):
         self.sequence_ranks = sequence_ranks
         self.export_dtype = getattr(torch, config.dtype)
         self.file_tensors = file_tensors
-        self.kept_names = sort_names(lm, model_names(lm, file_tensors)).kept
+        self.kept_names = sort_tensors(lm, file_tensors, model_names(lm, file_tensors)).kept_names
         self.vocabulary: int = lm.config.get_text_config().vocab_size  # token ids are below it
         buffers = saved_buffers(lm)
         frozen_names = frozen_parts(lm)

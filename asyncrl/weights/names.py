@@ -33,7 +33,7 @@ from transformers.core_model_loading import (
 )
 
 from asyncrl.model_class import frozen_parts, is_within
-from asyncrl.weights.model_files import StoredTensor
+from asyncrl.weights.model_files import StoredTensor, TensorsByPart
 
 
 class FilePiece(NamedTuple):
@@ -171,39 +171,27 @@ def checkpoint_pieces(
     return tuple(piece for name in tensors for piece in pieces_by_name[name])
 
 
-class NamesByPart(NamedTuple):
-    """The names of the tensors in a model's files: those of the text part, those of each frozen part, by the
-    part's name in the model, and those that the model does not hold. The second name of a tied tensor is in
-    none."""
-
-    trained: list[str]
-    frozen: dict[str, list[str]]
-    passed_on: list[str]
-
-    @property
-    def kept(self) -> set[str]:
-        """Return the names of the tensors that training leaves as they are in the files."""
-        return {*self.passed_on}.union(*self.frozen.values())
-
-
-def sort_names(model: PreTrainedModel, renamed: Mapping[str, str]) -> NamesByPart:
+def sort_tensors(
+    model: PreTrainedModel, file_tensors: Mapping[str, StoredTensor], renamed: Mapping[str, str]
+) -> TensorsByPart:
     """Sort the tensors in files by the parts of the model. `renamed`: see `model_names`."""
     state = model.state_dict()
     part_names = frozen_parts(model)
     tied_names = model.all_tied_weights_keys  # by the name of the tensor that holds their values
     names_in_model = {*renamed.values()}
-    sorted_names = NamesByPart([], {}, [])
+    parts = TensorsByPart({}, {}, {})
 
     for file_name, model_name in sorted(renamed.items()):
-        part = next((part for part in part_names if is_within(model_name, (part,))), None)
+        shape = file_tensors[file_name].shape
+        frozen_part = next((part for part in part_names if is_within(model_name, (part,))), None)
         if model_name not in state and file_name not in state:
-            sorted_names.passed_on.append(file_name)
-        elif part is not None:
-            sorted_names.frozen.setdefault(part, []).append(file_name)
+            parts.passed_on[file_name] = shape
+        elif frozen_part is not None:
+            parts.frozen.setdefault(frozen_part, {})[file_name] = shape
         elif tied_names.get(model_name) not in names_in_model:  # else the values are there twice
-            sorted_names.trained.append(file_name)
+            parts.trained[file_name] = shape
 
-    return sorted_names
+    return parts
 
 
 def model_names(model: PreTrainedModel, file_names: Iterable[str]) -> dict[str, str]:

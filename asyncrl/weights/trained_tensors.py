@@ -15,7 +15,7 @@ from pathlib import Path
 
 from asyncrl.config import RunConfig
 from asyncrl.errors import ConfigError
-from asyncrl.weights.checkpoint_match import frozen_shapes, part_shapes, trained_shapes
+from asyncrl.weights.checkpoint_match import frozen_shapes, language_match, trained_shapes
 from asyncrl.weights.model_files import DTYPE_BYTES, Shape, read_json
 
 # Kinds of layers of which SGLang takes adapters.
@@ -42,7 +42,7 @@ def linear_kinds(path: str) -> dict[str, str]:
     """Return the kind of each linear layer that trains, but the output layer, by the name of its weight in
     the files: the last part of the layer's name in the model, such as `q_proj`. Stacked experts are no linear
     layers."""
-    return part_shapes(path).linear_kinds
+    return language_match(path).linear_kinds
 
 
 def linear_shapes(path: str) -> dict[str, Shape]:

@@ -121,17 +121,17 @@ def test_the_text_part_trains_and_is_published(
     assert type(policy.lm).__name__ == match.model_class == CLASSES.get(family, match.model_class)
 
     parts = frozen_parts(policy.lm)
-    assert parts and set(match.frozen) == set(parts)
+    assert parts and set(match.parts.frozen) == set(parts)
     assert all(
         parameter.requires_grad != is_within(name, parts) for name, parameter in policy.lm.named_parameters()
     )
     assert len(layers_of(policy.lm)) == policy.lm.config.get_text_config().num_hidden_layers
 
     names = {piece.name for piece in policy.published} | {piece.name for piece in policy.buffer_pieces}
-    assert names == set(match.trained) == set(trained_shapes(str(source)))
-    all_names = [*match.trained, *match.passed_on, *(name for part in match.frozen.values() for name in part)]
+    assert names == set(match.parts.trained) == set(trained_shapes(str(source)))
+    all_names = [*match.parts.trained, *match.parts.kept_names]
     assert sorted(all_names) == sorted(stored_tensors(str(source)))
-    assert bool(match.passed_on) == bool(FAMILIES[family].mtp)
+    assert bool(match.parts.passed_on) == bool(FAMILIES[family].mtp)
 
     policy(few_tokens()).logp.sum().backward()
     trained = {name for name, parameter in policy.lm.named_parameters() if parameter.grad is not None}
