@@ -150,7 +150,7 @@ def sglang_gap(model: TinyModel) -> str:
 def lora_modules(model: TinyModel) -> str:
     """Return the kinds of layers that adapters adapt, and which of them SGLang servers get alone."""
     from asyncrl.errors import ConfigError
-    from asyncrl.weights.trained_tensors import resolve_lora_modules
+    from asyncrl.launch.models import resolve_lora_modules
 
     adapted_kinds = resolve_lora_modules(lora_run(model, engine="torch"))
     if not adapted_kinds:
