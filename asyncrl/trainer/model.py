@@ -1,6 +1,7 @@
 """The models of a trainer rank: the policy in training, a reference policy and a critic.
 
-The policy is a Hugging Face causal LM under FSDP2 that scores sampled tokens.
+The policy is a language model of Hugging Face under FSDP2 that scores sampled tokens. Of a composite model
+the text part trains; towers and projectors are loaded, frozen and not run.
 
 Files and published weights carry the names of Hugging Face's files (weights/names.py). With dtype bfloat16
 the weights in training and the gradient reduction are float32, forward and backward bfloat16: plain bfloat16
@@ -178,7 +179,7 @@ def load_policy(
     `trainer`: how layers are trained. `recomputation`: which layers are recomputed; None: as `trainer` says.
     `adapters`: see Adapters; None: the adapter of `config`. `frozen`: the weights of the directory do not
     train. `offload`: the shards are kept in main memory. Raises ConfigError, naming `key`, when the directory
-    holds no causal language model.
+    holds no language model.
     """
     source = read_model("language model", config.path, config.dtype, world, key)
     if frozen:
@@ -339,7 +340,7 @@ class Reference:
 
 def load_reference(config: RunConfig, world: World, policy: Policy) -> Reference:
     """Load the reference of a run: `kl.reference`, else the base of the policy's adapters, else the initial
-    policy, read once more. A collective. Raises ConfigError when its directory holds no causal LM."""
+    policy, read once more. A collective. Raises ConfigError when its directory holds no language model."""
     if policy.adapters is not None and not config.kl.reference:
         return Reference(policy)
     path = config.kl.reference or config.model.path
