@@ -7,6 +7,7 @@ import json
 import struct
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -18,8 +19,9 @@ from asyncrl.config import ModelConfig
 from asyncrl.engines.torch.engine import replace_weights
 from asyncrl.model_class import auto_class_of, frozen_parts, is_composite, is_within
 from asyncrl.trainer.layers import layers_of
-from asyncrl.trainer.model import Policy, copied_buffers, load_critic, load_policy
+from asyncrl.trainer.model import Policy, PublishedShards, copied_buffers, load_critic, load_policy
 from asyncrl.trainer.world import World
+from asyncrl.types import PolicyVersion
 from asyncrl.weights.checkpoint_match import (
     check_checkpoint,
     compare_checkpoint,
@@ -29,11 +31,14 @@ from asyncrl.weights.checkpoint_match import (
 from asyncrl.weights.manifest import WeightsError
 from asyncrl.weights.model_files import stored_tensors
 from asyncrl.weights.names import checkpoint_pieces
-from tests.fakes.ranks import run_ranks
+from asyncrl.weights.shards import HostShards
+from tests.fakes.ranks import DEADLINE, run_ranks
 from tests.fakes.tiny_families import FAMILIES, build_family
 from tests.fakes.training import export, few_tokens, stored, tiny_config
+from tests.fakes.weights import buckets
 
 pytestmark = pytest.mark.slow
+BUCKET_BYTES = 3000  # smaller than many tensors
 
 CLASSES = {  # of the families that every run of the tests covers
     "qwen3_5": "Qwen3_5ForConditionalGeneration",
@@ -271,3 +276,39 @@ def test_ranks_read_their_rows_of_tensors_that_the_model_joins(tmp_path: Path) -
     ranks."""
     build_family("kimi_linear", tmp_path / "model")
     assert run_ranks(3, read_joined_rows, tmp_path / "ranks") == []
+
+
+def publish_and_export(world: World, folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor], str]:
+    """Return what rank 0 collects of a version, the weights of all ranks, and the directory of the export."""
+    source = folder.parent / "model"
+    with patch("asyncrl.trainer.loading.LAYER_MIN_PARAMETERS", 0):  # parts and layers are sharded one by one
+        policy = load_changed(source, world)
+
+    shards = PublishedShards(policy)
+    buffers = copied_buffers(policy)
+    host = HostShards(shards, policy.published, torch.float32, DEADLINE, buffers=buffers)
+    snapshot = host.copy_version(PolicyVersion(0, 1), shards, lambda busy: [busy], buffers)
+    published: dict[str, Tensor] = {}
+    if world.rank == 0:
+        for bucket in buckets(snapshot, BUCKET_BYTES):
+            published |= bucket
+    world.gather(0, int)  # rank 0 has collected
+    host.close(DEADLINE)
+
+    exported = export(folder / f"rank-{world.rank}", policy, world, str(source))
+    return published, stored(policy) | buffers, exported
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family", ["gemma4", "qwen3_5"])  # with saved buffers; with an MTP layer
+def test_two_ranks_publish_and_export_what_they_train(family: str, tmp_path: Path) -> None:
+    source = build_family(family, tmp_path / "model", mtp=bool(FAMILIES[family].mtp), shards=2)
+    published, expected, exported = run_ranks(2, publish_and_export, tmp_path / "ranks")
+    assert published.keys() == expected.keys() == trained_shapes(str(source)).keys()
+    assert all(torch.equal(published[name], tensor) for name, tensor in expected.items())
+
+    exported_files = read_by_file(Path(exported))
+    for file, tensors in read_by_file(source).items():
+        assert exported_files[file].keys() == tensors.keys()
+        for name, tensor in tensors.items():
+            assert torch.equal(exported_files[file][name], published.get(name, tensor)), name
