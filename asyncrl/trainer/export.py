@@ -27,7 +27,7 @@ WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".index.json")
 FILE_BYTES = 5_000_000_000
 EXPORT_FOLDER = "hf"
 
-ExportSpec = TensorSpec | RawTensorSpec  # of a trained tensor, or of one that is copied from the source
+ExportSpec = TensorSpec | RawTensorSpec  # a trained tensor, or one that is copied from the source
 CreateFile = Callable[[str], Any]  # opens a new file of that name for writing
 
 
