@@ -23,6 +23,18 @@ ModelRole = Literal["language model", "backbone", "classifier"]
 COMPOSITE_CLASSES = ("AutoModelForImageTextToText", "AutoModelForMultimodalLM")
 
 
+def read_config(path: str, role: ModelRole = "language model") -> PreTrainedConfig:
+    """Return the configuration from which the model of a directory is built for a role: that of the text part
+    for the backbone of a language model that is of text alone. Raises what transformers raises."""
+    config = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
+    if role == "backbone" and auto_class_of(config) is transformers.AutoModelForCausalLM:
+        causal_class = model_class_for(transformers.AutoModelForCausalLM, config)
+        if causal_class is not None and causal_class.config_class is config.sub_configs.get("text_config"):
+            return config.get_text_config()
+
+    return config
+
+
 def auto_class_of(config: PreTrainedConfig, role: ModelRole = "language model") -> Any:
     """Return the Auto class of transformers that reads a model of this configuration for a role.
 
@@ -34,14 +46,14 @@ def auto_class_of(config: PreTrainedConfig, role: ModelRole = "language model") 
     if role == "classifier":
         return transformers.AutoModelForSequenceClassification
 
-    causal_class = _class_for(transformers.AutoModelForCausalLM, config)
+    causal_class = model_class_for(transformers.AutoModelForCausalLM, config)
     names_causal_class = causal_class is not None and causal_class.__name__ in (config.architectures or ())
     if not is_composite(config) or names_causal_class:
         return transformers.AutoModelForCausalLM
 
     for class_name in COMPOSITE_CLASSES:
         auto_class = getattr(transformers, class_name)
-        if _class_for(auto_class, config) is not None:
+        if model_class_for(auto_class, config) is not None:
             return auto_class
 
     return transformers.AutoModelForCausalLM
@@ -100,7 +112,7 @@ def _parts_outside(module: nn.Module, name: str, text_modules: set[nn.Module | N
             yield prefix + child_name
 
 
-def _class_for(auto_class: Any, config: PreTrainedConfig) -> type[PreTrainedModel] | None:
+def model_class_for(auto_class: Any, config: PreTrainedConfig) -> type[PreTrainedModel] | None:
     """Return the class that an Auto class has for a configuration; None for none."""
     if type(config) not in auto_class._model_mapping:
         return None

@@ -86,16 +86,16 @@ def model_class(model: TinyModel) -> str:
 
 def trained_part(model: TinyModel) -> str:
     match = checkpoint_match(model)
-    part = "text part" if match.frozen else "all"
-    return f"{part}: {counted_tensors(model, match.trained)}"
+    part = "text part" if match.parts.frozen else "all"
+    return f"{part}: {counted_tensors(model, match.parts.trained)}"
 
 
 def frozen_parts(model: TinyModel) -> str:
     """Return the parts that the model holds and does not train, and the tensors that it does not hold."""
     match = checkpoint_match(model)
-    parts = [f"`{part}`: {counted_tensors(model, names)}" for part, names in match.frozen.items()]
-    if match.passed_on:
-        parts.append(f"passed on, MTP: {counted_tensors(model, match.passed_on)}")
+    parts = [f"`{part}`: {counted_tensors(model, names)}" for part, names in match.parts.frozen.items()]
+    if match.parts.passed_on:
+        parts.append(f"passed on, MTP: {counted_tensors(model, match.parts.passed_on)}")
     return "; ".join(parts) or "–"
 
 
@@ -150,7 +150,7 @@ def sglang_gap(model: TinyModel) -> str:
 def lora_modules(model: TinyModel) -> str:
     """Return the kinds of layers that adapters adapt, and which of them SGLang servers get alone."""
     from asyncrl.errors import ConfigError
-    from asyncrl.weights.trained_tensors import resolve_lora_modules
+    from asyncrl.launch.models import resolve_lora_modules
 
     adapted_kinds = resolve_lora_modules(lora_run(model, engine="torch"))
     if not adapted_kinds:

@@ -16,7 +16,7 @@ from asyncrl.launch.run_directory import check_creatable
 from asyncrl.observe.metrics import duration_text
 from asyncrl.runtime.process import is_imported
 from asyncrl.trainer.footprint import needs_critic
-from asyncrl.weights.checkpoint_match import part_shapes
+from asyncrl.weights.checkpoint_match import language_match
 from asyncrl.weights.model_files import DTYPE_BYTES
 from asyncrl.weights.trained_tensors import frozen_counts, parameter_count
 
@@ -156,7 +156,7 @@ def _describe_parts(path: str) -> tuple[str, str]:
     """Describe the class that reads a model, with the part that trains: "LlamaForCausalLM: 8.0 B parameters";
     and the frozen parts: "; frozen: model.visual (0.4 B)", or ''."""
     trained_text = f"{_format_count(parameter_count(path))} parameters"
-    if class_name := part_shapes(path).model_class:
+    if class_name := language_match(path).model_class:
         trained_text = f"{class_name}: {trained_text}"
 
     frozen_parts = frozen_counts(path)

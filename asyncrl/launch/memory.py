@@ -10,6 +10,7 @@ from math import prod
 import psutil
 
 from asyncrl.config import RunConfig, described_recomputation, memory_advice
+from asyncrl.engines.sglang.served_layers import kinds_not_served, servers_get_adapters
 from asyncrl.errors import ConfigError, recorded
 from asyncrl.launch.estimates import format_bytes
 from asyncrl.launch.notes import Note, ok, warning
@@ -25,13 +26,7 @@ from asyncrl.trainer.footprint import (
 )
 from asyncrl.weights.checkpoint_match import trained_shapes
 from asyncrl.weights.model_files import DTYPE_BYTES
-from asyncrl.weights.trained_tensors import (
-    adapted_shapes,
-    adapter_count,
-    kinds_not_served,
-    linear_kinds,
-    servers_get_adapters,
-)
+from asyncrl.weights.trained_tensors import adapted_shapes, adapter_count, linear_kinds
 
 
 def version_bytes(config: RunConfig) -> int:

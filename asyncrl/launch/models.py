@@ -18,10 +18,11 @@ from msgspec.structs import replace
 
 from asyncrl.config import RunConfig, divisors, leaves
 from asyncrl.conversation.templates import read_template
+from asyncrl.engines.sglang.served_layers import kinds_not_served, servers_get_adapters, type_without_adapters
 from asyncrl.errors import ConfigError, one_line, users_code
 from asyncrl.launch.estimates import multiplies_bfloat16, sees_gpu
 from asyncrl.weights.model_files import quantization_method, read_json, weight_files, weight_shapes
-from asyncrl.weights.trained_tensors import resolve_lora_modules, servers_get_adapters
+from asyncrl.weights.trained_tensors import linear_kinds
 
 FETCHED_FILES = ("*.safetensors", "*.json", "*.jinja")
 # Exports to other formats, and a second copy of the weights (Mistral).
@@ -84,6 +85,49 @@ def resolve_models(
             for name, scorer in config.scorers.items()
         },
     )
+
+
+def resolve_lora_modules(config: RunConfig) -> list[str]:
+    """Return the kinds of layers that a run's adapters adapt: `model.lora_modules`, or by default all kinds
+    of linear layers, without those that servers do not take where they get adapters alone.
+
+    Raises ConfigError for kinds that the model does not have, or that servers do not take.
+    """
+    path = config.model.path
+    chosen_kinds = [*dict.fromkeys(config.model.lora_modules)]
+    if not config.adapters:
+        return chosen_kinds
+
+    existing_kinds = sorted({*linear_kinds(path).values()})
+    if not existing_kinds:
+        return chosen_kinds
+
+    unknown_kinds = sorted({*chosen_kinds} - {*existing_kinds})
+    if unknown_kinds:
+        raise ConfigError(
+            f"model.lora_modules: {', '.join(unknown_kinds)}: not among the linear layers that train in "
+            f"{path}, which are {', '.join(existing_kinds)}; give some of these"
+        )
+
+    unserved_kinds = kinds_not_served(path) if servers_get_adapters(config) else {}
+    served_kinds = [kind for kind in existing_kinds if kind not in unserved_kinds]
+    refused_kinds = {kind: unserved_kinds[kind] for kind in chosen_kinds if kind in unserved_kinds}
+    key, cure = ("agents", "engine=torch") if config.agents else ("weights.adapters", "it to false")
+
+    if servers_get_adapters(config) and (model_type := type_without_adapters(path)):
+        raise ConfigError(
+            f"{key}: a request with an adapter ends an SGLang server of {path} ({model_type}); set {cure}"
+        )
+    if refused_kinds:
+        reasons = "; ".join(f"{kind}: {reason}" for kind, reason in refused_kinds.items())
+        raise ConfigError(
+            f"model.lora_modules: SGLang takes no adapters alone of {reasons}; leave "
+            f"{', '.join(refused_kinds)} out, or for {key} set {cure}"
+        )
+    if not served_kinds:
+        raise ConfigError(f"{key}: SGLang has no adapters for any linear layer of {path}; set {cure}")
+
+    return chosen_kinds or served_kinds
 
 
 def _dtype(config: RunConfig, previous_dtype: str | None) -> Literal["float32", "bfloat16"]:

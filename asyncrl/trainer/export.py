@@ -4,6 +4,7 @@ from."""
 from __future__ import annotations
 
 import json
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
@@ -16,9 +17,9 @@ from torch import Tensor
 
 from asyncrl.trainer.model import Policy, copied_buffers
 from asyncrl.trainer.world import World
-from asyncrl.weights.manifest import ITEM_BYTES, TensorSpec, split_buckets
+from asyncrl.weights.manifest import RawTensorSpec, TensorSpec, split_buckets
 from asyncrl.weights.model_files import INDEX_FILE, SINGLE_FILE, read_json
-from asyncrl.weights.ranges import dtype_of_code, write_file
+from asyncrl.weights.ranges import write_file
 from asyncrl.weights.shards import export_layout
 from asyncrl.weights.snapshot import tensor_as_bytes
 
@@ -26,6 +27,7 @@ WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".index.json")
 FILE_BYTES = 5_000_000_000
 EXPORT_FOLDER = "hf"
 
+ExportSpec = TensorSpec | RawTensorSpec  # a trained tensor, or one that is copied from the source
 CreateFile = Callable[[str], Any]  # opens a new file of that name for writing
 
 
@@ -57,20 +59,22 @@ def export_hf(
             pass
 
 
-def _export_files(policy: Policy, buffers: Mapping[str, Tensor]) -> dict[str, list[TensorSpec]]:
+def _export_files(policy: Policy, buffers: Mapping[str, Tensor]) -> dict[str, list[ExportSpec]]:
     """Return the tensors of each file of the export, in the order of the file: the files of the source or,
     where the source holds tensors that were converted in reading, files of FILE_BYTES."""
     kept_layout = (
-        TensorSpec(name, tensor.shape, dtype_of_code(tensor.dtype))
+        RawTensorSpec(name, tensor.shape, tensor.dtype, tensor.nbytes)
         for name, tensor in policy.file_tensors.items()
         if name in policy.kept_names
     )
     trained_layout = export_layout(policy.published, policy.export_dtype, buffers)
     # A tensor must start at a multiple of its item size, so large items come first.
-    layout = sorted((*kept_layout, *trained_layout), key=lambda spec: -ITEM_BYTES[spec.dtype])
+    layout = sorted(
+        (*kept_layout, *trained_layout), key=lambda spec: -spec.nbytes / max(1, math.prod(spec.shape))
+    )
 
     if all(spec.name in policy.file_tensors for spec in layout):
-        specs_by_file = defaultdict[str, list[TensorSpec]](list)
+        specs_by_file = defaultdict[str, list[ExportSpec]](list)
         for spec in layout:
             specs_by_file[policy.file_tensors[spec.name].file].append(spec)
         return dict(sorted(specs_by_file.items()))
@@ -88,7 +92,7 @@ def _published_tensors(
     policy: Policy,
     weights: Mapping[str, Any],
     world: World,
-    specs_by_file: Mapping[str, Sequence[TensorSpec]],
+    specs_by_file: Mapping[str, Sequence[ExportSpec]],
 ) -> Iterator[Tensor]:
     """Yield the published weights piece by piece, in the order of the files, whole on rank 0."""
     piece_of_name = {piece.name: piece for piece in policy.published}
@@ -109,12 +113,12 @@ def _published_tensors(
 def _write_weights(
     create_file: CreateFile,
     policy: Policy,
-    specs_by_file: Mapping[str, Sequence[TensorSpec]],
+    specs_by_file: Mapping[str, Sequence[ExportSpec]],
     tensors: Iterator[Tensor],
     buffers: Mapping[str, Tensor],
     source: Path,
 ) -> None:
-    def tensor_bytes(spec: TensorSpec) -> np.ndarray:
+    def tensor_bytes(spec: ExportSpec) -> np.ndarray:
         if spec.name in policy.kept_names:
             stored = policy.file_tensors[spec.name]
             return np.fromfile(source / stored.file, np.uint8, stored.nbytes, offset=stored.offset)

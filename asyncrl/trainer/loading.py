@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter, defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -27,11 +28,11 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from transformers import AutoConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from asyncrl.errors import ConfigError
-from asyncrl.model_class import ModelRole, auto_class_of, freeze_parts, frozen_parts
+from asyncrl.model_class import ModelRole, auto_class_of, freeze_parts, frozen_parts, read_config
 from asyncrl.shrunk import attention_arguments
 from asyncrl.trainer.footprint import LAYER_MIN_PARAMETERS
 from asyncrl.trainer.layers import layers_of
@@ -66,7 +67,8 @@ def read_model(role: ModelRole, path: str, dtype: str, world: World, key: str) -
     with ConfigError.instead_of(OSError, ValueError, SafetensorError, text=f"{key} {path!r}: cannot load it"):
         model = model_without_weights(role, path, dtype)
         freeze_parts(model)
-        file_of_piece = locate_tensors(model, path)
+        file_tensors = stored_tensors(path)
+        file_of_piece = locate_tensors(model, path, file_tensors)
 
         is_sliced = all(world.gather(bool(file_of_piece), bool))
         filled_model = None
@@ -84,8 +86,6 @@ def read_model(role: ModelRole, path: str, dtype: str, world: World, key: str) -
                     "hold other values for it; set tie_word_embeddings=false there"
                 )
 
-        file_tensors = stored_tensors(path)
-
     return WeightsSource(
         model,
         file_of_piece if is_sliced else {},
@@ -98,7 +98,7 @@ def read_model(role: ModelRole, path: str, dtype: str, world: World, key: str) -
 
 def model_without_weights(role: ModelRole, path: str, dtype: str) -> PreTrainedModel:
     """Return the model of a directory without weights. `cast_parameters` sets the final dtypes."""
-    config = AutoConfig.from_pretrained(path)
+    config = read_config(path, role)
     attention_options = attention_arguments(config)
     if dtype == "float64":  # no grouped products of experts exist for float64
         attention_options["experts_implementation"] = "eager"
@@ -216,11 +216,13 @@ def open_slices(file: str) -> Any:
     return safe_open(file, "pt", backend="pread")
 
 
-def locate_tensors(model: PreTrainedModel, path: str) -> dict[FilePiece, str]:
-    """Find the tensors of `model`, tied and on any device, in the files of `path`, whole or in parts. Returns
-    the file of each piece; empty where the files do not hold the tensors unchanged: converted, of
-    another shape, missing, twice with different values (of tied tensors), or no safetensors."""
-    file_tensors = stored_tensors(path)
+def locate_tensors(
+    model: PreTrainedModel, path: str, file_tensors: Mapping[str, StoredTensor]
+) -> dict[FilePiece, str]:
+    """Find the tensors of `model`, tied and on any device, among `file_tensors`, those in the files of
+    `path`, whole or in parts. Returns the file of each piece; empty where the files do not hold the tensors
+    unchanged: converted, of another shape, missing, twice with different values (of tied tensors), or no
+    safetensors."""
     file_of_piece = {
         piece: str(Path(path) / file_tensors[piece.name].file)
         for piece in pieces_in_files(model, file_tensors)

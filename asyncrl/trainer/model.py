@@ -1,6 +1,7 @@
 """The models of a trainer rank: the policy in training, a reference policy and a critic.
 
-The policy is a Hugging Face causal LM under FSDP2 that scores sampled tokens.
+The policy is a language model of Hugging Face under FSDP2 that scores sampled tokens. Of a composite model
+the text part trains; towers and projectors are loaded, frozen and not run.
 
 Files and published weights carry the names of Hugging Face's files (weights/names.py). With dtype bfloat16
 the weights in training and the gradient reduction are float32, forward and backward bfloat16: plain bfloat16
@@ -47,7 +48,7 @@ from asyncrl.trainer.teacher import Teacher
 from asyncrl.trainer.world import SequenceRanks, World
 from asyncrl.weights.adapters import Adapters, owning_agent
 from asyncrl.weights.model_files import StoredTensor
-from asyncrl.weights.names import checkpoint_pieces, model_names, saved_buffers, sort_names
+from asyncrl.weights.names import checkpoint_pieces, model_names, saved_buffers, sort_tensors
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +78,7 @@ class Policy(nn.Module):
         self.sequence_ranks = sequence_ranks
         self.export_dtype = getattr(torch, config.dtype)
         self.file_tensors = file_tensors
-        self.kept_names = sort_names(lm, model_names(lm, file_tensors)).kept
+        self.kept_names = sort_tensors(lm, file_tensors, model_names(lm, file_tensors)).kept_names
         self.vocabulary: int = lm.config.get_text_config().vocab_size  # token ids are below it
         buffers = saved_buffers(lm)
         frozen_names = frozen_parts(lm)
@@ -178,7 +179,7 @@ def load_policy(
     `trainer`: how layers are trained. `recomputation`: which layers are recomputed; None: as `trainer` says.
     `adapters`: see Adapters; None: the adapter of `config`. `frozen`: the weights of the directory do not
     train. `offload`: the shards are kept in main memory. Raises ConfigError, naming `key`, when the directory
-    holds no causal language model.
+    holds no language model.
     """
     source = read_model("language model", config.path, config.dtype, world, key)
     if frozen:
@@ -339,7 +340,7 @@ class Reference:
 
 def load_reference(config: RunConfig, world: World, policy: Policy) -> Reference:
     """Load the reference of a run: `kl.reference`, else the base of the policy's adapters, else the initial
-    policy, read once more. A collective. Raises ConfigError when its directory holds no causal LM."""
+    policy, read once more. A collective. Raises ConfigError when its directory holds no language model."""
     if policy.adapters is not None and not config.kl.reference:
         return Reference(policy)
     path = config.kl.reference or config.model.path

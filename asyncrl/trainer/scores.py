@@ -345,7 +345,7 @@ HeadInput = tuple[Tensor, Logits]  # features and their logits, see score_chunks
 
 
 class SplitModel:
-    """Splits a causal LM in two in front of its output layer: hidden states of all tokens, logits of a few.
+    """Splits a language model in front of its output layer: hidden states of all tokens, logits of a few.
 
         split:  ids ──backbone──► [B, T, H] ──selected──► [N, H];  n of them ──the rest──► logits [n, V]
         whole:  ids ──the model's forward, selecting in front of its output layer──► logits [N, V]

@@ -19,7 +19,7 @@ from contextlib import contextmanager, suppress
 from functools import lru_cache
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -29,9 +29,11 @@ from asyncrl.weights.model_files import (
     FLOAT_DTYPES,
     Shape,
     StoredTensor,
+    TensorsByPart,
     read_json,
     stored_tensors,
     weight_files,
+    weight_shapes,
 )
 
 if TYPE_CHECKING:  # imports torch
@@ -64,17 +66,13 @@ class CheckpointMatch(msgspec.Struct, frozen=True):
     of `total_bytes` are in the files for `unexpected`. `not_compared`: why nothing could be compared.
     `of_transformers`: the class belongs to transformers, not to a user's file, which may change.
 
-    `trained`, `frozen` and `passed_on` are the names of the tensors in the files: those of the part that
-    trains; those of each part that is kept as it is, by the part's name in the model; and those that the
-    model does not hold, which exports take over from the files. `linear_kinds`: the trained weights of linear
-    layers, each with the last part of the layer's name in the model.
+    `linear_kinds`: the trained weights of linear layers by their names in the files, each with the last part
+    of the layer's name in the model.
     """
 
     model_class: str = ""
-    trained: list[str] = []
+    parts: TensorsByPart = TensorsByPart()
     linear_kinds: dict[str, str] = {}
-    frozen: dict[str, list[str]] = {}
-    passed_on: list[str] = []
     missing: list[str] = []
     unexpected: list[str] = []
     mismatched: list[str] = []
@@ -114,11 +112,11 @@ class CheckpointMatch(msgspec.Struct, frozen=True):
         """Describe the tensors that are left out of a usable model; '' for none."""
         if self.not_compared:
             return f"its tensors were not compared with the model ({self.not_compared})"
-        if self.passed_on:
+        if self.parts.passed_on:
             return (
-                f"its files have {_describe_names(self.passed_on)} that {self.model_class} does not use: "
-                "they do not train, and exports hold them unchanged (MTP layers go stale: they were trained "
-                "with the old weights)"
+                f"its files have {_describe_names([*self.parts.passed_on])} that {self.model_class} does not "
+                "use: they do not train, and exports hold them unchanged (MTP layers go stale: they were "
+                "trained with the old weights)"
             )
         return ""
 
@@ -178,9 +176,8 @@ def compare_checkpoint(path: str, label: str, role: ModelRole) -> CheckpointMatc
 
     model_config = read_json(Path(path) / "config.json")
     tensor_table = sorted((name, *tensor[:3]) for name, tensor in tensors.items())
-    package_root = Path(__file__).parents[1]
-    source_files = (Path(__file__), package_root / "weights/names.py", package_root / "model_class.py")
-    source_code = [file.read_text() for file in source_files]
+    source_files = ("checkpoint_match.py", "names.py", "model_files.py", "../model_class.py")
+    source_code = [(Path(__file__).parent / file).read_text() for file in source_files]
     match_inputs = (source_code, version("transformers"), role, model_config, tensor_table)
     digest = hashlib.sha256(msgspec.json.encode(match_inputs, order="sorted")).hexdigest()
     result_key = f"checkpoint match {digest}"
@@ -194,56 +191,45 @@ def compare_checkpoint(path: str, label: str, role: ModelRole) -> CheckpointMatc
     return match
 
 
-class PartShapes(NamedTuple):
-    """The class that reads a model to train it, '' for none, and the shapes of its tensors by the names in
-    the files: of those that train, and of those of each frozen part, by the part's name in the model.
-    `linear_kinds`: see `CheckpointMatch`; by the names in the files where no class reads the model."""
-
-    model_class: str
-    trained: dict[str, Shape]
-    frozen: dict[str, dict[str, Shape]]
-    linear_kinds: dict[str, str]
-
-
 def trained_shapes(path: str) -> dict[str, Shape]:
     """Return the shape of each tensor that trains, by its name in the files: of all tensors where
     transformers cannot build the model, which the checks before the start report."""
-    return part_shapes(path).trained
+    return language_match(path).parts.trained
 
 
 def frozen_shapes(path: str) -> dict[str, dict[str, Shape]]:
     """Return the shapes of the tensors of each frozen part, by the part's name in the model and the names in
     the files; {} for a model that trains whole."""
-    return part_shapes(path).frozen
+    return language_match(path).parts.frozen
 
 
-def part_shapes(path: str) -> PartShapes:
-    """Return the shapes of a model's tensors by parts. They are read once, as long as the files stay the
-    same, since headers of many experts take seconds: callers change nothing in them."""
+def language_match(path: str) -> CheckpointMatch:
+    """Return how the files fit the language model. Where transformers cannot build the model, the match names
+    no class, all tensors train, and linear layers are those with such names in the files.
+
+    The files are compared once, as long as they stay the same, since headers of many experts take seconds:
+    callers change nothing in the match."""
     files = [Path(path) / "config.json", *sorted(weight_files(path))]
     file_states = [(str(file), file.stat()) for file in files if file.is_file()]
-    return _read_part_shapes(
+    return _read_language_match(
         path, tuple((name, stat.st_mtime_ns, stat.st_size) for name, stat in file_states)
     )
 
 
 @lru_cache(maxsize=8)
-def _read_part_shapes(path: str, file_states: tuple[tuple[str, int, int], ...]) -> PartShapes:
-    tensors = stored_tensors(path)
-    shapes = {name: tensor.shape for name, tensor in tensors.items()}
+def _read_language_match(path: str, file_states: tuple[tuple[str, int, int], ...]) -> CheckpointMatch:
     with suppress(ConfigError):
         match = compare_checkpoint(path, path, "language model")
-        frozen = {part: {name: shapes[name] for name in names} for part, names in match.frozen.items()}
-        trained = {name: shapes[name] for name in match.trained}
-        if match.trained:
-            return PartShapes(match.model_class, trained, frozen, match.linear_kinds)
+        if match.parts.trained:
+            return match
 
-    linear_names = (
-        name
+    shapes = weight_shapes(path)
+    linear_kinds = {
+        name: name.split(".")[-2]
         for name, shape in shapes.items()
         if len(shape) == 2 and name.endswith(".weight") and not _NO_LINEAR_LAYER.search(name)
-    )
-    return PartShapes("", shapes, {}, {name: name.split(".")[-2] for name in linear_names})
+    }
+    return CheckpointMatch(parts=TensorsByPart(trained=shapes), linear_kinds=linear_kinds)
 
 
 def load_pretrained(role: ModelRole, path: str, label: str, **options: Any) -> Any:
@@ -252,14 +238,12 @@ def load_pretrained(role: ModelRole, path: str, label: str, **options: Any) -> A
     `options`: of `from_pretrained`. Raises ConfigError, which begins with `label`, where a tensor is missing
     or holds numbers that are not finite; and what transformers raises.
     """
-    from transformers import AutoConfig
+    from asyncrl.model_class import auto_class_of, read_config
 
-    from asyncrl.model_class import auto_class_of
-
-    auto_class = auto_class_of(AutoConfig.from_pretrained(path, local_files_only=True), role)
+    config = read_config(path, role)
     with _quiet_transformers():
-        model, info = auto_class.from_pretrained(
-            path, local_files_only=True, output_loading_info=True, **options
+        model, info = auto_class_of(config, role).from_pretrained(
+            path, config=config, local_files_only=True, output_loading_info=True, **options
         )
 
     if missing := sorted(info["missing_keys"]):
@@ -287,14 +271,13 @@ def check_finite(tensor: Any, name: str, label: str) -> None:
 
 def _compare(path: str, label: str, role: ModelRole, tensors: dict[str, StoredTensor]) -> CheckpointMatch:
     import torch
-    from transformers import AutoConfig
 
-    from asyncrl.model_class import auto_class_of, frozen_parts
+    from asyncrl.model_class import auto_class_of, frozen_parts, model_class_for, read_config
     from asyncrl.weights.adapters import linear_layers
-    from asyncrl.weights.names import file_pieces, model_names, sort_names
+    from asyncrl.weights.names import file_pieces, model_names, sort_tensors
 
     try:
-        config = AutoConfig.from_pretrained(path, local_files_only=True)
+        config = read_config(path, role)
         with torch.device("meta"), _quiet_transformers():
             model = auto_class_of(config, role).from_config(config)
             frozen_parts(model)  # raises if its text part is unknown
@@ -323,8 +306,14 @@ def _compare(path: str, label: str, role: ModelRole, tensors: dict[str, StoredTe
         return CheckpointMatch(model_class=model_class, not_compared=one_line(error))
 
     unexpected: set[str] = set(info["unexpected_keys"])
-    if role == "backbone":  # a backbone, whatever heads the files have
-        unexpected = {name for name in unexpected if not _HEAD.match(name)}
+    if role == "backbone":  # leaves out heads, and what the language model leaves out
+        language_class = model_class_for(auto_class_of(config), config)
+        patterns = getattr(language_class, "_keys_to_ignore_on_load_unexpected", None) or ()
+        unexpected = {
+            name
+            for name in unexpected
+            if not _HEAD.match(name) and not any(re.search(pattern, name) for pattern in patterns)
+        }
 
     drafts = _draft_tensors(unexpected, model.state_dict())
     unexpected -= drafts
@@ -334,22 +323,18 @@ def _compare(path: str, label: str, role: ModelRole, tensors: dict[str, StoredTe
         for name, in_files, in_model in sorted(info["mismatched_keys"])
     ]
 
-    names_by_part = sort_names(model, renamed)
-    linear_names = linear_layers(model).keys()
-    passed_on = names_by_part.passed_on
+    parts = sort_tensors(model, tensors, renamed)
     if role == "backbone":
-        passed_on = [name for name in passed_on if not _HEAD.match(name)]
+        passed_on = {name: shape for name, shape in parts.passed_on.items() if not _HEAD.match(name)}
+        parts = msgspec.structs.replace(parts, passed_on=passed_on)
+    linear_names = linear_layers(model).keys()
 
     return CheckpointMatch(
         model_class=model_class,
-        trained=names_by_part.trained,
+        parts=parts,
         linear_kinds={
-            name: renamed[name].split(".")[-2]
-            for name in names_by_part.trained
-            if renamed[name] in linear_names
+            name: renamed[name].split(".")[-2] for name in parts.trained if renamed[name] in linear_names
         },
-        frozen=names_by_part.frozen,
-        passed_on=passed_on,
         missing=sorted(info["missing_keys"]),
         unexpected=sorted(unexpected),
         mismatched=[*mismatched, *_describe_undeclared_quantization(model, tensors, renamed)],

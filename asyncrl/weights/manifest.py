@@ -20,6 +20,8 @@ _DTYPES_BY_SIZE = {
 }
 _DTYPES_BY_SIZE[1] = "bool int8 uint8 float8_e4m3fn float8_e5m2"
 ITEM_BYTES = {kind: size for size, kinds in _DTYPES_BY_SIZE.items() for kind in kinds.split()}
+# safetensors' names of types: those that are not a letter and the number of bits.
+_DTYPE_CODES = {"bfloat16": "BF16", "bool": "BOOL", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2"}
 _LABEL = re.compile(r"e(\d+)-v(\d+)")
 
 
@@ -67,11 +69,26 @@ class TensorSpec(NamedTuple):
     def nbytes(self) -> int:
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
+    @property
+    def dtype_code(self) -> str:
+        """Return safetensors' name of the type: F32 for float32."""
+        return _DTYPE_CODES.get(self.dtype) or f"{self.dtype[0].upper()}{8 * ITEM_BYTES[self.dtype]}"
+
+
+class RawTensorSpec(NamedTuple):
+    """The name, shape and size of a whole tensor that is copied as bytes. `dtype_code`: safetensors' name of
+    the type, which torch may not have."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype_code: str
+    nbytes: int
+
 
 Layout = tuple[TensorSpec, ...]
 
 
-def split_buckets(layout: Sequence[TensorSpec], bucket_bytes: int) -> Iterator[slice]:
+def split_buckets(layout: Sequence[TensorSpec | RawTensorSpec], bucket_bytes: int) -> Iterator[slice]:
     """Yield slices of consecutive tensors of at most `bucket_bytes` together; a larger tensor alone."""
     start = 0
     bucket_size = 0

@@ -60,6 +60,24 @@ class StoredTensor(NamedTuple):
     offset: int
 
 
+class TensorsByPart(msgspec.Struct, frozen=True):
+    """The tensors in a model's files by the parts of the model, as shapes by the names in the files.
+
+    `trained`: of the text part. `frozen`: of each part that does not train, by its name in the model.
+    `passed_on`: tensors that the model does not hold, which exports take over. The second name of a tied
+    tensor is in none.
+    """
+
+    trained: dict[str, Shape] = {}
+    frozen: dict[str, dict[str, Shape]] = {}
+    passed_on: dict[str, Shape] = {}
+
+    @property
+    def kept_names(self) -> set[str]:
+        """Return the names of the tensors that training leaves as they are in the files."""
+        return {*self.passed_on}.union(*self.frozen.values())
+
+
 def stored_tensors(path: str) -> dict[str, StoredTensor]:
     """Return the tensors in the files of weights, by name. Only the headers are read. Raises ConfigError for
     a file that cannot be read, or is not as long as its header says."""

@@ -33,7 +33,7 @@ from transformers.core_model_loading import (
 )
 
 from asyncrl.model_class import frozen_parts, is_within
-from asyncrl.weights.model_files import StoredTensor
+from asyncrl.weights.model_files import StoredTensor, TensorsByPart
 
 
 class FilePiece(NamedTuple):
@@ -155,54 +155,43 @@ def checkpoint_pieces(
     ):
         pieces_of_tensor[id(state[piece.parameter])].setdefault(piece.offset, piece)
 
-    saved_pieces = defaultdict[str, list[FilePiece]](list)
-    for piece in file_pieces(model, tensors):
-        saved_pieces[piece.parameter].append(piece)
+    pieces_by_name = {
+        name: [piece._replace(parameter=name) for _, piece in sorted(stored_pieces.items())]
+        for name, tensor in tensors.items()
+        if (stored_pieces := pieces_of_tensor[id(state.get(name))])
+        and sum(piece.numel for piece in stored_pieces.values()) == tensor.numel()
+    }
 
-    listed_pieces = list[FilePiece]()
-    for name, tensor in tensors.items():
-        held_pieces = sorted(pieces_of_tensor[id(state.get(name))].items())
-        if sum(piece.numel for _, piece in held_pieces) == tensor.numel():
-            listed_pieces += [piece._replace(parameter=name) for _, piece in held_pieces]
-        else:
-            listed_pieces += saved_pieces[name]
+    absent_names = tensors.keys() - pieces_by_name.keys()
+    if absent_names:
+        for piece in file_pieces(model, tensors):
+            if piece.parameter in absent_names:
+                pieces_by_name.setdefault(piece.parameter, []).append(piece)
 
-    return tuple(listed_pieces)
-
-
-class NamesByPart(NamedTuple):
-    """The names of the tensors in a model's files: those of the text part, those of each frozen part, by the
-    part's name in the model, and those that the model does not hold. The second name of a tied tensor is in
-    none."""
-
-    trained: list[str]
-    frozen: dict[str, list[str]]
-    passed_on: list[str]
-
-    @property
-    def kept(self) -> set[str]:
-        """Return the names of the tensors that training leaves as they are in the files."""
-        return {*self.passed_on}.union(*self.frozen.values())
+    return tuple(piece for name in tensors for piece in pieces_by_name[name])
 
 
-def sort_names(model: PreTrainedModel, renamed: Mapping[str, str]) -> NamesByPart:
+def sort_tensors(
+    model: PreTrainedModel, file_tensors: Mapping[str, StoredTensor], renamed: Mapping[str, str]
+) -> TensorsByPart:
     """Sort the tensors in files by the parts of the model. `renamed`: see `model_names`."""
     state = model.state_dict()
     part_names = frozen_parts(model)
     tied_names = model.all_tied_weights_keys  # by the name of the tensor that holds their values
     names_in_model = {*renamed.values()}
-    sorted_names = NamesByPart([], {}, [])
+    parts = TensorsByPart({}, {}, {})
 
     for file_name, model_name in sorted(renamed.items()):
-        part = next((part for part in part_names if is_within(model_name, (part,))), None)
+        shape = file_tensors[file_name].shape
+        frozen_part = next((part for part in part_names if is_within(model_name, (part,))), None)
         if model_name not in state and file_name not in state:
-            sorted_names.passed_on.append(file_name)
-        elif part is not None:
-            sorted_names.frozen.setdefault(part, []).append(file_name)
+            parts.passed_on[file_name] = shape
+        elif frozen_part is not None:
+            parts.frozen.setdefault(frozen_part, {})[file_name] = shape
         elif tied_names.get(model_name) not in names_in_model:  # else the values are there twice
-            sorted_names.trained.append(file_name)
+            parts.trained[file_name] = shape
 
-    return sorted_names
+    return parts
 
 
 def model_names(model: PreTrainedModel, file_names: Iterable[str]) -> dict[str, str]:

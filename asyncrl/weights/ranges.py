@@ -11,7 +11,7 @@ many ranks there are. There is no torch here: processes that only keep and check
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 import xxhash
 
-from asyncrl.weights.manifest import ITEM_BYTES, Layout, TensorEntry, TensorSpec, WeightsError
+from asyncrl.weights.manifest import Layout, RawTensorSpec, TensorEntry, TensorSpec, WeightsError
 
 GRID_BYTES = 1 << 16  # bytes of a block
 MAX_FIELD_BYTES = 1 << 30  # bytes of one msgpack field, which can hold less than 4 GiB
@@ -98,19 +98,9 @@ def tensor_entry(spec: TensorSpec, data: np.ndarray) -> TensorEntry:
 # The header follows from the layout alone, so a file with another header belongs to another version.
 
 Arrays = dict[str, np.ndarray]  # by tensor: its bytes, [n] of uint8
-_DTYPE_CODES = {"bfloat16": "BF16", "bool": "BOOL", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2"}
-_NUMBER_KINDS = {"F": "float", "I": "int", "U": "uint", "C": "complex"}
 
 
-def dtype_of_code(code: str) -> str:
-    """Return the name of a dtype that safetensors calls `code`: float32 for F32. Raises KeyError."""
-    for dtype, dtype_code in _DTYPE_CODES.items():
-        if dtype_code == code:
-            return dtype
-    return f"{_NUMBER_KINDS[code[0]]}{code[1:]}"
-
-
-def write_file(file: Any, layout: Layout, data: Iterable[np.ndarray]) -> None:
+def write_file(file: Any, layout: Sequence[TensorSpec | RawTensorSpec], data: Iterable[np.ndarray]) -> None:
     """Write a whole file from the bytes of each tensor."""
     file.write(file_header(layout))
     for _, tensor_bytes in zip(layout, data, strict=True):
@@ -141,15 +131,14 @@ def map_file(path: Path, layout: Layout, mode: Literal["c", "r+"]) -> Arrays:
     return {spec.name: data[offsets[spec.name] :][: spec.nbytes] for spec in layout}
 
 
-def file_header(layout: Layout) -> bytes:
+def file_header(layout: Iterable[TensorSpec | RawTensorSpec]) -> bytes:
     """Return the header before the data; the data start at a multiple of 8."""
     fields: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers requires it
     end = 0
     for spec in layout:
         start = end
         end = end + spec.nbytes
-        dtype_code = _DTYPE_CODES.get(spec.dtype) or f"{spec.dtype[0].upper()}{8 * ITEM_BYTES[spec.dtype]}"
-        fields[spec.name] = {"dtype": dtype_code, "shape": spec.shape, "data_offsets": (start, end)}
+        fields[spec.name] = {"dtype": spec.dtype_code, "shape": spec.shape, "data_offsets": (start, end)}
 
     header_text = msgspec.json.encode(fields)
     header_text = header_text.ljust(-(-len(header_text) // 8) * 8)

@@ -36,7 +36,7 @@ DEMO_TEXT: Sizes = {
     "tie_word_embeddings": True,
     "rms_norm_eps": 1e-6,
 }
-MINISTRAL3_ROPE: Sizes = {
+MINISTRAL3_TEXT: Sizes = DEMO_TEXT | {
     "rope_parameters": DEFAULT_ROPE | {"llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 16384}
 }
 GEMMA3_LAYERS: Sizes = {
@@ -45,8 +45,8 @@ GEMMA3_LAYERS: Sizes = {
     "rope_parameters": {"sliding_attention": DEFAULT_ROPE, "full_attention": DEFAULT_ROPE},
 }
 TAUGHT_TEXT: dict[str, Sizes] = {
-    "ministral3": DEMO_TEXT | MINISTRAL3_ROPE,
-    "mistral3": DEMO_TEXT | MINISTRAL3_ROPE,
+    "ministral3": MINISTRAL3_TEXT,
+    "mistral3": MINISTRAL3_TEXT,
     "qwen3_vl": DEMO_TEXT,
     "gemma3": DEMO_TEXT | GEMMA3_LAYERS,
 }

@@ -61,6 +61,7 @@ TEXT: Sizes = {
     "eos_token_id": 2,
     "bos_token_id": None,
 }
+MINISTRAL3_TEXT: Sizes = TEXT | {"max_position_embeddings": 262144, "tie_word_embeddings": False}
 DEFAULT_ROPE: Sizes = {"rope_type": "default", "rope_theta": 10000.0}
 
 
@@ -367,12 +368,12 @@ FAMILIES: dict[str, Family] = {
     "ministral3": Family(
         "Devstral-2-123B, in bfloat16",
         "ministral3",
-        TEXT | {"max_position_embeddings": 262144, "tie_word_embeddings": False},
+        MINISTRAL3_TEXT,
     ),
     "mistral3": Family(
         "Ministral-3-8B, Devstral-Small-2, in bfloat16",
         "mistral3",
-        TEXT | {"model_type": "ministral3", "max_position_embeddings": 262144, "tie_word_embeddings": False},
+        MINISTRAL3_TEXT | {"model_type": "ministral3"},
         parts={
             "vision_config": VISION_LAYER | {"model_type": "pixtral", "head_dim": 16},
             "image_token_index": IMAGE_TOKEN,

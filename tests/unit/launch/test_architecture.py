@@ -51,9 +51,9 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield directory
 
 
-def save_model(given: Given, model_type: str) -> str:
-    """Replace the weights of `given` by a tiny model of this type, and return its directory."""
-    vocabulary_size = json.loads((given.model / "config.json").read_text())["vocab_size"]
+def save_model(run_inputs: Given, model_type: str) -> str:
+    """Replace the weights of `run_inputs` by a tiny model of this type, and return its directory."""
+    vocabulary_size = json.loads((run_inputs.model / "config.json").read_text())["vocab_size"]
     text = {"vocab_size": vocabulary_size, **TEXT}
     if model_type == "qwen3_5":
         config: PreTrainedConfig = AutoConfig.for_model(
@@ -65,13 +65,13 @@ def save_model(given: Given, model_type: str) -> str:
             AutoConfig.for_model(model_type, **text, num_hidden_layers=2)
         )
 
-    model.save_pretrained(given.model)
-    return str(given.model)
+    model.save_pretrained(run_inputs.model)
+    return str(run_inputs.model)
 
 
-def engine_of_a_user(given: Given) -> str:
+def engine_of_a_user(run_inputs: Given) -> str:
     """Return the key of an engine that no check tries."""
-    file = given.folder / "mine.py"
+    file = run_inputs.folder / "mine.py"
     file.write_text("def make(**options):\n    raise NotImplementedError\n")
     return f"engine.name={file}:make"
 

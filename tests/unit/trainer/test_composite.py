@@ -4,30 +4,41 @@ from __future__ import annotations
 
 import functools
 import json
+import struct
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from asyncrl.config import ModelConfig
 from asyncrl.engines.torch.engine import replace_weights
 from asyncrl.model_class import auto_class_of, frozen_parts, is_composite, is_within
 from asyncrl.trainer.layers import layers_of
-from asyncrl.trainer.model import Policy, copied_buffers, load_critic, load_policy
+from asyncrl.trainer.model import Policy, PublishedShards, copied_buffers, load_critic, load_policy
 from asyncrl.trainer.world import World
-from asyncrl.weights.checkpoint_match import compare_checkpoint, trained_shapes
+from asyncrl.types import PolicyVersion
+from asyncrl.weights.checkpoint_match import (
+    check_checkpoint,
+    compare_checkpoint,
+    frozen_shapes,
+    trained_shapes,
+)
 from asyncrl.weights.manifest import WeightsError
 from asyncrl.weights.model_files import stored_tensors
 from asyncrl.weights.names import checkpoint_pieces
-from tests.fakes.ranks import run_ranks
+from asyncrl.weights.shards import HostShards
+from tests.fakes.ranks import DEADLINE, run_ranks
 from tests.fakes.tiny_families import FAMILIES, build_family
 from tests.fakes.training import export, few_tokens, stored, tiny_config
+from tests.fakes.weights import buckets
 
 pytestmark = pytest.mark.slow
+BUCKET_BYTES = 3000  # smaller than many tensors
 
 CLASSES = {  # of the families that every run of the tests covers
     "qwen3_5": "Qwen3_5ForConditionalGeneration",
@@ -115,17 +126,17 @@ def test_the_text_part_trains_and_is_published(
     assert type(policy.lm).__name__ == match.model_class == CLASSES.get(family, match.model_class)
 
     parts = frozen_parts(policy.lm)
-    assert parts and set(match.frozen) == set(parts)
+    assert parts and set(match.parts.frozen) == set(parts)
     assert all(
         parameter.requires_grad != is_within(name, parts) for name, parameter in policy.lm.named_parameters()
     )
     assert len(layers_of(policy.lm)) == policy.lm.config.get_text_config().num_hidden_layers
 
     names = {piece.name for piece in policy.published} | {piece.name for piece in policy.buffer_pieces}
-    assert names == set(match.trained) == set(trained_shapes(str(source)))
-    all_names = [*match.trained, *match.passed_on, *(name for part in match.frozen.values() for name in part)]
+    assert names == set(match.parts.trained) == set(trained_shapes(str(source)))
+    all_names = [*match.parts.trained, *match.parts.kept_names]
     assert sorted(all_names) == sorted(stored_tensors(str(source)))
-    assert bool(match.passed_on) == bool(FAMILIES[family].mtp)
+    assert bool(match.parts.passed_on) == bool(FAMILIES[family].mtp)
 
     policy(few_tokens()).logp.sum().backward()
     trained = {name for name, parameter in policy.lm.named_parameters() if parameter.grad is not None}
@@ -160,6 +171,57 @@ def test_a_critic_of_a_composite_model_trains_the_text_part(
     critic(few_tokens()).sum().backward()
     for name, parameter in critic.backbone.named_parameters():
         assert (parameter.grad is not None) == (not name.startswith("visual.")), name
+
+
+@pytest.mark.parametrize("files", ["of the text class", "of the composite class"])
+def test_a_critic_has_the_parts_of_the_language_model(files: str, world: World, tmp_path: Path) -> None:
+    """config.json has a configuration of a tower, and names the class of the text part."""
+    source = build_family("qwen3_5", tmp_path / "model")
+    config = json.loads((source / "config.json").read_text()) | {"architectures": ["Qwen3_5ForCausalLM"]}
+    if files == "of the text class":
+        AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source)).save_pretrained(source)
+    (source / "config.json").write_text(json.dumps(config))
+
+    assert check_checkpoint(str(source), "critic.path", "backbone") == check_checkpoint(
+        str(source), "critic.path"
+    ).replace("Qwen3_5ForCausalLM", "Qwen3_5TextModel")
+    assert frozen_shapes(str(source)) == {}
+
+    policy = load_policy(ModelConfig(path=str(source), dtype="float32"), world)
+    critic = load_critic(tiny_config(str(source)), world)
+    assert type(critic.backbone).__name__ == "Qwen3_5TextModel"
+    backbone = dict(critic.backbone.named_parameters())
+    text_part = dict(policy.lm.get_submodule("model").named_parameters())
+    assert text_part.keys() == backbone.keys() - {"value_head.weight", "value_head.bias"}
+    assert all(torch.equal(text_part[name].full_tensor(), backbone[name].full_tensor()) for name in text_part)
+
+
+def test_an_export_passes_on_tensors_of_types_that_torch_lacks(world: World, tmp_path: Path) -> None:
+    """Six numbers each, of an MTP layer, which no process reads."""
+    source = build_family("qwen3_5", tmp_path / "model")
+    file_bytes = (source / "model.safetensors").read_bytes()
+    (header_length,) = struct.unpack("<Q", file_bytes[:8])
+    header = json.loads(file_bytes[8 : 8 + header_length])
+    tensor_data = file_bytes[8 + header_length :]
+
+    raw_tensors = {"mtp.scale": ("F8_E8M0", b"scales"), "mtp.codes": ("F4", b"fp4")}
+    for name, (dtype, raw_bytes) in raw_tensors.items():
+        offsets = (len(tensor_data), len(tensor_data) + len(raw_bytes))
+        header[name] = {"dtype": dtype, "shape": (2, 3), "data_offsets": offsets}
+        tensor_data += raw_bytes
+
+    header_text = json.dumps(header).encode()
+    file_bytes = struct.pack("<Q", len(header_text)) + header_text + tensor_data
+    (source / "model.safetensors").write_bytes(file_bytes)
+
+    policy = load_policy(ModelConfig(path=str(source), dtype="bfloat16"), world)
+    exported = export(tmp_path, policy, world, str(source))
+    exported_bytes = (Path(exported) / "model.safetensors").read_bytes()
+    for name, (dtype, raw_bytes) in raw_tensors.items():
+        stored_tensor = stored_tensors(exported)[name]
+        assert (stored_tensor.dtype, stored_tensor.shape) == (dtype, (2, 3))
+        assert exported_bytes[stored_tensor.offset :][: stored_tensor.nbytes] == raw_bytes
+    assert plain_model(Path(exported)).num_parameters() == policy.lm.num_parameters()
 
 
 def test_the_second_name_of_a_tied_tensor_is_neither_counted_nor_published(
@@ -214,3 +276,39 @@ def test_ranks_read_their_rows_of_tensors_that_the_model_joins(tmp_path: Path) -
     ranks."""
     build_family("kimi_linear", tmp_path / "model")
     assert run_ranks(3, read_joined_rows, tmp_path / "ranks") == []
+
+
+def publish_and_export(world: World, folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor], str]:
+    """Return what rank 0 collects of a version, the weights of all ranks, and the directory of the export."""
+    source = folder.parent / "model"
+    with patch("asyncrl.trainer.loading.LAYER_MIN_PARAMETERS", 0):  # parts and layers are sharded one by one
+        policy = load_changed(source, world)
+
+    shards = PublishedShards(policy)
+    buffers = copied_buffers(policy)
+    host = HostShards(shards, policy.published, torch.float32, DEADLINE, buffers=buffers)
+    snapshot = host.copy_version(PolicyVersion(0, 1), shards, lambda busy: [busy], buffers)
+    published: dict[str, Tensor] = {}
+    if world.rank == 0:
+        for bucket in buckets(snapshot, BUCKET_BYTES):
+            published |= bucket
+    world.gather(0, int)  # rank 0 has collected
+    host.close(DEADLINE)
+
+    exported = export(folder / f"rank-{world.rank}", policy, world, str(source))
+    return published, stored(policy) | buffers, exported
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family", ["gemma4", "qwen3_5"])  # with saved buffers; with an MTP layer
+def test_two_ranks_publish_and_export_what_they_train(family: str, tmp_path: Path) -> None:
+    source = build_family(family, tmp_path / "model", mtp=bool(FAMILIES[family].mtp), shards=2)
+    published, expected, exported = run_ranks(2, publish_and_export, tmp_path / "ranks")
+    assert published.keys() == expected.keys() == trained_shapes(str(source)).keys()
+    assert all(torch.equal(published[name], tensor) for name, tensor in expected.items())
+
+    exported_files = read_by_file(Path(exported))
+    for file, tensors in read_by_file(source).items():
+        assert exported_files[file].keys() == tensors.keys()
+        for name, tensor in tensors.items():
+            assert torch.equal(exported_files[file][name], published.get(name, tensor)), name

@@ -29,6 +29,7 @@ from asyncrl.trainer.scores import Selected
 from asyncrl.trainer.world import World
 from asyncrl.types import Generation, PolicyVersion, Routes, StopReason, Turn
 from asyncrl.weights.adapters import Adapters
+from asyncrl.weights.model_files import stored_tensors
 from asyncrl.weights.shards import HostShards
 from asyncrl.weights.trained_tensors import linear_shapes
 from tests.fakes.models import save_small
@@ -145,7 +146,7 @@ def test_each_rank_reads_the_experts_that_it_holds(family: str, two: dict[str, A
 def test_stacks_in_the_files_are_read_in_slices_too(world: World, saved: Path, tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(saved / "Mixtral")
     model.save_pretrained(tmp_path, save_original_format=False)
-    assert locate_tensors(model, str(tmp_path))
+    assert locate_tensors(model, str(tmp_path), stored_tensors(str(tmp_path)))
     found = full_state(load_policy(ModelConfig(path=str(tmp_path), dtype="float32"), world))
     assert all(torch.equal(found[name], p) for name, p in model.named_parameters())
 

@@ -79,7 +79,9 @@ def test_names_are_found_as_transformers_finds_them(world: World, tmp_path: Path
     wanted = full_state(load_policy(ModelConfig(path=path, dtype="float32"), world))
     for other in other_layouts(Path(path)):
         policy = load_policy(ModelConfig(path=other, dtype="float32"), world)
-        assert len(locate_tensors(policy.lm, other)) == len(wanted), "nothing was read whole"
+        assert len(locate_tensors(policy.lm, other, policy.file_tensors)) == len(wanted), (
+            "nothing was read whole"
+        )
         assert all(torch.equal(tensor, wanted[name]) for name, tensor in full_state(policy).items())
 
 
@@ -93,7 +95,7 @@ def test_files_that_disagree_with_what_is_tied_are_refused(world: World, tmp_pat
         if fits:
             policy = load_policy(ModelConfig(path=str(path), dtype="float32"), world)
             assert torch.equal(full_state(policy)["model.embed_tokens.weight"], head)
-            assert locate_tensors(policy.lm, str(path)), "nothing was read whole"
+            assert locate_tensors(policy.lm, str(path), policy.file_tensors), "nothing was read whole"
             names = {piece.name for piece in policy.published}
             assert "model.embed_tokens.weight" in names and "lm_head.weight" not in names
         else:

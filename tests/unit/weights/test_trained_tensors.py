@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from asyncrl.config import RunConfig, parse
 from asyncrl.engines.sglang.loader import shapes_of
@@ -21,7 +22,8 @@ from asyncrl.trainer.footprint import static_bytes
 from asyncrl.weights.adapters import Adapters
 from asyncrl.weights.checkpoint_match import frozen_shapes, trained_shapes
 from asyncrl.weights.manifest import TensorSpec
-from asyncrl.weights.model_files import weight_shapes
+from asyncrl.weights.model_files import stored_tensors, weight_shapes
+from asyncrl.weights.names import checkpoint_pieces, saved_buffers
 from asyncrl.weights.trained_tensors import (
     adapted_shapes,
     adapter_count,
@@ -123,6 +125,37 @@ def test_adapters_adapt_the_layers_that_are_counted(tmp_path: Path, family: str)
 
     every_layer = Adapters(skeleton(path), config.adapters)
     assert every_layer.specs == adapters.specs, "the default is all linear layers"
+
+
+def test_linear_layers_are_known_under_other_names_of_files(tmp_path: Path) -> None:
+    """Files of DeepSeek-V4 have `layers.0.attn.wq_a` for the model's `model.layers.0.self_attn.q_a_proj`."""
+    sizes = {"vocab_size": 64, "hidden_size": 32, "moe_intermediate_size": 16, "num_hidden_layers": 1}
+    sizes |= {"num_attention_heads": 4, "head_dim": 16, "qk_rope_head_dim": 8, "q_lora_rank": 16}
+    sizes |= {"o_lora_rank": 16, "o_groups": 2, "n_routed_experts": 4, "num_experts_per_tok": 2}
+    model_config = AutoConfig.for_model("deepseek_v4", layer_types=["sliding_attention"], **sizes)
+    model = AutoModelForCausalLM.from_config(model_config)
+    model.save_pretrained(tmp_path)
+    saved_tensors = load_file(tmp_path / "model.safetensors")
+    hub_tensors = {name.removeprefix("model."): tensor for name, tensor in saved_tensors.items()}
+    hub_tensors["embed.weight"] = hub_tensors.pop("embed_tokens.weight")
+    save_file(hub_tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+
+    state = dict(model.named_parameters()) | saved_buffers(model)
+    pieces = checkpoint_pieces(model, state, stored_tensors(str(tmp_path)))
+    assert {piece.name for piece in pieces} == trained_shapes(str(tmp_path)).keys() == hub_tensors.keys()
+    assert all(
+        torch.equal(piece.view_in(state[piece.parameter]), hub_tensors[piece.name]) for piece in pieces
+    )
+
+    file_name_of = {piece.parameter: piece.name for piece in pieces}
+    adapters = Adapters(skeleton(tmp_path), {"": (2, 4.0)})
+    kinds = {file_name_of[f"{layer}.weight"]: layer.rpartition(".")[2] for layer in adapters.specs[""].layers}
+    assert linear_kinds(str(tmp_path)) == kinds and kinds["layers.0.attn.wq_a.weight"] == "q_a_proj"
+
+    chosen = resolved(tmp_path, lora_modules=["q_a_proj", "down_proj"])
+    expected_names = ["layers.0.attn.wq_a.weight", "layers.0.ffn.shared_experts.w2.weight"]
+    assert sorted(adapted_shapes(chosen)) == expected_names
+    assert adapter_count(resolved(tmp_path)) == sum(prod(piece.shape) for piece in adapters.published)
 
 
 def test_adapters_for_servers_leave_out_what_these_do_not_take(qwen3_5: Path) -> None:

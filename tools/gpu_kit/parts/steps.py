@@ -78,7 +78,7 @@ def random_weights() -> Iterator[None]:
         yield
 
 
-def _everywhere(model: Any, path: str) -> dict[FilePiece, str]:
+def _everywhere(model: Any, path: str, file_tensors: Any) -> dict[FilePiece, str]:
     state = model.state_dict(keep_vars=True)
     return {FilePiece(name, name, tuple(tensor.shape)): path for name, tensor in state.items()}
 

@@ -1,0 +1,50 @@
+"""Decides of which layers SGLang servers take adapters alone, without the model's weights."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from pathlib import Path
+
+from asyncrl.config import RunConfig
+from asyncrl.weights.checkpoint_match import trained_shapes
+from asyncrl.weights.model_files import Shape, read_json
+from asyncrl.weights.trained_tensors import linear_kinds, linear_shapes
+
+SERVED_KINDS = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+# In a model with experts SGLang takes adapters of these kinds for those of experts.
+EXPERT_KINDS = {"gate_proj", "up_proj", "down_proj"}
+# A model with this kind has latent attention, whose q_proj SGLang does not find.
+LATENT_ATTENTION_KIND = "kv_a_proj_with_mqa"
+# The first request with an adapter ends an SGLang server of these types of models.
+TYPES_WITHOUT_ADAPTERS = ("mistral3",)
+
+
+def servers_get_adapters(config: RunConfig) -> bool:
+    """True if versions for SGLang servers consist of adapters alone."""
+    return config.adapters_apart and config.engine.remote
+
+
+def kinds_not_served(path: str) -> dict[str, str]:
+    """Return the reason for each kind of linear layers of which SGLang servers take no adapters alone."""
+    shapes_by_kind = defaultdict[str, set[Shape]](set)
+    kinds = linear_kinds(path)
+    for name, shape in linear_shapes(path).items():
+        shapes_by_kind[kinds[name]].add(shape)
+
+    has_experts = any(".experts." in name for name in trained_shapes(path))
+    reasons = dict[str, str]()
+    for kind, shapes in sorted(shapes_by_kind.items()):
+        if kind not in SERVED_KINDS or (kind == "q_proj" and LATENT_ATTENTION_KIND in shapes_by_kind):
+            reasons[kind] = "servers have no adapters of these layers"
+        elif kind in EXPERT_KINDS and has_experts:
+            reasons[kind] = "servers would take the adapters for those of experts"
+        elif len(shapes) > 1:
+            reasons[kind] = "servers have one shape for all layers of a kind"
+
+    return reasons
+
+
+def type_without_adapters(path: str) -> str:
+    """Return the type of a model whose servers take no adapters at all; '' for other models."""
+    model_type = str(read_json(Path(path) / "config.json").get("model_type", ""))
+    return model_type if model_type in TYPES_WITHOUT_ADAPTERS else ""
