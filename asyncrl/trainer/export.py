@@ -68,10 +68,9 @@ def _export_files(policy: Policy, buffers: Mapping[str, Tensor]) -> dict[str, li
         if name in policy.kept_names
     )
     trained_layout = export_layout(policy.published, policy.export_dtype, buffers)
+    layout: list[ExportSpec] = [*kept_layout, *trained_layout]
     # A tensor must start at a multiple of its item size, so large items come first.
-    layout = sorted(
-        (*kept_layout, *trained_layout), key=lambda spec: -spec.nbytes / max(1, math.prod(spec.shape))
-    )
+    layout.sort(key=lambda spec: -spec.nbytes / max(1, math.prod(spec.shape)))
 
     if all(spec.name in policy.file_tensors for spec in layout):
         specs_by_file = defaultdict[str, list[ExportSpec]](list)
