@@ -1,0 +1,150 @@
+"""Makes a launcher's request of a call's arguments: overrides, keys, functions and rows."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from asyncrl.api.launcher import LauncherRequest
+from asyncrl.api.run import Run
+from asyncrl.api.saved_code import loadable_name
+from asyncrl.api.saved_rows import save_rows
+from asyncrl.config.composition import RUN_DIRECTORY_MARK
+from asyncrl.errors import ConfigError
+from asyncrl.tools.base import Tool
+
+# Arguments for keys that nearly every call sets.
+KEY_OF_ARGUMENT = {
+    "model": "model.path",
+    "train": "data.train",
+    "test": "data.test",
+    "tools": "rollout.tools",
+    "reward": "rollout.reward",
+    "environment": "rollout.environment",
+    "agent": "rollout.agent",
+}
+DATA_KEYS = ("data.train", "data.test")
+LIST_KEYS = ("rollout.tools",)
+CODE_DIRECTORY = "code"
+DATA_DIRECTORY = "data"
+
+
+def make_request(
+    command: Literal["train", "sft", "eval"],
+    settings: Sequence[str | Mapping[str, Any]],
+    keywords: Mapping[str, Any],
+    directory: Path,
+    place: str = RUN_DIRECTORY_MARK,
+    config_dir: str | Path = "",
+    model: str = "",
+    runs: str = "",
+) -> LauncherRequest:
+    """Make the request. `settings`: overrides as text (`"trainer.lr=1e-5"`) and dicts of sections;
+    `keywords`: sections, keys at top level, and the arguments of KEY_OF_ARGUMENT. Functions and rows are
+    written below `directory`, and named in the configuration as files below `place`. ConfigError names the
+    key."""
+    saver = ValueSaver(directory, place)
+    overrides: list[str] = []
+    values: dict[str, Any] = {}
+
+    for setting in (*settings, keywords):
+        if isinstance(setting, str):
+            if "=" not in setting:
+                raise ConfigError(f"{setting!r}: is no override; write KEY=VALUE")
+            overrides.append(setting)
+        elif isinstance(setting, Mapping):
+            for name, value in setting.items():
+                if value is None:
+                    continue
+                key = KEY_OF_ARGUMENT.get(name, name)
+                if isinstance(value, Mapping) and name in ("model",):
+                    key = name  # the section
+                section, _, section_key = key.partition(".")
+                saved_value = saver.save(value, key)
+                _merge(values, {section: {section_key: saved_value}} if section_key else {section: saved_value})
+        else:
+            raise ConfigError(
+                f"{setting!r}: is a {type(setting).__name__}; settings are texts KEY=VALUE and dicts of sections"
+            )
+
+    return LauncherRequest(
+        command=command,
+        overrides=overrides,
+        values=values,
+        saved_files=saver.saved_files,
+        config_dir=str(config_dir),
+        model=model,
+        runs=runs,
+    )
+
+
+def _merge(tree: dict[str, Any], addition: Mapping[str, Any]) -> None:
+    for name, value in addition.items():
+        if isinstance(value, dict) and isinstance(tree.get(name), dict):
+            _merge(tree[name], value)
+        else:
+            tree[name] = value
+
+
+class ValueSaver:
+    """Turns values of a call into values of JSON's types; functions and rows become files in `directory`,
+    which the values name as files in `place`."""
+
+    def __init__(self, directory: Path, place: str) -> None:
+        self._directory = directory
+        self._place = place
+        self.saved_files: dict[str, str] = {}  # the file's path, by the path within `place`
+        for name in (CODE_DIRECTORY, DATA_DIRECTORY):
+            (directory / name).mkdir(parents=True, exist_ok=True)
+
+    def save(self, value: Any, key: str) -> Any:
+        """Return a value of a key, or of a section, in JSON's types."""
+        if isinstance(value, Run):
+            return str(value.model)
+        if value is None or isinstance(value, str | int | float):
+            return value
+        if isinstance(value, os.PathLike):
+            return os.fspath(value)
+        if key in DATA_KEYS and not _names_sources(value):
+            return self._save_rows(value, key)
+
+        if isinstance(value, Mapping):
+            saved_values: dict[str, Any] = {}
+            for name, entry in value.items():
+                saved_name = name if isinstance(name, str) else self._save_code(name, key)
+                saved_values[saved_name] = self.save(entry, f"{key}.{saved_name}" if "." not in key else key)
+            return saved_values
+        if isinstance(value, list | tuple):
+            return [self.save(entry, key) for entry in value]
+        if callable(value) or isinstance(value, Tool):
+            loadable = self._save_code(value, key)
+            return [loadable] if key in LIST_KEYS else loadable
+
+        raise ConfigError(f"{key}: a {type(value).__name__} is no value of a key; see docs/configuration.md")
+
+    def _save_code(self, subject: Any, key: str) -> str:
+        name, path = loadable_name(subject, key, self._directory / CODE_DIRECTORY)
+        if path is None:
+            return name
+        self._add_file(f"{CODE_DIRECTORY}/{name.rpartition(':')[0]}", path)
+        return f"{self._place}/{CODE_DIRECTORY}/{name}"
+
+    def _save_rows(self, rows: Any, key: str) -> str:
+        path = save_rows(rows, key, self._directory / DATA_DIRECTORY)
+        name = f"{DATA_DIRECTORY}/{path.name}"
+        self._add_file(name, path)
+        return f"{self._place}/{name}"
+
+    def _add_file(self, name: str, path: Path) -> None:
+        self.saved_files[name] = str(path)
+
+
+def _names_sources(value: Any) -> bool:
+    """Return whether a value of `data.train` names files, and holds no rows."""
+    entries = value if isinstance(value, list | tuple) else [value]
+    return bool(entries) and all(
+        isinstance(entry, str | os.PathLike) or (isinstance(entry, Mapping) and entry.keys() == {"path", "weight"})
+        for entry in entries
+    )
