@@ -31,7 +31,7 @@ _MODULE_OF_NAME = {
     "Sample": "asyncrl.types",
     "Message": "asyncrl.types",
 }
-__all__ = ["__version__", *_MODULE_OF_NAME]  # noqa: PLE0604
+__all__ = ["__version__", *_MODULE_OF_NAME]
 
 
 def __getattr__(name: str) -> Any:

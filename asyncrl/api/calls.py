@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from asyncrl.api.launcher import LauncherProcess
-from asyncrl.api.requests import CODE_DIRECTORY, DATA_DIRECTORY, make_request
+from asyncrl.api.launcher import LauncherProcess, RunError, Show
+from asyncrl.api.requests import make_request
 from asyncrl.api.run import Evaluation, Run, StartedRun
 from asyncrl.errors import ConfigError
 from asyncrl.registry import refuse_inside_run
@@ -22,7 +22,7 @@ def start(
     *settings: Setting,
     command: Literal["train", "sft"] = "train",
     config_dir: str | Path = "",
-    show: Any = print,
+    show: Show = print,
     **keywords: Any,
 ) -> StartedRun:
     """Start a run as `train` does, and return once its processes start. `command="sft"`: as `sft` does.
@@ -68,15 +68,22 @@ def evaluate(
     model: str | Path | Run,
     data: Any = None,
     *settings: Setting,
+    samples: int | None = None,
+    episodes: int | None = None,
     run_dir: str | Path = "",
     config_dir: str | Path = "",
-    show: Any = print,
+    show: Show = print,
     **keywords: Any,
 ) -> Evaluation:
-    """Evaluate a model, as the command `asyncrl eval` does. `model`: a directory, `owner/name` of the hub, a
-    checkpoint, or a run, whose configuration is then used; `data`: rows or files, as for `train`. The
-    evaluation is a run of its own below `run_dir`; the same call goes on with an interrupted one, and reads
-    a finished one."""
+    """Evaluate a model, as the command `asyncrl eval` does. The evaluation is a run of its own; the same call
+    goes on with an interrupted one, and reads a finished one.
+
+    model: a directory, `owner/name` of the hub, a checkpoint, or a run, whose configuration is then used.
+    data: rows or files, as for `train`; None: those of the run or of `settings`.
+    samples, episodes: the first so many rows, and episodes of each; None: all rows, once.
+    run_dir: the parent of run directories; of a run its own parent.
+    settings, keywords: as for `train`.
+    """
     refuse_inside_run("asyncrl.evaluate()")
     if isinstance(model, Run):
         runs = Path(run_dir or model.directory.parent)
@@ -87,8 +94,12 @@ def evaluate(
         saved_directory = runs
         target = str(model)
 
-    if data is not None:
-        keywords = {"test": data, **keywords}
+    keywords = {
+        "test": data,
+        "validation.samples": samples,
+        "validation.episodes": episodes,
+        **keywords,
+    }
     request = make_request(
         "eval",
         settings,
@@ -99,17 +110,13 @@ def evaluate(
         model=target,
         runs=str(runs),
     )
-    launcher = LauncherProcess(request)
-    try:
-        ended = launcher.wait(show)
-    except BaseException:
-        launcher.kill()
-        raise
-
+    ended = LauncherProcess(request).wait(show)
     if ended.code:
-        raise KeyboardInterrupt
+        raise RunError("the evaluation was interrupted; the same call goes on with the rest")
+
     evaluation_dir = Path(ended.run_dir)
-    metrics = msgspec.json.decode((evaluation_dir / "evaluation.json").read_bytes(), type=dict[str, dict[str, float]])
+    written_metrics = (evaluation_dir / "evaluation.json").read_bytes()
+    metrics = msgspec.json.decode(written_metrics, type=dict[str, dict[str, float]])
     return Evaluation(Run(evaluation_dir), metrics)
 
 

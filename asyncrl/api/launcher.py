@@ -72,7 +72,7 @@ class LauncherProcess:
     """A child process with a launcher, from the caller's side. Methods may be called in any thread."""
 
     def __init__(self, request: LauncherRequest) -> None:
-        self._output = tempfile.TemporaryFile()
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115 -- read until this object is gone
         self._shown_bytes = 0
         self._lock = threading.Lock()
         self._started: LaunchStarted | None = None
@@ -104,13 +104,23 @@ class LauncherProcess:
         return Path(self._started.run_dir)
 
     def wait(self, show: Show, seconds: float = math.inf) -> LaunchEnded:
-        """Return how the launcher ended. `show` gets the lines that it prints. Raises ConfigError for bad
-        input, RunError for a run that failed, TimeoutError if the launcher has not ended within
-        `seconds`."""
+        """Return how the launcher ended. `show` gets the lines that it prints. Ctrl-C stops the run with a
+        checkpoint, a second Ctrl-C kills it, and KeyboardInterrupt goes on once it has ended. Raises
+        ConfigError for bad input, RunError for a run that failed, TimeoutError if the launcher has not ended
+        within `seconds`."""
         deadline = time.monotonic() + seconds
-        while not self._await_end(POLL_SECONDS, show):
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"the run has not ended within {seconds:g} s")
+        try:
+            while not self._await_end(POLL_SECONDS, show):
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"the run has not ended within {seconds:g} s")
+        except KeyboardInterrupt:
+            self.stop()
+            try:
+                while not self._await_end(POLL_SECONDS, show):
+                    pass
+            except KeyboardInterrupt:
+                self.kill()
+            raise
         return self._ending()
 
     @property
@@ -129,8 +139,7 @@ class LauncherProcess:
     def kill(self) -> None:
         """End the launcher and with it every process of the run, without a checkpoint."""
         self.stop()
-        with suppress(ProcessLookupError):
-            self._process.send_signal(signal.SIGTERM)
+        self.stop()  # the second time kills
         try:
             self._process.wait(KILL_SECONDS)
         except subprocess.TimeoutExpired:
@@ -269,9 +278,7 @@ def _run_request(request: LauncherRequest, message_pipe: IO[bytes]) -> LaunchEnd
     search_working_directory()
     code = train(
         config,
-        on_start=lambda run_dir: write_frame(
-            message_pipe, msgspec.json.encode(LaunchStarted(str(run_dir)))
-        ),
+        on_start=lambda run_dir: write_frame(message_pipe, msgspec.json.encode(LaunchStarted(str(run_dir)))),
     )
     return LaunchEnded(code, str(read_status(run_dir).get("error", "")), run_dir=str(run_dir))
 

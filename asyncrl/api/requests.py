@@ -58,15 +58,15 @@ def make_request(
             for name, value in setting.items():
                 if value is None:
                     continue
-                key = KEY_OF_ARGUMENT.get(name, name)
-                if isinstance(value, Mapping) and name in ("model",):
-                    key = name  # the section
+                is_section = name == "model" and isinstance(value, Mapping)
+                key = name if is_section else KEY_OF_ARGUMENT.get(name, name)
                 section, _, section_key = key.partition(".")
                 saved_value = saver.save(value, key)
-                _merge(values, {section: {section_key: saved_value}} if section_key else {section: saved_value})
+                added_values = {section_key: saved_value} if section_key else saved_value
+                _merge(values, {section: added_values})
         else:
             raise ConfigError(
-                f"{setting!r}: is a {type(setting).__name__}; settings are texts KEY=VALUE and dicts of sections"
+                f"{setting!r}: is a {type(setting).__name__}; settings are KEY=VALUE and dicts of sections"
             )
 
     return LauncherRequest(
@@ -103,6 +103,8 @@ class ValueSaver:
         """Return a value of a key, or of a section, in JSON's types."""
         if isinstance(value, Run):
             return str(value.model)
+        if isinstance(value, str) and key in LIST_KEYS:
+            return [value]
         if value is None or isinstance(value, str | int | float):
             return value
         if isinstance(value, os.PathLike):
@@ -117,7 +119,8 @@ class ValueSaver:
                 saved_values[saved_name] = self.save(entry, f"{key}.{saved_name}" if "." not in key else key)
             return saved_values
         if isinstance(value, list | tuple):
-            return [self.save(entry, key) for entry in value]
+            entries = [self.save(entry, key) for entry in value]
+            return [name for entry in entries for name in entry] if key in LIST_KEYS else entries
         if callable(value) or isinstance(value, Tool):
             loadable = self._save_code(value, key)
             return [loadable] if key in LIST_KEYS else loadable
@@ -145,6 +148,7 @@ def _names_sources(value: Any) -> bool:
     """Return whether a value of `data.train` names files, and holds no rows."""
     entries = value if isinstance(value, list | tuple) else [value]
     return bool(entries) and all(
-        isinstance(entry, str | os.PathLike) or (isinstance(entry, Mapping) and entry.keys() == {"path", "weight"})
+        isinstance(entry, str | os.PathLike)
+        or (isinstance(entry, Mapping) and entry.keys() == {"path", "weight"})
         for entry in entries
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, suppress
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from asyncrl.errors import AsyncrlError, ConfigError
+from asyncrl.errors import ConfigError
 from asyncrl.types import EpisodeEnd, Message, Sample
 
 if TYPE_CHECKING:
@@ -225,17 +224,7 @@ class StartedRun(Run):
         checkpoint, a second Ctrl-C kills it; either way KeyboardInterrupt goes on once it has ended. Raises
         RunError if the run failed, ConfigError if it found bad input after its start, TimeoutError if it has
         not ended within `seconds`."""
-        try:
-            self._launcher.wait(self._show, seconds)
-        except KeyboardInterrupt:
-            self.stop()
-            try:
-                self._launcher.wait(self._show)
-            except KeyboardInterrupt:
-                self.kill()
-            except AsyncrlError as error:
-                print(f"asyncrl: {error}", file=sys.stderr)
-            raise
+        self._launcher.wait(self._show, seconds)
         return self
 
     @property

@@ -8,7 +8,6 @@ functions and classes of the notebook. What else the code names cannot be saved,
 """
 
 from __future__ import annotations
-
 import __future__
 
 import ast
@@ -118,6 +117,12 @@ class SavedSource:
 
         for used_name in _global_names(source, nodes[-1]):
             self._add_name(used_name, namespace)
+        for part in ast.walk(nodes[-1]):  # `xml.dom` in code after `import xml.dom`
+            if isinstance(part, ast.Attribute) and isinstance(part.value, ast.Name):
+                package = namespace.get(part.value.id)
+                submodule_name = f"{getattr(package, '__name__', '')}.{part.attr}"
+                if isinstance(package, types.ModuleType) and submodule_name in sys.modules:
+                    self._imports[f"import {submodule_name}"] = None
         self._definitions.append(source)
 
     def _add_name(self, name: str, namespace: dict[str, Any]) -> None:
@@ -129,13 +134,12 @@ class SavedSource:
 
         value = namespace[name]
         if isinstance(value, types.ModuleType):
-            module_name = value.__name__
-            is_plain = name == module_name
-            self._imports[f"import {module_name}" if is_plain else f"import {module_name} as {name}"] = None
+            suffix = "" if name == value.__name__ else f" as {name}"
+            self._imports[f"import {value.__name__}{suffix}"] = None
             return
 
         module_name = getattr(value, "__module__", None)
-        defined_name = getattr(value, "__qualname__", getattr(value, "__name__", None))
+        defined_name: Any = getattr(value, "__qualname__", getattr(value, "__name__", None))
         is_importable = (
             isinstance(module_name, str)
             and module_name not in ("__main__", "builtins")
@@ -146,8 +150,8 @@ class SavedSource:
             suffix = "" if defined_name == name else f" as {name}"
             self._imports[f"from {module_name} import {defined_name}{suffix}"] = None
         elif (imported_name := _name_in_typing(value)) is not None:
-            suffix = "" if imported_name == name else f" as {name}"
-            self._imports[f"from typing import {imported_name}{suffix}"] = None
+            alias = "" if imported_name == name else f" as {name}"
+            self._imports[f"from typing import {imported_name}{alias}"] = None
         elif (needed_module := _module_of_repr(value)) is not None:
             if needed_module:
                 self._imports[f"import {needed_module}"] = None
@@ -165,22 +169,25 @@ class SavedSource:
         """Return the text of the cell that defined a function or class, and the names at its top level."""
         members = vars(definition).values() if inspect.isclass(definition) else [definition]
         for member in members:
-            if isinstance(member, types.FunctionType):
-                # Methods that a decorator wrote (dataclasses) have no lines.
-                if lines := linecache.getlines(member.__code__.co_filename, member.__globals__):
-                    if member.__code__.co_flags & __future__.annotations.compiler_flag:
-                        self._imports["from __future__ import annotations"] = None
-                    return "".join(lines), member.__globals__
+            if not isinstance(member, types.FunctionType):
+                continue
+            lines = linecache.getlines(member.__code__.co_filename, member.__globals__)
+            if lines:  # methods that a decorator wrote (dataclasses) have none
+                if member.__code__.co_flags & __future__.annotations.compiler_flag:
+                    self._imports["from __future__ import annotations"] = None
+                return "".join(lines), member.__globals__
 
         # A class without methods: the newest cell that defines it. Cells have no time, as files have.
-        cells = ["".join(entry[2]) for entry in linecache.cache.values() if len(entry) == 4 and entry[1] is None]
+        cells = [
+            "".join(entry[2]) for entry in linecache.cache.values() if len(entry) == 4 and entry[1] is None
+        ]
         for cell in reversed(cells):
             if inspect.isclass(definition) and re.search(rf"^class {name}\b", cell, re.MULTILINE):
                 return cell, vars(sys.modules["__main__"])
 
         raise self._refusal(
             name,
-            "of a prompt that keeps no source (Python's own does from 3.13 on); put it in a file or a notebook",
+            "of a prompt that keeps no source (Python's own does from 3.13 on); put it in a file",
         )
 
     def _refusal(self, name: str, reason: str) -> ConfigError:

@@ -184,9 +184,7 @@ def configuration(target: Target, options: argparse.Namespace) -> RunConfig:
         config = recompose(target.run_dir, [ALL_SAMPLES, *arguments, *fixed_overrides], options.values)
     else:
         base_overrides = [ALL_SAMPLES, "data.train=-", override("run_dir", options.run_dir)]
-        config = compose(
-            [*base_overrides, *arguments, *fixed_overrides], options.config_dir, options.values
-        )
+        config = compose([*base_overrides, *arguments, *fixed_overrides], options.config_dir, options.values)
 
     if not config.data.test:
         raise ConfigError(
