@@ -63,7 +63,7 @@ def loadable_name(subject: Any, key: str, directory: Path) -> tuple[str, Path | 
         return f"{module_name}:{name}", None
     if (module_spec := getattr(module, "__spec__", None)) is not None:  # python -m
         return f"{module_spec.name}:{name}", None
-    if (file := getattr(module, "__file__", None)) is not None:
+    if (file := getattr(module, "__file__", None)) and os.path.isfile(file):
         return f"{os.path.abspath(file)}:{name}", None
 
     source = SavedSource(key, name)
@@ -167,22 +167,24 @@ class SavedSource:
 
     def _find_cell(self, name: str, definition: Any) -> tuple[str, dict[str, Any]]:
         """Return the text of the cell that defined a function or class, and the names at its top level."""
-        members = vars(definition).values() if inspect.isclass(definition) else [definition]
-        for member in members:
+        is_class = inspect.isclass(definition)
+        defines_class = re.compile(rf"^class {name}\b", re.MULTILINE)
+
+        for member in vars(definition).values() if is_class else [definition]:
             if not isinstance(member, types.FunctionType):
                 continue
-            lines = linecache.getlines(member.__code__.co_filename, member.__globals__)
-            if lines:  # methods that a decorator wrote (dataclasses) have none
+            cell = "".join(linecache.getlines(member.__code__.co_filename, member.__globals__))
+            if defines_class.search(cell) if is_class else cell:  # a decorator's methods are of another file
                 if member.__code__.co_flags & __future__.annotations.compiler_flag:
                     self._imports["from __future__ import annotations"] = None
-                return "".join(lines), member.__globals__
+                return cell, member.__globals__
 
         # A class without methods: the newest cell that defines it. Cells have no time, as files have.
         cells = [
             "".join(entry[2]) for entry in linecache.cache.values() if len(entry) == 4 and entry[1] is None
         ]
         for cell in reversed(cells):
-            if inspect.isclass(definition) and re.search(rf"^class {name}\b", cell, re.MULTILINE):
+            if is_class and defines_class.search(cell):
                 return cell, vars(sys.modules["__main__"])
 
         raise self._refusal(
