@@ -74,13 +74,13 @@ class Evaluation(msgspec.Struct, frozen=True):
     @property
     def score(self) -> float:
         """The mean score of the reward."""
-        return self._mean("score")
+        return self._mean("mean@")
 
     def _mean(self, measure: str) -> float:
         prefix = f"val-core/all/sampled/{measure}"
         means = [values["mean"] for name, values in self.metrics.items() if name.startswith(prefix)]
         if not means:
-            raise ConfigError(f"the evaluation has no {measure}; its metrics: {', '.join(self.metrics)}")
+            raise ConfigError(f"{self.run.directory}: has no {prefix}; it has {', '.join(self.metrics)}")
         return means[0]
 
 
