@@ -8,7 +8,7 @@ from typing import Any
 __version__ = "0.1.0"
 
 # The public names, by the module that defines each: imported at their first use.
-_MODULE_OF_NAME = {
+MODULE_OF_NAME = {
     "train": "asyncrl.api.calls",
     "sft": "asyncrl.api.calls",
     "start": "asyncrl.api.calls",
@@ -31,13 +31,13 @@ _MODULE_OF_NAME = {
     "Sample": "asyncrl.types",
     "Message": "asyncrl.types",
 }
-__all__ = ["__version__", *_MODULE_OF_NAME]
+__all__ = ["__version__", *MODULE_OF_NAME]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _MODULE_OF_NAME:
+    if name not in MODULE_OF_NAME:
         raise AttributeError(f"module 'asyncrl' has no attribute {name!r}")
-    return getattr(importlib.import_module(_MODULE_OF_NAME[name]), name)
+    return getattr(importlib.import_module(MODULE_OF_NAME[name]), name)
 
 
 def __dir__() -> list[str]:
