@@ -411,7 +411,7 @@ def teacher_prompt(rules: Rules, episode: Episode, command: Generate) -> tuple[i
         return first_turn.taught + command.ids[len(first_turn.context) :]
 
     first_message, *later_messages = _written_conversation(rules, episode)
-    ground_truth = json.loads(episode.sample.ground_truth)
+    ground_truth = episode.sample.ground_truth
     if not isinstance(ground_truth, str):
         ground_truth = json.dumps(ground_truth)
 

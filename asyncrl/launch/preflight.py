@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
-import json
 import logging
 import os
 import re
@@ -258,10 +257,10 @@ async def try_sample(parts: EpisodeParts, sample: Sample) -> list[Note]:
             warning(f"{line}; this may be due to the placeholder arguments") if reply.error else ok(line)
         )
 
-    truth = json.loads(sample.ground_truth)
+    truth = sample.ground_truth
     answers = [("no text", "")]
     if truth is not None:
-        answers.insert(0, ("its ground truth", truth if isinstance(truth, str) else sample.ground_truth))
+        answers.insert(0, ("its ground truth", truth if isinstance(truth, str) else sample.ground_truth_json))
 
     if task_of(sample):  # Rewards of tasks judge changed files, not answers
         answers = []

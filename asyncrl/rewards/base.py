@@ -10,7 +10,6 @@ these ways is a reward as well: the constructor takes the options, and refuses b
 from __future__ import annotations
 
 import inspect
-import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -134,8 +133,8 @@ def verl_arguments(episode: RewardInput) -> dict[str, Any]:
     return {
         "data_source": episode.sample.data_source,
         "solution_str": episode.answer,
-        "ground_truth": json.loads(episode.sample.ground_truth),
-        "extra_info": {**json.loads(episode.sample.extra_info), **episode_facts},
+        "ground_truth": episode.sample.ground_truth,
+        "extra_info": {**episode.sample.extra_info, **episode_facts},
     }
 
 

@@ -18,8 +18,6 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-import msgspec
-
 from asyncrl.errors import ProtocolError, SetupError, describe, one_line, reason, recorded, users_code
 from asyncrl.isolation.calls import call_user, call_without_deadline, in_thread
 from asyncrl.tools.base import Tool, ToolError, bound_reply, join_names, read_reply
@@ -85,7 +83,7 @@ class Toolbox:
         """Return the schemas of a sample's tools, as JSON text. A conversation for training may bring schemas
         (`tool_schemas`). ToolError: a tool is unknown."""
         if sample.demonstration:
-            conversation_schemas = msgspec.json.decode(sample.extra_info).get("tool_schemas")
+            conversation_schemas = sample.extra_info.get("tool_schemas")
             if conversation_schemas is not None:
                 return tuple(map(json.dumps, conversation_schemas))
         return tuple(
@@ -407,7 +405,7 @@ async def call_tool(
 ) -> ToolReply:
     """Run one call of at most `call_seconds` as a separate episode. Raises only when cancelled."""
     toolbox = Toolbox({tool.name: tool}, call_seconds)
-    session = toolbox.session(sample or Sample(0, "", (), ""))
+    session = toolbox.session(sample or Sample(0, "", (), "null"))
     try:
         await session.open()
         return await session.call(call)

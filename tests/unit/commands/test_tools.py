@@ -63,7 +63,7 @@ def test_list_without_names_shows_what_is_built_in(capsys: pytest.CaptureFixture
 
 
 def test_call_opens_calls_and_prints(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The sample is the one of training: its ground truth is JSON."""
+    """The sample is the one of training, with decoded values."""
     row = {
         "reward_model": {"ground_truth": "Pepys"},
         "extra_info": {"tools_kwargs": {"diary": {"create_kwargs": {"owner": "Mr"}}}},
@@ -71,7 +71,7 @@ def test_call_opens_calls_and_prints(file: Path, capsys: pytest.CaptureFixture[s
     (sample := file.with_suffix(".json")).write_text(json.dumps(row))
     spec = [f"{file}:Diary", '{"line": "ab", "times": 2}']
     assert cli.main(["tools", "call", *spec, "--sample", str(sample)]) == 0
-    assert capsys.readouterr().out.startswith('Mr "Pepys": abab\n-- diary: reply after 0.0')
+    assert capsys.readouterr().out.startswith('Mr Pepys: abab\n-- diary: reply after 0.0')
 
 
 @pytest.mark.parametrize(

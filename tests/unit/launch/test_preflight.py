@@ -153,9 +153,11 @@ def test_a_sample_goes_through_each_tool_and_the_reward(given: Given) -> None:
     given.keys |= {"rollout.tools": [str(given.folder / "mine.py")]}
     parts = Inputs(given.config()).parts
     broken, weather, right, nothing = asyncio.run(preflight.try_sample(parts, sample))
-    unknown = asyncio.run(preflight.try_sample(without, msgspec.structs.replace(sample, ground_truth="null")))
+    unknown = asyncio.run(
+        preflight.try_sample(without, msgspec.structs.replace(sample, ground_truth_json="null"))
+    )
     assert unknown == [nothing], "without a ground truth there is one answer"
-    task = msgspec.structs.replace(sample, extra_info='{"task": {"name": "t", "image": "debian"}}')
+    task = msgspec.structs.replace(sample, extra_info_json='{"task": {"name": "t", "image": "debian"}}')
     (judged,) = asyncio.run(preflight.try_sample(without, task))
     assert judged == ok("the tests of tasks are tried by asyncrl tasks check"), "no answer is judged"
     call = '{"city":"1","days":1,"kind":"rain"}'
