@@ -199,6 +199,17 @@ class Sample(msgspec.Struct, frozen=True):
         return dict(json.loads(self.extra_info_json))
 
     @property
+    def columns(self) -> dict[str, Any]:
+        """Return the values by name, as TRL passes the columns of a row: the entries of `extra_info`,
+        data_source, ground_truth, and prompt: messages in OpenAI's shape."""
+        return {
+            **self.extra_info,
+            "data_source": self.data_source,
+            "ground_truth": self.ground_truth,
+            "prompt": [message.openai() for message in self.prompt],
+        }
+
+    @property
     def demonstration(self) -> bool:
         return self.given is not None
 

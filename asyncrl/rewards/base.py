@@ -1,9 +1,10 @@
-"""Defines rewards: functions of a finished episode, in verl's signature or typed, sync or async.
+"""Defines rewards: functions of a finished episode, in verl's or TRL's signature or typed, sync or async.
 
     compute_score(data_source, solution_str, ground_truth, extra_info, *, options…)
+    reward(completions, environments, **kwargs)
     reward(given: RewardInput, *, options…)
 
-Both give a number, a dict with `score`, or a `RewardResult`. A class whose instances can be called in one of
+TRL's returns a list of one number; the others give a number, a dict with `score`, or a `RewardResult`. A class whose instances can be called in one of
 these ways is a reward as well: the constructor takes the options, and refuses bad options with ConfigError.
 """
 
@@ -14,6 +15,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from itertools import islice
+from types import SimpleNamespace
 from typing import Any, Literal, TypeVar
 
 import msgspec
@@ -57,7 +59,8 @@ class RewardInput(msgspec.Struct, frozen=True):
 
 
 RewardFunction = Callable[..., Any]
-"""`(data_source, solution_str, ground_truth, extra_info)` or `(given: RewardInput)`, and options by keyword.
+"""`(data_source, solution_str, ground_truth, extra_info)` or `(given: RewardInput)`, and options by keyword;
+or TRL's `(completions, environments, **kwargs)`, see `trl_arguments`.
 
 `solution_str` is the text of the model's last turn; `ground_truth` and `extra_info` are the decoded values of
 the data set, the latter with `num_turns`, `tool_calls`, `end`, `messages` (OpenAI's shape), `transcript` and,
@@ -136,6 +139,33 @@ def verl_arguments(episode: RewardInput) -> dict[str, Any]:
         "ground_truth": episode.sample.ground_truth,
         "extra_info": {**episode.sample.extra_info, **episode_facts},
     }
+
+
+def trl_arguments(episode: RewardInput) -> dict[str, Any]:
+    """Return the arguments of TRL's signature, a batch of this episode: each is a list of one. `environments`
+    holds an object with the entries of the result as attributes, if the tools or the agent left one."""
+    sample = episode.sample
+    messages = [message.openai() for message in episode.messages]
+    columns = {**sample.columns, "prompts": messages[: len(sample.prompt)]}
+    columns["completions"] = messages[len(sample.prompt) :]
+    if isinstance(episode.result, Mapping):
+        columns["environments"] = SimpleNamespace(**episode.result)
+
+    return {name: [value] for name, value in columns.items()}
+
+
+def score_of_batch(scores: Any) -> float:
+    """Return the only score of a batch of one episode; 0 for None, which TRL leaves out of its sum. TypeError
+    for any other result."""
+    if (
+        isinstance(scores, str | Mapping)
+        or not isinstance(scores, Iterable)
+        or len(scores := list(scores)) != 1
+    ):
+        raise TypeError(
+            f"the reward of TRL's signature returned {scores!r:.100}; a list of one number is expected"
+        )
+    return 0.0 if scores[0] is None else finite_number("the reward", scores[0])
 
 
 def as_result(result: Any) -> RewardResult:

@@ -71,7 +71,7 @@ def test_call_opens_calls_and_prints(file: Path, capsys: pytest.CaptureFixture[s
     (sample := file.with_suffix(".json")).write_text(json.dumps(row))
     spec = [f"{file}:Diary", '{"line": "ab", "times": 2}']
     assert cli.main(["tools", "call", *spec, "--sample", str(sample)]) == 0
-    assert capsys.readouterr().out.startswith('Mr Pepys: abab\n-- diary: reply after 0.0')
+    assert capsys.readouterr().out.startswith("Mr Pepys: abab\n-- diary: reply after 0.0")
 
 
 @pytest.mark.parametrize(

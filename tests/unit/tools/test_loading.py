@@ -25,7 +25,7 @@ MANY = (
     "def bad() -> Tool: return 3\n"
     "def breaks() -> Tool: return 1 / 0\n"
     "def loose(count: int = 2) -> Tool: ...\n"
-    "def plain(x: int) -> int: return x\n"
+    "def plain(x: int): return x\n"
     "@tool(replay='no')\n"
     "def ready(x: int) -> int: return x + 1\n"
 )
