@@ -4,8 +4,9 @@
     reward(completions, environments, **kwargs)
     reward(given: RewardInput, *, options…)
 
-TRL's returns a list of one number; the others give a number, a dict with `score`, or a `RewardResult`. A class whose instances can be called in one of
-these ways is a reward as well: the constructor takes the options, and refuses bad options with ConfigError.
+TRL's returns a list of one number; the others give a number, a dict with `score`, or a `RewardResult`. A
+class whose instances can be called in one of these ways is a reward as well: the constructor takes the
+options, and refuses bad options with ConfigError.
 """
 
 from __future__ import annotations
@@ -157,15 +158,11 @@ def trl_arguments(episode: RewardInput) -> dict[str, Any]:
 def score_of_batch(scores: Any) -> float:
     """Return the only score of a batch of one episode; 0 for None, which TRL leaves out of its sum. TypeError
     for any other result."""
-    if (
-        isinstance(scores, str | Mapping)
-        or not isinstance(scores, Iterable)
-        or len(scores := list(scores)) != 1
-    ):
-        raise TypeError(
-            f"the reward of TRL's signature returned {scores!r:.100}; a list of one number is expected"
-        )
-    return 0.0 if scores[0] is None else finite_number("the reward", scores[0])
+    is_list = isinstance(scores, Iterable) and not isinstance(scores, str | Mapping)
+    episode_scores = list(scores) if is_list else []
+    if len(episode_scores) != 1:
+        raise TypeError(f"the reward is {scores!r:.100}; a list of one number is expected")
+    return 0.0 if episode_scores[0] is None else finite_number("the reward", episode_scores[0])
 
 
 def as_result(result: Any) -> RewardResult:

@@ -213,7 +213,7 @@ def _public_methods(definition: type) -> dict[str, Callable[..., Any]]:
             f"class {definition.__name__}: {decorated_names[0]!r} has @tool; decorate the class instead"
         )
 
-    methods = {
+    methods: dict[str, Callable[..., Any]] = {
         name: attribute
         for name, attribute in attributes.items()
         if inspect.isfunction(attribute) and not name.startswith("_") and name not in RESERVED_METHODS

@@ -63,7 +63,7 @@ def load_spec(spec: str, arguments: Arguments) -> tuple[Tool, ...]:
         return _load_folder(Path(spec))
 
     tool_label = f"tool {spec!r}"
-    loaded_object = tools.load(re.sub(r"@[\w-]+$", "", spec))
+    loaded_object: Any = tools.load(re.sub(r"@[\w-]+$", "", spec))
     if decorated_tools := _decorated_tools(loaded_object):
         _refuse_arguments(spec, arguments)
         return decorated_tools
