@@ -198,7 +198,8 @@ def _check_class(subject: Callable[..., Any], definition: type) -> None:
     if hasattr(definition, "open"):
         raise ConfigError(f"{label} has `open` and `reset`, which both begin an episode; leave one out")
     for parameter in inspect.signature(reset).parameters.values():
-        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.VAR_POSITIONAL):
+        has_no_name = parameter.kind in (parameter.POSITIONAL_ONLY, parameter.VAR_POSITIONAL)
+        if has_no_name and parameter.name != "self":
             raise ConfigError(f"{label}: parameter {parameter.name!r} of `reset` cannot be passed by name")
 
 
