@@ -37,6 +37,19 @@ async def other() -> str:
 '''
 
 
+SHOP = '''
+class Shop:
+    def reset(self, prices):
+        self.prices = prices
+
+    def price(self, item: str) -> int:
+        """Return a price."""
+        return self.prices[item]
+
+    async def close_shop(self) -> None: ...
+'''
+
+
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     (path := tmp_path / "mine.py").write_text(MINE)
@@ -72,6 +85,23 @@ def test_call_opens_calls_and_prints(file: Path, capsys: pytest.CaptureFixture[s
     spec = [f"{file}:Diary", '{"line": "ab", "times": 2}']
     assert cli.main(["tools", "call", *spec, "--sample", str(sample)]) == 0
     assert capsys.readouterr().out.startswith("Mr Pepys: abab\n-- diary: reply after 0.0")
+
+
+def test_a_class_is_shown_and_called_by_its_methods(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (file := tmp_path / "shop.py").write_text(SHOP)
+    (sample := tmp_path / "row.json").write_text('{"extra_info": {"prices": {"tea": 3}}}')
+    assert cli.main(["tools", "list", f"{file}:Shop"]) == 0
+    shown = capsys.readouterr().out
+    assert f"price(item: string)  [{file}:Shop]\n    Return a price.\n    an object per episode" in shown
+    call = ["tools", "call", f"{file}:Shop", '{"item": "tea"}', "--name=price"]
+    assert cli.main([*call, f"--sample={sample}"]) == 0
+    assert capsys.readouterr().out.startswith("3\n-- price: reply after 0.0")
+    assert cli.main(call) == 1
+    assert "reset (shop.py:3) needs 'prices'; the columns are data_source" in capsys.readouterr().out
+    assert cli.main(call[:-1]) == 2
+    assert "gives 2 tools; choose one with --name: close_shop, price" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
