@@ -298,6 +298,27 @@ def check_call(function: Callable[..., Any], where: str, call: Call) -> None:
         raise ConfigError(f"{where}: {_named_with_place(function)} {call_problem}; write {call.usage}")
 
 
+def select_columns(function: Callable[..., Any], columns: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the columns that a function of a user has parameters for, all of them for `**kwargs`. TypeError
+    names a required parameter without a column."""
+    parameters = inspect.signature(function).parameters.values()
+    missing_names = [
+        parameter.name
+        for parameter in parameters
+        if parameter.default is parameter.empty
+        and parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+        and parameter.name not in columns
+    ]
+    if missing_names:
+        raise TypeError(
+            f"{_named_with_place(function)} needs {missing_names[0]!r}; the columns are {', '.join(columns)}"
+        )
+
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return dict(columns)
+    return {parameter.name: columns[parameter.name] for parameter in parameters if parameter.name in columns}
+
+
 def _named_with_place(function: Any) -> str:
     while isinstance(function, functools.partial):
         function = function.func
