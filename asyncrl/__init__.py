@@ -26,6 +26,7 @@ MODULE_OF_NAME = {
     "Tool": "asyncrl.tools",
     "ToolError": "asyncrl.tools",
     "Rewarded": "asyncrl.tools",
+    "signature_of": "asyncrl.tools",
     "Environment": "asyncrl.environments",
     "RewardInput": "asyncrl.rewards",
     "Sample": "asyncrl.types",

@@ -19,6 +19,7 @@ from asyncrl.rewards import RewardInput as RewardInput
 from asyncrl.tools import Rewarded as Rewarded
 from asyncrl.tools import Tool as Tool
 from asyncrl.tools import ToolError as ToolError
+from asyncrl.tools import signature_of as signature_of
 from asyncrl.tools import tool as tool
 from asyncrl.types import Message as Message
 from asyncrl.types import Sample as Sample

@@ -235,6 +235,7 @@ def _stop_at_end(request_pipe: IO[bytes]) -> None:
 
 def _run_request(request: LauncherRequest, message_pipe: IO[bytes]) -> LaunchEnded:
     from asyncrl.commands import eval as eval_command
+    from asyncrl.commands import sft
     from asyncrl.config.composition import compose
     from asyncrl.launch.run_directory import run_directory
     from asyncrl.launch.start import train
@@ -258,7 +259,7 @@ def _run_request(request: LauncherRequest, message_pipe: IO[bytes]) -> LaunchEnd
             eval_command.write_result(eval_command.Result.read(evaluation_dir))
         return LaunchEnded(code, read_status(evaluation_dir).get("error", ""), run_dir=str(evaluation_dir))
 
-    preset = ["algorithm=sft"] if request.command == "sft" else []
+    preset = sft.PRESET if request.command == "sft" else []
     config = compose([*preset, *request.overrides], config_dir, values)
 
     given_data = values.get("data", {})

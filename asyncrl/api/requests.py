@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from asyncrl.api.launcher import LauncherRequest
 from asyncrl.api.run import Run
-from asyncrl.api.saved_code import loadable_name
+from asyncrl.api.saved_code import is_tool_class, loadable_name
 from asyncrl.api.saved_rows import save_rows
 from asyncrl.config.composition import RUN_DIRECTORY_MARK
 from asyncrl.errors import ConfigError
@@ -66,7 +66,7 @@ def make_request(
                 _merge(values, {section: added_values})
         else:
             raise ConfigError(
-                f"{setting!r}: is a {type(setting).__name__}; settings are KEY=VALUE and dicts of sections"
+                f"{setting!r}: is of type {type(setting).__name__}; settings are KEY=VALUE and dicts of sections"
             )
 
     return LauncherRequest(
@@ -105,43 +105,42 @@ class ValueSaver:
             return str(value.model)
         if isinstance(value, str) and key in LIST_KEYS:
             return [value]
-        if value is None or isinstance(value, str | int | float):
-            return value
         if isinstance(value, os.PathLike):
             return os.fspath(value)
         if key in DATA_KEYS and not _names_sources(value):
-            return self._save_rows(value, key)
+            path = save_rows(value, key, self._directory / DATA_DIRECTORY)
+            return self._place_of(f"{DATA_DIRECTORY}/{path.name}", path)
+        if value is None or isinstance(value, str | int | float):
+            return value
 
+        if callable(value) or isinstance(value, Tool) or is_tool_class(value):
+            loadable = self._save_code(value, key)
+            return [loadable] if key in LIST_KEYS else loadable
         if isinstance(value, Mapping):
             saved_values: dict[str, Any] = {}
             for name, entry in value.items():
                 saved_name = name if isinstance(name, str) else self._save_code(name, key)
-                saved_values[saved_name] = self.save(entry, f"{key}.{saved_name}" if "." not in key else key)
+                saved_values[saved_name] = self.save(entry, f"{key}.{saved_name}")
             return saved_values
         if isinstance(value, list | tuple):
             entries = [self.save(entry, key) for entry in value]
             return [name for entry in entries for name in entry] if key in LIST_KEYS else entries
-        if callable(value) or isinstance(value, Tool):
-            loadable = self._save_code(value, key)
-            return [loadable] if key in LIST_KEYS else loadable
 
-        raise ConfigError(f"{key}: a {type(value).__name__} is no value of a key; see docs/configuration.md")
+        raise ConfigError(
+            f"{key}: a value of type {type(value).__name__} is none of a key; see docs/configuration.md"
+        )
 
     def _save_code(self, subject: Any, key: str) -> str:
         name, path = loadable_name(subject, key, self._directory / CODE_DIRECTORY)
         if path is None:
             return name
-        self._add_file(f"{CODE_DIRECTORY}/{name.rpartition(':')[0]}", path)
-        return f"{self._place}/{CODE_DIRECTORY}/{name}"
+        file_name, _, attribute = name.rpartition(":")
+        return f"{self._place_of(f'{CODE_DIRECTORY}/{file_name}', path)}:{attribute}"
 
-    def _save_rows(self, rows: Any, key: str) -> str:
-        path = save_rows(rows, key, self._directory / DATA_DIRECTORY)
-        name = f"{DATA_DIRECTORY}/{path.name}"
-        self._add_file(name, path)
-        return f"{self._place}/{name}"
-
-    def _add_file(self, name: str, path: Path) -> None:
+    def _place_of(self, name: str, path: Path) -> str:
+        """Add a saved file, and return its path in `place`."""
         self.saved_files[name] = str(path)
+        return f"{self._place}/{name}"
 
 
 def _names_sources(value: Any) -> bool:

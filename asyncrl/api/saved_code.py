@@ -45,7 +45,7 @@ def loadable_name(subject: Any, key: str, directory: Path) -> tuple[str, Path | 
     name = getattr(definition, "__qualname__", "")
     module_name = getattr(definition, "__module__", None)
     if not name or module_name is None or not callable(definition):
-        raise ConfigError(f"{key}: a {type(subject).__name__} cannot be loaded; give a function or a class")
+        raise ConfigError(f"{key}: is of type {type(subject).__name__}; give a function or a class")
     if name == "<lambda>":
         raise ConfigError(f"{key}: a lambda has no name to load it by; write it as a function, with def")
     if "." in name:
@@ -77,14 +77,21 @@ def loadable_name(subject: Any, key: str, directory: Path) -> tuple[str, Path | 
 
 
 def _defined_object(subject: Any) -> Any:
-    """Return the function or class that a `def` or `class` made, below decorators and `Tool`."""
+    """Return the function or class that a `def` or `class` made, below decorators and tools."""
     while True:
-        if isinstance(subject, Tool):
+        if is_tool_class(subject):
+            subject = subject[0]
+        elif isinstance(subject, Tool):
             subject = subject.state or subject.function
         elif hasattr(subject, "__wrapped__"):
             subject = subject.__wrapped__
         else:
             return subject
+
+
+def is_tool_class(subject: Any) -> bool:
+    """Return whether `@tool` has made this tuple of a class, a tool of each method."""
+    return isinstance(subject, tuple) and bool(subject) and all(isinstance(part, Tool) for part in subject)
 
 
 @dataclass
@@ -161,7 +168,7 @@ class SavedSource:
         else:
             raise self._refusal(
                 name,
-                f"a {type(value).__name__} of the notebook: make it a column of the rows, read it inside of "
+                f"of type {type(value).__name__}: make it a column of the rows, read it inside of "
                 "the function, or put it in a file",
             )
 

@@ -28,7 +28,7 @@ def save_rows(rows: Any, key: str, directory: Path) -> Path:
         row_list = list(rows)
     else:
         raise ConfigError(
-            f"{key}: is a {type(rows).__name__}; give a list of rows, each a dict, or the path of a file"
+            f"{key}: is of type {type(rows).__name__}; give a list of dicts, or the path of a file"
         )
     if not row_list:
         raise ConfigError(f"{key}: has no rows")
@@ -36,7 +36,7 @@ def save_rows(rows: Any, key: str, directory: Path) -> Path:
     lines: list[bytes] = []
     for number, row in enumerate(row_list):
         if not isinstance(row, Mapping):
-            raise ConfigError(f"{key}[{number}]: is a {type(row).__name__}; each row is a dict")
+            raise ConfigError(f"{key}[{number}]: is of type {type(row).__name__}; each row is a dict")
         try:
             line = json.dumps(json_value(dict(row)), ensure_ascii=False, allow_nan=False)
             lines.append(line.encode() + b"\n")

@@ -173,12 +173,12 @@ def test_other_code_has_another_path(results: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("name", "problem"),
     [
-        ("with_table", "with_table uses table, a object of the notebook: make it a column of the rows"),
+        ("with_table", "with_table uses table, of type object: make it a column of the rows"),
         ("with_gone", "with_gone uses missing_name, which is not defined"),
         ("inner", "outer.<locals>.inner is defined inside of another function or class"),
         ("nameless", "a lambda has no name to load it by; write it as a function"),
         ("old_plain", "__main__ has another plain by now"),
-        ("table", "a object cannot be loaded; give a function or a class"),
+        ("table", "is of type object; give a function or a class"),
     ],
 )
 def test_what_cannot_be_saved_is_refused_by_name(results: dict[str, Any], name: str, problem: str) -> None:
