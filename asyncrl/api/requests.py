@@ -66,7 +66,7 @@ def make_request(
                 _merge(values, {section: added_values})
         else:
             raise ConfigError(
-                f"{setting!r}: is of type {type(setting).__name__}; settings are KEY=VALUE and dicts of sections"
+                f"{setting!r}: is of type {type(setting).__name__}; settings are texts and dicts"
             )
 
     return LauncherRequest(

@@ -109,10 +109,10 @@ def test_tables_are_rows(tmp_path: Path) -> None:
     ("settings", "keywords", "problem"),
     [
         (["trainer.lr"], {}, "'trainer.lr': is no override; write KEY=VALUE"),
-        ([3], {}, "3: is of type int; settings are KEY=VALUE and dicts"),
+        ([3], {}, "3: is of type int; settings are texts and dicts"),
         ([], {"train": [ROWS[0], "a text"]}, "data.train[1]: is of type str; each row is a dict"),
         ([], {"train": []}, "data.train: has no rows"),
-        ([], {"train": 3}, "data.train: is of type int; give a list of rows"),
+        ([], {"train": 3}, "data.train: is of type int; give a list of dicts"),
         ([], {"train": [{"day": datetime.date(2026, 1, 1)}]}, "data.train[0].day: Object of type date"),
         (
             [],
