@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 PLACES_FILE = "places"
 OWN_NAME_LINE = re.compile(r"[^/\t]+-[0-9a-f]{8}\t")  # Directories with other names are never removed.
 SHOWN_CHARACTERS = 80  # Characters of a reply in a note.
-MAX_ERROR_CHARACTERS = 300  # of an error reply, whose end may name the cause
+MAX_ERROR_CHARACTERS = 300  # Characters of an error reply, whose end may name the cause.
 
 
 @preflight_check("run directory")

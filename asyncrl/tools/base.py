@@ -192,10 +192,10 @@ def _check_class(subject: Callable[..., Any], definition: type) -> None:
         )
 
     reset = getattr(definition, "reset", None)
-    if reset is None:
+    if not callable(reset):
         return
 
-    if hasattr(definition, "open"):
+    if callable(getattr(definition, "open", None)):
         raise ConfigError(f"{label} has `open` and `reset`, which both begin an episode; leave one out")
     for parameter in inspect.signature(reset).parameters.values():
         has_no_name = parameter.kind in (parameter.POSITIONAL_ONLY, parameter.VAR_POSITIONAL)

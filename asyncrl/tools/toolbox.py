@@ -123,13 +123,13 @@ class EpisodeObject:
     async def open(self, sample: Sample, arguments: dict[str, Any]) -> str:
         """Call the object's `open` with the arguments that it accepts, or its `reset` with the columns that
         it accepts. Return the text for the prompt that `reset` gives; ''."""
-        if function := getattr(self.state, "open", None):
+        if callable(function := getattr(self.state, "open", None)):
             accepted = accepted_arguments(function, arguments)
             await call_without_deadline(partial(function, sample, **accepted), blocking=self._blocking)
             return ""
 
         reset = getattr(self.state, "reset", None)
-        if reset is None:
+        if not callable(reset):
             return ""
 
         columns = sample.columns
@@ -151,7 +151,7 @@ class EpisodeObject:
             reward = self.state.reward
             return None if reward is None else {"reward": finite_number("it", reward)}
 
-        if hasattr(self.state, "result"):
+        if callable(getattr(self.state, "result", None)):
             member_name = "result"
             read_result = self.state.result
         elif inspect.getattr_static(self.state, "reward", None) is not None:
@@ -206,7 +206,7 @@ class EpisodeObject:
             with suppress(TimeoutError):
                 async with asyncio.timeout(CLOSE_SECONDS / 2):
                     await self.call_lock.acquire()
-            if function := getattr(self.state, "close", None):
+            if callable(function := getattr(self.state, "close", None)):
                 await call_without_deadline(function, blocking=self._blocking)
 
         try:

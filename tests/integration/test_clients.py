@@ -464,4 +464,4 @@ def test_a_client_never_sees_the_ground_truth(tmp_path: Path, last: str, status:
     assert statuses[13:] == [status] or killed_before
     assert not [text for text in seen if "hidden" in text] and json.loads(seen[0])["row"] == 7
     assert not any("hidden" in read(request.ids) for request in bench.engine.requests)
-    assert scored == [secret] * (end is Finished)
+    assert scored == [json.loads(secret)] * (end is Finished)

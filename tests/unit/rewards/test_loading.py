@@ -15,7 +15,7 @@ from asyncrl.types import Message, RewardResult, Sample
 
 QUESTION = Message("user", "?")
 GIVEN = RewardInput(
-    Sample(0, "s", (QUESTION,), '"5"', extra_info_json='{"hard": true}'),
+    Sample(0, "s", (QUESTION,), '"5"', extra_info_json='{"hard": true, "scale": 7}'),
     "it is 5",
     (QUESTION, Message("assistant", "it is 5")),
     turns=3,

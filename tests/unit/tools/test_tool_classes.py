@@ -391,6 +391,15 @@ class WithResult(Rewarding):
         return {"moves": 3}
 
 
+class WithAttributes(Rewarding):
+    """The reserved names are data here, which nothing calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open = self.close = self.reset = True
+        self.result = "won"
+
+
 class Texted(Resettable):
     reward = "much"
 
@@ -408,6 +417,7 @@ class Failing(Resettable):
         (Property, {"reward": 0.5}),
         (Undecided, None),
         (WithResult, {"moves": 3}),
+        (WithAttributes, {"reward": 1.0}),
         (OfNothing, None),
     ],
 )
