@@ -12,6 +12,7 @@ import os
 import sys
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -21,6 +22,9 @@ import msgspec
 from asyncrl.errors import ConfigError, describe, one_line, users_code
 
 T = TypeVar("T")
+INSIDE_RUN = "ASYNCRL_INSIDE_RUN"
+"""Environment variable that the processes of a run have."""
+_is_loading = ContextVar("is_loading", default=False)  # whether a file or module of a user is being imported
 # Packages that asyncrl imports, directly or indirectly.
 IMPORTED_PACKAGES = frozenset({
     *("accelerate", "aiohappyeyeballs", "aiohttp", "aiosignal", "annotated_types", "anthropic", "antlr4"),
@@ -294,6 +298,27 @@ def check_call(function: Callable[..., Any], where: str, call: Call) -> None:
         raise ConfigError(f"{where}: {_named_with_place(function)} {call_problem}; write {call.usage}")
 
 
+def select_columns(function: Callable[..., Any], columns: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the columns that a function of a user has parameters for, all of them for `**kwargs`. TypeError
+    names a required parameter without a column."""
+    parameters = inspect.signature(function).parameters.values()
+    missing_names = [
+        parameter.name
+        for parameter in parameters
+        if parameter.default is parameter.empty
+        and parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+        and parameter.name not in columns
+    ]
+    if missing_names:
+        raise TypeError(
+            f"{_named_with_place(function)} needs {missing_names[0]!r}; the columns are {', '.join(columns)}"
+        )
+
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return dict(columns)
+    return {parameter.name: columns[parameter.name] for parameter in parameters if parameter.name in columns}
+
+
 def _named_with_place(function: Any) -> str:
     while isinstance(function, functools.partial):
         function = function.func
@@ -347,12 +372,15 @@ def search_working_directory() -> None:
 def load_object(spec: str, kind: str) -> Any:
     """Import `module:attribute` or `file.py:attribute`; ConfigError names the wrong part."""
     source, _, attribute = spec.rpartition(":")
+    loading = _is_loading.set(True)
     try:
         with users_code():
             module = _module_from_file(source) if source.endswith(".py") else importlib.import_module(source)
     except Exception as error:
         problem = f"{kind} {spec!r}: cannot import {source!r} ({describe(error)})"
         raise ConfigError(f"{problem}{_stdlib_hint(source)}") from error
+    finally:
+        _is_loading.reset(loading)
 
     try:
         return getattr(module, attribute)
@@ -360,6 +388,15 @@ def load_object(spec: str, kind: str) -> Any:
         nearest = difflib.get_close_matches(attribute, dir(module), n=3)
         hint = _stdlib_hint(source) or (f"; did you mean {', '.join(nearest)}?" if nearest else "")
         raise ConfigError(f"{kind} {spec!r}: {source} has no {attribute!r}{hint}") from None
+
+
+def refuse_inside_run(call_text: str) -> None:
+    """Raise ConfigError if code calls that a run has loaded: a run would start a run."""
+    if _is_loading.get() or INSIDE_RUN in os.environ:
+        raise ConfigError(
+            f"{call_text} is called by code that a run has loaded; in a script, write the call under "
+            '`if __name__ == "__main__":`'
+        )
 
 
 def _stdlib_hint(source: str) -> str:

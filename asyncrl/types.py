@@ -7,6 +7,7 @@ float32, version spans are half-open ranges of token positions, durations are se
 from __future__ import annotations
 
 import enum
+import json
 import math
 from typing import Annotated, Any, NamedTuple
 
@@ -173,17 +174,40 @@ class Observation(msgspec.Struct, frozen=True):
 
 
 class Sample(msgspec.Struct, frozen=True):
-    """A sample of the data, in verl's layout. `ground_truth` and `extra_info` are JSON text. `prompt` of a
-    demonstration: the whole conversation, of which the first `given` messages are not to be learned. `given`
-    None: the sample is a prompt."""
+    """A sample of the data, in verl's layout. Stores and messages hold `ground_truth` and `extra_info` as
+    JSON text, so that all processes read the same values. `prompt` of a demonstration: the whole
+    conversation, of which the first `given` messages are not to be learned. `given` None: the sample is a
+    prompt."""
 
     row: int
     data_source: str
     prompt: tuple[Message, ...]
-    ground_truth: str
+    ground_truth_json: str = msgspec.field(name="ground_truth")
     ability: str = ""
-    extra_info: str = "{}"
+    extra_info_json: str = msgspec.field(name="extra_info", default="{}")
     given: int | None = None
+
+    @property
+    def ground_truth(self) -> Any:
+        """Return the value of the ground truth, decoded anew: a caller's changes reach no other episode."""
+        return json.loads(self.ground_truth_json)
+
+    @property
+    def extra_info(self) -> dict[str, Any]:
+        """Return the further columns of the sample, decoded anew: a caller's changes reach no other
+        episode."""
+        return dict(json.loads(self.extra_info_json))
+
+    @property
+    def columns(self) -> dict[str, Any]:
+        """Return the values by name, as TRL passes the columns of a row: the entries of `extra_info`,
+        data_source, ground_truth, and prompt: messages in OpenAI's shape."""
+        return {
+            **self.extra_info,
+            "data_source": self.data_source,
+            "ground_truth": self.ground_truth,
+            "prompt": [message.openai() for message in self.prompt],
+        }
 
     @property
     def demonstration(self) -> bool:

@@ -25,7 +25,7 @@ LEVELS = (
     ("coordinator", "rollout", "trainer", "server_supervisor"),  # processes: none imports another
     ("launch", "viewer"),
     ("commands",),
-    ("cli",),
+    ("api", "cli"),
 )
 LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names}
 # Packages with few importers.

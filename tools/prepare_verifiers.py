@@ -31,7 +31,7 @@ async def row(options: Options, task: Any, index: int) -> dict[str, Any]:
     world = load_environment({"verifiers": options}, "--")()
     try:
         extra = {EXTRA_INFO_KEY: data}
-        observation = await world.reset(Sample(index, "", (), "null", extra_info=json.dumps(extra)))
+        observation = await world.reset(Sample(index, "", (), "null", extra_info_json=json.dumps(extra)))
     finally:
         await world.close()
 

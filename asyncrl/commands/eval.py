@@ -104,6 +104,7 @@ def argument_parser(name: str, text: str) -> argparse.ArgumentParser:
     parser.add_argument("overrides", nargs="*", metavar="OVERRIDES", help="key=value or group=choice")
     parser.add_argument("--config-dir", type=Path, help="directory with configuration groups of your own")
     parser.add_argument("--dry-run", action="store_true", help="check everything and print the plan")
+    parser.set_defaults(values={})  # of calls from Python
     return parser
 
 
@@ -180,10 +181,10 @@ def configuration(target: Target, options: argparse.Namespace) -> RunConfig:
     fixed_overrides = [override("model.path", target.model), "total_steps=0"]
     if target.run_dir is not None:
         fixed_overrides += [override("run_dir", options.run_dir)]
-        config = recompose(target.run_dir, [ALL_SAMPLES, *arguments, *fixed_overrides])
+        config = recompose(target.run_dir, [ALL_SAMPLES, *arguments, *fixed_overrides], options.values)
     else:
         base_overrides = [ALL_SAMPLES, "data.train=-", override("run_dir", options.run_dir)]
-        config = compose([*base_overrides, *arguments, *fixed_overrides], options.config_dir)
+        config = compose([*base_overrides, *arguments, *fixed_overrides], options.config_dir, options.values)
 
     if not config.data.test:
         raise ConfigError(

@@ -110,11 +110,11 @@ def _answer_rows(run_dir: Path) -> Iterator[dict[str, Any]]:
         for row, members in groupby(sampled_episodes, key=attrgetter("identity.row")):
             sample = samples[row]
             entries = [episode_entry(judged, sample) for judged in members]
-            ground_truth = msgspec.json.decode(sample.ground_truth)
+            ground_truth = sample.ground_truth
             yield {
                 "data_source": sample.data_source,
                 "prompt": [message.openai() for message in sample.prompt],
-                "ground_truth": ground_truth if isinstance(ground_truth, str) else sample.ground_truth,
+                "ground_truth": ground_truth if isinstance(ground_truth, str) else sample.ground_truth_json,
                 **dict(zip(COLUMNS, map(list, zip(*entries, strict=True)), strict=True)),
             }
     asyncio.run(parts.close())

@@ -35,6 +35,9 @@ asyncrl: model.path has no value. Give a model and conversations:
 
 docs/sft.md shows what a row is, and a whole example."""
 
+# Experiments for reinforcement learning set the size of groups, and would win over the preset.
+PRESET = ["algorithm=sft", "buffer.episodes_per_group=1"]
+
 
 def main(argv: list[str]) -> int:
     def with_preset(overrides: list[str], config_dir: Path | None) -> RunConfig:
@@ -45,7 +48,7 @@ def main(argv: list[str]) -> int:
         ]:
             raise ConfigError(f"asyncrl sft is algorithm=sft; for {other_algorithms[0]} use asyncrl train")
         return compose(
-            ["algorithm=sft", *(argument for argument in overrides if argument != "algorithm=sft")],
+            [*PRESET, *(argument for argument in overrides if argument != "algorithm=sft")],
             config_dir,
         )
 

@@ -24,6 +24,8 @@ from asyncrl.errors import ConfigError, MissingKeyError, UnknownKeysError, one_l
 
 MISSING_VALUE = "???"  # OmegaConf's mark of a mandatory value
 ROOT_REFERENCE = "${asyncrl_root:}"
+RUN_DIRECTORY_MARK = "\0run directory"
+"""Stands for the run's directory in texts of `values`, as only the composed configuration names it."""
 MANY_NAMES_KEY = "rollout.reward"  # takes several names with options; keys of the same type take one
 HYDRA_FLAGS = {
     "config-path": "--config-dir DIR names a directory with groups of your own",
@@ -34,8 +36,12 @@ HYDRA_FLAGS = {
 NOT_TEXT_STARTS = ("[", "{", '"', "'")  # beginnings of lists, mappings and quoted texts
 
 
-def compose(overrides: list[str], config_dir: Path | None = None) -> RunConfig:
-    """Return the configuration of configs/, `config_dir` and `overrides`."""
+def compose(
+    overrides: list[str], config_dir: Path | None = None, values: Mapping[str, Any] = {}
+) -> RunConfig:
+    """Return the configuration of configs/, `config_dir` and `overrides`. `values`: further keys, by section
+    (`{"trainer": {"lr": 1e-5}}`), with values of JSON's types, which replace whatever files and overrides
+    say."""
     base = config_root() / "configs"
     if config_dir is not None and not config_dir.is_dir():
         raise ConfigError(f"--config-dir {config_dir}: no such directory")
@@ -45,9 +51,12 @@ def compose(overrides: list[str], config_dir: Path | None = None) -> RunConfig:
     if own_groups.is_dir() and own_groups.resolve() != base:
         search_path.append(f"hydra.searchpath=[{_quoted_text(f'file://{own_groups.resolve()}')}]")
 
-    config = _compose_config([*search_path, *_prepared_overrides(overrides)], base, config_dir)
+    values_by_key = dict(_keys_with_values(RunConfig, values))
+    config = _compose_config(
+        [*search_path, *_prepared_overrides(overrides)], base, config_dir, values_by_key=values_by_key
+    )
     kl = config.kl
-    keys = _keys_of(overrides)
+    keys = _keys_of(overrides) | values_by_key.keys()
     coef_set = "kl.coef" in keys or kl.coef != KLConfig().coef
     if kl.where == "none" and kl.coef and coef_set and "kl.where" not in keys:
         raise ConfigError(
@@ -58,16 +67,34 @@ def compose(overrides: list[str], config_dir: Path | None = None) -> RunConfig:
     return config
 
 
-def recompose(run_dir: Path, overrides: list[str]) -> RunConfig:
-    """Return the configuration that a run has recorded, with keys overridden. Files of configs/ cannot
-    override: rules and options without a mention in the file would stay as recorded."""
+def recompose(run_dir: Path, overrides: list[str], values: Mapping[str, Any] = {}) -> RunConfig:
+    """Return the configuration that a run has recorded, with keys overridden, and with `values` as for
+    `compose`. Files of configs/ cannot override: rules and options without a mention in the file would stay
+    as recorded."""
     recorded = msgspec.to_builtins(read_config(run_dir))
-    return _compose_config([*_prepared_overrides(overrides)], recorded=_without_interpolation(recorded))
+    return _compose_config(
+        [*_prepared_overrides(overrides)],
+        recorded=_without_interpolation(recorded),
+        values_by_key=dict(_keys_with_values(RunConfig, values)),
+    )
 
 
 def override(key: str, text: str | Path) -> str:
     """Return the override that sets a key to exactly this text, whatever its characters."""
     return f"{key}={_quoted_text(_without_interpolation(str(text)))}"
+
+
+def _keys_with_values(
+    section: type[msgspec.Struct], values: Mapping[str, Any], prefix: str = ""
+) -> Iterator[tuple[str, Any]]:
+    """Yield each key of a tree of sections by its dotted name, with its value. Keys may be unknown."""
+    fields = {field.name: field.type for field in msgspec.structs.fields(section)}
+    for name, value in values.items():
+        kind = fields.get(name)
+        if isinstance(kind, type) and issubclass(kind, msgspec.Struct) and isinstance(value, Mapping):
+            yield from _keys_with_values(kind, value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
 
 
 def _quoted_text(text: str) -> str:
@@ -78,9 +105,11 @@ def _quoted_text(text: str) -> str:
 
 
 def _without_interpolation(tree: Any) -> Any:
-    """Return a text, or a tree with such values, in which OmegaConf sees no interpolation."""
+    """Return a text, or a tree with such values, in which OmegaConf sees no interpolation but that of the
+    run's directory."""
     if isinstance(tree, str):
-        return re.sub(r"(\\*)\$\{", r"\1\1\\${", tree)
+        escaped_text = re.sub(r"(\\*)\$\{", r"\1\1\\${", tree)
+        return escaped_text.replace(RUN_DIRECTORY_MARK, "${run_dir}/${name}")
     if isinstance(tree, dict):
         return {key: _without_interpolation(value) for key, value in tree.items()}
     return [_without_interpolation(value) for value in tree] if isinstance(tree, list) else tree
@@ -91,9 +120,11 @@ def _compose_config(
     base: Path | None = None,
     config_dir: Path | None = None,
     recorded: dict[str, Any] | None = None,
+    values_by_key: Mapping[str, Any] = {},
 ) -> RunConfig:
-    """Compose `config.yaml` of the directory `base`, or the `recorded` tree, with overrides. If `base` has a
-    file for the agent in `agent/`, the file's keys are defaults. The result holds no OmegaConf objects."""
+    """Compose `config.yaml` of the directory `base`, or the `recorded` tree, with overrides, then set values.
+    If `base` has a file for the agent in `agent/`, the file's keys are defaults. The result holds no
+    OmegaConf objects."""
     import hydra
     from hydra.core.config_store import ConfigStore
     from hydra.errors import HydraException
@@ -118,11 +149,15 @@ def _compose_config(
             composed = hydra.compose("config" if base else "recorded", overrides)
 
             # The agent may be a path, or a value of a wrong type, which is refused later.
-            agent = (composed.rollout or {}).get("agent")
+            agent = values_by_key.get("rollout.agent", (composed.rollout or {}).get("agent"))
             name = next(iter(agent), "") if isinstance(agent, Mapping) else agent
             has_name = isinstance(name, str) and name.isidentifier() and "agent" not in given_keys
             if base and has_name and (base / "agent" / f"{name}.yaml").is_file():
                 composed = hydra.compose("config", [f"agent={name}", *overrides])
+
+            OmegaConf.set_struct(composed, False)  # unknown keys are refused below
+            for key, value in values_by_key.items():
+                OmegaConf.update(composed, key, _without_interpolation(value), merge=False)
 
             tree = OmegaConf.to_container(composed, resolve=True)
     except (HydraException, OmegaConfBaseException) as error:

@@ -94,11 +94,13 @@ Command = Open | Generate | CallTools | Step | Score | Done | Fail
 
 class Opened(msgspec.Struct, frozen=True):
     """Answers Open: schemas of the tools (JSON text), the names of the tools that the environment answers
-    itself, and the environment's messages after the sample's prompt."""
+    itself, the environment's messages after the sample's prompt, and the text that objects of tools add to
+    the prompt's last message of the user."""
 
     tools: tuple[str, ...] = ()
     own_tools: frozenset[str] = frozenset()
     messages: tuple[Message, ...] = ()
+    opening_text: str = ""
 
 
 class TurnGenerated(msgspec.Struct, frozen=True):

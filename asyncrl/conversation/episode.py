@@ -75,8 +75,9 @@ BAD_CALL = ToolCall("malformed_call", "{}")
 
 
 class Episode(msgspec.Struct, frozen=True):
-    """The state of an episode. `rows`: the tokens of each row up to the model's last token. `read`: the
-    parsed turns. `folded`: how many tool replies, the oldest first, the newest row does not show."""
+    """The state of an episode. `sample`: the prompt with the opening text of tools, once these are open.
+    `rows`: the tokens of each row up to the model's last token. `read`: the parsed turns. `folded`: how many
+    tool replies, the oldest first, the newest row does not show."""
 
     sample: Sample
     command: Command
@@ -194,7 +195,11 @@ def shorten_observation(rules: Rules, observation: Observation) -> Observation:
 def _opened(rules: Rules, episode: Episode, opened: Opened) -> Episode:
     """Begin the first row with the prompt."""
     opened = replace(opened, messages=_shorten_messages(rules, opened.messages))
-    episode = replace(episode, opened=opened)
+    opening_text = rules.shorten(opened.opening_text)
+    prompt = (
+        _with_opening_text(episode.sample.prompt, opening_text) if opening_text else episode.sample.prompt
+    )
+    episode = replace(episode, sample=replace(episode.sample, prompt=prompt), opened=opened)
 
     prompt_ids = _prompt_ids(rules, episode)
     max_tokens = rules.config.max_tokens
@@ -411,7 +416,7 @@ def teacher_prompt(rules: Rules, episode: Episode, command: Generate) -> tuple[i
         return first_turn.taught + command.ids[len(first_turn.context) :]
 
     first_message, *later_messages = _written_conversation(rules, episode)
-    ground_truth = json.loads(episode.sample.ground_truth)
+    ground_truth = episode.sample.ground_truth
     if not isinstance(ground_truth, str):
         ground_truth = json.dumps(ground_truth)
 
@@ -427,6 +432,17 @@ def teacher_prompt(rules: Rules, episode: Episode, command: Generate) -> tuple[i
 def _row_ids(episode: Episode, command: Generate) -> tuple[int, ...]:
     """Return the tokens that the turn extends; no tokens if the turn begins a row."""
     return episode.rows[command.row] if command.row < len(episode.rows) else ()
+
+
+def _with_opening_text(prompt: tuple[Message, ...], text: str) -> tuple[Message, ...]:
+    """Add the text to the last message of the user, without a separator, as TRL does; to a prompt without one
+    as a message of its own."""
+    for position in reversed(range(len(prompt))):
+        if prompt[position].role == "user":
+            message = replace(prompt[position], content=prompt[position].content + text)
+            return (*prompt[:position], message, *prompt[position + 1 :])
+
+    return (*prompt, Message("user", text))
 
 
 def _shorten_messages(rules: Rules, messages: Sequence[Message]) -> tuple[Message, ...]:

@@ -488,8 +488,11 @@ def transcribed_questions(count: int) -> frozenset[int]:
 
 def transcript_entry(uid: str, sample: Sample, **outcome: Any) -> dict[str, Any]:
     """Return a transcript: the question, and the outcome of the episode."""
-    truth = json.loads(sample.ground_truth)
-    question = {"sample": sample.row, "data_source": sample.data_source, "ground_truth": truth}
+    question = {
+        "sample": sample.row,
+        "data_source": sample.data_source,
+        "ground_truth": sample.ground_truth,
+    }
     return {"uid": uid} | question | outcome
 
 

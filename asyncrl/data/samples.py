@@ -167,9 +167,9 @@ def _make_sample(
         row=origin.number,
         data_source=as_text(str(origin), "data_source", row.get("data_source")) or origin.source,
         prompt=prompt,
-        ground_truth=as_json(str(origin), "ground_truth", truth),
+        ground_truth_json=as_json(str(origin), "ground_truth", truth),
         ability=as_text(str(origin), "ability", row.get("ability")),
-        extra_info=as_json(str(origin), "extra_info", extra),
+        extra_info_json=as_json(str(origin), "extra_info", extra),
     )
 
     # A sample must fit into messages to the processes of a run.

@@ -66,7 +66,7 @@ _decode_extra = msgspec.json.Decoder(_Extra).decode
 def task_of(sample: Sample) -> Task | None:
     """Return the task of a sample; None without a task, also if `task` is another object without an image.
     ValueError for a malformed task."""
-    task_fields = _decode_extra(sample.extra_info).task
+    task_fields = _decode_extra(sample.extra_info_json).task
     return (
         msgspec.convert(task_fields, Task)
         if isinstance(task_fields, dict) and "image" in task_fields
@@ -79,7 +79,7 @@ def check_task(sample: Sample, judged: bool) -> TaskTests | None:
     where = f"sample {sample.row}"
     with ConfigError.instead_of(ValueError, text=f"{where}: its task, or what judges it, cannot be read"):
         task = task_of(sample)
-        tests = msgspec.json.decode(sample.ground_truth, type=TaskTests) if judged and task else None
+        tests = msgspec.json.decode(sample.ground_truth_json, type=TaskTests) if judged and task else None
 
     if task is None:
         if judged:

@@ -3,7 +3,6 @@
 from asyncrl.environments.base import (
     Environment,
     environments,
-    extra_info,
     load_environment,
     text_observation,
 )

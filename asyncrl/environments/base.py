@@ -10,8 +10,6 @@ from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, Protocol
 
-import msgspec
-
 from asyncrl.config import Options
 from asyncrl.errors import ConfigError
 from asyncrl.registry import Call, Registry, check_call, make_by_factory, name_and_options
@@ -97,7 +95,3 @@ def _check_environment(environment: Environment, key_path: str) -> None:
 
 def text_observation(text: str, reward: float = 0.0, done: bool = False) -> Observation:
     return Observation((Message("user", text),), reward, done)
-
-
-def extra_info(sample: Sample) -> dict[str, Any]:
-    return msgspec.json.decode(sample.extra_info, type=dict[str, Any])

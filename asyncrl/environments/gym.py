@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
-from asyncrl.environments.base import Environment, environments, extra_info, text_observation
+from asyncrl.environments.base import Environment, environments, text_observation
 from asyncrl.errors import ConfigError, one_line
 from asyncrl.isolation.calls import OwnThread
 from asyncrl.registry import load_object
@@ -81,7 +81,7 @@ class Gymnasium(Environment):
     def _begin_episode(self, sample: Sample) -> Observation:
         import gymnasium
 
-        extra = extra_info(sample)
+        extra = sample.extra_info
         # Some environments lack the parameter.
         render_arguments: dict[str, Any] = {"render_mode": self._render_mode} if self._render_mode else {}
         self._environment = gymnasium.make(

@@ -15,7 +15,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from asyncrl.environments.base import Environment, environments, extra_info, text_observation
+from asyncrl.environments.base import Environment, environments, text_observation
 from asyncrl.errors import UNDECODABLE, AsyncrlError, one_line
 from asyncrl.remote import check_url, proxy_of
 from asyncrl.types import Message, Observation, Sample
@@ -87,7 +87,7 @@ class OpenEnv(Environment):
 
     async def reset(self, sample: Sample) -> Observation:
         self._session = aiohttp.ClientSession()
-        arguments = {"seed": sample.row, **extra_info(sample).get("openenv", {})}
+        arguments = {"seed": sample.row, **sample.extra_info.get("openenv", {})}
 
         try:
             async with asyncio.timeout(self._answer_seconds):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from asyncrl.environments.base import Environment, environments, extra_info, text_observation
+from asyncrl.environments.base import Environment, environments, text_observation
 from asyncrl.remote import RemoteModel
 from asyncrl.types import Message, Observation, Sample
 
@@ -26,7 +26,7 @@ class ScriptedUser(Environment):
         self._stop_text = stop
 
     async def reset(self, sample: Sample) -> Observation:
-        replies = extra_info(sample).get("user")
+        replies = sample.extra_info.get("user")
         if not isinstance(replies, list) or not all(isinstance(text, str) and text for text in replies):
             raise ValueError(f"extra_info.user of row {sample.row} must be a list of texts")
         self._replies = iter(replies)
@@ -71,7 +71,7 @@ class SimulatedUser(Environment):
         self._history: list[Message] = []
 
     async def reset(self, sample: Sample) -> Observation:
-        scenario = extra_info(sample).get("user")
+        scenario = sample.extra_info.get("user")
         if not isinstance(scenario, str) or not scenario:
             raise ValueError(f"extra_info.user of row {sample.row} must describe the user and a goal")
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from asyncrl.environments.base import Environment, environments, extra_info
+from asyncrl.environments.base import Environment, environments
 from asyncrl.errors import ConfigError
 from asyncrl.isolation.calls import GRACE_SECONDS, cancel_later, start_guarded
 from asyncrl.remote import RemoteModel
@@ -106,7 +106,7 @@ class Verifiers(Environment):
             await asyncio.wait({self._run_task}, timeout=GRACE_SECONDS)
 
     def _make_task(self, sample: Sample) -> Any:
-        data = extra_info(sample).get(EXTRA_INFO_KEY)
+        data = sample.extra_info.get(EXTRA_INFO_KEY)
         if data is None:
             raise ValueError(
                 f"extra_info.{EXTRA_INFO_KEY} of row {sample.row} is missing: the task's data as JSON text"

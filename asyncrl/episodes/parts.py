@@ -216,7 +216,7 @@ def check_token_ids(parts: EpisodeParts, key: str, samples: Sequence[Sample], em
     spellings = {*missing_tokens, *escaped_tokens}
     for sample in samples:
         prompt_texts = [text for message in sample.prompt for text in texts_of(message)]
-        sample_text = "\n".join([sample.extra_info, *prompt_texts])
+        sample_text = "\n".join([sample.extra_info_json, *prompt_texts])
         written_by_text = any(spelling in sample_text for spelling in spellings) or not needs_text
         if sample is not samples[0] and not written_by_text:
             continue

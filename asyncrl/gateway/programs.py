@@ -439,7 +439,7 @@ def _checked_home_files(files: Mapping[str, str]) -> Mapping[str, str]:
 
 def _sample_json(sample: Sample, names: Sequence[str]) -> bytes:
     """Write the sample as JSON, with the entries `names` of extra_info, and without the ground truth."""
-    extra_info = msgspec.json.decode(sample.extra_info)
+    extra_info = sample.extra_info
     return msgspec.json.encode(
         {
             "row": sample.row,

@@ -100,7 +100,7 @@ async def call_without_deadline(
         finally:
             live_calls.discard(token)
 
-    if blocking:
+    if blocking and not inspect.iscoroutinefunction(function):
         return await in_thread(call_and_discard, "tool")
 
     try:

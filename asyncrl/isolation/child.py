@@ -29,7 +29,7 @@ import msgspec
 from asyncrl.errors import UNDECODABLE, AsyncrlError, one_line, reason
 from asyncrl.isolation import wrapper
 from asyncrl.isolation.calls import CallTimeout, in_thread
-from asyncrl.registry import load_object
+from asyncrl.registry import INSIDE_RUN, load_object
 from asyncrl.values import encodable
 
 GRACE_SECONDS = 1.0  # seconds from SIGTERM to SIGKILL
@@ -47,7 +47,7 @@ INHERITED_VARIABLES = frozenset({
     *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "TERM", "LANG", "TZ", "TMPDIR"),
     *("LD_LIBRARY_PATH", "VIRTUAL_ENV", "SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE"),
     *("HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "TORCH_HOME"),
-    *("OPENBLAS_NUM_THREADS", "TOKENIZERS_PARALLELISM", "NO_PROXY", "no_proxy"),
+    *("OPENBLAS_NUM_THREADS", "TOKENIZERS_PARALLELISM", "NO_PROXY", "no_proxy", INSIDE_RUN),
 })  # fmt: skip
 INHERITED_PREFIXES = ("LC_", "XDG_", "PYTHON", "OMP_", "MKL_", "CONDA_", "CUDA_")
 
@@ -305,13 +305,13 @@ def serve() -> None:
     max_answer_bytes = int(sys.argv[2])
     del sys.argv[1:]
 
-    request_pipe, answer_pipe = _private_pipes()
+    request_pipe, answer_pipe = private_pipes()
     service: Service[Any, Any, Any] = load_object(service_name, "service")
     decode_first = msgspec.msgpack.Decoder(service.first).decode
     decode_request = msgspec.msgpack.Decoder(service.request).decode
     answer_request: Callable[[Any], Any] | None = None
 
-    while (frame := _read_frame(request_pipe)) is not None:
+    while (frame := read_frame(request_pipe)) is not None:
         reply: ChildReply[Any] = ChildReply()
         try:
             if answer_request is None:
@@ -329,11 +329,10 @@ def serve() -> None:
                 )
             )
 
-        answer_pipe.write(len(answer_frame).to_bytes(LENGTH_BYTES, "little") + answer_frame)
-        answer_pipe.flush()
+        write_frame(answer_pipe, answer_frame)
 
 
-def _private_pipes() -> tuple[IO[bytes], IO[bytes]]:
+def private_pipes() -> tuple[IO[bytes], IO[bytes]]:
     """Move the pipes to new descriptors, away from users' code, whose prints go to stderr and whose stdin is
     empty."""
     request_pipe = os.fdopen(os.dup(0), "rb")
@@ -346,10 +345,16 @@ def _private_pipes() -> tuple[IO[bytes], IO[bytes]]:
     return request_pipe, answer_pipe
 
 
-def _read_frame(request_pipe: IO[bytes]) -> bytes | None:
-    length_bytes = request_pipe.read(LENGTH_BYTES)
+def write_frame(pipe: IO[bytes], frame: bytes) -> None:
+    pipe.write(len(frame).to_bytes(LENGTH_BYTES, "little") + frame)
+    pipe.flush()
+
+
+def read_frame(pipe: IO[bytes]) -> bytes | None:
+    """Return the next frame; None at the end of the pipe, also within a frame."""
+    length_bytes = pipe.read(LENGTH_BYTES)
     if len(length_bytes) != LENGTH_BYTES:
         return None
     length = int.from_bytes(length_bytes, "little")
-    frame = request_pipe.read(length)
+    frame = pipe.read(length)
     return frame if len(frame) == length else None

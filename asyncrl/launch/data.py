@@ -100,7 +100,7 @@ def _check_split(parts: EpisodeParts, split: str) -> tuple[Samples, list[str]]:
 
     if not config.rollout.agent:  # An agent reads the tools of its data by itself.
         problems, ignored_lines = check_sample_tools(
-            parts.toolbox.tools, (sample.extra_info for sample in samples)
+            parts.toolbox.tools, (sample.extra_info_json for sample in samples)
         )
         if problems:
             raise ConfigError(
@@ -219,7 +219,7 @@ class PromptBudget:
             self._fixed_tokens = self.count_fixed_tokens(sample)
 
         text_bytes = len(
-            msgspec.msgpack.encode((sample.prompt, sample.extra_info if sample.demonstration else ""))
+            msgspec.msgpack.encode((sample.prompt, sample.extra_info_json if sample.demonstration else ""))
         )
         token_count = 0
         if text_bytes + MESSAGE_OVERHEAD_TOKENS * len(sample.prompt) + self._fixed_tokens > self.limit:
@@ -317,7 +317,7 @@ def prompt_budgets(parts: EpisodeParts) -> PromptBudgets:
         """Return the tokens of the messages before the first answer, with all tools."""
         opening_messages = tuple(takewhile(lambda message: message.role != "assistant", sample.prompt))
         return prompt_tokens(
-            msgspec.structs.replace(sample, prompt=opening_messages or sample.prompt, extra_info="{}")
+            msgspec.structs.replace(sample, prompt=opening_messages or sample.prompt, extra_info_json="{}")
         )
 
     conversations = PromptBudget(

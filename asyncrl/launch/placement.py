@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from asyncrl.config import RunConfig
+from asyncrl.registry import INSIDE_RUN
 
 COORDINATOR = "coordinator"
 ENGINE = "engine"
@@ -93,6 +94,7 @@ def process_environment(process: PlannedProcess) -> dict[str, str]:
         "TOKENIZERS_PARALLELISM": "false",
         "TQDM_DISABLE": "1",  # progress bars make a log unreadable
         "PYTHONUNBUFFERED": "1",
+        INSIDE_RUN: "1",
         "THP_MEM_ALLOC_ENABLE": "1",  # huge pages for the KV cache: fewer TLB misses
     }
 

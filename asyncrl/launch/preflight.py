@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
-import json
 import logging
 import os
 import re
@@ -19,7 +18,7 @@ import msgspec
 from asyncrl.config import CheckpointConfig, RunConfig, texts
 from asyncrl.data.tasks import task_of
 from asyncrl.engines.sglang.arguments import draft_warning
-from asyncrl.errors import ConfigError, recorded
+from asyncrl.errors import AsyncrlError, ConfigError, recorded
 from asyncrl.gateway import Command
 from asyncrl.isolation.sandbox.detection import check_image
 from asyncrl.launch import estimates, memory, placement
@@ -42,11 +41,13 @@ from asyncrl.wire.addresses import EVERY_ADDRESS, own_address
 if TYPE_CHECKING:
     from asyncrl.episodes.parts import EpisodeParts
     from asyncrl.model_class import ModelRole
+    from asyncrl.tools.toolbox import Toolbox
 
 # File in the run directory: names of the run's directories elsewhere, and the run directory's path then.
 PLACES_FILE = "places"
 OWN_NAME_LINE = re.compile(r"[^/\t]+-[0-9a-f]{8}\t")  # Directories with other names are never removed.
 SHOWN_CHARACTERS = 80  # Characters of a reply in a note.
+MAX_ERROR_CHARACTERS = 300  # Characters of an error reply, whose end may name the cause.
 
 
 @preflight_check("run directory")
@@ -253,15 +254,16 @@ async def try_sample(parts: EpisodeParts, sample: Sample) -> list[Note]:
     for name, tool in parts.toolbox.tools.items():
         call = ToolCall(name, msgspec.json.encode(_placeholder_arguments(tool.schema["function"])).decode())
         reply = await call_tool(tool, call, parts.toolbox.timeout, sample)
-        line = f"{name}({call.arguments}) replies {reply.content[:SHOWN_CHARACTERS]!r}"
+        shown_length = MAX_ERROR_CHARACTERS if reply.error else SHOWN_CHARACTERS
+        line = f"{name}({call.arguments}) replies {reply.content[:shown_length]!r}"
         notes.append(
             warning(f"{line}; this may be due to the placeholder arguments") if reply.error else ok(line)
         )
 
-    truth = json.loads(sample.ground_truth)
+    truth = sample.ground_truth
     answers = [("no text", "")]
     if truth is not None:
-        answers.insert(0, ("its ground truth", truth if isinstance(truth, str) else sample.ground_truth))
+        answers.insert(0, ("its ground truth", truth if isinstance(truth, str) else sample.ground_truth_json))
 
     if task_of(sample):  # Rewards of tasks judge changed files, not answers
         answers = []
@@ -271,10 +273,11 @@ async def try_sample(parts: EpisodeParts, sample: Sample) -> list[Note]:
         notes.append(ok("rewards are not tried: their scorer is not up"))
 
     try:
+        tools_result = await _result_without_calls(parts.toolbox, sample) if answers else None
         for answer_name, answer in answers:
             messages = (*sample.prompt, Message("assistant", answer))
             with recorded() as failure:
-                reward_input = RewardInput(sample, answer, messages, transcript=answer)
+                reward_input = RewardInput(sample, answer, messages, transcript=answer, result=tools_result)
                 result = await parts.reward.score_episode(reward_input)
                 score_text = f"{result.score:g}"
                 if score_text == "0" and answer:
@@ -289,6 +292,19 @@ async def try_sample(parts: EpisodeParts, sample: Sample) -> list[Note]:
     finally:
         await parts.close()
     return notes
+
+
+async def _result_without_calls(toolbox: Toolbox, sample: Sample) -> dict[str, Any] | None:
+    """Return what the objects of tools leave for the reward of an episode without calls; None if they cannot
+    be opened, which the calls of the tools have reported."""
+    session = toolbox.session(sample)
+    try:
+        await session.open()
+        return await session.result()
+    except AsyncrlError:
+        return None
+    finally:
+        await session.close()
 
 
 def _placeholder_arguments(function: Mapping[str, Any]) -> dict[str, Any]:

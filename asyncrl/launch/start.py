@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import sys
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -39,9 +40,15 @@ if TYPE_CHECKING:
     from asyncrl.launch.ray import RaySpawner
 
 
-def train(config: RunConfig, dry_run: bool = False, show_summary: bool = True) -> int:
+def train(
+    config: RunConfig,
+    dry_run: bool = False,
+    show_summary: bool = True,
+    on_start: Callable[[Path], None] = lambda run_dir: None,
+) -> int:
     """Check everything, then launch and watch the run, and return the exit code. `show_summary`: print the
-    summary at the end. Raises ConfigError for bad input, before anything is started."""
+    summary at the end. `on_start` is called with the run's directory once no check can refuse the run. Raises
+    ConfigError for bad input, before anything is started."""
     check_paths_are_text(config)
     if dry_run:
         return _dry_run(config)
@@ -92,6 +99,7 @@ def train(config: RunConfig, dry_run: bool = False, show_summary: bool = True) -
         console.print_note(f"run {run_dir}: starting {process_count} processes; logs in {run_dir / 'logs'}")
 
         # Start the processes, and watch them until the run ends.
+        on_start(run_dir)
         supervisor = Supervisor(
             units, spawner, run_dir, config.launch.restarts, spawner.rendezvous, on_restart=console.print_note
         )

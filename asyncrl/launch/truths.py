@@ -30,11 +30,7 @@ def describe_truths(rewards: Iterable[Reward], samples: Sequence[Sample]) -> tup
     with the text that the reward compares; and warnings about ground truths that no answer can match."""
     lines = list[str]()
     warnings = list[str]()
-    truths = [
-        json.loads(sample.ground_truth)
-        for sample in islice(samples, EXAMINED_SAMPLES)
-        if not sample.demonstration
-    ]
+    truths = [sample.ground_truth for sample in islice(samples, EXAMINED_SAMPLES) if not sample.demonstration]
     truths_by_kind = defaultdict[str, list[Any]](list)
 
     for truth in truths:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import json
 import re
 import string
 from collections import Counter
@@ -180,7 +179,7 @@ def regex(episode: RewardInput, *, pattern: str, of: Literal["answer", "transcri
     matches = list(re.finditer(pattern, episode.answer if of == "answer" else episode.transcript, re.DOTALL))
     if not matches or not matches[-1].re.groups:
         return _scored(bool(matches), None)
-    truths = {_normalised(truth, True) for truth in targets(json.loads(episode.sample.ground_truth))}
+    truths = {_normalised(truth, True) for truth in targets(episode.sample.ground_truth)}
     matched_text = _normalised(matches[-1][1] or "", True)
     return _scored(matched_text in truths, matched_text)
 

@@ -1,20 +1,22 @@
-"""Defines rewards: functions of a finished episode, in verl's signature or typed, sync or async.
+"""Defines rewards: functions of a finished episode, in verl's or TRL's signature or typed, sync or async.
 
     compute_score(data_source, solution_str, ground_truth, extra_info, *, options…)
+    reward(completions, environments, **kwargs)
     reward(given: RewardInput, *, options…)
 
-Both give a number, a dict with `score`, or a `RewardResult`. A class whose instances can be called in one of
-these ways is a reward as well: the constructor takes the options, and refuses bad options with ConfigError.
+TRL's returns a list of one number; the others give a number, a dict with `score`, or a `RewardResult`. A
+class whose instances can be called in one of these ways is a reward as well: the constructor takes the
+options, and refuses bad options with ConfigError.
 """
 
 from __future__ import annotations
 
 import inspect
-import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from itertools import islice
+from types import SimpleNamespace
 from typing import Any, Literal, TypeVar
 
 import msgspec
@@ -58,7 +60,8 @@ class RewardInput(msgspec.Struct, frozen=True):
 
 
 RewardFunction = Callable[..., Any]
-"""`(data_source, solution_str, ground_truth, extra_info)` or `(given: RewardInput)`, and options by keyword.
+"""`(data_source, solution_str, ground_truth, extra_info)` or `(given: RewardInput)`, and options by keyword;
+or TRL's `(completions, environments, **kwargs)`, see `trl_arguments`.
 
 `solution_str` is the text of the model's last turn; `ground_truth` and `extra_info` are the decoded values of
 the data set, the latter with `num_turns`, `tool_calls`, `end`, `messages` (OpenAI's shape), `transcript` and,
@@ -134,9 +137,32 @@ def verl_arguments(episode: RewardInput) -> dict[str, Any]:
     return {
         "data_source": episode.sample.data_source,
         "solution_str": episode.answer,
-        "ground_truth": json.loads(episode.sample.ground_truth),
-        "extra_info": {**json.loads(episode.sample.extra_info), **episode_facts},
+        "ground_truth": episode.sample.ground_truth,
+        "extra_info": {**episode.sample.extra_info, **episode_facts},
     }
+
+
+def trl_arguments(episode: RewardInput) -> dict[str, Any]:
+    """Return the arguments of TRL's signature, a batch of this episode: each is a list of one. `environments`
+    holds an object with the entries of the result as attributes, if the tools or the agent left one."""
+    sample = episode.sample
+    messages = [message.openai() for message in episode.messages]
+    columns = {**sample.columns, "prompts": messages[: len(sample.prompt)]}
+    columns["completions"] = messages[len(sample.prompt) :]
+    if isinstance(episode.result, Mapping):
+        columns["environments"] = SimpleNamespace(**episode.result)
+
+    return {name: [value] for name, value in columns.items()}
+
+
+def score_of_batch(scores: Any) -> float:
+    """Return the only score of a batch of one episode; 0 for None, which TRL leaves out of its sum. TypeError
+    for any other result."""
+    is_list = isinstance(scores, Iterable) and not isinstance(scores, str | Mapping)
+    episode_scores = list(scores) if is_list else []
+    if len(episode_scores) != 1:
+        raise TypeError(f"the reward is {scores!r:.100}; a list of one number is expected")
+    return 0.0 if episode_scores[0] is None else finite_number("the reward", episode_scores[0])
 
 
 def as_result(result: Any) -> RewardResult:

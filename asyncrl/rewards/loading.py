@@ -13,13 +13,24 @@ import msgspec
 
 from asyncrl.config import Options
 from asyncrl.errors import ConfigError, one_line, users_code
-from asyncrl.registry import Call, bind_plugin, check_call
-from asyncrl.rewards.base import RewardFunction, RewardInput, RewardLocation, rewards, verl_arguments
+from asyncrl.registry import Call, bind_plugin, check_call, select_columns
+from asyncrl.rewards.base import (
+    RewardFunction,
+    RewardInput,
+    RewardLocation,
+    rewards,
+    score_of_batch,
+    trl_arguments,
+    verl_arguments,
+)
 
 REWARD_KEY = "rollout.reward"
+TRL_PARAMETERS = frozenset({"completions", "environments"})  # either one tells TRL's signature
 VERL_PARAMETERS = ("data_source", "solution_str", "ground_truth", "extra_info")
 REWARD_CALL = Call(
-    f"a function of ({', '.join(VERL_PARAMETERS)}) or (given: RewardInput)", VERL_PARAMETERS, by_name=True
+    f"a function of ({', '.join(VERL_PARAMETERS)}), (given: RewardInput) or TRL's (completions, **kwargs)",
+    VERL_PARAMETERS,
+    by_name=True,
 )
 
 
@@ -73,7 +84,7 @@ def load_reward(source: RewardSource, where: str = REWARD_KEY) -> Reward:
     loaded_object = rewards.load(source.spec, where)
     where = f"{where}.{source.spec}"
     function = bind_plugin(_with_verls_options(loaded_object, where), source.options, where, REWARD_CALL)
-    if not _is_typed(function):
+    if not _is_typed(function) and not _is_of_trl(function):
         check_call(function, where, REWARD_CALL)
 
     subject = function if inspect.isclass(loaded_object) else loaded_object
@@ -100,10 +111,32 @@ def in_loop(function: RewardFunction, name: str = "reward") -> Reward:
 
 
 def _takes_episode(function: RewardFunction) -> Callable[[RewardInput], Any]:
-    """Adapt a function of either signature to take an episode."""
+    """Adapt a function of any signature to take an episode."""
     if _is_typed(function):
         return function
+    if _is_of_trl(function):
+        return functools.partial(_score_as_batch, function)
     return lambda episode: function(**verl_arguments(episode))
+
+
+def _score_as_batch(function: RewardFunction, episode: RewardInput) -> Any:
+    """Call a function of TRL's signature, which may be async, with a batch of one episode."""
+    options = getattr(function, "keywords", {})  # bound to a partial: no column may replace an option
+    columns = {name: value for name, value in trl_arguments(episode).items() if name not in options}
+    scores = function(**select_columns(function, columns))
+    if not inspect.isawaitable(scores):
+        return score_of_batch(scores)
+
+    async def await_scores() -> float:
+        return score_of_batch(await scores)
+
+    return await_scores()
+
+
+def _is_of_trl(function: RewardFunction) -> bool:
+    """Tell whether a function has TRL's parameters, and not the text of verl's signature."""
+    names = inspect.signature(function).parameters.keys()
+    return bool(TRL_PARAMETERS & names) and "solution_str" not in names
 
 
 def _with_verls_options(function: RewardFunction, where: str) -> RewardFunction:

@@ -9,7 +9,6 @@ plain output, the sigmoid, or the softmax over the labels.
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 import os
 import re
@@ -283,9 +282,9 @@ def prompt_variables(episode: RewardInput) -> dict[str, Any]:
     return {
         "question": questions[-1] if questions else "",
         "answer": episode.answer,
-        "ground_truth": json.loads(episode.sample.ground_truth),
+        "ground_truth": episode.sample.ground_truth,
         "transcript": episode.transcript,
-        "extra_info": json.loads(episode.sample.extra_info),
+        "extra_info": episode.sample.extra_info,
         "data_source": episode.sample.data_source,
     }
 

@@ -30,7 +30,7 @@ class ReasoningGym:
         import reasoning_gym  # noqa: F401
 
     def __call__(self, episode: RewardInput) -> float:
-        row = json.loads(episode.sample.extra_info).get(EXTRA_KEY)
+        row = episode.sample.extra_info.get(EXTRA_KEY)
         if not isinstance(row, dict) or not {"task", "entry"} <= row.keys():
             raise ValueError(
                 f"extra_info.{EXTRA_KEY} is missing; asyncrl data reasoning_gym:TASK writes such rows"

@@ -107,7 +107,7 @@ class JudgedByTests:
         if task is None:
             raise RewardError("the sample is no task: it has no extra_info.task with an image")
 
-        tests = msgspec.json.decode(episode.sample.ground_truth, type=TaskTests)
+        tests = msgspec.json.decode(episode.sample.ground_truth_json, type=TaskTests)
         result = episode.result if isinstance(episode.result, dict) else {}
         fraction_names = ("turn_green", "stay_green") if tests.named else ()
         verdict = Verdict(0.0, dict.fromkeys((*fraction_names, "seconds", "network"), 0.0))

@@ -293,6 +293,7 @@ class AgentPlayer:
         trained_turns = without_untrained(branches.turns)
         call_count = branches.calls
         reward_result = await self.run.compute_reward(
+            self.run.assignment.sample,
             trained_turns,
             branches.answer,
             end,

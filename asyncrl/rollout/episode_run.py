@@ -21,7 +21,7 @@ from asyncrl.rollout.context import EpisodeContext, Sampler
 from asyncrl.rollout.episode_clock import EpisodeClock
 from asyncrl.rollout.episode_records import EpisodeRecords
 from asyncrl.rollout.episode_sampling import EpisodeSampling
-from asyncrl.types import EpisodeEnd, EpisodeStats, Message, RewardResult, Turn
+from asyncrl.types import EpisodeEnd, EpisodeStats, Message, RewardResult, Sample, Turn
 from asyncrl.values import shorten_to_line, without_middle
 from asyncrl.wire.messages.worker import Assign, Failed, Finished
 
@@ -67,6 +67,7 @@ class EpisodeRun:
 
     async def compute_reward(
         self,
+        sample: Sample,
         turns: Sequence[Turn],
         answer: str,
         end: EpisodeEnd,
@@ -75,12 +76,12 @@ class EpisodeRun:
         result: object = None,
         main_conversation: tuple[Message, ...] | None = None,
     ) -> RewardResult:
-        """Return the episode's reward, shaped if the episode trains. `tool_calls`: well-formed calls;
+        """Return the episode's reward, shaped if the episode trains. `sample`: the sample, with the prompt
+        that the model got; `tool_calls`: well-formed calls;
         `result`: see RewardInput. `main_conversation`: the conversation whose last words appear in lists;
         None: `messages`. RewardError."""
         rules = self.context.rules
         reward = self.context.reward
-        sample = self.assignment.sample
         self._agent_result = result
         self._last_words = last_words(
             messages if main_conversation is None else main_conversation, sample.prompt

@@ -114,6 +114,7 @@ class TurnPlayer:
                 with self.run.context.waits.wait_named("the results of the tools"):
                     result = await self._tools.result()
                 reward_result = await self.run.compute_reward(
+                    episode.sample,
                     episode.turns,
                     answer,
                     end,
@@ -131,7 +132,7 @@ class TurnPlayer:
         """Open the tools, then reset the environment."""
         await self._tools.open()
         if self.make_environment is None:
-            return commands.Opened(self._tools.schemas)
+            return commands.Opened(self._tools.schemas, opening_text=self._tools.opening_text)
 
         tool_timeout = self._rules.config.tool_timeout
         self._environment = EpisodeEnvironment(self.make_environment, tool_timeout, self.run.context.waits)
@@ -149,6 +150,7 @@ class TurnPlayer:
             schemas,
             frozenset(tool["function"]["name"] for tool in environment_tools),
             first_observation.messages,
+            self._tools.opening_text,
         )
 
     async def _step_environment(self, turn_number: int, message: Message) -> Observation:
@@ -184,6 +186,8 @@ class TurnPlayer:
                 raise
             await self._tools.close()
             await self._tools.open()
+            if self._tools.opening_text != episode.opened.opening_text:
+                raise ProtocolError("reset of a tool's object returned another text when repeated") from None
             await self._repeat_turns(episode)
 
         self._tools.caught_up()

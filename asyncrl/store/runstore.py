@@ -91,7 +91,7 @@ class RunStore:
         question = next(
             (message.content for message in reversed(sample.prompt) if message.role == "user"), ""
         )
-        truth = sample.ground_truth
+        truth = sample.ground_truth_json
         with suppress(*UNDECODABLE):  # most are JSON texts
             truth = msgspec.json.decode(truth, type=str)
 

@@ -1,14 +1,14 @@
-"""Tools: typed functions, or classes with one object per episode.
+"""Tools: typed functions, or classes with one object per episode, whose public methods are the tools.
 
-    @tool                                    @tool(replay="reapply")
-    async def weather(city: str) -> str:     class Notes:
-        \"\"\"The weather of a city.\"\"\"             \"\"\"A notepad.\"\"\"
-        ...                                      def open(self, sample: Sample, **create_kwargs): ...
-                                                 def call(self, line: str) -> str: ...
+    @tool                                    class Warehouse:
+    async def weather(city: str) -> str:         def reset(self, sample: Sample) -> str | None: ...
+        \"\"\"The weather of a city.\"\"\"             def find(self, item: str) -> str: ...
+        ...                                      def count(self, shelf: int) -> int: ...
                                                  def result(self): ...  # for the reward
                                                  def close(self): ...
 
-The JSON schema comes from the signature and the docstring; arguments are checked against the schema.
+A class with a method `call` is a single tool, named after the class. The JSON schema comes from the
+signature and the docstring; arguments are checked against the schema.
 """
 
 from __future__ import annotations
@@ -25,10 +25,14 @@ import msgspec
 
 from asyncrl.errors import AsyncrlError, ConfigError
 from asyncrl.registry import Registry
-from asyncrl.tools.schema import Decode, read_signature
+from asyncrl.tools.schema import Decode, signature_of
 from asyncrl.values import finite_number
 
 Replay = Literal["pure", "reapply", "no"]
+RESERVED_METHODS = frozenset({
+    *("open", "reset", "call", "result", "close", "snapshot", "restore", "snapshots"),
+})  # fmt: skip
+"""Public names of a class that are no tools."""
 MAX_REPLY_BYTES = 1 << 18
 """Limit of a reply, more than a model can read: a tool may return a gigabyte."""
 
@@ -130,35 +134,106 @@ arguments."""
 
 
 @overload
+def tool(subject: type[Any], /) -> Any: ...
+@overload
 def tool(subject: Callable[..., Any], /) -> Tool: ...
 @overload
-def tool(*, name: str = "", **options: Unpack[Options]) -> Callable[[Callable[..., Any]], Tool]: ...
+def tool(*, name: str = "", **options: Unpack[Options]) -> Callable[[Callable[..., Any]], Any]: ...
 
 
 def tool(subject: Callable[..., Any] | None = None, /, *, name: str = "", **options: Any) -> Any:
-    """Turn a sync or async function, or a class with a method `call`, into a `Tool`.
+    """Turn a sync or async function, or a class with a method `call`, into a `Tool`; any other class into a
+    tuple of tools, one for each public method, with these options.
 
     A class makes an object per episode, without arguments (bind arguments with functools.partial); the
-    methods `open` and `close`, sync or async, are called if present. After a crash calls are run again
-    unless `replay` says otherwise."""
+    methods `open` or `reset`, and `close`, sync or async, are called if present. After a crash calls are run
+    again unless `replay` says otherwise. ConfigError for a class that cannot be used so."""
 
-    def build_tool(subject: Callable[..., Any]) -> Tool:
+    def build_tools(subject: Callable[..., Any]) -> Tool | tuple[Tool, ...]:
         definition: Any = getattr(subject, "func", subject)  # unwraps a functools.partial
         if not inspect.isclass(definition):
             tool_name = name or definition.__name__
-            schema, decode = read_signature(subject, tool_name, definition)
+            schema, decode = signature_of(subject, tool_name, definition)
             return Tool(tool_name, schema, subject, decode, **options)
 
-        tool_name = name or re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", definition.__name__).lower()
+        _check_class(subject, definition)
+        object_options = {"replay": "reapply", **options}
         call_method = getattr(definition, "call", None)
-        if not callable(call_method):
-            raise ConfigError(f"tool {tool_name!r}: class {definition.__name__} has no method `call`; add it")
+        if callable(call_method):
+            tool_name = name or re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", definition.__name__).lower()
+            documented = definition if definition.__doc__ else call_method
+            schema, decode = signature_of(call_method, tool_name, documented)
+            return Tool(tool_name, schema, call_method, decode, subject, **object_options)
 
-        documented = definition if definition.__doc__ else call_method
-        schema, decode = read_signature(call_method, tool_name, documented)
-        return Tool(tool_name, schema, call_method, decode, subject, **{"replay": "reapply", **options})
+        if name:
+            raise ConfigError(
+                f"class {definition.__name__} gives a tool for each public method; rename the methods, and "
+                f"remove name={name!r}"
+            )
+        return tuple(
+            _build_method_tool(subject, method_name, method, object_options)
+            for method_name, method in _public_methods(definition).items()
+        )
 
-    return build_tool(subject) if subject is not None else build_tool
+    return build_tools(subject) if subject is not None else build_tools
+
+
+def _check_class(subject: Callable[..., Any], definition: type) -> None:
+    """Check what an episode will do with a class of tools; `subject` makes the objects. ConfigError."""
+    label = f"class {definition.__name__}"
+    try:
+        inspect.signature(subject).bind()
+    except TypeError as error:
+        raise ConfigError(f"{label}: the constructor is called without arguments ({error})") from None
+
+    if inspect.isfunction(getattr(definition, "reward", None)):
+        raise ConfigError(
+            f"{label}: `reward` is a method, which the model could call; make it an attribute or a property"
+        )
+
+    reset = getattr(definition, "reset", None)
+    if not callable(reset):
+        return
+
+    if callable(getattr(definition, "open", None)):
+        raise ConfigError(f"{label} has `open` and `reset`, which both begin an episode; leave one out")
+    for parameter in inspect.signature(reset).parameters.values():
+        has_no_name = parameter.kind in (parameter.POSITIONAL_ONLY, parameter.VAR_POSITIONAL)
+        if has_no_name and parameter.name != "self":
+            raise ConfigError(f"{label}: parameter {parameter.name!r} of `reset` cannot be passed by name")
+
+
+def _public_methods(definition: type) -> dict[str, Callable[..., Any]]:
+    """Return the methods that are tools, those of base classes first, each in the order of definition.
+    ConfigError if there are none."""
+    names = dict.fromkeys(name for owner in reversed(definition.__mro__) for name in vars(owner))
+    attributes = {name: inspect.getattr_static(definition, name) for name in names}
+
+    if decorated_names := [name for name, attribute in attributes.items() if isinstance(attribute, Tool)]:
+        raise ConfigError(
+            f"class {definition.__name__}: {decorated_names[0]!r} has @tool; decorate the class instead"
+        )
+
+    methods: dict[str, Callable[..., Any]] = {
+        name: attribute
+        for name, attribute in attributes.items()
+        if inspect.isfunction(attribute) and not name.startswith("_") and name not in RESERVED_METHODS
+    }
+    if not methods:
+        raise ConfigError(
+            f"class {definition.__name__} has neither a method `call` nor a public method, so it gives no "
+            "tool; add a method"
+        )
+    return methods
+
+
+def _build_method_tool(
+    state: Callable[..., Any], name: str, method: Callable[..., Any], options: dict[str, Any]
+) -> Tool:
+    if inspect.iscoroutinefunction(method):  # blocking=True is for the other methods
+        options = {**options, "blocking": False}
+    schema, decode = signature_of(method, name)
+    return Tool(name, schema, method, decode, state, **options)
 
 
 def join_names(tool_names: Iterable[str]) -> str:

@@ -7,12 +7,13 @@ import inspect
 import re
 from collections.abc import Mapping, Sequence
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 from asyncrl.errors import ConfigError
 from asyncrl.registry import bind_options, load_object, make_by_factory
-from asyncrl.tools.base import Tool, tools
+from asyncrl.tools.base import Tool, tool, tools
 from asyncrl.tools.process import find_tool_source
 
 Arguments = Mapping[str, Any]
@@ -30,17 +31,17 @@ def load_tools(specs: Sequence[str], tool_args: Mapping[str, Arguments] | None =
     origins: dict[str, str] = {}
 
     for spec in specs:
-        for tool in load_spec(spec, arguments_by_spec.get(spec, {})):
-            if tool.name in loaded_tools:
+        for spec_tool in load_spec(spec, arguments_by_spec.get(spec, {})):
+            if spec_tool.name in loaded_tools:
                 raise ConfigError(
-                    f"rollout.tools: {origins[tool.name]!r} and {spec!r} both give a tool {tool.name!r}; "
-                    f"leave one out, or rename it: @tool(name=...)"
+                    f"rollout.tools: {origins[spec_tool.name]!r} and {spec!r} both give a tool "
+                    f"{spec_tool.name!r}; leave one out, or rename it: @tool(name=...), or the method"
                 )
 
-            if tool.process:
-                find_tool_source(tool)  # raises if no process could import the tool
-            loaded_tools[tool.name] = tool
-            origins[tool.name] = spec
+            if spec_tool.process:
+                find_tool_source(spec_tool)  # raises if no process could import the tool
+            loaded_tools[spec_tool.name] = spec_tool
+            origins[spec_tool.name] = spec
 
     return loaded_tools
 
@@ -54,22 +55,31 @@ def load_tool(spec: str, **arguments: Any) -> Tool:
 
 def load_spec(spec: str, arguments: Arguments) -> tuple[Tool, ...]:
     """Load the tools of one spec: a registered name, the name of an entry point, `module:attribute`,
-    `file.py:attribute`, a file or a folder. A suffix after `@` only distinguishes two uses of one factory.
-    `arguments` go to a factory (a function annotated `-> Tool` or `-> Sequence[Tool]`)."""
+    `file.py:attribute`, a file or a folder. The attribute may be a class, or a function with annotations,
+    without @tool. A suffix after `@` only distinguishes two uses of one factory. `arguments` go to a factory
+    (a function annotated `-> Tool` or `-> Sequence[Tool]`)."""
     if Path(spec).is_dir() or (spec.endswith(".py") and Path(spec).is_file()):
         _refuse_arguments(spec, arguments)
         return _load_folder(Path(spec))
 
     tool_label = f"tool {spec!r}"
-    loaded_object = tools.load(re.sub(r"@[\w-]+$", "", spec))
-    if isinstance(loaded_object, Tool):
+    loaded_object: Any = tools.load(re.sub(r"@[\w-]+$", "", spec))
+    if decorated_tools := _decorated_tools(loaded_object):
         _refuse_arguments(spec, arguments)
-        return (loaded_object,)
+        return decorated_tools
 
-    if not callable(loaded_object) or not re.search(
-        r"\bTool\b", str(inspect.signature(loaded_object).return_annotation)
-    ):
-        raise ConfigError(f"{spec!r} is no tool; decorate it with @asyncrl.tools.tool")
+    is_class = inspect.isclass(loaded_object)
+    return_annotation = inspect.Signature.empty
+    if callable(loaded_object) and not is_class:
+        return_annotation = inspect.signature(loaded_object).return_annotation
+    if not is_class and return_annotation is inspect.Signature.empty:
+        raise ConfigError(
+            f"{spec!r} is no tool; decorate it with @asyncrl.tools.tool, or annotate what it returns"
+        )
+
+    if is_class or not re.search(r"\bTool\b", str(return_annotation)):
+        _refuse_arguments(spec, arguments)
+        return _decorated_tools(make_by_factory(partial(tool, loaded_object), tool_label))
 
     parameters = inspect.signature(loaded_object).parameters.values()
     if positional_names := [
@@ -85,7 +95,9 @@ def load_spec(spec: str, arguments: Arguments) -> tuple[Tool, ...]:
     if isinstance(factory_result, Tool):
         return (dataclasses.replace(factory_result, remake=partial(loaded_object, **arguments)),)
 
-    if not isinstance(factory_result, Sequence) or not all(isinstance(tool, Tool) for tool in factory_result):
+    if not isinstance(factory_result, Sequence) or not all(
+        isinstance(member, Tool) for member in factory_result
+    ):
         raise ConfigError(
             f"{tool_label}: the factory gave {type(factory_result).__name__}, no Tool and no sequence of them"
         )
@@ -98,13 +110,19 @@ def _load_folder(folder: Path) -> tuple[Tool, ...]:
     tools_by_identity: dict[int, Tool] = {}
     for file in sorted(folder.glob("*.py")) if folder.is_dir() else [folder]:
         module_names: dict[str, Any] = load_object(f"{file}:__dict__", "tool")
-        for _, tool in sorted(module_names.items()):
-            if isinstance(tool, Tool):
-                tools_by_identity[id(tool)] = tool
+        for _, module_object in sorted(module_names.items(), key=itemgetter(0)):
+            for decorated_tool in _decorated_tools(module_object):
+                tools_by_identity[id(decorated_tool)] = decorated_tool
 
     if not tools_by_identity:
         raise ConfigError(f"{folder}: nothing in it has a tool; decorate one with @tool")
     return tuple(tools_by_identity.values())
+
+
+def _decorated_tools(decorated: Any) -> tuple[Tool, ...]:
+    """Return the tools that `@tool` made of a function or a class; () for any other object."""
+    members = decorated if isinstance(decorated, tuple) else (decorated,)
+    return members if all(isinstance(member, Tool) for member in members) else ()
 
 
 def _refuse_arguments(spec: str, arguments: Arguments) -> None:

@@ -24,7 +24,7 @@ from asyncrl.isolation.sandbox.base import (
 from asyncrl.isolation.sandbox.detection import check_image, check_isolation
 from asyncrl.isolation.sandbox.jail import Jail
 from asyncrl.tools.base import MAX_REPLY_BYTES, Tool, tools
-from asyncrl.tools.schema import read_signature
+from asyncrl.tools.schema import signature_of
 from asyncrl.types import Sample
 
 # Limit of a run's output; the difference is for notes on the run's end.
@@ -155,7 +155,7 @@ def _register_tools(registered_name: str, snapshots: int, *methods: Callable[...
 
         for method in methods:
             tool_name = name or method.__name__
-            schema, decode = read_signature(method, tool_name, method)
+            schema, decode = signature_of(method, tool_name)
             sandbox_tools.append(
                 Tool(tool_name, schema, method, decode, state, timeout=timeout, replay="reapply")
             )

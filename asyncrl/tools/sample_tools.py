@@ -41,7 +41,7 @@ class SampleTools(msgspec.Struct):
 def read_sample_tools(sample: Sample) -> SampleTools:
     """Read a sample's request for tools. ToolError: `extra_info` cannot be read."""
     with ToolError.instead_of(ToolError, text=f"sample {sample.row}"):
-        return _decode_sample_tools(sample.extra_info)
+        return _decode_sample_tools(sample.extra_info_json)
 
 
 def check_sample_tools(tools: Mapping[str, Tool], extra_infos: Iterable[str]) -> tuple[list[str], list[str]]:

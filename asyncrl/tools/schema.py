@@ -16,10 +16,14 @@ Decode = Callable[[str], dict[str, Any]]
 """The text of a call's arguments -> keyword arguments. Raises errors for the model to read."""
 
 
-def read_signature(function: Callable[..., Any], name: str, documented: Any) -> tuple[dict[str, Any], Decode]:
-    """Read the signature of a function, or of a method without `self`: return OpenAI's schema, and a
-    function that checks arguments. `documented` has the docstring."""
-    description, argument_notes = read_docstring(documented)
+def signature_of(
+    function: Callable[..., Any], name: str = "", documented: Any = None
+) -> tuple[dict[str, Any], Decode]:
+    """Return OpenAI's schema of a function, or of a method without `self`, and a function that checks the
+    text of arguments. `name`: for the model, by default the function's; `documented` has the docstring, by
+    default the function. ConfigError for a parameter without a type, or one that has no name."""
+    name = name or function.__name__
+    description, argument_notes = read_docstring(documented or function)
     struct = _parameter_struct(function, name, argument_notes)
     decoder = msgspec.json.Decoder(struct, strict=False)
 

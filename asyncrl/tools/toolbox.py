@@ -10,6 +10,7 @@ cancellation, is abandoned at the deadline, and delays no other call."""
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
 import logging
 import time
@@ -18,10 +19,9 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-import msgspec
-
 from asyncrl.errors import ProtocolError, SetupError, describe, one_line, reason, recorded, users_code
 from asyncrl.isolation.calls import call_user, call_without_deadline, in_thread
+from asyncrl.registry import select_columns
 from asyncrl.tools.base import Tool, ToolError, bound_reply, join_names, read_reply
 from asyncrl.tools.process import CallLimits
 from asyncrl.tools.sample_tools import (
@@ -34,7 +34,7 @@ from asyncrl.tools.sample_tools import (
 from asyncrl.tools.schema import outline_parameters
 from asyncrl.tools.snapshots import Snapshots, ToolSnapshots
 from asyncrl.types import Sample, ToolCall, ToolReply
-from asyncrl.values import checked_result
+from asyncrl.values import checked_result, finite_number
 
 log = logging.getLogger("asyncrl.tools")
 
@@ -85,7 +85,7 @@ class Toolbox:
         """Return the schemas of a sample's tools, as JSON text. A conversation for training may bring schemas
         (`tool_schemas`). ToolError: a tool is unknown."""
         if sample.demonstration:
-            conversation_schemas = msgspec.json.decode(sample.extra_info).get("tool_schemas")
+            conversation_schemas = sample.extra_info.get("tool_schemas")
             if conversation_schemas is not None:
                 return tuple(map(json.dumps, conversation_schemas))
         return tuple(
@@ -120,27 +120,57 @@ class EpisodeObject:
         self.snapshots = snapshots if self._snapshot_interval else None
         self._unsaved_turns = 0  # turns with calls since the newest snapshot
 
-    async def open(self, sample: Sample, arguments: dict[str, Any]) -> None:
-        """Call the object's `open`, if present, with the arguments that it accepts."""
-        if function := getattr(self.state, "open", None):
+    async def open(self, sample: Sample, arguments: dict[str, Any]) -> str:
+        """Call the object's `open` with the arguments that it accepts, or its `reset` with the columns that
+        it accepts. Return the text for the prompt that `reset` gives; ''."""
+        if callable(function := getattr(self.state, "open", None)):
             accepted = accepted_arguments(function, arguments)
             await call_without_deadline(partial(function, sample, **accepted), blocking=self._blocking)
+            return ""
+
+        reset = getattr(self.state, "reset", None)
+        if not callable(reset):
+            return ""
+
+        columns = sample.columns
+        if "sample" in inspect.signature(reset).parameters:
+            columns["sample"] = sample
+        reset_columns = select_columns(reset, columns)
+        text = await call_without_deadline(partial(reset, **reset_columns), blocking=self._blocking)
+        if not isinstance(text, str | None):
+            raise TypeError(
+                f"reset returned a {type(text).__name__}; a text for the prompt or None is expected"
+            )
+        return bound_reply(text or "")
 
     async def result(self) -> dict[str, Any]:
-        """Call the object's `result` after all calls. ToolError: `result` fails, or takes longer than a call
-        may."""
+        """Call the object's `result` after all calls, or read its `reward`. {}: it has neither. ToolError:
+        this fails, or takes longer than a call may."""
 
-        async def call_result(result: Callable[[], Any]) -> Any:
+        def read_reward() -> dict[str, float] | None:
+            reward = self.state.reward
+            return None if reward is None else {"reward": finite_number("it", reward)}
+
+        if callable(getattr(self.state, "result", None)):
+            member_name = "result"
+            read_result = self.state.result
+        elif inspect.getattr_static(self.state, "reward", None) is not None:
+            member_name = "reward"
+            read_result = read_reward
+        else:
+            return {}
+
+        async def call_result() -> Any:
             async with self.call_lock:
-                return checked_result(await call_without_deadline(result, blocking=self._blocking), "it")
+                return checked_result(await call_without_deadline(read_result, blocking=self._blocking), "it")
 
         try:
-            object_result = await call_user(partial(call_result, self.state.result), self._call_seconds)
+            object_result = await call_user(call_result, self._call_seconds)
             return {} if object_result is None else dict(object_result)
         except SetupError:
             raise
         except Exception as problem:
-            raise ToolError(f"{type(self.state).__name__}.result: {describe(problem)}") from problem
+            raise ToolError(f"{type(self.state).__name__}.{member_name}: {describe(problem)}") from problem
 
     async def save_snapshot(self, turn: int, history: str) -> None:
         """Keep a snapshot if enough turns had calls. Otherwise an older snapshot and later calls give the
@@ -176,7 +206,7 @@ class EpisodeObject:
             with suppress(TimeoutError):
                 async with asyncio.timeout(CLOSE_SECONDS / 2):
                     await self.call_lock.acquire()
-            if function := getattr(self.state, "close", None):
+            if callable(function := getattr(self.state, "close", None)):
                 await call_without_deadline(function, blocking=self._blocking)
 
         try:
@@ -186,13 +216,15 @@ class EpisodeObject:
 
 
 class ToolSession:
-    """Holds the tools of one episode. `schemas` (JSON text, in the config's order) are known after `open`."""
+    """Holds the tools of one episode. `schemas` (JSON text, in the config's order) and `opening_text`, what
+    `reset` of the objects adds to the prompt, are known after `open`."""
 
     def __init__(self, toolbox: Toolbox, sample: Sample, episode: str, snapshots: Snapshots | None) -> None:
         self._toolbox = toolbox
         self._sample = sample
         self._episode = episode
         self._snapshots = snapshots
+        self.opening_text = ""
         self._tools: dict[str, Tool] = {}
         self._objects: dict[int, EpisodeObject] = {}  # by the identity of Tool.state
 
@@ -212,14 +244,17 @@ class ToolSession:
             tools_by_state.setdefault(id(tool.state), []).append(tool)
 
         opening = (self._open_object(shared, sample_tools) for shared in tools_by_state.values())
-        for problem in await asyncio.gather(*opening, return_exceptions=True):
-            if problem is not None:
-                raise problem
+        opening_texts: list[str] = []
+        for outcome in await asyncio.gather(*opening, return_exceptions=True):
+            if isinstance(outcome, BaseException):
+                raise outcome
+            opening_texts.append(outcome)
 
+        self.opening_text = "".join(opening_texts)
         self._tools = tools
 
-    async def _open_object(self, tools: Sequence[Tool], sample_tools: SampleTools) -> None:
-        """Make and open the object that these tools share."""
+    async def _open_object(self, tools: Sequence[Tool], sample_tools: SampleTools) -> str:
+        """Make and open the object that these tools share. Return its text for the prompt."""
         state = tools[0].state
         assert state is not None
         try:
@@ -233,7 +268,7 @@ class ToolSession:
                     state(), blocking, call_seconds, snapshots
                 )
             open_object = partial(episode_object.open, self._sample, merged_arguments(tools, sample_tools))
-            await call_user(open_object, call_seconds)
+            return await call_user(open_object, call_seconds)
         except SetupError:
             raise
         except Exception as problem:
@@ -326,11 +361,7 @@ class ToolSession:
         """Return the objects' results for the reward, merged into one dict; None without any result.
         ToolError: a result fails, or two results have a common name."""
         joined_results: dict[str, Any] = {}
-        result_calls = [
-            episode_object.result()
-            for episode_object in self._objects.values()
-            if hasattr(episode_object.state, "result")
-        ]
+        result_calls = (episode_object.result() for episode_object in self._objects.values())
         for object_result in await asyncio.gather(*result_calls):
             if repeated_names := sorted(joined_results.keys() & object_result.keys()):
                 raise ToolError(f"two tools leave {repeated_names[0]!r} as their result; use one of them")
@@ -407,7 +438,7 @@ async def call_tool(
 ) -> ToolReply:
     """Run one call of at most `call_seconds` as a separate episode. Raises only when cancelled."""
     toolbox = Toolbox({tool.name: tool}, call_seconds)
-    session = toolbox.session(sample or Sample(0, "", (), ""))
+    session = toolbox.session(sample or Sample(0, "", (), "null"))
     try:
         await session.open()
         return await session.call(call)

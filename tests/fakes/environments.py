@@ -13,7 +13,7 @@ from asyncrl.types import Message, Observation, Sample
 
 
 def row(number: int = 0, *prompt: Message, **extra: Any) -> Sample:
-    return Sample(number, "game", prompt, "null", extra_info=json.dumps(extra))
+    return Sample(number, "game", prompt, "null", extra_info_json=json.dumps(extra))
 
 
 async def talk(plugin: dict[str, Options], sample: Sample, turns: Sequence[str | Message]) -> Any:

@@ -245,7 +245,7 @@ class Bench:
     async def judged(self, result: Any, tests: TaskTests | None = None, **options: Any) -> dict[str, Any]:
         extra = msgspec.json.encode({TASK_KEY: self.task}).decode()
         truth = msgspec.json.encode(tests or self.tests).decode()
-        reward_input = RewardInput(Sample(0, "tasks", (), truth, extra_info=extra), "", result=result)
+        reward_input = RewardInput(Sample(0, "tasks", (), truth, extra_info_json=extra), "", result=result)
         return await JudgedByTests(**options)(reward_input)
 
     async def all(self, scripts: dict[str, str], judge: Any = None) -> dict[str, dict[str, Any]]:

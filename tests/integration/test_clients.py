@@ -456,7 +456,7 @@ def test_a_client_never_sees_the_ground_truth(tmp_path: Path, last: str, status:
 
     line = f"{sys.executable} {tmp_path}/curious.py {tmp_path}/seen.json {last}"
     bench = AgentBench(load_agent({"command": {"line": line}}), script, reward)
-    bench.sample = Sample(7, "test", bench.sample.prompt, secret, extra_info=f'{{"answer": {secret}}}')
+    bench.sample = Sample(7, "test", bench.sample.prompt, secret, extra_info_json=f'{{"answer": {secret}}}')
     assert isinstance(bench.play(), end)
     statuses, seen = json.loads((tmp_path / "seen.json").read_text())
     assert statuses[:13] == [200, 200, 404, 404, 404, 401, 400, 400, *[200] * 5]
@@ -464,4 +464,4 @@ def test_a_client_never_sees_the_ground_truth(tmp_path: Path, last: str, status:
     assert statuses[13:] == [status] or killed_before
     assert not [text for text in seen if "hidden" in text] and json.loads(seen[0])["row"] == 7
     assert not any("hidden" in read(request.ids) for request in bench.engine.requests)
-    assert scored == [secret] * (end is Finished)
+    assert scored == [json.loads(secret)] * (end is Finished)

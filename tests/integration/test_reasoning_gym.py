@@ -47,7 +47,7 @@ def test_tasks_are_rows_in_verls_shape(samples: list[Sample]) -> None:
 
 
 def entry(sample: Sample) -> dict[str, object]:
-    return unpack_entry(json.loads(json.loads(sample.extra_info)["reasoning_gym"]["entry"]))
+    return unpack_entry(json.loads(sample.extra_info["reasoning_gym"]["entry"]))
 
 
 @pytest.mark.parametrize("task", TASKS)

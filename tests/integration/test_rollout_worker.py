@@ -293,7 +293,7 @@ def test_a_process_with_the_embedded_engine(hub: FakeCoordinator, model_path: st
         hub.assign("b", sample())
         assert hub.turn(hub.expect(Generated)).generation.spans[0].version == 4
         hub.expect(Finished)
-        hub.assign("c", msgspec.structs.replace(sample(), ground_truth='"hang"'))
+        hub.assign("c", msgspec.structs.replace(sample(), ground_truth_json='"hang"'))
         hub.expect(Generated)
         hub.until((tmp_path / "reward.called").exists, "reward under way")
         started = psutil.Process(child.pid).children(recursive=True)

@@ -82,16 +82,16 @@ def test_a_workspace_has_one_directory() -> None:
 
 def test_a_sample_may_bring_a_setup() -> None:
     extra = {"tools_kwargs": {"python": {"create_kwargs": {"setup": "data = [1, 2, 3]"}}}}
-    sample = Sample(0, "test", (), "0", extra_info=json.dumps(extra))
+    sample = Sample(0, "test", (), "0", extra_info_json=json.dumps(extra))
     assert talk("python", ("python", "sum(data)"), sample=sample) == ["6"]
     extra["tools_kwargs"]["python"]["create_kwargs"]["setup"] = "data ="
     with pytest.raises(ToolError, match="setup code of sample 0 failed"):
-        talk("python", sample=Sample(0, "test", (), "0", extra_info=json.dumps(extra)))
+        talk("python", sample=Sample(0, "test", (), "0", extra_info_json=json.dumps(extra)))
 
 
 def test_a_setup_runs_again_after_a_loss() -> None:
     extra = {"tools_kwargs": {"python": {"create_kwargs": {"setup": "data = [1, 2, 3]"}}}}
-    sample = Sample(0, "test", (), "0", extra_info=json.dumps(extra))
+    sample = Sample(0, "test", (), "0", extra_info_json=json.dumps(extra))
     ended, again = talk(
         "python", ("python", "import os; os._exit(1)"), ("python", "sum(data)"), sample=sample
     )

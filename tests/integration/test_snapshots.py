@@ -175,7 +175,7 @@ def test_the_setup_runs_again_over_the_files() -> None:
     first = SandboxBench(shell("cp made kept; rm made"))
     rest = SandboxBench(python("data, open('made').read(), open('kept').read()"), "done")
     for bench in (first, rest):
-        bench.sample = msgspec.structs.replace(bench.sample, extra_info=json.dumps(extra))
+        bench.sample = msgspec.structs.replace(bench.sample, extra_info_json=json.dumps(extra))
     rest.finished(first.lose())
     assert rest.replies == [f"([1, 2], 's', 's')\n{LOST}"]
 

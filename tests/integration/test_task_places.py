@@ -39,7 +39,7 @@ def task(images: Path) -> Task:
 
 def sample_of(task: Task) -> Sample:
     return Sample(
-        0, "t", (Message("user", "q"),), "1", extra_info=json.dumps({"task": msgspec.to_builtins(task)})
+        0, "t", (Message("user", "q"),), "1", extra_info_json=json.dumps({"task": msgspec.to_builtins(task)})
     )
 
 

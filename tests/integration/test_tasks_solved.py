@@ -70,7 +70,7 @@ def tasks(path: Path, images: Path, count: int, libraries: Sequence[str] = ()) -
             row["data_source"],
             (Message("user", row["prompt"]),),
             json.dumps(row["ground_truth"]),
-            extra_info=json.dumps(row["extra_info"]),
+            extra_info_json=json.dumps(row["extra_info"]),
         )
         for number, row in enumerate(rows)
     ]

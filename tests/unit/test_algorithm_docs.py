@@ -32,7 +32,7 @@ PARTS = [
     *((registry.kind, name, registry.get(name)) for registry in REGISTRIES for name in registry),
     *(("estimator", name, function) for name, function in (ESTIMATORS | DIVERGENCES).items()),
 ]
-CAPITAL = Sample(0, "facts", (), ground_truth='"Oslo"', extra_info='{"num_turns": 2}')
+CAPITAL = Sample(0, "facts", (), ground_truth_json='"Oslo"', extra_info_json='{"num_turns": 2}')
 SOURCE = re.compile(r"\([^()]*(arXiv \d{4}\.\d{5}|(ICML|ICLR|NeurIPS) \d{4}|https?://|\.net/|plain)[^()]*\)")
 
 

@@ -270,7 +270,7 @@ async def run(load: Load) -> Figures:
 
 def assign(name: str) -> Assign:
     extra = f'{{"tools": ["{name.partition("-")[0]}"]}}'
-    sample = Sample(0, "bench", (Message("user", "What is 6 times 7?"),), "42", extra_info=extra)
+    sample = Sample(0, "bench", (Message("user", "What is 6 times 7?"),), "42", extra_info_json=extra)
     return Assign(1, Attempt(name, 1), sample, "train", temperature=1.0, key=1)
 
 

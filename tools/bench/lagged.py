@@ -10,7 +10,6 @@ group is filtered: arms differ in nothing but what they make of the same prompts
 from __future__ import annotations
 
 import asyncio
-import json
 import random
 import time
 from collections import deque
@@ -235,7 +234,7 @@ def _rows(
 @cache
 def samples(path: str, operations: int) -> tuple[Sample, ...]:
     loaded = load_samples(path)
-    return tuple(s for s in loaded if json.loads(s.extra_info)["operations"] <= operations)
+    return tuple(s for s in loaded if s.extra_info["operations"] <= operations)
 
 
 @cache

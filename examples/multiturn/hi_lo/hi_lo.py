@@ -2,7 +2,7 @@
 
 import re
 
-from asyncrl.environments import Environment, extra_info, text_observation
+from asyncrl.environments import Environment, text_observation
 from asyncrl.types import Message, Observation, Sample
 
 
@@ -17,7 +17,7 @@ class HiLo(Environment):
         self.hint = hint
 
     async def reset(self, sample: Sample) -> Observation:
-        game = extra_info(sample)
+        game = sample.extra_info
         self.low = game["low"]
         self.high = game["high"]
         self.secret = game["secret"]

@@ -11,7 +11,6 @@ from typing import Any
 
 from openai import AsyncOpenAI
 
-from asyncrl.environments import extra_info
 from asyncrl.gateway import Endpoint
 from asyncrl.types import Sample
 
@@ -35,7 +34,7 @@ async def play(sample: Sample, endpoint: Endpoint) -> dict[str, Any]:
     other a multiple of 4, from which every move loses."""
     client = CLIENT.with_options(base_url=endpoint.base_url, api_key=endpoint.api_key)
     messages: dict[str, list[Any]] = {player: [] for player in PLAYERS}
-    stones = extra_info(sample)["stones"]
+    stones = sample.extra_info["stones"]
     moves = 0
     right = []
     while True:

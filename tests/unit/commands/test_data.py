@@ -91,9 +91,9 @@ def test_gsm8k_of_a_directory_with_both_splits(
     )
     assert "rollout.reward=gsm8k'" in output
     eggs, down = load_samples(tmp_path / "out" / "train.parquet")
-    assert eggs.data_source == "openai/gsm8k" and json.loads(eggs.extra_info)["split"] == "train"
+    assert eggs.data_source == "openai/gsm8k" and eggs.extra_info["split"] == "train"
     assert eggs.prompt[0].content.startswith("Two eggs and 3,000 more? Think step by step")
-    assert (json.loads(eggs.ground_truth), json.loads(down.ground_truth)) == ("3002", "-5")
+    assert (eggs.ground_truth, down.ground_truth) == ("3002", "-5")
     assert score("gsm8k", eggs, "So it is\n#### 3002") == score("gsm8k", down, "#### -5") == 1.0
     assert score("gsm8k", eggs, "#### 3") == 0.0
 
@@ -103,7 +103,7 @@ def test_math_of_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     output = written(capsys, "math", "--source", source, "--out", str(tmp_path), "--system", "Be brief.")
     assert '"train": 1, "test": 0' in output and not (tmp_path / "test.parquet").exists()
     (half,) = load_samples(tmp_path / "train.parquet")
-    assert json.loads(half.ground_truth) == r"\frac{1}{2}" and half.data_source.endswith("MATH-lighteval")
+    assert half.ground_truth == r"\frac{1}{2}" and half.data_source.endswith("MATH-lighteval")
     assert [message.content for message in half.prompt] == [
         "Be brief.",
         r"Half? Think step by step, then put the final answer into \boxed{}.",
@@ -125,7 +125,7 @@ def test_dapo_math_holds_questions_out_and_has_each_once(
     assert runs[0] == runs[1], "the same seed draws the same rows"
     train, test = runs[0]
     assert len({sample.prompt for sample in (*train, *test)}) == 3
-    truth = json.loads(test[0].ground_truth)
+    truth = test[0].ground_truth
     assert test[0].data_source == "math_dapo" and test[0].prompt[0].content.endswith("Answer: $Answer")
     assert score("math", test[0], f"30 and so on.\nAnswer: {truth}") == 1.0
 
@@ -137,7 +137,7 @@ def test_hotpotqa_brings_its_corpus(tmp_path: Path, capsys: pytest.CaptureFixtur
     corpus = [json.loads(line) for line in (tmp_path / "corpus.jsonl").read_text().splitlines()]
     assert corpus[0] == {"title": "A", "text": "One. Two."} and len(corpus) == 3
     (first, _) = load_samples(tmp_path / "train.parquet")
-    assert json.loads(first.ground_truth) == ["The Queen"]
+    assert first.ground_truth == ["The Queen"]
     assert score({"exact": {"tag": "answer"}}, first, "Hm. <answer>the queen</answer>") == 1.0
 
 
@@ -148,7 +148,7 @@ def test_a_corpus_is_of_the_questions_that_were_drawn(
     written(capsys, "hotpotqa", "--source", source, "--out", str(tmp_path), "--train", "1")
     (only,) = load_samples(tmp_path / "train.parquet")
     titles = [json.loads(line)["title"] for line in (tmp_path / "corpus.jsonl").read_text().splitlines()]
-    assert titles == ["A", f"B{json.loads(only.extra_info)['id'][-1]}"]
+    assert titles == ["A", f"B{only.extra_info['id'][-1]}"]
 
 
 def test_what_cannot_be_prepared_is_said_on_one_line(

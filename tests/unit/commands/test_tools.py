@@ -37,6 +37,19 @@ async def other() -> str:
 '''
 
 
+SHOP = '''
+class Shop:
+    def reset(self, prices):
+        self.prices = prices
+
+    def price(self, item: str) -> int:
+        """Return a price."""
+        return self.prices[item]
+
+    async def close_shop(self) -> None: ...
+'''
+
+
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     (path := tmp_path / "mine.py").write_text(MINE)
@@ -63,7 +76,7 @@ def test_list_without_names_shows_what_is_built_in(capsys: pytest.CaptureFixture
 
 
 def test_call_opens_calls_and_prints(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The sample is the one of training: its ground truth is JSON."""
+    """The sample is the one of training, with decoded values."""
     row = {
         "reward_model": {"ground_truth": "Pepys"},
         "extra_info": {"tools_kwargs": {"diary": {"create_kwargs": {"owner": "Mr"}}}},
@@ -71,7 +84,24 @@ def test_call_opens_calls_and_prints(file: Path, capsys: pytest.CaptureFixture[s
     (sample := file.with_suffix(".json")).write_text(json.dumps(row))
     spec = [f"{file}:Diary", '{"line": "ab", "times": 2}']
     assert cli.main(["tools", "call", *spec, "--sample", str(sample)]) == 0
-    assert capsys.readouterr().out.startswith('Mr "Pepys": abab\n-- diary: reply after 0.0')
+    assert capsys.readouterr().out.startswith("Mr Pepys: abab\n-- diary: reply after 0.0")
+
+
+def test_a_class_is_shown_and_called_by_its_methods(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (file := tmp_path / "shop.py").write_text(SHOP)
+    (sample := tmp_path / "row.json").write_text('{"extra_info": {"prices": {"tea": 3}}}')
+    assert cli.main(["tools", "list", f"{file}:Shop"]) == 0
+    shown = capsys.readouterr().out
+    assert f"price(item: string)  [{file}:Shop]\n    Return a price.\n    an object per episode" in shown
+    call = ["tools", "call", f"{file}:Shop", '{"item": "tea"}', "--name=price"]
+    assert cli.main([*call, f"--sample={sample}"]) == 0
+    assert capsys.readouterr().out.startswith("3\n-- price: reply after 0.0")
+    assert cli.main(call) == 1
+    assert "reset (shop.py:3) needs 'prices'; the columns are data_source" in capsys.readouterr().out
+    assert cli.main(call[:-1]) == 2
+    assert "gives 2 tools; choose one with --name: close_shop, price" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.conversation.parsers import parsers
-from asyncrl.tools.schema import read_signature
+from asyncrl.tools.schema import signature_of
 from tests.unit.conversation.call_writers import WRITERS, values
 
 FORMATS = ("glm", "qwen3_coder")
@@ -150,7 +150,7 @@ def send(
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_tool_gets_what_its_signature_says(name: str) -> None:
-    schema, decode = read_signature(send, "send", send)
+    schema, decode = signature_of(send)
     mail = {"to": "null", "urgent": True}
     made = {
         "text": '{"a": 1}',

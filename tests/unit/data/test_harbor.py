@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -93,7 +92,7 @@ def test_a_folder_becomes_a_sample_with_its_image_pinned(tmp_path: Path, images:
     assert task_of(second) == Task(
         "we/sums", digest, "/app", ("/app", "/data/in"), "root", {"MODE": "fast"}, 2048, 100, 60.0
     )
-    assert json.loads(second.ground_truth) == {
+    assert second.ground_truth == {
         "tests": str(folder / "tests"),
         "seconds": 30.5,
         "environment": {"SEED": "1"},
@@ -102,7 +101,7 @@ def test_a_folder_becomes_a_sample_with_its_image_pinned(tmp_path: Path, images:
         "protected": ["helpers.py"],
     }
     assert task_of(first) == Task("a", digest, "/app", ("/app",))
-    assert msgspec.json.decode(first.ground_truth, type=TaskTests).seconds == 600
+    assert msgspec.json.decode(first.ground_truth_json, type=TaskTests).seconds == 600
 
     bare_image(
         images, "bare", "app", "data/in", digest="sha256-other"
@@ -133,7 +132,7 @@ def test_ignored_fields_are_one_line_and_can_be_read_as_columns(tmp_path: Path, 
     assert line.startswith(f"nothing reads the columns {', '.join(ignored)}")
     layout = RowLayout({"extra_info.cpus": "environment.cpus"})
     sample, _ = read_samples(DataConfig(str(tasks)), str(tasks), "train", layout)
-    assert json.loads(sample.extra_info)["cpus"] == 2
+    assert sample.extra_info["cpus"] == 2
 
 
 def test_canaries_are_not_shown_to_the_model(tmp_path: Path, images: Path) -> None:
@@ -333,14 +332,14 @@ def test_the_page_has_the_table_of_the_reader() -> None:
 def test_a_sample_is_checked_for_its_image_and_its_tests(tmp_path: Path, images: Path) -> None:
     (sample,) = read(folder := task_folder(tmp_path / "t"))
     check_task(sample, True)
-    other_sample = msgspec.structs.replace(sample, extra_info='{"task": "gsm8k"}')
+    other_sample = msgspec.structs.replace(sample, extra_info_json='{"task": "gsm8k"}')
     assert task_of(other_sample) is None
     check_task(other_sample, False)
     with pytest.raises(ConfigError, match="sample 0 is no task"):
         check_task(other_sample, True)
     with pytest.raises(ConfigError, match="sample 0: its task, or what judges it, cannot be read"):
-        check_task(msgspec.structs.replace(sample, ground_truth="42"), True)
-    check_task(msgspec.structs.replace(sample, ground_truth="42"), False)
+        check_task(msgspec.structs.replace(sample, ground_truth_json="42"), True)
+    check_task(msgspec.structs.replace(sample, ground_truth_json="42"), False)
     (folder / "tests/test.sh").unlink()
     with pytest.raises(ConfigError, match=r"there is no .*/tests/test\.sh, which judges it; restore it"):
         check_task(sample, True)

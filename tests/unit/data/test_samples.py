@@ -9,6 +9,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -42,13 +43,13 @@ def test_the_examples_data() -> None:
     assert (len(train), len(test)) == (4096, 1024)
     assert [sample.row for sample in test] == list(range(1024))
     assert not {sample.prompt for sample in train} & {sample.prompt for sample in test}
-    assert json.loads(train[0].extra_info)["operations"] >= 1
+    assert train[0].extra_info["operations"] >= 1
 
 
 def test_nested_columns(tmp_path: Path) -> None:
     (sample,) = load_samples(write(tmp_path / "a.parquet"))
     assert sample.prompt == (Message("user", "1 plus 1?"),)
-    assert (sample.ground_truth, sample.ability, sample.extra_info) == ('"2"', "math", '{"index": 7}')
+    assert (sample.ground_truth, sample.ability, sample.extra_info) == ("2", "math", {"index": 7})
 
 
 def test_json_text_columns_and_other_ground_truths(tmp_path: Path) -> None:
@@ -61,7 +62,7 @@ def test_json_text_columns_and_other_ground_truths(tmp_path: Path) -> None:
     )
     (sample,) = load_samples(path)
     assert sample.prompt == (Message("user", "1 plus 1?"),)
-    assert (sample.ground_truth, sample.ability, sample.extra_info) == ('{"numbers": [1, 2]}', "", "{}")
+    assert (sample.ground_truth, sample.ability, sample.extra_info) == ({"numbers": [1, 2]}, "", {})
 
 
 TEXT = pa.array([b"128"], pa.binary())
@@ -98,7 +99,7 @@ def test_parquet_columns_of_other_types_are_values_of_json(
     columns = {"prompt": TALK_IN_BYTES, "ground_truth": column, "data_source": pa.array([b"spark"])}
     pq.write_table(pa.table(columns), tmp_path / "a.parquet")
     (sample,) = load_samples(tmp_path / "a.parquet")
-    assert sample.ground_truth == json_text
+    assert sample.ground_truth_json == json_text
     assert (sample.prompt, sample.data_source) == ((Message("user", "1 plus 1?"),), "spark")
 
 
@@ -122,7 +123,7 @@ def test_binary_data_that_are_no_text_are_refused_where_a_sample_needs_them(
     with pytest.raises(ConfigError, match=complaint):
         load_samples(write(tmp_path / "a.parquet", **changes))
     (sample,) = load_samples(write(tmp_path / "b.parquet", photo=NO_TEXT))  # nothing reads that column
-    assert sample.ground_truth == '"2"'
+    assert sample.ground_truth == "2"
 
 
 def test_values_of_a_users_data_set_are_values_of_json_too(tmp_path: Path) -> None:
@@ -136,14 +137,14 @@ def rows(path):
     config = DataConfig("p", dataset=f"{tmp_path}/mine.py:rows")
     samples = read_samples(config, "p", "train", RowLayout(truth="a reward"))
     first = next(samples)
-    assert (first.ground_truth, first.extra_info) == ('["128"]', '{"level": 3}')
+    assert (first.ground_truth, first.extra_info) == (["128"], {"level": 3})
     with pytest.raises(ConfigError, match=r"sample 1: column ground_truth .* a value of type set; write"):
         next(samples)
 
 
 def test_missing_numbers_of_pandas_are_null(tmp_path: Path) -> None:
     (sample,) = load_samples(write(tmp_path / "a.parquet", extra_info={"level": math.nan, "text": "NaN"}))
-    assert sample.extra_info == '{"level": null, "text": "NaN"}'
+    assert sample.extra_info == {"level": None, "text": "NaN"}
     with pytest.raises(ConfigError, match="sample 0: no ground truth"):
         load_samples(write(tmp_path / "b.parquet", reward_model={"ground_truth": math.nan}))
 
@@ -226,8 +227,8 @@ def test_demonstrations_are_whole_conversations(tmp_path: Path, suffix: str) -> 
         Message("tool", "3", tool_call_id="c1", name="add"),
         Message("assistant", "It is 3."),
     )
-    assert json.loads(sample.extra_info)["tool_schemas"] == tools
-    assert (sample.data_source, sample.ground_truth) == ("a", "null")
+    assert sample.extra_info["tool_schemas"] == tools
+    assert (sample.data_source, sample.ground_truth) == ("a", None)
 
 
 def test_null_arguments_as_json_text_stay_and_ids_may_be_numbers(tmp_path: Path) -> None:
@@ -327,7 +328,7 @@ def test_what_python_writes_for_missing_numbers_is_null(tmp_path: Path, name: st
     row = ROW | {"extra_info": {"a": math.nan, "b": [math.inf, -math.inf], "c": "NaN"}}
     (tmp_path / name).write_text(json.dumps([row] if name == "a.json" else row))
     (sample,) = load_samples(tmp_path / name)
-    assert json.loads(sample.extra_info) == {"a": None, "b": [None, None], "c": "NaN"}
+    assert sample.extra_info == {"a": None, "b": [None, None], "c": "NaN"}
 
 
 NESTED = json.loads("[" * 300 + "]" * 300)
@@ -409,4 +410,13 @@ def test_an_agent_may_take_the_schemas(tmp_path: Path) -> None:
     path.write_text(json.dumps(ROW | {"tools": [SCHEMA]}))
     layout = RowLayout({"extra_info.schemas": "tools"})
     [sample] = read_samples(DataConfig(str(path)), str(path), "train", layout)
-    assert json.loads(sample.extra_info) == {"index": 7, "schemas": [SCHEMA]}
+    assert sample.extra_info == {"index": 7, "schemas": [SCHEMA]}
+
+
+def test_values_of_a_sample_are_decoded_for_each_reader() -> None:
+    sample = Sample(0, "", (), '["Oslo"]', extra_info_json='{"stock": {"apple": 3}}')
+    sample.ground_truth.append("Rome")
+    sample.extra_info["stock"]["apple"] = 0
+    assert (sample.ground_truth, sample.extra_info) == (["Oslo"], {"stock": {"apple": 3}})
+    message = msgspec.json.decode(msgspec.json.encode(sample))
+    assert message["ground_truth"] == '["Oslo"]' and message["extra_info"] == '{"stock": {"apple": 3}}'

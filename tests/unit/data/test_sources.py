@@ -31,7 +31,7 @@ def read(path: Path | str, layout: RowLayout = RowLayout(COLUMNS, truth="r"), **
 def test_columns_of_another_layout_get_the_names_of_ours(tmp_path: Path) -> None:
     samples = read(jsonl(tmp_path / "sums.jsonl", ROW, ROW | {"extra_info": {"a": 1}, "data_source": "mine"}))
     assert samples[0] == Sample(0, "sums", (Message("user", "1 + 1?"),), "2", "", '{"level": 3}')
-    assert (samples[1].data_source, samples[1].extra_info) == ("mine", '{"a": 1, "level": 3}')
+    assert (samples[1].data_source, samples[1].extra_info) == ("mine", {"a": 1, "level": 3})
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_columns_of_questions_and_of_conversations_may_be_named_together(tmp_pat
     conversation = [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "2"}]
     question_path = jsonl(tmp_path / "asked.jsonl", {"question": "1 + 1?", "answer": 2})
     talks = jsonl(tmp_path / "talks.jsonl", {"talk": conversation})
-    assert read(question_path, RowLayout(columns))[0].ground_truth == "2"
+    assert read(question_path, RowLayout(columns))[0].ground_truth == 2
     assert len(read(talks, RowLayout(columns, demonstrations=True))[0].prompt) == 2
     with pytest.raises(ConfigError, match="sample 0: no column question"):
         read(talks, RowLayout(columns))
@@ -68,7 +68,7 @@ def test_columns_of_questions_and_of_conversations_may_be_named_together(tmp_pat
 
 def test_the_ground_truth_may_be_missing_where_nothing_needs_it(tmp_path: Path) -> None:
     path = jsonl(tmp_path / "a.jsonl", {"prompt": "Play!"})
-    assert read(path, RowLayout())[0].ground_truth == "null"
+    assert read(path, RowLayout())[0].ground_truth is None
     with pytest.raises(ConfigError, match=r"sample 0: no ground truth for rollout.reward exact"):
         read(path, RowLayout(truth="rollout.reward exact"))
 
@@ -107,7 +107,7 @@ def test_a_hub_data_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(datasets, "load_dataset", load)
     monkeypatch.setattr(datasets, "get_dataset_config_names", lambda *_: ["main", "socratic"])
     (sample, _) = read("hf:openai/gsm8k")
-    assert (sample.data_source, sample.ground_truth) == ("openai/gsm8k", "2")
+    assert (sample.data_source, sample.ground_truth) == ("openai/gsm8k", 2)
     read("hf:openai/gsm8k@abc:main:test"), read("hf:openai/gsm8k::extra")
     assert requests == [
         ("openai/gsm8k", None, "train", None),
@@ -169,7 +169,7 @@ def test_a_data_set_of_the_users_own(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(OWN)
     samples = read("small", RowLayout(truth="r"), dataset={f"{tmp_path}/own.py:Squares": {"count": 3}})
     assert [(sample.prompt[0].content, sample.ground_truth) for sample in samples] == [
-        *(("small 0^2?", "0"), ("small 1^2?", "1"), ("small 2^2?", "4")),
+        *(("small 0^2?", 0), ("small 1^2?", 1), ("small 2^2?", 4)),
     ]
 
 

@@ -17,11 +17,13 @@ from asyncrl.types import Message, Observation, Sample
 
 HI_LO = f"{Path(__file__).parents[3] / 'examples' / 'multiturn' / 'hi_lo' / 'hi_lo.py'}:HiLo"
 
-GAME = Sample(0, "hi_lo", (), "null", extra_info=json.dumps({"low": 1, "high": 16, "secret": 7}))
+GAME = Sample(0, "hi_lo", (), "null", extra_info_json=json.dumps({"low": 1, "high": 16, "secret": 7}))
 
 
 def play(secret: int, turns: Sequence[str], **options: float) -> list[Observation]:
-    sample = Sample(0, "hi_lo", (), "null", extra_info=json.dumps({"low": 1, "high": 16, "secret": secret}))
+    sample = Sample(
+        0, "hi_lo", (), "null", extra_info_json=json.dumps({"low": 1, "high": 16, "secret": secret})
+    )
 
     async def run() -> list[Observation]:
         game = load_environment({HI_LO: options})()

@@ -20,7 +20,7 @@ ASKED = (Message("system", "You sell tickets."), Message("user", "A ticket, plea
 
 
 def sample(user: Any, *prompt: Message) -> Sample:
-    return Sample(7, "talk", prompt, "null", extra_info=json.dumps({"user": user}))
+    return Sample(7, "talk", prompt, "null", extra_info_json=json.dumps({"user": user}))
 
 
 async def talk(world: Environment, sample: Sample, turns: Sequence[str]) -> list[tuple[str, bool]]:

@@ -21,7 +21,7 @@ from asyncrl.values import checked_result
 from tests.fakes.processes import wait_until_gone
 
 ENDPOINT = Endpoint("http://127.0.0.1:1/v1", "secret")
-SAMPLE = Sample(3, "test", (Message("user", "q"),), '{"x": 42}', extra_info='{"y": 1, "answer": 42}')
+SAMPLE = Sample(3, "test", (Message("user", "q"),), '{"x": 42}', extra_info_json='{"y": 1, "answer": 42}')
 
 
 def run(line: str, timeout: float = 30.0, sample: Sample = SAMPLE, **options: Any) -> Any:

@@ -153,9 +153,11 @@ def test_a_sample_goes_through_each_tool_and_the_reward(given: Given) -> None:
     given.keys |= {"rollout.tools": [str(given.folder / "mine.py")]}
     parts = Inputs(given.config()).parts
     broken, weather, right, nothing = asyncio.run(preflight.try_sample(parts, sample))
-    unknown = asyncio.run(preflight.try_sample(without, msgspec.structs.replace(sample, ground_truth="null")))
+    unknown = asyncio.run(
+        preflight.try_sample(without, msgspec.structs.replace(sample, ground_truth_json="null"))
+    )
     assert unknown == [nothing], "without a ground truth there is one answer"
-    task = msgspec.structs.replace(sample, extra_info='{"task": {"name": "t", "image": "debian"}}')
+    task = msgspec.structs.replace(sample, extra_info_json='{"task": {"name": "t", "image": "debian"}}')
     (judged,) = asyncio.run(preflight.try_sample(without, task))
     assert judged == ok("the tests of tasks are tried by asyncrl tasks check"), "no answer is judged"
     call = '{"city":"1","days":1,"kind":"rain"}'
@@ -163,6 +165,35 @@ def test_a_sample_goes_through_each_tool_and_the_reward(given: Given) -> None:
     assert broken.level == "warning" and "OSError: no network" in broken.text
     assert right == ok("its ground truth as the answer scores 0.25")
     assert nothing.level == "warning" and "division by zero" in nothing.text and "own.py:2" in nothing.text
+
+
+GAME = """
+class Game:
+    def reset(self, secret):
+        self.reward = 0.25
+
+    def guess(self, number: int) -> str:
+        self.reward = 1.0
+        return "right"
+
+def score(environments, **kwargs):
+    return [environment.reward for environment in environments]
+"""
+
+
+def test_a_reward_that_reads_the_object_of_tools_is_tried(given: Given) -> None:
+    (file := given.folder / "game.py").write_text(GAME)
+    given.keys |= {"rollout.tools": [f"{file}:Game"], "rollout.reward": f"{file}:score"}
+    parts = Inputs(given.config()).parts
+    sample = Sample(0, "d", (Message("user", "?"),), "null", extra_info_json='{"secret": 7}')
+    assert asyncio.run(preflight.try_sample(parts, sample)) == [
+        ok("""guess({"number":1}) replies 'right'"""),
+        ok("no text as the answer scores 0.25"),
+    ]
+    without_secret = msgspec.structs.replace(sample, extra_info_json="{}")
+    guess, score = asyncio.run(preflight.try_sample(Inputs(given.config()).parts, without_secret))
+    assert guess.level == score.level == "warning"
+    assert "needs 'secret'" in guess.text and "needs 'environments'" in score.text
 
 
 def test_each_data_source_has_a_teacher_or_the_run_is_refused(given: Given) -> None:

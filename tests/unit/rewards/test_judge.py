@@ -21,7 +21,7 @@ SAMPLE = Sample(
     "trivia",
     (Message("system", "Be brief."), Message("user", "Capital of {France}?")),
     '"Paris"',
-    extra_info='{"hint": "Seine"}',
+    extra_info_json='{"hint": "Seine"}',
 )
 GIVEN = RewardInput(SAMPLE, "It is Paris.", transcript="<user>…")
 

@@ -6,13 +6,20 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from asyncrl.errors import ConfigError
 from asyncrl.rewards import RewardInput, RewardSource, evaluate, in_loop, load_rewards
 from asyncrl.types import Message, RewardResult, Sample
 
-GIVEN = RewardInput(Sample(0, "s", (Message("user", "?"),), '"5"'), "it is 5", turns=3)
+QUESTION = Message("user", "?")
+GIVEN = RewardInput(
+    Sample(0, "s", (QUESTION,), '"5"', extra_info_json='{"hard": true, "scale": 7}'),
+    "it is 5",
+    (QUESTION, Message("assistant", "it is 5")),
+    turns=3,
+)
 
 FILE = """
 from __future__ import annotations
@@ -57,6 +64,17 @@ class Model:
     def __call__(self, data_source, solution_str, ground_truth, extra_info):
         return 0.25
 
+def trl(completions, hard, **kwargs):
+    return [float(len(completions[0][0]["content"]) * hard[0] + len(kwargs["prompts"]))]
+
+async def trl_async(environments, *, scale: float = 1.0):
+    return [environments[0].reward * scale]
+
+def trl_none(prompts, completions): return [None]
+def trl_two(completions): return [1.0, 0.0]
+def trl_number(completions): return 1.0
+def trl_column(completions, answer): return [1.0]
+
 class Dumb:
     pass
 
@@ -88,6 +106,9 @@ def file(tmp_path: Path) -> Path:
         ("annotated", {"plus": 4}, "loop", 7.0),
         ("Judge", {}, "loop", 1.0),
         ("Model", {}, "one_process", 0.25),
+        ("trl", {}, "processes", 8.0),
+        ("trl_async", {"scale": 2}, "loop", 1.0),
+        ("trl_none", {}, "processes", 0.0),
     ],
 )
 def test_what_is_a_reward(
@@ -99,7 +120,23 @@ def test_what_is_a_reward(
         location,
         RewardSource(f"{file}:{name}", options),
     )
-    assert asyncio.run(evaluate(reward.function, GIVEN)) == RewardResult(score)
+    episode = msgspec.structs.replace(GIVEN, result={"reward": 0.5})
+    assert asyncio.run(evaluate(reward.function, episode)) == RewardResult(score)
+
+
+@pytest.mark.parametrize(
+    ("name", "complaint"),
+    [
+        ("trl_two", r"the reward is \[1.0, 0.0\]; a list of one number"),
+        ("trl_number", "the reward is 1.0; a list of one number"),
+        ("trl_column", r"trl_column \(mine.py:\d+\) needs 'answer'; the columns are hard, .*, completions$"),
+        ("trl_async", "trl_async .* needs 'environments'"),
+    ],
+)
+def test_a_reward_of_trl_that_fails_says_why(file: Path, name: str, complaint: str) -> None:
+    (reward,) = load_rewards(f"{file}:{name}")
+    with pytest.raises(TypeError, match=complaint):
+        asyncio.run(evaluate(reward.function, GIVEN))
 
 
 @pytest.mark.parametrize(

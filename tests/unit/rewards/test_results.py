@@ -15,7 +15,9 @@ from asyncrl.rewards import RewardInput, combine, evaluate, in_loop
 from asyncrl.rewards.base import as_result
 from asyncrl.types import EpisodeEnd, Message, RewardResult, Sample, ToolCall
 
-SAMPLE = Sample(0, "chain_math", (Message("user", "?"),), '"1234"', extra_info='{"hard": true, "end": "x"}')
+SAMPLE = Sample(
+    0, "chain_math", (Message("user", "?"),), '"1234"', extra_info_json='{"hard": true, "end": "x"}'
+)
 GIVEN = RewardInput(
     SAMPLE,
     "text",

@@ -1014,7 +1014,7 @@ def test_what_changed_is_judged_however_the_agent_ended(
 
     bench = AgentBench(agent, reward=reward, limits=limits)
     bench.earlier_seconds = 0.0
-    bench.sample = replace(bench.sample, extra_info=TASK_INFO)
+    bench.sample = replace(bench.sample, extra_info_json=TASK_INFO)
     assert bench.finished().result.end is end
     (seen_input,) = seen
     assert seen_input.result == result or str(result) in seen_input.result["failed"]

@@ -102,10 +102,10 @@ def test_one_that_is_too_long_is_left_out() -> None:
 
 def test_the_prompt_shows_the_tools_of_the_conversation_or_of_the_run() -> None:
     box = Toolbox(load_tools(["calculator"]))
-    (own_schema,) = box.schemas(talked(*TALK, extra_info='{"tool_schemas": [{"type": "function"}]}'))
+    (own_schema,) = box.schemas(talked(*TALK, extra_info_json='{"tool_schemas": [{"type": "function"}]}'))
     (runs,) = box.schemas(talked(*TALK))
     assert own_schema == '{"type": "function"}' and '"calculator"' in runs
-    assert box.schemas(talked(*TALK, extra_info='{"tools": []}')) == ()
+    assert box.schemas(talked(*TALK, extra_info_json='{"tools": []}')) == ()
 
 
 async def test_no_engine_confirms_versions_and_samples_nothing(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 from asyncrl.errors import ConfigError
 from asyncrl.tools import call_tool, load_tool, load_tools, tools
 from asyncrl.tools.base import Options
-from asyncrl.types import ToolCall
+from asyncrl.types import Sample, ToolCall
 
 HEAD = (
     "from __future__ import annotations\nfrom collections.abc import Sequence\nfrom asyncrl.tools import *\n"
@@ -25,7 +25,7 @@ MANY = (
     "def bad() -> Tool: return 3\n"
     "def breaks() -> Tool: return 1 / 0\n"
     "def loose(count: int = 2) -> Tool: ...\n"
-    "def plain(x: int) -> int: return x\n"
+    "def plain(x: int): return x\n"
     "@tool(replay='no')\n"
     "def ready(x: int) -> int: return x + 1\n"
 )
@@ -124,6 +124,17 @@ def test_the_example_loads_and_answers(tmp_path: Path) -> None:
     assert sorted(loaded_tools) == ["notes", "weather"]
     reply = asyncio.run(call_tool(loaded_tools["notes"], ToolCall("notes", '{"line": "a"}')))
     assert (reply.content, reply.reward) == ("noted", 0.1)
+
+
+def test_the_class_of_the_example_finds_and_counts(tmp_path: Path) -> None:
+    (file := tmp_path / "warehouse.py").write_text(
+        re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S)[1]
+    )
+    tools_of_class = load_tools([f"{file}:Warehouse"])
+    assert sorted(tools_of_class) == ["count", "find"]
+    sample = Sample(0, "", (), "null", extra_info_json='{"stock": {"tea": "B", "oats": "B"}}')
+    call = ToolCall("count", '{"shelf": "B"}')
+    assert asyncio.run(call_tool(tools_of_class["count"], call, sample=sample)).content == "2"
 
 
 def test_every_option_is_documented() -> None:

@@ -24,7 +24,7 @@ from tests.fakes.raised import BASE_EXCEPTIONS
 
 
 def sample(**extra: Any) -> Sample:
-    return Sample(3, "", (), "", extra_info=json.dumps(extra))
+    return Sample(3, "", (), "", extra_info_json=json.dumps(extra))
 
 
 def call(name: str, **arguments: Any) -> ToolCall:

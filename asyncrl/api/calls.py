@@ -1,0 +1,129 @@
+"""The calls of `import asyncrl` that start a run, or open one."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from asyncrl.api.launcher import LauncherProcess, RunError, Show
+from asyncrl.api.requests import make_request
+from asyncrl.api.run import Evaluation, Run, StartedRun
+from asyncrl.errors import ConfigError
+from asyncrl.registry import refuse_inside_run
+
+Setting = str | Mapping[str, Any]
+
+
+def start(
+    *settings: Setting,
+    command: Literal["train", "sft"] = "train",
+    config_dir: str | Path = "",
+    show: Show = print,
+    **keywords: Any,
+) -> StartedRun:
+    """Start a run as `train` does, and return once its processes start. `command="sft"`: as `sft` does.
+    `show` gets each line that the launcher prints, while a call waits. May be called in any thread, and
+    several times."""
+    refuse_inside_run(f"asyncrl.{command}()")
+    files = tempfile.TemporaryDirectory(prefix="asyncrl-")
+    request = make_request(command, settings, keywords, Path(files.name), config_dir=config_dir)
+    launcher = LauncherProcess(request)
+    try:
+        run_dir = launcher.wait_for_start(show)
+    except BaseException:
+        launcher.kill()
+        raise
+    return StartedRun(run_dir, launcher, files, show)
+
+
+def train(*settings: Setting, config_dir: str | Path = "", **keywords: Any) -> Run:
+    """Train a run, as the command `asyncrl train` does, and return it at its end.
+
+    settings: overrides as for the command (`"experiment=calculator"`, `"trainer.lr=1e-5"`), and dicts of
+        sections (`{"trainer": {"lr": 1e-5}}`).
+    model: a directory, `owner/name` of the hub, or a run, whose newest checkpoint is taken.
+    train, test: rows (dicts, a table of pyarrow, pandas or polars, a `datasets.Dataset`), or files. With
+        `train` and without `test` the experiment's own test data are left out.
+    tools, reward, environment, agent: functions, classes, or names as in the configuration; options of a
+        function as `{function: {option: value}}`.
+    keywords: all further sections and keys at top level (`total_steps=60`, `trainer={"lr": 1e-5}`).
+
+    Raises ConfigError for bad input, before anything is started, and RunError for a run that failed. Ctrl-C
+    stops the run with a checkpoint.
+    """
+    return start(*settings, config_dir=config_dir, **keywords).wait()
+
+
+def sft(*settings: Setting, config_dir: str | Path = "", **keywords: Any) -> Run:
+    """Train on conversations, as the command `asyncrl sft` does; the arguments are those of `train`. Rows:
+    `{"messages": [{"role": …, "content": …}, …]}` (docs/sft.md)."""
+    return start(*settings, command="sft", config_dir=config_dir, **keywords).wait()
+
+
+def evaluate(
+    model: str | Path | Run,
+    data: Any = None,
+    *settings: Setting,
+    samples: int | None = None,
+    episodes: int | None = None,
+    run_dir: str | Path = "",
+    config_dir: str | Path = "",
+    show: Show = print,
+    **keywords: Any,
+) -> Evaluation:
+    """Evaluate a model, as the command `asyncrl eval` does. The evaluation is a run of its own; the same call
+    goes on with an interrupted one, and reads a finished one.
+
+    model: a directory, `owner/name` of the hub, a checkpoint, or a run, whose configuration is then used.
+    data: rows or files, as for `train`; None: those of the run or of `settings`.
+    samples, episodes: the first so many rows, and episodes of each; None: all rows, once.
+    run_dir: the parent of run directories; of a run its own parent.
+    settings, keywords: as for `train`.
+    """
+    refuse_inside_run("asyncrl.evaluate()")
+    if isinstance(model, Run):
+        runs = Path(run_dir or model.directory.parent)
+        saved_directory = model.directory
+        target = str(model.directory)
+    else:
+        runs = Path(run_dir or "runs")
+        saved_directory = runs
+        target = str(model)
+
+    keywords = {
+        "test": data,
+        "validation.samples": samples,
+        "validation.episodes": episodes,
+        **keywords,
+    }
+    request = make_request(
+        "eval",
+        settings,
+        keywords,
+        saved_directory,
+        place=str(saved_directory),
+        config_dir=config_dir,
+        model=target,
+        runs=str(runs),
+    )
+    ended = LauncherProcess(request).wait(show)
+    if ended.code:
+        raise RunError("the evaluation was interrupted; the same call goes on with the rest")
+
+    evaluation_dir = Path(ended.run_dir)
+    written_metrics = (evaluation_dir / "evaluation.json").read_bytes()
+    metrics = msgspec.json.decode(written_metrics, type=dict[str, dict[str, float]])
+    return Evaluation(Run(evaluation_dir), metrics)
+
+
+def open_run(name: str | Path, run_dir: str | Path = "runs") -> Run:
+    """Open a run, under way or ended, by its directory or by its name in `run_dir`."""
+    from asyncrl.commands import find_run
+
+    if not str(name):
+        raise ConfigError("open_run: give the directory of a run, or its name")
+    return Run(find_run(Path(run_dir), str(name)))

@@ -1,0 +1,288 @@
+"""Starts a launcher as a child process, and is its main program.
+
+The child has a session of its own, so that a Ctrl-C of the terminal reaches the caller alone. It reads one
+request; the end of the pipe is its order to stop as SIGTERM is, so that a killed caller, a notebook that was
+closed and `stop` end a run alike: with a checkpoint. A second SIGTERM kills the run's processes at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, Any, Literal
+
+import msgspec
+
+from asyncrl.errors import AsyncrlError, ConfigError, one_line
+from asyncrl.isolation.child import describe_exit, private_pipes, read_frame, write_frame
+from asyncrl.registry import INSIDE_RUN, search_working_directory
+
+POLL_SECONDS = 0.1  # Seconds between two looks at the child's output.
+KILL_SECONDS = 10.0  # Seconds for a launcher to kill its processes; then it is killed itself.
+TAIL_BYTES = 4096  # Bytes of a crashed launcher's output in the error.
+
+
+Show = Callable[[str], None]
+
+
+class LauncherRequest(msgspec.Struct, frozen=True):
+    """What the child does. `values`: keys of the configuration by section, see `compose`. `saved_files`: the
+    content's file, by the path within the run's directory. `model`, `runs`: of an evaluation, the model and
+    the parent of run directories."""
+
+    command: Literal["train", "sft", "eval"]
+    overrides: list[str] = []
+    values: dict[str, Any] = {}
+    saved_files: dict[str, str] = {}
+    config_dir: str = ""
+    model: str = ""
+    runs: str = ""
+
+
+class LaunchStarted(msgspec.Struct, frozen=True, tag=True):
+    """No check has refused the run; its processes start."""
+
+    run_dir: str
+
+
+class LaunchEnded(msgspec.Struct, frozen=True, tag=True):
+    """The last message. `code`: as the exit code of the commands."""
+
+    code: int
+    error: str = ""
+    run_dir: str = ""
+
+
+class RunError(AsyncrlError):
+    """A run or an evaluation has failed after its start."""
+
+
+class LauncherProcess:
+    """A child process with a launcher, from the caller's side. Methods may be called in any thread."""
+
+    def __init__(self, request: LauncherRequest) -> None:
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115 -- read until this object is gone
+        self._shown_bytes = 0
+        self._lock = threading.Lock()
+        self._started: LaunchStarted | None = None
+        self._ended: LaunchEnded | None = None
+
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "asyncrl.api.launcher"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._output,
+            env=os.environ | {INSIDE_RUN: "1", "PYTHONPATH": os.pathsep.join(_added_paths())},
+            start_new_session=True,
+        )
+        assert self._process.stdin and self._process.stdout
+        self._requests: IO[bytes] = self._process.stdin
+        self._reader = threading.Thread(
+            target=self._read_messages, args=(self._process.stdout,), name="asyncrl-launcher", daemon=True
+        )
+        self._reader.start()
+        with suppress(BrokenPipeError):  # it has ended: `wait` tells why
+            write_frame(self._requests, msgspec.json.encode(request))
+
+    def wait_for_start(self, show: Show) -> Path:
+        """Return the run's directory once the run's processes start. Raises as `wait` does if they never
+        do."""
+        while self._started is None:
+            if self._await_end(POLL_SECONDS, show):
+                return Path(self._ending().run_dir)
+        return Path(self._started.run_dir)
+
+    def wait(self, show: Show, seconds: float = math.inf) -> LaunchEnded:
+        """Return how the launcher ended. `show` gets the lines that it prints. Ctrl-C stops the run with a
+        checkpoint, a second Ctrl-C kills it, and KeyboardInterrupt goes on once it has ended. Raises
+        ConfigError for bad input, RunError for a run that failed, TimeoutError if the launcher has not ended
+        within `seconds`."""
+        deadline = time.monotonic() + seconds
+        try:
+            while not self._await_end(POLL_SECONDS, show):
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"the run has not ended within {seconds:g} s")
+        except KeyboardInterrupt:
+            self.stop()
+            try:
+                while not self._await_end(POLL_SECONDS, show):
+                    pass
+            except KeyboardInterrupt:
+                self.kill()
+            raise
+        return self._ending()
+
+    @property
+    def is_running(self) -> bool:
+        return self._process.poll() is None
+
+    def stop(self) -> None:
+        """Ask for the end of the run, with a checkpoint, and return at once. The second call kills the run's
+        processes."""
+        with self._lock:
+            if not self._requests.closed:
+                self._requests.close()
+            elif self.is_running:
+                self._process.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """End the launcher and with it every process of the run, without a checkpoint."""
+        self.stop()
+        self.stop()  # the second time kills
+        try:
+            self._process.wait(KILL_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def _read_messages(self, messages: IO[bytes]) -> None:
+        decode_message = msgspec.json.Decoder(LaunchStarted | LaunchEnded).decode
+        with messages:
+            while (frame := read_frame(messages)) is not None:
+                message = decode_message(frame)
+                if isinstance(message, LaunchStarted):
+                    self._started = message
+                else:
+                    self._ended = message
+
+    def _await_end(self, seconds: float, show: Callable[[str], None]) -> bool:
+        """Wait for at most `seconds`, and show what was printed in the meantime. Return whether the launcher
+        has ended, and everything is read."""
+        try:
+            self._process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            has_ended = False
+        else:
+            self._reader.join()
+            has_ended = True
+
+        with self._lock:
+            fd = self._output.fileno()
+            size = os.fstat(fd).st_size
+            printed_text = os.pread(fd, size - self._shown_bytes, self._shown_bytes)
+            whole_lines = printed_text if has_ended else printed_text[: printed_text.rfind(b"\n") + 1]
+            self._shown_bytes += len(whole_lines)
+        for line in whole_lines.decode(errors="replace").splitlines():
+            show(line)
+        return has_ended
+
+    def _ending(self) -> LaunchEnded:
+        """Return how the launcher, which has ended, did. Raises ConfigError and RunError."""
+        if self._ended is None:
+            if self._requests.closed and -self._process.returncode in (signal.SIGTERM, signal.SIGKILL):
+                return LaunchEnded(130)  # stopped before it could catch signals
+            output_end = os.pread(self._output.fileno(), TAIL_BYTES, max(0, self._shown_bytes - TAIL_BYTES))
+            last_line = output_end.decode(errors="replace").rstrip().rpartition("\n")[2]
+            raise RunError(f"the launcher {describe_exit(self._process.returncode)}: {last_line}")
+
+        if self._ended.code == 2:
+            raise ConfigError(self._ended.error)
+        if self._ended.code not in (0, 130):
+            raise RunError(self._ended.error or f"the run failed; see {self._ended.run_dir}/logs")
+        return self._ended
+
+
+def _added_paths() -> list[str]:
+    """Return the caller's import path as far as it is the caller's own: neither the interpreter's directories
+    nor those of installed packages."""
+    prefixes = tuple({os.path.realpath(prefix) + os.sep for prefix in (sys.prefix, sys.base_prefix)})
+    paths = [os.path.abspath(path) for path in sys.path]
+    return [path for path in paths if not (os.path.realpath(path) + os.sep).startswith(prefixes)]
+
+
+# -- in the child ------------------------------------------------------------------------------------
+
+
+def main() -> int:
+    """Read a request, do it, report how it ended. What is printed goes to standard error."""
+    request_pipe, message_pipe = private_pipes()
+    frame = read_frame(request_pipe)
+    if frame is None:
+        return 0  # the caller has ended already
+    threading.Thread(target=_stop_at_end, args=(request_pipe,), daemon=True).start()
+
+    ended = LaunchEnded(130)
+    try:
+        ended = _run_request(msgspec.json.decode(frame, type=LauncherRequest), message_pipe)
+    except ConfigError as error:
+        ended = LaunchEnded(2, str(error))
+    except (AsyncrlError, OSError) as error:
+        ended = LaunchEnded(1, one_line(error))
+    except KeyboardInterrupt:
+        pass
+
+    sys.stdout.flush()
+    with suppress(BrokenPipeError):  # the caller has ended
+        write_frame(message_pipe, msgspec.json.encode(ended))
+    return ended.code
+
+
+def _stop_at_end(request_pipe: IO[bytes]) -> None:
+    request_pipe.read()
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _run_request(request: LauncherRequest, message_pipe: IO[bytes]) -> LaunchEnded:
+    from asyncrl.commands import eval as eval_command
+    from asyncrl.commands import sft
+    from asyncrl.config.composition import compose
+    from asyncrl.launch.run_directory import run_directory
+    from asyncrl.launch.start import train
+    from asyncrl.observe.files import read_status
+
+    values = request.values
+    config_dir = Path(request.config_dir) if request.config_dir else None
+
+    if request.command == "eval":
+        options = argparse.Namespace(
+            overrides=request.overrides,
+            config_dir=config_dir,
+            run_dir=Path(request.runs),
+            dry_run=False,
+            values=values,
+        )
+        target = eval_command.resolve_target(request.model, options.run_dir)
+        code, evaluation_dir = eval_command.evaluate(target, options)
+        assert evaluation_dir is not None
+        if not code:
+            eval_command.write_result(eval_command.Result.read(evaluation_dir))
+        return LaunchEnded(code, read_status(evaluation_dir).get("error", ""), run_dir=str(evaluation_dir))
+
+    preset = sft.PRESET if request.command == "sft" else []
+    config = compose([*preset, *request.overrides], config_dir, values)
+
+    given_data = values.get("data", {})
+    names_test = any(text.startswith("data.test=") for text in request.overrides) or "test" in given_data
+    if "train" in given_data and config.data.test and not names_test:
+        print("data.test of the experiment is left out, as its rows may not fit yours; give test=…")
+        config = msgspec.structs.replace(config, data=msgspec.structs.replace(config.data, test=""))
+
+    run_dir = run_directory(config)
+    for name, source in request.saved_files.items():
+        saved_path = run_dir / name
+        if not saved_path.exists():
+            saved_path.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(source, saved_path.with_suffix(".tmp"))
+            saved_path.with_suffix(".tmp").replace(saved_path)
+
+    search_working_directory()
+    code = train(
+        config,
+        on_start=lambda run_dir: write_frame(message_pipe, msgspec.json.encode(LaunchStarted(str(run_dir)))),
+    )
+    return LaunchEnded(code, str(read_status(run_dir).get("error", "")), run_dir=str(run_dir))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,241 @@
+"""Runs as Python sees them: their files, and the launcher of those that were started here."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from asyncrl.errors import ConfigError
+from asyncrl.types import EpisodeEnd, Message, Sample
+
+if TYPE_CHECKING:
+    import pyarrow
+
+    from asyncrl.api.launcher import LauncherProcess
+
+
+class RunStatus(msgspec.Struct, frozen=True):
+    """A run at this moment. `phase`: starting, running, stopping, or ended; `ending`: how and why it ended,
+    '' while it goes on; `waits`: who waits for what."""
+
+    phase: str
+    step: int
+    total_steps: int
+    ending: str
+    waits: tuple[str, ...] = ()
+
+
+class RunTurn(msgspec.Struct, frozen=True):
+    """A turn of a recorded episode. `context`: token ids that the template wrote before `ids`, which the
+    model sampled with these `logprobs` (natural logs); `versions`: the policy version that sampled each."""
+
+    context: tuple[int, ...]
+    ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    versions: tuple[int, ...]
+
+
+class RunEpisode(msgspec.Struct, frozen=True):
+    """A recorded episode. `step`: that of its batch, None without one; `state`: trained, filtered, dropped or
+    failed, or one of an episode under way; `conversation`: as the reward saw it. `missing`: why turns are
+    not kept, '' if all are."""
+
+    uid: str
+    group: int
+    step: int | None
+    state: str
+    sample: Sample
+    end: EpisodeEnd
+    reward: float
+    components: dict[str, float]
+    conversation: tuple[Message, ...]
+    turns: tuple[RunTurn, ...]
+    missing: str = ""
+
+
+class Evaluation(msgspec.Struct, frozen=True):
+    """The result of an evaluation. `metrics`: by name, e.g. `val-core/all/sampled/mean@8`, with `mean` and,
+    for means over samples, the interval `low` to `high` of 95% (docs/evaluation.md)."""
+
+    run: Run
+    metrics: dict[str, dict[str, float]]
+
+    @property
+    def success(self) -> float:
+        """The fraction of episodes that succeed: `validation.success`."""
+        return self._mean("success")
+
+    @property
+    def score(self) -> float:
+        """The mean score of the reward."""
+        return self._mean("mean@")
+
+    def _mean(self, measure: str) -> float:
+        prefix = f"val-core/all/sampled/{measure}"
+        means = [values["mean"] for name, values in self.metrics.items() if name.startswith(prefix)]
+        if not means:
+            raise ConfigError(f"{self.run.directory}: has no {prefix}; it has {', '.join(self.metrics)}")
+        return means[0]
+
+
+class Run:
+    """A run by its directory, under way or ended. Methods read its files, and may be called in any thread."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.directory}>"
+
+    @property
+    def name(self) -> str:
+        return self.directory.name
+
+    @property
+    def model(self) -> Path:
+        """The Hugging Face directory of the newest checkpoint, which `model=` of another run takes, too.
+        Raises ConfigError if there is none yet."""
+        from asyncrl.commands.eval import resolve_target
+
+        return Path(resolve_target(str(self.directory), self.directory.parent).model)
+
+    def status(self) -> RunStatus:
+        from asyncrl.commands.status import describe_ending
+        from asyncrl.observe.files import read_status
+
+        status = read_status(self.directory)
+        ending = describe_ending(self.directory)
+        return RunStatus(
+            phase="ended" if ending else status.get("phase", "starting"),
+            step=status.get("step", 0),
+            total_steps=status.get("total_steps", 0),
+            ending=ending,
+            waits=() if ending else tuple(status.get("waits", ())),
+        )
+
+    def metrics(self) -> pyarrow.Table:
+        """Return metrics.jsonl as a table: a row per step and per validation, a column per metric
+        (docs/metrics.md), null where a row has none."""
+        import pyarrow
+
+        from asyncrl.observe.files import read_rows
+
+        rows = read_rows(self.directory)
+        columns = dict.fromkeys(name for row in rows for name in row)
+        return pyarrow.table({name: [row.get(name) for row in rows] for name in columns})
+
+    def episodes(self, step: int | None = None) -> Iterator[RunEpisode]:
+        """Yield the recorded episodes of training, oldest group first: those of a step's batch, or all that
+        the run still has (`store.keep_bytes`). Loads the run's tools, and its tokenizer."""
+        from asyncrl.config import read_config
+        from asyncrl.data import Samples, samples_path
+        from asyncrl.episodes.parts import EpisodeParts
+        from asyncrl.episodes.recorded import reward_input, stored_result, stored_turns
+        from asyncrl.launch.models import resolve_models
+        from asyncrl.store.reader import RunReader
+        from asyncrl.store.schema import StoreError
+        from asyncrl.types import NO_STEP
+
+        parts = EpisodeParts(resolve_models(read_config(self.directory))).load_parts("rules", "toolbox")
+        samples = Samples.open(samples_path(self.directory, "train"))
+
+        with closing(RunReader.open(self.directory)) as reader:
+            for group in reader.groups():
+                for episode in reader.group_members(group.id):
+                    if step is not None and episode.step != step:
+                        continue
+
+                    sample = samples[group.sample]
+                    turns, missing = stored_turns(reader, episode)
+                    result = None
+                    with suppress(StoreError):
+                        result = stored_result(reader, episode.uid, episode.turns)
+                    messages: tuple[Message, ...] = ()
+                    if turns:
+                        end = episode.result.end
+                        tool_calls = episode.stats.tool_calls
+                        messages = reward_input(parts, sample, turns, end, tool_calls, result).messages
+
+                    yield RunEpisode(
+                        uid=episode.uid,
+                        group=episode.group,
+                        step=None if episode.step == NO_STEP else episode.step,
+                        state=str(episode.state),
+                        sample=sample,
+                        end=episode.result.end,
+                        reward=episode.result.reward,
+                        components=episode.result.components,
+                        conversation=messages,
+                        turns=tuple(
+                            RunTurn(
+                                context=turn.context,
+                                ids=turn.generation.ids,
+                                logprobs=turn.generation.logprobs,
+                                versions=tuple(
+                                    span.version
+                                    for span in turn.generation.spans
+                                    for _ in range(span.start, span.end)
+                                ),
+                            )
+                            for turn in turns
+                        ),
+                        missing=missing,
+                    )
+
+    def evaluate(self, data: Any = None, *settings: str | Mapping[str, Any], **keywords: Any) -> Evaluation:
+        """Evaluate the newest checkpoint with the configuration of this run, as `asyncrl eval` does. `data`:
+        rows, or files; None: the run's own test data. See `asyncrl.evaluate`."""
+        from asyncrl.api.calls import evaluate
+
+        return evaluate(self, data, *settings, **keywords)
+
+    def export(self, directory: str | Path, adapters: str = "merged") -> Path:
+        """Write the model of the newest checkpoint to a new directory for transformers, SGLang or vLLM, as
+        `asyncrl merge` does; `adapters="apart"`: the adapters alone. Return the directory."""
+        from asyncrl.commands import merge
+
+        merge.main([str(self.directory), str(directory), "--adapters", adapters])
+        return Path(directory)
+
+
+class StartedRun(Run):
+    """A run whose launcher was started here. It ends, with a checkpoint, when this process does."""
+
+    def __init__(
+        self,
+        directory: Path,
+        launcher: LauncherProcess,
+        files: tempfile.TemporaryDirectory[str],
+        show: Callable[[str], None],
+    ) -> None:
+        super().__init__(directory)
+        self._launcher = launcher
+        self._files = files  # what the launcher reads at its start
+        self._show = show
+
+    def wait(self, seconds: float = math.inf) -> StartedRun:
+        """Wait for the end of the run, and print what its launcher prints. Ctrl-C stops the run with a
+        checkpoint, a second Ctrl-C kills it; either way KeyboardInterrupt goes on once it has ended. Raises
+        RunError if the run failed, ConfigError if it found bad input after its start, TimeoutError if it has
+        not ended within `seconds`."""
+        self._launcher.wait(self._show, seconds)
+        return self
+
+    @property
+    def is_running(self) -> bool:
+        return self._launcher.is_running
+
+    def stop(self) -> None:
+        """Ask for an end with a checkpoint (`launch.stop_timeout`), and return at once; `wait` waits for
+        it. `resume="auto"` goes on later."""
+        self._launcher.stop()
+
+    def kill(self) -> None:
+        """End all processes of the run now, without a checkpoint."""
+        self._launcher.kill()

@@ -1,0 +1,60 @@
+"""Writes rows that a caller holds in memory to files, which a run reads as any other."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from hashlib import blake2s
+from pathlib import Path
+from typing import Any
+
+from asyncrl.data.rows import json_value
+from asyncrl.errors import ConfigError
+
+DIGEST_BYTES = 8
+
+
+def save_rows(rows: Any, key: str, directory: Path) -> Path:
+    """Write rows to a file in `directory` whose name is the content's digest, and return its path. `rows`:
+    dicts with the columns of the data files (docs/data.md); a table of pyarrow, pandas or polars, or a
+    `datasets.Dataset`. ConfigError, which begins with `key`, for a row that JSON cannot hold."""
+    if hasattr(rows, "to_pylist"):  # pyarrow.Table
+        row_list = rows.to_pylist()
+    elif hasattr(rows, "to_dicts"):  # polars.DataFrame
+        row_list = rows.to_dicts()
+    elif hasattr(rows, "to_dict") and hasattr(rows, "columns"):  # pandas.DataFrame
+        row_list = rows.to_dict("records")
+    elif isinstance(rows, Iterable) and not isinstance(rows, Mapping):
+        row_list = list(rows)
+    else:
+        raise ConfigError(
+            f"{key}: is of type {type(rows).__name__}; give a list of dicts, or the path of a file"
+        )
+    if not row_list:
+        raise ConfigError(f"{key}: has no rows")
+
+    lines: list[bytes] = []
+    for number, row in enumerate(row_list):
+        if not isinstance(row, Mapping):
+            raise ConfigError(f"{key}[{number}]: is of type {type(row).__name__}; each row is a dict")
+        try:
+            line = json.dumps(json_value(dict(row)), ensure_ascii=False, allow_nan=False)
+            lines.append(line.encode() + b"\n")
+        except (TypeError, ValueError) as error:
+            column = next(column for column in row if not _is_json(row[column]))
+            raise ConfigError(
+                f"{key}[{number}].{column}: {error}; make it a text, a number, a list or a dict"
+            ) from None
+
+    content = b"".join(lines)
+    path = directory / f"{blake2s(content, digest_size=DIGEST_BYTES).hexdigest()}.jsonl"
+    path.write_bytes(content)
+    return path
+
+
+def _is_json(value: Any) -> bool:
+    try:
+        json.dumps(json_value(value), ensure_ascii=False, allow_nan=False).encode()
+    except (TypeError, ValueError):
+        return False
+    return True

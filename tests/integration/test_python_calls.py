@@ -1,0 +1,267 @@
+"""Runs that Python starts: from scripts, from threads, and from a notebook's kernel that is killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+import asyncrl
+from asyncrl.observe.files import read_rows
+
+ROOT = Path(__file__).resolve().parents[2]
+DEADLINE = 120.0
+SMALL = {
+    "buffer": {"groups_per_batch": 4, "episodes_per_group": 4},
+    "rollout": {"slots": 32},
+    "validation": {"samples": 8},
+    "checkpoint": {"every": 3},
+}
+
+
+def wait_until(condition: Callable[[], Any], seconds: float = DEADLINE) -> Any:
+    deadline = time.monotonic() + seconds
+    while not (value := condition()):
+        assert time.monotonic() < deadline, "the deadline is over"
+        time.sleep(0.05)
+    return value
+
+
+def row(first: int, second: int) -> dict[str, Any]:
+    prompt = [{"role": "user", "content": f"Start with {first}, plus {second}."}]
+    return {"prompt": prompt, "ground_truth": str(first + second), "extra_info": {"sum": first + second}}
+
+
+SCRIPT = """\
+import json
+import sys
+from pathlib import Path
+
+import asyncrl
+from tests.integration.test_python_calls import SMALL, row
+
+
+def closeness(data_source, solution_str, ground_truth, extra_info):
+    return {"score": float(ground_truth in solution_str), "known_sum": float(extra_info["sum"])}
+
+
+if __name__ == "__main__":
+    runs = Path(sys.argv[1])
+    common = {"reward": closeness, "train": [row(n, 3) for n in range(8)], "run_dir": runs}
+    run = asyncrl.train("experiment=calculator", SMALL, name="first", total_steps=2, **common)
+    episodes = list(run.episodes(step=2))
+    again = asyncrl.train(
+        "experiment=calculator", SMALL, name="first", total_steps=3, resume="auto", test=[row(1, 2)], **common
+    )
+    result = again.evaluate([row(n, 5) for n in range(4)], episodes=2)
+    exported = again.export(runs / "model")
+    print(json.dumps({
+        "ending": run.status().ending,
+        "rows": run.metrics().num_rows,
+        "reward": run.metrics()["critic/score/mean"].to_pylist(),
+        "sums": sorted({episode.components["known_sum"] for episode in episodes}),
+        "logprobs": [len(turn.logprobs) == len(turn.ids) == len(turn.versions) for turn in episodes[0].turns],
+        "roles": [message.role for message in episodes[0].conversation],
+        "steps": again.status().step,
+        "samples": result.metrics["val-core/all/sampled/mean@2"]["samples"],
+        "score": result.score,
+        "model": (exported / "config.json").is_file(),
+    }))
+"""
+
+
+def run_script(tmp_path: Path, script: str, *arguments: str) -> subprocess.Popen[str]:
+    path = tmp_path / "task_script.py"
+    path.write_text(script)
+    return subprocess.Popen(
+        [sys.executable, str(path), *arguments],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
+def test_a_script_trains_resumes_and_evaluates(tmp_path: Path) -> None:
+    script = run_script(tmp_path, SCRIPT, str(tmp_path / "runs"))
+    printed, errors = script.communicate(timeout=500)
+    assert script.returncode == 0, printed + errors
+    assert "data.test of the experiment is left out" in printed
+    assert "resuming with changed keys: data.test" in printed
+
+    numbers = json.loads(printed.splitlines()[-1])
+    assert numbers["ending"] == "completed"
+    assert numbers["rows"] == 2  # without test rows nothing is validated
+    assert all(0 <= reward <= 1 for reward in numbers["reward"])
+    assert set(numbers["sums"]) <= set(range(3, 11))
+    assert numbers["sums"]
+    assert numbers["logprobs"]
+    assert all(numbers["logprobs"])
+    assert numbers["roles"][:2] == ["user", "assistant"]
+    assert numbers["steps"] == 3
+    assert numbers["samples"] == 4
+    assert 0 <= numbers["score"] <= 1
+    assert numbers["model"]
+
+
+def test_a_second_call_of_a_script_is_refused(tmp_path: Path) -> None:
+    """The call outside of the guard is made again where the run loads the file."""
+    script = run_script(
+        tmp_path,
+        "import asyncrl\n"
+        "def score(data_source, solution_str, ground_truth, extra_info): return 0.0\n"
+        f"asyncrl.train('experiment=calculator', reward=score, run_dir={str(tmp_path / 'runs')!r})\n",
+    )
+    printed, errors = script.communicate(timeout=DEADLINE)
+    assert script.returncode == 1, printed
+    last_line = errors.rstrip().splitlines()[-1]
+    assert "asyncrl.train() is called by code that a run has loaded" in last_line
+    assert '`if __name__ == "__main__":`' in last_line
+    assert not list((tmp_path / "runs").glob("*/config.yaml"))
+
+
+def test_bad_input_is_the_error_of_the_command(tmp_path: Path) -> None:
+    keywords = {"trainer": {"lrr": 1}, "run_dir": tmp_path, "name": "bad"}
+    with pytest.raises(asyncrl.ConfigError, match=r"unknown key trainer\.lrr; did you mean") as raised:
+        asyncrl.train("experiment=calculator", **keywords)
+    assert "\n" not in str(raised.value)
+
+
+def start_run(runs: Path, name: str, lines: list[str] | None = None) -> asyncrl.StartedRun:
+    return asyncrl.start(
+        "experiment=calculator",
+        SMALL,
+        name=name,
+        run_dir=runs,
+        total_steps=500,
+        show=(lines if lines is not None else []).append,
+    )
+
+
+def checkpoint_steps(run_dir: Path) -> list[int]:
+    return sorted(int(path.name.removeprefix("step-")) for path in run_dir.glob("checkpoints/step-*"))
+
+
+def committed_steps(run_dir: Path) -> int:
+    return sum("timing_s/step" in metrics_row for metrics_row in read_rows(run_dir))
+
+
+def live_roles(run_dir: Path) -> list[psutil.Process]:
+    """Return the processes of a run, but for its launcher."""
+    processes: list[psutil.Process] = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            arguments = process.cmdline()
+            if "asyncrl.launch.role" in arguments and str(run_dir) in " ".join(arguments):
+                processes.append(process)
+    return processes
+
+
+@pytest.mark.timeout(300)
+def test_stop_writes_a_checkpoint(tmp_path: Path) -> None:
+    lines: list[str] = []
+    run = start_run(tmp_path, "stopped", lines)
+    opened = asyncrl.open_run("stopped", run_dir=tmp_path)
+    wait_until(lambda: committed_steps(run.directory) >= 1)
+    assert opened.status().phase == "running"
+    run.stop()
+    run.wait(DEADLINE)
+
+    steps = committed_steps(run.directory)
+    assert checkpoint_steps(run.directory)[-1] == steps
+    assert opened.status().phase == "ended"
+    assert opened.model == run.directory / "checkpoints" / f"step-{steps}" / "hf"
+    assert any("with a checkpoint" in line for line in lines)
+    assert not live_roles(run.directory)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(300)
+def test_two_runs_at_once_in_threads(tmp_path: Path) -> None:
+    runs: dict[str, asyncrl.StartedRun] = {}
+
+    def run_and_stop(name: str) -> None:
+        runs[name] = start_run(tmp_path, name)
+        wait_until(lambda: committed_steps(runs[name].directory) >= 1)
+        runs[name].stop()
+        runs[name].wait(DEADLINE)
+
+    threads = [threading.Thread(target=run_and_stop, args=(name,)) for name in ("left", "right")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(2 * DEADLINE)
+    assert sorted(runs) == ["left", "right"]
+    for run in runs.values():
+        assert checkpoint_steps(run.directory)[-1] == committed_steps(run.directory)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("interrupts", [1, 2])
+def test_ctrl_c(tmp_path: Path, interrupts: int) -> None:
+    script = run_script(
+        tmp_path,
+        "import asyncrl\n"
+        "from tests.integration.test_python_calls import SMALL\n"
+        'asyncrl.train("experiment=calculator", SMALL, name="run", run_dir="runs", total_steps=500)\n',
+    )
+    run_dir = tmp_path / "runs" / "run"
+    wait_until(lambda: committed_steps(run_dir) >= 1)
+    script.send_signal(signal.SIGINT)
+    if interrupts == 2:
+        wait_until(lambda: asyncrl.open_run(run_dir).status().phase in ("stopping", "ended"))
+        script.send_signal(signal.SIGINT)
+
+    _, errors = script.communicate(timeout=DEADLINE)
+    assert "KeyboardInterrupt" in errors.rstrip().splitlines()[-1]
+    assert not live_roles(run_dir)
+    if interrupts == 1:
+        assert checkpoint_steps(run_dir)[-1] == committed_steps(run_dir)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(300)
+def test_a_killed_kernel_leaves_a_checkpoint(tmp_path: Path) -> None:
+    from jupyter_client.manager import KernelManager
+
+    kernel = KernelManager(kernel_name="python3")
+    kernel.start_kernel(cwd=str(tmp_path), env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"})
+    client = kernel.client()
+    client.start_channels()
+    try:
+        client.wait_for_ready(timeout=DEADLINE)
+        client.execute(
+            "import asyncrl\n"
+            "from tests.integration.test_python_calls import SMALL\n"
+            'asyncrl.train("experiment=calculator", SMALL, name="run", run_dir="runs", total_steps=500)'
+        )
+        run_dir = tmp_path / "runs" / "run"
+        wait_until(lambda: committed_steps(run_dir) >= 1)
+        (kernel_process,) = [
+            process
+            for process in psutil.Process().children(recursive=True)
+            if "ipykernel" in " ".join(process.cmdline())
+        ]
+        kernel_process.kill()
+        wait_until(lambda: asyncrl.open_run(run_dir).status().phase == "ended")
+    finally:
+        client.stop_channels()
+        kernel.shutdown_kernel(now=True)
+
+    assert checkpoint_steps(run_dir)[-1] == committed_steps(run_dir)
+    assert not live_roles(run_dir)

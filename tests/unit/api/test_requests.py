@@ -1,0 +1,139 @@
+"""The arguments of calls from Python, as a launcher's request; and the configuration that comes of it."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pytest
+
+from asyncrl.api.launcher import LauncherRequest
+from asyncrl.api.requests import make_request
+from asyncrl.api.run import Run
+from asyncrl.config.composition import RUN_DIRECTORY_MARK, compose
+from asyncrl.errors import ConfigError
+from asyncrl.tools import tool
+
+ROWS = [{"prompt": "2 + 2", "ground_truth": "4", "extra_info": {"stock": {"nail": "A"}}}]
+
+
+def scored(data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any]) -> float:
+    return 0.0
+
+
+@tool(timeout=3.0)
+class Shelves:
+    def find(self, item: str) -> str:
+        """Find an item."""
+        return item
+
+    def count(self, shelf: str) -> int:
+        """Count."""
+        return len(shelf)
+
+
+def request_of(tmp_path: Path, *settings: Any, **keywords: Any) -> LauncherRequest:
+    return make_request("train", settings, keywords, tmp_path)
+
+
+def test_names_rows_and_code_become_keys(tmp_path: Path) -> None:
+    request = request_of(
+        tmp_path,
+        "trainer.lr=1e-5",
+        {"trainer": {"ranks": 2}, "buffer": {"max_staleness": 3}},
+        model="some/model",
+        train=ROWS,
+        tools=["calculator", Shelves],
+        reward={scored: {"weight": 0.5}},
+        trainer={"lr": 1e-4},
+        total_steps=7,
+        test=None,
+    )
+    assert request.overrides == ["trainer.lr=1e-5"]
+    assert request.values["trainer"] == {"ranks": 2, "lr": 1e-4}
+    assert request.values["model"] == {"path": "some/model"}
+    assert request.values["total_steps"] == 7
+    assert request.values["rollout"] == {
+        "tools": ["calculator", f"{__name__}:Shelves"],
+        "reward": {f"{__name__}:scored": {"weight": 0.5}},
+    }
+    ((name, path),) = request.saved_files.items()
+    assert request.values["data"] == {"train": f"{RUN_DIRECTORY_MARK}/{name}"}
+    assert [json.loads(line) for line in Path(path).read_text().splitlines()] == ROWS
+
+
+def test_one_tool_makes_a_list(tmp_path: Path) -> None:
+    for tool_argument, names in ((Shelves, [f"{__name__}:Shelves"]), ("calculator", ["calculator"])):
+        assert request_of(tmp_path, tools=tool_argument).values["rollout"]["tools"] == names
+
+
+def test_values_are_composed_as_they_are(tmp_path: Path) -> None:
+    """No grammar reads them: quotes, interpolations and brackets stay."""
+    prompt = "a ${b} 'c' [d] \\ {e: f}"
+    request = request_of(
+        tmp_path,
+        "experiment=calculator",
+        data={"system_prompt": prompt},
+        train=ROWS,
+        name="a",
+        run_dir="runs",
+    )
+    config = compose(request.overrides, None, request.values)
+    assert config.data.system_prompt == prompt
+    (name,) = request.saved_files
+    assert config.data.train == f"runs/a/{name}"
+    assert config.rollout.reward == "final_number"
+
+    options = {"math": {"weight": 0.5}}
+    request = request_of(tmp_path, "experiment=calculator", reward=options)
+    assert compose(request.overrides, None, request.values).rollout.reward == options
+
+
+def test_files_may_have_weights(tmp_path: Path) -> None:
+    sources = [{"path": "a.parquet", "weight": 2.0}, {"path": "b.parquet", "weight": 1.0}]
+    assert request_of(tmp_path, train=sources).values["data"]["train"] == sources
+    assert request_of(tmp_path, train=Path("a.parquet")).values["data"]["train"] == "a.parquet"
+
+
+def test_tables_are_rows(tmp_path: Path) -> None:
+    table = pyarrow.table({"prompt": ["2 + 2"], "ground_truth": ["4"]})
+    for rows in (table, table.to_pandas()):
+        (path,) = request_of(tmp_path, train=rows).saved_files.values()
+        assert json.loads(Path(path).read_text()) == {"prompt": "2 + 2", "ground_truth": "4"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "keywords", "problem"),
+    [
+        (["trainer.lr"], {}, "'trainer.lr': is no override; write KEY=VALUE"),
+        ([3], {}, "3: is of type int; settings are texts and dicts"),
+        ([], {"train": [ROWS[0], "a text"]}, "data.train[1]: is of type str; each row is a dict"),
+        ([], {"train": []}, "data.train: has no rows"),
+        ([], {"train": 3}, "data.train: is of type int; give a list of dicts"),
+        ([], {"train": [{"day": datetime.date(2026, 1, 1)}]}, "data.train[0].day: Object of type date"),
+        (
+            [],
+            {"train": [{"prompt": "x", "weight": float("nan")}]},
+            "data.train[0].weight: Out of range float",
+        ),
+        ([], {"reward": object()}, "rollout.reward: a value of type object is none"),
+        ([], {"reward": lambda answer: 0.0}, "rollout.reward: a lambda has no name"),
+        ([], {"trainer": {"lr": object()}}, "trainer.lr: a value of type object is none"),
+    ],
+)
+def test_bad_arguments_name_the_key(
+    tmp_path: Path, settings: list[Any], keywords: dict[str, Any], problem: str
+) -> None:
+    with pytest.raises(ConfigError) as raised:
+        request_of(tmp_path, *settings, **keywords)
+    assert problem in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_run_without_a_checkpoint_is_no_model(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("")
+    with pytest.raises(ConfigError, match=str(tmp_path)):
+        request_of(tmp_path, model=Run(tmp_path))
