@@ -19,7 +19,7 @@ MODULE_OF_NAME = {
     "RunStatus": "asyncrl.api.run",
     "RunEpisode": "asyncrl.api.run",
     "RunTurn": "asyncrl.api.run",
-    "Evaluation": "asyncrl.api.run",
+    "Evaluation": "asyncrl.api.evaluation",
     "RunError": "asyncrl.api.launcher",
     "ConfigError": "asyncrl.errors",
     "tool": "asyncrl.tools",

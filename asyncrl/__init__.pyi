@@ -6,8 +6,8 @@ from typing import Any, Literal, TypedDict
 
 from asyncrl.api.calls import evaluate as evaluate
 from asyncrl.api.calls import open_run as open_run
+from asyncrl.api.evaluation import Evaluation as Evaluation
 from asyncrl.api.launcher import RunError as RunError
-from asyncrl.api.run import Evaluation as Evaluation
 from asyncrl.api.run import Run as Run
 from asyncrl.api.run import RunEpisode as RunEpisode
 from asyncrl.api.run import RunStatus as RunStatus

@@ -7,11 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-import msgspec
-
-from asyncrl.api.launcher import LauncherProcess, RunError, Show
+from asyncrl.api.evaluation import Evaluation, evaluate_model
+from asyncrl.api.launcher import LauncherProcess, Show
 from asyncrl.api.requests import make_request
-from asyncrl.api.run import Evaluation, Run, StartedRun
+from asyncrl.api.run import Run, StartedRun
 from asyncrl.errors import ConfigError
 from asyncrl.registry import refuse_inside_run
 
@@ -29,6 +28,8 @@ def start(
     `show` gets each line that the launcher prints, while a call waits. May be called in any thread, and
     several times."""
     refuse_inside_run(f"asyncrl.{command}()")
+    if isinstance(model := keywords.get("model"), Run):
+        keywords["model"] = model.model
     files = tempfile.TemporaryDirectory(prefix="asyncrl-")
     request = make_request(command, settings, keywords, Path(files.name), config_dir=config_dir)
     launcher = LauncherProcess(request)
@@ -84,40 +85,20 @@ def evaluate(
     run_dir: the parent of run directories; of a run its own parent.
     settings, keywords: as for `train`.
     """
-    refuse_inside_run("asyncrl.evaluate()")
-    if isinstance(model, Run):
-        runs = Path(run_dir or model.directory.parent)
-        saved_directory = model.directory
-        target = str(model.directory)
-    else:
-        runs = Path(run_dir or "runs")
-        saved_directory = runs
-        target = str(model)
-
     keywords = {
         "test": data,
         "validation.samples": samples,
         "validation.episodes": episodes,
         **keywords,
     }
-    request = make_request(
-        "eval",
-        settings,
-        keywords,
-        saved_directory,
-        place=str(saved_directory),
-        config_dir=config_dir,
-        model=target,
-        runs=str(runs),
-    )
-    ended = LauncherProcess(request).wait(show)
-    if ended.code:
-        raise RunError("the evaluation was interrupted; the same call goes on with the rest")
+    if isinstance(model, Run):
+        runs = Path(run_dir) if run_dir else model.directory.parent
+        return evaluate_model(
+            str(model.directory), settings, keywords, runs, model.directory, config_dir, show
+        )
 
-    evaluation_dir = Path(ended.run_dir)
-    written_metrics = (evaluation_dir / "evaluation.json").read_bytes()
-    metrics = msgspec.json.decode(written_metrics, type=dict[str, dict[str, float]])
-    return Evaluation(Run(evaluation_dir), metrics)
+    runs = Path(run_dir or "runs")
+    return evaluate_model(str(model), settings, keywords, runs, runs, config_dir, show)
 
 
 def open_run(name: str | Path, run_dir: str | Path = "runs") -> Run:

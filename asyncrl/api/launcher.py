@@ -76,7 +76,7 @@ class LauncherProcess:
         self._shown_bytes = 0
         self._lock = threading.Lock()
         self._started: LaunchStarted | None = None
-        self._ended: LaunchEnded | None = None
+        self._ending_message: LaunchEnded | None = None
 
         self._process = subprocess.Popen(
             [sys.executable, "-m", "asyncrl.api.launcher"],
@@ -92,7 +92,7 @@ class LauncherProcess:
             target=self._read_messages, args=(self._process.stdout,), name="asyncrl-launcher", daemon=True
         )
         self._reader.start()
-        with suppress(BrokenPipeError):  # it has ended: `wait` tells why
+        with suppress(BrokenPipeError):  # the child has ended: `wait` tells why
             write_frame(self._requests, msgspec.json.encode(request))
 
     def wait_for_start(self, show: Show) -> Path:
@@ -154,7 +154,7 @@ class LauncherProcess:
                 if isinstance(message, LaunchStarted):
                     self._started = message
                 else:
-                    self._ended = message
+                    self._ending_message = message
 
     def _await_end(self, seconds: float, show: Callable[[str], None]) -> bool:
         """Wait for at most `seconds`, and show what was printed in the meantime. Return whether the launcher
@@ -179,18 +179,20 @@ class LauncherProcess:
 
     def _ending(self) -> LaunchEnded:
         """Return how the launcher, which has ended, did. Raises ConfigError and RunError."""
-        if self._ended is None:
+        if self._ending_message is None:
             if self._requests.closed and -self._process.returncode in (signal.SIGTERM, signal.SIGKILL):
                 return LaunchEnded(130)  # stopped before it could catch signals
             output_end = os.pread(self._output.fileno(), TAIL_BYTES, max(0, self._shown_bytes - TAIL_BYTES))
             last_line = output_end.decode(errors="replace").rstrip().rpartition("\n")[2]
             raise RunError(f"the launcher {describe_exit(self._process.returncode)}: {last_line}")
 
-        if self._ended.code == 2:
-            raise ConfigError(self._ended.error)
-        if self._ended.code not in (0, 130):
-            raise RunError(self._ended.error or f"the run failed; see {self._ended.run_dir}/logs")
-        return self._ended
+        if self._ending_message.code == 2:
+            raise ConfigError(self._ending_message.error)
+        if self._ending_message.code not in (0, 130):
+            raise RunError(
+                self._ending_message.error or f"the run failed; see {self._ending_message.run_dir}/logs"
+            )
+        return self._ending_message
 
 
 def _added_paths() -> list[str]:
@@ -212,20 +214,20 @@ def main() -> int:
         return 0  # the caller has ended already
     threading.Thread(target=_stop_at_end, args=(request_pipe,), daemon=True).start()
 
-    ended = LaunchEnded(130)
+    ending = LaunchEnded(130)
     try:
-        ended = _run_request(msgspec.json.decode(frame, type=LauncherRequest), message_pipe)
+        ending = _run_request(msgspec.json.decode(frame, type=LauncherRequest), message_pipe)
     except ConfigError as error:
-        ended = LaunchEnded(2, str(error))
+        ending = LaunchEnded(2, str(error))
     except (AsyncrlError, OSError) as error:
-        ended = LaunchEnded(1, one_line(error))
+        ending = LaunchEnded(1, one_line(error))
     except KeyboardInterrupt:
         pass
 
     sys.stdout.flush()
     with suppress(BrokenPipeError):  # the caller has ended
-        write_frame(message_pipe, msgspec.json.encode(ended))
-    return ended.code
+        write_frame(message_pipe, msgspec.json.encode(ending))
+    return ending.code
 
 
 def _stop_at_end(request_pipe: IO[bytes]) -> None:

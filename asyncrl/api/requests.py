@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from asyncrl.api.launcher import LauncherRequest
-from asyncrl.api.run import Run
 from asyncrl.api.saved_code import is_tool_class, loadable_name
 from asyncrl.api.saved_rows import save_rows
 from asyncrl.config.composition import RUN_DIRECTORY_MARK
@@ -36,16 +35,17 @@ def make_request(
     settings: Sequence[str | Mapping[str, Any]],
     keywords: Mapping[str, Any],
     directory: Path,
-    place: str = RUN_DIRECTORY_MARK,
+    named_directory: str = RUN_DIRECTORY_MARK,
     config_dir: str | Path = "",
     model: str = "",
     runs: str = "",
 ) -> LauncherRequest:
     """Make the request. `settings`: overrides as text (`"trainer.lr=1e-5"`) and dicts of sections;
     `keywords`: sections, keys at top level, and the arguments of KEY_OF_ARGUMENT. Functions and rows are
-    written below `directory`, and named in the configuration as files below `place`. ConfigError names the
+    written below `directory`, and named in the configuration as files below
+    `named_directory`. ConfigError names the
     key."""
-    saver = ValueSaver(directory, place)
+    saver = ValueSaver(directory, named_directory)
     overrides: list[str] = []
     values: dict[str, Any] = {}
 
@@ -90,26 +90,25 @@ def _merge(tree: dict[str, Any], addition: Mapping[str, Any]) -> None:
 
 class ValueSaver:
     """Turns values of a call into values of JSON's types; functions and rows become files in `directory`,
-    which the values name as files in `place`."""
+    which the values name as files in
+    `named_directory`."""
 
-    def __init__(self, directory: Path, place: str) -> None:
+    def __init__(self, directory: Path, named_directory: str) -> None:
         self._directory = directory
-        self._place = place
-        self.saved_files: dict[str, str] = {}  # the file's path, by the path within `place`
+        self._named_directory = named_directory
+        self.saved_files: dict[str, str] = {}  # the file's path, by the path within the run's directory
         for name in (CODE_DIRECTORY, DATA_DIRECTORY):
             (directory / name).mkdir(parents=True, exist_ok=True)
 
     def save(self, value: Any, key: str) -> Any:
         """Return a value of a key, or of a section, in JSON's types."""
-        if isinstance(value, Run):
-            return str(value.model)
         if isinstance(value, str) and key in LIST_KEYS:
             return [value]
         if isinstance(value, os.PathLike):
             return os.fspath(value)
         if key in DATA_KEYS and not _names_sources(value):
             path = save_rows(value, key, self._directory / DATA_DIRECTORY)
-            return self._place_of(f"{DATA_DIRECTORY}/{path.name}", path)
+            return self._path_in_run(f"{DATA_DIRECTORY}/{path.name}", path)
         if value is None or isinstance(value, str | int | float):
             return value
 
@@ -135,12 +134,12 @@ class ValueSaver:
         if path is None:
             return name
         file_name, _, attribute = name.rpartition(":")
-        return f"{self._place_of(f'{CODE_DIRECTORY}/{file_name}', path)}:{attribute}"
+        return f"{self._path_in_run(f'{CODE_DIRECTORY}/{file_name}', path)}:{attribute}"
 
-    def _place_of(self, name: str, path: Path) -> str:
-        """Add a saved file, and return its path in `place`."""
+    def _path_in_run(self, name: str, path: Path) -> str:
+        """Add a saved file, and return the path for the configuration."""
         self.saved_files[name] = str(path)
-        return f"{self._place}/{name}"
+        return f"{self._named_directory}/{name}"
 
 
 def _names_sources(value: Any) -> bool:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from asyncrl.errors import ConfigError
+from asyncrl.api.evaluation import Evaluation, evaluate_model
 from asyncrl.types import EpisodeEnd, Message, Sample
 
 if TYPE_CHECKING:
@@ -57,31 +57,6 @@ class RunEpisode(msgspec.Struct, frozen=True):
     conversation: tuple[Message, ...]
     turns: tuple[RunTurn, ...]
     missing: str = ""
-
-
-class Evaluation(msgspec.Struct, frozen=True):
-    """The result of an evaluation. `metrics`: by name, e.g. `val-core/all/sampled/mean@8`, with `mean` and,
-    for means over samples, the interval `low` to `high` of 95% (docs/evaluation.md)."""
-
-    run: Run
-    metrics: dict[str, dict[str, float]]
-
-    @property
-    def success(self) -> float:
-        """The fraction of episodes that succeed: `validation.success`."""
-        return self._mean("success")
-
-    @property
-    def score(self) -> float:
-        """The mean score of the reward."""
-        return self._mean("mean@")
-
-    def _mean(self, measure: str) -> float:
-        prefix = f"val-core/all/sampled/{measure}"
-        means = [values["mean"] for name, values in self.metrics.items() if name.startswith(prefix)]
-        if not means:
-            raise ConfigError(f"{self.run.directory}: has no {prefix}; it has {', '.join(self.metrics)}")
-        return means[0]
 
 
 class Run:
@@ -188,12 +163,23 @@ class Run:
                         missing=missing,
                     )
 
-    def evaluate(self, data: Any = None, *settings: str | Mapping[str, Any], **keywords: Any) -> Evaluation:
-        """Evaluate the newest checkpoint with the configuration of this run, as `asyncrl eval` does. `data`:
-        rows, or files; None: the run's own test data. See `asyncrl.evaluate`."""
-        from asyncrl.api.calls import evaluate
-
-        return evaluate(self, data, *settings, **keywords)
+    def evaluate(
+        self,
+        data: Any = None,
+        *settings: str | Mapping[str, Any],
+        samples: int | None = None,
+        episodes: int | None = None,
+        **keywords: Any,
+    ) -> Evaluation:
+        """Evaluate the newest checkpoint with the configuration of this run. The arguments are those of
+        `asyncrl.evaluate`; without `data` the run's own test data are used."""
+        return evaluate_model(
+            str(self.directory),
+            settings,
+            {"test": data, "validation.samples": samples, "validation.episodes": episodes, **keywords},
+            runs=self.directory.parent,
+            saved_directory=self.directory,
+        )
 
     def export(self, directory: str | Path, adapters: str = "merged") -> Path:
         """Write the model of the newest checkpoint to a new directory for transformers, SGLang or vLLM, as
@@ -216,7 +202,7 @@ class StartedRun(Run):
     ) -> None:
         super().__init__(directory)
         self._launcher = launcher
-        self._files = files  # what the launcher reads at its start
+        self._files = files  # the launcher has read them; deleted with this object
         self._show = show
 
     def wait(self, seconds: float = math.inf) -> StartedRun:

@@ -104,7 +104,7 @@ def argument_parser(name: str, text: str) -> argparse.ArgumentParser:
     parser.add_argument("overrides", nargs="*", metavar="OVERRIDES", help="key=value or group=choice")
     parser.add_argument("--config-dir", type=Path, help="directory with configuration groups of your own")
     parser.add_argument("--dry-run", action="store_true", help="check everything and print the plan")
-    parser.set_defaults(values={})  # of calls from Python
+    parser.set_defaults(values={})  # calls from Python have some
     return parser
 
 

@@ -32,7 +32,7 @@ from asyncrl.weights.adapters import Adapters
 _MAX_PADDING_RATIO = 4
 
 
-class Run:
+class RunningRequest:
     """Follows one request from arrival to its end."""
 
     def __init__(self, request: Request, max_length: int, version: int, started_at: float) -> None:
@@ -69,15 +69,15 @@ class Batcher:
         self._swap_count = 0  # weight swaps: two may have one version number
         self.token_budget = token_budget
         self.generated_tokens = 0
-        self.runs_by_session: dict[str, Run] = {}  # all that have not ended
+        self.runs_by_session: dict[str, RunningRequest] = {}  # all that have not ended
         self.cache = KVCache(model, slot_count, max_len)
 
         self._recorded_step = RecordedStep(self.cache)
         self.slots = Slots(slot_count)
         self._prefix_index = PrefixIndex()
-        self._waiting_runs: deque[Run] = deque()
-        self._filling_runs: list[Run] = []
-        self._decoding_runs: dict[int, Run] = {}  # by slot index
+        self._waiting_runs: deque[RunningRequest] = deque()
+        self._filling_runs: list[RunningRequest] = []
+        self._decoding_runs: dict[int, RunningRequest] = {}  # by slot index
 
         # Number of ids of each decoding slot, the last of which has no KV yet; 0 for other slots.
         self._slot_lengths = np.zeros(slot_count, dtype=np.int64)
@@ -87,9 +87,9 @@ class Batcher:
         self._asleep_since = math.inf
         self._slept_seconds = 0.0  # in earlier sleeps
 
-    def add_request(self, request: Request) -> Run:
+    def add_request(self, request: Request) -> RunningRequest:
         max_length = min(len(request.ids) + request.sampling.max_new_tokens, self.cache.max_len)
-        run = self.runs_by_session[request.session] = Run(
+        run = self.runs_by_session[request.session] = RunningRequest(
             request, max_length, self.version, self._awake_time()
         )
         self._waiting_runs.append(run)
@@ -151,7 +151,7 @@ class Batcher:
         return min(time.perf_counter(), self._asleep_since) - self._slept_seconds
 
     @torch.inference_mode()
-    def step(self) -> list[Run]:
+    def step(self) -> list[RunningRequest]:
         """Sample one token for every decoding slot and prefill as many prompt tokens as fit; return the runs
         for `end_run`."""
         self._admit_waiting()
@@ -185,7 +185,7 @@ class Batcher:
         self.generated_tokens += len(self._decoding_runs)
         return [self._decoding_runs[slot] for slot in ended_slots]
 
-    def ends_by_check(self, run: Run) -> bool:
+    def ends_by_check(self, run: RunningRequest) -> bool:
         """Call the run's stop check with the new id; True if the run ends with this id."""
         stop_check = run.request.stop_check
         if stop_check is None:
@@ -197,7 +197,7 @@ class Batcher:
         run.checked_ids.append(int(self.cache.ids[run.slot_index, run.prompt_length + sampled_count - 1]))
         return stop_check(run.checked_ids)
 
-    def end_run(self, run: Run, stop: StopReason | None = None) -> Generation:
+    def end_run(self, run: RunningRequest, stop: StopReason | None = None) -> Generation:
         """Take a run out of the batch and return its sampled ids. `stop`: the reason, if the run was not
         done. Raises EngineError if log-probs are not finite; the run is out of the batch in this case,
         too."""
@@ -234,7 +234,7 @@ class Batcher:
 
         return replace(generation, stop=stop)
 
-    def sampled_so_far(self, run: Run) -> Generation:
+    def sampled_so_far(self, run: RunningRequest) -> Generation:
         """Return the ids that a run has sampled, as a generation without an end."""
         sampled_count = self._sampled_count(run)
         spans = run.earlier_spans + tuple(
@@ -281,7 +281,7 @@ class Batcher:
 
         self._decoding_runs = {run.slot_index: run for run in self._decoding_runs.values()}
 
-    def _sampled_count(self, run: Run) -> int:
+    def _sampled_count(self, run: RunningRequest) -> int:
         length = int(self._slot_lengths[run.slot_index]) if run.decoding else len(run.prefill_ids)
         return length - run.prompt_length
 
@@ -305,7 +305,7 @@ class Batcher:
             self._slot_sampling.set_slot(slot.index, request.key, request.sampling, run.max_length)
             self._filling_runs.append(run)
 
-    def _find_prefix_source(self, run: Run) -> None:
+    def _find_prefix_source(self, run: RunningRequest) -> None:
         assert run.slot is not None
         prefix_source = self._prefix_index.enter_prompt(
             run.slot, run.prefill_ids, self._adapter_index(run.request.agent)
@@ -314,10 +314,10 @@ class Batcher:
             prefix_source if prefix_source and prefix_source.length > run.filled_length else None
         )
 
-    def _plan_chunks(self) -> dict[Run, Chunk]:
+    def _plan_chunks(self) -> dict[RunningRequest, Chunk]:
         """Choose the tokens to prefill in this step. Chunks are padded to the length of the first chunk, and
         padding counts against the budget."""
-        chunks: dict[Run, Chunk] = {}
+        chunks: dict[RunningRequest, Chunk] = {}
         ready_runs = [run for run in self._filling_runs if not self._awaits_prefix(run)]
         if not ready_runs:
             return chunks
@@ -334,7 +334,7 @@ class Batcher:
 
         return chunks
 
-    def _awaits_prefix(self, run: Run) -> bool:
+    def _awaits_prefix(self, run: RunningRequest) -> bool:
         """True if a request ahead is still computing the run's prefix. Copies a complete prefix if the
         present weights computed all of its KV: the sampled tokens are then as exact as without a copy."""
         if run.prefix_source is None:

@@ -19,7 +19,7 @@ import torch
 from transformers import PreTrainedModel
 
 from asyncrl.engines.base import NOTHING, Request, check_request, engines
-from asyncrl.engines.torch.batch import Batcher, Run
+from asyncrl.engines.torch.batch import Batcher, RunningRequest
 from asyncrl.engines.torch.check import check_served
 from asyncrl.errors import EngineError, one_line
 from asyncrl.model_class import frozen_parts, is_within
@@ -62,7 +62,7 @@ class TorchEngine:
         assert isinstance(embeddings, torch.Tensor)
         self._vocabulary_size = embeddings.shape[0]
         self._batcher = Batcher(model, slots, max_len, max_batch_tokens, version)
-        self._turn_futures: dict[Run, asyncio.Future[Generation]] = {}
+        self._turn_futures: dict[RunningRequest, asyncio.Future[Generation]] = {}
         self._pending_changes: list[Callable[[], None]] = []  # to make after the step under way
 
         self._is_stepping = False
@@ -96,7 +96,7 @@ class TorchEngine:
         check_request(request, self._vocabulary_size, self._batcher.cache.max_len)
         loop = asyncio.get_running_loop()
         turn_future: asyncio.Future[Generation] = loop.create_future()
-        run: Run | None = None
+        run: RunningRequest | None = None
 
         def start_turn() -> None:
             nonlocal run
@@ -337,7 +337,7 @@ class TorchEngine:
             ended_runs = await asyncio.get_running_loop().run_in_executor(
                 self._step_thread, self._step_until_needed
             )
-            stop_reasons: dict[Run, StopReason | None] = dict.fromkeys(ended_runs)
+            stop_reasons: dict[RunningRequest, StopReason | None] = dict.fromkeys(ended_runs)
             stop_reasons |= {
                 run: StopReason.TEXT for run in self._turn_futures if self._batcher.ends_by_check(run)
             }
@@ -354,7 +354,7 @@ class TorchEngine:
                 except Exception as error:  # later changes are still made: their callers wait
                     self._break(_breaking_error(error))
 
-    def _step_until_needed(self) -> list[Run]:
+    def _step_until_needed(self) -> list[RunningRequest]:
         """Compute steps until the event loop is needed: each return to the loop costs as much as several
         sequences of a step. Returns the turns that ended."""
         any_stop_check = any(run.request.stop_check for run in self._turn_futures)
@@ -363,7 +363,7 @@ class TorchEngine:
             if ended_runs or any_stop_check or self._pending_changes or self._break_error:
                 return ended_runs
 
-    def _answer_turn(self, run: Run, stop: StopReason | None = None) -> None:
+    def _answer_turn(self, run: RunningRequest, stop: StopReason | None = None) -> None:
         """Answer a request, with an error if the log-probs are not finite."""
         answer: Generation | EngineError
         try:

@@ -10,9 +10,9 @@ from typing import Any
 import pyarrow
 import pytest
 
+import asyncrl
 from asyncrl.api.launcher import LauncherRequest
 from asyncrl.api.requests import make_request
-from asyncrl.api.run import Run
 from asyncrl.config.composition import RUN_DIRECTORY_MARK, compose
 from asyncrl.errors import ConfigError
 from asyncrl.tools import tool
@@ -136,4 +136,4 @@ def test_bad_arguments_name_the_key(
 def test_a_run_without_a_checkpoint_is_no_model(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("")
     with pytest.raises(ConfigError, match=str(tmp_path)):
-        request_of(tmp_path, model=Run(tmp_path))
+        asyncrl.start(model=asyncrl.open_run(tmp_path))

@@ -132,7 +132,7 @@ def test_a_function_is_saved_with_all_that_it_names(results: dict[str, Any]) -> 
     text = Path(results["helped"][1]).read_text()
     assert "import xml.dom" in text
     assert "import json as js" in text
-    assert "Warehouse" not in text  # what it does not name stays away
+    assert "Warehouse" not in text  # helped does not name it
     assert "Shelf" not in text
 
 

@@ -93,8 +93,8 @@ def test_a_class_is_shown_and_called_by_its_methods(
     (file := tmp_path / "shop.py").write_text(SHOP)
     (sample := tmp_path / "row.json").write_text('{"extra_info": {"prices": {"tea": 3}}}')
     assert cli.main(["tools", "list", f"{file}:Shop"]) == 0
-    shown = capsys.readouterr().out
-    assert f"price(item: string)  [{file}:Shop]\n    Return a price.\n    an object per episode" in shown
+    printed = capsys.readouterr().out
+    assert f"price(item: string)  [{file}:Shop]\n    Return a price.\n    an object per episode" in printed
     call = ["tools", "call", f"{file}:Shop", '{"item": "tea"}', "--name=price"]
     assert cli.main([*call, f"--sample={sample}"]) == 0
     assert capsys.readouterr().out.startswith("3\n-- price: reply after 0.0")

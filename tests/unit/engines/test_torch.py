@@ -12,7 +12,7 @@ import torch
 from msgspec.structs import replace
 
 from asyncrl.engines.base import StopCheck, engines, remaining_request, with_part
-from asyncrl.engines.torch.batch import Run
+from asyncrl.engines.torch.batch import RunningRequest
 from asyncrl.engines.torch.engine import TorchEngine
 from asyncrl.errors import ConfigError, EngineError
 from asyncrl.types import Generation, StopReason, VersionSpan
@@ -342,7 +342,7 @@ async def test_the_thread_steps_on_until_a_turn_ends_or_something_is_asked(monke
     step = engine._batcher.step
     in_thread = engine._step_until_needed
 
-    def counted() -> list[Run]:
+    def counted() -> list[RunningRequest]:
         nonlocal steps
         steps += 1
         if steps == 5:
@@ -351,7 +351,7 @@ async def test_the_thread_steps_on_until_a_turn_ends_or_something_is_asked(monke
         assert steps < 6 or scored.wait(30)
         return step()
 
-    def returning() -> list[Run]:
+    def returning() -> list[RunningRequest]:
         try:
             return in_thread()
         finally:

@@ -131,8 +131,8 @@ def bench(
     (file := tmp_path / "mine.py").write_text(code)
     (reward,) = load_rewards(f"{file}:{reward_name}")
 
-    def score(given: RewardInput) -> Any:
-        return reward.function(given)
+    def score(reward_input: RewardInput) -> Any:
+        return reward.function(reward_input)
 
     episode = TurnBench([*turns], score, history="append")
     episode.tools = load_tools([f"{file}:{class_name}"])
@@ -163,17 +163,21 @@ def test_the_reward_function_sees_the_prompt_that_the_model_got(tmp_path: Path) 
     episode = bench(tmp_path, GAME, "GuessEnv", "reward_func", *GUESSES, word="apple")
     scored: list[RewardInput] = []
 
-    def score(given: RewardInput) -> float:
-        scored.append(given)
+    def score(reward_input: RewardInput) -> float:
+        scored.append(reward_input)
         return 0.5
 
-    seen = TurnBench([*GUESSES], score)
-    seen.tools = episode.tools
-    seen.sample = episode.sample
-    seen.finished()
-    (given,) = scored
-    assert given.sample.prompt == given.messages[:1] == (Message("user", "Play. It has 5 letters."),)
-    assert given.result == {"reward": 1.0}
+    rewarded = TurnBench([*GUESSES], score)
+    rewarded.tools = episode.tools
+    rewarded.sample = episode.sample
+    rewarded.finished()
+    (reward_input,) = scored
+    assert (
+        reward_input.sample.prompt
+        == reward_input.messages[:1]
+        == (Message("user", "Play. It has 5 letters."),)
+    )
+    assert reward_input.result == {"reward": 1.0}
 
 
 def test_a_prompt_without_a_message_of_the_user_gets_one(tmp_path: Path) -> None:

@@ -296,8 +296,8 @@ class OfNothing(Resettable):
 
 
 class OfMixed(Resettable):
-    def reset(self, sample: Sample, *, ground_truth: str, **others: Any) -> str:
-        return f"{sample.row} {ground_truth} {sorted(others)}"
+    def reset(self, sample: Sample, *, ground_truth: str, **columns: Any) -> str:
+        return f"{sample.row} {ground_truth} {sorted(columns)}"
 
 
 @pytest.mark.parametrize(

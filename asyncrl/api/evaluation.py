@@ -1,0 +1,72 @@
+"""Evaluates models from Python."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from asyncrl.api.launcher import LauncherProcess, RunError, Show
+from asyncrl.api.requests import make_request
+from asyncrl.errors import ConfigError
+from asyncrl.registry import refuse_inside_run
+
+
+class Evaluation(msgspec.Struct, frozen=True):
+    """The result of an evaluation, which is a run in `directory`. `metrics`: by name, for example
+    `val-core/all/sampled/mean@8`, with `mean` and, for means over samples, the interval `low` to `high` of
+    95% (docs/evaluation.md)."""
+
+    directory: Path
+    metrics: dict[str, dict[str, float]]
+
+    @property
+    def success(self) -> float:
+        """The fraction of episodes that succeed: `validation.success`."""
+        return self._mean("success")
+
+    @property
+    def score(self) -> float:
+        """The mean score of the reward."""
+        return self._mean("mean@")
+
+    def _mean(self, measure: str) -> float:
+        prefix = f"val-core/all/sampled/{measure}"
+        means = [values["mean"] for name, values in self.metrics.items() if name.startswith(prefix)]
+        if not means:
+            raise ConfigError(f"{self.directory}: has no {prefix}; it has {', '.join(self.metrics)}")
+        return means[0]
+
+
+def evaluate_model(
+    model: str,
+    settings: Sequence[str | Mapping[str, Any]],
+    keywords: Mapping[str, Any],
+    runs: Path,
+    saved_directory: Path,
+    config_dir: str | Path = "",
+    show: Show = print,
+) -> Evaluation:
+    """Evaluate a model, a checkpoint or a run, as `asyncrl eval` does. Functions and rows are saved below
+    `saved_directory`. Raises ConfigError, RunError, and KeyboardInterrupt once the evaluation has stopped."""
+    refuse_inside_run("asyncrl.evaluate()")
+    request = make_request(
+        "eval",
+        settings,
+        keywords,
+        saved_directory,
+        named_directory=str(saved_directory),
+        config_dir=config_dir,
+        model=model,
+        runs=str(runs),
+    )
+    ending = LauncherProcess(request).wait(show)
+    if ending.code:
+        raise RunError("the evaluation was interrupted; the same call goes on with the rest")
+
+    directory = Path(ending.run_dir)
+    written_metrics = (directory / "evaluation.json").read_bytes()
+    metrics = msgspec.json.decode(written_metrics, type=dict[str, dict[str, float]])
+    return Evaluation(directory, metrics)
