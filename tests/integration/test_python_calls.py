@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,8 +15,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import nbformat
 import psutil
 import pytest
+from nbclient import NotebookClient
 
 import asyncrl
 from asyncrl.observe.files import read_rows
@@ -265,3 +268,35 @@ def test_a_killed_kernel_leaves_a_checkpoint(tmp_path: Path) -> None:
 
     assert checkpoint_steps(run_dir)[-1] == committed_steps(run_dir)
     assert not live_roles(run_dir)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+def test_the_example_of_the_page_learns(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "python.md").read_text()
+    script = run_script(tmp_path, "\n".join(re.findall(r"```python\n(.*?)```", page, re.DOTALL)))
+    printed, errors = script.communicate(timeout=800)
+    assert script.returncode == 0, printed[-2000:] + errors
+    run = asyncrl.open_run("warehouse", run_dir=tmp_path / "runs")
+    successes = run.metrics()["val-core/all/sampled/success"].drop_null().to_pylist()
+    assert successes[-1] > successes[0] + 0.2
+    assert (tmp_path / "warehouse-model" / "config.json").is_file()
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
+def test_the_notebook_trains_the_demo_and_draws_its_curve(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    notebook = nbformat.read(ROOT / "examples" / "notebook.ipynb", as_version=4)
+    NotebookClient(notebook, timeout=500, resources={"metadata": {"path": str(tmp_path)}}).execute()
+
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    assert any("image/png" in output.get("data", {}) for output in outputs)
+    printed = "".join(output.get("text", "") for output in outputs)
+    (code_file,) = (tmp_path / "runs").glob("calculator-*/code/*/task.py")
+    assert "def close_to_truth" in code_file.read_text()
+    success = re.search(r"(\d+)% of 256 episodes succeed", printed)
+    assert success and int(success[1]) > 60

@@ -18,6 +18,7 @@ from asyncrl.config import WeightsConfig
 from asyncrl.engines.sglang.client import SGLangClient
 from asyncrl.engines.sglang.http import ServerApi
 from asyncrl.engines.sglang.loader import shapes_of
+from asyncrl.engines.sglang.served_layers import kinds_not_served, type_without_adapters
 from asyncrl.model_class import auto_class_of
 from asyncrl.types import PolicyVersion
 from asyncrl.weights.delta import VersionWriter
@@ -31,9 +32,9 @@ from tests.sglang.conftest import Start
 GAP = 1e-5  # nats, in float32
 RANK = 4
 ADAPTED = ("q_proj", "k_proj", "v_proj", "o_proj")
-ADAPTERS = ("--enable-lora", f"--max-lora-rank={RANK}", "--lora-target-modules", *ADAPTED)
-WITHOUT_ADAPTERS = ("mistral3",)  # the first request with an adapter ends its server
+ADAPTERS = ("--enable-lora", f"--max-lora-rank={RANK}", "--lora-target-modules")
 TEXT = prompt(60, "families")
+DEADLINE = 240.0  # seconds of a request: the first ones of a family compile operators
 
 
 def served_families() -> list[object]:
@@ -90,14 +91,16 @@ def largest_gap(logprobs: tuple[float, ...], expected: list[float]) -> float:
     return math.inf if any(map(math.isnan, gaps)) else max(gaps)
 
 
-def write_adapter(model: Path, tensors: dict[str, Tensor], directory: Path) -> dict[str, Tensor]:
+def write_adapter(
+    model: Path, tensors: dict[str, Tensor], kinds: list[str], directory: Path
+) -> dict[str, Tensor]:
     """Write a random adapter of attention layers in PEFT's layout. Returns the adapted weights, merged."""
     generator = torch.Generator().manual_seed(3)
     adapter_tensors: dict[str, Tensor] = {}
     merged_weights: dict[str, Tensor] = {}
     for name, weight in tensors.items():
         layer = name.removesuffix(".weight")
-        if not layer.endswith(ADAPTED) or ".self_attn." not in layer:
+        if not layer.endswith(tuple(kinds)) or ".self_attn." not in layer:
             continue
 
         factor_a = torch.randn(RANK, weight.shape[1], generator=generator) / 4
@@ -107,7 +110,7 @@ def write_adapter(model: Path, tensors: dict[str, Tensor], directory: Path) -> d
             adapter_tensors[f"base_model.model.{layer}.lora_{factor}.weight"] = values
 
     directory.mkdir()
-    spec = AdapterSpec(rank=RANK, alpha=RANK, layers=ADAPTED)
+    spec = AdapterSpec(rank=RANK, alpha=RANK, layers=tuple(kinds))
     (directory / "adapter_config.json").write_text(json.dumps(spec.peft(str(model))))
     save_file(adapter_tensors, directory / "adapter_model.safetensors")
     return merged_weights
@@ -118,11 +121,13 @@ async def test_a_family_is_served_as_transformers_computes_it(
     family: str, sglang_server: Start, tmp_path: Path
 ) -> None:
     model = build_family(family, tmp_path / "model", mtp=bool(FAMILIES[family].mtp))
-    takes_adapters = family not in WITHOUT_ADAPTERS
-    server = sglang_server(model, *(ADAPTERS if takes_adapters else ()))
+    adapted_kinds: list[str] = []
+    if not type_without_adapters(str(model)):
+        adapted_kinds = [kind for kind in ADAPTED if kind not in kinds_not_served(str(model))]
+    server = sglang_server(model, *((*ADAPTERS, *adapted_kinds) if adapted_kinds else ()))
     gaps: dict[str, float] = {}
 
-    config = WeightsConfig(mode="in_place")
+    config = WeightsConfig(mode="in_place", deadline=DEADLINE)
     client = SGLangClient(ServerApi(server.url), sglang_config(1024), VOCABULARY_SIZE, salt=family)
     writer = VersionWriter(tmp_path / "versions", BUCKET_BYTES, full_every=2)
     tied = bool(AutoConfig.from_pretrained(model).get_text_config().tie_word_embeddings)
@@ -146,11 +151,11 @@ async def test_a_family_is_served_as_transformers_computes_it(
             gaps[f"after {way}"] = largest_gap(await loader.score(ids), expected)
             gaps[f"sampled after {way}"] = largest_gap(generation.logprobs, expected[19:])
 
-        if takes_adapters:
-            merged_weights = write_adapter(model, tensors, tmp_path / "adapter")
+        if adapted_kinds:
+            merged_weights = write_adapter(model, tensors, adapted_kinds, tmp_path / "adapter")
             await loader.api.load_adapter("adapter", str(tmp_path / "adapter"))
             expected = own_logprobs(with_tensors(model, tensors | merged_weights, tmp_path / "merged"), TEXT)
-            gaps["with an adapter"] = largest_gap(await loader.api.score(TEXT, 60.0, "adapter"), expected)
+            gaps["with an adapter"] = largest_gap(await loader.api.score(TEXT, DEADLINE, "adapter"), expected)
             assert largest_gap(await loader.score(TEXT), expected) > 100 * GAP  # it is another model
 
     server.kill()
