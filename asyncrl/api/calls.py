@@ -30,15 +30,15 @@ def start(
     refuse_inside_run(f"asyncrl.{command}()")
     if isinstance(model := keywords.get("model"), Run):
         keywords["model"] = model.model
-    files = tempfile.TemporaryDirectory(prefix="asyncrl-")
-    request = make_request(command, settings, keywords, Path(files.name), config_dir=config_dir)
-    launcher = LauncherProcess(request)
-    try:
-        run_dir = launcher.wait_for_start(show)
-    except BaseException:
-        launcher.kill()
-        raise
-    return StartedRun(run_dir, launcher, files, show)
+    with tempfile.TemporaryDirectory(prefix="asyncrl-") as directory:
+        request = make_request(command, settings, keywords, Path(directory), config_dir=config_dir)
+        launcher = LauncherProcess(request)
+        try:
+            run_dir = launcher.wait_for_start(show)  # by then the launcher has copied the files
+        except BaseException:
+            launcher.kill()
+            raise
+    return StartedRun(run_dir, launcher, show)
 
 
 def train(*settings: Setting, config_dir: str | Path = "", **keywords: Any) -> Run:

@@ -66,7 +66,7 @@ def evaluate_model(
     if ending.code:
         raise RunError("the evaluation was interrupted; the same call goes on with the rest")
 
-    directory = Path(ending.run_dir)
+    directory = Path(ending.run_dir).absolute()
     written_metrics = (directory / "evaluation.json").read_bytes()
     metrics = msgspec.json.decode(written_metrics, type=dict[str, dict[str, float]])
     return Evaluation(directory, metrics)

@@ -12,8 +12,10 @@ import math
 import os
 import shutil
 import signal
+import site
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import threading
 import time
@@ -29,6 +31,8 @@ from asyncrl.isolation.child import describe_exit, private_pipes, read_frame, wr
 from asyncrl.registry import INSIDE_RUN, search_working_directory
 
 POLL_SECONDS = 0.1  # Seconds between two looks at the child's output.
+SIGNAL_SECONDS = 0.5  # Seconds between two signals to a launcher that is to be killed.
+READ_SECONDS = 2.0  # Seconds for the last message of a launcher that has ended.
 KILL_SECONDS = 10.0  # Seconds for a launcher to kill its processes; then it is killed itself.
 TAIL_BYTES = 4096  # Bytes of a crashed launcher's output in the error.
 
@@ -74,7 +78,7 @@ class LauncherProcess:
     def __init__(self, request: LauncherRequest) -> None:
         self._output = tempfile.TemporaryFile()  # noqa: SIM115 -- read until this object is gone
         self._shown_bytes = 0
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a handler of signals may call `stop`
         self._started: LaunchStarted | None = None
         self._ending_message: LaunchEnded | None = None
 
@@ -83,7 +87,12 @@ class LauncherProcess:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._output,
-            env=os.environ | {INSIDE_RUN: "1", "PYTHONPATH": os.pathsep.join(_added_paths())},
+            env={
+                **os.environ,
+                INSIDE_RUN: "1",
+                "PYTHONPATH": os.pathsep.join(_added_paths()),
+                "PYTHONSAFEPATH": "1",  # no file of the working directory hides a module of Python
+            },
             start_new_session=True,
         )
         assert self._process.stdin and self._process.stdout
@@ -93,7 +102,7 @@ class LauncherProcess:
         )
         self._reader.start()
         with suppress(BrokenPipeError):  # the child has ended: `wait` tells why
-            write_frame(self._requests, msgspec.json.encode(request))
+            write_frame(self._requests, msgspec.msgpack.encode(request))
 
     def wait_for_start(self, show: Show) -> Path:
         """Return the run's directory once the run's processes start. Raises as `wait` does if they never
@@ -121,6 +130,11 @@ class LauncherProcess:
             except KeyboardInterrupt:
                 self.kill()
             raise
+        except TimeoutError:
+            raise
+        except BaseException:  # of `show`: nobody would wait for the run any more
+            self.stop()
+            raise
         return self._ending()
 
     @property
@@ -131,18 +145,26 @@ class LauncherProcess:
         """Ask for the end of the run, with a checkpoint, and return at once. The second call kills the run's
         processes."""
         with self._lock:
-            if not self._requests.closed:
+            if self._requests.closed:
+                if self.is_running:
+                    self._process.send_signal(signal.SIGTERM)
+                return
+
+            with suppress(BrokenPipeError):  # it has ended
+                # A byte, as a process that the caller has forked may hold the pipe open.
+                self._requests.write(b"\0")
+                self._requests.flush()
+            with suppress(BrokenPipeError):
                 self._requests.close()
-            elif self.is_running:
-                self._process.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
         """End the launcher and with it every process of the run, without a checkpoint."""
-        self.stop()
-        self.stop()  # the second time kills
-        try:
-            self._process.wait(KILL_SECONDS)
-        except subprocess.TimeoutExpired:
+        deadline = time.monotonic() + KILL_SECONDS
+        while self.is_running and time.monotonic() < deadline:
+            self.stop()  # the second signal kills; two at once may arrive as one
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(SIGNAL_SECONDS)
+        if self.is_running:
             self._process.kill()
             self._process.wait()
 
@@ -164,14 +186,15 @@ class LauncherProcess:
         except subprocess.TimeoutExpired:
             has_ended = False
         else:
-            self._reader.join()
+            self._reader.join(READ_SECONDS)  # a process of users' code may hold the pipe open
             has_ended = True
 
         with self._lock:
             fd = self._output.fileno()
             size = os.fstat(fd).st_size
             printed_text = os.pread(fd, size - self._shown_bytes, self._shown_bytes)
-            whole_lines = printed_text if has_ended else printed_text[: printed_text.rfind(b"\n") + 1]
+            line_end = max(printed_text.rfind(b"\n"), printed_text.rfind(b"\r")) + 1
+            whole_lines = printed_text if has_ended else printed_text[:line_end]
             self._shown_bytes += len(whole_lines)
         for line in whole_lines.decode(errors="replace").splitlines():
             show(line)
@@ -196,11 +219,13 @@ class LauncherProcess:
 
 
 def _added_paths() -> list[str]:
-    """Return the caller's import path as far as it is the caller's own: neither the interpreter's directories
-    nor those of installed packages."""
-    prefixes = tuple({os.path.realpath(prefix) + os.sep for prefix in (sys.prefix, sys.base_prefix)})
+    """Return the caller's import path without what each interpreter has: Python's modules, installed
+    packages, and the working directory, which `search_working_directory` adds behind them."""
+    library = sysconfig.get_path("stdlib")
+    common_paths = {library, f"{library}/lib-dynload", *site.getsitepackages(), site.getusersitepackages()}
+    common_paths = {os.path.realpath(path) for path in (*common_paths, os.getcwd())}
     paths = [os.path.abspath(path) for path in sys.path]
-    return [path for path in paths if not (os.path.realpath(path) + os.sep).startswith(prefixes)]
+    return [path for path in paths if os.path.exists(path) and os.path.realpath(path) not in common_paths]
 
 
 # -- in the child ------------------------------------------------------------------------------------
@@ -212,11 +237,13 @@ def main() -> int:
     frame = read_frame(request_pipe)
     if frame is None:
         return 0  # the caller has ended already
+    os.environ.pop("PYTHONSAFEPATH", None)  # for this process alone
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a stop unwinds what the checks have opened
     threading.Thread(target=_stop_at_end, args=(request_pipe,), daemon=True).start()
 
     ending = LaunchEnded(130)
     try:
-        ending = _run_request(msgspec.json.decode(frame, type=LauncherRequest), message_pipe)
+        ending = _run_request(msgspec.msgpack.decode(frame, type=LauncherRequest), message_pipe)
     except ConfigError as error:
         ending = LaunchEnded(2, str(error))
     except (AsyncrlError, OSError) as error:
@@ -231,18 +258,19 @@ def main() -> int:
 
 
 def _stop_at_end(request_pipe: IO[bytes]) -> None:
-    request_pipe.read()
-    os.kill(os.getpid(), signal.SIGTERM)
+    request_pipe.read(1)
+    os.kill(os.getpid(), signal.SIGINT)
 
 
 def _run_request(request: LauncherRequest, message_pipe: IO[bytes]) -> LaunchEnded:
     from asyncrl.commands import eval as eval_command
     from asyncrl.commands import sft
     from asyncrl.config.composition import compose
-    from asyncrl.launch.run_directory import run_directory
+    from asyncrl.launch.run_directory import check_run_directory, run_directory
     from asyncrl.launch.start import train
     from asyncrl.observe.files import read_status
 
+    search_working_directory()
     values = request.values
     config_dir = Path(request.config_dir) if request.config_dir else None
 
@@ -261,8 +289,8 @@ def _run_request(request: LauncherRequest, message_pipe: IO[bytes]) -> LaunchEnd
             eval_command.write_result(eval_command.Result.read(evaluation_dir))
         return LaunchEnded(code, read_status(evaluation_dir).get("error", ""), run_dir=str(evaluation_dir))
 
-    preset = sft.PRESET if request.command == "sft" else []
-    config = compose([*preset, *request.overrides], config_dir, values)
+    compose_run = sft.compose_sft if request.command == "sft" else compose
+    config = compose_run(request.overrides, config_dir, values)
 
     given_data = values.get("data", {})
     names_test = any(text.startswith("data.test=") for text in request.overrides) or "test" in given_data
@@ -270,6 +298,7 @@ def _run_request(request: LauncherRequest, message_pipe: IO[bytes]) -> LaunchEnd
         print("data.test of the experiment is left out, as its rows may not fit yours; give test=…")
         config = msgspec.structs.replace(config, data=msgspec.structs.replace(config.data, test=""))
 
+    check_run_directory(config)
     run_dir = run_directory(config)
     for name, source in request.saved_files.items():
         saved_path = run_dir / name
@@ -278,7 +307,6 @@ def _run_request(request: LauncherRequest, message_pipe: IO[bytes]) -> LaunchEnd
             shutil.copyfile(source, saved_path.with_suffix(".tmp"))
             saved_path.with_suffix(".tmp").replace(saved_path)
 
-    search_working_directory()
     code = train(
         config,
         on_start=lambda run_dir: write_frame(message_pipe, msgspec.json.encode(LaunchStarted(str(run_dir)))),

@@ -26,6 +26,7 @@ KEY_OF_ARGUMENT = {
 }
 DATA_KEYS = ("data.train", "data.test")
 LIST_KEYS = ("rollout.tools",)
+GROUPS = ("algorithm", "engine", "experiment", "launch")  # of files in configs/, chosen by a text
 CODE_DIRECTORY = "code"
 DATA_DIRECTORY = "data"
 
@@ -42,9 +43,8 @@ def make_request(
 ) -> LauncherRequest:
     """Make the request. `settings`: overrides as text (`"trainer.lr=1e-5"`) and dicts of sections;
     `keywords`: sections, keys at top level, and the arguments of KEY_OF_ARGUMENT. Functions and rows are
-    written below `directory`, and named in the configuration as files below
-    `named_directory`. ConfigError names the
-    key."""
+    written below `directory`, and named in the configuration as files below `named_directory`. ConfigError
+    names the key."""
     saver = ValueSaver(directory, named_directory)
     overrides: list[str] = []
     values: dict[str, Any] = {}
@@ -58,12 +58,18 @@ def make_request(
             for name, value in setting.items():
                 if value is None:
                     continue
+                if name in GROUPS and isinstance(value, str):
+                    overrides.append(f"{name}={value}")
+                    continue
+
                 is_section = name == "model" and isinstance(value, Mapping)
                 key = name if is_section else KEY_OF_ARGUMENT.get(name, name)
                 section, _, section_key = key.partition(".")
                 saved_value = saver.save(value, key)
                 added_values = {section_key: saved_value} if section_key else saved_value
-                _merge(values, {section: added_values})
+                if isinstance(added_values, dict):  # of a section: other keys stay
+                    added_values = {**values.get(section, {}), **added_values}
+                values[section] = added_values
         else:
             raise ConfigError(
                 f"{setting!r}: is of type {type(setting).__name__}; settings are texts and dicts"
@@ -80,25 +86,14 @@ def make_request(
     )
 
 
-def _merge(tree: dict[str, Any], addition: Mapping[str, Any]) -> None:
-    for name, value in addition.items():
-        if isinstance(value, dict) and isinstance(tree.get(name), dict):
-            _merge(tree[name], value)
-        else:
-            tree[name] = value
-
-
 class ValueSaver:
     """Turns values of a call into values of JSON's types; functions and rows become files in `directory`,
-    which the values name as files in
-    `named_directory`."""
+    which the values name as files in `named_directory`."""
 
     def __init__(self, directory: Path, named_directory: str) -> None:
         self._directory = directory
         self._named_directory = named_directory
         self.saved_files: dict[str, str] = {}  # the file's path, by the path within the run's directory
-        for name in (CODE_DIRECTORY, DATA_DIRECTORY):
-            (directory / name).mkdir(parents=True, exist_ok=True)
 
     def save(self, value: Any, key: str) -> Any:
         """Return a value of a key, or of a section, in JSON's types."""
@@ -143,7 +138,7 @@ class ValueSaver:
 
 
 def _names_sources(value: Any) -> bool:
-    """Return whether a value of `data.train` names files, and holds no rows."""
+    """Return whether a value of `data.train` or `data.test` names files, and holds no rows."""
     entries = value if isinstance(value, list | tuple) else [value]
     return bool(entries) and all(
         isinstance(entry, str | os.PathLike)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
     import pyarrow
 
     from asyncrl.api.launcher import LauncherProcess
+    from asyncrl.buffer.records import EpisodeRecord
+    from asyncrl.episodes.parts import EpisodeParts
+    from asyncrl.store.reader import RunReader
 
 
 class RunStatus(msgspec.Struct, frozen=True):
@@ -63,7 +67,7 @@ class Run:
     """A run by its directory, under way or ended. Methods read its files, and may be called in any thread."""
 
     def __init__(self, directory: Path) -> None:
-        self.directory = directory
+        self.directory = directory.absolute()
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.directory}>"
@@ -111,57 +115,20 @@ class Run:
         from asyncrl.config import read_config
         from asyncrl.data import Samples, samples_path
         from asyncrl.episodes.parts import EpisodeParts
-        from asyncrl.episodes.recorded import reward_input, stored_result, stored_turns
         from asyncrl.launch.models import resolve_models
         from asyncrl.store.reader import RunReader
-        from asyncrl.store.schema import StoreError
-        from asyncrl.types import NO_STEP
 
         parts = EpisodeParts(resolve_models(read_config(self.directory))).load_parts("rules", "toolbox")
         samples = Samples.open(samples_path(self.directory, "train"))
-
-        with closing(RunReader.open(self.directory)) as reader:
-            for group in reader.groups():
-                for episode in reader.group_members(group.id):
-                    if step is not None and episode.step != step:
-                        continue
-
-                    sample = samples[group.sample]
-                    turns, missing = stored_turns(reader, episode)
-                    result = None
-                    with suppress(StoreError):
-                        result = stored_result(reader, episode.uid, episode.turns)
-                    messages: tuple[Message, ...] = ()
-                    if turns:
-                        end = episode.result.end
-                        tool_calls = episode.stats.tool_calls
-                        messages = reward_input(parts, sample, turns, end, tool_calls, result).messages
-
-                    yield RunEpisode(
-                        uid=episode.uid,
-                        group=episode.group,
-                        step=None if episode.step == NO_STEP else episode.step,
-                        state=str(episode.state),
-                        sample=sample,
-                        end=episode.result.end,
-                        reward=episode.result.reward,
-                        components=episode.result.components,
-                        conversation=messages,
-                        turns=tuple(
-                            RunTurn(
-                                context=turn.context,
-                                ids=turn.generation.ids,
-                                logprobs=turn.generation.logprobs,
-                                versions=tuple(
-                                    span.version
-                                    for span in turn.generation.spans
-                                    for _ in range(span.start, span.end)
-                                ),
-                            )
-                            for turn in turns
-                        ),
-                        missing=missing,
-                    )
+        try:
+            with closing(RunReader.open(self.directory)) as reader:
+                for group in reader.groups():
+                    for episode in reader.group_members(group.id):
+                        if step is None or episode.step == step:
+                            yield _read_episode(reader, parts, samples[group.sample], episode)
+        finally:
+            with ThreadPoolExecutor(1) as executor:  # the caller's thread may have a loop of its own
+                executor.submit(asyncio.run, parts.close()).result()
 
     def evaluate(
         self,
@@ -197,12 +164,10 @@ class StartedRun(Run):
         self,
         directory: Path,
         launcher: LauncherProcess,
-        files: tempfile.TemporaryDirectory[str],
         show: Callable[[str], None],
     ) -> None:
         super().__init__(directory)
         self._launcher = launcher
-        self._files = files  # the launcher has read them; deleted with this object
         self._show = show
 
     def wait(self, seconds: float = math.inf) -> StartedRun:
@@ -225,3 +190,46 @@ class StartedRun(Run):
     def kill(self) -> None:
         """End all processes of the run now, without a checkpoint."""
         self._launcher.kill()
+
+
+def _read_episode(
+    reader: RunReader, parts: EpisodeParts, sample: Sample, episode: EpisodeRecord
+) -> RunEpisode:
+    from asyncrl.episodes.recorded import reward_input, stored_result, stored_turns
+    from asyncrl.store.schema import StoreError
+    from asyncrl.types import NO_STEP
+
+    turns, missing = stored_turns(reader, episode)
+    result = None
+    with suppress(StoreError):
+        result = stored_result(reader, episode.uid, episode.turns)
+
+    messages: tuple[Message, ...] = ()
+    if turns:
+        end = episode.result.end
+        messages = reward_input(parts, sample, turns, end, episode.stats.tool_calls, result).messages
+
+    run_turns = [
+        RunTurn(
+            context=turn.context,
+            ids=turn.generation.ids,
+            logprobs=turn.generation.logprobs,
+            versions=tuple(
+                span.version for span in turn.generation.spans for _ in range(span.start, span.end)
+            ),
+        )
+        for turn in turns
+    ]
+    return RunEpisode(
+        uid=episode.uid,
+        group=episode.group,
+        step=None if episode.step == NO_STEP else episode.step,
+        state=str(episode.state),
+        sample=sample,
+        end=episode.result.end,
+        reward=episode.result.reward,
+        components=episode.result.components,
+        conversation=messages,
+        turns=tuple(run_turns),
+        missing=missing,
+    )

@@ -20,18 +20,18 @@ import re
 import symtable
 import sys
 import types
-import typing
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from hashlib import blake2s
 from pathlib import Path
 from typing import Any
 
-from asyncrl.api.saved_rows import DIGEST_BYTES
+from asyncrl.api.saved_rows import digest_of, save_once
 from asyncrl.errors import ConfigError
 from asyncrl.tools.base import Tool
 
 SAVED_FILE = "task.py"
+MAIN_MODULES = ("__main__", "__mp_main__")  # the second: in processes that multiprocessing has spawned
+MODULE_NAMES = ("__name__", "__doc__", "__file__", "__spec__", "__builtins__")  # each module has its own
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 
@@ -59,7 +59,7 @@ def loadable_name(subject: Any, key: str, directory: Path) -> tuple[str, Path | 
             f"{key}: {module_name} has another {name} by now, or none; give the one that is there, or give "
             "yours a name of its own"
         )
-    if module_name != "__main__":
+    if module_name not in MAIN_MODULES:
         return f"{module_name}:{name}", None
     if (module_spec := getattr(module, "__spec__", None)) is not None:  # python -m
         return f"{module_spec.name}:{name}", None
@@ -69,11 +69,8 @@ def loadable_name(subject: Any, key: str, directory: Path) -> tuple[str, Path | 
     source = SavedSource(key, name)
     source.add_definition(name, subject)
     content = source.text().encode()
-    digest = blake2s(content, digest_size=DIGEST_BYTES).hexdigest()
-    path = directory / digest / SAVED_FILE
-    path.parent.mkdir(exist_ok=True)
-    path.write_bytes(content)
-    return f"{digest}/{SAVED_FILE}:{name}", path
+    digest = digest_of(content)
+    return f"{digest}/{SAVED_FILE}:{name}", save_once(directory / digest / SAVED_FILE, content)
 
 
 def _defined_object(subject: Any) -> Any:
@@ -106,7 +103,9 @@ class SavedSource:
     _added_names: set[str] = field(default_factory=set)
 
     def text(self) -> str:
-        paragraphs = ["\n".join(sorted(self._imports)), *self._definitions]
+        imports = sorted(self._imports, key=lambda line: (not line.startswith("from __future__"), line))
+        # Of a class that its own names need again the first place is the right one.
+        paragraphs = ["\n".join(imports), *dict.fromkeys(self._definitions)]
         return "\n\n\n".join(filter(None, paragraphs)) + "\n"
 
     def add_definition(self, name: str, subject: Any) -> None:
@@ -119,46 +118,47 @@ class SavedSource:
         nodes = [node for node in ast.parse(cell).body if isinstance(node, Definition) and node.name == name]
         if not nodes:
             raise self._refusal(name, f"made by other code than a def or class {name} at the top level")
-        first_line = min([nodes[-1].lineno, *(decorator.lineno for decorator in nodes[-1].decorator_list)])
-        source = "\n".join(cell.splitlines()[first_line - 1 : nodes[-1].end_lineno])
+        node = nodes[-1]
+        if definition is not subject and not node.decorator_list:
+            raise self._refusal(name, f"changed after its def or class; decorate it there: @… above {name}")
+        first_line = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+        source = "\n".join(cell.split("\n")[first_line - 1 : node.end_lineno])
 
-        for used_name in _global_names(source, nodes[-1]):
+        for used_name in _used_names(source, node, namespace):
             self._add_name(used_name, namespace)
-        for part in ast.walk(nodes[-1]):  # `xml.dom` in code after `import xml.dom`
-            if isinstance(part, ast.Attribute) and isinstance(part.value, ast.Name):
-                package = namespace.get(part.value.id)
-                submodule_name = f"{getattr(package, '__name__', '')}.{part.attr}"
-                if isinstance(package, types.ModuleType) and submodule_name in sys.modules:
-                    self._imports[f"import {submodule_name}"] = None
+        for part in ast.walk(node):
+            if isinstance(part, ast.Attribute):
+                self._add_submodule(ast.unparse(part), namespace)
         self._definitions.append(source)
 
+    def _add_submodule(self, dotted_name: str, namespace: dict[str, Any]) -> None:
+        """Import a submodule that the code reaches through its package, as after `import xml.dom`."""
+        root_name, _, attributes = dotted_name.partition(".")
+        package = namespace.get(root_name)
+        submodule_name = f"{getattr(package, '__name__', '')}.{attributes}"
+        if isinstance(package, types.ModuleType) and submodule_name in sys.modules:
+            self._imports[f"import {submodule_name}"] = None
+
     def _add_name(self, name: str, namespace: dict[str, Any]) -> None:
-        if name in self._added_names or (name not in namespace and hasattr(builtins, name)):
+        is_builtin = name not in namespace and hasattr(builtins, name)
+        if name in self._added_names or name in MODULE_NAMES or is_builtin:
             return
         self._added_names.add(name)
         if name not in namespace:
             raise ConfigError(f"{self.key}: {self.root} uses {name}, which is not defined (any more)")
 
         value = namespace[name]
+        if getattr(value, "__wrapped__", None) is getattr(builtins, name, name):
+            return  # IPython's `open`
         if isinstance(value, types.ModuleType):
             suffix = "" if name == value.__name__ else f" as {name}"
             self._imports[f"import {value.__name__}{suffix}"] = None
             return
 
-        module_name = getattr(value, "__module__", None)
-        defined_name: Any = getattr(value, "__qualname__", getattr(value, "__name__", None))
-        is_importable = (
-            isinstance(module_name, str)
-            and module_name not in ("__main__", "builtins")
-            and isinstance(defined_name, str)
-            and getattr(sys.modules.get(module_name), defined_name, None) is value
-        )
-        if is_importable:
-            suffix = "" if defined_name == name else f" as {name}"
-            self._imports[f"from {module_name} import {defined_name}{suffix}"] = None
-        elif (imported_name := _name_in_typing(value)) is not None:
-            alias = "" if imported_name == name else f" as {name}"
-            self._imports[f"from typing import {imported_name}{alias}"] = None
+        if (import_place := _import_place(value, name)) is not None:
+            module_name, defined_name = import_place
+            alias = "" if defined_name == name else f" as {name}"
+            self._imports[f"from {module_name} import {defined_name}{alias}"] = None
         elif (needed_module := _module_of_repr(value)) is not None:
             if needed_module:
                 self._imports[f"import {needed_module}"] = None
@@ -186,13 +186,17 @@ class SavedSource:
                     self._imports["from __future__ import annotations"] = None
                 return cell, member.__globals__
 
-        # A class without methods: the newest cell that defines it. Cells have no time, as files have.
-        cells = [
+        # A class without methods: a cell that defines it. Cells have no time, as files have, and no order.
+        cells = {
             "".join(entry[2]) for entry in linecache.cache.values() if len(entry) == 4 and entry[1] is None
-        ]
-        for cell in reversed(cells):
-            if is_class and defines_class.search(cell):
-                return cell, vars(sys.modules["__main__"])
+        }
+        defining_cells = [cell for cell in cells if is_class and defines_class.search(cell)]
+        if len(defining_cells) == 1:
+            return defining_cells[0], vars(sys.modules["__main__"])
+        if defining_cells:
+            raise self._refusal(
+                name, "a class without methods that several cells define; give it a method, or another name"
+            )
 
         raise self._refusal(
             name,
@@ -204,18 +208,23 @@ class SavedSource:
         return ConfigError(f"{self.key}: {self.root} {user} {reason}")
 
 
-def _global_names(source: str, node: Definition) -> Iterator[str]:
-    """Yield the names at top level that the code of a definition uses, and those in its annotations, which
-    tools evaluate even if Python does not."""
+def _used_names(source: str, node: Definition, namespace: dict[str, Any]) -> Iterator[str]:
+    """Yield the names at top level that the code of a definition uses. Names in annotations, which tools
+    evaluate even if Python does not, and names that a class body reads and sets are yielded if the namespace
+    has them."""
     top_level = symtable.symtable(source, "<cell>", "exec")
-    own_names = {node.name}
+    names: dict[str, None] = {}
+    perhaps_names: list[str] = []
 
-    def walk(table: symtable.SymbolTable) -> Iterator[str]:
+    tables = [top_level]
+    while tables:
+        table = tables.pop()
+        tables += table.get_children()
         for symbol in table.get_symbols():
             if symbol.is_global() or (table is top_level and symbol.is_referenced()):
-                yield symbol.get_name()
-        for child in table.get_children():
-            yield from walk(child)
+                names[symbol.get_name()] = None
+            elif table.get_type() == "class" and symbol.is_referenced() and symbol.is_assigned():
+                perhaps_names.append(symbol.get_name())
 
     annotations: list[ast.expr | None] = []
     for part in ast.walk(node):
@@ -223,27 +232,44 @@ def _global_names(source: str, node: Definition) -> Iterator[str]:
             annotations.append(part.annotation)
         elif isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef):
             annotations.append(part.returns)
-    annotated_names = [
-        part.id
-        for annotation in filter(None, annotations)
-        for part in ast.walk(annotation)
-        if isinstance(part, ast.Name)
-    ]
+    for annotation in filter(None, annotations):
+        for part in ast.walk(annotation):
+            if isinstance(part, ast.Name):
+                perhaps_names.append(part.id)
+            elif isinstance(part, ast.Constant) and isinstance(part.value, str):  # "Shelf"
+                perhaps_names += re.findall(r"[^\W\d]\w*", part.value)
 
-    yield from dict.fromkeys(name for name in (*walk(top_level), *annotated_names) if name not in own_names)
+    names |= dict.fromkeys(name for name in perhaps_names if name in namespace)
+    names.pop(node.name, None)
+    yield from names
 
 
-def _name_in_typing(value: Any) -> str | None:
-    """Return the name of a special form (`Any`, `Literal`), whose module does not say where it is."""
-    name = getattr(value, "_name", None) or getattr(value, "__name__", None)
-    return name if isinstance(name, str) and getattr(typing, name, None) is value else None
+def _import_place(value: Any, name: str) -> tuple[str, str] | None:
+    """Return the module and the name in it from which a value can be imported; None if it cannot be."""
+    owner = getattr(value, "__self__", None)  # `from random import randint` is a method
+    module_names = [getattr(value, "__module__", None), type(owner).__module__, "typing"]
+    defined_names = [getattr(value, "__qualname__", None), getattr(value, "__name__", None)]
+    defined_names += [getattr(value, "_name", None), name]  # the first: of `Any` and `Literal`
+
+    for module_name in module_names:
+        if isinstance(module_name, str) and module_name not in (*MAIN_MODULES, "builtins"):
+            for defined_name in defined_names:
+                if isinstance(defined_name, str) and _member(module_name, defined_name) is value:
+                    return module_name, defined_name
+    return None
+
+
+def _member(module_name: str, name: str) -> Any:
+    return getattr(sys.modules.get(module_name), name, None)
 
 
 def _module_of_repr(value: Any) -> str | None:
     """Return the module that reading a value's `repr` needs, '' for none; None if it cannot be read back."""
     needed_module = {"typing": "typing", "re": "re"}.get(type(value).__module__, "")
     try:
-        if needed_module:  # Literal["a", "b"], re.compile("…")
+        if isinstance(value, types.GenericAlias | types.UnionType):  # list[tuple[str, int]], int | None
+            copy = eval(repr(value), {})
+        elif needed_module:  # Literal["a", "b"], re.compile("…")
             copy = eval(repr(value), {needed_module: sys.modules[needed_module]})
         else:
             copy = ast.literal_eval(repr(value))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import secrets
 from collections.abc import Iterable, Mapping
 from hashlib import blake2s
 from pathlib import Path
@@ -18,9 +20,11 @@ def save_rows(rows: Any, key: str, directory: Path) -> Path:
     """Write rows to a file in `directory` whose name is the content's digest, and return its path. `rows`:
     dicts with the columns of the data files (docs/data.md); a table of pyarrow, pandas or polars, or a
     `datasets.Dataset`. ConfigError, which begins with `key`, for a row that JSON cannot hold."""
-    if hasattr(rows, "to_pylist"):  # pyarrow.Table
-        row_list = rows.to_pylist()
-    elif hasattr(rows, "to_dicts"):  # polars.DataFrame
+    if hasattr(rows, "with_format") and hasattr(rows, "to_parquet"):  # datasets.Dataset
+        rows = rows.with_format("arrow")[:]
+    if hasattr(rows, "to_pylist"):  # pyarrow.Table: its types decide how values are read
+        return _save_table(rows, key, directory)
+    if hasattr(rows, "to_dicts"):  # polars.DataFrame
         row_list = rows.to_dicts()
     elif hasattr(rows, "to_dict") and hasattr(rows, "columns"):  # pandas.DataFrame
         row_list = rows.to_dict("records")
@@ -47,9 +51,33 @@ def save_rows(rows: Any, key: str, directory: Path) -> Path:
             ) from None
 
     content = b"".join(lines)
-    path = directory / f"{blake2s(content, digest_size=DIGEST_BYTES).hexdigest()}.jsonl"
-    path.write_bytes(content)
+    return save_once(directory / f"{digest_of(content)}.jsonl", content)
+
+
+def digest_of(content: bytes) -> str:
+    return blake2s(content, digest_size=DIGEST_BYTES).hexdigest()
+
+
+def save_once(path: Path, content: bytes) -> Path:
+    """Write a file whose path has the digest of its content, unless it is there: the names of evaluations
+    depend on its time."""
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary_path = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
+        temporary_path.write_bytes(content)
+        temporary_path.replace(path)
     return path
+
+
+def _save_table(table: Any, key: str, directory: Path) -> Path:
+    import pyarrow.parquet
+
+    if not table.num_rows:
+        raise ConfigError(f"{key}: has no rows")
+    buffer = io.BytesIO()
+    pyarrow.parquet.write_table(table, buffer)
+    content = buffer.getvalue()
+    return save_once(directory / f"{digest_of(content)}.parquet", content)
 
 
 def _is_json(value: Any) -> bool:

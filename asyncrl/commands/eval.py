@@ -179,12 +179,15 @@ def configuration(target: Target, options: argparse.Namespace) -> RunConfig:
     arguments = [ALIASES.get(key, key) + equals + value for key, equals, value in pairs]
 
     fixed_overrides = [override("model.path", target.model), "total_steps=0"]
+    values = {**options.values, "total_steps": 0}
+    values["model"] = {**values.get("model", {}), "path": target.model}
     if target.run_dir is not None:
         fixed_overrides += [override("run_dir", options.run_dir)]
-        config = recompose(target.run_dir, [ALL_SAMPLES, *arguments, *fixed_overrides], options.values)
+        values["run_dir"] = str(options.run_dir)
+        config = recompose(target.run_dir, [ALL_SAMPLES, *arguments, *fixed_overrides], values)
     else:
         base_overrides = [ALL_SAMPLES, "data.train=-", override("run_dir", options.run_dir)]
-        config = compose([*base_overrides, *arguments, *fixed_overrides], options.config_dir, options.values)
+        config = compose([*base_overrides, *arguments, *fixed_overrides], options.config_dir, values)
 
     if not config.data.test:
         raise ConfigError(
@@ -214,7 +217,7 @@ def configuration(target: Target, options: argparse.Namespace) -> RunConfig:
     )
     config = resolve_models(config, previous_config(config))
 
-    if not any(argument.startswith("name=") for argument in arguments):
+    if "name" not in values and not any(argument.startswith("name=") for argument in arguments):
         path_parts = Path(target.model).parts
         stem = (
             f"{path_parts[-4]}-{path_parts[-2]}"

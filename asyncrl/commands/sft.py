@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from asyncrl.commands import train
 from asyncrl.config import RunConfig
@@ -40,16 +42,16 @@ PRESET = ["algorithm=sft", "buffer.episodes_per_group=1"]
 
 
 def main(argv: list[str]) -> int:
-    def with_preset(overrides: list[str], config_dir: Path | None) -> RunConfig:
-        if other_algorithms := [
-            argument
-            for argument in overrides
-            if argument.startswith("algorithm=") and argument != "algorithm=sft"
-        ]:
-            raise ConfigError(f"asyncrl sft is algorithm=sft; for {other_algorithms[0]} use asyncrl train")
-        return compose(
-            [*PRESET, *(argument for argument in overrides if argument != "algorithm=sft")],
-            config_dir,
-        )
+    return train.main(argv, compose_sft, name="sft", help_text=HELP, no_model_text=BEGIN)
 
-    return train.main(argv, with_preset, name="sft", help_text=HELP, no_model_text=BEGIN)
+
+def compose_sft(overrides: list[str], config_dir: Path | None, values: Mapping[str, Any] = {}) -> RunConfig:
+    """Compose the configuration with the preset. Raises ConfigError for another algorithm."""
+    if other_algorithms := [
+        argument
+        for argument in overrides
+        if argument.startswith("algorithm=") and argument != "algorithm=sft"
+    ]:
+        raise ConfigError(f"asyncrl sft is algorithm=sft; for {other_algorithms[0]} use asyncrl train")
+    own_overrides = [argument for argument in overrides if argument != "algorithm=sft"]
+    return compose([*PRESET, *own_overrides], config_dir, values)

@@ -159,7 +159,7 @@ def _compose_config(
             for key, value in values_by_key.items():
                 OmegaConf.update(composed, key, _without_interpolation(value), merge=False)
 
-            tree = OmegaConf.to_container(composed, resolve=True)
+            tree: Any = OmegaConf.to_container(composed, resolve=True)
     except (HydraException, OmegaConfBaseException) as error:
         raise _explain_error(error, given_keys) from None
     except MarkedYAMLError as error:
@@ -183,7 +183,8 @@ def _compose_config(
         if value == MISSING_VALUE:
             raise MissingKeyError(key)
 
-    return parse(_resolve_key_roots(tree, root))
+    run_directory = f"{tree['run_dir']}/{tree['name']}"
+    return parse(_resolve_keys(tree, {ROOT_REFERENCE: root, RUN_DIRECTORY_MARK: run_directory}))
 
 
 @functools.cache
@@ -226,13 +227,19 @@ def default_tree(section: type[msgspec.Struct]) -> dict[str, Any]:
     return tree
 
 
-def _resolve_key_roots(tree: Any, root: str) -> Any:
-    """Resolve keys that name a file, as OmegaConf resolves only values."""
+def _resolve_keys(tree: Any, directories: Mapping[str, str]) -> Any:
+    """Resolve keys that name a file, as OmegaConf resolves only values. `directories`: by the text that
+    stands for each."""
     if not isinstance(tree, dict):
         return tree
-    return {
-        str(key).replace(ROOT_REFERENCE, root): _resolve_key_roots(value, root) for key, value in tree.items()
-    }
+
+    resolved_tree: dict[str, Any] = {}
+    for key, value in tree.items():
+        resolved_key = str(key)
+        for mark, directory in directories.items():
+            resolved_key = resolved_key.replace(mark, directory)
+        resolved_tree[resolved_key] = _resolve_keys(value, directories)
+    return resolved_tree
 
 
 def _prepared_overrides(overrides: list[str]) -> Iterator[str]:

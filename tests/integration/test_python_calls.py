@@ -68,11 +68,13 @@ if __name__ == "__main__":
         "experiment=calculator", SMALL, name="first", total_steps=3, resume="auto", test=[row(1, 2)], **common
     )
     result = again.evaluate([row(n, 5) for n in range(4)], episodes=2)
+    same_result = again.evaluate([row(n, 5) for n in range(4)], {"total_steps": 60}, episodes=2)
+    assert same_result == result  # read, not run again: the name depends on content
     exported = again.export(runs / "model")
     print(json.dumps({
         "ending": run.status().ending,
-        "rows": run.metrics().num_rows,
-        "reward": run.metrics()["critic/score/mean"].to_pylist(),
+        "steps_in_metrics": len(run.metrics()["timing_s/step"].drop_null()),
+        "reward": run.metrics()["critic/score/mean"].drop_null().to_pylist(),
         "sums": sorted({episode.components["known_sum"] for episode in episodes}),
         "logprobs": [len(turn.logprobs) == len(turn.ids) == len(turn.versions) for turn in episodes[0].turns],
         "roles": [message.role for message in episodes[0].conversation],
@@ -108,7 +110,7 @@ def test_a_script_trains_resumes_and_evaluates(tmp_path: Path) -> None:
 
     numbers = json.loads(printed.splitlines()[-1])
     assert numbers["ending"] == "completed"
-    assert numbers["rows"] == 2  # without test rows nothing is validated
+    assert numbers["steps_in_metrics"] == 3
     assert all(0 <= reward <= 1 for reward in numbers["reward"])
     assert set(numbers["sums"]) <= set(range(3, 11))
     assert numbers["sums"]
@@ -190,6 +192,32 @@ def test_stop_writes_a_checkpoint(tmp_path: Path) -> None:
     assert opened.model == run.directory / "checkpoints" / f"step-{steps}" / "hf"
     assert any("with a checkpoint" in line for line in lines)
     assert not live_roles(run.directory)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(300)
+def test_kill_and_a_process_that_holds_the_pipe(tmp_path: Path) -> None:
+    """A forked child of the caller has the pipe's other end, too: `stop` must not depend on its end."""
+    stopped = start_run(tmp_path, "stopped")
+    forked_pid = os.fork()
+    if not forked_pid:
+        time.sleep(DEADLINE)
+        os._exit(0)
+
+    try:
+        wait_until(lambda: committed_steps(stopped.directory) >= 1)
+        stopped.stop()
+        stopped.wait(DEADLINE)
+        assert checkpoint_steps(stopped.directory)[-1] == committed_steps(stopped.directory)
+    finally:
+        os.kill(forked_pid, signal.SIGKILL)
+        os.waitpid(forked_pid, 0)
+
+    killed = start_run(tmp_path, "killed")
+    wait_until(lambda: committed_steps(killed.directory) >= 1)
+    killed.kill()
+    assert not killed.is_running
+    assert not live_roles(killed.directory)
 
 
 @pytest.mark.full

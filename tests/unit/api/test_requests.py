@@ -7,13 +7,16 @@ import json
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pyarrow
 import pytest
 
 import asyncrl
 from asyncrl.api.launcher import LauncherRequest
 from asyncrl.api.requests import make_request
+from asyncrl.commands.sft import compose_sft
 from asyncrl.config.composition import RUN_DIRECTORY_MARK, compose
+from asyncrl.data.rows import read_rows
 from asyncrl.errors import ConfigError
 from asyncrl.tools import tool
 
@@ -65,6 +68,35 @@ def test_names_rows_and_code_become_keys(tmp_path: Path) -> None:
     assert [json.loads(line) for line in Path(path).read_text().splitlines()] == ROWS
 
 
+def test_code_that_was_saved_may_have_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its path in the run is the key of a mapping, which OmegaConf does not resolve."""
+    saved_path = tmp_path / "code" / "d" / "task.py"
+    names = lambda subject, key, directory: ("d/task.py:scored", saved_path)  # noqa: E731
+    monkeypatch.setattr("asyncrl.api.requests.loadable_name", names)
+    request = request_of(tmp_path, "experiment=calculator", reward={scored: {"weight": 0.5}}, name="a")
+    config = compose(request.overrides, None, request.values)
+    assert config.rollout.reward == {"runs/a/code/d/task.py:scored": {"weight": 0.5}}
+
+
+def test_a_text_for_a_group_chooses_its_file(tmp_path: Path) -> None:
+    request = request_of(tmp_path, experiment="calculator", algorithm="rloo", engine={"name": "torch"})
+    assert request.overrides == ["experiment=calculator", "algorithm=rloo"]
+    assert request.values == {"engine": {"name": "torch"}}
+
+
+def test_sft_refuses_another_algorithm(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="asyncrl sft is algorithm=sft; for algorithm=rloo use"):
+        compose_sft(request_of(tmp_path, algorithm="rloo").overrides, None)
+
+
+def test_rows_are_written_once(tmp_path: Path) -> None:
+    """The names of evaluations depend on the time of the file."""
+    (path,) = request_of(tmp_path, train=ROWS).saved_files.values()
+    written_at = Path(path).stat().st_mtime_ns
+    assert [path] == [*request_of(tmp_path, test=ROWS).saved_files.values()]
+    assert Path(path).stat().st_mtime_ns == written_at
+
+
 def test_one_tool_makes_a_list(tmp_path: Path) -> None:
     for tool_argument, names in ((Shelves, [f"{__name__}:Shelves"]), ("calculator", ["calculator"])):
         assert request_of(tmp_path, tools=tool_argument).values["rollout"]["tools"] == names
@@ -100,9 +132,9 @@ def test_files_may_have_weights(tmp_path: Path) -> None:
 
 def test_tables_are_rows(tmp_path: Path) -> None:
     table = pyarrow.table({"prompt": ["2 + 2"], "ground_truth": ["4"]})
-    for rows in (table, table.to_pandas()):
+    for rows in (table, table.to_pandas(), datasets.Dataset(table)):
         (path,) = request_of(tmp_path, train=rows).saved_files.values()
-        assert json.loads(Path(path).read_text()) == {"prompt": "2 + 2", "ground_truth": "4"}
+        assert list(read_rows(Path(path))) == [{"prompt": "2 + 2", "ground_truth": "4"}]
 
 
 @pytest.mark.parametrize(

@@ -71,8 +71,36 @@ def plain_two(answer): return plain(answer) + 1
 ===
 def plain(answer): return 2.0 * float(answer == "4")
 ===
+from random import randint, random
+import xml.etree.ElementTree
+Pairs = list[tuple[str, int]]
+LEVEL = 7
+def scaled(function):
+    import functools
+    @functools.wraps(function)
+    def wrapper(answer): return 2 * function(answer)
+    return wrapper
+def by_assignment(answer): return 1.0
+by_assignment = scaled(by_assignment)
+@scaled
+def by_decorator(answer): return 1.0
+class Levels:
+    LEVEL = LEVEL
+    class Inner: value: int = 1
+    def find(self, pairs: "Pairs", inner: Inner = None) -> "Pairs":
+        "Find."
+        try: open("/no/such/file")
+        except OSError: pass
+        xml.etree.ElementTree.fromstring("<a/>")
+        return pairs * randint(2, 2) + [(__name__, int(random() * 0))]
+class First:
+    def other(self): return Second()
+class Second(First):
+    def nothing(self): ...
+===
 from __future__ import annotations
-def postponed(shelf: Shelf) -> float: return 1.5
+from PIL import Image
+def postponed(shelf: Shelf) -> float: return 1.5 if Image else 0.0
 """
 SHELL = """\
 import json, sys
@@ -94,8 +122,19 @@ for name in sys.argv[2:]:
         results[name] = str(error)
 print(json.dumps(results))
 """
-SAVED = ("plain", "helped", "Warehouse", "shout", "recursive", "plain_two", "postponed")
-REFUSED = ("with_table", "with_gone", "inner", "nameless", "old_plain", "table")
+SAVED = (
+    "plain",
+    "helped",
+    "Warehouse",
+    "shout",
+    "recursive",
+    "plain_two",
+    "postponed",
+    "by_decorator",
+    "Levels",
+    "First",
+)
+REFUSED = ("with_table", "with_gone", "inner", "nameless", "old_plain", "table", "by_assignment")
 
 
 @pytest.fixture(scope="module")
@@ -165,6 +204,19 @@ def test_annotations_may_be_postponed(results: dict[str, Any]) -> None:
     assert postponed.__globals__["Shelf"].__args__ == ("left", "right")
 
 
+def test_names_are_found_where_python_finds_them(results: dict[str, Any]) -> None:
+    levels = load_saved(results, "Levels")
+    assert levels.LEVEL == 7
+    assert levels().find([("a", 1)]) == [("a", 1), ("a", 1), ("saved_Levels", 0)]
+    assert levels.find.__globals__["Pairs"] == list[tuple[str, int]]
+    assert load_saved(results, "by_decorator")("") == 2.0
+
+
+def test_classes_that_name_each_other_are_written_once(results: dict[str, Any]) -> None:
+    first = load_saved(results, "First")
+    assert isinstance(first().other(), first)
+
+
 def test_other_code_has_another_path(results: dict[str, Any]) -> None:
     digests = {results[name][0].partition("/")[0] for name in SAVED}
     assert len(digests) == len(SAVED)
@@ -178,6 +230,7 @@ def test_other_code_has_another_path(results: dict[str, Any]) -> None:
         ("inner", "outer.<locals>.inner is defined inside of another function or class"),
         ("nameless", "a lambda has no name to load it by; write it as a function"),
         ("old_plain", "__main__ has another plain by now"),
+        ("by_assignment", "by_assignment is changed after its def or class; decorate it there"),
         ("table", "is of type object; give a function or a class"),
     ],
 )
