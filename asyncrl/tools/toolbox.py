@@ -110,7 +110,8 @@ class EpisodeObject:
         self, state: Any, blocking: bool, call_seconds: float, snapshots: ToolSnapshots | None
     ) -> None:
         self.state = state
-        self.call_lock = asyncio.Lock()
+        self.order_lock = asyncio.Lock()  # keeps the order of calls that wait for limits or are tried again
+        self.call_lock = asyncio.Lock()  # held while the object is in use
         self.was_called = False  # since the last `save`
         self.restored_turn = -1  # the turn up to which a snapshot brought the effects of calls
         self.reply_note = ""  # at the end of the next reply
@@ -382,6 +383,7 @@ class ToolSession:
         """Return (content, reward). Raises the error of the tool's last attempt, or CallTimeout."""
         call_limits = self._toolbox.call_limits[tool.name]
         call_seconds = self._toolbox.call_seconds(tool)
+        episode_object = self._objects[id(tool.state)] if tool.state is not None else None
 
         async def run_once() -> tuple[str, float]:
             if call_limits.pool is not None:
@@ -393,10 +395,9 @@ class ToolSession:
             run_function = partial(
                 call_without_deadline, blocking=tool.blocking, live_calls=call_limits.live_calls
             )
-            if tool.state is None:
+            if episode_object is None:
                 return read_reply(await run_function(partial(tool.function, **keywords)))
 
-            episode_object = self._objects[id(tool.state)]
             episode_object.was_called = True
             # The lock is held until the reply is text: the next call may change the returned object.
             async with episode_object.call_lock:
@@ -417,7 +418,8 @@ class ToolSession:
                     await asyncio.sleep(RETRY_PAUSES[min(attempt, len(RETRY_PAUSES) - 1)])
             return await run_once()
 
-        async with call_limits.call_slot(call_seconds):
+        order_lock = episode_object.order_lock if episode_object is not None else None
+        async with call_limits.call_slot(call_seconds, order_lock):
             result: tuple[str, float] = await call_user(run_repeatedly, call_seconds)
             return result
 

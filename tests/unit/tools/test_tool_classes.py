@@ -132,6 +132,36 @@ async def test_a_decorated_class_gives_options_to_all_its_methods_and_those_of_i
     await session.close()
 
 
+class Shelf:
+    failures = 1
+
+    def __init__(self) -> None:
+        self.items: list[str] = []
+
+    async def put(self, item: str) -> str:
+        await asyncio.sleep(0)
+        if self.failures:
+            self.failures -= 1
+            raise OSError("the shelf shakes")
+        self.items.append(item)
+        return "put"
+
+    def show(self) -> str:
+        return " ".join(self.items)
+
+
+@pytest.mark.parametrize("options", [{"concurrency": 1}, {"rate": 100.0}, {}])
+async def test_calls_of_one_object_keep_their_order(options: dict[str, Any]) -> None:
+    session = open_session({member.name: member for member in tool(retries=1, **options)(Shelf)}, sample())
+    await session.open()
+    calls = [("put", {"item": "a"}), ("show", {}), ("put", {"item": "b"}), ("show", {})]
+    turn = await asyncio.gather(
+        *(session.call(ToolCall(name, json.dumps(keywords))) for name, keywords in calls)
+    )
+    assert [reply.content for reply in turn] == ["put", "a", "put", "a b"]
+    await session.close()
+
+
 def test_a_plain_function_with_annotations_is_a_tool(file: Path) -> None:
     assert load_tool(f"{file}:plain").schema["function"]["parameters"]["required"] == ["count"]
     with pytest.raises(ConfigError, match=r"warehouse.py:unnamed.*'counts' cannot be passed by name"):
