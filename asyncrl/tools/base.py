@@ -83,7 +83,7 @@ class Tool:
     reply; `reapply`: run the call again to rebuild its effects; `no`: begin the episode again."""
     blocking: bool = False
     """Run a sync function in a thread, which the deadline can abandon; without it the function runs inline,
-    and must be quick."""
+    and must be quick. With `state`, also the constructor and the object's other sync methods."""
     process: bool = False
     """Run a sync function in a process of a pool, where the deadline kills it."""
     env: tuple[str, ...] = ()
@@ -114,7 +114,9 @@ class Tool:
         if self.process and (self.state is not None or self.blocking):
             raise ConfigError(f"tool {self.name!r}: process=True is for functions, and without blocking")
 
-        if (self.process or self.blocking) and inspect.iscoroutinefunction(self.function):
+        # An object of an async method may have other members that block.
+        runs_elsewhere = self.process or (self.blocking and self.state is None)
+        if runs_elsewhere and inspect.iscoroutinefunction(self.function):
             raise ConfigError(f"tool {self.name!r} is async: it needs neither blocking nor process")
 
 
@@ -170,10 +172,12 @@ def tool(subject: Callable[..., Any] | None = None, /, *, name: str = "", **opti
                 f"class {definition.__name__} gives a tool for each public method; rename the methods, and "
                 f"remove name={name!r}"
             )
-        return tuple(
-            _build_method_tool(subject, method_name, method, object_options)
-            for method_name, method in _public_methods(definition).items()
-        )
+
+        method_tools: list[Tool] = []
+        for method_name, method in _public_methods(definition).items():
+            schema, decode = signature_of(method, method_name)
+            method_tools.append(Tool(method_name, schema, method, decode, subject, **object_options))
+        return tuple(method_tools)
 
     return build_tools(subject) if subject is not None else build_tools
 
@@ -225,15 +229,6 @@ def _public_methods(definition: type) -> dict[str, Callable[..., Any]]:
             "tool; add a method"
         )
     return methods
-
-
-def _build_method_tool(
-    state: Callable[..., Any], name: str, method: Callable[..., Any], options: dict[str, Any]
-) -> Tool:
-    if inspect.iscoroutinefunction(method):  # blocking=True is for the other methods
-        options = {**options, "blocking": False}
-    schema, decode = signature_of(method, name)
-    return Tool(name, schema, method, decode, state, **options)
 
 
 def join_names(tool_names: Iterable[str]) -> str:

@@ -264,12 +264,16 @@ class ToolSession:
             snapshots = (
                 self._snapshots.tool_snapshots(self._episode, tools[0].name) if self._snapshots else None
             )
-            with users_code():
-                episode_object = self._objects[id(state)] = EpisodeObject(
-                    state(), blocking, call_seconds, snapshots
-                )
-            open_object = partial(episode_object.open, self._sample, merged_arguments(tools, sample_tools))
-            return await call_user(open_object, call_seconds)
+            arguments = merged_arguments(tools, sample_tools)
+
+            async def open_object() -> str:
+                made_object = await in_thread(state, "tool") if blocking else state()
+                episode_object = EpisodeObject(made_object, blocking, call_seconds, snapshots)
+                self._objects[id(state)] = episode_object
+                return await episode_object.open(self._sample, arguments)
+
+            opening_text: str = await call_user(open_object, call_seconds)
+            return opening_text
         except SetupError:
             raise
         except Exception as problem:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import json
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -125,7 +126,7 @@ async def test_a_decorated_class_gives_options_to_all_its_methods_and_those_of_i
     tools = load_tools([str(file)])  # only what is decorated
     assert list(tools) == list(load_tools([f"{file}:Slow"])) == ["find", "move", "audit"]
     assert {member.timeout for member in tools.values()} == {7}
-    assert [member.blocking for member in tools.values()] == [True, False, True]
+    assert [member.blocking for member in tools.values()] == [True] * 3
     session = open_session(tools, sample(stock={"tea": "B"}))
     await session.open()
     assert await replies(session, ("move", {"item": "oats"}), ("audit", {})) == ["moved", "2"]
@@ -396,6 +397,54 @@ async def test_texts_of_two_objects_follow_the_order_of_the_tools() -> None:
     await session.open()
     assert session.opening_text == "first second"
     await session.close()
+
+
+class BlockingParts:
+    """Notes the members that run in the thread of the event loop."""
+
+    def __init__(self) -> None:
+        self.inline_members: list[str] = []
+        self._note("constructor")
+
+    def _note(self, member_name: str) -> None:
+        if threading.current_thread() is threading.main_thread():
+            self.inline_members.append(member_name)
+
+    def reset(self) -> None:
+        self._note("reset")
+
+    async def look(self) -> str:
+        self._note("look")
+        return "seen"
+
+    @property
+    def reward(self) -> float:
+        self._note("reward")
+        return 1.0
+
+    def close(self) -> None:
+        self._note("close")
+
+
+@pytest.mark.parametrize(
+    ("options", "inline_members"),
+    [({}, ["constructor", "reset", "look", "reward", "close"]), ({"blocking": True}, ["look"])],
+)
+async def test_blocking_is_for_all_sync_members(options: dict[str, Any], inline_members: list[str]) -> None:
+    made_objects: list[BlockingParts] = []
+
+    class Noted(BlockingParts):
+        def __init__(self) -> None:
+            super().__init__()
+            made_objects.append(self)
+
+    (look,) = tool(**options)(Noted)
+    session = open_session({"look": look}, sample())
+    await session.open()
+    assert await replies(session, ("look", {})) == ["seen"]
+    assert await session.result() == {"reward": 1.0}
+    await session.close()
+    assert made_objects[0].inline_members == inline_members
 
 
 # -- what the object leaves for the reward ----------------------------------------------------------------
