@@ -148,8 +148,9 @@ def tool(subject: Callable[..., Any] | None = None, /, *, name: str = "", **opti
     tuple of tools, one for each public method, with these options.
 
     A class makes an object per episode, without arguments (bind arguments with functools.partial); the
-    methods `open` or `reset`, and `close`, sync or async, are called if present. After a crash calls are run
-    again unless `replay` says otherwise. ConfigError for a class that cannot be used so."""
+    methods `open` (without `call` also `reset`) and `close`, sync or async, are called if present. After a
+    crash calls are run again unless `replay` says otherwise. ConfigError for a class that cannot be used
+    so."""
 
     def build_tools(subject: Callable[..., Any]) -> Tool | tuple[Tool, ...]:
         definition: Any = getattr(subject, "func", subject)  # unwraps a functools.partial
@@ -158,7 +159,13 @@ def tool(subject: Callable[..., Any] | None = None, /, *, name: str = "", **opti
             schema, decode = signature_of(subject, tool_name, definition)
             return Tool(tool_name, schema, subject, decode, **options)
 
-        _check_class(subject, definition)
+        try:
+            inspect.signature(subject).bind()
+        except TypeError as error:
+            raise ConfigError(
+                f"class {definition.__name__}: the constructor is called without arguments ({error})"
+            ) from None
+
         object_options = {"replay": "reapply", **options}
         call_method = getattr(definition, "call", None)
         if callable(call_method):
@@ -173,6 +180,7 @@ def tool(subject: Callable[..., Any] | None = None, /, *, name: str = "", **opti
                 f"remove name={name!r}"
             )
 
+        _check_members(definition)
         method_tools: list[Tool] = []
         for method_name, method in _public_methods(definition).items():
             schema, decode = signature_of(method, method_name)
@@ -182,14 +190,9 @@ def tool(subject: Callable[..., Any] | None = None, /, *, name: str = "", **opti
     return build_tools(subject) if subject is not None else build_tools
 
 
-def _check_class(subject: Callable[..., Any], definition: type) -> None:
-    """Check what an episode will do with a class of tools; `subject` makes the objects. ConfigError."""
+def _check_members(definition: type) -> None:
+    """Check the members of a class without `call` that are no tools. ConfigError."""
     label = f"class {definition.__name__}"
-    try:
-        inspect.signature(subject).bind()
-    except TypeError as error:
-        raise ConfigError(f"{label}: the constructor is called without arguments ({error})") from None
-
     if inspect.isfunction(getattr(definition, "reward", None)):
         raise ConfigError(
             f"{label}: `reward` is a method, which the model could call; make it an attribute or a property"

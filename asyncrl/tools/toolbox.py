@@ -115,6 +115,7 @@ class EpisodeObject:
         self.was_called = False  # since the last `save`
         self.restored_turn = -1  # the turn up to which a snapshot brought the effects of calls
         self.reply_note = ""  # at the end of the next reply
+        self._has_method_tools = not callable(getattr(type(state), "call", None))
         self._blocking = blocking
         self._call_seconds = call_seconds
         self._snapshot_interval: int = getattr(state, "snapshots", 0)
@@ -122,15 +123,15 @@ class EpisodeObject:
         self._unsaved_turns = 0  # turns with calls since the newest snapshot
 
     async def open(self, sample: Sample, arguments: dict[str, Any]) -> str:
-        """Call the object's `open` with the arguments that it accepts, or its `reset` with the columns that
-        it accepts. Return the text for the prompt that `reset` gives; ''."""
+        """Call the object's `open` with the arguments that it accepts, or the `reset` of a class without
+        `call` with the columns that it accepts. Return the text for the prompt that `reset` gives; ''."""
         if callable(function := getattr(self.state, "open", None)):
             accepted = accepted_arguments(function, arguments)
             await call_without_deadline(partial(function, sample, **accepted), blocking=self._blocking)
             return ""
 
         reset = getattr(self.state, "reset", None)
-        if not callable(reset):
+        if not callable(reset) or not self._has_method_tools:
             return ""
 
         columns = sample.columns
@@ -145,17 +146,17 @@ class EpisodeObject:
         return bound_reply(text or "")
 
     async def result(self) -> dict[str, Any]:
-        """Call the object's `result` after all calls, or read its `reward`. {}: it has neither. ToolError:
-        this fails, or takes longer than a call may."""
+        """Call the object's `result` after all calls, or read the `reward` of a class without `call`. {}: it
+        has neither. ToolError: this fails, or takes longer than a call may."""
 
-        def read_reward() -> dict[str, float] | None:
+        def read_reward() -> dict[str, float | None]:
             reward = self.state.reward
-            return None if reward is None else {"reward": finite_number("it", reward)}
+            return {"reward": None if reward is None else finite_number("it", reward)}
 
         if callable(getattr(self.state, "result", None)):
             member_name = "result"
             read_result = self.state.result
-        elif inspect.getattr_static(self.state, "reward", None) is not None:
+        elif self._has_method_tools and inspect.getattr_static(self.state, "reward", self) is not self:
             member_name = "reward"
             read_result = read_reward
         else:

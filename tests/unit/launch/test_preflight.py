@@ -193,7 +193,7 @@ def test_a_reward_that_reads_the_object_of_tools_is_tried(given: Given) -> None:
     without_secret = msgspec.structs.replace(sample, extra_info_json="{}")
     guess, score = asyncio.run(preflight.try_sample(Inputs(given.config()).parts, without_secret))
     assert guess.level == score.level == "warning"
-    assert "needs 'secret'" in guess.text and "needs 'environments'" in score.text
+    assert "needs 'secret'" in guess.text and "no attribute 'reward'" in score.text
 
 
 def test_each_data_source_has_a_teacher_or_the_run_is_refused(given: Given) -> None:

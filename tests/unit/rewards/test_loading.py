@@ -70,6 +70,8 @@ def trl(completions, hard, **kwargs):
 async def trl_async(environments, *, scale: float = 1.0):
     return [environments[0].reward * scale]
 
+def trl_unset(environments): return [environment.reward or 0.5 for environment in environments]
+def trl_bare(environments): return [len(vars(environments[0]))]
 def trl_none(prompts, completions): return [None]
 def trl_two(completions): return [1.0, 0.0]
 def trl_number(completions): return 1.0
@@ -125,12 +127,24 @@ def test_what_is_a_reward(
 
 
 @pytest.mark.parametrize(
+    ("name", "result", "score"),
+    [("trl_unset", {"reward": None}, 0.5), ("trl_bare", None, 0.0), ("trl_bare", 7, 0.0)],
+)
+def test_a_reward_of_trl_always_gets_environments(file: Path, name: str, result: Any, score: float) -> None:
+    (reward,) = load_rewards(f"{file}:{name}")
+    episode = msgspec.structs.replace(GIVEN, result=result)
+    assert asyncio.run(evaluate(reward.function, episode)) == RewardResult(score)
+
+
+@pytest.mark.parametrize(
     ("name", "complaint"),
     [
         ("trl_two", r"the reward is \[1.0, 0.0\]; a list of one number"),
         ("trl_number", "the reward is 1.0; a list of one number"),
-        ("trl_column", r"trl_column \(mine.py:\d+\) needs 'answer'; the columns are hard, .*, completions$"),
-        ("trl_async", "trl_async .* needs 'environments'"),
+        (
+            "trl_column",
+            r"trl_column \(mine.py:\d+\) needs 'answer'; the columns are hard, .*, environments$",
+        ),
     ],
 )
 def test_a_reward_of_trl_that_fails_says_why(file: Path, name: str, complaint: str) -> None:

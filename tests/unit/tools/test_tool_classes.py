@@ -494,7 +494,7 @@ class Failing(Resettable):
     [
         (Rewarding, {"reward": 1.0}),
         (Property, {"reward": 0.5}),
-        (Undecided, None),
+        (Undecided, {"reward": None}),
         (WithResult, {"moves": 3}),
         (WithAttributes, {"reward": 1.0}),
         (OfNothing, None),
@@ -502,6 +502,33 @@ class Failing(Resettable):
 )
 async def test_the_reward_of_an_object_is_its_result(subject: type, result: dict[str, Any] | None) -> None:
     assert await result_of(subject) == result
+
+
+async def test_a_class_with_call_is_opened_and_has_a_result_as_ever() -> None:
+    @tool
+    class Lookup(TwoOpenings, Positional, RewardMethod):
+        opened = False
+
+        def open(self, sample: Sample) -> None:
+            self.opened = True
+
+        def call(self) -> bool:
+            """Look it up."""
+            return self.opened
+
+    @tool
+    class Unopened(OfNumber):
+        reward = "much"
+
+        def call(self) -> str:
+            """Look it up."""
+            return "seen"
+
+    session = open_session({"lookup": Lookup, "unopened": Unopened}, sample())
+    await session.open()
+    assert await replies(session, ("lookup", {}), ("unopened", {})) == ["true", "seen"]
+    assert (session.opening_text, await session.result()) == ("", None)
+    await session.close()
 
 
 @pytest.mark.parametrize(
