@@ -121,7 +121,8 @@ def _takes_episode(function: RewardFunction) -> Callable[[RewardInput], Any]:
 
 def _score_as_batch(function: RewardFunction, episode: RewardInput) -> Any:
     """Call a function of TRL's signature, which may be async, with a batch of one episode."""
-    options = getattr(function, "keywords", {})  # bound to a partial: no column may replace an option
+    # No column may replace an option. An attribute `keywords` of any other object is the user's own.
+    options = function.keywords if isinstance(function, functools.partial) else {}
     columns = {name: value for name, value in trl_arguments(episode).items() if name not in options}
     scores = function(**select_columns(function, columns))
     if not inspect.isawaitable(scores):

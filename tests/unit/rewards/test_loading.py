@@ -77,6 +77,12 @@ def trl_two(completions): return [1.0, 0.0]
 def trl_number(completions): return 1.0
 def trl_column(completions, answer): return [1.0]
 
+class TrlKeywords:
+    keywords = ("hard",)
+
+    def __call__(self, completions, hard):
+        return [float(hard[0])]
+
 class Dumb:
     pass
 
@@ -111,6 +117,7 @@ def file(tmp_path: Path) -> Path:
         ("trl", {}, "processes", 8.0),
         ("trl_async", {"scale": 2}, "loop", 1.0),
         ("trl_none", {}, "processes", 0.0),
+        ("TrlKeywords", {}, "processes", 1.0),
     ],
 )
 def test_what_is_a_reward(
