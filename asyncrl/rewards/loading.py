@@ -84,8 +84,16 @@ def load_reward(source: RewardSource, where: str = REWARD_KEY) -> Reward:
     loaded_object = rewards.load(source.spec, where)
     where = f"{where}.{source.spec}"
     function = bind_plugin(_with_verls_options(loaded_object, where), source.options, where, REWARD_CALL)
-    if not _is_typed(function) and not _is_of_trl(function):
+    is_of_trl = _is_of_trl(function) and not _is_typed(function)
+    if not is_of_trl and not _is_typed(function):
         check_call(function, where, REWARD_CALL)
+
+    # Other keyword-only parameters of TRL's signature are columns, which replace their defaults.
+    if is_of_trl and isinstance(function, functools.partial):
+        own_keywords = loaded_object.keywords if isinstance(loaded_object, functools.partial) else {}
+        set_names = source.options.keys() | own_keywords.keys()
+        set_options = {name: value for name, value in function.keywords.items() if name in set_names}
+        function = functools.partial(function.func, *function.args, **set_options)
 
     subject = function if inspect.isclass(loaded_object) else loaded_object
     is_async = any(map(inspect.iscoroutinefunction, (subject, type(subject).__call__)))

@@ -24,6 +24,7 @@ GIVEN = RewardInput(
 FILE = """
 from __future__ import annotations
 import asyncio
+import functools
 from asyncrl.errors import ConfigError
 from asyncrl.rewards import RewardInput, runs
 
@@ -77,6 +78,11 @@ def trl_two(completions): return [1.0, 0.0]
 def trl_number(completions): return 1.0
 def trl_column(completions, answer): return [1.0]
 
+def trl_options(completions, *, hard: object = None, scale: object = None, **kwargs):
+    return [float(hard == [True]) + 2 * (scale == [7]) + 4 * ("data_source" in kwargs)]
+
+trl_partial = functools.partial(trl_options, scale="own")
+
 class TrlKeywords:
     keywords = ("hard",)
 
@@ -117,6 +123,9 @@ def file(tmp_path: Path) -> Path:
         ("trl", {}, "processes", 8.0),
         ("trl_async", {"scale": 2}, "loop", 1.0),
         ("trl_none", {}, "processes", 0.0),
+        ("trl_options", {}, "processes", 7.0),
+        ("trl_options", {"scale": 3}, "processes", 5.0),
+        ("trl_partial", {}, "processes", 5.0),
         ("TrlKeywords", {}, "processes", 1.0),
     ],
 )
