@@ -88,7 +88,7 @@ def load_reward(source: RewardSource, where: str = REWARD_KEY) -> Reward:
     if not is_of_trl and not _is_typed(function):
         check_call(function, where, REWARD_CALL)
 
-    # Other keyword-only parameters of TRL's signature are columns, which replace their defaults.
+    # TRL's keyword-only parameters that the configuration does not set are columns, which replace defaults.
     if is_of_trl and isinstance(function, functools.partial):
         own_keywords = loaded_object.keywords if isinstance(loaded_object, functools.partial) else {}
         set_names = source.options.keys() | own_keywords.keys()
