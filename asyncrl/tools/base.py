@@ -19,7 +19,7 @@ import json
 import re
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Literal, TypedDict, Unpack, overload
+from typing import Any, Literal, TypedDict, Unpack, get_origin, overload
 
 import msgspec
 
@@ -33,6 +33,9 @@ RESERVED_METHODS = frozenset({
     *("open", "reset", "call", "result", "close", "snapshot", "restore", "snapshots"),
 })  # fmt: skip
 """Public names of a class that are no tools."""
+NO_TOOLS = (staticmethod, classmethod, property, functools.cached_property, type)
+"""Types of the public members of a class that are no tools, beside aliases such as `list[str]`; a nested class
+is a `type`."""
 MAX_REPLY_BYTES = 1 << 18
 """Limit of a reply, more than a model can read: a tool may return a gigabyte."""
 
@@ -221,11 +224,20 @@ def _public_methods(definition: type) -> dict[str, Callable[..., Any]]:
             f"class {definition.__name__}: {decorated_names[0]!r} has @tool; decorate the class instead"
         )
 
-    methods: dict[str, Callable[..., Any]] = {
-        name: attribute
-        for name, attribute in attributes.items()
-        if inspect.isfunction(attribute) and not name.startswith("_") and name not in RESERVED_METHODS
-    }
+    methods: dict[str, Callable[..., Any]] = {}
+    for name, attribute in attributes.items():
+        if name.startswith("_") or name in RESERVED_METHODS:
+            continue
+        if inspect.isfunction(attribute):
+            methods[name] = attribute
+            continue
+
+        is_other_member = isinstance(attribute, NO_TOOLS) or get_origin(attribute) is not None
+        if not is_other_member and callable(getattr(definition, name, None)):
+            raise ConfigError(
+                f"class {definition.__name__}: {name!r} is a {type(attribute).__name__}, no method that can "
+                "be a tool; write a method, or begin the name with an underscore"
+            )
     if not methods:
         raise ConfigError(
             f"class {definition.__name__} has neither a method `call` nor a public method, so it gives no "

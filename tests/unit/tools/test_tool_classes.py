@@ -208,9 +208,18 @@ class Derived(Base):
     def of_class(cls) -> int:
         return 1
 
+    Shelf = list[str]
+
+    class Nested:
+        """Is data."""
+
     @property
     def size_twice(self) -> int:
         return 2 * self.size
+
+    @functools.cached_property
+    def size_thrice(self) -> int:
+        return 3 * self.size
 
     def _private(self) -> int:
         return 1
@@ -255,6 +264,19 @@ class Positional(Base):
     def reset(self, stock: int, /) -> None: ...
 
 
+class Cached(Base):
+    @functools.lru_cache  # noqa: B019
+    def look(self) -> int:
+        return 1
+
+
+class Partial(Base):
+    def _add(self, number: int) -> int:
+        return number
+
+    add_one = functools.partialmethod(_add, 1)
+
+
 class Untyped:
     def find(self, item) -> str: ...  # type: ignore[no-untyped-def, empty-body]
 
@@ -273,6 +295,8 @@ class DecoratedMethod(Base):
         (RewardMethod, "class RewardMethod: `reward` is a method"),
         (TwoOpenings, "class TwoOpenings has `open` and `reset`"),
         (Positional, "class Positional: parameter 'stock' of `reset` cannot be passed by name"),
+        (Cached, "class Cached: 'look' is a _lru_cache_wrapper, no method that can be a tool"),
+        (Partial, "class Partial: 'add_one' is a partialmethod, no method that can be a tool"),
         (Untyped, "tool 'find': parameter 'item' needs a type annotation"),
         (DecoratedMethod, "class DecoratedMethod: 'third' has @tool; decorate the class"),
     ],
