@@ -11,6 +11,7 @@ import pytest
 
 from asyncrl.errors import ConfigError
 from asyncrl.rewards import RewardInput, RewardSource, evaluate, in_loop, load_rewards
+from asyncrl.rewards.base import trl_arguments
 from asyncrl.types import Message, RewardResult, Sample
 
 QUESTION = Message("user", "?")
@@ -150,6 +151,28 @@ def test_a_reward_of_trl_always_gets_environments(file: Path, name: str, result:
     (reward,) = load_rewards(f"{file}:{name}")
     episode = msgspec.structs.replace(GIVEN, result=result)
     assert asyncio.run(evaluate(reward.function, episode)) == RewardResult(score)
+
+
+SYSTEM = Message("system", "Be brief.")
+ANSWER = Message("assistant", "it is 5")
+
+
+@pytest.mark.parametrize(
+    ("messages", "prompt_length"),
+    [
+        ((QUESTION, ANSWER), 1),
+        ((QUESTION, SYSTEM, ANSWER), 1),  # an environment's message follows the prompt
+        ((SYSTEM, QUESTION, ANSWER, QUESTION, ANSWER), 2),
+        ((SYSTEM, QUESTION), 2),
+    ],
+)
+def test_the_completions_of_trl_begin_after_the_prompt(
+    messages: tuple[Message, ...], prompt_length: int
+) -> None:
+    columns = trl_arguments(msgspec.structs.replace(GIVEN, messages=messages))
+    messages_json = [message.openai() for message in messages]
+    assert columns["prompts"] == [messages_json[:prompt_length]]
+    assert columns["completions"] == [messages_json[prompt_length:]]
 
 
 @pytest.mark.parametrize(
