@@ -34,8 +34,7 @@ RESERVED_METHODS = frozenset({
 })  # fmt: skip
 """Public names of a class that are no tools."""
 NO_TOOLS = (staticmethod, classmethod, property, functools.cached_property, type)
-"""Types of public members of a class that are no tools, beside aliases such as `list[str]`; nested classes are
-of `type`."""
+"""Types of the public members of a class that are no tools: `type` is for nested classes."""
 MAX_REPLY_BYTES = 1 << 18
 """Limit of a reply, more than a model can read: a tool may return a gigabyte."""
 
