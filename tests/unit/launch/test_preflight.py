@@ -196,7 +196,7 @@ def test_a_reward_that_reads_the_object_of_tools_is_tried(given: Given) -> None:
     assert "needs 'secret'" in guess.text and "no attribute 'reward'" in score.text
 
 
-def test_two_objects_that_both_leave_a_reward_are_told_of(given: Given) -> None:
+def test_two_objects_that_both_leave_a_reward_are_warned_of(given: Given) -> None:
     (file := given.folder / "game.py").write_text(GAME)
     (other := given.folder / "other.py").write_text(GAME.replace("def guess", "def ask"))
     given.keys |= {"rollout.tools": [f"{file}:Game", f"{other}:Game"], "rollout.reward": "final_number"}
