@@ -273,7 +273,13 @@ async def try_sample(parts: EpisodeParts, sample: Sample) -> list[Note]:
         notes.append(ok("rewards are not tried: their scorer is not up"))
 
     try:
-        tools_result = await _result_without_calls(parts.toolbox, sample) if answers else None
+        tools_result = None
+        if answers:
+            with recorded() as failure:
+                tools_result = await _result_without_calls(parts.toolbox, sample)
+            if failure:
+                notes.append(warning(f"the tools give no result for the reward: {failure.line}"))
+
         for answer_name, answer in answers:
             messages = (*sample.prompt, Message("assistant", answer))
             with recorded() as failure:
@@ -296,13 +302,14 @@ async def try_sample(parts: EpisodeParts, sample: Sample) -> list[Note]:
 
 async def _result_without_calls(toolbox: Toolbox, sample: Sample) -> dict[str, Any] | None:
     """Return what the objects of tools leave for the reward of an episode without calls; None if they cannot
-    be opened, which the calls of the tools have reported."""
+    be opened, which the calls of the tools have reported. ToolError or SetupError: the result fails."""
     session = toolbox.session(sample)
     try:
-        await session.open()
+        try:
+            await session.open()
+        except AsyncrlError:
+            return None
         return await session.result()
-    except AsyncrlError:
-        return None
     finally:
         await session.close()
 

@@ -144,13 +144,19 @@ def verl_arguments(episode: RewardInput) -> dict[str, Any]:
 
 def trl_arguments(episode: RewardInput) -> dict[str, Any]:
     """Return the arguments of TRL's signature, a batch of this episode: each is a list of one. `environments`
-    holds an object with the entries of the result as attributes, if the tools or the agent left one."""
+    holds an object with the entries of the result as attributes; without attributes if the tools or the agent
+    left no dict."""
     sample = episode.sample
+    prompt_length = len(sample.prompt)
+    if episode.messages[:prompt_length] != sample.prompt:  # an agent wrote a prompt of its own
+        roles = [message.role for message in episode.messages]
+        prompt_length = roles.index("assistant") if "assistant" in roles else len(roles)
+
     messages = [message.openai() for message in episode.messages]
-    columns = {**sample.columns, "prompts": messages[: len(sample.prompt)]}
-    columns["completions"] = messages[len(sample.prompt) :]
-    if isinstance(episode.result, Mapping):
-        columns["environments"] = SimpleNamespace(**episode.result)
+    columns = {**sample.columns, "prompts": messages[:prompt_length]}
+    columns["completions"] = messages[prompt_length:]
+    result_entries = episode.result if isinstance(episode.result, Mapping) else {}
+    columns["environments"] = SimpleNamespace(**result_entries)
 
     return {name: [value] for name, value in columns.items()}
 

@@ -84,8 +84,16 @@ def load_reward(source: RewardSource, where: str = REWARD_KEY) -> Reward:
     loaded_object = rewards.load(source.spec, where)
     where = f"{where}.{source.spec}"
     function = bind_plugin(_with_verls_options(loaded_object, where), source.options, where, REWARD_CALL)
-    if not _is_typed(function) and not _is_of_trl(function):
+    is_of_trl = _is_of_trl(function) and not _is_typed(function)
+    if not is_of_trl and not _is_typed(function):
         check_call(function, where, REWARD_CALL)
+
+    # TRL's keyword-only parameters that the configuration does not set are columns, which replace defaults.
+    if is_of_trl and isinstance(function, functools.partial):
+        own_keywords = loaded_object.keywords if isinstance(loaded_object, functools.partial) else {}
+        set_names = source.options.keys() | own_keywords.keys()
+        set_options = {name: value for name, value in function.keywords.items() if name in set_names}
+        function = functools.partial(function.func, *function.args, **set_options)
 
     subject = function if inspect.isclass(loaded_object) else loaded_object
     is_async = any(map(inspect.iscoroutinefunction, (subject, type(subject).__call__)))
@@ -121,7 +129,8 @@ def _takes_episode(function: RewardFunction) -> Callable[[RewardInput], Any]:
 
 def _score_as_batch(function: RewardFunction, episode: RewardInput) -> Any:
     """Call a function of TRL's signature, which may be async, with a batch of one episode."""
-    options = getattr(function, "keywords", {})  # bound to a partial: no column may replace an option
+    # No column may replace an option. An attribute `keywords` of any other object is the user's own.
+    options = function.keywords if isinstance(function, functools.partial) else {}
     columns = {name: value for name, value in trl_arguments(episode).items() if name not in options}
     scores = function(**select_columns(function, columns))
     if not inspect.isawaitable(scores):

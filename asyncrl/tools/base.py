@@ -19,7 +19,7 @@ import json
 import re
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Literal, TypedDict, Unpack, overload
+from typing import Any, Literal, TypedDict, Unpack, get_origin, overload
 
 import msgspec
 
@@ -33,6 +33,8 @@ RESERVED_METHODS = frozenset({
     *("open", "reset", "call", "result", "close", "snapshot", "restore", "snapshots"),
 })  # fmt: skip
 """Public names of a class that are no tools."""
+NO_TOOLS = (staticmethod, classmethod, property, functools.cached_property, type)
+"""Types of the public members of a class that are no tools: `type` is for nested classes."""
 MAX_REPLY_BYTES = 1 << 18
 """Limit of a reply, more than a model can read: a tool may return a gigabyte."""
 
@@ -83,7 +85,7 @@ class Tool:
     reply; `reapply`: run the call again to rebuild its effects; `no`: begin the episode again."""
     blocking: bool = False
     """Run a sync function in a thread, which the deadline can abandon; without it the function runs inline,
-    and must be quick."""
+    and must be quick. With `state`, also the constructor and the object's other sync methods."""
     process: bool = False
     """Run a sync function in a process of a pool, where the deadline kills it."""
     env: tuple[str, ...] = ()
@@ -114,7 +116,9 @@ class Tool:
         if self.process and (self.state is not None or self.blocking):
             raise ConfigError(f"tool {self.name!r}: process=True is for functions, and without blocking")
 
-        if (self.process or self.blocking) and inspect.iscoroutinefunction(self.function):
+        # An object of an async method may have other members that block.
+        runs_elsewhere = self.process or (self.blocking and self.state is None)
+        if runs_elsewhere and inspect.iscoroutinefunction(self.function):
             raise ConfigError(f"tool {self.name!r} is async: it needs neither blocking nor process")
 
 
@@ -146,8 +150,9 @@ def tool(subject: Callable[..., Any] | None = None, /, *, name: str = "", **opti
     tuple of tools, one for each public method, with these options.
 
     A class makes an object per episode, without arguments (bind arguments with functools.partial); the
-    methods `open` or `reset`, and `close`, sync or async, are called if present. After a crash calls are run
-    again unless `replay` says otherwise. ConfigError for a class that cannot be used so."""
+    methods `open` (without `call` also `reset`) and `close`, sync or async, are called if present. After a
+    crash calls are run again unless `replay` says otherwise. ConfigError for a class that cannot be used
+    so."""
 
     def build_tools(subject: Callable[..., Any]) -> Tool | tuple[Tool, ...]:
         definition: Any = getattr(subject, "func", subject)  # unwraps a functools.partial
@@ -156,7 +161,13 @@ def tool(subject: Callable[..., Any] | None = None, /, *, name: str = "", **opti
             schema, decode = signature_of(subject, tool_name, definition)
             return Tool(tool_name, schema, subject, decode, **options)
 
-        _check_class(subject, definition)
+        try:
+            inspect.signature(subject).bind()
+        except TypeError as error:
+            raise ConfigError(
+                f"class {definition.__name__}: the constructor is called without arguments ({error})"
+            ) from None
+
         object_options = {"replay": "reapply", **options}
         call_method = getattr(definition, "call", None)
         if callable(call_method):
@@ -170,22 +181,20 @@ def tool(subject: Callable[..., Any] | None = None, /, *, name: str = "", **opti
                 f"class {definition.__name__} gives a tool for each public method; rename the methods, and "
                 f"remove name={name!r}"
             )
-        return tuple(
-            _build_method_tool(subject, method_name, method, object_options)
-            for method_name, method in _public_methods(definition).items()
-        )
+
+        _check_members(definition)
+        method_tools: list[Tool] = []
+        for method_name, method in _public_methods(definition).items():
+            schema, decode = signature_of(method, method_name)
+            method_tools.append(Tool(method_name, schema, method, decode, subject, **object_options))
+        return tuple(method_tools)
 
     return build_tools(subject) if subject is not None else build_tools
 
 
-def _check_class(subject: Callable[..., Any], definition: type) -> None:
-    """Check what an episode will do with a class of tools; `subject` makes the objects. ConfigError."""
+def _check_members(definition: type) -> None:
+    """Check the members of a class without `call` that are no tools. ConfigError."""
     label = f"class {definition.__name__}"
-    try:
-        inspect.signature(subject).bind()
-    except TypeError as error:
-        raise ConfigError(f"{label}: the constructor is called without arguments ({error})") from None
-
     if inspect.isfunction(getattr(definition, "reward", None)):
         raise ConfigError(
             f"{label}: `reward` is a method, which the model could call; make it an attribute or a property"
@@ -214,26 +223,26 @@ def _public_methods(definition: type) -> dict[str, Callable[..., Any]]:
             f"class {definition.__name__}: {decorated_names[0]!r} has @tool; decorate the class instead"
         )
 
-    methods: dict[str, Callable[..., Any]] = {
-        name: attribute
-        for name, attribute in attributes.items()
-        if inspect.isfunction(attribute) and not name.startswith("_") and name not in RESERVED_METHODS
-    }
+    methods: dict[str, Callable[..., Any]] = {}
+    for name, attribute in attributes.items():
+        if name.startswith("_") or name in RESERVED_METHODS:
+            continue
+        if inspect.isfunction(attribute):
+            methods[name] = attribute
+            continue
+
+        is_other_member = isinstance(attribute, NO_TOOLS) or get_origin(attribute) is not None
+        if not is_other_member and callable(getattr(definition, name, None)):
+            raise ConfigError(
+                f"class {definition.__name__}: {name!r} is a {type(attribute).__name__}, no method that can "
+                "be a tool; write a method, or begin the name with an underscore"
+            )
     if not methods:
         raise ConfigError(
             f"class {definition.__name__} has neither a method `call` nor a public method, so it gives no "
             "tool; add a method"
         )
     return methods
-
-
-def _build_method_tool(
-    state: Callable[..., Any], name: str, method: Callable[..., Any], options: dict[str, Any]
-) -> Tool:
-    if inspect.iscoroutinefunction(method):  # blocking=True is for the other methods
-        options = {**options, "blocking": False}
-    schema, decode = signature_of(method, name)
-    return Tool(name, schema, method, decode, state, **options)
 
 
 def join_names(tool_names: Iterable[str]) -> str:

@@ -108,11 +108,14 @@ class CallLimits:
         self._awaited_calls = 0
 
     @asynccontextmanager
-    async def call_slot(self, seconds: float) -> AsyncIterator[None]:
-        """Hold a slot for one call, the body. CallTimeout: the call cannot start within `seconds`."""
+    async def call_slot(self, seconds: float, order_lock: asyncio.Lock | None = None) -> AsyncIterator[None]:
+        """Hold `order_lock`, if there is one, and then a slot for one call, the body. CallTimeout: the call
+        cannot start within `seconds`."""
         async with AsyncExitStack() as stack:
             try:
                 async with asyncio.timeout(seconds):
+                    if order_lock is not None:
+                        await stack.enter_async_context(order_lock)
                     if self._call_slots is not None:
                         await stack.enter_async_context(self._call_slots)
 

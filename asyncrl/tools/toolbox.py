@@ -110,10 +110,12 @@ class EpisodeObject:
         self, state: Any, blocking: bool, call_seconds: float, snapshots: ToolSnapshots | None
     ) -> None:
         self.state = state
-        self.call_lock = asyncio.Lock()
+        self.order_lock = asyncio.Lock()  # keeps the order of calls that wait for limits or are tried again
+        self.call_lock = asyncio.Lock()  # held while the object is in use
         self.was_called = False  # since the last `save`
         self.restored_turn = -1  # the turn up to which a snapshot brought the effects of calls
         self.reply_note = ""  # at the end of the next reply
+        self._has_method_tools = not callable(getattr(type(state), "call", None))
         self._blocking = blocking
         self._call_seconds = call_seconds
         self._snapshot_interval: int = getattr(state, "snapshots", 0)
@@ -121,15 +123,15 @@ class EpisodeObject:
         self._unsaved_turns = 0  # turns with calls since the newest snapshot
 
     async def open(self, sample: Sample, arguments: dict[str, Any]) -> str:
-        """Call the object's `open` with the arguments that it accepts, or its `reset` with the columns that
-        it accepts. Return the text for the prompt that `reset` gives; ''."""
+        """Call the object's `open` with the arguments that it accepts, or the `reset` of a class without
+        `call` with the columns that it accepts. Return the text for the prompt that `reset` gives; ''."""
         if callable(function := getattr(self.state, "open", None)):
             accepted = accepted_arguments(function, arguments)
             await call_without_deadline(partial(function, sample, **accepted), blocking=self._blocking)
             return ""
 
         reset = getattr(self.state, "reset", None)
-        if not callable(reset):
+        if not callable(reset) or not self._has_method_tools:
             return ""
 
         columns = sample.columns
@@ -144,17 +146,17 @@ class EpisodeObject:
         return bound_reply(text or "")
 
     async def result(self) -> dict[str, Any]:
-        """Call the object's `result` after all calls, or read its `reward`. {}: it has neither. ToolError:
-        this fails, or takes longer than a call may."""
+        """Call the object's `result` after all calls, or read the `reward` of a class without `call`. {}: it
+        has neither. ToolError: this fails, or takes longer than a call may."""
 
-        def read_reward() -> dict[str, float] | None:
+        def read_reward() -> dict[str, float | None]:
             reward = self.state.reward
-            return None if reward is None else {"reward": finite_number("it", reward)}
+            return {"reward": None if reward is None else finite_number("it", reward)}
 
         if callable(getattr(self.state, "result", None)):
             member_name = "result"
             read_result = self.state.result
-        elif inspect.getattr_static(self.state, "reward", None) is not None:
+        elif self._has_method_tools and inspect.getattr_static(self.state, "reward", self) is not self:
             member_name = "reward"
             read_result = read_reward
         else:
@@ -263,12 +265,16 @@ class ToolSession:
             snapshots = (
                 self._snapshots.tool_snapshots(self._episode, tools[0].name) if self._snapshots else None
             )
-            with users_code():
-                episode_object = self._objects[id(state)] = EpisodeObject(
-                    state(), blocking, call_seconds, snapshots
-                )
-            open_object = partial(episode_object.open, self._sample, merged_arguments(tools, sample_tools))
-            return await call_user(open_object, call_seconds)
+            arguments = merged_arguments(tools, sample_tools)
+
+            async def open_object() -> str:
+                made_object = await in_thread(state, "tool") if blocking else state()
+                episode_object = EpisodeObject(made_object, blocking, call_seconds, snapshots)
+                self._objects[id(state)] = episode_object
+                return await episode_object.open(self._sample, arguments)
+
+            opening_text: str = await call_user(open_object, call_seconds)
+            return opening_text
         except SetupError:
             raise
         except Exception as problem:
@@ -382,6 +388,7 @@ class ToolSession:
         """Return (content, reward). Raises the error of the tool's last attempt, or CallTimeout."""
         call_limits = self._toolbox.call_limits[tool.name]
         call_seconds = self._toolbox.call_seconds(tool)
+        episode_object = self._objects[id(tool.state)] if tool.state is not None else None
 
         async def run_once() -> tuple[str, float]:
             if call_limits.pool is not None:
@@ -393,10 +400,9 @@ class ToolSession:
             run_function = partial(
                 call_without_deadline, blocking=tool.blocking, live_calls=call_limits.live_calls
             )
-            if tool.state is None:
+            if episode_object is None:
                 return read_reply(await run_function(partial(tool.function, **keywords)))
 
-            episode_object = self._objects[id(tool.state)]
             episode_object.was_called = True
             # The lock is held until the reply is text: the next call may change the returned object.
             async with episode_object.call_lock:
@@ -417,7 +423,8 @@ class ToolSession:
                     await asyncio.sleep(RETRY_PAUSES[min(attempt, len(RETRY_PAUSES) - 1)])
             return await run_once()
 
-        async with call_limits.call_slot(call_seconds):
+        order_lock = episode_object.order_lock if episode_object is not None else None
+        async with call_limits.call_slot(call_seconds, order_lock):
             result: tuple[str, float] = await call_user(run_repeatedly, call_seconds)
             return result
 

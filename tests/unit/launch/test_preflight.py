@@ -193,7 +193,19 @@ def test_a_reward_that_reads_the_object_of_tools_is_tried(given: Given) -> None:
     without_secret = msgspec.structs.replace(sample, extra_info_json="{}")
     guess, score = asyncio.run(preflight.try_sample(Inputs(given.config()).parts, without_secret))
     assert guess.level == score.level == "warning"
-    assert "needs 'secret'" in guess.text and "needs 'environments'" in score.text
+    assert "needs 'secret'" in guess.text and "no attribute 'reward'" in score.text
+
+
+def test_two_objects_that_both_leave_a_reward_are_warned_of(given: Given) -> None:
+    (file := given.folder / "game.py").write_text(GAME)
+    (other := given.folder / "other.py").write_text(GAME.replace("def guess", "def ask"))
+    given.keys |= {"rollout.tools": [f"{file}:Game", f"{other}:Game"], "rollout.reward": "final_number"}
+    sample = Sample(0, "d", (Message("user", "?"),), "null", extra_info_json='{"secret": 7}')
+    notes = asyncio.run(preflight.try_sample(Inputs(given.config()).parts, sample))
+    assert [note.text for note in notes if note.level == "warning"] == [
+        "the tools give no result for the reward: ToolError: two tools leave 'reward' as their result; "
+        "use one of them"
+    ]
 
 
 def test_each_data_source_has_a_teacher_or_the_run_is_refused(given: Given) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from asyncrl.errors import ConfigError
 from asyncrl.rewards import RewardInput, RewardSource, evaluate, in_loop, load_rewards
+from asyncrl.rewards.base import trl_arguments
 from asyncrl.types import Message, RewardResult, Sample
 
 QUESTION = Message("user", "?")
@@ -24,6 +25,7 @@ GIVEN = RewardInput(
 FILE = """
 from __future__ import annotations
 import asyncio
+import functools
 from asyncrl.errors import ConfigError
 from asyncrl.rewards import RewardInput, runs
 
@@ -70,10 +72,23 @@ def trl(completions, hard, **kwargs):
 async def trl_async(environments, *, scale: float = 1.0):
     return [environments[0].reward * scale]
 
+def trl_unset(environments): return [environment.reward or 0.5 for environment in environments]
+def trl_bare(environments): return [len(vars(environments[0]))]
 def trl_none(prompts, completions): return [None]
 def trl_two(completions): return [1.0, 0.0]
 def trl_number(completions): return 1.0
 def trl_column(completions, answer): return [1.0]
+
+def trl_options(completions, *, hard: object = None, scale: object = None, **kwargs):
+    return [float(hard == [True]) + 2 * (scale == [7]) + 4 * ("data_source" in kwargs)]
+
+trl_partial = functools.partial(trl_options, scale="own")
+
+class TrlKeywords:
+    keywords = ("hard",)
+
+    def __call__(self, completions, hard):
+        return [float(hard[0])]
 
 class Dumb:
     pass
@@ -109,6 +124,10 @@ def file(tmp_path: Path) -> Path:
         ("trl", {}, "processes", 8.0),
         ("trl_async", {"scale": 2}, "loop", 1.0),
         ("trl_none", {}, "processes", 0.0),
+        ("trl_options", {}, "processes", 7.0),
+        ("trl_options", {"scale": 3}, "processes", 5.0),
+        ("trl_partial", {}, "processes", 5.0),
+        ("TrlKeywords", {}, "processes", 1.0),
     ],
 )
 def test_what_is_a_reward(
@@ -125,12 +144,46 @@ def test_what_is_a_reward(
 
 
 @pytest.mark.parametrize(
+    ("name", "result", "score"),
+    [("trl_unset", {"reward": None}, 0.5), ("trl_bare", None, 0.0), ("trl_bare", 7, 0.0)],
+)
+def test_a_reward_of_trl_always_gets_environments(file: Path, name: str, result: Any, score: float) -> None:
+    (reward,) = load_rewards(f"{file}:{name}")
+    episode = msgspec.structs.replace(GIVEN, result=result)
+    assert asyncio.run(evaluate(reward.function, episode)) == RewardResult(score)
+
+
+SYSTEM = Message("system", "Be brief.")
+ANSWER = Message("assistant", "it is 5")
+
+
+@pytest.mark.parametrize(
+    ("messages", "prompt_length"),
+    [
+        ((QUESTION, ANSWER), 1),
+        ((QUESTION, SYSTEM, ANSWER), 1),  # an environment's message follows the prompt
+        ((SYSTEM, QUESTION, ANSWER, QUESTION, ANSWER), 2),
+        ((SYSTEM, QUESTION), 2),
+    ],
+)
+def test_the_completions_of_trl_begin_after_the_prompt(
+    messages: tuple[Message, ...], prompt_length: int
+) -> None:
+    columns = trl_arguments(msgspec.structs.replace(GIVEN, messages=messages))
+    messages_json = [message.openai() for message in messages]
+    assert columns["prompts"] == [messages_json[:prompt_length]]
+    assert columns["completions"] == [messages_json[prompt_length:]]
+
+
+@pytest.mark.parametrize(
     ("name", "complaint"),
     [
         ("trl_two", r"the reward is \[1.0, 0.0\]; a list of one number"),
         ("trl_number", "the reward is 1.0; a list of one number"),
-        ("trl_column", r"trl_column \(mine.py:\d+\) needs 'answer'; the columns are hard, .*, completions$"),
-        ("trl_async", "trl_async .* needs 'environments'"),
+        (
+            "trl_column",
+            r"trl_column \(mine.py:\d+\) needs 'answer'; the columns are hard, .*, environments$",
+        ),
     ],
 )
 def test_a_reward_of_trl_that_fails_says_why(file: Path, name: str, complaint: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import json
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -125,10 +126,40 @@ async def test_a_decorated_class_gives_options_to_all_its_methods_and_those_of_i
     tools = load_tools([str(file)])  # only what is decorated
     assert list(tools) == list(load_tools([f"{file}:Slow"])) == ["find", "move", "audit"]
     assert {member.timeout for member in tools.values()} == {7}
-    assert [member.blocking for member in tools.values()] == [True, False, True]
+    assert [member.blocking for member in tools.values()] == [True] * 3
     session = open_session(tools, sample(stock={"tea": "B"}))
     await session.open()
     assert await replies(session, ("move", {"item": "oats"}), ("audit", {})) == ["moved", "2"]
+    await session.close()
+
+
+class Shelf:
+    failures = 1
+
+    def __init__(self) -> None:
+        self.items: list[str] = []
+
+    async def put(self, item: str) -> str:
+        await asyncio.sleep(0)
+        if self.failures:
+            self.failures -= 1
+            raise OSError("the shelf shakes")
+        self.items.append(item)
+        return "put"
+
+    def show(self) -> str:
+        return " ".join(self.items)
+
+
+@pytest.mark.parametrize("options", [{"concurrency": 1}, {"rate": 100.0}, {}])
+async def test_calls_of_one_object_keep_their_order(options: dict[str, Any]) -> None:
+    session = open_session({member.name: member for member in tool(retries=1, **options)(Shelf)}, sample())
+    await session.open()
+    calls = [("put", {"item": "a"}), ("show", {}), ("put", {"item": "b"}), ("show", {})]
+    turn = await asyncio.gather(
+        *(session.call(ToolCall(name, json.dumps(keywords))) for name, keywords in calls)
+    )
+    assert [reply.content for reply in turn] == ["put", "a", "put", "a b"]
     await session.close()
 
 
@@ -177,9 +208,18 @@ class Derived(Base):
     def of_class(cls) -> int:
         return 1
 
+    Shelf = list[str]
+
+    class Nested:
+        """Is data."""
+
     @property
     def size_twice(self) -> int:
         return 2 * self.size
+
+    @functools.cached_property
+    def size_thrice(self) -> int:
+        return 3 * self.size
 
     def _private(self) -> int:
         return 1
@@ -224,6 +264,19 @@ class Positional(Base):
     def reset(self, stock: int, /) -> None: ...
 
 
+class Cached(Base):
+    @functools.lru_cache  # noqa: B019
+    def look(self) -> int:
+        return 1
+
+
+class Partial(Base):
+    def _add(self, number: int) -> int:
+        return number
+
+    add_one = functools.partialmethod(_add, 1)
+
+
 class Untyped:
     def find(self, item) -> str: ...  # type: ignore[no-untyped-def, empty-body]
 
@@ -242,6 +295,8 @@ class DecoratedMethod(Base):
         (RewardMethod, "class RewardMethod: `reward` is a method"),
         (TwoOpenings, "class TwoOpenings has `open` and `reset`"),
         (Positional, "class Positional: parameter 'stock' of `reset` cannot be passed by name"),
+        (Cached, "class Cached: 'look' is a _lru_cache_wrapper, no method that can be a tool"),
+        (Partial, "class Partial: 'add_one' is a partialmethod, no method that can be a tool"),
         (Untyped, "tool 'find': parameter 'item' needs a type annotation"),
         (DecoratedMethod, "class DecoratedMethod: 'third' has @tool; decorate the class"),
     ],
@@ -368,6 +423,54 @@ async def test_texts_of_two_objects_follow_the_order_of_the_tools() -> None:
     await session.close()
 
 
+class BlockingParts:
+    """Notes the members that run in the thread of the event loop."""
+
+    def __init__(self) -> None:
+        self.inline_members: list[str] = []
+        self._note("constructor")
+
+    def _note(self, member_name: str) -> None:
+        if threading.current_thread() is threading.main_thread():
+            self.inline_members.append(member_name)
+
+    def reset(self) -> None:
+        self._note("reset")
+
+    async def look(self) -> str:
+        self._note("look")
+        return "seen"
+
+    @property
+    def reward(self) -> float:
+        self._note("reward")
+        return 1.0
+
+    def close(self) -> None:
+        self._note("close")
+
+
+@pytest.mark.parametrize(
+    ("options", "inline_members"),
+    [({}, ["constructor", "reset", "look", "reward", "close"]), ({"blocking": True}, ["look"])],
+)
+async def test_blocking_is_for_all_sync_members(options: dict[str, Any], inline_members: list[str]) -> None:
+    made_objects: list[BlockingParts] = []
+
+    class Noted(BlockingParts):
+        def __init__(self) -> None:
+            super().__init__()
+            made_objects.append(self)
+
+    (look,) = tool(**options)(Noted)
+    session = open_session({"look": look}, sample())
+    await session.open()
+    assert await replies(session, ("look", {})) == ["seen"]
+    assert await session.result() == {"reward": 1.0}
+    await session.close()
+    assert made_objects[0].inline_members == inline_members
+
+
 # -- what the object leaves for the reward ----------------------------------------------------------------
 
 
@@ -415,7 +518,7 @@ class Failing(Resettable):
     [
         (Rewarding, {"reward": 1.0}),
         (Property, {"reward": 0.5}),
-        (Undecided, None),
+        (Undecided, {"reward": None}),
         (WithResult, {"moves": 3}),
         (WithAttributes, {"reward": 1.0}),
         (OfNothing, None),
@@ -423,6 +526,33 @@ class Failing(Resettable):
 )
 async def test_the_reward_of_an_object_is_its_result(subject: type, result: dict[str, Any] | None) -> None:
     assert await result_of(subject) == result
+
+
+async def test_a_class_with_call_is_opened_and_has_a_result_as_ever() -> None:
+    @tool
+    class Lookup(TwoOpenings, Positional, RewardMethod):
+        opened = False
+
+        def open(self, sample: Sample) -> None:
+            self.opened = True
+
+        def call(self) -> bool:
+            """Look it up."""
+            return self.opened
+
+    @tool
+    class Unopened(OfNumber):
+        reward = "much"
+
+        def call(self) -> str:
+            """Look it up."""
+            return "seen"
+
+    session = open_session({"lookup": Lookup, "unopened": Unopened}, sample())
+    await session.open()
+    assert await replies(session, ("lookup", {}), ("unopened", {})) == ["true", "seen"]
+    assert (session.opening_text, await session.result()) == ("", None)
+    await session.close()
 
 
 @pytest.mark.parametrize(
