@@ -26,6 +26,7 @@ from typing import IO, Any, Literal
 
 import msgspec
 
+import asyncrl
 from asyncrl.errors import AsyncrlError, ConfigError, one_line
 from asyncrl.isolation.child import describe_exit, private_pipes, read_frame, write_frame
 from asyncrl.registry import INSIDE_RUN, search_working_directory
@@ -37,6 +38,7 @@ KILL_SECONDS = 10.0  # Seconds for a launcher to kill its processes; then it is 
 TAIL_BYTES = 4096  # Bytes of a crashed launcher's output in the error.
 
 
+PACKAGE_ROOT = os.path.realpath(Path(asyncrl.__file__).parents[1])
 Show = Callable[[str], None]
 
 
@@ -224,6 +226,7 @@ def _added_paths() -> list[str]:
     library = sysconfig.get_path("stdlib")
     common_paths = {library, f"{library}/lib-dynload", *site.getsitepackages(), site.getusersitepackages()}
     common_paths = {os.path.realpath(path) for path in (*common_paths, os.getcwd())}
+    common_paths.discard(PACKAGE_ROOT)  # a checkout that is not installed
     paths = [os.path.abspath(path) for path in sys.path]
     return [path for path in paths if os.path.exists(path) and os.path.realpath(path) not in common_paths]
 
