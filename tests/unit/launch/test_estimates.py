@@ -48,6 +48,7 @@ def model(tmp_path: Path) -> Path:
     write_header(tmp_path / "model-2.safetensors", b=[50_000_000], scalar=[])
     write_header(tmp_path / "consolidated.safetensors", **matrix, b=[50_000_000], scalar=[])
     index = {"a.weight": "model-1.safetensors", "b": "model-2.safetensors", "scalar": "model-2.safetensors"}
+    (tmp_path / "config.json").write_text("{}")
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
     return tmp_path
 
