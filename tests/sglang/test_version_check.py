@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from asyncrl.config import RunConfig
 from asyncrl.engines.sglang import version_check
-from asyncrl.engines.sglang.http import PauseMode, ServerApi
+from asyncrl.engines.sglang.http import ADMIN_SECONDS, PauseMode, ServerApi
 from asyncrl.engines.sglang.server import attach, look_at_server
 from asyncrl.engines.sglang.version_check import OpenApi
 from asyncrl.errors import ConfigError
@@ -73,7 +73,7 @@ async def test_what_it_lacks_is_named(
 async def test_the_fake_server_of_unit_tests_has_the_routes_of_a_real_one(server: SGLangServer) -> None:
     excerpt = msgspec.json.decode(msgspec.json.encode(OPENAPI), type=OpenApi)
     async with in_use(ServerApi(server.url)) as api:
-        served = await api.get_struct("/openapi.json", OpenApi)
+        served = await api.get_struct("/openapi.json", OpenApi, ADMIN_SECONDS)
 
     for path, operations in excerpt.paths.items():
         assert operations == {method: served.paths[path][method] for method in operations}, path

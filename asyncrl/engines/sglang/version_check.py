@@ -24,7 +24,7 @@ import msgspec
 
 from asyncrl.config import RunConfig
 from asyncrl.engines.base import EngineBusy, Request, Sampling
-from asyncrl.engines.sglang.http import ServerApi, ServerGone, update_session
+from asyncrl.engines.sglang.http import ADMIN_SECONDS, ServerApi, ServerGone, update_session
 from asyncrl.engines.sglang.stream import MetaInfo, StreamedTurn, decode_event
 from asyncrl.errors import AsyncrlError, ConfigError, EngineError, one_line
 from asyncrl.types import NO_VERSION
@@ -213,7 +213,8 @@ async def check_routes(config: RunConfig, server: ServerApi, version: str, score
         return
 
     try:
-        api = await server.get_struct("/openapi.json", OpenApi)
+        # The server makes the document when it is first asked, which takes seconds, more on a busy machine.
+        api = await server.get_struct("/openapi.json", OpenApi, ADMIN_SECONDS)
     except PASSING_ERRORS:
         raise
     except EngineError as error:
