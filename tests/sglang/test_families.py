@@ -29,7 +29,9 @@ from tests.fakes.weights import BUCKET_BYTES, snapshot_of
 from tests.sglang.conformance import ask, in_use, prompt
 from tests.sglang.conftest import Start
 
-GAP = 1e-5  # nats, in float32
+# Nats, in float32. Threads and batches sum in other orders: of gated delta rules gaps of 2e-6 to 1.4e-5 were
+# seen, with another sampled text each time. An adapter makes a difference of more than 1e-3, see below.
+GAP = 5e-5
 RANK = 4
 ADAPTED = ("q_proj", "k_proj", "v_proj", "o_proj")
 ADAPTERS = ("--enable-lora", f"--max-lora-rank={RANK}", "--lora-target-modules")
@@ -156,7 +158,7 @@ async def test_a_family_is_served_as_transformers_computes_it(
             await loader.api.load_adapter("adapter", str(tmp_path / "adapter"))
             expected = own_logprobs(with_tensors(model, tensors | merged_weights, tmp_path / "merged"), TEXT)
             gaps["with an adapter"] = largest_gap(await loader.api.score(TEXT, DEADLINE, "adapter"), expected)
-            assert largest_gap(await loader.score(TEXT), expected) > 100 * GAP  # it is another model
+            assert largest_gap(await loader.score(TEXT), expected) > 20 * GAP  # it is another model
 
     server.kill()
     print(family, {way: f"{gap:.2g}" for way, gap in gaps.items()})
