@@ -1,7 +1,7 @@
-"""The pictures of docs/viewer.md, of a run of the demo, by headless Chromium (apt-get install chromium).
+"""Makes the pictures of README.md and docs/viewer.md, by headless Chromium (apt-get install chromium).
 
-python tools/viewer_pictures.py runs/NAME --out docs
-python tools/viewer_pictures.py runs/NAME --out /tmp --light
+make demo ARGS=name=demo
+python tools/viewer_pictures.py runs/demo --out docs
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import base64
 import sys
 import tempfile
 from pathlib import Path
+from typing import Literal
 from urllib.parse import quote
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for tests.fakes
@@ -28,27 +29,46 @@ PICTURES = {
     "group": (f"tab=episodes&{GROUP}&side=1", 'document.querySelectorAll(".column").length > 1'),
     "time": ("tab=time", 'document.querySelector("#time canvas")'),
 }  # address of each picture, and the condition that says the picture is drawn
+WIDTH = 1400  # pixels of the window
+OVERVIEW_HEIGHT = 700  # pixels: down to the flow of episodes, without the configuration and its paths
 
 
-async def save(tab: Tab, path: Path) -> None:
+async def save(tab: Tab, path: Path, height: int | None = None) -> None:
+    """Write what the window shows, or its upper `height` pixels."""
     await asyncio.sleep(1.0)  # for the last frame
-    shot = await tab.call("Page.captureScreenshot", format="png")
+    options = {"clip": {"x": 0, "y": 0, "width": WIDTH, "height": height, "scale": 1}} if height else {}
+    shot = await tab.call("Page.captureScreenshot", format="png", **options)
     await asyncio.to_thread(path.write_bytes, base64.b64decode(shot["data"]))
     print(path)
 
 
-async def pictures(run: Path, out: Path, light: bool) -> None:
+async def choose_scheme(tab: Tab, scheme: Literal["dark", "light"]) -> None:
+    features = [{"name": "prefers-color-scheme", "value": scheme}]
+    await tab.call("Emulation.setEmulatedMedia", features=features)
+
+
+async def show(tab: Tab, url: str, name: str) -> None:
+    address, loaded = PICTURES[name]
+    await tab.call("Page.navigate", url="about:blank")
+    await tab.call("Page.navigate", url=f"{url}#{address}")
+    await tab.until(loaded)
+
+
+async def pictures(run: Path, out: Path) -> None:
+    """Write every picture in dark colours, and the Overview in light ones, too: README shows the reader's."""
     with tempfile.TemporaryDirectory() as profile:
         async with served(Views([run], describe_ending)) as url, browser(Path(profile)) as tab:
             await tab.open("about:blank")
-            scheme = [{"name": "prefers-color-scheme", "value": "light" if light else "dark"}]
-            await tab.call("Emulation.setEmulatedMedia", features=scheme)
+            await tab.call("Emulation.setScrollbarsHidden", hidden=True)
 
-            for name, (address, loaded) in PICTURES.items():
-                await tab.call("Page.navigate", url="about:blank")
-                await tab.call("Page.navigate", url=f"{url}#{address}")
-                await tab.until(loaded)
-                await save(tab, out / f"viewer_{name}.png")
+            await choose_scheme(tab, "dark")
+            for name in PICTURES:
+                await show(tab, url, name)
+                await save(tab, out / f"viewer_{name}.png", OVERVIEW_HEIGHT if name == "overview" else None)
+
+            await choose_scheme(tab, "light")
+            await show(tab, url, "overview")
+            await save(tab, out / "viewer_overview_light.png", OVERVIEW_HEIGHT)
 
             print(*tab.complaints, sep="\n")
 
@@ -59,9 +79,8 @@ def main() -> None:
     )
     parser.add_argument("run", type=Path)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--light", action="store_true")
     args = parser.parse_args()
-    asyncio.run(pictures(args.run, args.out, args.light))
+    asyncio.run(pictures(args.run, args.out))
 
 
 if __name__ == "__main__":

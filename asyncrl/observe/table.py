@@ -17,6 +17,7 @@ from asyncrl.observe.summary import (
     HELD_OUT_RESULTS,
     SUCCESS_KEYS,
     TRAINING_RESULTS,
+    asynchrony_line,
     identity_line,
     outcome_line,
     summary_notes,
@@ -100,6 +101,9 @@ def print_summary(
 
     terminal.print(table)
     lines = [f"{name}: {number}" for name, number in summary_numbers(summary, everything)]
+
+    if line := asynchrony_line(summary):
+        lines.append(line)
 
     for line in (*lines, *summary_notes(summary)):
         terminal.print(f"  {escape(line)}", highlight=False, soft_wrap=True)

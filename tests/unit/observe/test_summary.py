@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from asyncrl.observe.metrics import CHARTS, GREEDY, SAMPLED, SAMPLED_SCORE, catalogue, known_charts
-from asyncrl.observe.summary import identity_line, outcome_line, summarize
+from asyncrl.observe.summary import asynchrony_line, identity_line, outcome_line, summarize
 from asyncrl.observe.table import DIAGNOSTICS, SUMMARY_NUMBERS, before_and_after, summary_numbers
 
 STATES = ["issued", "trained", "filtered", "dropped", "failed", "taken", "ready", "in_flight"]
@@ -139,6 +139,20 @@ def test_the_identity_line_shows_the_audit_and_not_a_sum() -> None:
     assert line.startswith("12 issued = 4 trained + 3 filtered + 1 dropped + 1 failed + 1 taken + 1 ready")
     assert line.endswith("1 in flight ✓")
     assert "NOT CONSERVED" in identity_line(FLOW, False)
+
+
+def test_the_numbers_of_the_promises_are_in_one_line() -> None:
+    stall, spanning = "weights/stall_s", "rollout/multi_version_frac"
+    rows = [
+        step(1, **{"staleness/lag/max": 3.0, spanning: 0.5, stall: 0.001, DIFF: 1e-6}),
+        step(2, **{"staleness/lag/max": 1.0, spanning: 0.69, stall: 0.003, DIFF: 2e-6}),
+        {"time_s": 5.0, "weights/probe_logprob_diff_max": 0.0},
+    ]
+    assert asynchrony_line(summarize(rows, FLOW, True)) == (
+        "asynchrony: lag at most 3, 69% of episodes span versions, log-prob gap ≤ 2e-06, "
+        "weights gap ≤ 0, a push stops the trainer for 2.0 ms"
+    )
+    assert asynchrony_line(summarize([], FLOW, True)) == "", "nothing is claimed that was not measured"
 
 
 NOTHING = {"steps": 0}
