@@ -12,6 +12,7 @@ MODULE_OF_NAME = {
     "train": "asyncrl.api.calls",
     "sft": "asyncrl.api.calls",
     "start": "asyncrl.api.calls",
+    "dry_run": "asyncrl.api.calls",
     "evaluate": "asyncrl.api.calls",
     "open_run": "asyncrl.api.calls",
     "Run": "asyncrl.api.run",

@@ -608,3 +608,40 @@ def start(
     """Start a run as `train` does, and return once its processes start. `command="sft"`: as `sft` does.
     `show` gets each line that the launcher prints, while a call waits. May be called in any thread, and
     several times."""
+
+def dry_run(
+    *settings: Setting,
+    command: Literal["train", "sft"] = ...,
+    show: Callable[[str], None] = ...,
+    config_dir: str | PathLike[str] = ...,
+    name: str = ...,
+    run_dir: str | PathLike[str] = ...,
+    seed: int = ...,
+    total_steps: int = ...,
+    resume: Literal["auto", "never", "must"] = ...,
+    model: str | PathLike[str] | Run | ModelKeys = ...,
+    agents: Mapping[Any, Any] = ...,
+    data: DataKeys = ...,
+    rollout: RolloutKeys = ...,
+    engine: EngineKeys = ...,
+    scorers: Mapping[Any, Any] = ...,
+    buffer: BufferKeys = ...,
+    algorithm: AlgorithmKeys = ...,
+    kl: KLKeys = ...,
+    critic: CriticKeys = ...,
+    trainer: TrainerKeys = ...,
+    checkpoint: CheckpointKeys = ...,
+    store: StoreKeys = ...,
+    weights: WeightsKeys = ...,
+    validation: ValidationKeys = ...,
+    observe: ObserveKeys = ...,
+    launch: LaunchKeys = ...,
+    train: Rows = ...,
+    test: Rows = ...,
+    tools: Code | Sequence[Code] = ...,
+    reward: Code = ...,
+    environment: Code = ...,
+    agent: Code = ...,
+) -> None:
+    """Check everything that `train` would, try the tools and the reward on a row, and show the plan; nothing
+    is started or written. The arguments are those of `start`. Raises ConfigError after showing all errors."""

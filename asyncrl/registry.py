@@ -310,8 +310,10 @@ def select_columns(function: Callable[..., Any], columns: Mapping[str, Any]) -> 
         and parameter.name not in columns
     ]
     if missing_names:
+        name = missing_names[0]
         raise TypeError(
-            f"{_named_with_place(function)} needs {missing_names[0]!r}; the columns are {', '.join(columns)}"
+            f"{_named_with_place(function)} needs {name!r}; the columns are {', '.join(columns)}; put {name} "
+            f"into extra_info of the rows, or name its column: 'data.columns={{extra_info.{name}: {name}}}'"
         )
 
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):

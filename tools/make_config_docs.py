@@ -61,6 +61,7 @@ STARTS = {
     "train": ("", "Run"),
     "sft": ("", "Run"),
     "start": ('command: Literal["train", "sft"] = ..., show: Callable[[str], None] = ..., ', "StartedRun"),
+    "dry_run": ('command: Literal["train", "sft"] = ..., show: Callable[[str], None] = ..., ', "None"),
 }
 BEGIN = "<!-- from {}, by `make docs` -->\n\n"
 END = "\n<!-- until here -->"

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+import msgspec
+
 from asyncrl.api.evaluation import Evaluation, evaluate_model
 from asyncrl.api.launcher import LauncherProcess, Show
 from asyncrl.api.requests import make_request
@@ -28,10 +30,10 @@ def start(
     `show` gets each line that the launcher prints, while a call waits. May be called in any thread, and
     several times."""
     refuse_inside_run(f"asyncrl.{command}()")
-    if isinstance(model := keywords.get("model"), Run):
-        keywords["model"] = model.model
     with tempfile.TemporaryDirectory(prefix="asyncrl-") as directory:
-        request = make_request(command, settings, keywords, Path(directory), config_dir=config_dir)
+        request = make_request(
+            command, settings, _with_model_path(keywords), Path(directory), config_dir=config_dir
+        )
         launcher = LauncherProcess(request)
         try:
             run_dir = launcher.wait_for_start(show)  # by then the launcher has copied the files
@@ -57,6 +59,28 @@ def train(*settings: Setting, config_dir: str | Path = "", **keywords: Any) -> R
     stops the run with a checkpoint.
     """
     return start(*settings, config_dir=config_dir, **keywords).wait()
+
+
+def dry_run(
+    *settings: Setting,
+    command: Literal["train", "sft"] = "train",
+    config_dir: str | Path = "",
+    show: Show = print,
+    **keywords: Any,
+) -> None:
+    """Check everything that `train` would, try the tools and the reward on a row, and show the plan; nothing
+    is started or written. The arguments are those of `start`. Raises ConfigError after showing all errors."""
+    refuse_inside_run("asyncrl.dry_run()")
+    with tempfile.TemporaryDirectory(prefix="asyncrl-") as directory:
+        request = make_request(
+            command,
+            settings,
+            _with_model_path(keywords),
+            Path(directory),
+            named_directory=directory,
+            config_dir=config_dir,
+        )
+        LauncherProcess(msgspec.structs.replace(request, dry_run=True)).wait(show)
 
 
 def sft(*settings: Setting, config_dir: str | Path = "", **keywords: Any) -> Run:
@@ -108,3 +132,9 @@ def open_run(name: str | Path, run_dir: str | Path = "runs") -> Run:
     if not str(name):
         raise ConfigError("open_run: give the directory of a run, or its name")
     return Run(find_run(Path(run_dir), str(name)))
+
+
+def _with_model_path(keywords: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keywords with the directory of its newest checkpoint in place of a run."""
+    model = keywords.get("model")
+    return {**keywords, "model": model.model} if isinstance(model, Run) else dict(keywords)

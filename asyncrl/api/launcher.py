@@ -36,6 +36,7 @@ SIGNAL_SECONDS = 0.5  # Seconds between two signals to a launcher that is to be 
 READ_SECONDS = 2.0  # Seconds for the last message of a launcher that has ended.
 KILL_SECONDS = 10.0  # Seconds for a launcher to kill its processes; then it is killed itself.
 TAIL_BYTES = 4096  # Bytes of a crashed launcher's output in the error.
+DRY_RUN_REFUSED = "the dry run has found the errors above"
 
 
 PACKAGE_ROOT = os.path.realpath(Path(asyncrl.__file__).parents[1])
@@ -45,7 +46,8 @@ Show = Callable[[str], None]
 class LauncherRequest(msgspec.Struct, frozen=True):
     """What the child does. `values`: keys of the configuration by section, see `compose`. `saved_files`: the
     content's file, by the path within the run's directory. `model`, `runs`: of an evaluation, the model and
-    the parent of run directories."""
+    the parent of run directories. `dry_run`: check everything and start nothing; files stay where they
+    are."""
 
     command: Literal["train", "sft", "eval"]
     overrides: list[str] = []
@@ -54,6 +56,7 @@ class LauncherRequest(msgspec.Struct, frozen=True):
     config_dir: str = ""
     model: str = ""
     runs: str = ""
+    dry_run: bool = False
 
 
 class LaunchStarted(msgspec.Struct, frozen=True, tag=True):
@@ -300,6 +303,10 @@ def _run_request(request: LauncherRequest, message_pipe: IO[bytes]) -> LaunchEnd
     if "train" in given_data and config.data.test and not names_test:
         print("data.test of the experiment is left out, as its rows may not fit yours; give test=…")
         config = msgspec.structs.replace(config, data=msgspec.structs.replace(config.data, test=""))
+
+    if request.dry_run:
+        code = train(config, dry_run=True)
+        return LaunchEnded(code, DRY_RUN_REFUSED if code else "")
 
     check_run_directory(config)
     run_dir = run_directory(config)

@@ -68,6 +68,7 @@ RUN_CHECKS = (
     preflight.check_checkpoint_directory,
     preflight.check_remote,
     preflight.check_settings,
+    preflight.check_reset,
     preflight.check_template,
     preflight.check_engine,
     preflight.describe_packing,

@@ -194,6 +194,20 @@ def check_plugins(inputs: Inputs) -> Iterator[Note]:
     yield ok(f"tools: {', '.join(parts.toolbox.tools) or 'none'}; parser {config.rollout.parser}")
 
 
+@preflight_check("reset of tools", requires=("data", "plug-ins"))
+def check_reset(inputs: Inputs) -> Iterator[Note]:
+    """Check that the first sample has the columns that the `reset` of classes of tools needs."""
+    from asyncrl.tools.toolbox import check_reset_columns
+
+    sample = inputs.run_data.train[0]
+    if not sample.demonstration:
+        try:
+            check_reset_columns(inputs.parts.toolbox.tools, sample)
+        except TypeError as error:
+            raise ConfigError(f"rollout.tools: {error}") from error
+        yield ok("the first sample has the columns that tools need")
+
+
 @preflight_check("template", requires=("data",))
 def check_template(inputs: Inputs) -> Iterator[Note]:
     """Check that the tokenizer is the one that its file describes, and that the chat template writes the

@@ -207,9 +207,12 @@ def none(episode: RewardInput) -> float:
 def agent(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None
 ) -> Any:
-    """Give the agent program's own result: a number, or a dict with `score`."""
+    """Give the agent program's own result: a number, or a dict with `score`; or the `reward` of a class of
+    tools (None: 0)."""
     extra = extra_info or {}
     result = extra.get("agent_result")
+    if isinstance(result, dict) and result.keys() == {"reward"}:
+        return result["reward"] or 0.0
     if result is None:
         raise ValueError(
             f"the agent returned no score (end of the episode: {extra.get('end', 'unknown')}); return a "

@@ -30,7 +30,7 @@ from asyncrl.values import finite_number
 
 Replay = Literal["pure", "reapply", "no"]
 RESERVED_METHODS = frozenset({
-    *("open", "reset", "call", "result", "close", "snapshot", "restore", "snapshots"),
+    *("open", "reset", "call", "result", "get_reward", "close", "snapshot", "restore", "snapshots"),
 })  # fmt: skip
 """Public names of a class that are no tools."""
 NO_TOOLS = (staticmethod, classmethod, property, functools.cached_property, type)

@@ -134,11 +134,8 @@ class EpisodeObject:
         if not callable(reset) or not self._has_method_tools:
             return ""
 
-        columns = sample.columns
-        if "sample" in inspect.signature(reset).parameters:
-            columns["sample"] = sample
-        reset_columns = select_columns(reset, columns)
-        text = await call_without_deadline(partial(reset, **reset_columns), blocking=self._blocking)
+        reset_call = partial(reset, **reset_arguments(reset, sample))
+        text = await call_without_deadline(reset_call, blocking=self._blocking)
         if not isinstance(text, str | None):
             raise TypeError(
                 f"reset returned a {type(text).__name__}; a text for the prompt or None is expected"
@@ -146,25 +143,26 @@ class EpisodeObject:
         return bound_reply(text or "")
 
     async def result(self) -> dict[str, Any]:
-        """Call the object's `result` after all calls, or read the `reward` of a class without `call`. {}: it
-        has neither. ToolError: this fails, or takes longer than a call may."""
-
-        def read_reward() -> dict[str, float | None]:
-            reward = self.state.reward
-            return {"reward": None if reward is None else finite_number("it", reward)}
-
+        """Call the object's `result` after all calls; or, of a class without `call`, TRL's `get_reward`, or
+        read `reward`. {}: it has none of these. ToolError: this fails, or takes longer than a call may."""
         if callable(getattr(self.state, "result", None)):
             member_name = "result"
             read_result = self.state.result
+        elif self._has_method_tools and callable(getattr(self.state, "get_reward", None)):
+            member_name = "get_reward"
+            read_result = self.state.get_reward
         elif self._has_method_tools and inspect.getattr_static(self.state, "reward", self) is not self:
             member_name = "reward"
-            read_result = read_reward
+            read_result = partial(getattr, self.state, "reward")
         else:
             return {}
 
         async def call_result() -> Any:
             async with self.call_lock:
-                return checked_result(await call_without_deadline(read_result, blocking=self._blocking), "it")
+                value = await call_without_deadline(read_result, blocking=self._blocking)
+            if member_name != "result":
+                value = {"reward": None if value is None else finite_number("it", value)}
+            return checked_result(value, "it")
 
         try:
             object_result = await call_user(call_result, self._call_seconds)
@@ -427,6 +425,25 @@ class ToolSession:
         async with call_limits.call_slot(call_seconds, order_lock):
             result: tuple[str, float] = await call_user(run_repeatedly, call_seconds)
             return result
+
+
+def reset_arguments(reset: Callable[..., Any], sample: Sample) -> dict[str, Any]:
+    """Return the columns of a sample that a `reset` has parameters for, and the sample as `sample`. TypeError
+    names a parameter without a column."""
+    columns = sample.columns
+    if "sample" in inspect.signature(reset).parameters:
+        columns["sample"] = sample
+    return select_columns(reset, columns)
+
+
+def check_reset_columns(tools: Mapping[str, Tool], sample: Sample) -> None:
+    """Check, without making an object, that a sample has the columns that the `reset` of its classes of tools
+    needs. TypeError names the first column that is missing."""
+    for tool in select_tools(tools, read_sample_tools(sample)).values():
+        definition = getattr(tool.state, "func", tool.state)  # unwraps a functools.partial
+        reset = getattr(definition, "reset", None)
+        if callable(reset) and not hasattr(definition, "call") and not hasattr(definition, "open"):
+            reset_arguments(partial(reset, None), sample)  # None: `self`
 
 
 def _refuse_arguments(tool: Tool, call: ToolCall, complaint: str) -> ToolReply:

@@ -103,14 +103,9 @@ def test_who_reads_turns_and_components(docs: ModuleType) -> None:
     assert f"| `components`, and nothing of R | {parts} |" in text
 
 
-def test_the_readme_counts_what_there_is() -> None:
-    text = (ROOT / "README.md").read_text()
-    for registry in (advantages, losses, corrections, aggregations):
-        assert re.search(rf"^\| `algorithm\.{registry.kind}` \| {len(list(registry))}\b", text, re.MULTILINE)
-    assert f"in the loss, {len(ESTIMATORS)} estimators" in text
-    presets = {path.stem for path in (ROOT / "configs" / "algorithm").glob("*.yaml")}
-    (row,) = re.findall(r"^\| `algorithm` \| (\d+) presets: (.*) \|$", text, re.MULTILINE)
-    assert int(row[0]) == len(presets) and set(re.findall(r"`(\w+)`", row[1])) == presets
+def test_the_readme_counts_the_presets() -> None:
+    (count,) = re.findall(r"\[(\d+) algorithm presets\]", (ROOT / "README.md").read_text())
+    assert int(count) == len(list((ROOT / "configs" / "algorithm").glob("*.yaml")))
 
 
 def test_what_is_refused_names_keys_as_code(docs: ModuleType) -> None:

@@ -158,7 +158,7 @@ def test_names_are_spread() -> None:
 PROMISES = sorted(
     {
         name
-        for page in ("README.md", "docs/reliability.md")
+        for page in ("docs/promises.md", "docs/reliability.md")
         for name in re.findall(r"`(tests/[^`]+::[^`]+)`", (ROOT / page).read_text())
     }
 )
@@ -212,7 +212,7 @@ FILES = [
     *(path for folder in ("docs", "docker", "examples") for path in (ROOT / folder).rglob("*.md")),
 ]
 CODE = re.compile(r"^(```|~~~).*?^\1|`[^`\n]+`", re.M | re.S)
-LINK = re.compile(r"!?\[[^\]]*\]\(([^()\s]+)\)|<(?:img|a)[^>]* (?:src|href)=\"([^\"]+)\"")
+LINK = re.compile(r"!?\[[^\]]*\]\(([^()\s]+)\)|<(?:img|a|source)[^>]* (?:src|srcset|href)=\"([^\"]+)\"")
 
 
 def anchors(page: Path) -> set[str]:
@@ -263,21 +263,25 @@ def test_every_page_is_in_the_navigation() -> None:
 
 
 def gpu_cells() -> list[str]:
-    """What README's table of parts says of a GPU, part by part."""
-    table = (ROOT / "README.md").read_text().partition("| part | 2 CPU cores | a GPU |")[2]
+    """What the table of parts says of a GPU, part by part."""
+    table = (ROOT / "docs/what_has_run.md").read_text().partition("| part | 2 CPU cores | a GPU |")[2]
     rows = table.partition("\n\n")[0].splitlines()[2:]
     return [row.split(" | ")[2] for row in rows]
 
 
+def test_there_are_parts() -> None:
+    assert len(gpu_cells()) >= 9
+
+
 @pytest.mark.parametrize("cell", gpu_cells())
-def test_what_the_readme_says_of_a_gpu_is_in_a_report(cell: str) -> None:
+def test_what_the_docs_say_of_a_gpu_is_in_a_report(cell: str) -> None:
     """Of each part: end to end, in part, or CPU only. The numbers that it names are those of the report."""
     if cell == "CPU only":
         return
     assert cell.startswith(("in part: ", "end to end: "))
-    links = re.findall(r"\]\((docs/gpu/[\w.-]+\.md)\)", cell)
+    links = re.findall(r"\]\((gpu/[\w.-]+\.md)\)", cell)
     assert links, "it names no report"
-    report = "".join((ROOT / link).read_text() for link in links)
+    report = "".join((ROOT / "docs" / link).read_text() for link in links)
     text = re.sub(r"\]\(.*?\)", "", cell)
     claims = re.findall(r"\d{4}-\d{2}-\d{2}|\d[\d.]*%|\d[\d.]* GiB|\d+ of \d+ steps|kill -9|gloo", text)
     assert [claim for claim in claims if claim not in report] == []

@@ -10,7 +10,7 @@ from importlib.metadata import packages_distributions
 import asyncrl
 
 PUBLIC = {
-    *("train", "sft", "start", "evaluate", "open_run"),
+    *("train", "sft", "start", "dry_run", "evaluate", "open_run"),
     *("Run", "StartedRun", "RunStatus", "RunEpisode", "RunTurn", "Evaluation", "RunError", "ConfigError"),
     *("tool", "Tool", "ToolError", "Rewarded", "signature_of", "Environment", "RewardInput"),
     *("Sample", "Message", "__version__"),

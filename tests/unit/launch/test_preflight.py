@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from asyncrl import cli
 from asyncrl.errors import ConfigError
 from asyncrl.launch import preflight, run_directory
 from asyncrl.launch.inputs import Inputs
@@ -194,6 +195,18 @@ def test_a_reward_that_reads_the_object_of_tools_is_tried(given: Given) -> None:
     guess, score = asyncio.run(preflight.try_sample(Inputs(given.config()).parts, without_secret))
     assert guess.level == score.level == "warning"
     assert "needs 'secret'" in guess.text and "no attribute 'reward'" in score.text
+
+
+def test_a_column_that_reset_needs_is_missed_before_the_start(
+    given: Given, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (file := given.folder / "game.py").write_text(GAME)
+    given.keys |= {"rollout.tools": [f"{file}:Game"], "rollout.reward": f"{file}:score"}
+    assert cli.main(["train", *given.overrides]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("asyncrl: rollout.tools: reset (game.py:") and "needs 'secret'" in line
+    assert line.endswith("or name its column: 'data.columns={extra_info.secret: secret}'")
+    assert not given.runs.exists()
 
 
 def test_two_objects_that_both_leave_a_reward_are_warned_of(given: Given) -> None:

@@ -182,7 +182,7 @@ def test_the_completions_of_trl_begin_after_the_prompt(
         ("trl_number", "the reward is 1.0; a list of one number"),
         (
             "trl_column",
-            r"trl_column \(mine.py:\d+\) needs 'answer'; the columns are hard, .*, environments$",
+            r"trl_column \(mine.py:\d+\) needs 'answer'; the columns are hard, .*, environments; put answer",
         ),
     ],
 )

@@ -76,6 +76,21 @@ def ends_with(prompts, completions, target, **kwargs):
     return [float(c[-1]["content"] == str(t)) for c, t in zip(completions, target)]
 '''
 
+GETTER = '''
+class GetterEnv:
+    def reset(self, goal, **kwargs) -> None:
+        self.goal = goal
+        self.counter = 0
+
+    def add(self, step: int) -> int:
+        """Add to the counter."""
+        self.counter += step
+        return self.counter
+
+    async def get_reward(self) -> float:
+        return float(self.counter == self.goal)
+'''
+
 CLIENT = '''
 import json
 import os
@@ -194,6 +209,21 @@ def test_a_counter_without_a_text(tmp_path: Path) -> None:
     episode = bench(tmp_path, COUNTER, "CounterEnv", "ends_with", *turns, target=5)
     assert episode.finished().result.reward == 1.0
     assert episode.rows[0].endswith(f"Play.{turns[0]}[2]{turns[1]}[5]5")
+
+
+@pytest.mark.parametrize("reward_name", ["agent", "score"])
+def test_the_reward_of_get_reward(tmp_path: Path, reward_name: str) -> None:
+    """TRL calls it by itself: the built-in reward `agent` does so here, and reward functions read it."""
+    score = "def score(environments, **kwargs): return [each.reward for each in environments]"
+    turns = [call("add", '{"step": 2}'), call("add", '{"step": 3}'), "5"]
+    episode = bench(tmp_path, f"{GETTER}\n{score}", "GetterEnv", "score", *turns, goal=5)
+    assert list(episode.tools) == ["add"], "the model cannot call it"
+
+    (file := tmp_path / "mine.py").write_text(f"{GETTER}\n{score}")
+    (reward,) = load_rewards("agent" if reward_name == "agent" else f"{file}:score")
+    rewarded = TurnBench([*turns], lambda given: reward.function(given), history="append")
+    rewarded.tools, rewarded.sample = episode.tools, episode.sample
+    assert rewarded.finished().result.reward == 1.0
 
 
 class EchoService(BaseHTTPRequestHandler):
