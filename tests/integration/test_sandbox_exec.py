@@ -434,13 +434,41 @@ async def test_a_socket_holds_no_more_than_is_counted_for_it() -> None:
 
 
 async def test_less_than_the_bound_and_any_address_space_are_no_offence() -> None:
-    reserve = "import mmap\nmmap.mmap(-1, 129 << 30, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000, 0)\n"
+    flags = "mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000"
+    reserve = f"import mmap\nreserved = mmap.mmap(-1, 129 << 30, {flags}, 0)\n"
     async with jail() as box:
         running = begin(box, [PYTHON, "-I", "-S", "-c", reserve + FILL.format(count=60)])
-        assert await running.line() == b"held\n"
+        first_line = await running.line()
+        assert first_line == b"held\n", await running.end()
         await asyncio.wait([running.result], timeout=0.8)  # three measurements
         running.write(b"\n")
         assert (await running.end())[0].ending == RunEnding.DONE
+
+
+SLOW_TO_START = GUARD_PROGRAM.replace(
+    "\nmain",
+    """
+import time
+from asyncrl.isolation.sandbox import warden
+become_program = warden.Warden._become_program
+def become_program_late(*arguments):
+    time.sleep(0.3)
+    become_program(*arguments)
+warden.Warden._become_program = become_program_late
+warden.LOOK_SECONDS = 0.01
+main""",
+)
+"""Starts a sandbox in which some measurements come before the program, as on a busy machine."""
+
+
+async def test_a_process_that_is_no_program_yet_is_no_offence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("asyncrl.isolation.sandbox.jail.GUARD_PROGRAM", SLOW_TO_START)
+    async with jail(LIMITS._replace(resident=60)) as box:
+        result, output, errors = await python(box, "print('started')")
+        assert (result.ending, output, errors) == (RunEnding.DONE, b"started\n", b"")
+        running = begin(box, [PYTHON, "-I", "-S", "-c", FILL.format(count=90)])
+        assert (await running.result).ending is RunEnding.OVER  # its input stays open: it waits, or is ended
+        await running.end()
 
 
 # Who reaches whom

@@ -16,6 +16,7 @@ import fcntl
 import json
 import os
 import resource
+import select
 import signal
 import struct
 import time
@@ -175,8 +176,9 @@ class Warden:
         if self._memory_group:
             self._memory_group.reset_counts()
 
+        started_fd, exec_fd = os.pipe()  # `started_fd` is readable from the exec on, which closes `exec_fd`
         pid = self._start_process(
-            lambda: _exec_program(*json.loads(request.source)), self._receive_descriptors("3i")
+            lambda: _exec_program(*json.loads(request.source)), self._receive_descriptors("3i"), exec_fd
         )
         stop_fd = os.dup(PASSAGE_FD)  # readable when the owner stops the program
         process = WatchedProcess(pid, -1, stop_fd)
@@ -188,11 +190,17 @@ class Warden:
             has_ended := process.watch_output(no_output, min(LOOK_SECONDS, deadline - time.monotonic()))
         ):
             self._interpreter_ended()  # orphans that have ended would count as processes
-            if (overrun := self._memory_overrun()) or time.monotonic() >= deadline:
+
+            # Before the exec the process is a copy of this one, which cannot be inspected and would count
+            # with all that such a process may hold. Entering the memory group can take longer than a look.
+            if select.select([started_fd], [], [], 0)[0]:
+                overrun = self._memory_overrun()
+            if overrun or time.monotonic() >= deadline:
                 break
 
         self._kill_all()
         process.close()
+        os.close(started_fd)
 
         status = self._exit_statuses.pop(pid, 0)
         # The kernel may have killed between two looks
