@@ -19,7 +19,8 @@ TEACHER_COEF = 0.5  # kl.coef from which kl.reference is a teacher; published pe
 
 class ScorerConfig(Section, frozen=True):
     """Names a frozen model on SGLang servers of its own: `reference` for the KL, `teacher` (or several,
-    `teacher_NAME`) for distillation, both with the policy's vocabulary; `reward` for `rollout.reward`.
+    `teacher_NAME`) for distillation, both with the policy's vocabulary; `reward` for a reward model or judge
+    of `rollout.reward`.
     Started servers take the settings of `engine`, too."""
 
     path: PathText = ""
