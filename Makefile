@@ -21,7 +21,7 @@ KIT_ENV ?= .venv-kit
 
 SMOLLM := .models/smollm2-135m-instruct
 
-.PHONY: clients demo demo-sglang demo-smollm test test-sglang sglang-cpu tokenizers harnesses harnesses-all smollm2 quick full long gpu-check gpu-kit gpu-kit-cpu gpu-kit-smollm2 gpu-kit-sglang gpu-visit gpu-visit-cpu check-sglang-pins swe-base swe-tasks check docs site clean
+.PHONY: clients demo demo-sglang demo-smollm test test-sglang sglang-cpu tokenizers harnesses harnesses-all smollm2 quick full long gpu-check gpu-kit gpu-kit-cpu gpu-kit-smollm2 gpu-kit-sglang gpu-visit gpu-visit-cpu check-sglang-pins swe-base swe-tasks check docs site package clean
 .DEFAULT_GOAL := demo
 
 demo: $(VENV)/core  ## train the calculator demo and print its summary
@@ -133,6 +133,11 @@ docs: $(VENV)/dev  ## docs/configuration.md and the tables of docs/algorithms.md
 
 site: $(VENV)/docs  ## the documentation as web pages, in build/site; ends with an error at a dead link
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+package: $(VENV)/dev  ## the source distribution, and the wheel that is built from it, in dist/
+	rm -rf build/lib build/bdist.* dist
+	$(BIN)/python -c "from setuptools import build_meta; build_meta.build_sdist('dist')"
+	$(BIN)/python -m pip wheel --disable-pip-version-check --quiet --no-deps --no-build-isolation --wheel-dir dist dist/*.tar.gz
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)

@@ -17,7 +17,8 @@ import msgspec
 
 import asyncrl
 from asyncrl.config.base import Plugin, leaves, types_of
-from asyncrl.config.parsing import REMOVED_KEYS, parse
+from asyncrl.config.old_keys import old_key_advice
+from asyncrl.config.parsing import parse
 from asyncrl.config.run import RunConfig, read_config
 from asyncrl.config.training import KLConfig
 from asyncrl.errors import ConfigError, MissingKeyError, UnknownKeysError, one_line
@@ -346,9 +347,10 @@ def _unknown_keys(keys: Iterable[str]) -> list[str]:
 
 
 def _advice_for_key(key: str) -> str:
-    """Return the advice on a removed key, the equivalent of an unknown key, or the nearest known keys."""
-    if key in REMOVED_KEYS:
-        return REMOVED_KEYS[key]
+    """Return the advice on a key of an earlier version, the equivalent of an unknown key, or the nearest
+    known keys."""
+    if advice := old_key_advice(key):
+        return advice
 
     groups = _group_names()
     if key in groups:

@@ -10,15 +10,10 @@ from typing import Any
 import msgspec
 
 from asyncrl.config.base import alternative_types, divisors, leaves
+from asyncrl.config.old_keys import old_key_advice
 from asyncrl.config.run import RunConfig
 from asyncrl.config.scorers import scorer_refusals
 from asyncrl.errors import ConfigError
-
-# Keys that a configuration no longer has, each with the advice that its refusal gives.
-REMOVED_KEYS = {
-    "critic.backbone": "a critic is always a model of its own; remove the key",
-    "critic.coef": "a critic has an optimizer of its own, with critic.lr; remove the key",
-}
 
 
 def parse(mapping: Any) -> RunConfig:
@@ -78,8 +73,8 @@ def _explain_error(complaint: str) -> str:
 
     if problem.startswith("Object contains unknown field"):
         unknown_key = f"{key}.{problem.split('`')[1]}"
-        if unknown_key in REMOVED_KEYS:
-            return f"unknown key {unknown_key}; {REMOVED_KEYS[unknown_key]}"
+        if advice := old_key_advice(unknown_key):
+            return f"unknown key {unknown_key}; {advice}"
 
     hint = ""
     if problem.startswith("Invalid enum"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hashlib import blake2s
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -21,6 +21,7 @@ from asyncrl.config.base import (
     Text,
 )
 from asyncrl.config.episodes import AgentConfig, AgentName, EngineConfig, RolloutConfig, ValidationConfig
+from asyncrl.config.old_keys import with_current_keys
 from asyncrl.config.scorers import ENGINES_URL, ScorerConfig, ScorerName, scorers_named_by
 from asyncrl.config.training import (
     AlgorithmConfig,
@@ -336,10 +337,12 @@ class RunConfig(Section, frozen=True, kw_only=True):
 
 
 def read_config(run_dir: Path) -> RunConfig:
-    """Read a run's config.yaml. Raises ConfigError if this version cannot read the file."""
+    """Read a run's config.yaml, which may have keys of an earlier version. Raises ConfigError if this version
+    cannot read the file."""
     path = run_dir / "config.yaml"
     try:
-        return msgspec.yaml.decode(path.read_bytes(), type=RunConfig)
+        recorded = msgspec.yaml.decode(path.read_bytes(), type=dict[str, Any])
+        return msgspec.convert(with_current_keys(recorded), RunConfig)
     except (OSError, *UNDECODABLE) as error:
         raise ConfigError(
             f"{path}: cannot be read by this version ({one_line(error)}); use the one that wrote it"

@@ -12,16 +12,21 @@ import errno
 import logging
 import sqlite3
 import time
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from threading import Timer
 
+from asyncrl import __version__
 from asyncrl.errors import AsyncrlError, ConfigError, disk_full
 
 log = logging.getLogger("asyncrl.store")
 
 DATABASE = "run.db"
-SCHEMA_VERSION = 17  # raise when a table, a stored struct, or `Sample` changes
+# Raise it when a table, a stored struct, or `Sample` changes. Runs of the last two minor versions must stay
+# readable (docs/compatibility.md): READABLE_SCHEMAS then keeps their schemas, and all that reads a run can do
+# without the new columns and fields. Drop schemas that only older versions wrote.
+SCHEMA_VERSION = 17
+READABLE_SCHEMAS = frozenset({SCHEMA_VERSION})
 TABLES = """
 CREATE TABLE meta(key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
 CREATE TABLE groups(id INTEGER PRIMARY KEY, over INTEGER NOT NULL, record BLOB NOT NULL);
@@ -54,6 +59,8 @@ CREATE TABLE held_out(uid TEXT PRIMARY KEY, record BLOB NOT NULL) WITHOUT ROWID;
 """
 TABLES += f"PRAGMA user_version={SCHEMA_VERSION};"
 
+WRITER_KEY = "asyncrl"  # key in meta: the version of asyncrl that began the run
+RECORD_WRITER = f"INSERT INTO meta VALUES('{WRITER_KEY}', '{__version__}') ON CONFLICT(key) DO NOTHING"
 NEXT_OWNER = "INSERT INTO meta VALUES('coordinator_epoch', '1') ON CONFLICT(key) DO UPDATE SET value=value+1"
 
 OPEN_DEADLINE = 60.0  # seconds that opening waits for a locked or full store
@@ -109,8 +116,8 @@ def damage_error(path: Path, error: sqlite3.Error | OSError) -> StoreError:
 
 def take_over(run_dir: Path) -> tuple[sqlite3.Connection, int]:
     """Return the database of a run, with tables, and the number of the new owner, from 1: until the next
-    owner, this owner alone may write. ConfigError for another version's schema, StoreError when the database
-    cannot be opened, StorePaused when the database could not be written for OPEN_DEADLINE."""
+    owner, this owner alone may write. ConfigError for a run of another minor version, StoreError when the
+    database cannot be opened, StorePaused when the database could not be written for OPEN_DEADLINE."""
     path = run_dir / DATABASE
     deadline = time.monotonic() + OPEN_DEADLINE
     while True:
@@ -120,7 +127,8 @@ def take_over(run_dir: Path) -> tuple[sqlite3.Connection, int]:
             db.execute("PRAGMA synchronous=NORMAL")
             if not db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
                 db.executescript(f"BEGIN; {TABLES} COMMIT;")
-            _check_version(db, path)
+            _check_continuable(db, path)
+            db.execute(RECORD_WRITER)
             db.execute(NEXT_OWNER)
             (owner,) = db.execute("SELECT value FROM meta WHERE key='coordinator_epoch'").fetchone()
             return db, int(owner)
@@ -135,12 +143,14 @@ def take_over(run_dir: Path) -> tuple[sqlite3.Connection, int]:
 
 
 def open_to_read(run_dir: Path) -> sqlite3.Connection:
-    """Open the database of a running or finished run to read. Raises as `take_over` does, but never waits."""
+    """Open the database of a running or finished run to read. ConfigError for a schema that this version does
+    not read, StoreError when the database cannot be opened."""
     path = run_dir / DATABASE
     try:
         uri = f"{path.absolute().as_uri()}?mode=ro"  # as_uri() writes ? and % of the path as %3F and %25
         db = sqlite3.connect(uri, uri=True, isolation_level=None)
-        _check_version(db, path)
+        if _schema_of(db) not in READABLE_SCHEMAS:
+            raise _other_version_error(db, path, "read")
     except sqlite3.Error as error:
         raise damage_error(path, error) from error
 
@@ -167,16 +177,52 @@ def check_schema(run_dir: Path) -> None:
             interrupt_timer.cancel()
             interrupt_timer.join()
 
-    if check_result != "ok":
-        raise ConfigError(f"{database_path}: is damaged ({' '.join(check_result.split())}){RESTORE_ADVICE}")
+        if check_result != "ok":
+            damage = " ".join(check_result.split())
+            raise ConfigError(f"{database_path}: is damaged ({damage}){RESTORE_ADVICE}")
+
+        try:
+            _check_continuable(db, database_path)
+        except sqlite3.Error as error:
+            raise damage_error(database_path, error) from error
 
 
-def _check_version(db: sqlite3.Connection, path: Path) -> None:
-    (found_version,) = db.execute("PRAGMA user_version").fetchone()
-    if found_version != SCHEMA_VERSION:
-        age = "an older" if found_version < SCHEMA_VERSION else "a newer"
-        raise ConfigError(
-            f"{path}: written by {age} version of asyncrl (schema {found_version}, this version reads "
-            f"{SCHEMA_VERSION}); continue the run with the version that wrote it, or begin a new one with "
-            "name=…"
-        )
+def _check_continuable(db: sqlite3.Connection, path: Path) -> None:
+    """Raise ConfigError for a run of another minor version: the meaning of stored data may change between
+    minor versions, also where the schema stays."""
+    is_same_version = _minor_version(_writer_of(db) or __version__) == _minor_version(__version__)
+    if _schema_of(db) != SCHEMA_VERSION or not is_same_version:
+        raise _other_version_error(db, path, "continue")
+
+
+def _other_version_error(db: sqlite3.Connection, path: Path, verb: str) -> ConfigError:
+    writer = ""
+    with suppress(sqlite3.Error):  # another kind of database
+        writer = _writer_of(db)
+
+    cure = "use the commit that wrote it"
+    if writer and _minor_version(writer) != _minor_version(__version__):
+        cure = f'pip install "asyncrl=={_minor_version(writer)}.*"'
+    if verb == "continue":
+        cure += ", or begin a new run with name=…"
+
+    return ConfigError(
+        f"{path}: written by {f'asyncrl {writer}' if writer else 'a commit before asyncrl 0.1.0'} (schema "
+        f"{_schema_of(db)}), which asyncrl {__version__} (schema {SCHEMA_VERSION}) does not {verb}; {cure}"
+    )
+
+
+def _schema_of(db: sqlite3.Connection) -> int:
+    (schema,) = db.execute("PRAGMA user_version").fetchone()
+    return int(schema)
+
+
+def _writer_of(db: sqlite3.Connection) -> str:
+    """Return the version of asyncrl that began a run; '' for a commit before 0.1.0, which recorded none."""
+    rows = db.execute("SELECT value FROM meta WHERE key=?", (WRITER_KEY,)).fetchall()
+    return rows[0][0] if rows else ""
+
+
+def _minor_version(version: str) -> str:
+    """Return MAJOR.MINOR of a version."""
+    return ".".join(version.split(".")[:2])

@@ -54,7 +54,6 @@ RECIPES = (ROOT / "CONTRIBUTING.md").read_text()
 
 
 WORDED = re.compile(r"(?:`|^|\$ )asyncrl ([a-z]+)((?:[^`\n#|]|\\\n)*)", re.MULTILINE)  # in code
-GONE = {"trace"}  # the changelog says so
 
 
 @pytest.mark.parametrize(
@@ -66,7 +65,7 @@ def test_commands_and_their_options_are_there(page: Path, capsys: pytest.Capture
     )
     wrong = []
     for command, words in WORDED.findall(code):
-        if command not in {*cli.COMMANDS, *GONE}:
+        if command not in cli.COMMANDS:
             wrong.append(command)
         elif options := re.findall(r"(?<![\w-])--[a-z][a-z-]*", words):
             with suppress(SystemExit):

@@ -16,11 +16,12 @@ from pathlib import Path
 
 import pytest
 
+import asyncrl
 from asyncrl.buffer.records import State
 from asyncrl.buffer.replay import ReplayBuffer
 from asyncrl.errors import ConfigError
 from asyncrl.store import schema
-from asyncrl.store.reader import RunReader
+from asyncrl.store.reader import RunReader, read_meta
 from asyncrl.store.runstore import RunStore
 from asyncrl.store.schema import SCHEMA_VERSION, StoreError, StorePaused, SupersededError, check_schema
 from asyncrl.store.segments import FrameLocation, SegmentReader, SegmentWriter, segment_path
@@ -106,19 +107,52 @@ def test_covered_plans_and_their_payloads_go(tmp_path: Path) -> None:
     assert list(store.reader.turn_frames("0.0", 1)) == [b"x", b""], "there is no newer segment yet"
 
 
-@pytest.mark.parametrize(
-    ("version", "age"), [(0, "an older"), (SCHEMA_VERSION - 1, "an older"), (SCHEMA_VERSION + 1, "a newer")]
-)
-def test_a_run_of_another_schema_is_refused_by_name(tmp_path: Path, version: int, age: str) -> None:
+@pytest.mark.parametrize("version", [0, SCHEMA_VERSION - 1, SCHEMA_VERSION + 1])
+def test_a_run_of_another_schema_is_refused_by_name(tmp_path: Path, version: int) -> None:
     RunStore(tmp_path).close()
     check_schema(tmp_path)
     with closing(sqlite3.connect(tmp_path / "run.db")) as db:
         db.execute(f"PRAGMA user_version={version}")
     for opened in (RunStore, RunReader.open, check_schema):
         with pytest.raises(
-            ConfigError, match=rf"run\.db: written by {age} version .* \(schema {version}, .*name="
+            ConfigError,
+            match=rf"run\.db: written by asyncrl .* \(schema {version}\), .*; use the commit that",
         ):
             opened(tmp_path)
+
+
+@pytest.mark.parametrize(("writer", "cure"), [("0.0.9", "0.0.*"), ("999.1.0", "999.1.*")])
+def test_a_run_of_another_minor_version_is_read_and_not_continued(
+    tmp_path: Path, writer: str, cure: str
+) -> None:
+    RunStore(tmp_path).close()
+    with closing(sqlite3.connect(tmp_path / "run.db")) as db, db:
+        db.execute("UPDATE meta SET value=? WHERE key=?", (writer, schema.WRITER_KEY))
+
+    RunReader.open(tmp_path).close()
+    for opened in (RunStore, check_schema):
+        with pytest.raises(ConfigError) as refusal:
+            opened(tmp_path)
+        error_text = str(refusal.value)
+        assert f"written by asyncrl {writer} (schema" in error_text and "\n" not in error_text
+        assert (
+            f'does not continue; pip install "asyncrl=={cure}", or begin a new run with name=' in error_text
+        )
+
+
+def test_a_run_is_continued_by_its_minor_version_and_by_the_first_one_that_records_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    RunStore(tmp_path).close()
+    major, minor, *_ = asyncrl.__version__.split(".")
+    monkeypatch.setattr(schema, "__version__", f"{major}.{minor}.99")
+    RunStore(tmp_path).close()
+
+    with closing(sqlite3.connect(tmp_path / "run.db")) as db, db:
+        db.execute("DELETE FROM meta WHERE key=?", (schema.WRITER_KEY,))
+    check_schema(tmp_path)
+    RunStore(tmp_path).close()
+    assert read_meta(tmp_path, schema.WRITER_KEY) == asyncrl.__version__
 
 
 def test_a_run_is_read_while_it_is_written(tmp_path: Path) -> None:
