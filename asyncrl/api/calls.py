@@ -7,8 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+import msgspec
+
 from asyncrl.api.evaluation import Evaluation, evaluate_model
-from asyncrl.api.launcher import LauncherProcess, Show
+from asyncrl.api.launcher import LauncherProcess
+from asyncrl.api.live_view import Show, draws_view
 from asyncrl.api.requests import make_request
 from asyncrl.api.run import Run, StartedRun
 from asyncrl.errors import ConfigError
@@ -25,20 +28,21 @@ def start(
     **keywords: Any,
 ) -> StartedRun:
     """Start a run as `train` does, and return once its processes start. `command="sft"`: as `sft` does.
-    `show` gets each line that the launcher prints, while a call waits. May be called in any thread, and
-    several times."""
+    `show` gets each line that the launcher prints, while a call waits; with `print`, a terminal and a
+    notebook show a live view. May be called in any thread, and several times."""
     refuse_inside_run(f"asyncrl.{command}()")
     if isinstance(model := keywords.get("model"), Run):
         keywords["model"] = model.model
     with tempfile.TemporaryDirectory(prefix="asyncrl-") as directory:
         request = make_request(command, settings, keywords, Path(directory), config_dir=config_dir)
+        request = msgspec.structs.replace(request, caller_draws=draws_view(show))
         launcher = LauncherProcess(request)
         try:
             run_dir = launcher.wait_for_start(show)  # by then the launcher has copied the files
         except BaseException:
             launcher.kill()
             raise
-    return StartedRun(run_dir, launcher, show)
+    return StartedRun(run_dir, launcher, show, draws_view=request.caller_draws)
 
 
 def train(*settings: Setting, config_dir: str | Path = "", **keywords: Any) -> Run:
