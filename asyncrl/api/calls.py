@@ -111,4 +111,4 @@ def open_run(name: str | Path, run_dir: str | Path = "runs") -> Run:
 
     if not str(name):
         raise ConfigError("open_run: give the directory of a run, or its name")
-    return Run(find_run(Path(run_dir), str(name)))
+    return Run(find_run(Path(run_dir), str(name), option="run_dir="))

@@ -83,7 +83,13 @@ def load_reward(source: RewardSource, where: str = REWARD_KEY) -> Reward:
     """Load one reward as a function of episodes, with options bound."""
     loaded_object = rewards.load(source.spec, where)
     where = f"{where}.{source.spec}"
-    function = bind_plugin(_with_verls_options(loaded_object, where), source.options, where, REWARD_CALL)
+    function = bind_plugin(
+        _with_verls_options(loaded_object, where),
+        source.options,
+        where,
+        REWARD_CALL,
+        may_miss=_is_function_of_trl(loaded_object),
+    )
     is_of_trl = _is_of_trl(function) and not _is_typed(function)
     if not is_of_trl and not _is_typed(function):
         check_call(function, where, REWARD_CALL)
@@ -146,6 +152,14 @@ def _is_of_trl(function: RewardFunction) -> bool:
     """Tell whether a function has TRL's parameters, and not the text of verl's signature."""
     names = inspect.signature(function).parameters.keys()
     return bool(TRL_PARAMETERS & names) and "solution_str" not in names
+
+
+def _is_function_of_trl(loaded_object: Any) -> bool:
+    """Tell whether keyword-only parameters of a loaded object may be columns: a class takes options alone."""
+    try:
+        return not inspect.isclass(loaded_object) and _is_of_trl(loaded_object)
+    except (TypeError, ValueError):  # no function, or a builtin: `bind_plugin` and `check_call` say so
+        return False
 
 
 def _with_verls_options(function: RewardFunction, where: str) -> RewardFunction:
