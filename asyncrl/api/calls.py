@@ -11,7 +11,7 @@ import msgspec
 
 from asyncrl.api.evaluation import Evaluation, evaluate_model
 from asyncrl.api.launcher import LauncherProcess
-from asyncrl.api.live_view import Show, draws_view
+from asyncrl.api.live_view import Show, can_draw
 from asyncrl.api.requests import make_request
 from asyncrl.api.run import Run, StartedRun
 from asyncrl.errors import ConfigError
@@ -35,14 +35,14 @@ def start(
         keywords["model"] = model.model
     with tempfile.TemporaryDirectory(prefix="asyncrl-") as directory:
         request = make_request(command, settings, keywords, Path(directory), config_dir=config_dir)
-        request = msgspec.structs.replace(request, caller_draws=draws_view(show))
+        request = msgspec.structs.replace(request, caller_draws=can_draw(show))
         launcher = LauncherProcess(request)
         try:
             run_dir = launcher.wait_for_start(show)  # by then the launcher has copied the files
         except BaseException:
             launcher.kill()
             raise
-    return StartedRun(run_dir, launcher, show, draws_view=request.caller_draws)
+    return StartedRun(run_dir, launcher, show, caller_draws=request.caller_draws)
 
 
 def train(*settings: Setting, config_dir: str | Path = "", **keywords: Any) -> Run:

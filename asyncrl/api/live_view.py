@@ -84,20 +84,20 @@ class LineView:
         pass
 
 
-def draws_view(show: Show) -> bool:
-    """Return whether a caller that shows lines with `show` is to draw the view; the launcher then prints
-    notes, warnings and the summary, and no line for each step."""
+def can_draw(show: Show) -> bool:
+    """Return whether a caller that shows lines with `show` draws the view; the launcher then prints notes,
+    warnings and the summary, and no line for each step."""
     return show is print and (_in_notebook() or _has_terminal())
 
 
 @contextmanager
-def open_view(run_dir: Path, show: Show, started_at: float, draws_view: bool) -> Iterator[RunView]:
-    """Yield the view of a run. `started_at`: the monotonic time of its start; `draws_view`: what the function
-    of this name has returned at the start."""
+def open_view(run_dir: Path, show: Show, started_at: float, caller_draws: bool) -> Iterator[RunView]:
+    """Yield the view of a run. `started_at`: the monotonic time of its start; `caller_draws`: what `can_draw`
+    returned then."""
     from asyncrl.config import read_config
 
-    config = read_config(run_dir)
-    if not draws_view or config.observe.console not in VIEWED_MODES:
+    config = read_config(run_dir) if caller_draws else None
+    if config is None or config.observe.console not in VIEWED_MODES:
         yield LineView(show)
         return
 
@@ -170,15 +170,14 @@ class RunFeed:
         return rows
 
     def _add_row(self, row: dict[str, float], is_silent: bool) -> None:
-        step = int(row.get("training/step", 0))
         if VALIDATED not in row and STEP_SECONDS not in row:
             return  # the last row of a launch, which is of no step
         if not is_silent:
-            self.console.show_step(step, row)
+            self.console.show_step(step_of(row), row)
         elif VALIDATED in row:
             self.console.state.validation = row
         else:
-            self.console.state.record_step(step, row)
+            self.console.state.record_step(step_of(row), row)
 
     def _read_status(self) -> None:
         import msgspec
@@ -194,9 +193,15 @@ class RunFeed:
 
             self._written_status = written_status
             status = msgspec.convert(written_status, Status)
-            if "code" in written_status:  # of a launcher that has ended
-                status = msgspec.structs.replace(status, phase=describe_ending(self._run_dir), waits=())
-            self.console.show_status(status)
+            if "code" not in written_status:
+                self.console.show_status(status)
+            else:  # of a launcher that has ended: its summary has said how
+                ending_text = describe_ending(self._run_dir)
+                self.console.state.status = msgspec.structs.replace(status, phase=ending_text, waits=())
+
+
+def step_of(row: Mapping[str, float]) -> int:
+    return int(row.get("training/step", 0))
 
 
 class TerminalView:
@@ -242,7 +247,7 @@ class NotebookView(LineView):
 
         for row in self._feed.update():
             for name in self._points.keys() & row.keys():
-                self._points[name][int(row["training/step"])] = row[name]
+                self._points[name][step_of(row)] = row[name]
 
         state = self._feed.console.state
         drawn_html = run_html(state, self._points)

@@ -167,12 +167,12 @@ class StartedRun(Run):
         directory: Path,
         launcher: LauncherProcess,
         show: Show,
-        draws_view: bool = False,
+        caller_draws: bool = False,
     ) -> None:
         super().__init__(directory)
         self._launcher = launcher
         self._show = show
-        self._draws_view = draws_view
+        self._caller_draws = caller_draws
         self._started_at = time.monotonic()
 
     def wait(self, seconds: float = math.inf) -> StartedRun:
@@ -181,7 +181,7 @@ class StartedRun(Run):
         checkpoint, a second Ctrl-C kills it; either way KeyboardInterrupt goes on once it has ended. Raises
         RunError if the run failed, ConfigError if it found bad input after its start, TimeoutError if it has
         not ended within `seconds`."""
-        with open_view(self.directory, self._show, self._started_at, self._draws_view) as view:
+        with open_view(self.directory, self._show, self._started_at, self._caller_draws) as view:
             self._launcher.wait(view, seconds)
         return self
 

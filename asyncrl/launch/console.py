@@ -127,7 +127,8 @@ def open_console(
     keys show."""
     with ExitStack() as stack:
         terminal = stack.enter_context(open_terminal())
-        has_screen = terminal.file.isatty()  # FORCE_COLOR, as in notebooks and CI, makes no screen
+        # FORCE_COLOR, as in notebooks and CI, makes no screen of a file.
+        has_screen = terminal.file.isatty() and not terminal.is_dumb_terminal
         chosen_mode = ("live" if has_screen else "plain") if mode == "auto" else mode
         state = ConsoleState(title, Status("starting", 0, total_steps, {}, ()))
         console = Console(chosen_mode, state, terminal)

@@ -56,12 +56,12 @@ def read_rows(run_dir: Path) -> list[dict[str, float]]:
 
 def read_added_rows(run_dir: Path, start: int) -> tuple[list[dict[str, float]], int]:
     """Read the whole metrics rows from byte `start` on, and return them with the byte behind the last one. No
-    rows without a file; lines cut by a crash are skipped."""
+    rows of a file that is missing or cannot be read; lines cut by a crash are skipped."""
     try:
         with (run_dir / "metrics.jsonl").open("rb") as file:
             file.seek(start)
             content = file.read()
-    except FileNotFoundError:
+    except OSError:
         return [], start
 
     content = content[: content.rfind(b"\n") + 1]

@@ -12,7 +12,7 @@ from xml.etree import ElementTree
 import pytest
 from msgspec.structs import replace
 
-from asyncrl.api.live_view import MAX_POINTS, LineView, RunFeed, draws_view, run_html, thinned
+from asyncrl.api.live_view import MAX_POINTS, LineView, RunFeed, can_draw, run_html, thinned
 from asyncrl.launch.console import Console
 from asyncrl.launch.console_view import ConsoleState, plain_line
 from asyncrl.observe.alerts import Alert
@@ -132,10 +132,10 @@ def test_lines_that_nobody_can_read_are_dropped(tmp_path: Path) -> None:
 
 
 def test_only_a_terminal_or_a_notebook_has_a_view(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    assert not draws_view([].append)
+    assert not can_draw([].append)
     closed_file = (tmp_path / "closed").open("w")
     closed_file.close()
     for stdout in (None, closed_file):
         with monkeypatch.context() as patch:
             patch.setattr(sys, "stdout", stdout)
-            assert not draws_view(print)
+            assert not can_draw(print)
