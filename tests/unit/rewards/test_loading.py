@@ -149,6 +149,26 @@ def test_what_is_a_reward(
 
 
 @pytest.mark.parametrize(
+    ("name", "options", "columns"),
+    [
+        ("trl", {}, ("hard",)),
+        ("trl_none", {}, ()),
+        ("trl_options", {}, ()),
+        ("trl_required", {}, ("hard",)),
+        ("trl_required", {"hard": True}, ()),
+        ("TrlKeywords", {}, ("hard",)),
+        ("verl", {}, ()),
+        ("typed", {}, ()),
+    ],
+)
+def test_columns_that_a_reward_needs(
+    file: Path, name: str, options: dict[str, Any], columns: tuple[str, ...]
+) -> None:
+    (reward,) = load_rewards({f"{file}:{name}": options})
+    assert reward.needed_columns == columns
+
+
+@pytest.mark.parametrize(
     ("name", "result", "score"),
     [("trl_unset", {"reward": None}, 0.5), ("trl_bare", None, 0.0), ("trl_bare", 7, 0.0)],
 )
