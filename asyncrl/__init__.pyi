@@ -606,8 +606,8 @@ def start(
     agent: Code = ...,
 ) -> StartedRun:
     """Start a run as `train` does, and return once its processes start. `command="sft"`: as `sft` does.
-    `show` gets each line that the launcher prints, while a call waits. May be called in any thread, and
-    several times."""
+    `show` gets each line that the launcher prints, while a call waits; with `print`, a terminal and a
+    notebook show a live view. May be called in any thread, and several times."""
 
 def dry_run(
     *settings: Setting,

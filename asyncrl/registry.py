@@ -31,8 +31,8 @@ IMPORTED_PACKAGES = frozenset({
     *("anyio", "attr", "attrs", "bm25s", "certifi", "cffi", "charset_normalizer", "click", "cloudpickle"),
     *("colorama", "cryptography", "datasets", "dateutil", "dill", "distro", "docstring_parser", "filelock"),
     *("frozenlist", "fsspec", "google", "grpc", "gymnasium", "h11", "httpcore", "httpcore2", "httpx"),
-    *("httpx2", "huggingface_hub", "hydra", "idna", "importlib_metadata", "jinja2", "jiter", "jsonschema"),
-    *("jsonschema_specifications", "latex2sympy2_extended", "markupsafe", "math_verify", "mcp"),
+    *("httpx2", "huggingface_hub", "hydra", "idna", "importlib_metadata", "IPython", "jinja2", "jiter"),
+    *("jsonschema", "jsonschema_specifications", "latex2sympy2_extended", "markupsafe", "math_verify", "mcp"),
     *("mcp_types", "mpmath", "msgpack", "msgspec", "multidict", "multiprocess", "networkx", "numpy"),
     *("omegaconf", "openai", "opentelemetry", "packaging", "pandas", "PIL", "propcache", "psutil"),
     *("pyarrow", "pydantic", "pydantic_core", "pydantic_settings", "pygments", "python_multipart", "pytz"),
@@ -181,8 +181,9 @@ def name_and_options(
     return name, options
 
 
-def bind_options(function: F, options: Mapping[str, Any], where: str) -> F:
+def bind_options(function: F, options: Mapping[str, Any], where: str, may_miss: bool = False) -> F:
     """Return the function with keyword-only parameters set from `options`, converted to the annotated types.
+    `may_miss`: a parameter without a default and without an option stays unset.
 
     Raises ConfigError that begins with `where`, the key of the options: an unknown option (the error lists
     the known options), a missing option, or a value of a wrong type or out of bounds.
@@ -191,6 +192,13 @@ def bind_options(function: F, options: Mapping[str, Any], where: str) -> F:
     if unknown_options := sorted(options.keys() - {parameter.name for parameter in parameters}):
         names = ", ".join(parameter.name for parameter in parameters) or "none"
         raise ConfigError(f"{where}: unknown option {unknown_options[0]!r}; options: {names}")
+
+    if may_miss:
+        parameters = [
+            parameter
+            for parameter in parameters
+            if parameter.default is not parameter.empty or parameter.name in options
+        ]
 
     annotations = [
         Any if parameter.annotation is parameter.empty else parameter.annotation for parameter in parameters
@@ -250,13 +258,16 @@ def make_plugin(loaded: Any, options: Mapping[str, Any], where: str, call: Call)
     return plugin_object
 
 
-def bind_plugin(loaded: Any, options: Mapping[str, Any], where: str, call: Call) -> Any:
+def bind_plugin(
+    loaded: Any, options: Mapping[str, Any], where: str, call: Call, may_miss: bool = False
+) -> Any:
     """Return a function with the options bound, or an instance of a class made with the options. Raises
-    ConfigError that begins with `where`. The arguments of a call are not checked."""
+    ConfigError that begins with `where`. The arguments of a call are not checked. `may_miss`: see
+    `bind_options`."""
     if not callable(loaded):
         raise ConfigError(f"{where} is no function; write {call.usage}")
 
-    plugin_object = bind_options(loaded, options, where)
+    plugin_object = bind_options(loaded, options, where, may_miss)
     if isinstance(loaded, type) and not call.makes:
         plugin_object = make_by_factory(plugin_object, where)
         if not callable(plugin_object):
@@ -394,10 +405,15 @@ def load_object(spec: str, kind: str) -> Any:
 
 def refuse_inside_run(call_text: str) -> None:
     """Raise ConfigError if code calls that a run has loaded: a run would start a run."""
-    if _is_loading.get() or INSIDE_RUN in os.environ:
+    if _is_loading.get():
         raise ConfigError(
             f"{call_text} is called by code that a run has loaded; in a script, write the call under "
             '`if __name__ == "__main__":`'
+        )
+    if INSIDE_RUN in os.environ:
+        raise ConfigError(
+            f"{call_text} is called in a process of a run, as by a tool, a reward or a program that these "
+            "have started; a run starts no other run: call it in a script or notebook of yours"
         )
 
 

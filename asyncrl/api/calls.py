@@ -10,7 +10,8 @@ from typing import Any, Literal
 import msgspec
 
 from asyncrl.api.evaluation import Evaluation, evaluate_model
-from asyncrl.api.launcher import LauncherProcess, Show
+from asyncrl.api.launcher import LauncherProcess
+from asyncrl.api.live_view import LineView, Show, can_draw
 from asyncrl.api.requests import make_request
 from asyncrl.api.run import Run, StartedRun
 from asyncrl.errors import ConfigError
@@ -27,20 +28,21 @@ def start(
     **keywords: Any,
 ) -> StartedRun:
     """Start a run as `train` does, and return once its processes start. `command="sft"`: as `sft` does.
-    `show` gets each line that the launcher prints, while a call waits. May be called in any thread, and
-    several times."""
+    `show` gets each line that the launcher prints, while a call waits; with `print`, a terminal and a
+    notebook show a live view. May be called in any thread, and several times."""
     refuse_inside_run(f"asyncrl.{command}()")
     with tempfile.TemporaryDirectory(prefix="asyncrl-") as directory:
         request = make_request(
             command, settings, _with_model_path(keywords), Path(directory), config_dir=config_dir
         )
+        request = msgspec.structs.replace(request, caller_draws=can_draw(show))
         launcher = LauncherProcess(request)
         try:
             run_dir = launcher.wait_for_start(show)  # by then the launcher has copied the files
         except BaseException:
             launcher.kill()
             raise
-    return StartedRun(run_dir, launcher, show)
+    return StartedRun(run_dir, launcher, show, caller_draws=request.caller_draws)
 
 
 def train(*settings: Setting, config_dir: str | Path = "", **keywords: Any) -> Run:
@@ -80,7 +82,7 @@ def dry_run(
             named_directory=directory,
             config_dir=config_dir,
         )
-        LauncherProcess(msgspec.structs.replace(request, dry_run=True)).wait(show)
+        LauncherProcess(msgspec.structs.replace(request, dry_run=True)).wait(LineView(show))
 
 
 def sft(*settings: Setting, config_dir: str | Path = "", **keywords: Any) -> Run:
@@ -131,7 +133,7 @@ def open_run(name: str | Path, run_dir: str | Path = "runs") -> Run:
 
     if not str(name):
         raise ConfigError("open_run: give the directory of a run, or its name")
-    return Run(find_run(Path(run_dir), str(name)))
+    return Run(find_run(Path(run_dir), str(name), option="run_dir="))
 
 
 def _with_model_path(keywords: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,7 +8,8 @@ from typing import Any
 
 import msgspec
 
-from asyncrl.api.launcher import LauncherProcess, RunError, Show
+from asyncrl.api.launcher import LauncherProcess, RunError
+from asyncrl.api.live_view import LineView, Show
 from asyncrl.api.requests import make_request
 from asyncrl.errors import ConfigError
 from asyncrl.registry import refuse_inside_run
@@ -62,7 +63,7 @@ def evaluate_model(
         model=model,
         runs=str(runs),
     )
-    ending = LauncherProcess(request).wait(show)
+    ending = LauncherProcess(request).wait(LineView(show))
     if ending.code:
         raise RunError("the evaluation was interrupted; the same call goes on with the rest")
 

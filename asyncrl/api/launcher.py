@@ -19,7 +19,6 @@ import sysconfig
 import tempfile
 import threading
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, Literal
@@ -27,6 +26,7 @@ from typing import IO, Any, Literal
 import msgspec
 
 import asyncrl
+from asyncrl.api.live_view import LineView, RunView, Show
 from asyncrl.errors import AsyncrlError, ConfigError, one_line
 from asyncrl.isolation.child import describe_exit, private_pipes, read_frame, write_frame
 from asyncrl.registry import INSIDE_RUN, search_working_directory
@@ -35,19 +35,19 @@ POLL_SECONDS = 0.1  # Seconds between two looks at the child's output.
 SIGNAL_SECONDS = 0.5  # Seconds between two signals to a launcher that is to be killed.
 READ_SECONDS = 2.0  # Seconds for the last message of a launcher that has ended.
 KILL_SECONDS = 10.0  # Seconds for a launcher to kill its processes; then it is killed itself.
+# Seconds after `launch.stop_timeout` for a launcher to end; trackers have 60 s at the end of a run.
+STOP_MARGIN_SECONDS = 90.0
 TAIL_BYTES = 4096  # Bytes of a crashed launcher's output in the error.
 DRY_RUN_REFUSED = "the dry run has found the errors above"
 
-
 PACKAGE_ROOT = os.path.realpath(Path(asyncrl.__file__).parents[1])
-Show = Callable[[str], None]
 
 
 class LauncherRequest(msgspec.Struct, frozen=True):
     """What the child does. `values`: keys of the configuration by section, see `compose`. `saved_files`: the
     content's file, by the path within the run's directory. `model`, `runs`: of an evaluation, the model and
-    the parent of run directories. `dry_run`: check everything and start nothing; files stay where they
-    are."""
+    the parent of run directories. `caller_draws`: the caller draws the live view, if `observe.console` lets
+    it. `dry_run`: check everything and start nothing; files stay where they are."""
 
     command: Literal["train", "sft", "eval"]
     overrides: list[str] = []
@@ -56,13 +56,15 @@ class LauncherRequest(msgspec.Struct, frozen=True):
     config_dir: str = ""
     model: str = ""
     runs: str = ""
+    caller_draws: bool = False
     dry_run: bool = False
 
 
 class LaunchStarted(msgspec.Struct, frozen=True, tag=True):
-    """No check has refused the run; its processes start."""
+    """No check has refused the run; its processes start. `stop_timeout`: that of its launch, in seconds."""
 
     run_dir: str
+    stop_timeout: float
 
 
 class LaunchEnded(msgspec.Struct, frozen=True, tag=True):
@@ -86,20 +88,26 @@ class LauncherProcess:
         self._lock = threading.RLock()  # a handler of signals may call `stop`
         self._started: LaunchStarted | None = None
         self._ending_message: LaunchEnded | None = None
+        self._owner_pid = os.getpid()
+        self._stopped_at: float | None = None  # monotonic time of the first `stop`
+        self._overdue_text = ""  # of a launcher that was killed, as it did not stop
 
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "asyncrl.api.launcher"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._output,
-            env={
-                **os.environ,
-                INSIDE_RUN: "1",
-                "PYTHONPATH": os.pathsep.join(_added_paths()),
-                "PYTHONSAFEPATH": "1",  # no file of the working directory hides a module of Python
-            },
-            start_new_session=True,
-        )
+        cannot_start = "the process of the launcher cannot be started"
+        advice = "call asyncrl where programs may be started, and memory and processes are left"
+        with RunError.instead_of(OSError, text=cannot_start, advice=advice):
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "asyncrl.api.launcher"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._output,
+                env={
+                    **os.environ,
+                    INSIDE_RUN: "1",
+                    "PYTHONPATH": os.pathsep.join(_added_paths()),
+                    "PYTHONSAFEPATH": "1",  # no file of the working directory hides a module of Python
+                },
+                start_new_session=True,
+            )
         assert self._process.stdin and self._process.stdout
         self._requests: IO[bytes] = self._process.stdin
         self._reader = threading.Thread(
@@ -112,32 +120,37 @@ class LauncherProcess:
     def wait_for_start(self, show: Show) -> Path:
         """Return the run's directory once the run's processes start. Raises as `wait` does if they never
         do."""
+        view = LineView(show)
         while self._started is None:
-            if self._await_end(POLL_SECONDS, show):
+            if self._await_end(POLL_SECONDS, view):
                 return Path(self._ending().run_dir)
         return Path(self._started.run_dir)
 
-    def wait(self, show: Show, seconds: float = math.inf) -> LaunchEnded:
-        """Return how the launcher ended. `show` gets the lines that it prints. Ctrl-C stops the run with a
-        checkpoint, a second Ctrl-C kills it, and KeyboardInterrupt goes on once it has ended. Raises
+    def wait(self, view: RunView, seconds: float = math.inf) -> LaunchEnded:
+        """Return how the launcher ended. `view` shows the lines that it prints. Ctrl-C stops the run with a
+        checkpoint, a second Ctrl-C kills it, and KeyboardInterrupt goes on once it has ended. A launcher that
+        does not end after a stop is killed STOP_MARGIN_SECONDS after `launch.stop_timeout`. Raises
         ConfigError for bad input, RunError for a run that failed, TimeoutError if the launcher has not ended
         within `seconds`."""
+        self._check_owner()
         deadline = time.monotonic() + seconds
         try:
-            while not self._await_end(POLL_SECONDS, show):
+            while not self._await_end(POLL_SECONDS, view):
                 if time.monotonic() > deadline:
                     raise TimeoutError(f"the run has not ended within {seconds:g} s")
         except KeyboardInterrupt:
             self.stop()
             try:
-                while not self._await_end(POLL_SECONDS, show):
+                while not self._await_end(POLL_SECONDS, view):
                     pass
             except KeyboardInterrupt:
                 self.kill()
+            if self._overdue_text:
+                view.print_line(self._overdue_text)
             raise
         except TimeoutError:
             raise
-        except BaseException:  # of `show`: nobody would wait for the run any more
+        except BaseException:  # of the caller's `show`: nobody would wait for the run any more
             self.stop()
             raise
         return self._ending()
@@ -149,7 +162,9 @@ class LauncherProcess:
     def stop(self) -> None:
         """Ask for the end of the run, with a checkpoint, and return at once. The second call kills the run's
         processes."""
+        self._check_owner()
         with self._lock:
+            self._stopped_at = self._stopped_at or time.monotonic()
             if self._requests.closed:
                 if self.is_running:
                     self._process.send_signal(signal.SIGTERM)
@@ -164,6 +179,7 @@ class LauncherProcess:
 
     def kill(self) -> None:
         """End the launcher and with it every process of the run, without a checkpoint."""
+        self._check_owner()
         deadline = time.monotonic() + KILL_SECONDS
         while self.is_running and time.monotonic() < deadline:
             self.stop()  # the second signal kills; two at once may arrive as one
@@ -183,16 +199,24 @@ class LauncherProcess:
                 else:
                     self._ending_message = message
 
-    def _await_end(self, seconds: float, show: Callable[[str], None]) -> bool:
+    def _check_owner(self) -> None:
+        if os.getpid() != self._owner_pid:
+            raise ConfigError(
+                f"the run was started by process {self._owner_pid}, which alone can wait for it and stop it; "
+                "in another process use asyncrl.open_run(…)"
+            )
+
+    def _await_end(self, seconds: float, view: RunView) -> bool:
         """Wait for at most `seconds`, and show what was printed in the meantime. Return whether the launcher
-        has ended, and everything is read."""
+        has ended, and everything is read. A launcher that stops for too long is killed."""
         try:
             self._process.wait(seconds)
         except subprocess.TimeoutExpired:
-            has_ended = False
+            has_ended = self._kill_overdue()
         else:
-            self._reader.join(READ_SECONDS)  # a process of users' code may hold the pipe open
             has_ended = True
+        if has_ended:
+            self._reader.join(READ_SECONDS)  # a process of users' code may hold the pipe open
 
         with self._lock:
             fd = self._output.fileno()
@@ -202,11 +226,31 @@ class LauncherProcess:
             whole_lines = printed_text if has_ended else printed_text[:line_end]
             self._shown_bytes += len(whole_lines)
         for line in whole_lines.decode(errors="replace").splitlines():
-            show(line)
+            view.print_line(line)
+        view.update()
         return has_ended
+
+    def _kill_overdue(self) -> bool:
+        """Kill a launcher that has not ended in time after a stop. Return whether it was killed."""
+        if self._stopped_at is None:
+            return False
+        stop_timeout = self._started.stop_timeout if self._started else 0.0
+        stop_seconds = time.monotonic() - self._stopped_at
+        if stop_seconds <= stop_timeout + STOP_MARGIN_SECONDS:
+            return False
+
+        self.kill()
+        self._overdue_text = (
+            f"the launcher did not end within {stop_seconds:.0f} s after the stop (launch.stop_timeout is "
+            f"{stop_timeout:g} s), and was killed with all processes of the run; resume=auto goes on from "
+            "the last checkpoint"
+        )
+        return True
 
     def _ending(self) -> LaunchEnded:
         """Return how the launcher, which has ended, did. Raises ConfigError and RunError."""
+        if self._overdue_text:
+            raise RunError(self._overdue_text)
         if self._ending_message is None:
             if self._requests.closed and -self._process.returncode in (signal.SIGTERM, signal.SIGKILL):
                 return LaunchEnded(130)  # stopped before it could catch signals
@@ -271,6 +315,7 @@ def _stop_at_end(request_pipe: IO[bytes]) -> None:
 def _run_request(request: LauncherRequest, message_pipe: IO[bytes]) -> LaunchEnded:
     from asyncrl.commands import eval as eval_command
     from asyncrl.commands import sft
+    from asyncrl.config import read_config
     from asyncrl.config.composition import compose
     from asyncrl.launch.run_directory import check_run_directory, run_directory
     from asyncrl.launch.start import train
@@ -279,6 +324,10 @@ def _run_request(request: LauncherRequest, message_pipe: IO[bytes]) -> LaunchEnd
     search_working_directory()
     values = request.values
     config_dir = Path(request.config_dir) if request.config_dir else None
+
+    def report_start(run_dir: Path) -> None:
+        started = LaunchStarted(str(run_dir), read_config(run_dir).launch.stop_timeout)
+        write_frame(message_pipe, msgspec.json.encode(started))
 
     if request.command == "eval":
         options = argparse.Namespace(
@@ -289,7 +338,7 @@ def _run_request(request: LauncherRequest, message_pipe: IO[bytes]) -> LaunchEnd
             values=values,
         )
         target = eval_command.resolve_target(request.model, options.run_dir)
-        code, evaluation_dir = eval_command.evaluate(target, options)
+        code, evaluation_dir = eval_command.evaluate(target, options, report_start)
         assert evaluation_dir is not None
         if not code:
             eval_command.write_result(eval_command.Result.read(evaluation_dir))
@@ -317,10 +366,7 @@ def _run_request(request: LauncherRequest, message_pipe: IO[bytes]) -> LaunchEnd
             shutil.copyfile(source, saved_path.with_suffix(".tmp"))
             saved_path.with_suffix(".tmp").replace(saved_path)
 
-    code = train(
-        config,
-        on_start=lambda run_dir: write_frame(message_pipe, msgspec.json.encode(LaunchStarted(str(run_dir)))),
-    )
+    code = train(config, on_start=report_start, caller_draws=request.caller_draws)
     return LaunchEnded(code, str(read_status(run_dir).get("error", "")), run_dir=str(run_dir))
 
 

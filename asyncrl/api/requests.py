@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -26,6 +27,7 @@ KEY_OF_ARGUMENT = {
 }
 DATA_KEYS = ("data.train", "data.test")
 LIST_KEYS = ("rollout.tools",)
+PLUGIN_KEYS = ("rollout.reward", "rollout.environment", "rollout.agent")
 GROUPS = ("algorithm", "engine", "experiment", "launch")  # of files in configs/, chosen by a text
 CODE_DIRECTORY = "code"
 DATA_DIRECTORY = "data"
@@ -104,6 +106,12 @@ class ValueSaver:
         if key in DATA_KEYS and not _names_sources(value):
             path = save_rows(value, key, self._directory / DATA_DIRECTORY)
             return self._path_in_run(f"{DATA_DIRECTORY}/{path.name}", path)
+        if key in PLUGIN_KEYS and not (isinstance(value, str | Mapping) or callable(value) or value is None):
+            advice = "give a function or a class, a name, or {function: {option: value}}"
+            if inspect.iscoroutine(value):
+                value.close()  # otherwise Python warns that nobody has awaited it
+                advice = "give the async function itself, without calling it"
+            raise ConfigError(f"{key}: is of type {type(value).__name__}; {advice}")
         if value is None or isinstance(value, str | int | float):
             return value
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Iterator, Mapping
+import time
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from asyncrl.api.evaluation import Evaluation, evaluate_model
+from asyncrl.api.live_view import Show, open_view
 from asyncrl.types import EpisodeEnd, Message, Sample
 
 if TYPE_CHECKING:
@@ -164,18 +166,23 @@ class StartedRun(Run):
         self,
         directory: Path,
         launcher: LauncherProcess,
-        show: Callable[[str], None],
+        show: Show,
+        caller_draws: bool = False,
     ) -> None:
         super().__init__(directory)
         self._launcher = launcher
         self._show = show
+        self._caller_draws = caller_draws
+        self._started_at = time.monotonic()
 
     def wait(self, seconds: float = math.inf) -> StartedRun:
-        """Wait for the end of the run, and print what its launcher prints. Ctrl-C stops the run with a
+        """Wait for the end of the run, and show it: in a live view on a terminal, if this is the main thread,
+        or in a notebook; elsewhere by the lines that its launcher prints. Ctrl-C stops the run with a
         checkpoint, a second Ctrl-C kills it; either way KeyboardInterrupt goes on once it has ended. Raises
         RunError if the run failed, ConfigError if it found bad input after its start, TimeoutError if it has
         not ended within `seconds`."""
-        self._launcher.wait(self._show, seconds)
+        with open_view(self.directory, self._show, self._started_at, self._caller_draws) as view:
+            self._launcher.wait(view, seconds)
         return self
 
     @property

@@ -29,7 +29,9 @@ def save_rows(rows: Any, key: str, directory: Path) -> Path:
     elif hasattr(rows, "to_dict") and hasattr(rows, "columns"):  # pandas.DataFrame
         row_list = rows.to_dict("records")
     elif isinstance(rows, Iterable) and not isinstance(rows, Mapping):
-        row_list = list(rows)
+        advice = "give rows that can be read here, such as a list of dicts"
+        with ConfigError.instead_of(Exception, text=f"{key}: its rows cannot be read", advice=advice):
+            row_list = list(rows)
     else:
         raise ConfigError(
             f"{key}: is of type {type(rows).__name__}; give a list of dicts, or the path of a file"

@@ -48,21 +48,21 @@ def command_parser(
     return parser
 
 
-def find_run(directory: Path, name: str) -> Path:
+def find_run(directory: Path, name: str, option: str = "--run-dir") -> Path:
     """Return the directory of a run by its name or path; of the newest run if `name` is empty. Raises
-    ConfigError if there is none."""
+    ConfigError if there is none. `option`: how `directory` is given, for the error."""
     if name and os.path.isfile(os.path.join(name, "config.yaml")):
         return Path(name)
-    runs = {path.name: path for path in reversed(list_run_directories(directory))}
+    runs = {path.name: path for path in reversed(list_run_directories(directory, option))}
     path = runs.get(name) if name else next(reversed(runs.values()), None)
     if path is None:
         raise ConfigError(f"{directory}: no run {name!r}; there are: {', '.join(runs) or 'none'}")
     return path
 
 
-def list_run_directories(directory: Path) -> list[Path]:
+def list_run_directories(directory: Path, option: str = "--run-dir") -> list[Path]:
     """Return the directories of runs, newest first. Raises ConfigError if `directory` does not exist."""
     if not directory.is_dir():
-        raise ConfigError(f"{directory}: no such directory; give the parent of run directories as --run-dir")
+        raise ConfigError(f"{directory}: no such directory; give the parent of run directories as {option}")
     paths = [path.parent for path in directory.glob("*/config.yaml")]
     return sorted(paths, key=lambda path: (path / "config.yaml").stat().st_mtime, reverse=True)

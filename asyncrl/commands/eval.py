@@ -11,7 +11,7 @@ import argparse
 import os
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from hashlib import blake2s
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -108,9 +108,13 @@ def argument_parser(name: str, text: str) -> argparse.ArgumentParser:
     return parser
 
 
-def evaluate(target: Target, options: argparse.Namespace) -> tuple[int, Path | None]:
+def evaluate(
+    target: Target,
+    options: argparse.Namespace,
+    on_start: Callable[[Path], None] = lambda run_dir: None,
+) -> tuple[int, Path | None]:
     """Run the episodes that are not finished yet. Return the exit code and the run's directory; None after a
-    dry run."""
+    dry run. `on_start`: see `train`."""
     config = configuration(target, options)
     run_dir = Path(config.run_dir) / config.name
 
@@ -124,7 +128,7 @@ def evaluate(target: Target, options: argparse.Namespace) -> tuple[int, Path | N
     search_working_directory()
     from asyncrl.launch.start import train
 
-    exit_code = train(config, dry_run=options.dry_run)
+    exit_code = train(config, dry_run=options.dry_run, on_start=on_start)
     return exit_code, None if options.dry_run else run_dir
 
 

@@ -82,8 +82,10 @@ def read_samples(
 
 def read_question(origin: RowOrigin, row: Row, layout: RowLayout) -> Sample:
     """Read a prompt to sample from. ConfigError for a bad row."""
-    if row.get("prompt") is None:
+    if "prompt" not in row:
         raise ConfigError(f"{origin}: no column prompt; {_columns_hint(row, 'prompt', 'ground_truth')}")
+    if row["prompt"] is None:
+        raise ConfigError(f"{origin}: column prompt is null; give it a text, or leave the row out")
 
     if row.get("tools") not in (None, "", "[]", []) and "tools" not in layout.columns.values():
         raise ConfigError(

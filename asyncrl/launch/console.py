@@ -127,7 +127,9 @@ def open_console(
     keys show."""
     with ExitStack() as stack:
         terminal = stack.enter_context(open_terminal())
-        chosen_mode = ("live" if terminal.is_terminal else "plain") if mode == "auto" else mode
+        # FORCE_COLOR, as in notebooks and CI, makes no screen of a file.
+        has_screen = terminal.file.isatty() and not terminal.is_dumb_terminal
+        chosen_mode = ("live" if has_screen else "plain") if mode == "auto" else mode
         state = ConsoleState(title, Status("starting", 0, total_steps, {}, ()))
         console = Console(chosen_mode, state, terminal)
         read_keys = stack.enter_context(_keyboard(chosen_mode == "live"))
@@ -144,7 +146,7 @@ def open_console(
         live_view = LiveView(
             console=terminal, get_renderable=render_frame, refresh_per_second=4, transient=True
         )
-        if chosen_mode == "live":
+        if chosen_mode == "live" and has_screen:
             live_view.start()
         try:
             yield console

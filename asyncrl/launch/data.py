@@ -95,6 +95,7 @@ def _check_split(parts: EpisodeParts, split: str) -> tuple[Samples, list[str]]:
     _, truth_warnings = describe_truths(parts.reward.rewards, samples)
     warnings += [f"data.{split}: {line}" for line in truth_warnings]
 
+    _check_reward_columns(parts, split, samples)
     with ConfigError.instead_of(ConfigError, ValueError, text=f"data.{split}"):
         warnings += [f"data.{split}: {line}" for line in _check_tasks(parts, samples)]
 
@@ -109,6 +110,22 @@ def _check_split(parts: EpisodeParts, split: str) -> tuple[Samples, list[str]]:
         warnings += [f"data.{split}: {line}; ignored" for line in ignored_lines]
 
     return samples, warnings
+
+
+def _check_reward_columns(parts: EpisodeParts, split: str, samples: Samples) -> None:
+    """Raise ConfigError if a reward of TRL's signature needs a column that the first sample lacks."""
+    sample = samples[0]
+    if sample.demonstration:
+        return
+
+    for reward in parts.reward.rewards:
+        missing_columns = [name for name in reward.needed_columns if name not in sample.columns]
+        if missing_columns:
+            raise ConfigError(
+                f"data.{split}: rollout.reward {reward.name} needs the column {missing_columns[0]!r}, and "
+                f"the first sample has {', '.join(sample.columns)}; add it to extra_info, or give the "
+                "parameter a default"
+            )
 
 
 def prepare_samples(

@@ -45,10 +45,12 @@ def train(
     dry_run: bool = False,
     show_summary: bool = True,
     on_start: Callable[[Path], None] = lambda run_dir: None,
+    caller_draws: bool = False,
 ) -> int:
     """Check everything, then launch and watch the run, and return the exit code. `show_summary`: print the
-    summary at the end. `on_start` is called with the run's directory once no check can refuse the run. Raises
-    ConfigError for bad input, before anything is started."""
+    summary at the end. `on_start` is called with the run's directory once no check can refuse the run.
+    `caller_draws`: a caller in another process draws the live view, so that only notes are printed here.
+    Raises ConfigError for bad input, before anything is started."""
     check_paths_are_text(config)
     if dry_run:
         return _dry_run(config)
@@ -83,10 +85,11 @@ def train(
 
             spawner = stack.enter_context(RaySpawner.open_cluster(config, run_dir, endpoints))
         trackers = stack.enter_context(Trackers.open(config, run_dir))
+        console_mode = config.observe.console
+        if caller_draws and console_mode == "auto":
+            console_mode = "live"
         console = stack.enter_context(
-            open_console(
-                config.observe.console, config.name, config.total_steps, config.validation.success, run_dir
-            )
+            open_console(console_mode, config.name, config.total_steps, config.validation.success, run_dir)
         )
 
         if changed_keys:

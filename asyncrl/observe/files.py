@@ -54,6 +54,25 @@ def read_rows(run_dir: Path) -> list[dict[str, float]]:
     return list(read_lines(run_dir / "metrics.jsonl"))
 
 
+def read_added_rows(run_dir: Path, start: int) -> tuple[list[dict[str, float]], int]:
+    """Read the whole metrics rows from byte `start` on, and return them with the byte behind the last one. No
+    rows of a file that is missing or cannot be read; lines cut by a crash are skipped."""
+    try:
+        with (run_dir / "metrics.jsonl").open("rb") as file:
+            file.seek(start)
+            content = file.read()
+    except OSError:
+        return [], start
+
+    content = content[: content.rfind(b"\n") + 1]
+    rows: list[dict[str, float]] = []
+    for line in content.splitlines():
+        with suppress(ValueError):
+            if isinstance(row := json.loads(line), dict):
+                rows.append(row)
+    return rows, start + len(content)
+
+
 def read_some_rows(run_dir: Path, edge: int, max_rows: int) -> list[dict[str, float]]:
     """Read the first and the last `edge` steps, all validations, and evenly chosen further steps: in a long
     run about `max_rows`, since 50,000 steps are 150 MB or more."""

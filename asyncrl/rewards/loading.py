@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,6 +26,7 @@ from asyncrl.rewards.base import (
 
 REWARD_KEY = "rollout.reward"
 TRL_PARAMETERS = frozenset({"completions", "environments"})  # either one tells TRL's signature
+EPISODE_COLUMNS = TRL_PARAMETERS | {"prompts"}  # columns that each episode has, whatever the data
 VERL_PARAMETERS = ("data_source", "solution_str", "ground_truth", "extra_info")
 REWARD_CALL = Call(
     f"a function of ({', '.join(VERL_PARAMETERS)}), (given: RewardInput) or TRL's (completions, **kwargs)",
@@ -45,7 +46,8 @@ class RewardSource(msgspec.Struct, frozen=True):
 class Reward:
     """Gives one part of an episode's reward. `name`: the name in reports; `load`: called once in the reward
     process before the first call of `function`. `own_deadline`: an async function that bounds its own waits.
-    `needs_truth`, `numbers`, `compared` (with options bound): see `rewards.base.needs_truth`."""
+    `needs_truth`, `numbers`, `compared` (with options bound): see `rewards.base.needs_truth`.
+    `needed_columns`: those of the data that a function of TRL's signature cannot do without."""
 
     name: str
     function: Callable[[RewardInput], Any]
@@ -57,6 +59,7 @@ class Reward:
     needs_truth: bool = False
     numbers: bool = False
     compared: Callable[[Any], list[str] | None] | None = None
+    needed_columns: tuple[str, ...] = ()
 
 
 def load_rewards(plugin: str | Mapping[str, Options], where: str = REWARD_KEY) -> list[Reward]:
@@ -83,7 +86,13 @@ def load_reward(source: RewardSource, where: str = REWARD_KEY) -> Reward:
     """Load one reward as a function of episodes, with options bound."""
     loaded_object = rewards.load(source.spec, where)
     where = f"{where}.{source.spec}"
-    function = bind_plugin(_with_verls_options(loaded_object, where), source.options, where, REWARD_CALL)
+    function = bind_plugin(
+        _with_verls_options(loaded_object, where),
+        source.options,
+        where,
+        REWARD_CALL,
+        may_miss=_is_function_of_trl(loaded_object),
+    )
     is_of_trl = _is_of_trl(function) and not _is_typed(function)
     if not is_of_trl and not _is_typed(function):
         check_call(function, where, REWARD_CALL)
@@ -110,6 +119,7 @@ def load_reward(source: RewardSource, where: str = REWARD_KEY) -> Reward:
         needs_truth=bool(getattr(loaded_object, "needs_truth", False)),
         numbers=bool(getattr(loaded_object, "numbers", False)),
         compared=functools.partial(compared, **source.options) if compared else None,
+        needed_columns=tuple(_needed_columns(function)) if is_of_trl else (),
     )
 
 
@@ -142,10 +152,29 @@ def _score_as_batch(function: RewardFunction, episode: RewardInput) -> Any:
     return await_scores()
 
 
+def _needed_columns(function: RewardFunction) -> Iterator[str]:
+    for parameter in inspect.signature(function).parameters.values():
+        is_passed_by_name = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+        if (
+            is_passed_by_name
+            and parameter.default is parameter.empty
+            and parameter.name not in EPISODE_COLUMNS
+        ):
+            yield parameter.name
+
+
 def _is_of_trl(function: RewardFunction) -> bool:
     """Tell whether a function has TRL's parameters, and not the text of verl's signature."""
     names = inspect.signature(function).parameters.keys()
     return bool(TRL_PARAMETERS & names) and "solution_str" not in names
+
+
+def _is_function_of_trl(loaded_object: Any) -> bool:
+    """Tell whether keyword-only parameters of a loaded object may be columns: a class takes options alone."""
+    try:
+        return not inspect.isclass(loaded_object) and _is_of_trl(loaded_object)
+    except (TypeError, ValueError):  # no function, or a builtin: `bind_plugin` and `check_call` say so
+        return False
 
 
 def _with_verls_options(function: RewardFunction, where: str) -> RewardFunction:

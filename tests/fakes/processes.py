@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -31,6 +32,15 @@ def alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
+
+
+def wait_until(condition: Callable[[], Any], seconds: float = 120.0) -> Any:
+    """Return the first true value of `condition`, or fail once `seconds` have passed."""
+    deadline = time.monotonic() + seconds
+    while not (value := condition()):
+        assert time.monotonic() < deadline, f"the condition does not hold after {seconds:g} s"
+        time.sleep(0.05)
+    return value
 
 
 async def until(reached: Callable[[], bool], complaint: str) -> None:

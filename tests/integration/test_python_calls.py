@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import pty
 import re
 import signal
 import subprocess
 import sys
+import termios
 import threading
-import time
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,8 @@ from nbclient import NotebookClient
 
 import asyncrl
 from asyncrl.observe.files import read_rows
+from tests.fakes.processes import wait_until
+from tests.unit.launch.test_console_view import until
 
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE = 120.0
@@ -31,14 +33,6 @@ SMALL = {
     "validation": {"samples": 8},
     "checkpoint": {"every": 3},
 }
-
-
-def wait_until(condition: Callable[[], Any], seconds: float = DEADLINE) -> Any:
-    deadline = time.monotonic() + seconds
-    while not (value := condition()):
-        assert time.monotonic() < deadline, "the deadline is over"
-        time.sleep(0.05)
-    return value
 
 
 def row(first: int, second: int) -> dict[str, Any]:
@@ -83,6 +77,13 @@ if __name__ == "__main__":
         "score": result.score,
         "model": (exported / "config.json").is_file(),
     }))
+"""
+
+
+CALCULATOR_SCRIPT = """\
+import asyncrl
+from tests.integration.test_python_calls import SMALL
+asyncrl.train("experiment=calculator", SMALL, name="run", run_dir="runs", total_steps=500)
 """
 
 
@@ -201,7 +202,7 @@ def test_kill_and_a_process_that_holds_the_pipe(tmp_path: Path) -> None:
     stopped = start_run(tmp_path, "stopped")
     forked_pid = os.fork()
     if not forked_pid:
-        time.sleep(DEADLINE)
+        signal.pause()
         os._exit(0)
 
     try:
@@ -245,12 +246,7 @@ def test_two_runs_at_once_in_threads(tmp_path: Path) -> None:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("interrupts", [1, 2])
 def test_ctrl_c(tmp_path: Path, interrupts: int) -> None:
-    script = run_script(
-        tmp_path,
-        "import asyncrl\n"
-        "from tests.integration.test_python_calls import SMALL\n"
-        'asyncrl.train("experiment=calculator", SMALL, name="run", run_dir="runs", total_steps=500)\n',
-    )
+    script = run_script(tmp_path, CALCULATOR_SCRIPT)
     run_dir = tmp_path / "runs" / "run"
     wait_until(lambda: committed_steps(run_dir) >= 1)
     script.send_signal(signal.SIGINT)
@@ -267,6 +263,43 @@ def test_ctrl_c(tmp_path: Path, interrupts: int) -> None:
 
 @pytest.mark.full
 @pytest.mark.timeout(300)
+def test_a_terminal_has_the_live_view_and_is_given_back(tmp_path: Path) -> None:
+    """Ctrl-C is typed there."""
+    script_path = tmp_path / "task_script.py"
+    script_path.write_text(CALCULATOR_SCRIPT)
+    run_dir = tmp_path / "runs" / "run"
+    child, terminal = pty.fork()
+    if not child:
+        os.chdir(tmp_path)
+        os.environ |= {"TERM": "xterm", "COLUMNS": "100", "LINES": "40", "PYTHONPATH": str(ROOT)}
+        os.execv(sys.executable, [sys.executable, str(script_path)])
+
+    try:
+        until(terminal, b"starting 3 processes; logs in runs/run/logs")
+        until(terminal, b"b: newest bad one")
+        assert not termios.tcgetattr(terminal)[3] & termios.ECHO
+        seen = until(terminal, b"step 2/500")
+        seen += until(terminal, b"lag mean")
+        assert b"phase: running" not in seen  # lines that the view makes needless
+        os.write(terminal, b"\x03")
+        until(terminal, b"with a checkpoint")
+        until(terminal, b"\x1b[?25h")  # the cursor is back
+        until(terminal, b"KeyboardInterrupt\r\n")
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGINT
+        child = 0
+        assert termios.tcgetattr(terminal)[3] & termios.ECHO
+    finally:
+        if child:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+        os.close(terminal)
+
+    assert checkpoint_steps(run_dir)[-1] == committed_steps(run_dir)
+    assert not live_roles(run_dir)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(300)
 def test_a_killed_kernel_leaves_a_checkpoint(tmp_path: Path) -> None:
     from jupyter_client.manager import KernelManager
 
@@ -276,11 +309,7 @@ def test_a_killed_kernel_leaves_a_checkpoint(tmp_path: Path) -> None:
     client.start_channels()
     try:
         client.wait_for_ready(timeout=DEADLINE)
-        client.execute(
-            "import asyncrl\n"
-            "from tests.integration.test_python_calls import SMALL\n"
-            'asyncrl.train("experiment=calculator", SMALL, name="run", run_dir="runs", total_steps=500)'
-        )
+        client.execute(CALCULATOR_SCRIPT)
         run_dir = tmp_path / "runs" / "run"
         wait_until(lambda: committed_steps(run_dir) >= 1)
         (kernel_process,) = [
@@ -323,6 +352,9 @@ def test_the_notebook_trains_the_demo_and_draws_its_curve(
 
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
     assert any("image/png" in output.get("data", {}) for output in outputs)
+    (view,) = [output for output in outputs if "<svg" in output.get("data", {}).get("text/html", "")]
+    for text in ("completed · step 60/60 · elapsed ", ">reward ", ">held-out success "):
+        assert text in view["data"]["text/html"]
     printed = "".join(output.get("text", "") for output in outputs)
     (code_file,) = (tmp_path / "runs").glob("calculator-*/code/*/task.py")
     assert "def close_to_truth" in code_file.read_text()

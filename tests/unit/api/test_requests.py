@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import datetime
 import json
+import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from asyncrl.api.requests import make_request
 from asyncrl.commands.sft import compose_sft
 from asyncrl.config.composition import RUN_DIRECTORY_MARK, compose
 from asyncrl.data.rows import read_rows
+from asyncrl.data.samples import load_samples
 from asyncrl.errors import ConfigError
 from asyncrl.tools import tool
 
@@ -25,6 +28,21 @@ ROWS = [{"prompt": "2 + 2", "ground_truth": "4", "extra_info": {"stock": {"nail"
 
 def scored(data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any]) -> float:
     return 0.0
+
+
+class Shelf:
+    """An object without a `__call__`."""
+
+
+async def waiting() -> float:
+    return 0.0
+
+
+def closed_rows() -> Iterator[dict[str, str]]:
+    with Path(os.devnull).open() as file:
+        pass
+    for line in file:
+        yield {"prompt": line}
 
 
 @tool(timeout=3.0)
@@ -151,7 +169,12 @@ def test_tables_are_rows(tmp_path: Path) -> None:
             {"train": [{"prompt": "x", "weight": float("nan")}]},
             "data.train[0].weight: Out of range float",
         ),
-        ([], {"reward": object()}, "rollout.reward: a value of type object is none"),
+        ([], {"train": closed_rows()}, "data.train: its rows cannot be read (ValueError: I/O operation on"),
+        ([], {"reward": object()}, "rollout.reward: is of type object; give a function or a class"),
+        ([], {"reward": 3}, "rollout.reward: is of type int; give a function or a class"),
+        ([], {"reward": [scored]}, "rollout.reward: is of type list; give a function or a class"),
+        ([], {"reward": waiting()}, "of type coroutine; give the async function itself, without calling it"),
+        ([], {"reward": Shelf()}, "rollout.reward: is of type Shelf; give a function or a class"),
         ([], {"reward": lambda answer: 0.0}, "rollout.reward: a lambda has no name"),
         ([], {"trainer": {"lr": object()}}, "trainer.lr: a value of type object is none"),
     ],
@@ -163,6 +186,35 @@ def test_bad_arguments_name_the_key(
         request_of(tmp_path, *settings, **keywords)
     assert problem in str(raised.value)
     assert "\n" not in str(raised.value)
+
+
+def test_rows_may_mix_types_in_what_is_free_and_in_nothing_else(tmp_path: Path) -> None:
+    """A column of dicts, of truths or of prompts as text and as messages is no column of one type."""
+    messages = [{"role": "user", "content": "2 + 2"}]
+    rows: list[dict[str, Any]] = [
+        {"prompt": "2 + 2", "ground_truth": 4, "extra_info": {"part": 1}},
+        {"prompt": messages, "ground_truth": "4", "extra_info": {"part": "one"}},
+    ]
+    (path,) = request_of(tmp_path, train=rows).saved_files.values()
+    text_question, number_question = load_samples(path)
+    assert [text_question.ground_truth, number_question.ground_truth] == [4, "4"]
+    assert [text_question.extra_info, number_question.extra_info] == [{"part": 1}, {"part": "one"}]
+    assert text_question.prompt == number_question.prompt
+
+    for prompt, problem in ((5, "must be text, or a non-empty list"), (None, "is null; give it a text")):
+        (path,) = request_of(
+            tmp_path, train=[*rows, {"prompt": prompt, "ground_truth": "4"}]
+        ).saved_files.values()
+        with pytest.raises(ConfigError, match=f"sample 2: column prompt {problem}") as raised:
+            load_samples(path)
+        assert "\n" not in str(raised.value)
+
+
+def test_a_directory_without_runs_names_the_argument(tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match="no such directory; give the parent of run directories as run_dir="
+    ):
+        asyncrl.open_run("a", run_dir=tmp_path / "none")
 
 
 def test_a_run_without_a_checkpoint_is_no_model(tmp_path: Path) -> None:

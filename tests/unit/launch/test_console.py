@@ -244,7 +244,9 @@ def test_a_reader_that_has_gone_away_does_not_matter() -> None:
     assert process.wait(60) == 0
 
 
-def test_a_stranger_to_terminals_gets_plain_lines() -> None:
+def test_a_stranger_to_terminals_gets_plain_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Notebooks and CI set FORCE_COLOR, for colors in what is no terminal."""
+    monkeypatch.setenv("FORCE_COLOR", "1")
     with open_console("auto", "demo", 10, 1.0, Path()) as shown:
         assert shown.mode == "plain"
 

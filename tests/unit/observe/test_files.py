@@ -11,6 +11,7 @@ from asyncrl.observe.files import (
     cause_of_death,
     first_day,
     mark_start,
+    read_added_rows,
     read_rows,
     read_summary,
     run_id,
@@ -22,6 +23,19 @@ def test_rows_without_the_line_that_a_crash_cut(tmp_path: Path) -> None:
     assert read_rows(tmp_path) == []
     (tmp_path / "metrics.jsonl").write_bytes(b'{"a": 1}\n{"a": 2}\n{"a": \n\0\xff\n7\n{"a": 3}')
     assert read_rows(tmp_path) == [{"a": 1}, {"a": 2}, {"a": 3}]
+
+
+def test_added_rows_are_read_once(tmp_path: Path) -> None:
+    assert read_added_rows(tmp_path, 0) == ([], 0)
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"a": 1}\n{"a": \n7\n{"a": ')
+    rows, end = read_added_rows(tmp_path, 0)
+    assert rows == [{"a": 1}]
+    with path.open("ab") as file:
+        file.write(b'2}\n{"a": 3}\n')
+    rows, end = read_added_rows(tmp_path, end)
+    assert rows == [{"a": 2}, {"a": 3}]
+    assert read_added_rows(tmp_path, end) == ([], end)
 
 
 def test_a_summary_is_replaced_and_leaves_nothing_beside_it(tmp_path: Path) -> None:

@@ -82,6 +82,9 @@ def trl_column(completions, answer): return [1.0]
 def trl_options(completions, *, hard: object = None, scale: object = None, **kwargs):
     return [float(hard == [True]) + 2 * (scale == [7]) + 4 * ("data_source" in kwargs)]
 
+def trl_required(completions, *, hard, scale=1.0, **kwargs): return [float(hard == [True]) + scale]
+def trl_missing(completions, *, answer): return [1.0]
+
 trl_partial = functools.partial(trl_options, scale="own")
 
 class TrlKeywords:
@@ -127,6 +130,8 @@ def file(tmp_path: Path) -> Path:
         ("trl_options", {}, "processes", 7.0),
         ("trl_options", {"scale": 3}, "processes", 5.0),
         ("trl_partial", {}, "processes", 5.0),
+        ("trl_required", {"scale": 2}, "processes", 3.0),
+        ("trl_required", {"hard": True, "scale": 2}, "processes", 2.0),
         ("TrlKeywords", {}, "processes", 1.0),
     ],
 )
@@ -141,6 +146,26 @@ def test_what_is_a_reward(
     )
     episode = msgspec.structs.replace(GIVEN, result={"reward": 0.5})
     assert asyncio.run(evaluate(reward.function, episode)) == RewardResult(score)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "columns"),
+    [
+        ("trl", {}, ("hard",)),
+        ("trl_none", {}, ()),
+        ("trl_options", {}, ()),
+        ("trl_required", {}, ("hard",)),
+        ("trl_required", {"hard": True}, ()),
+        ("TrlKeywords", {}, ("hard",)),
+        ("verl", {}, ()),
+        ("typed", {}, ()),
+    ],
+)
+def test_columns_that_a_reward_needs(
+    file: Path, name: str, options: dict[str, Any], columns: tuple[str, ...]
+) -> None:
+    (reward,) = load_rewards({f"{file}:{name}": options})
+    assert reward.needed_columns == columns
 
 
 @pytest.mark.parametrize(
@@ -184,6 +209,7 @@ def test_the_completions_of_trl_begin_after_the_prompt(
             "trl_column",
             r"trl_column \(mine.py:\d+\) needs 'answer'; the columns are hard, .*, environments; put answer",
         ),
+        ("trl_missing", r"trl_missing \(mine.py:\d+\) needs 'answer'; the columns are hard, "),
     ],
 )
 def test_a_reward_of_trl_that_fails_says_why(file: Path, name: str, complaint: str) -> None:
@@ -207,6 +233,7 @@ def test_a_reward_of_trl_that_fails_says_why(file: Path, name: str, complaint: s
         ("Judge", {"strict": True}, r"mine.py:Judge: strict is not built"),
         ("Judge", {"strength": 1}, "unknown option 'strength'; options: strict"),
         ("annotated", {}, "option 'plus' is missing"),
+        ("trl_required", {"size": 1}, "unknown option 'size'; options: hard, scale"),
         ("verl", {"scale": "much"}, r"\.scale: Expected `float`"),
         ("verl", {"weight": "much"}, "weight is 'much'; a finite number"),
         ("verl", {"weight": float("nan")}, "weight is nan"),

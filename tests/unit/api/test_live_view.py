@@ -1,0 +1,141 @@
+"""What a caller from Python sees of a run: lines, the state read from the run's files, and HTML."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+from msgspec.structs import replace
+
+from asyncrl.api.live_view import MAX_POINTS, LineView, RunFeed, can_draw, run_html, thinned
+from asyncrl.launch.console import Console
+from asyncrl.launch.console_view import ConsoleState, plain_line
+from asyncrl.observe.alerts import Alert
+from asyncrl.observe.files import write_status
+from asyncrl.observe.metrics import LAG, NLL, NLL_HELD_OUT, REWARD, SAMPLED, SAMPLED_SCORE, VALIDATED
+from asyncrl.observe.table import PipeSafeTerminal
+from asyncrl.wire.messages.shared import Status
+
+NO_POINTS: dict[str, dict[int, float]] = {
+    name: {} for name in (REWARD, SAMPLED, SAMPLED_SCORE, NLL, NLL_HELD_OUT)
+}
+HOSTILE = '<script>alert("x")</script> & \x1b[2J'
+
+
+def state_of(**fields: Any) -> ConsoleState:
+    return ConsoleState(HOSTILE, Status("running", 3, 10, {LAG: 0.5}, (HOSTILE,), **fields))
+
+
+def step_row(step: int) -> dict[str, float]:
+    return {"training/step": step, "timing_s/step": 1.0, REWARD: step / 10}
+
+
+def silent_console() -> Console:
+    return Console("off", ConsoleState("a", Status("starting", 0, 9, {}, ())), PipeSafeTerminal())
+
+
+def test_texts_of_a_run_are_no_html() -> None:
+    alert = Alert(name=HOSTILE, level="bad", what=HOSTILE, do=HOSTILE)
+    html = run_html(state_of(failed=HOSTILE, alerts=(alert,)), NO_POINTS)
+    assert "<script" not in html
+    assert html.count("&lt;script&gt;") >= 5
+    for text in ("running", "step 3/10", "elapsed 0:00:00", "lag mean 0.50", "waiting: "):
+        assert text in html
+    assert "<svg" not in html
+
+
+@pytest.mark.parametrize(
+    ("points", "labels"),
+    [
+        ({REWARD: {1: 0.1, 2: 0.4}, SAMPLED: {0: 0.25, 2: 0.5}}, ["reward 0.400", "held-out success 50.0%"]),
+        ({SAMPLED: {0: 0.25}}, ["held-out success 25.0%"]),
+        ({REWARD: {1: 0.5}, SAMPLED_SCORE: {1: 0.5}}, ["reward 0.500", "held-out score 0.500"]),
+        ({NLL: {1: 2.0}, NLL_HELD_OUT: {1: 3.0}}, ["loss per token 2.0000", "held-out loss per token"]),
+        ({REWARD: {1: float("nan"), 2: 0.5, 3: float("inf")}}, ["step 2"]),
+    ],
+)
+def test_the_chart_has_the_curves_of_the_run(points: dict[str, dict[int, float]], labels: list[str]) -> None:
+    html = run_html(state_of(), NO_POINTS | points)
+    svg = ElementTree.fromstring(html[html.index("<svg") : html.index("</svg>") + len("</svg>")])
+    texts = [element.text or "" for element in svg.iter("text")]
+    for label in labels:
+        assert any(text.startswith(label) for text in texts), texts
+    assert {element.get("fill") for element in svg.iter("text")} == {"currentColor"}
+    assert len(list(svg.iter("polyline"))) == len(points)
+
+
+def test_a_long_curve_has_means() -> None:
+    points = thinned({step: float(step) for step in range(1, 10 * MAX_POINTS + 1)})
+    assert len(points) == MAX_POINTS
+    assert points[0] == (5.5, 5.5)
+    assert points[-1] == (10 * MAX_POINTS - 4.5, 10 * MAX_POINTS - 4.5)
+
+
+def test_the_files_of_a_run_become_the_state_of_the_view(tmp_path: Path) -> None:
+    """Rows of an earlier launch are in the curves, and say nothing of the speed of this one."""
+    metrics_path = tmp_path / "metrics.jsonl"
+    metrics_path.write_text("".join(json.dumps(step_row(step)) + "\n" for step in (1, 2)))
+    console = silent_console()
+    state = console.state
+    feed = RunFeed(tmp_path, console, started_at=0.0)
+    assert [row["training/step"] for row in feed.update()] == [1, 2]
+    assert state.history[REWARD] == [0.1, 0.2]
+    assert state.progress.training_start is None
+
+    status = {"phase": "running", "step": 2, "total_steps": 9, "gauges": {LAG: 0.5}, "waits": ["a: b"]}
+    write_status(tmp_path, status | {"time": 1.0, "alerts": [], "failed": ""})
+    validation = {"training/step": 3, VALIDATED: 3, SAMPLED: 0.75}
+    with metrics_path.open("a") as file:
+        file.write(json.dumps(step_row(3)) + "\n" + json.dumps(validation) + '\n{"training/step": 4, "tim')
+    assert len(feed.update()) == 2
+    assert feed.update() == []
+    assert "step 2/9" in plain_line(state)  # as the newest status says
+    assert state.history[REWARD] == [0.1, 0.2, 0.3]
+    assert state.validation[SAMPLED] == 0.75
+    assert state.status.waits == ("a: b",)
+
+    write_status(tmp_path, status | {"time": 1.0, "failed": "", "code": 1, "error": "no more memory"})
+    feed.update()
+    assert state.status.phase == "failed: no more memory"
+    assert state.status.waits == ()
+
+
+def test_a_status_that_cannot_be_read_is_skipped(tmp_path: Path) -> None:
+    console = silent_console()
+    feed = RunFeed(tmp_path, console, started_at=0.0)
+    for content in ("{", '{"code": 0}', '{"phase": 3, "step": "x"}'):
+        (tmp_path / "status.json").write_text(content)
+        assert feed.update() == []
+    assert console.state.status == replace(silent_console().state.status)
+
+
+def test_lines_that_nobody_can_read_are_dropped(tmp_path: Path) -> None:
+    file = (tmp_path / "lines").open("w")
+    view = LineView(lambda line: print(line, file=file))
+    view.print_line("a")
+    file.close()
+    view.print_line("b")
+    assert (tmp_path / "lines").read_text() == "a\n"
+
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    LineView(lambda line: print(os.write(write_end, line.encode()))).print_line("a")
+    os.close(write_end)
+
+    with pytest.raises(ValueError, match="invalid literal"):
+        LineView(lambda line: print(int(line))).print_line("a")
+
+
+def test_only_a_terminal_or_a_notebook_has_a_view(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert not can_draw([].append)
+    closed_file = (tmp_path / "closed").open("w")
+    closed_file.close()
+    for stdout in (None, closed_file):
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "stdout", stdout)
+            assert not can_draw(print)
