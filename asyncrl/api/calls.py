@@ -18,6 +18,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.registry import refuse_inside_run
 
 Setting = str | Mapping[str, Any]
+ERROR_MARK = "asyncrl: "  # how a line of the launcher begins that is an error
 
 
 def start(
@@ -71,8 +72,17 @@ def dry_run(
     **keywords: Any,
 ) -> None:
     """Check everything that `train` would, try the tools and the reward on a row, and show the plan; nothing
-    is started or written. The arguments are those of `start`. Raises ConfigError after showing all errors."""
+    is started or written. The arguments are those of `start`. Raises ConfigError with all errors, a line
+    each."""
     refuse_inside_run("asyncrl.dry_run()")
+    errors: list[str] = []
+
+    def show_or_keep(line: str) -> None:
+        if line.startswith(ERROR_MARK):
+            errors.append(line.removeprefix(ERROR_MARK))
+        else:
+            show(line)
+
     with tempfile.TemporaryDirectory(prefix="asyncrl-") as directory:
         request = make_request(
             command,
@@ -82,7 +92,11 @@ def dry_run(
             named_directory=directory,
             config_dir=config_dir,
         )
-        LauncherProcess(msgspec.structs.replace(request, dry_run=True)).wait(LineView(show))
+        launcher = LauncherProcess(msgspec.structs.replace(request, dry_run=True))
+        try:
+            launcher.wait(LineView(show_or_keep))
+        except ConfigError as error:
+            raise ConfigError("\n".join(errors) or str(error)) from None
 
 
 def sft(*settings: Setting, config_dir: str | Path = "", **keywords: Any) -> Run:

@@ -64,6 +64,10 @@ class RunEpisode(msgspec.Struct, frozen=True):
     turns: tuple[RunTurn, ...]
     missing: str = ""
 
+    def __repr__(self) -> str:
+        outcome = f"{self.state}, {self.end}, reward {self.reward:g}, {len(self.turns)} turns"
+        return f"<{type(self).__name__} {self.uid}: {outcome}>"
+
 
 class Run:
     """A run by its directory, under way or ended. Methods read its files, and may be called in any thread."""

@@ -43,6 +43,7 @@ def save_rows(rows: Any, key: str, directory: Path) -> Path:
     for number, row in enumerate(row_list):
         if not isinstance(row, Mapping):
             raise ConfigError(f"{key}[{number}]: is of type {type(row).__name__}; each row is a dict")
+        _refuse_number_keys(row, f"{key}[{number}]")
         try:
             line = json.dumps(json_value(dict(row)), ensure_ascii=False, allow_nan=False)
             lines.append(line.encode() + b"\n")
@@ -80,6 +81,22 @@ def _save_table(table: Any, key: str, directory: Path) -> Path:
     pyarrow.parquet.write_table(table, buffer)
     content = buffer.getvalue()
     return save_once(directory / f"{digest_of(content)}.parquet", content)
+
+
+def _refuse_number_keys(value: Any, where: str) -> None:
+    """Raise ConfigError for a dict whose keys are no texts: in JSON they would become texts, so that code
+    which looks a number up would find nothing."""
+    if isinstance(value, Mapping):
+        for name, entry in value.items():
+            if not isinstance(name, str):
+                raise ConfigError(
+                    f"{where}: has the key {name!r} of type {type(name).__name__}, which tools and rewards "
+                    "would get as a text; make it one, here with str(…) and where it is looked up"
+                )
+            _refuse_number_keys(entry, f"{where}.{name}")
+    elif isinstance(value, list | tuple):
+        for entry in value:
+            _refuse_number_keys(entry, where)
 
 
 def _is_json(value: Any) -> bool:

@@ -172,9 +172,10 @@ class Peers(Generic[P]):
                 replacements.append(shared.Replace(self._role, reason, incarnation))
                 self._lost_processes[index] = incarnation, now
 
-        return [
-            f"{self._role}-{index} is silent, or starts: it is not used" for index in vacant_indices
-        ], replacements
+        lost_indices = self._lost_processes.keys()
+        states = {index: "silent" if index in lost_indices else "starting" for index in vacant_indices}
+        waits = [f"{self._role}-{index} is {state}: it is not used" for index, state in states.items()]
+        return waits, replacements
 
 
 FIRST_START = 1_000_000_000  # start numbers of enrolled processes; the launcher counts its own starts from 1

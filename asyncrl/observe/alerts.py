@@ -69,7 +69,7 @@ class Alert(msgspec.Struct, frozen=True):
     @property
     def line(self) -> str:
         keys = ", ".join(f"{key}={value}" for key, value in self.keys.items())
-        return f"{self.name}: {self.what}; {self.do}{keys and f' ({keys})'}"
+        return f"{self.name}: {self.what}; {self.do}{keys and f' (now {keys})'}"
 
 
 class HeldOutSuccess(NamedTuple):
@@ -531,6 +531,9 @@ ALERT_RULES: dict[str, Callable[[Evidence], Finding | None]] = {
     "attempts fail": _find_failing,
     "no progress": _find_stall,
     "account is not exact": _find_wrong_account,
+    "tools fail": _find_often(
+        "rollout/tool_failed_frac", "of the calls raised or ran out of time", FAILING_SHARE
+    ),
     "constant reward": _unless_taught(_find_constant_reward),
     "everything truncated": _find_cut_off,
     "all groups filtered": _find_often(
@@ -538,9 +541,6 @@ ALERT_RULES: dict[str, Callable[[Evidence], Finding | None]] = {
     ),
     "nothing to learn": _unless_taught(_find_nothing_taught),
     "a process was lost": _find_loss,
-    "tools fail": _find_often(
-        "rollout/tool_failed_frac", "of the calls raised or ran out of time", FAILING_SHARE
-    ),
     "tools decline": _find_often(
         "rollout/tool_declined_frac", "of the calls were answered with an error by the tool"
     ),

@@ -221,3 +221,10 @@ def test_a_run_without_a_checkpoint_is_no_model(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("")
     with pytest.raises(ConfigError, match=str(tmp_path)):
         asyncrl.start(model=asyncrl.open_run(tmp_path))
+
+
+def test_a_number_as_a_key_of_a_row_is_refused(tmp_path: Path) -> None:
+    """As a text it would be found by no code that looks up the number."""
+    rows = [{"prompt": "?", "extra_info": {"rooms": [{"7": 1}, {7: 1}]}}]
+    with pytest.raises(ConfigError, match=r"^data\.train\[0\]\.extra_info\.rooms: has the key 7 of type int"):
+        make_request("train", [], {"train": rows}, tmp_path)

@@ -155,7 +155,7 @@ def test_rows_of_an_agent_beside_the_main_one_are_an_alert(
         assert line.startswith(
             "rows beside the main one: 2.1 rows per episode, all trained with the episode's"
         )
-        assert line.endswith("(rollout.untrained_agents=[])")
+        assert line.endswith("(now rollout.untrained_agents=[])")
 
 
 def test_the_cause_has_an_advice_of_its_own() -> None:
