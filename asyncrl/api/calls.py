@@ -117,12 +117,12 @@ def evaluate(
     **keywords: Any,
 ) -> Evaluation:
     """Evaluate a model, as the command `asyncrl eval` does. The evaluation is a run of its own; the same call
-    goes on with an interrupted one, and reads a finished one.
+    continues an interrupted evaluation, and reads a finished one.
 
     model: a directory, `owner/name` of the hub, a checkpoint, or a run, whose configuration is then used.
     data: rows or files, as for `train`; None: those of the run or of `settings`.
-    samples, episodes: the first so many rows, and episodes of each; None: all rows, once.
-    run_dir: the parent of run directories; of a run its own parent.
+    samples, episodes: how many of the first rows, and how many episodes of each; None: all rows, once.
+    run_dir: the parent of run directories; by default `runs`, or for a run the parent of its directory.
     settings, keywords: as for `train`.
     """
     keywords = {
@@ -151,6 +151,6 @@ def open_run(name: str | Path, run_dir: str | Path = "runs") -> Run:
 
 
 def _with_model_path(keywords: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keywords with the directory of its newest checkpoint in place of a run."""
+    """Return the keywords, with a run as the model replaced by its newest checkpoint's directory."""
     model = keywords.get("model")
     return {**keywords, "model": model.model} if isinstance(model, Run) else dict(keywords)

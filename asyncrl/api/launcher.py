@@ -1,8 +1,8 @@
-"""Starts a launcher as a child process, and is its main program.
+"""Starts a launcher as a child process, and is the main program of that process.
 
 The child has a session of its own, so that a Ctrl-C of the terminal reaches the caller alone. It reads one
-request; the end of the pipe is its order to stop as SIGTERM is, so that a killed caller, a notebook that was
-closed and `stop` end a run alike: with a checkpoint. A second SIGTERM kills the run's processes at once.
+request; the end of the pipe tells the child to stop, as SIGTERM does, so that a killed caller, a closed
+notebook and `stop` end a run alike: with a checkpoint. A second SIGTERM kills the run's processes at once.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ KILL_SECONDS = 10.0  # Seconds for a launcher to kill its processes; then it is 
 # Seconds after `launch.stop_timeout` for a launcher to end; trackers have 60 s at the end of a run.
 STOP_MARGIN_SECONDS = 90.0
 TAIL_BYTES = 4096  # Bytes of a crashed launcher's output in the error.
-DRY_RUN_REFUSED = "the dry run has found the errors above"
+DRY_RUN_REFUSED = "the dry run found the errors above"
 
 PACKAGE_ROOT = os.path.realpath(Path(asyncrl.__file__).parents[1])
 
@@ -92,8 +92,8 @@ class LauncherProcess:
         self._stopped_at: float | None = None  # monotonic time of the first `stop`
         self._overdue_text = ""  # of a launcher that was killed, as it did not stop
 
-        cannot_start = "the process of the launcher cannot be started"
-        advice = "call asyncrl where programs may be started, and memory and processes are left"
+        cannot_start = "the launcher process cannot be started"
+        advice = "call asyncrl where it may start programs, with memory and a process to spare"
         with RunError.instead_of(OSError, text=cannot_start, advice=advice):
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "asyncrl.api.launcher"],
@@ -128,8 +128,8 @@ class LauncherProcess:
 
     def wait(self, view: RunView, seconds: float = math.inf) -> LaunchEnded:
         """Return how the launcher ended. `view` shows the lines that it prints. Ctrl-C stops the run with a
-        checkpoint, a second Ctrl-C kills it, and KeyboardInterrupt goes on once it has ended. A launcher that
-        does not end after a stop is killed STOP_MARGIN_SECONDS after `launch.stop_timeout`. Raises
+        checkpoint, a second Ctrl-C kills it, and KeyboardInterrupt is raised once it has ended. A launcher
+        that does not end after a stop is killed STOP_MARGIN_SECONDS after `launch.stop_timeout`. Raises
         ConfigError for bad input, RunError for a run that failed, TimeoutError if the launcher has not ended
         within `seconds`."""
         self._check_owner()
@@ -137,7 +137,7 @@ class LauncherProcess:
         try:
             while not self._await_end(POLL_SECONDS, view):
                 if time.monotonic() > deadline:
-                    raise TimeoutError(f"the run has not ended within {seconds:g} s")
+                    raise TimeoutError(f"the run did not end within {seconds:g} s")
         except KeyboardInterrupt:
             self.stop()
             try:
@@ -202,8 +202,8 @@ class LauncherProcess:
     def _check_owner(self) -> None:
         if os.getpid() != self._owner_pid:
             raise ConfigError(
-                f"the run was started by process {self._owner_pid}, which alone can wait for it and stop it; "
-                "in another process use asyncrl.open_run(…)"
+                f"process {self._owner_pid} started the run, and only that process can wait for or stop the "
+                "run; use asyncrl.open_run(…) here"
             )
 
     def _await_end(self, seconds: float, view: RunView) -> bool:
@@ -248,7 +248,7 @@ class LauncherProcess:
         return True
 
     def _ending(self) -> LaunchEnded:
-        """Return how the launcher, which has ended, did. Raises ConfigError and RunError."""
+        """Return how the launcher ended, once it has. Raises ConfigError and RunError."""
         if self._overdue_text:
             raise RunError(self._overdue_text)
         if self._ending_message is None:
@@ -350,7 +350,7 @@ def _run_request(request: LauncherRequest, message_pipe: IO[bytes]) -> LaunchEnd
     given_data = values.get("data", {})
     names_test = any(text.startswith("data.test=") for text in request.overrides) or "test" in given_data
     if "train" in given_data and config.data.test and not names_test:
-        print("data.test of the experiment is left out, as its rows may not fit yours; give test=…")
+        print("the experiment's data.test is left out, as its rows may not fit yours; give test=…")
         config = msgspec.structs.replace(config, data=msgspec.structs.replace(config.data, test=""))
 
     if request.dry_run:

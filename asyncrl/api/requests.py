@@ -54,7 +54,7 @@ def make_request(
     for setting in (*settings, keywords):
         if isinstance(setting, str):
             if "=" not in setting:
-                raise ConfigError(f"{setting!r}: is no override; write KEY=VALUE")
+                raise ConfigError(f"{setting!r}: is not an override; write KEY=VALUE")
             overrides.append(setting)
         elif isinstance(setting, Mapping):
             for name, value in setting.items():
@@ -74,7 +74,7 @@ def make_request(
                 values[section] = added_values
         else:
             raise ConfigError(
-                f"{setting!r}: is of type {type(setting).__name__}; settings are texts and dicts"
+                f"{setting!r}: is of type {type(setting).__name__}; settings are strings or dicts"
             )
 
     return LauncherRequest(
@@ -129,7 +129,7 @@ class ValueSaver:
             return [name for entry in entries for name in entry] if key in LIST_KEYS else entries
 
         raise ConfigError(
-            f"{key}: a value of type {type(value).__name__} is none of a key; see docs/configuration.md"
+            f"{key}: no key takes a value of type {type(value).__name__}; see docs/configuration.md"
         )
 
     def _save_code(self, subject: Any, key: str) -> str:

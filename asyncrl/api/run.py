@@ -1,4 +1,4 @@
-"""Runs as Python sees them: their files, and the launcher of those that were started here."""
+"""Represents runs in Python: their files, and the launchers of runs that were started here."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ class Run:
 
 
 class StartedRun(Run):
-    """A run whose launcher was started here. It ends, with a checkpoint, when this process does."""
+    """A run whose launcher was started here. The run ends, with a checkpoint, when this process does."""
 
     def __init__(
         self,
@@ -182,9 +182,9 @@ class StartedRun(Run):
     def wait(self, seconds: float = math.inf) -> StartedRun:
         """Wait for the end of the run, and show it: in a live view on a terminal, if this is the main thread,
         or in a notebook; elsewhere by the lines that its launcher prints. Ctrl-C stops the run with a
-        checkpoint, a second Ctrl-C kills it; either way KeyboardInterrupt goes on once it has ended. Raises
-        RunError if the run failed, ConfigError if it found bad input after its start, TimeoutError if it has
-        not ended within `seconds`."""
+        checkpoint, a second Ctrl-C kills it; either way KeyboardInterrupt is raised once the run has ended.
+        Raises RunError if the run failed, ConfigError if it found bad input after its start, TimeoutError if
+        it did not end within `seconds`."""
         with open_view(self.directory, self._show, self._started_at, self._caller_draws) as view:
             self._launcher.wait(view, seconds)
         return self
@@ -195,7 +195,7 @@ class StartedRun(Run):
 
     def stop(self) -> None:
         """Ask for an end with a checkpoint (`launch.stop_timeout`), and return at once; `wait` waits for
-        it. `resume="auto"` goes on later."""
+        it. `resume="auto"` continues the run later."""
         self._launcher.stop()
 
     def kill(self) -> None:

@@ -4,7 +4,7 @@
     of a notebook's cell   task.py:NAME                   a file with its source, and with all that it names
 
 The file of a cell holds, in an order in which it can run: imports, constants whose value can be written down,
-functions and classes of the notebook. What else the code names cannot be saved, and is refused by name.
+functions and classes of the notebook. Any other object that the code names is refused by name.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ def loadable_name(subject: Any, key: str, directory: Path) -> tuple[str, Path | 
         raise ConfigError(f"{key}: a lambda has no name to load it by; write it as a function, with def")
     if "." in name:
         raise ConfigError(
-            f"{key}: {name} is defined inside of another function or class; define it at the top level"
+            f"{key}: {name} is defined inside another function or class; define it at the top level"
         )
 
     module = sys.modules.get(module_name)
     if module is not None and getattr(module, name, None) is not subject:
         raise ConfigError(
-            f"{key}: {module_name} has another {name} by now, or none; give the one that is there, or give "
-            "yours a name of its own"
+            f"{key}: {name} in {module_name} is now another object, or gone; give the current one, or give "
+            "yours another name"
         )
     if module_name not in MAIN_MODULES:
         return f"{module_name}:{name}", None
@@ -112,12 +112,12 @@ class SavedSource:
         """Add the source of a function or class, after that of the names that it uses."""
         definition = _defined_object(subject)
         if getattr(definition, "__closure__", None):
-            raise self._refusal(name, "defined inside of another function; define it at the top level")
+            raise self._refusal(name, "defined inside another function; define it at the top level")
 
         cell, namespace = self._find_cell(name, definition)
         nodes = [node for node in ast.parse(cell).body if isinstance(node, Definition) and node.name == name]
         if not nodes:
-            raise self._refusal(name, f"made by other code than a def or class {name} at the top level")
+            raise self._refusal(name, f"not made by a def or class {name} at the top level; write one")
         node = nodes[-1]
         if definition is not subject and not node.decorator_list:
             raise self._refusal(name, f"changed after its def or class; decorate it there: @… above {name}")
@@ -168,7 +168,7 @@ class SavedSource:
         else:
             raise self._refusal(
                 name,
-                f"of type {type(value).__name__}: make it a column of the rows, read it inside of "
+                f"of type {type(value).__name__}: make it a column of the rows, read it inside "
                 "the function, or put it in a file",
             )
 
@@ -200,7 +200,7 @@ class SavedSource:
 
         raise self._refusal(
             name,
-            "of a prompt that keeps no source (Python's own does from 3.13 on); put it in a file",
+            "typed at a prompt that keeps no source (Python's own does from 3.13 on); put it in a file",
         )
 
     def _refusal(self, name: str, reason: str) -> ConfigError:

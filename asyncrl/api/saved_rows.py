@@ -50,7 +50,7 @@ def save_rows(rows: Any, key: str, directory: Path) -> Path:
         except (TypeError, ValueError) as error:
             column = next(column for column in row if not _is_json(row[column]))
             raise ConfigError(
-                f"{key}[{number}].{column}: {error}; make it a text, a number, a list or a dict"
+                f"{key}[{number}].{column}: {error}; make it a string, a number, a list or a dict"
             ) from None
 
     content = b"".join(lines)

@@ -178,7 +178,7 @@ def asynchrony_line(summary: Mapping[str, Any]) -> str:
     the run has measured them; '' if it has measured none."""
     texts = {
         "lag_max": lambda steps: f"lag at most {steps:.0f}",
-        "trajectories_multi_version": lambda share: f"{share:.0%} of episodes span versions",
+        "trajectories_multi_version": lambda share: f"{share:.0%} of episodes span several versions",
         "logprob_diff_max_same_version": lambda nats: f"log-prob gap ≤ {nats:.1g}",
         "probe_logprob_diff_max": lambda nats: f"weights gap ≤ {nats:.1g}",
         "weights_stall_s_mean": lambda seconds: f"a push stops the trainer for {1000 * seconds:.1f} ms",

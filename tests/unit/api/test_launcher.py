@@ -69,7 +69,7 @@ def test_a_launcher_that_does_not_stop_is_killed(monkeypatch: pytest.MonkeyPatch
 
 def test_a_process_that_cannot_be_started_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/no/such/python")
-    with pytest.raises(RunError, match=r"the process of the launcher cannot be started .*; call") as raised:
+    with pytest.raises(RunError, match=r"the launcher process cannot be started .*; call") as raised:
         LauncherProcess(REQUEST)
     assert "\n" not in str(raised.value)
 
@@ -84,7 +84,7 @@ def test_a_forked_child_of_the_caller_neither_waits_nor_stops() -> None:
                 try:
                     call()
                 except ConfigError as error:
-                    refusals += "which alone can wait for it and stop it" in str(error)
+                    refusals += "only that process can wait for or stop the run" in str(error)
             os._exit(refusals)
         assert os.waitstatus_to_exitcode(os.waitpid(forked_pid, 0)[1]) == 3
         assert launcher.is_running

@@ -158,8 +158,8 @@ def test_tables_are_rows(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "keywords", "problem"),
     [
-        (["trainer.lr"], {}, "'trainer.lr': is no override; write KEY=VALUE"),
-        ([3], {}, "3: is of type int; settings are texts and dicts"),
+        (["trainer.lr"], {}, "'trainer.lr': is not an override; write KEY=VALUE"),
+        ([3], {}, "3: is of type int; settings are strings or dicts"),
         ([], {"train": [ROWS[0], "a text"]}, "data.train[1]: is of type str; each row is a dict"),
         ([], {"train": []}, "data.train: has no rows"),
         ([], {"train": 3}, "data.train: is of type int; give a list of dicts"),
@@ -176,7 +176,7 @@ def test_tables_are_rows(tmp_path: Path) -> None:
         ([], {"reward": waiting()}, "of type coroutine; give the async function itself, without calling it"),
         ([], {"reward": Shelf()}, "rollout.reward: is of type Shelf; give a function or a class"),
         ([], {"reward": lambda answer: 0.0}, "rollout.reward: a lambda has no name"),
-        ([], {"trainer": {"lr": object()}}, "trainer.lr: a value of type object is none"),
+        ([], {"trainer": {"lr": object()}}, "trainer.lr: no key takes a value of type object"),
     ],
 )
 def test_bad_arguments_name_the_key(

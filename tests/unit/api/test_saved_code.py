@@ -227,9 +227,9 @@ def test_other_code_has_another_path(results: dict[str, Any]) -> None:
     [
         ("with_table", "with_table uses table, of type object: make it a column of the rows"),
         ("with_gone", "with_gone uses missing_name, which is not defined"),
-        ("inner", "outer.<locals>.inner is defined inside of another function or class"),
+        ("inner", "outer.<locals>.inner is defined inside another function or class"),
         ("nameless", "a lambda has no name to load it by; write it as a function"),
-        ("old_plain", "__main__ has another plain by now"),
+        ("old_plain", "plain in __main__ is now another object"),
         ("by_assignment", "by_assignment is changed after its def or class; decorate it there"),
         ("table", "is of type object; give a function or a class"),
     ],
@@ -266,4 +266,4 @@ except Exception as error:
 """
     shell = subprocess.run([sys.executable], input=code, capture_output=True, text=True, timeout=60)
     if sys.version_info < (3, 13):
-        assert "rollout.reward: score is of a prompt that keeps no source" in shell.stdout, shell.stderr
+        assert "rollout.reward: score is typed at a prompt that keeps no source" in shell.stdout, shell.stderr

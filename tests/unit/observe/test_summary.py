@@ -149,7 +149,7 @@ def test_the_numbers_of_the_promises_are_in_one_line() -> None:
         {"time_s": 5.0, "weights/probe_logprob_diff_max": 0.0},
     ]
     assert asynchrony_line(summarize(rows, FLOW, True)) == (
-        "asynchrony: lag at most 3, 69% of episodes span versions, log-prob gap ≤ 2e-06, "
+        "asynchrony: lag at most 3, 69% of episodes span several versions, log-prob gap ≤ 2e-06, "
         "weights gap ≤ 0, a push stops the trainer for 2.0 ms"
     )
     assert asynchrony_line(summarize([], FLOW, True)) == "", "nothing is claimed that was not measured"
