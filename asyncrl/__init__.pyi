@@ -644,4 +644,5 @@ def dry_run(
     agent: Code = ...,
 ) -> None:
     """Check everything that `train` would, try the tools and the reward on a row, and show the plan; nothing
-    is started or written. The arguments are those of `start`. Raises ConfigError after showing all errors."""
+    is started or written. The arguments are those of `start`. Raises ConfigError with all errors, a line
+    each."""
