@@ -312,7 +312,8 @@ class NotebookView(LineView):
 
 def run_html(state: ConsoleState, points: Mapping[str, Points]) -> str:
     """Return a run as HTML, in the text color of the page. All texts, some of which a model or a tool may
-    have written, are escaped, control characters too. `points`: values by step, of the metrics in CURVE_PAIRS."""
+    have written, are escaped, control characters too. `points`: values by step, of the metrics in
+    CURVE_PAIRS."""
     status = state.status
     lag_texts = figures((LAG,), state.newest_values)
     facts = " · ".join([status.phase, state.steps_text, state.times_text, *lag_texts])

@@ -155,7 +155,8 @@ def open_console(
 
 
 def _has_screen(terminal: Terminal) -> bool:
-    """Return whether a picture can be drawn. FORCE_COLOR, as in notebooks and CI, makes no screen of a file."""
+    """Return whether a picture can be drawn. FORCE_COLOR, as in notebooks and CI, makes no screen of a
+    file."""
     try:
         return terminal.file.isatty() and not terminal.is_dumb_terminal
     except ValueError:  # standard output is closed
