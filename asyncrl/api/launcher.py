@@ -75,6 +75,10 @@ class LaunchEnded(msgspec.Struct, frozen=True, tag=True):
     run_dir: str = ""
 
 
+# Made at the import, as msgspec crashes where two threads use a type for the first time.
+MESSAGE_DECODER = msgspec.json.Decoder(LaunchStarted | LaunchEnded)
+
+
 class RunError(AsyncrlError):
     """A run or an evaluation has failed after its start."""
 
@@ -101,7 +105,8 @@ class LauncherProcess:
                 stdout=subprocess.PIPE,
                 stderr=self._output,
                 env={
-                    **os.environ,
+                    # Lines go to `show`, which may be no terminal, and the view shows no codes of colors.
+                    **{name: value for name, value in os.environ.items() if name != "FORCE_COLOR"},
                     INSIDE_RUN: "1",
                     "PYTHONPATH": os.pathsep.join(_added_paths()),
                     "PYTHONSAFEPATH": "1",  # no file of the working directory hides a module of Python
@@ -190,10 +195,9 @@ class LauncherProcess:
             self._process.wait()
 
     def _read_messages(self, messages: IO[bytes]) -> None:
-        decode_message = msgspec.json.Decoder(LaunchStarted | LaunchEnded).decode
         with messages:
             while (frame := read_frame(messages)) is not None:
-                message = decode_message(frame)
+                message = MESSAGE_DECODER.decode(frame)
                 if isinstance(message, LaunchStarted):
                     self._started = message
                 else:
@@ -239,12 +243,12 @@ class LauncherProcess:
         if stop_seconds <= stop_timeout + STOP_MARGIN_SECONDS:
             return False
 
-        self.kill()
-        self._overdue_text = (
+        self._overdue_text = (  # before the kill, whose end another waiting thread may see first
             f"the launcher did not end within {stop_seconds:.0f} s after the stop (launch.stop_timeout is "
             f"{stop_timeout:g} s), and was killed with all processes of the run; resume=auto goes on from "
             "the last checkpoint"
         )
+        self.kill()
         return True
 
     def _ending(self) -> LaunchEnded:

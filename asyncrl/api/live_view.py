@@ -12,12 +12,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from asyncrl.errors import ConfigError, recorded
+from asyncrl.errors import ConfigError, one_line, recorded
 from asyncrl.observe.metrics import (
     LAG,
     NLL,
@@ -31,6 +31,7 @@ from asyncrl.observe.metrics import (
     label,
     value_of,
 )
+from asyncrl.values import printable
 
 if TYPE_CHECKING:
     from asyncrl.launch.console import Console
@@ -42,6 +43,7 @@ Points = dict[int, float]  # a value by step
 TERMINAL_SECONDS = 0.25  # Seconds between two looks at the files, on a terminal.
 NOTEBOOK_SECONDS = 1.0  # The same in a notebook, where each new picture is stored and sent.
 VIEWED_MODES = ("auto", "live")  # values of observe.console
+STATUS_LOCK = threading.Lock()  # msgspec crashes where two threads use a type for the first time
 
 # The chart, in pixels; the browser scales it to the width of the page.
 CHART_WIDTH = 640
@@ -94,10 +96,50 @@ def can_draw(show: Show) -> bool:
 def open_view(run_dir: Path, show: Show, started_at: float, caller_draws: bool) -> Iterator[RunView]:
     """Yield the view of a run. `started_at`: the monotonic time of its start; `caller_draws`: what `can_draw`
     returned then."""
+    lines = LineView(show)
+    with ExitStack() as stack:
+        yield GuardedView(run_dir, show, started_at, stack) if caller_draws else lines
+
+
+class GuardedView:
+    """Draws a run, and shows lines alone before the first update and once drawing has failed: a fault of the
+    view stops no run. The view opens in `update`, where a Ctrl-C finds a caller that stops the run."""
+
+    def __init__(self, run_dir: Path, show: Show, started_at: float, stack: ExitStack) -> None:
+        self._run_dir = run_dir
+        self._show = show
+        self._started_at = started_at
+        self._stack = stack  # closes the drawn view
+        self._lines = LineView(show)
+        self._view: RunView | None = None
+
+    def print_line(self, line: str) -> None:
+        (self._view or self._lines).print_line(line)
+
+    def update(self) -> None:
+        try:
+            if self._view is None:
+                drawn_view = _draw_run(self._run_dir, self._show, self._started_at)
+                self._view = self._stack.enter_context(drawn_view)
+            self._view.update()
+        except Exception as error:
+            self._view = self._lines
+            with recorded():
+                self._stack.close()
+            self._lines.print_line(
+                f"the live view has failed ({one_line(error)}), and the run goes on; `asyncrl status "
+                f"{self._run_dir}` shows it"
+            )
+
+
+@contextmanager
+def _draw_run(run_dir: Path, show: Show, started_at: float) -> Iterator[RunView]:
+    """Yield the view of a run on a terminal or in a notebook; a view of lines, if `observe.console` draws
+    nothing."""
     from asyncrl.config import read_config
 
-    config = read_config(run_dir) if caller_draws else None
-    if config is None or config.observe.console not in VIEWED_MODES:
+    config = read_config(run_dir)
+    if config.observe.console not in VIEWED_MODES:
         yield LineView(show)
         return
 
@@ -113,7 +155,8 @@ def open_view(run_dir: Path, show: Show, started_at: float, caller_draws: bool) 
         try:
             yield notebook_view
         finally:
-            notebook_view.draw()
+            with recorded():
+                notebook_view.draw()
         return
 
     # Another thread may not take the keys and the last lines of a terminal where a prompt may wait.
@@ -192,7 +235,8 @@ class RunFeed:
                 return
 
             self._written_status = written_status
-            status = msgspec.convert(written_status, Status)
+            with STATUS_LOCK:
+                status = msgspec.convert(written_status, Status)
             if "code" not in written_status:
                 self.console.show_status(status)
             else:  # of a launcher that has ended: its summary has said how
@@ -255,7 +299,7 @@ class NotebookView(LineView):
             return
 
         self._drawn_html = drawn_html
-        contents = {"text/html": drawn_html, "text/plain": plain_line(state)}
+        contents = {"text/html": drawn_html, "text/plain": printable(plain_line(state))}
         with recorded():
             if self._display is None:
                 self._display = display(contents, raw=True, display_id=True)
@@ -268,14 +312,15 @@ class NotebookView(LineView):
 
 def run_html(state: ConsoleState, points: Mapping[str, Points]) -> str:
     """Return a run as HTML, in the text color of the page. All texts, some of which a model or a tool may
-    have written, are escaped. `points`: values by step, of the metrics in CURVE_PAIRS."""
+    have written, are escaped, control characters too. `points`: values by step, of the metrics in
+    CURVE_PAIRS."""
     status = state.status
     lag_texts = figures((LAG,), state.newest_values)
     facts = " · ".join([status.phase, state.steps_text, state.times_text, *lag_texts])
     problems = [*(alert.line for alert in status.alerts), *filter(None, [status.failed])]
     waits = [f"waiting: {wait}" for wait in status.waits]
 
-    lines = [f"<b>{escape(state.title)}</b> {escape(facts)}"]
+    lines = [f"<b>{escape(printable(state.title))}</b> {escape(printable(facts))}"]
     pair = max(CURVE_PAIRS, key=lambda names: sum(bool(points[name]) for name in names))
     curves = [
         Curve(name, color, thinned_points, newest=points[name][max(points[name])])
@@ -284,7 +329,7 @@ def run_html(state: ConsoleState, points: Mapping[str, Points]) -> str:
     ]
     if curves:
         lines.append(chart_svg(curves))
-    lines += [escape(text) for text in (*problems, *waits)]
+    lines += [escape(printable(text)) for text in (*problems, *waits)]
 
     body = "".join(f"<div>{line}</div>" for line in lines)
     return f'<div style="max-width: {CHART_WIDTH}px; font-size: 13px; line-height: 1.5">{body}</div>'

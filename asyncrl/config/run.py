@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from hashlib import blake2s
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -336,13 +337,17 @@ class RunConfig(Section, frozen=True, kw_only=True):
         return self.buffer.episodes_per_group * episode_bytes
 
 
+DECODE_LOCK = threading.Lock()  # msgspec crashes where two threads use a type for the first time
+
+
 def read_config(run_dir: Path) -> RunConfig:
     """Read a run's config.yaml, which may have keys of an earlier version. Raises ConfigError if this version
     cannot read the file."""
     path = run_dir / "config.yaml"
     try:
         recorded = msgspec.yaml.decode(path.read_bytes(), type=dict[str, Any])
-        return msgspec.convert(with_current_keys(recorded), RunConfig)
+        with DECODE_LOCK:
+            return msgspec.convert(with_current_keys(recorded), RunConfig)
     except (OSError, *UNDECODABLE) as error:
         raise ConfigError(
             f"{path}: cannot be read by this version ({one_line(error)}); use the one that wrote it"

@@ -127,8 +127,7 @@ def open_console(
     keys show."""
     with ExitStack() as stack:
         terminal = stack.enter_context(open_terminal())
-        # FORCE_COLOR, as in notebooks and CI, makes no screen of a file.
-        has_screen = terminal.file.isatty() and not terminal.is_dumb_terminal
+        has_screen = _has_screen(terminal)
         chosen_mode = ("live" if has_screen else "plain") if mode == "auto" else mode
         state = ConsoleState(title, Status("starting", 0, total_steps, {}, ()))
         console = Console(chosen_mode, state, terminal)
@@ -146,13 +145,22 @@ def open_console(
         live_view = LiveView(
             console=terminal, get_renderable=render_frame, refresh_per_second=4, transient=True
         )
-        if chosen_mode == "live" and has_screen:
-            live_view.start()
         try:
+            if chosen_mode == "live" and has_screen:
+                live_view.start()
             yield console
         finally:
             with suppress(OSError):
                 live_view.stop()
+
+
+def _has_screen(terminal: Terminal) -> bool:
+    """Return whether a picture can be drawn. FORCE_COLOR, as in notebooks and CI, makes no screen of a
+    file."""
+    try:
+        return terminal.file.isatty() and not terminal.is_dumb_terminal
+    except ValueError:  # standard output is closed
+        return False
 
 
 # -- keys ------------------------------------------------------------------------------------------

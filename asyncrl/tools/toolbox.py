@@ -443,7 +443,8 @@ def check_reset_columns(tools: Mapping[str, Tool], sample: Sample) -> None:
         definition = getattr(tool.state, "func", tool.state)  # unwraps a functools.partial
         reset = getattr(definition, "reset", None)
         if callable(reset) and not hasattr(definition, "call") and not hasattr(definition, "open"):
-            reset_arguments(partial(reset, None), sample)  # None: `self`
+            with suppress(ValueError):  # a `reset` without `self`: the first episode tells what it needs
+                reset_arguments(partial(reset, None), sample)  # None: `self`
 
 
 def _refuse_arguments(tool: Tool, call: ToolCall, complaint: str) -> ToolReply:

@@ -7,6 +7,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
@@ -72,6 +73,14 @@ def test_a_process_that_cannot_be_started_is_an_error(monkeypatch: pytest.Monkey
     with pytest.raises(RunError, match=r"the launcher process cannot be started .*; call") as raised:
         LauncherProcess(REQUEST)
     assert "\n" not in str(raised.value)
+
+
+def test_lines_have_no_codes_of_colors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A notebook sets FORCE_COLOR, which a list of lines or the live view cannot show."""
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    with hanging_launcher() as launcher:
+        environment = Path(f"/proc/{launcher._process.pid}/environ").read_bytes()
+    assert b"FORCE_COLOR" not in environment and INSIDE_RUN.encode() in environment
 
 
 def test_a_forked_child_of_the_caller_neither_waits_nor_stops() -> None:

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+import msgspec
 import pytest
 from msgspec.structs import replace
 
-from asyncrl.api.live_view import MAX_POINTS, LineView, RunFeed, can_draw, run_html, thinned
+from asyncrl.api import live_view
+from asyncrl.api.live_view import MAX_POINTS, LineView, RunFeed, can_draw, open_view, run_html, thinned
+from asyncrl.config.composition import compose
 from asyncrl.launch.console import Console
 from asyncrl.launch.console_view import ConsoleState, plain_line
 from asyncrl.observe.alerts import Alert
@@ -42,7 +47,7 @@ def silent_console() -> Console:
 def test_texts_of_a_run_are_no_html() -> None:
     alert = Alert(name=HOSTILE, level="bad", what=HOSTILE, do=HOSTILE)
     html = run_html(state_of(failed=HOSTILE, alerts=(alert,)), NO_POINTS)
-    assert "<script" not in html
+    assert "<script" not in html and "\x1b" not in html
     assert html.count("&lt;script&gt;") >= 5
     for text in ("running", "step 3/10", "elapsed 0:00:00", "lag mean 0.50", "waiting: "):
         assert text in html
@@ -139,3 +144,69 @@ def test_only_a_terminal_or_a_notebook_has_a_view(monkeypatch: pytest.MonkeyPatc
         with monkeypatch.context() as patch:
             patch.setattr(sys, "stdout", stdout)
             assert not can_draw(print)
+
+
+def write_config(run_dir: Path) -> None:
+    config = compose(["name=a", "model.path=m", "data.train=t"])
+    (run_dir / "config.yaml").write_bytes(msgspec.yaml.encode(config))
+
+
+def test_a_view_that_fails_leaves_the_lines(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It cannot be opened, as the run has no configuration; and it fails at an update."""
+    with open_view(tmp_path, print, 0.0, caller_draws=True) as view:
+        for line in ("a", "b"):
+            view.print_line(line)
+            view.update()
+    failure_line = "the live view has failed (ConfigError: "
+    printed_lines = capsys.readouterr().out.splitlines()
+    assert [line[: len(failure_line)] for line in printed_lines] == ["a", failure_line, "b"]
+
+    def fail(feed: RunFeed) -> None:
+        raise TypeError("no number")
+
+    write_config(tmp_path)
+    monkeypatch.setattr(RunFeed, "update", fail)
+    with open_view(tmp_path, print, 0.0, caller_draws=True) as view:
+        view.update()
+        view.update()
+    (printed_line,) = capsys.readouterr().out.splitlines()
+    assert printed_line.startswith("the live view has failed (TypeError: no number), and the run goes on; ")
+
+
+def test_ctrl_c_while_the_view_opens_is_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The caller then stops the run, and goes on to show it."""
+    write_config(tmp_path)
+    with open_view(tmp_path, print, 0.0, caller_draws=True) as view:
+        with monkeypatch.context() as patch:
+            patch.setattr(live_view, "_in_notebook", lambda: signal.raise_signal(signal.SIGINT))
+            with pytest.raises(KeyboardInterrupt):
+                view.update()
+        view.update()
+        assert isinstance(view, live_view.GuardedView)
+        assert isinstance(view._view, live_view.TerminalView)
+
+
+THREADS = """
+import sys, threading
+from pathlib import Path
+from asyncrl.config import read_config
+
+sys.setswitchinterval(1e-5)
+barrier = threading.Barrier(4)
+def read() -> None:
+    barrier.wait()
+    read_config(Path(sys.argv[1]))
+threads = [threading.Thread(target=read) for _ in range(4)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+"""
+
+
+def test_several_threads_may_wait_for_runs(tmp_path: Path) -> None:
+    """The first use of a type by two threads at once is a segmentation fault in msgspec."""
+    write_config(tmp_path)
+    subprocess.run([sys.executable, "-c", THREADS, tmp_path], check=True, timeout=60)

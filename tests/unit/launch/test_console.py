@@ -251,6 +251,14 @@ def test_a_stranger_to_terminals_gets_plain_lines(monkeypatch: pytest.MonkeyPatc
         assert shown.mode == "plain"
 
 
+def test_a_closed_standard_output_stops_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed_file = io.StringIO()
+    closed_file.close()
+    monkeypatch.setattr(sys, "stdout", closed_file)
+    with open_console("auto", "demo", 10, 1.0, Path()) as shown:
+        assert shown.mode == "plain"
+
+
 def test_time_and_no_estimate_are_shown_while_the_first_batch_lands(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 1000.0
     monkeypatch.setattr(console_module.time, "monotonic", lambda: now)

@@ -182,6 +182,9 @@ def score(environments, **kwargs):
 """
 
 
+RESET_WITHOUT_SELF = "@staticmethod\n    def reset():\n        pass"
+
+
 def test_a_reward_that_reads_the_object_of_tools_is_tried(given: Given) -> None:
     (file := given.folder / "game.py").write_text(GAME)
     given.keys |= {"rollout.tools": [f"{file}:Game"], "rollout.reward": f"{file}:score"}
@@ -207,6 +210,14 @@ def test_a_column_that_reset_needs_is_missed_before_the_start(
     assert line.startswith("asyncrl: rollout.tools: reset (game.py:") and "needs 'secret'" in line
     assert line.endswith("or name its column: 'data.columns={extra_info.secret: secret}'")
     assert not given.runs.exists()
+
+
+def test_a_reset_without_self_needs_no_column(given: Given) -> None:
+    static_reset = GAME.replace("def reset(self, secret):\n        self.reward = 0.25", RESET_WITHOUT_SELF)
+    (file := given.folder / "game.py").write_text(static_reset)
+    given.keys |= {"rollout.tools": [f"{file}:Game"], "rollout.reward": f"{file}:score"}
+    (note,) = preflight.check_reset(Inputs(given.config()))
+    assert note.level == "ok"
 
 
 def test_two_objects_that_both_leave_a_reward_are_warned_of(given: Given) -> None:
