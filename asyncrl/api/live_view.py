@@ -200,12 +200,16 @@ class RunFeed:
         """Read the files, and return the new rows of metrics.jsonl. The first rows may be of earlier launches
         and of the time before the caller waits: they are in the curves, and no line is printed for them."""
         from asyncrl.launch.console_view import Progress
-        from asyncrl.observe.files import read_added_rows
+        from asyncrl.observe.files import MAX_ADDED_BYTES, read_added_rows
 
-        rows, self._rows_end = read_added_rows(self._run_dir, self._rows_end)
+        start = self._rows_end
+        rows, self._rows_end = read_added_rows(self._run_dir, start)
         for row in rows:
             self._add_row(row, is_silent=not self._has_looked)
-        if not self._has_looked:
+
+        # The rows of a long run take several looks; a last one that is cut is left to the next look.
+        read_all = self._rows_end - start < MAX_ADDED_BYTES // 2
+        if read_all and not self._has_looked:
             self._has_looked = True
             self.console.state.progress = Progress(self._started_at)
 

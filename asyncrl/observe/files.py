@@ -20,6 +20,7 @@ MAX_LOG_BYTES = 64 << 20  # a longer log is cut
 LOG_EDGE_BYTES = 1 << 20  # bytes kept of the beginning and of the end of a cut log
 VALIDATION_KEY = b'"val-'  # begins a key in rows of validations
 MAX_LINE_BYTES = 4 << 20  # longest line of JSON, in bytes
+MAX_ADDED_BYTES = 8 << 20  # most bytes of metrics.jsonl that are read at once
 MAX_TAIL_BYTES = 64 << 10  # most bytes read from the end of a log
 MAX_TAIL_LINES = 2000  # most lines read from the end of a log
 
@@ -55,12 +56,13 @@ def read_rows(run_dir: Path) -> list[dict[str, float]]:
 
 
 def read_added_rows(run_dir: Path, start: int) -> tuple[list[dict[str, float]], int]:
-    """Read the whole metrics rows from byte `start` on, and return them with the byte behind the last one. No
-    rows of a file that is missing or cannot be read; lines cut by a crash are skipped."""
+    """Read whole metrics rows from byte `start` on, of at most MAX_ADDED_BYTES, and return them with the byte
+    behind the last one. No rows of a file that is missing or cannot be read; lines cut by a crash are
+    skipped."""
     try:
         with (run_dir / "metrics.jsonl").open("rb") as file:
             file.seek(start)
-            content = file.read()
+            content = file.read(MAX_ADDED_BYTES)
     except OSError:
         return [], start
 

@@ -173,20 +173,6 @@ def identity_line(account: Mapping[str, int], conserved: bool) -> str:
     return f"{issued} = {parts} {'✓' if conserved else NOT_CONSERVED}"
 
 
-def asynchrony_line(summary: Mapping[str, Any]) -> str:
-    """Return how asynchronous the run was and how exact it stayed: the numbers of docs/promises.md, as far as
-    the run has measured them; '' if it has measured none."""
-    texts = {
-        "lag_max": lambda steps: f"lag at most {steps:.0f}",
-        "trajectories_multi_version": lambda share: f"{share:.0%} of episodes span several versions",
-        "logprob_diff_max_same_version": lambda nats: f"log-prob gap ≤ {nats:.1g}",
-        "probe_logprob_diff_max": lambda nats: f"weights gap ≤ {nats:.1g}",
-        "weights_stall_s_mean": lambda seconds: f"a push stops the trainer for {1000 * seconds:.1f} ms",
-    }
-    parts = [text(summary[key]) for key, text in texts.items() if summary.get(key) is not None]
-    return f"asynchrony: {', '.join(parts)}" if parts else ""
-
-
 def account_of(metrics: Row) -> EpisodeAccount:
     """Read the counters of episodes from the metrics `flow/NAME`."""
     return EpisodeAccount(

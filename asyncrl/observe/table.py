@@ -17,7 +17,6 @@ from asyncrl.observe.summary import (
     HELD_OUT_RESULTS,
     SUCCESS_KEYS,
     TRAINING_RESULTS,
-    asynchrony_line,
     identity_line,
     outcome_line,
     summary_notes,
@@ -65,6 +64,14 @@ DIAGNOSTICS = (  # printed by `asyncrl runs show --all`
 ROUNDING_NOTE = (
     " (bfloat16 rounds: 0.1 to 0.6 is usual, several times `by rounding alone` is not; docs/sglang.md)"
 )
+ASYNCHRONY_TEXTS = {  # the numbers of docs/promises.md
+    "lag_max": "lag at most {:.0f}",
+    "trajectories_multi_version": "{:.0%} of episodes span several versions",
+    "logprob_diff_max_same_version": "log-prob gap ≤ {:.1g}",
+    "probe_logprob_diff_max": "weights gap ≤ {:.1g}",
+    "weights_stall_s_mean": "a push stops the trainer for {:.2g} s",
+}
+MAX_ROUNDED_GAP = 1e-3  # nats: a larger gap is rounding of bfloat16, or a fault
 MAX_COMPONENTS = 8  # components of a reward that are printed
 
 
@@ -123,13 +130,23 @@ def print_summary(
         terminal.print(more_commands, highlight=False, soft_wrap=True)
 
 
+def asynchrony_line(summary: Mapping[str, Any]) -> str:
+    """Return how asynchronous the run was and how exact it stayed: the numbers of docs/promises.md, as far as
+    the run has measured them; '' if it has measured none."""
+    numbers = {key: summary[key] for key in ASYNCHRONY_TEXTS if summary.get(key) is not None}
+    texts = [ASYNCHRONY_TEXTS[key].format(number) for key, number in numbers.items()]
+    gaps = (numbers.get("logprob_diff_max_same_version", 0.0), numbers.get("probe_logprob_diff_max", 0.0))
+    note = ROUNDING_NOTE if max(gaps) > MAX_ROUNDED_GAP else ""
+    return f"asynchrony: {', '.join(texts)}{note}" if texts else ""
+
+
 def summary_numbers(summary: Mapping[str, Any], everything: bool = False) -> Iterator[tuple[str, str]]:
     """Yield label and value of the known numbers; `everything`: diagnostics, too."""
     entries = (*SUMMARY_NUMBERS, *DIAGNOSTICS) if everything else SUMMARY_NUMBERS
     for key, metric_name, form, words in entries:
         if (value := summary.get(key)) is not None:
             text = duration_text(value) if key == "seconds" else formatted(value, form)
-            if key == "probe_logprob_diff_max" and value > 1e-3:
+            if key == "probe_logprob_diff_max" and value > MAX_ROUNDED_GAP:
                 text += ROUNDING_NOTE
             yield (label(metric_name) if metric_name else "") + words, text
 

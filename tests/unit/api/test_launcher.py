@@ -40,16 +40,16 @@ def hanging_launcher() -> Iterator[LauncherProcess]:
     launcher = LauncherProcess(REQUEST)
     process_id = launcher._process.pid
     os.kill(process_id, signal.SIGSTOP)
-    try:
-        yield launcher
-    finally:
-        launcher.kill()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launcher_module, "KILL_SECONDS", 0.2)
+        try:
+            yield launcher
+        finally:
+            launcher.kill()
 
 
 def test_a_launcher_that_does_not_stop_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launcher_module, "STOP_MARGIN_SECONDS", 0.2)
-    monkeypatch.setattr(launcher_module, "KILL_SECONDS", 0.2)
-    monkeypatch.delattr(os, "fork")  # a kernel of a notebook may lack it
     text = r"the launcher did not end within \d+ s after the stop .* was killed with all processes of the run"
 
     with hanging_launcher() as launcher:

@@ -25,6 +25,14 @@ def test_rows_without_the_line_that_a_crash_cut(tmp_path: Path) -> None:
     assert read_rows(tmp_path) == [{"a": 1}, {"a": 2}, {"a": 3}]
 
 
+def test_many_added_rows_are_read_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("asyncrl.observe.files.MAX_ADDED_BYTES", 20)
+    (tmp_path / "metrics.jsonl").write_bytes(b'{"a": 1}\n{"a": 2}\n{"a": 3}\n')
+    rows, end = read_added_rows(tmp_path, 0)
+    assert rows == [{"a": 1}, {"a": 2}]
+    assert read_added_rows(tmp_path, end) == ([{"a": 3}], 27)
+
+
 def test_added_rows_are_read_once(tmp_path: Path) -> None:
     assert read_added_rows(tmp_path, 0) == ([], 0)
     path = tmp_path / "metrics.jsonl"

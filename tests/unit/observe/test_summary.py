@@ -8,8 +8,14 @@ from typing import Any
 import pytest
 
 from asyncrl.observe.metrics import CHARTS, GREEDY, SAMPLED, SAMPLED_SCORE, catalogue, known_charts
-from asyncrl.observe.summary import asynchrony_line, identity_line, outcome_line, summarize
-from asyncrl.observe.table import DIAGNOSTICS, SUMMARY_NUMBERS, before_and_after, summary_numbers
+from asyncrl.observe.summary import identity_line, outcome_line, summarize
+from asyncrl.observe.table import (
+    DIAGNOSTICS,
+    SUMMARY_NUMBERS,
+    asynchrony_line,
+    before_and_after,
+    summary_numbers,
+)
 
 STATES = ["issued", "trained", "filtered", "dropped", "failed", "taken", "ready", "in_flight"]
 FLOW = dict(zip(STATES, (12, 4, 3, 1, 1, 1, 1, 1), strict=True))
@@ -150,8 +156,9 @@ def test_the_numbers_of_the_promises_are_in_one_line() -> None:
     ]
     assert asynchrony_line(summarize(rows, FLOW, True)) == (
         "asynchrony: lag at most 3, 69% of episodes span several versions, log-prob gap ≤ 2e-06, "
-        "weights gap ≤ 0, a push stops the trainer for 2.0 ms"
+        "weights gap ≤ 0, a push stops the trainer for 0.002 s"
     )
+    assert asynchrony_line({"logprob_diff_max_same_version": 0.3}).endswith("docs/sglang.md)"), "bfloat16"
     assert asynchrony_line(summarize([], FLOW, True)) == "", "nothing is claimed that was not measured"
 
 
