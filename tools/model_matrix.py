@@ -305,7 +305,7 @@ def export_differences(model: TinyModel, export_directory: Path) -> Iterator[str
     transformers lacks when it reads the export."""
     from asyncrl.model_class import auto_class_of
 
-    trained_names = {*checkpoint_match(model).trained}
+    trained_names = {*checkpoint_match(model).parts.trained}
     source_tensors = all_tensors(model.directory)
     exported_tensors = all_tensors(export_directory)
     if source_tensors.keys() != exported_tensors.keys():
