@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import signal
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -12,6 +13,10 @@ import pytest
 if TYPE_CHECKING:
     from asyncrl.trainer.world import World
     from tests.fakes.checked import Given
+
+# A shell's jobs in the background ignore SIGINT, and so would all processes that tests start.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 SLOW = ("sglang", "tests/integration", "tests/sglang", "tests/unit/trainer", "tests/unit/weights")
 

@@ -81,12 +81,8 @@ if __name__ == "__main__":
 
 
 CALCULATOR_SCRIPT = """\
-import signal
-
 import asyncrl
 from tests.integration.test_python_calls import SMALL
-
-signal.signal(signal.SIGINT, signal.default_int_handler)  # jobs in the background of a shell ignore it
 asyncrl.train("experiment=calculator", SMALL, name="run", run_dir="runs", total_steps=500)
 """
 
