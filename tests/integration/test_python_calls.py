@@ -282,9 +282,9 @@ def test_a_terminal_has_the_live_view_and_is_given_back(tmp_path: Path) -> None:
         seen += until(terminal, b"lag mean")
         assert b"phase: running" not in seen  # lines that the view makes needless
         os.write(terminal, b"\x03")
-        until(terminal, b"with a checkpoint")
-        until(terminal, b"\x1b[?25h")  # the cursor is back
-        until(terminal, b"KeyboardInterrupt\r\n")
+        ending = until(terminal, b"KeyboardInterrupt\r\n")
+        assert b"with a checkpoint" in ending
+        assert b"\x1b[?25h" in ending, "the cursor is back"
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGINT
         child = 0
         assert termios.tcgetattr(terminal)[3] & termios.ECHO
