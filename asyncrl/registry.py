@@ -323,13 +323,21 @@ def select_columns(function: Callable[..., Any], columns: Mapping[str, Any]) -> 
     if missing_names:
         name = missing_names[0]
         raise TypeError(
-            f"{_named_with_place(function)} needs {name!r}; the columns are {', '.join(columns)}; put {name} "
-            f"into extra_info of the rows, or name its column: 'data.columns={{extra_info.{name}: {name}}}'"
+            f"{_named_with_place(function)} needs {name!r}; the columns are {', '.join(columns)}; "
+            f"{missing_column_advice(name)}"
         )
 
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return dict(columns)
     return {parameter.name: columns[parameter.name] for parameter in parameters if parameter.name in columns}
+
+
+def missing_column_advice(name: str) -> str:
+    """Return how the rows of a data set get a column that a function of a user needs."""
+    return (
+        f"put {name} into extra_info of the rows, or name its column: "
+        f"'data.columns={{extra_info.{name}: {name}}}'"
+    )
 
 
 def _named_with_place(function: Any) -> str:

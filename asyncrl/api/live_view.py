@@ -359,10 +359,10 @@ def chart_svg(curves: Sequence[Curve]) -> str:
     value_range = max(values) - lowest or 1.0
     bottom = CHART_HEIGHT - MARGIN
 
-    def position(step: float, value: float) -> str:
+    def position(step: float, value: float) -> tuple[float, float]:
         x = LEFT_MARGIN + (step - first_step) / step_range * (CHART_WIDTH - LEFT_MARGIN - MARGIN)
         y = bottom - (value - lowest) / value_range * (bottom - 2 * MARGIN)
-        return f"{x:.1f},{y:.1f}"
+        return round(x, 1), round(y, 1)
 
     def text(x: float, y: float, content: str, anchor: str = "start") -> str:
         return f'<text x="{x}" y="{y}" fill="currentColor" text-anchor="{anchor}">{escape(content)}</text>'
@@ -387,12 +387,10 @@ def chart_svg(curves: Sequence[Curve]) -> str:
         legend_x += CHART_WIDTH // 2
 
         positions = [position(step, value) for step, value in points]
-        parts.append(
-            f'<polyline points="{" ".join(positions)}" fill="none" stroke="{color}" stroke-width="2"/>'
-        )
+        line_points = " ".join(f"{x},{y}" for x, y in positions)
+        parts.append(f'<polyline points="{line_points}" fill="none" stroke="{color}" stroke-width="2"/>')
         if len(positions) <= MAX_MARKED_POINTS:
-            centers = [place.split(",") for place in positions]
-            parts += [f'<circle cx="{x}" cy="{y}" r="3" fill="{color}"/>' for x, y in centers]
+            parts += [f'<circle cx="{x}" cy="{y}" r="3" fill="{color}"/>' for x, y in positions]
 
     return (
         f'<svg viewBox="0 0 {CHART_WIDTH} {CHART_HEIGHT}" style="width: 100%; font: 12px sans-serif" '

@@ -49,8 +49,8 @@ class RunTurn(msgspec.Struct, frozen=True):
 
 class RunEpisode(msgspec.Struct, frozen=True):
     """A recorded episode. `step`: that of its batch, None without one; `state`: trained, filtered, dropped or
-    failed, or one of an episode under way; `conversation`: as the reward saw it. `missing`: why turns are
-    not kept, '' if all are."""
+    failed, or one of an episode under way; `conversation`: as the reward saw it, without the text that
+    `reset` of a class of tools added to the prompt. `missing`: why turns are not kept, '' if all are."""
 
     uid: str
     group: int

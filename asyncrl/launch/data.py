@@ -23,6 +23,7 @@ from asyncrl.data.tasks import UNNAMED_TESTS, check_task, task_of
 from asyncrl.errors import ConfigError
 from asyncrl.launch.run_directory import describe_changes, stored_meta
 from asyncrl.launch.truths import TESTS_REWARD, describe_truths
+from asyncrl.registry import missing_column_advice
 from asyncrl.tools import ToolError, check_sample_tools
 from asyncrl.types import Sample
 
@@ -121,10 +122,11 @@ def _check_reward_columns(parts: EpisodeParts, split: str, samples: Samples) -> 
     for reward in parts.reward.rewards:
         missing_columns = [name for name in reward.needed_columns if name not in sample.columns]
         if missing_columns:
+            name = missing_columns[0]
             raise ConfigError(
-                f"data.{split}: rollout.reward {reward.name} needs the column {missing_columns[0]!r}, and "
-                f"the first sample has {', '.join(sample.columns)}; add it to extra_info, or give the "
-                "parameter a default"
+                f"data.{split}: rollout.reward {reward.name} needs the column {name!r}, and the first sample "
+                f"has {', '.join(sample.columns)}; {missing_column_advice(name)}, or give the parameter a "
+                "default"
             )
 
 

@@ -160,9 +160,9 @@ class EpisodeObject:
         async def call_result() -> Any:
             async with self.call_lock:
                 value = await call_without_deadline(read_result, blocking=self._blocking)
-            if member_name != "result":
-                value = {"reward": None if value is None else finite_number("it", value)}
-            return checked_result(value, "it")
+                if member_name != "result":
+                    value = {"reward": None if value is None else finite_number("it", value)}
+                return checked_result(value, "it")
 
         try:
             object_result = await call_user(call_result, self._call_seconds)
