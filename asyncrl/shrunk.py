@@ -18,6 +18,7 @@ from math import gcd
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassFieldValidationError
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -104,7 +105,8 @@ def shrunken_model(narrow_config: PreTrainedConfig) -> PreTrainedModel:
                 continue
             for name, value in list(vars(nested_config).items()):
                 if isinstance(value, list | tuple | str) and len(value) == layer_count:
-                    setattr(nested_config, name, value[:shallow_layers])
+                    with suppress(StrictDataclassFieldValidationError):  # a word of as many letters as layers
+                        setattr(nested_config, name, value[:shallow_layers])
 
         shallow.get_text_config().num_hidden_layers = shallow_layers
         with suppress(Exception):  # a layer may refer to a layer beyond the cut

@@ -237,8 +237,11 @@ def _record_layer_calls(root: nn.Module, layers: Mapping[str, nn.Module], select
 
 def _relative_distance(together: Tensor, alone: Sequence[Tensor | None]) -> float:
     """Return the distance of two results for the same tokens, by the norm of those one by one; infinity where
-    they have other shapes."""
-    expected = torch.cat([rows for rows in alone if rows is not None])
+    they have other shapes, as scores of keys do, whose number depends on the row."""
+    rows_alone = [rows for rows in alone if rows is not None]
+    if any(rows.shape[1:] != together.shape[1:] for rows in rows_alone):
+        return math.inf
+    expected = torch.cat(rows_alone)
     if expected.shape != together.shape:
         return math.inf
     distance = (together.double() - expected.double()).norm()

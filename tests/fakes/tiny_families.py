@@ -46,7 +46,7 @@ IMAGE_TOKEN = IMAGE_TOKENS["<|image_pad|>"]
 
 # Prefixes of tensors outside the text part, as files and transformers classes name them.
 VISION_PREFIXES = ("model.visual.", "vision_tower.", "multi_modal_projector.", "mm_projector.")
-VISION_PREFIXES += ("model.vision_tower.", "model.embed_vision.")
+VISION_PREFIXES += ("model.vision_tower.", "model.embed_vision.", "vision_model.")
 
 TEXT: Sizes = {
     "vocab_size": VOCABULARY_SIZE,
@@ -96,6 +96,13 @@ class Family:
 
 
 # ------------------------------------------------------------------- sizes
+
+
+def without_head_dim(**sizes: Any) -> Sizes:
+    """Return the text part of a family that has no `head_dim`, as heads share out the hidden size."""
+    text = TEXT | sizes
+    del text["head_dim"]
+    return text
 
 
 def gated_delta_text(**sizes: Any) -> Sizes:
@@ -150,6 +157,29 @@ def latent_attention_text(**sizes: Any) -> Sizes:
     }
     del latent_text["head_dim"]
     return latent_text
+
+
+def llama4_text(**sizes: Any) -> Sizes:
+    """Return the text part of Llama 4: three layers of chunked attention to one without rope.
+
+    Positions from `floor_scale` on have scaled queries in the layers without rope.
+    """
+    return TEXT | {
+        "num_hidden_layers": 4,
+        "layer_types": ["chunked_attention"] * 3 + ["full_attention"],
+        "no_rope_layers": [1, 1, 1, 0],
+        "attention_chunk_size": 32,
+        "attn_temperature_tuning": True,
+        "floor_scale": 16,
+        "interleave_moe_layer_step": 1,
+        "intermediate_size": 32,
+        "intermediate_size_mlp": 64,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 1,
+        "rope_parameters": DEFAULT_ROPE,
+        "tie_word_embeddings": False,
+        **sizes,
+    }
 
 
 QWEN_EXPERTS: Sizes = {
@@ -553,6 +583,179 @@ FAMILIES: dict[str, Family] = {
             "chunk_size": 16,
             "tie_word_embeddings": False,
         },
+    ),
+    "qwen3_moe": Family(
+        "Qwen3-30B-A3B",
+        "qwen3_moe",
+        TEXT
+        | {
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+            "tie_word_embeddings": False,
+        },
+    ),
+    "gemma4_unified_text": Family(
+        "gemma-4-12B-it, text part",
+        "gemma4_unified_text",
+        gemma_text(global_head_dim=32, num_kv_shared_layers=0),
+    ),
+    "mimo_v2_flash": Family(
+        "MiMo-V2-Flash, in bfloat16",
+        "mimo_v2_flash",
+        TEXT
+        | {
+            "num_hidden_layers": 6,
+            "layer_types": ["full_attention"] + ["sliding_attention"] * 4 + ["full_attention"],
+            "mlp_layer_types": ["dense"] + ["sparse"] * 5,
+            "sliding_window": 32,
+            # Layers with a window have twice as many key-value heads as the others.
+            "num_key_value_heads": 1,
+            "head_dim": 24,
+            "v_head_dim": 16,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "rope_parameters": {
+                "full_attention": DEFAULT_ROPE | {"partial_rotary_factor": 0.334},
+                "sliding_attention": DEFAULT_ROPE | {"partial_rotary_factor": 0.334},
+            },
+            "tie_word_embeddings": False,
+        },
+    ),
+    "llama4_text": Family("Llama-4-Scout-17B-16E-Instruct, text part", "llama4_text", llama4_text()),
+    "llama4": Family(
+        "Llama-4-Scout-17B-16E-Instruct",
+        "llama4",
+        llama4_text(),
+        parts={
+            "vision_config": {
+                "hidden_size": 32,
+                "intermediate_size": 128,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 2,
+                "image_size": 28,
+                "patch_size": 14,
+                "vision_output_dim": 32,
+                "projector_input_dim": 32,
+                "projector_output_dim": 32,
+                "rope_parameters": DEFAULT_ROPE,
+            },
+            "image_token_index": IMAGE_TOKEN,
+            "boi_token_index": IMAGE_TOKENS["<|vision_start|>"],
+            "eoi_token_index": IMAGE_TOKENS["<|vision_end|>"],
+            "tie_word_embeddings": False,
+        },
+    ),
+    "cohere2": Family(
+        "c4ai-command-r7b-12-2024",
+        "cohere2",
+        without_head_dim(
+            num_hidden_layers=4,
+            layer_types=["sliding_attention"] * 3 + ["full_attention"],
+            sliding_window=32,
+            logit_scale=0.25,
+            rope_parameters=DEFAULT_ROPE,
+            tie_word_embeddings=True,
+        ),
+    ),
+    "glm4_moe_lite": Family("GLM-4.7-Flash", "glm4_moe_lite", latent_attention_text(), mtp="layer"),
+    "glm_moe_dsa": Family(
+        "GLM-5, in bfloat16",
+        "glm_moe_dsa",
+        latent_attention_text(
+            num_hidden_layers=4,
+            first_k_dense_replace=3,
+            mlp_layer_types=["dense"] * 3 + ["sparse"],
+            n_group=1,
+            index_topk=16,
+            index_head_dim=32,
+            index_n_heads=8,  # scores of fewer heads are often equal
+        ),
+        mtp="layer",
+    ),
+    "deepseek_v4": Family(
+        "DeepSeek-V4-Flash, in bfloat16",
+        "deepseek_v4",
+        TEXT
+        | {
+            "num_hidden_layers": 4,
+            "layer_types": ["sliding_attention"] * 2
+            + ["compressed_sparse_attention", "heavily_compressed_attention"],
+            "mlp_layer_types": ["hash_moe"] * 3 + ["moe"],
+            "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8},
+            "num_key_value_heads": 1,
+            "partial_rotary_factor": 0.5,
+            "q_lora_rank": 32,
+            "o_groups": 2,
+            "o_lora_rank": 16,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "hc_mult": 2,
+            "sliding_window": 32,
+            "index_n_heads": 8,
+            "index_head_dim": 16,
+            "index_topk": 4,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "olmo_hybrid": Family(
+        "Olmo-Hybrid-7B",
+        "olmo_hybrid",
+        without_head_dim(
+            num_hidden_layers=4,
+            layer_types=["linear_attention"] * 3 + ["full_attention"],
+            num_key_value_heads=4,
+            linear_num_key_heads=4,
+            linear_num_value_heads=4,
+            linear_key_head_dim=12,
+            linear_value_head_dim=24,
+            linear_conv_kernel_dim=4,
+            linear_allow_neg_eigval=True,
+            rope_parameters=None,
+            tie_word_embeddings=False,
+        ),
+    ),
+    "lfm2_moe": Family(
+        "LFM2-8B-A1B",
+        "lfm2_moe",
+        without_head_dim(
+            num_hidden_layers=4,
+            layer_types=["conv", "conv", "full_attention", "conv"],
+            conv_L_cache=3,
+            num_dense_layers=2,
+            num_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=32,
+            rope_parameters=DEFAULT_ROPE,
+            tie_word_embeddings=True,
+        ),
+    ),
+    "falcon_h1": Family(
+        "Falcon-H1-0.5B-Instruct",
+        "falcon_h1",
+        TEXT
+        | {
+            "mamba_d_ssm": 96,
+            "mamba_n_heads": 6,
+            "mamba_d_head": 16,
+            "mamba_d_state": 16,
+            "mamba_n_groups": 1,
+            "mamba_chunk_size": 16,
+            "mamba_rms_norm": False,
+            "rope_parameters": DEFAULT_ROPE,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "ernie4_5": Family("ERNIE-4.5-0.3B-PT", "ernie4_5", TEXT | {"tie_word_embeddings": True}),
+    "phi3": Family(
+        "phi-4",
+        "phi3",
+        without_head_dim(sliding_window=None, rope_parameters=DEFAULT_ROPE, tie_word_embeddings=False),
     ),
 }
 
