@@ -118,7 +118,7 @@ def _convolution_indices(forest: Forest, reach: int) -> tuple[np.ndarray, np.nda
     return np.concatenate(inputs), np.concatenate(outputs)
 
 
-class Node(NamedTuple):
+class ForestNode(NamedTuple):
     """A node of a forest: the indices of its own tokens, its parent's number, and the number of ancestors."""
 
     tokens: np.ndarray
@@ -126,14 +126,14 @@ class Node(NamedTuple):
     level: int
 
 
-def _nodes(forest: Forest) -> list[Node]:
-    nodes = list[Node]()
+def _nodes(forest: Forest) -> list[ForestNode]:
+    nodes = list[ForestNode]()
     node_by_last_token = dict[int, int]()
     for number, (path, size) in enumerate(zip(forest.paths, forest.sizes, strict=True)):
         ancestors = path[: len(path) - size]
         parent = node_by_last_token[int(ancestors[-1])] if len(ancestors) else None
         level = 0 if parent is None else nodes[parent].level + 1
-        nodes.append(Node(path[-size:], parent, level))
+        nodes.append(ForestNode(path[-size:], parent, level))
         node_by_last_token[int(path[-1])] = number
 
     return nodes
@@ -181,7 +181,7 @@ def _node_calls(
     return node_calls, output_order
 
 
-def _groups_of_length(nodes: Sequence[Node], numbers: Sequence[int]) -> list[list[int]]:
+def _groups_of_length(nodes: Sequence[ForestNode], numbers: Sequence[int]) -> list[list[int]]:
     """Return groups of nodes that have the same number of tokens."""
     groups = defaultdict[int, list[int]](list)
     for number in numbers:
@@ -189,7 +189,7 @@ def _groups_of_length(nodes: Sequence[Node], numbers: Sequence[int]) -> list[lis
     return list(groups.values())
 
 
-def _groups_of_like_length(nodes: Sequence[Node], numbers: Sequence[int]) -> list[list[int]]:
+def _groups_of_like_length(nodes: Sequence[ForestNode], numbers: Sequence[int]) -> list[list[int]]:
     """Return groups of nodes that have about the same number of chunks."""
     groups = list[list[int]]()
     most_chunks = 0
@@ -203,7 +203,7 @@ def _groups_of_like_length(nodes: Sequence[Node], numbers: Sequence[int]) -> lis
     return groups
 
 
-def _padded_rows(nodes: Sequence[Node], numbers: Sequence[int]) -> tuple[Tensor, Tensor | None, None]:
+def _padded_rows(nodes: Sequence[ForestNode], numbers: Sequence[int]) -> tuple[Tensor, Tensor | None, None]:
     """Return the token index and the output index of nodes that are a row each."""
     lengths = [len(nodes[number].tokens) for number in numbers]
     longest = max(lengths)
@@ -221,7 +221,7 @@ def _padded_rows(nodes: Sequence[Node], numbers: Sequence[int]) -> tuple[Tensor,
 
 
 def _one_row(
-    nodes: Sequence[Node], numbers: Sequence[int], sequence_argument: str
+    nodes: Sequence[ForestNode], numbers: Sequence[int], sequence_argument: str
 ) -> tuple[Tensor, None, Tensor]:
     """Return the token index of nodes that follow each other in one row, and the kernel's argument."""
     lengths = torch.tensor([len(nodes[number].tokens) for number in numbers])
