@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 # Upper bound of the difference between log-probs of a float32 model, computed in two ways.
 LOGPROB_TOLERANCE = 1e-3
 # Arguments that an attention function may ignore.
-IGNORABLE_ARGUMENTS = {"position_ids", "use_cache", "cache_position", "is_causal"}
+IGNORABLE_ARGUMENTS = {"position_ids", "use_cache", "cache_position", "is_causal", "seq_idx"}
 VOCABULARY_SIZE = 128  # token ids
 RESERVED_IDS = 8  # ids of special tokens are below this number, and are not sampled
 WINDOW_TOKENS = 8  # length of windows and chunks

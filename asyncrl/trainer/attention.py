@@ -20,10 +20,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import sdpa_mask
 
 from asyncrl.shrunk import unknown_arguments
+from asyncrl.state_layers import Convolve, Recurrence, StateLayout, hand_over_state_layers
+from asyncrl.trainer.forest_states import ForestStates
 from asyncrl.trainer.prefix_tree import Forest
 from asyncrl.trainer.recompute import VISIBLE_OPTION
 from asyncrl.trainer.staging import to_device
@@ -43,9 +45,10 @@ class AttentionKernel(Protocol):
 
 
 @dataclass(eq=False)  # not frozen: torch 2.11 compiles again for other fields of a frozen one
-class ForestAttention:
-    """Describes a forest to the attention of all layers of a forward. `ignored_arguments`: arguments of
-    attention that this module does not support, and the first layer that passed each of them."""
+class ForestAttention(StateLayout):
+    """Describes a forest to all layers of a forward that look at other tokens: to attention, and to layers
+    with a state. `ignored_arguments`: arguments of attention that this module does not support, and the first
+    layer that passed each of them."""
 
     forest: Forest
     device: torch.device = CPU
@@ -63,6 +66,16 @@ class ForestAttention:
         if is_hopper and shares_little and np.mean(lengths) >= LONG_SEQUENCE:
             return SequenceKernel(self.forest, self.device, flex_kernel)
         return flex_kernel
+
+    @cached_property
+    def states(self) -> ForestStates:
+        return ForestStates(self.forest, self.device)
+
+    def convolve(self, convolve: Convolve, inputs: Tensor, reach: int) -> Tensor:
+        return self.states.convolve(convolve, inputs, reach)
+
+    def recur(self, recurrence: Recurrence) -> Tensor:
+        return self.states.recur(recurrence)
 
     def to(self, device: torch.device) -> ForestAttention:
         return replace(self, device=device) if device != self.device else self
@@ -198,6 +211,13 @@ def _forest_attention(
 
 AttentionInterface.register(FOREST_ATTENTION, _forest_attention)
 AttentionMaskInterface.register(FOREST_ATTENTION, sdpa_mask)
+
+
+def use_forest_attention(model: PreTrainedModel) -> None:
+    """Let forwards of the model take a `forest`. Forwards without one have to set the model's own attention
+    again; layers with a state compute both."""
+    hand_over_state_layers(model)
+    model.set_attn_implementation(FOREST_ATTENTION)
 
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]

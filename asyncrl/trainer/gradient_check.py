@@ -26,7 +26,7 @@ from asyncrl.shrunk import (
     RESERVED_IDS,
     is_passing_error,
 )
-from asyncrl.trainer.attention import FOREST_ATTENTION
+from asyncrl.trainer.attention import use_forest_attention
 from asyncrl.trainer.scores import Scores, Selected
 from asyncrl.trainer.world import World
 from asyncrl.user_cache import code_versions, keep_result, read_result
@@ -87,7 +87,7 @@ def check_gradients(
                 gradient.neg_()  # the next are added to it: no second set is held
             _set_runs_whole(root, not split_methods or bool(problems["split"]))
             if forest is not None:
-                model.set_attn_implementation(FOREST_ATTENTION)
+                use_forest_attention(model)
 
             distances = _norms(root, _token_values(root, laid_out, world) - expected, world)
             for quantity, limit in ERROR_LIMITS[limits_kind].items():
@@ -224,7 +224,7 @@ def _record_layer_calls(root: nn.Module, layers: Mapping[str, nn.Module], select
         for name, layer in layers.items()
     ]
     if selection.forest is not None:
-        model.set_attn_implementation(FOREST_ATTENTION)
+        use_forest_attention(model)
     try:
         root(selection)
     finally:

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from asyncrl.config import Packing
 from asyncrl.errors import ConfigError
-from asyncrl.trainer.attention import FOREST_ATTENTION
+from asyncrl.trainer.attention import use_forest_attention
 from asyncrl.trainer.gradient_check import cached_gradient_check, transformer_of
 from asyncrl.trainer.model import Policy, shared_architecture_problems
 from asyncrl.trainer.world import World
@@ -56,7 +56,7 @@ def packing_for(
 
     for root in roots:
         if wanted_packing != "padded":
-            transformer_of(root).set_attn_implementation(FOREST_ATTENTION)
+            use_forest_attention(transformer_of(root))
 
     return wanted_packing
 

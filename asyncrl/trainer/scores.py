@@ -161,6 +161,7 @@ class Selected:
             "use_cache": False,
             "forest": self.forest,
             "ranks": self.ranks,
+            "seq_idx": self.forest,  # LFM2 hands its convolutions no other argument
         }
 
     def predictors(self, hidden: Tensor) -> Tensor:

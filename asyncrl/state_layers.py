@@ -1,0 +1,198 @@
+"""Layers that carry a state from token to token: short convolutions, gated delta rules, state space models.
+
+transformers computes these layers by functions of a model's own file, which have the same names and
+arguments in every family:
+
+    causal_conv1d_fn                                    each channel, over the last k tokens
+    torch_chunk_gated_delta_rule (Qwen3-Next, Qwen3.5)  a matrix for each head
+    chunk_kimi_delta_attention (Kimi Linear)
+    mamba2_chunk_scan (Granite 4, Nemotron-H)
+
+By themselves they read a row from its beginning to its end: of rows that are packed into one, or of requests
+in a batch, they would mix the states. `hand_over_state_layers` replaces them in a model's files. A replaced
+function looks for a StateLayout among its keyword arguments, which come from the model's forward, and leaves
+the computation to the layout. Without one nothing changes.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import wraps
+from types import ModuleType
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+CONVOLUTION = "causal_conv1d_fn"
+FUSED_MIXERS = ("mamba2_split_conv1d_scan_combined",)
+"""Kernels that compute a whole layer in one call. A layer that gets None from them makes the calls above."""
+
+Argument = int | str  # a position or a name
+Convolve = Callable[[Tensor], Tensor]  # [B, channels, T] → the same shape
+
+
+class RecurrenceKind(NamedTuple):
+    """Describes a recurrent function.
+
+    `token_arguments`: those with a row for each token, [B, T, ...]. `returns_pair`: the function also returns
+    a state, None, where none is asked for. `sequence_argument`: how a kernel learns which sequences lie in
+    one row: by their boundaries [n + 1] (`cu_seqlens`), or by the sequence's number for each token [1, T]
+    (`seq_idx`), which goes without states. `neutral_arguments`: a token where these are zero leaves the state
+    as it is. `single_token`: the function for rows of one token.
+    """
+
+    token_arguments: tuple[Argument, ...]
+    initial_state: str
+    returns_state: str
+    returns_pair: bool
+    sequence_argument: str
+    neutral_arguments: tuple[Argument, ...] = ()
+    single_token: str = ""
+
+
+DELTA_RULE = RecurrenceKind(
+    token_arguments=(0, 1, 2, "g", "beta"),
+    initial_state="initial_state",
+    returns_state="output_final_state",
+    returns_pair=True,
+    sequence_argument="cu_seqlens",
+    neutral_arguments=("g", "beta"),
+)
+RECURRENCES = {
+    "torch_chunk_gated_delta_rule": DELTA_RULE._replace(single_token="torch_recurrent_gated_delta_rule"),
+    "chunk_kimi_delta_attention": DELTA_RULE._replace(single_token="recurrent_kimi_delta_attention"),
+    "mamba2_chunk_scan": RecurrenceKind(
+        token_arguments=(0, 1, 3, 4),  # the third is a decay, the same for all tokens
+        initial_state="initial_states",
+        returns_state="return_final_states",
+        returns_pair=False,
+        sequence_argument="seq_idx",
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Recurrence:
+    """A call of a recurrent function. `arguments`: all arguments, by position or name."""
+
+    kind: RecurrenceKind
+    function: Callable[..., Any]
+    single_token_function: Callable[..., Any] | None
+    arguments: Mapping[Argument, Any]
+
+    @property
+    def tokens(self) -> dict[Argument, Tensor]:
+        """Return the arguments with a row for each token, [B, T, ...]."""
+        return {name: self.arguments[name] for name in self.kind.token_arguments}
+
+    @property
+    def sequence_argument(self) -> str:
+        """Return the argument by which the function learns the sequences of a row; '' if it takes none:
+        transformers' own functions accept every argument, and ignore this one."""
+        wrapper = inspect.getclosurevars(self.function).nonlocals
+        is_kernel = wrapper.get("is_new_implementation", False)
+        argument = self.kind.sequence_argument
+        return argument if is_kernel and argument in wrapper["applicable_params"] else ""
+
+    def run(
+        self,
+        tokens: Mapping[Argument, Tensor],
+        initial_state: Tensor | None = None,
+        *,
+        returns_state: bool = False,
+        single_token: bool = False,
+        sequences: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Compute these tokens. Returns the output [B, T, ...], and the state [B, ...] behind the last token
+        if asked for. `single_token`: by the function for rows of one token. `sequences`: the value of
+        `sequence_argument`."""
+        arguments = {**self.arguments, **tokens}
+        arguments[self.kind.initial_state] = initial_state
+        arguments[self.kind.returns_state] = returns_state
+        if sequences is not None:
+            arguments[self.sequence_argument] = sequences
+        positional = [arguments[index] for index in range(len(arguments)) if index in arguments]
+        named = {name: value for name, value in arguments.items() if isinstance(name, str)}
+
+        function = self.single_token_function if single_token else self.function
+        assert function is not None, "this recurrence has no function for single tokens"
+        result = function(*positional, **named)
+
+        if isinstance(result, tuple):
+            output, state = result
+            return output, state
+        return result, None
+
+
+class StateLayout(ABC):
+    """Says how the tokens of a forward follow each other, and computes the layers whose states do."""
+
+    @abstractmethod
+    def convolve(self, convolve: Convolve, inputs: Tensor, reach: int) -> Tensor:
+        """Compute a convolution of the inputs [1, channels, T]; returns the same shape. An output depends on
+        its own token and the `reach` tokens before it, with zeros before the first token of a sequence."""
+
+    @abstractmethod
+    def recur(self, recurrence: Recurrence) -> Tensor:
+        """Compute a recurrence; returns the outputs [1, T, ...]."""
+
+
+def hand_over_state_layers(
+    model: nn.Module, prepare: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None
+) -> None:
+    """Let a StateLayout compute the layers with a state, in forwards that are passed one. `prepare` is
+    applied to the functions that do so. Calling it again changes nothing."""
+    for file_name in {type(module).__module__ for module in model.modules()}:
+        model_file = sys.modules[file_name]
+        for name in (CONVOLUTION, *FUSED_MIXERS, *RECURRENCES):
+            function = getattr(model_file, name, None)
+            if function is None or (hasattr(function, "handed_over") and prepare is None):
+                continue
+
+            replaced = _replaced_function(model_file, name, getattr(function, "handed_over", function))
+            setattr(model_file, name, replaced if prepare is None else prepare(replaced))
+
+
+def state_layers_of(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the layers of a model that carry a state, by name: those with a convolution over tokens whose
+    file has one of the functions."""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if any(isinstance(child, nn.Conv1d) for child in module.children())
+        and hasattr(sys.modules[type(module).__module__], CONVOLUTION)
+    }
+
+
+def _replaced_function(model_file: ModuleType, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    kind = RECURRENCES.get(name)
+    single_token_function = getattr(model_file, kind.single_token, None) if kind else None
+
+    @wraps(original)
+    def function(*args: Any, **kwargs: Any) -> Any:
+        layout = next((value for value in kwargs.values() if isinstance(value, StateLayout)), None)
+        if layout is None:
+            return original(*args, **kwargs)
+        options = {key: value for key, value in kwargs.items() if value is not layout and value is not None}
+
+        if name in FUSED_MIXERS:
+            return None
+
+        if kind is None:
+            inputs, *weights = args
+            weight = options["weight"] if "weight" in options else weights[0]
+            return layout.convolve(
+                lambda rows: original(rows, *weights, **options), inputs, weight.shape[-1] - 1
+            )
+
+        arguments = dict[Argument, Any](enumerate(args)) | options
+        recurrence = Recurrence(kind, original, single_token_function, arguments)
+        output = layout.recur(recurrence)
+        return (output, None) if kind.returns_pair else output
+
+    vars(function)["handed_over"] = original
+    return function
