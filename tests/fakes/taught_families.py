@@ -2,7 +2,8 @@
 
 The demo's model is a Llama. Its weights are the start of a family's text part: the same function where the
 layers are Llama's (Ministral 3), and near enough to learn the rest from demonstrations in a few steps where
-they are not (norms of queries and keys in Qwen3, norms after a layer in Gemma 3).
+they are not (norms of queries and keys in Qwen3, norms after a layer in Gemma 3, random layers of gated delta
+rules in front of the demo's in Qwen3.5).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import random
 import re
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from asyncrl.data import load_samples
 from asyncrl.tools import load_tool
-from tests.fakes.tiny_families import DEFAULT_ROPE, DEMO_MODEL, FAMILIES, VISION_PREFIXES, Sizes, build_family
+from tests.fakes.tiny_families import (
+    DEFAULT_ROPE,
+    DEMO_MODEL,
+    FAMILIES,
+    QWEN3_5_ROPE,
+    VISION_PREFIXES,
+    Sizes,
+    build_family,
+)
 
 CALCULATOR_ROWS = DEMO_MODEL.parent / "data/train.parquet"
 
@@ -44,12 +54,23 @@ GEMMA3_LAYERS: Sizes = {
     "sliding_window": 64,
     "rope_parameters": {"sliding_attention": DEFAULT_ROPE, "full_attention": DEFAULT_ROPE},
 }
+# A layer of the gated delta rule before each of the demo's, whose heads are rotated as a whole.
+QWEN3_5_LAYERS: Sizes = {
+    "num_hidden_layers": 6,
+    "layer_types": ["linear_attention", "full_attention"] * 3,
+    "full_attention_interval": 2,
+    "partial_rotary_factor": 1.0,
+    "rope_parameters": QWEN3_5_ROPE | {"partial_rotary_factor": 1.0, "mrope_section": [4, 2, 2]},
+}
 TAUGHT_TEXT: dict[str, Sizes] = {
     "ministral3": MINISTRAL3_TEXT,
     "mistral3": MINISTRAL3_TEXT,
     "qwen3_vl": DEMO_TEXT,
     "gemma3": DEMO_TEXT | GEMMA3_LAYERS,
+    "qwen3_5": DEMO_TEXT | QWEN3_5_LAYERS,
 }
+# Families whose norms multiply by one more than their weight.
+NORMS_FROM_ONE = ("gemma3", "qwen3_5")
 
 OPERATORS = {"plus": operator.add, "minus": operator.sub, "times": operator.mul}
 # Share of operations in place of which a demonstration guesses: what is left for reinforcement learning.
@@ -75,15 +96,39 @@ def build_taught_family(name: str, directory: Path) -> Path:
     tensors = load_file(weights_file)
     for tensor_name, tensor in tensors.items():
         match = TEXT_TENSOR.search(tensor_name)
-        if match is not None and not tensor_name.startswith(VISION_PREFIXES):
-            tensors[tensor_name] = taught_tensor(match[1], tensor, demo, demo_sizes, gemma=name == "gemma3")
+        if match is None or tensor_name.startswith(VISION_PREFIXES):
+            continue
+        teach = taught_qwen3_5_tensor if name == "qwen3_5" else partial(taught_tensor, name)
+        tensors[tensor_name] = teach(match[1], tensor, demo, demo_sizes)
 
     save_file(tensors, weights_file, metadata={"format": "pt"})
     return directory
 
 
+def taught_qwen3_5_tensor(
+    module: str, tensor: Tensor, demo: PreTrainedModel, demo_sizes: dict[str, float]
+) -> Tensor:
+    """Return a tensor of Qwen3.5's text part: every second layer is one of the demo's, with half-open gates
+    behind its attention. The other layers stay random."""
+    match = re.fullmatch(r"layers\.(\d+)\.(.+)", module)
+    if match is None:
+        return taught_tensor("qwen3_5", module, tensor, demo, demo_sizes)
+
+    demo_layer, is_demo_layer = divmod(int(match[1]), 2)
+    part = match[2]
+    if not is_demo_layer:
+        return tensor
+
+    weight = taught_tensor("qwen3_5", f"layers.{demo_layer}.{part}", tensor, demo, demo_sizes)
+    if part == "self_attn.q_proj":
+        queries = weight.unflatten(0, (demo.config.num_attention_heads, -1))
+        half_open_gates = torch.zeros_like(queries)
+        return torch.cat([queries, half_open_gates], dim=1).flatten(0, 1)
+    return 2 * weight if part == "self_attn.o_proj" else weight
+
+
 def taught_tensor(
-    module: str, tensor: Tensor, demo: PreTrainedModel, demo_sizes: dict[str, float], *, gemma: bool
+    family: str, module: str, tensor: Tensor, demo: PreTrainedModel, demo_sizes: dict[str, float]
 ) -> Tensor:
     """Return a tensor of the text part that does what the demo's model does, or nearly."""
     layer, _, part = module.rpartition(".")
@@ -92,7 +137,7 @@ def taught_tensor(
     if part in NORMS_OF_HEADS:
         scale = demo_sizes[f"{layer}.{NORMS_OF_HEADS[part]}"]
         weight = torch.full_like(tensor, scale)
-    elif gemma and part in GEMMA_NORMS:
+    elif family == "gemma3" and part in GEMMA_NORMS:
         demo_part = f"{layer}.{GEMMA_NORMS[part]}"
         if part == "pre_feedforward_layernorm":
             weight = demo_tensors[f"{demo_part}.weight"]
@@ -106,8 +151,7 @@ def taught_tensor(
         # Tokens of pictures are as unlikely as a byte that the calculator never shows.
         unused = weight[demo.config.eos_token_id + 1]
         return torch.cat([weight, unused.expand(len(tensor) - len(weight), -1)])
-    # Gemma's norms multiply by one more than their weight.
-    return weight - 1 if gemma and "norm" in part else weight.clone()
+    return weight - 1 if family in NORMS_FROM_ONE and "norm" in part else weight.clone()
 
 
 @torch.no_grad()

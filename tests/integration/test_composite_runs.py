@@ -3,10 +3,13 @@ files that transformers reads under the original class."""
 
 from __future__ import annotations
 
+import functools
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet
 import pytest
 import torch
 import transformers
@@ -14,16 +17,33 @@ from safetensors.torch import load_file
 
 from asyncrl import cli
 from asyncrl.weights.checkpoint_match import trained_shapes
+from tests.fakes.plain_loop import plain_loop
 from tests.fakes.sglang_process import PYTHON
 from tests.fakes.taught_families import build_taught_family, write_demonstrations
 from tests.fakes.tiny_families import FAMILIES, VISION_PREFIXES
 from tests.integration.runs import Run
 
 GAP = 1e-4  # nats between the engine's log-probs and the trainer's, in float32
-SFT_STEPS = {"mistral3": 20, "ministral3": 20, "qwen3_vl": 40, "gemma3": 60}
+SFT_STEPS = {"mistral3": 20, "ministral3": 20, "qwen3_vl": 40, "gemma3": 60, "qwen3_5": 60}
 RL_STEPS = 10
 SGLANG_KEYS = ("engine=sglang_cpu", "engine.servers=1", "launch.start_timeout=300")
 needs_sglang = pytest.mark.skipif(not PYTHON.exists(), reason="needs `make sglang-cpu`")
+
+
+WarmCheckpoints = Callable[[str], tuple[Path, Path]]
+
+
+@pytest.fixture(scope="module")
+def warm_checkpoints(tmp_path_factory: pytest.TempPathFactory) -> WarmCheckpoints:
+    """Returns a family's taught checkpoint, and the checkpoint that demonstrations make of it."""
+
+    @functools.cache
+    def checkpoints_of(family: str) -> tuple[Path, Path]:
+        directory = tmp_path_factory.mktemp(family)
+        source = build_taught_family(family, directory / "model")
+        return source, warm_start(family, source, directory)
+
+    return checkpoints_of
 
 
 @pytest.mark.slow
@@ -46,10 +66,10 @@ def test_a_composite_checkpoint_trains_and_keeps_what_does_not(tmp_path: Path) -
         pytest.param("gemma3", SGLANG_KEYS, marks=needs_sglang),
     ],
 )
-def test_a_family_learns_the_calculator(family: str, engine_keys: tuple[str, ...], tmp_path: Path) -> None:
-    source = build_taught_family(family, tmp_path / "model")
-    warm = warm_start(family, source, tmp_path)
-
+def test_a_family_learns_the_calculator(
+    family: str, engine_keys: tuple[str, ...], warm_checkpoints: WarmCheckpoints, tmp_path: Path
+) -> None:
+    source, warm = warm_checkpoints(family)
     keys = [f"model.path={warm}", f"total_steps={RL_STEPS}", "trainer.lr=2e-4", *engine_keys]
     keys += ["buffer.groups_per_batch=8", "buffer.episodes_per_group=8", "buffer.max_staleness=1"]
     keys += ["validation.samples=96", "validation.every=0", "validation.greedy=false"]
@@ -69,6 +89,32 @@ def test_a_family_learns_the_calculator(family: str, engine_keys: tuple[str, ...
     scores = json.loads((evaluation.path / "evaluation.json").read_text())
     success = scores["val-core/all/sampled/mean@1"]["mean"]
     assert success > summary["success_before"]
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
+def test_demonstrations_teach_layers_of_the_gated_delta_rule(warm_checkpoints: WarmCheckpoints) -> None:
+    """Random layers of a taught checkpoint learn with the others: without them the skill is lost."""
+    source, warm = warm_checkpoints("qwen3_5")
+    model = transformers.AutoModelForImageTextToText.from_pretrained(warm, dtype=torch.float32)
+    success = plain_success(model)
+    for name, parameter in model.named_parameters():
+        if name.endswith("linear_attn.out_proj.weight"):
+            parameter.data.zero_()
+
+    assert plain_success(transformers.AutoModelForImageTextToText.from_pretrained(source)) < 0.05
+    assert 0.15 < success < 0.6
+    assert plain_success(model) < success / 2
+
+
+def plain_success(model: Any) -> float:
+    """Return the success of sampled episodes that transformers' own `generate` writes."""
+    loop = plain_loop()
+    questions = pyarrow.parquet.read_table(loop.CALCULATOR / "data/test.parquet").to_pylist()[:96]
+    tokenizer = transformers.AutoTokenizer.from_pretrained(loop.CALCULATOR / "model")
+    torch.manual_seed(0)
+    episodes = loop.play(model, tokenizer, questions)
+    return sum(episode.reward for episode in episodes) / len(episodes)
 
 
 def warm_start(family: str, source: Path, directory: Path) -> Path:
