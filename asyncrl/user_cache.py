@@ -14,6 +14,8 @@ from typing import TypeVar
 
 import msgspec
 
+from asyncrl.layer_kernels import installed_kernels
+
 T = TypeVar("T")
 
 MAX_RESULTS = 256  # beyond this number the oldest results are removed
@@ -47,18 +49,17 @@ def keep_result(key: str, result: object) -> None:
 
 @cache
 def code_versions() -> tuple[str, ...]:
-    """Return the versions of torch, transformers, and the code here that computes with models. Imports none
-    of them."""
+    """Return the versions of torch, transformers, kernels of layers, and the code here that computes with
+    models. Imports none of them."""
     package_root = Path(__file__).parent
     files = [
-        package_root / "model_class.py",
-        package_root / "shrunk.py",
+        *sorted(package_root.glob("*.py")),
         *sorted(package_root.glob("trainer/*.py")),
         *sorted(package_root.glob("engines/**/*.py")),
     ]
     code_hash = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
-    return version("torch"), version("transformers"), platform.machine(), code_hash
+    return version("torch"), version("transformers"), *installed_kernels(), platform.machine(), code_hash
 
 
 def _cache_file(key: str) -> Path:

@@ -13,6 +13,7 @@ from tools.readability import bound_names
 ROOT = Path(__file__).resolve().parents[1] / "asyncrl"
 
 LEVELS = (
+    ("layer_kernels",),
     ("types", "user_cache", "values", "model_class", "state_layers"),
     ("errors",),
     ("registry", "config", "shrunk"),

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 
 from asyncrl.config import RunConfig
 from asyncrl.errors import AsyncrlError, ConfigError, one_line
-from asyncrl.launch import gpus, machine, preflight
+from asyncrl.launch import gpus, kernels, machine, preflight
 from asyncrl.launch.inputs import Inputs
 from asyncrl.launch.notes import Check, Note
 
@@ -57,6 +57,7 @@ RUN_CHECKS = (
     machine.check_loopback,
     preflight.check_launch,
     preflight.check_models,
+    kernels.check_kernels,
     preflight.check_plugins,
     preflight.check_tensors,
     preflight.load_data,
