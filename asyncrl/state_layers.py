@@ -157,15 +157,11 @@ def hand_over_state_layers(
             setattr(model_file, name, replaced if prepare is None else prepare(replaced))
 
 
-def state_layers_of(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the layers of a model that carry a state, by name: those with a convolution over tokens whose
-    file has one of the functions."""
-    return {
-        name: module
-        for name, module in model.named_modules()
-        if any(isinstance(child, nn.Conv1d) for child in module.children())
-        and hasattr(sys.modules[type(module).__module__], CONVOLUTION)
-    }
+def has_state(layer: nn.Module) -> bool:
+    """Return True for a layer that carries a state: it has a convolution over tokens, and its file has the
+    function that computes one."""
+    has_convolution = any(isinstance(child, nn.Conv1d) for child in layer.children())
+    return has_convolution and hasattr(sys.modules[type(layer).__module__], CONVOLUTION)
 
 
 def _replaced_function(model_file: ModuleType, name: str, original: Callable[..., Any]) -> Callable[..., Any]:

@@ -18,6 +18,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from asyncrl.config import TrainerConfig
 from asyncrl.errors import ConfigError
 from asyncrl.model_class import text_part
+from asyncrl.state_layers import hand_over_state_layers
 from asyncrl.trainer.attention import FOREST_ATTENTION
 from asyncrl.trainer.recompute import Recomputation
 
@@ -50,10 +51,11 @@ def prepare_layers(
             f"trainer.compile: needs a C++ compiler on a CPU, and {compiler} (CXX) is not there"
         )
 
-    if trainer.compile:  # attention loops over the nodes of a micro-batch
+    if trainer.compile:  # attention and states are loops over the nodes of a micro-batch
         AttentionInterface.register(
             FOREST_ATTENTION, torch.compiler.disable(ALL_ATTENTION_FUNCTIONS[FOREST_ATTENTION])
         )
+        hand_over_state_layers(model, prepare=torch.compiler.disable)
 
     for index, layer in enumerate(layers):
         layer_forward: Any = layer.forward
