@@ -43,7 +43,7 @@ from asyncrl.trainer.world import World, join_ranks, leave_ranks
 from tests.fakes.tiny_families import QWEN3_5_ROPE, QWEN_VISION, Sizes, build_family
 
 sys.path.insert(0, str(ROOT / "tools" / "gpu_kit"))
-from parts.rows import Rows, grouped, plain_backward
+from parts.rows import Rows, grouped, like, plain_backward, ragged
 
 HEADER = ["rows", "way", "tokens computed", "s", "useful tokens/s", "of plain loop", "of padded", "of packed"]
 PLAIN_LOOP = "plain loop"
@@ -89,21 +89,6 @@ def build_medium_family(family: str, directory: Path) -> str:
     """Write a random model of 8 layers, 256 wide, with the family's layer layout; return its path."""
     text = MEDIUM_TEXT | MEDIUM_FAMILIES[family]
     return str(build_family(family, directory / family, text=text, parts=MEDIUM_PARTS.get(family)))
-
-
-def ragged(rng: np.random.Generator, vocabulary: int, count: int, typical: int) -> Rows:
-    """Return rows of lengths with a heavy tail; a fifth of each row is its prompt."""
-    lengths = np.clip(rng.lognormal(np.log(typical), 0.7, count), 20, 8 * typical).astype(int)
-    return rows_of(rng, vocabulary, lengths)
-
-
-def like(rng: np.random.Generator, vocabulary: int, count: int, typical: int) -> Rows:
-    """Return rows whose lengths are within a tenth of the typical one; a fifth of each row is its prompt."""
-    return rows_of(rng, vocabulary, (typical * rng.uniform(0.9, 1.1, count)).astype(int))
-
-
-def rows_of(rng: np.random.Generator, vocabulary: int, lengths: np.ndarray) -> Rows:
-    return Rows([rng.integers(0, vocabulary, length) for length in lengths], (lengths // 5).tolist())
 
 
 # ------------------------------------------------------------------- measurements

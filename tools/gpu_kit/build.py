@@ -16,6 +16,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -43,11 +44,11 @@ QWEN3 = {
 }
 
 
-def install(site: Path) -> None:
+def install(site: Path, packages: Sequence[str] = PACKAGES) -> None:
     """What is missing there, without dependencies, for that machine's Python; without debug symbols."""
     pip = [sys.executable, "-m", "pip", "install", "--disable-pip-version-check", "--quiet", "--no-deps"]
     pip += ["--no-compile", "--target", str(site), "--constraint", str(ROOT / "constraints.txt")]
-    subprocess.run([*pip, *PLATFORM, *PACKAGES], check=True)
+    subprocess.run([*pip, *PLATFORM, *packages], check=True)
     subprocess.run([*pip, *SOURCE_ONLY], check=True)
     shutil.rmtree(site / "bin", ignore_errors=True)
     for unused in site.glob("zstandard/_cffi*.so"):  # the backend of other Pythons

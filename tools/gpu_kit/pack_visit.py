@@ -5,7 +5,8 @@
 The folders load-1, load-2, … of at most 50 MiB each (load-1: 34) are carried by one call each; the machine
 keeps them. load-1 has all that call A needs:
 
-    site/         packages that torch, transformers, accelerate and pytest do not bring (build.py)
+    site/         packages that torch, transformers, accelerate and pytest do not bring (build.py); kernels of
+                  layers with a state
     models/       the sizes of Qwen3 without weights
     examples/     the demo's data as JSON lines
 
@@ -27,7 +28,7 @@ import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from build import HERE, ROOT, copy_examples, install, write_models
+from build import HERE, PACKAGES, ROOT, copy_examples, install, write_models
 
 CALL_BYTES = 64 << 20  # what one call carries at most, the files of the checkout included
 CHECKOUT_BYTES = 12 << 20  # of these files, at most
@@ -41,6 +42,9 @@ BUNDLE_SOURCES = [
     HERE / "sglang_bundle" / name
     for name in ("requirements.txt", "absent_names.txt", "pack.py", "fatbin.py", "compile_kernels.py")
 ]
+# Kernels of layers with a state: pure Python, compiled by Triton there. causal-conv1d and mamba-ssm have no
+# wheels on the index, and a visit has no time to compile them.
+KERNELS = ["fla-core", "einops"]
 MIB = 1 << 20
 
 
@@ -161,7 +165,7 @@ def main() -> int:
         write_models(load_directory / "models")
         if not args.no_site:
             try:
-                install(load_directory / "site")
+                install(load_directory / "site", [*PACKAGES, *KERNELS])
             except subprocess.CalledProcessError as error:
                 raise SystemExit(f"site/ is missing: pip ended with {error.returncode}, see above") from None
         replace_loads(args.out, load_directory, files)

@@ -103,6 +103,7 @@ CALLS = {
         (
             Step("bytecode", SHARED, "visit:compile_packages", 80.0),
             Step("mfu-4b", EXCLUSIVE, "parts.mfu:visit_4b", 180.0),
+            Step("hybrid", EXCLUSIVE, "parts.hybrid:visit", 90.0, least=40.0, optional=True),
             Step("mfu-1.7b", EXCLUSIVE, "parts.mfu:visit_1_7b", 60.0, least=35.0, optional=True),
         ),
     ),

@@ -33,6 +33,21 @@ class Rows(NamedTuple):
         return sum(map(len, self.ids))
 
 
+def ragged(rng: np.random.Generator, vocabulary: int, count: int, typical: int) -> Rows:
+    """Return rows of lengths with a heavy tail; a fifth of each row is its prompt."""
+    lengths = np.clip(rng.lognormal(np.log(typical), 0.7, count), 20, 8 * typical).astype(int)
+    return rows_of(rng, vocabulary, lengths)
+
+
+def like(rng: np.random.Generator, vocabulary: int, count: int, typical: int) -> Rows:
+    """Return rows whose lengths are within a tenth of the typical one; a fifth of each row is its prompt."""
+    return rows_of(rng, vocabulary, (typical * rng.uniform(0.9, 1.1, count)).astype(int))
+
+
+def rows_of(rng: np.random.Generator, vocabulary: int, lengths: np.ndarray) -> Rows:
+    return Rows([rng.integers(0, vocabulary, length) for length in lengths], (lengths // 5).tolist())
+
+
 def grouped(rng: np.random.Generator, vocabulary: int, groups: int, prompt: int, response: int) -> Rows:
     """Responses of 0.7 to 1.3 times the typical length."""
     ids = []
