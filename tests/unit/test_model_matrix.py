@@ -50,7 +50,7 @@ def test_a_row_says_what_is_done_with_a_composite_model(tmp_path, monkeypatch):
         row["frozen"].startswith("`model.visual`: 21 tensors")
         and "passed on, MTP: 15 tensors" in row["frozen"]
     )
-    assert row["rows"].startswith("padded only: ") and row["embedded engine"].startswith("no: ")
+    assert row["rows"] == "packed, tree"
     assert row[SERVER_COLUMN] == NOT_RUN
     assert row["export"] == "same names and class, rest bit-equal"
 
