@@ -13,7 +13,7 @@ from tools.readability import bound_names
 ROOT = Path(__file__).resolve().parents[1] / "asyncrl"
 
 LEVELS = (
-    ("types", "user_cache", "values", "model_class"),
+    ("types", "user_cache", "values", "model_class", "attention_rules"),
     ("errors",),
     ("registry", "config", "shrunk"),
     ("algorithms", "buffer", "conversation"),

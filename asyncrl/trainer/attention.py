@@ -23,7 +23,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
-from asyncrl.shrunk import unknown_arguments
+from asyncrl.attention_rules import READ_ARGUMENTS, Reach, Scoring, unknown_arguments
 from asyncrl.trainer.prefix_tree import Forest
 from asyncrl.trainer.recompute import VISIBLE_OPTION
 from asyncrl.trainer.staging import to_device
@@ -90,7 +90,7 @@ class NodeKernel:
         self._batches_by_kind: dict[tuple[int | None, torch.dtype], tuple[list[NodeBatch], Tensor]] = {}
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
-        mask_kind = scoring.window, query.dtype
+        mask_kind = scoring.reach.window, query.dtype
         if mask_kind not in self._batches_by_kind:
             self._batches_by_kind[mask_kind] = _node_batches(self._forest, *mask_kind)
         batches, token_slots = self._batches_by_kind[mask_kind]
@@ -181,10 +181,11 @@ def _forest_attention(
 ) -> tuple[Tensor, None]:
     """Called by transformers; with `ranks`, for this rank's part of the sequence. Unknown arguments are
     recorded: to ignore them silently would change gradients by too little to be noticed."""
-    for name in (*unknown_arguments(other_arguments), *(["dropout"] if dropout else [])):
+    unread_rules = [name for name in sorted(READ_ARGUMENTS) if other_arguments.get(name) is not None]
+    for name in (*unknown_arguments(other_arguments), *unread_rules, *(["dropout"] if dropout else [])):
         forest.ignored_arguments.setdefault(name, module)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    scoring = Scoring(scale, sliding_window, softcap)
+    scoring = Scoring(scale, Reach(sliding_window), softcap)
 
     def attend(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:  # attention of some heads
         return forest.kernel.attend(queries, keys, values, scoring)
@@ -207,15 +208,6 @@ BLOCK_TOKENS = 128  # tokens of a block; keys that none of its queries sees are 
 LONG_SEQUENCE = 4096
 MAX_REPETITION = 1.25
 LENGTH_MULTIPLE = 512  # sequences are padded to a multiple, as cuDNN prepares a plan for each length
-
-
-class Scoring(NamedTuple):
-    """Says how a layer computes scores. `window`: how many tokens a token sees, including itself; `softcap`:
-    the bound of a tanh on scores. None: no window, no cap."""
-
-    scale: float
-    window: int | None = None
-    softcap: float | None = None
 
 
 class SequenceKernel:
@@ -247,7 +239,7 @@ class SequenceKernel:
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
         """Computes attention, see `AttentionKernel`."""
-        is_plain = scoring.window is None and scoring.softcap is None and query.dtype.itemsize == 2
+        is_plain = scoring.reach.window is None and scoring.softcap is None and query.dtype.itemsize == 2
         if not is_plain or not query.shape[-1] == value.shape[-1] <= 128:
             return self._fallback.attend(query, key, value, scoring)
         outputs = []
@@ -312,8 +304,8 @@ class FlexKernel:
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
         """Computes attention, see `AttentionKernel`."""
-        if scoring.window not in self._masks_by_window:
-            self._masks_by_window[scoring.window] = self.block_mask(scoring.window)
+        if scoring.reach.window not in self._masks_by_window:
+            self._masks_by_window[scoring.reach.window] = self.block_mask(scoring.reach.window)
         if scoring.softcap is not None and scoring.softcap not in self._softcaps:
             self._softcaps[scoring.softcap] = _softcap_function(query.new_tensor(scoring.softcap))
         output = _flex_attention(query.is_cuda)(
@@ -321,7 +313,7 @@ class FlexKernel:
             key[None],
             value[None],
             score_mod=None if scoring.softcap is None else self._softcaps[scoring.softcap],
-            block_mask=self._masks_by_window[scoring.window],
+            block_mask=self._masks_by_window[scoring.reach.window],
             scale=scoring.scale,
             enable_gqa=query.shape[0] != key.shape[0],
             kernel_options={"BACKEND": "TRITON"},  # the same kernel for short sequences

@@ -20,10 +20,11 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from asyncrl import shrunk
+from asyncrl.attention_rules import Reach, Scoring
 from asyncrl.config import ModelConfig
 from asyncrl.errors import ConfigError
 from asyncrl.trainer import attention, gradient_check, prefix_tree
-from asyncrl.trainer.attention import FlexKernel, NodeKernel, Scoring, SequenceKernel
+from asyncrl.trainer.attention import FlexKernel, NodeKernel, SequenceKernel
 from asyncrl.trainer.model import load_policy
 from asyncrl.trainer.packing import packing_for
 from asyncrl.trainer.prefix_tree import plant_forest
@@ -183,7 +184,7 @@ def test_attention_is_that_under_a_dense_mask(
     wanted = scores.masked_fill(~seen, -torch.inf).softmax(-1) @ value.repeat_interleave(2, 0)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention, "MAX_QUERIES", 7)
-        found = NodeKernel(forest).attend(query, key, value, Scoring(0.4, window, softcap))
+        found = NodeKernel(forest).attend(query, key, value, Scoring(0.4, Reach(window), softcap))
     assert torch.allclose(found, wanted.transpose(0, 1), atol=1e-12)
     kernel = FlexKernel(forest, torch.device("cpu"))
     at = torch.arange(size)
@@ -272,9 +273,9 @@ def test_flex_attention_with_the_mask_is_that_of_the_nodes() -> None:
     generator = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(heads, len(forest.ids), 16, generator=generator) for heads in (4, 2, 2))
     for window, softcap in ((None, None), (25, 2.0)):
-        wanted = NodeKernel(forest).attend(query, key, value, Scoring(0.4, window, softcap))
+        wanted = NodeKernel(forest).attend(query, key, value, Scoring(0.4, Reach(window), softcap))
         found = FlexKernel(forest, torch.device("cpu")).attend(
-            query, key, value, Scoring(0.4, window, softcap)
+            query, key, value, Scoring(0.4, Reach(window), softcap)
         )
         assert torch.allclose(found, wanted, atol=1e-5)
 
@@ -317,7 +318,7 @@ def test_rows_one_by_one_are_the_nodes_with_their_gradients(shared: bool) -> Non
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(other, "attend", lambda *_: "the other's")
         assert kernel.attend(*given, Scoring(0.4)) == "the other's"
-        assert kernel.attend(*(x.bfloat16() for x in given), Scoring(0.4, window=3)) == "the other's"
+        assert kernel.attend(*(x.bfloat16() for x in given), Scoring(0.4, Reach(3))) == "the other's"
 
 
 @pytest.mark.parametrize("window", [None, 3000])
@@ -328,7 +329,7 @@ def test_of_a_long_row_no_scores_are_kept_and_few_are_held(
     monkeypatch.setattr(attention, "MAX_QUERIES", 64)
     size = 2048
     kernel = NodeKernel(plant_forest([np.arange(size)], share_prefixes=False))
-    scoring = Scoring(0.4, window)
+    scoring = Scoring(0.4, Reach(window))
     kernel.attend(*(torch.randn(heads, size, 8) for heads in (4, 2, 2)), scoring)  # layers share the masks
     given = [torch.randn(heads, size, 8, requires_grad=True) for heads in (4, 2, 2)]
     with LiveBytes() as counted:
