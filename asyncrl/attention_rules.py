@@ -87,6 +87,11 @@ def unknown_arguments(arguments: Mapping[str, Any]) -> list[str]:
     )
 
 
+def scales_by_index(layer: nn.Module) -> bool:
+    """Return True for a layer that `queries_at_positions` corrects."""
+    return bool(getattr(layer, "attn_temperature_tuning", False)) and not getattr(layer, "use_rope", True)
+
+
 def queries_at_positions(layer: nn.Module, query: Tensor, indices: Tensor, positions: Tensor) -> Tensor:
     """Return `query` [..., N, d] scaled by each token's position in its sequence.
 
@@ -94,7 +99,7 @@ def queries_at_positions(layer: nn.Module, query: Tensor, indices: Tensor, posit
     token's index in its row for the position. Of N tokens: `indices` in the row that the layer saw, and
     `positions` in their sequences, [N]. Returns `query` itself where the layer does not scale.
     """
-    if not getattr(layer, "attn_temperature_tuning", False) or getattr(layer, "use_rope", True):
+    if not scales_by_index(layer):
         return query
 
     settings: Any = layer

@@ -188,7 +188,7 @@ def test_attention_is_that_under_a_dense_mask(
     assert torch.allclose(found, wanted.transpose(0, 1), atol=1e-12)
     kernel = FlexKernel(forest, torch.device("cpu"))
     at = torch.arange(size)
-    assert torch.equal(kernel.visible(window)(at, at, at[:, None], at), seen)
+    assert torch.equal(kernel.visible(Reach(window))(at, at, at[:, None], at), seen)
 
 
 @settings(deadline=None, max_examples=40)
@@ -200,9 +200,9 @@ def test_blocks_of_a_mask_are_those_that_some_query_sees(given: list[list[int]],
         patch.setattr(attention, "BLOCK_TOKENS", 8)
         forest = plant_forest([np.array(row) for row in given], share_prefixes=True)
         kernel = FlexKernel(forest, torch.device("cpu"))
-        found = kernel.block_mask(window)
+        found = kernel.block_mask(Reach(window))
         size = len(forest.ids)
-        wanted = create_block_mask(kernel.visible(window), None, None, size, size, "cpu", 8)
+        wanted = create_block_mask(kernel.visible(Reach(window)), None, None, size, size, "cpu", 8)
     assert found.shape == wanted.shape
     (some, whole), (all_some, all_whole) = (_blocks(found), _blocks(wanted))
     assert not (all_some & ~some).any() and not (whole & ~all_whole).any()
@@ -246,7 +246,7 @@ def test_a_kernel_captures_no_numbers() -> None:
     """torch 2.11 fails to compile a captured number of Python with dynamic shapes."""
     kernel = FlexKernel(plant_forest(rows(), share_prefixes=True), torch.device("cpu"))
     capped = attention._softcap_function(torch.tensor(2.0))
-    for function in (kernel.visible(None), kernel.visible(25), capped):
+    for function in (kernel.visible(Reach()), kernel.visible(Reach(25, 60)), capped):
         assert all(isinstance(cell.cell_contents, torch.Tensor) for cell in function.__closure__)
 
 
