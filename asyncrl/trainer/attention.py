@@ -91,7 +91,7 @@ class ForestAttention:
         return replace(self, device=device) if device != self.device else self
 
 
-Piece = tuple[np.ndarray, int]
+NodePiece = tuple[np.ndarray, int]
 """Successive tokens of a node: the indices of the keys that they may see, and how many of these, the last
 ones, are queries."""
 
@@ -130,7 +130,7 @@ class NodeKernel:
 
 def _node_batches(forest: Forest, reach: Reach, dtype: torch.dtype) -> tuple[list[NodeBatch], Tensor]:
     """Return the batches, and the slot of each token in their concatenated results."""
-    pieces_by_shape: dict[tuple[int, ...], list[Piece]] = {}
+    pieces_by_shape: dict[tuple[int, ...], list[NodePiece]] = {}
     for keys, query_count in _node_pieces(forest, reach):
         shape_bucket = query_count.bit_length(), len(keys).bit_length(), query_count == len(keys)
         pieces_by_shape.setdefault(
@@ -149,7 +149,7 @@ def _node_batches(forest: Forest, reach: Reach, dtype: torch.dtype) -> tuple[lis
     return batches, torch.from_numpy(token_slots)
 
 
-def _node_pieces(forest: Forest, reach: Reach) -> Iterator[Piece]:
+def _node_pieces(forest: Forest, reach: Reach) -> Iterator[NodePiece]:
     """Cut long nodes, so that few keys are computed that no query may see: where a chunk ends, and into
     pieces of MAX_QUERIES where queries see keys in front of their piece. The queries of a piece share a
     chunk."""
@@ -170,7 +170,7 @@ def _node_pieces(forest: Forest, reach: Reach) -> Iterator[Piece]:
             start = end
 
 
-def _node_batch(pieces: Sequence[Piece], window: int | None, dtype: torch.dtype) -> NodeBatch:
+def _node_batch(pieces: Sequence[NodePiece], window: int | None, dtype: torch.dtype) -> NodeBatch:
     keys = pad_sequence([torch.from_numpy(keys) for keys, _ in pieces], batch_first=True)
     queries = pad_sequence([torch.from_numpy(keys[-count:]) for keys, count in pieces], batch_first=True)
     is_windowed = window is not None and window < keys.shape[1]
