@@ -19,6 +19,8 @@ from torch import Tensor, nn
 # Arguments that `read_scoring` reads, and arguments that an attention function may ignore.
 READ_ARGUMENTS = {"scaling", "sliding_window", "softcap", "s_aux"}
 IGNORABLE_ARGUMENTS = {"position_ids", "use_cache", "cache_position", "is_causal"}
+# The setting of a configuration that limits the reach of a kind of layers, in tokens.
+REACH_SETTINGS = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
 
 
 class Reach(NamedTuple):
@@ -61,12 +63,13 @@ def read_scoring(layer: nn.Module, query: Tensor, arguments: Mapping[str, Any]) 
     scale = arguments.get("scaling")
     window = arguments.get("sliding_window")
     chunk = None
-    config: Any = getattr(layer, "config", None)
     layer_kind = _layer_kind(layer)
-    if layer_kind == "chunked_attention":
-        chunk = getattr(config, "attention_chunk_size", None)
-    if layer_kind == "sliding_attention" and "sliding_window" not in arguments:
-        window = getattr(config, "sliding_window", None)
+    if layer_kind in REACH_SETTINGS:
+        limit = getattr(layer.config, REACH_SETTINGS[layer_kind], None)
+        if layer_kind == "chunked_attention":
+            chunk = limit
+        elif "sliding_window" not in arguments:
+            window = limit
 
     return Scoring(
         query.shape[-1] ** -0.5 if scale is None else scale,
@@ -110,6 +113,19 @@ def queries_at_positions(layer: nn.Module, query: Tensor, indices: Tensor, posit
 
     correction = scale_at(positions) / scale_at(indices)
     return (query * correction[:, None]).to(query.dtype)
+
+
+def empty_reach(config: Any) -> str:
+    """Return the setting with which tokens of some layer see no key, not even themselves, for example
+    `sliding_window is 0`; '' if there is none. transformers computes such a layer without an error.
+    `config`: the configuration of a model's text part."""
+    layer_types = getattr(config, "layer_types", None)
+    for layer_kind, setting in REACH_SETTINGS.items():
+        limit = getattr(config, setting, None)
+        is_used = layer_kind in layer_types if layer_types else layer_kind == "sliding_attention"
+        if is_used and isinstance(limit, int) and limit < 1:
+            return f"{setting} is {limit}"
+    return ""
 
 
 def _layer_kind(layer: nn.Module) -> str | None:
