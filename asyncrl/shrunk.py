@@ -11,7 +11,7 @@ import copy
 import json
 import logging
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from itertools import accumulate, pairwise
 from math import gcd
@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassFieldValidationError
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from asyncrl.errors import lacks_memory, one_line
@@ -29,8 +29,6 @@ from asyncrl.user_cache import code_versions, keep_result, read_result
 logger = logging.getLogger(__name__)
 # Upper bound of the difference between log-probs of a float32 model, computed in two ways.
 LOGPROB_TOLERANCE = 1e-3
-# Arguments that an attention function may ignore.
-IGNORABLE_ARGUMENTS = {"position_ids", "use_cache", "cache_position", "is_causal", "seq_idx"}
 VOCABULARY_SIZE = 128  # token ids
 RESERVED_IDS = 8  # ids of special tokens are below this number, and are not sampled
 WINDOW_TOKENS = 8  # length of windows and chunks
@@ -46,17 +44,6 @@ TOWER_OUTPUT_KEYS = re.compile(r"^out|output|proj|text|lm_")  # where a vision t
 IGNORED_SETTINGS = ("_name_or_path", "transformers_version", "dtype")  # settings without influence on results
 # Numbers of layers to try for the copy.
 LAYER_COUNTS = (2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48)
-
-
-def unknown_arguments(arguments: Mapping[str, Any]) -> list[str]:
-    """Return the names of arguments that an attention function must not ignore: ignoring them may change
-    little."""
-    checked_arguments = {name: value for name, value in arguments.items() if name not in IGNORABLE_ARGUMENTS}
-    return sorted(
-        name
-        for name, value in checked_arguments.items()
-        if isinstance(value, Tensor) or value not in (None, False)
-    )
 
 
 def is_passing_error(error: Exception) -> bool:

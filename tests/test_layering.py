@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[1] / "asyncrl"
 
 LEVELS = (
     ("layer_kernels",),
-    ("types", "user_cache", "values", "model_class", "state_layers"),
+    ("types", "user_cache", "values", "model_class", "attention_rules", "state_layers"),
     ("errors",),
     ("registry", "config", "shrunk"),
     ("algorithms", "buffer", "conversation"),

@@ -4,11 +4,13 @@ itself.
 The function is registered with transformers as FOREST_ATTENTION; a forward must pass a `forest`. On a CPU
 nodes are computed separately, short nodes in batches. On a GPU torch's flex attention gets a single mask; but
 sequences that are long and share little are computed one by one, which is faster.
+
+What a layer asks for (windows, chunks, caps, sinks) is read by attention_rules.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from typing import Any, NamedTuple, Protocol
@@ -16,14 +18,23 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import sdpa_mask
 
-from asyncrl.shrunk import unknown_arguments
+from asyncrl.attention_rules import (
+    Reach,
+    Scoring,
+    queries_at_positions,
+    read_scoring,
+    scales_by_index,
+    unknown_arguments,
+)
 from asyncrl.state_layers import Convolve, Recurrence, StateLayout, hand_over_state_layers
 from asyncrl.trainer.forest_states import ForestStates
 from asyncrl.trainer.prefix_tree import Forest
@@ -33,7 +44,7 @@ from asyncrl.trainer.world import SequenceRanks
 
 FOREST_ATTENTION = "asyncrl_forest"
 CPU = torch.device("cpu")
-MAX_QUERIES = 256  # tokens of a chunk: longer nodes are cut, so that fewer invisible keys are computed
+MAX_QUERIES = 256  # tokens of a piece: longer nodes are cut, so that fewer invisible keys are computed
 
 
 class AttentionKernel(Protocol):
@@ -77,16 +88,29 @@ class ForestAttention(StateLayout):
     def recur(self, recurrence: Recurrence) -> Tensor:
         return self.states.recur(recurrence)
 
+    @cached_property
+    def longest_sequence(self) -> int:
+        """Return the length of the longest sequence, in tokens."""
+        return max(map(len, self.forest.paths))
+
+    def rescaled_queries(self, layer: nn.Module, queries: Tensor, part_width: int) -> Tensor:
+        """Return queries [heads, T, d] that `layer` has scaled by indices in a part of the row, scaled by
+        positions instead. `part_width`: the tokens of a part."""
+        indices = torch.arange(len(self.forest.ids), device=queries.device) % part_width
+        (positions,) = to_device([torch.from_numpy(self.forest.positions)], queries.device)
+        return queries_at_positions(layer, queries, indices, positions)
+
     def to(self, device: torch.device) -> ForestAttention:
         return replace(self, device=device) if device != self.device else self
 
 
-Chunk = tuple[np.ndarray, int]
-"""Successive tokens of a node: the indices of all keys, and how many of them, the last ones, are queries."""
+NodePiece = tuple[np.ndarray, int]
+"""Successive tokens of a node: the indices of the keys that they may see, and how many of these, the last
+ones, are queries."""
 
 
 class NodeBatch(NamedTuple):
-    """Holds n chunks. `queries` [n, q] and `keys` [n, k] are indices of tokens, padded with 0. `mask` [1, n,
+    """Holds n pieces. `queries` [n, q] and `keys` [n, k] are indices of tokens, padded with 0. `mask` [1, n,
     q, k] is added to scores; None: each query sees all keys up to its own position."""
 
     queries: Tensor
@@ -100,10 +124,10 @@ class NodeKernel:
 
     def __init__(self, forest: Forest) -> None:
         self._forest = forest
-        self._batches_by_kind: dict[tuple[int | None, torch.dtype], tuple[list[NodeBatch], Tensor]] = {}
+        self._batches_by_kind: dict[tuple[Reach, torch.dtype], tuple[list[NodeBatch], Tensor]] = {}
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
-        mask_kind = scoring.window, query.dtype
+        mask_kind = scoring.reach, query.dtype
         if mask_kind not in self._batches_by_kind:
             self._batches_by_kind[mask_kind] = _node_batches(self._forest, *mask_kind)
         batches, token_slots = self._batches_by_kind[mask_kind]
@@ -117,44 +141,60 @@ class NodeKernel:
         return torch.cat(outputs, dim=1)[:, token_slots].transpose(0, 1)
 
 
-def _node_batches(forest: Forest, window: int | None, dtype: torch.dtype) -> tuple[list[NodeBatch], Tensor]:
-    """Return the batches, and the slot of each token in their concatenated results. Long nodes with ancestors
-    are cut into chunks of MAX_QUERIES, so that few keys are computed that no query may see."""
-    chunks_by_shape: dict[tuple[int, ...], list[Chunk]] = {}
-    for node_path, node_size in zip(forest.paths, forest.sizes, strict=True):
-        chunk_tokens = node_size if len(node_path) == node_size and window is None else MAX_QUERIES
-        for start in range(len(node_path) - node_size, len(node_path), chunk_tokens):
-            keys = node_path[: start + chunk_tokens]
-            query_count = len(keys) - start
-            shape_bucket = query_count.bit_length(), len(keys).bit_length(), query_count == len(keys)
-            chunks_by_shape.setdefault(
-                shape_bucket if len(keys) <= MAX_QUERIES else (len(chunks_by_shape),), []
-            ).append((keys, query_count))
+def _node_batches(forest: Forest, reach: Reach, dtype: torch.dtype) -> tuple[list[NodeBatch], Tensor]:
+    """Return the batches, and the slot of each token in their concatenated results."""
+    pieces_by_shape: dict[tuple[int, ...], list[NodePiece]] = {}
+    for keys, query_count in _node_pieces(forest, reach):
+        shape_bucket = query_count.bit_length(), len(keys).bit_length(), query_count == len(keys)
+        pieces_by_shape.setdefault(
+            shape_bucket if len(keys) <= MAX_QUERIES else (len(pieces_by_shape),), []
+        ).append((keys, query_count))
 
     token_slots = np.empty(len(forest.ids), dtype=np.int64)
     offset = 0
-    for chunks in chunks_by_shape.values():
-        most_queries = max(count for _, count in chunks)
-        for keys, query_count in chunks:
+    for pieces in pieces_by_shape.values():
+        most_queries = max(count for _, count in pieces)
+        for keys, query_count in pieces:
             token_slots[keys[-query_count:]] = np.arange(offset, offset + query_count)
             offset += most_queries
 
-    return [_node_batch(chunks, window, dtype) for chunks in chunks_by_shape.values()], torch.from_numpy(
-        token_slots
-    )
+    batches = [_node_batch(pieces, reach.window, dtype) for pieces in pieces_by_shape.values()]
+    return batches, torch.from_numpy(token_slots)
 
 
-def _node_batch(chunks: Sequence[Chunk], window: int | None, dtype: torch.dtype) -> NodeBatch:
-    keys = pad_sequence([torch.from_numpy(keys) for keys, _ in chunks], batch_first=True)
-    queries = pad_sequence([torch.from_numpy(keys[-count:]) for keys, count in chunks], batch_first=True)
-    if window is None and all(count == len(keys) for keys, count in chunks):  # padding comes last
+def _node_pieces(forest: Forest, reach: Reach) -> Iterator[NodePiece]:
+    """Cut long nodes, so that few keys are computed that no query may see: where a chunk ends, and into
+    pieces of MAX_QUERIES where queries see keys in front of their piece. The queries of a piece share a
+    chunk."""
+    first_visible = reach.first_visible(torch.arange(max(map(len, forest.paths)))).tolist()
+    for node_path, node_size in zip(forest.paths, forest.sizes, strict=True):
+        path_length = len(node_path)
+        start = path_length - node_size
+
+        while start < path_length:
+            first_key = first_visible[start]
+            end = path_length
+            if reach.chunk is not None:
+                end = min(end, start - start % reach.chunk + reach.chunk)
+            if first_key < start or reach.window is not None:
+                end = min(end, start + MAX_QUERIES)
+
+            yield node_path[first_key:end], end - start
+            start = end
+
+
+def _node_batch(pieces: Sequence[NodePiece], window: int | None, dtype: torch.dtype) -> NodeBatch:
+    keys = pad_sequence([torch.from_numpy(keys) for keys, _ in pieces], batch_first=True)
+    queries = pad_sequence([torch.from_numpy(keys[-count:]) for keys, count in pieces], batch_first=True)
+    is_windowed = window is not None and window < keys.shape[1]
+    if not is_windowed and all(count == len(keys) for keys, count in pieces):  # padding comes last
         return NodeBatch(queries, keys, None)
 
     # Padding sees what the last query sees: a row of scores without a key would be NaN.
-    first_position = torch.tensor([[len(keys) - count] for keys, count in chunks])
-    last_position = torch.tensor([[len(keys) - 1] for keys, _ in chunks])
-    query_position = (first_position + torch.arange(queries.shape[1])).minimum(last_position)
-    distance = query_position[:, :, None] - torch.arange(keys.shape[1])
+    first_index = torch.tensor([[len(keys) - count] for keys, count in pieces])
+    last_index = torch.tensor([[len(keys) - 1] for keys, _ in pieces])
+    query_index = (first_index + torch.arange(queries.shape[1])).minimum(last_index)
+    distance = query_index[:, :, None] - torch.arange(keys.shape[1])
     is_hidden = distance < 0 if window is None else (distance < 0) | (distance >= window)
     mask = torch.zeros(is_hidden.shape, dtype=dtype).masked_fill(is_hidden, -torch.inf)
 
@@ -162,19 +202,89 @@ def _node_batch(chunks: Sequence[Chunk], window: int | None, dtype: torch.dtype)
 
 
 def _attend_batch(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scoring: Scoring) -> Tensor:
-    """Attend from query [heads, n, q, d] to key and value [kv_heads, n, k, d]; returns [heads, n, q, d]."""
+    """Attend from query [heads, n, q, d] to key and value [kv_heads, n, k, d]; returns [heads, n, q, d]. The
+    size of values may be another d."""
     if len(query) != len(key):
         key, value = (x.repeat_interleave(len(query) // len(x), dim=0) for x in (key, value))
 
-    if scoring.softcap is None:
+    if scoring.softcap is not None:
+        return _capped_attention(query, key, value, mask, scoring, scoring.softcap)
+
+    if scoring.sinks is None:
         return nn.functional.scaled_dot_product_attention(
             query, key, value, mask, is_causal=mask is None, scale=scoring.scale
         )
 
+    value_size = value.shape[-1]
+    value = pad(value, (0, query.shape[-1] - value_size))  # the operator computes heads of a single size
+    output: Tensor = _SinkAttention.apply(query, key, value, mask, scoring.sinks, scoring.scale)
+    return output[..., :value_size]
+
+
+def _capped_attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scoring: Scoring, softcap: float
+) -> Tensor:
+    """Attend with capped scores, of which the whole matrix is held, see `_attend_batch`."""
     if mask is None:
         mask = torch.full((query.shape[2],) * 2, -torch.inf, dtype=query.dtype).triu(1)
-    scores = scoring.softcap * (query @ key.transpose(-1, -2) * scoring.scale / scoring.softcap).tanh() + mask
+    scores = softcap * (query @ key.transpose(-1, -2) * scoring.scale / softcap).tanh() + mask
+    if scoring.sinks is not None:  # a key behind the others, whose value is zero
+        sink_scores = scoring.sinks[:, None, None, None].expand(*scores.shape[:-1], 1)
+        scores = torch.cat([scores, sink_scores], dim=-1)
+        value = pad(value, (0, 0, 0, 1))
     return scores.softmax(-1, torch.promote_types(scores.dtype, torch.float32)).to(value.dtype) @ value
+
+
+class _SinkAttention(Function):
+    """Computes attention with sinks on a CPU, by torch's operator for attention without sinks.
+
+    A sink is one more key whose value is zero: it only adds to the sum of exponentials. So the output shrinks
+    by the sink's part of that sum, and the operator's backward, which reads output and log-sum-exp, is right
+    for the shrunken output and the larger log-sum-exp. Autograd alone would be wrong without an error: torch
+    has no derivative of the operator's log-sum-exp.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sinks: Tensor, scale: float
+    ) -> Tensor:
+        plain_output, plain_logsumexp = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            query, key, value, is_causal=mask is None, attn_mask=mask, scale=scale
+        )
+        sink_scores = sinks[:, None, None]
+        output = _shrunken_output(plain_output, plain_logsumexp, sink_scores)
+        logsumexp = torch.logaddexp(plain_logsumexp, sink_scores)
+
+        ctx.save_for_backward(query, key, value, mask, sinks, output, logsumexp)
+        ctx.scale = scale
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, mask, sinks, output, logsumexp = ctx.saved_tensors
+        input_gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            gradient,
+            query,
+            key,
+            value,
+            output,
+            logsumexp,
+            dropout_p=0.0,
+            is_causal=mask is None,
+            attn_mask=mask,
+            scale=ctx.scale,
+        )
+        sink_weights = (sinks[:, None, None] - logsumexp).exp()
+        sink_gradients = -(sink_weights * (gradient * output).sum(-1)).sum((1, 2)).to(sinks.dtype)
+
+        return *input_gradients, None, sink_gradients, None
+
+
+def _shrunken_output(output: Tensor, logsumexp: Tensor, sink_scores: Tensor) -> Tensor:
+    """Return the output [..., T, d] of attention after sinks have joined the softmax of its scores, whose
+    `logsumexp` is [..., T]. `sink_scores` are broadcast to that shape."""
+    return (output * (logsumexp - sink_scores).sigmoid()[..., None]).to(output.dtype)
 
 
 def _forest_attention(
@@ -183,23 +293,23 @@ def _forest_attention(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
     *,
     forest: ForestAttention,
     ranks: SequenceRanks | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    **other_arguments: Any,
+    **arguments: Any,
 ) -> tuple[Tensor, None]:
     """Called by transformers; with `ranks`, for this rank's part of the sequence. Unknown arguments are
     recorded: to ignore them silently would change gradients by too little to be noticed."""
-    for name in (*unknown_arguments(other_arguments), *(["dropout"] if dropout else [])):
+    for name in unknown_arguments(arguments):
         forest.ignored_arguments.setdefault(name, module)
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    scoring = Scoring(scale, sliding_window, softcap)
+    scoring = read_scoring(module, query, arguments)
+    scoring = scoring._replace(reach=scoring.reach.within(forest.longest_sequence))
+    if ranks is not None and scoring.sinks is not None:  # of the heads that this rank computes
+        scoring = scoring._replace(sinks=scoring.sinks.chunk(ranks.count)[ranks.index])
 
     def attend(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:  # attention of some heads
+        if scales_by_index(module):
+            queries = forest.rescaled_queries(module, queries, part_width=query.shape[2])
         return forest.kernel.attend(queries, keys, values, scoring)
 
     if ranks is None:
@@ -229,19 +339,10 @@ MAX_REPETITION = 1.25
 LENGTH_MULTIPLE = 512  # sequences are padded to a multiple, as cuDNN prepares a plan for each length
 
 
-class Scoring(NamedTuple):
-    """Says how a layer computes scores. `window`: how many tokens a token sees, including itself; `softcap`:
-    the bound of a tanh on scores. None: no window, no cap."""
-
-    scale: float
-    window: int | None = None
-    softcap: float | None = None
-
-
 class SequenceKernel:
     """Computes attention of long sequences that share little, on a GPU: torch's causal attention of each
     whole sequence, by cuDNN, which is about 1.8 times as fast as flex attention on Hopper. `fallback`
-    computes the rest: windows, caps, float32, and head sizes that cuDNN does not support."""
+    computes the rest: windows, chunks, caps, sinks, float32, and head sizes that cuDNN does not support."""
 
     def __init__(self, forest: Forest, device: torch.device, fallback: AttentionKernel) -> None:
         self._fallback = fallback
@@ -267,8 +368,8 @@ class SequenceKernel:
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
         """Computes attention, see `AttentionKernel`."""
-        is_plain = scoring.window is None and scoring.softcap is None and query.dtype.itemsize == 2
-        if not is_plain or not query.shape[-1] == value.shape[-1] <= 128:
+        is_plain = scoring.reach == Reach() and scoring.softcap is None and scoring.sinks is None
+        if not is_plain or query.dtype.itemsize != 2 or not query.shape[-1] == value.shape[-1] <= 128:
             return self._fallback.attend(query, key, value, scoring)
         outputs = []
         ordered = (x if self._token_order is None else x[:, self._token_order] for x in (query, key, value))
@@ -309,10 +410,10 @@ class FlexKernel:
         self.subtree_end, self.position = to_device(
             [torch.from_numpy(subtree_end), torch.from_numpy(position)], device
         )
-        self._masks_by_window: dict[int | None, BlockMask] = {}
+        self._masks_by_reach: dict[Reach, BlockMask] = {}
         self._softcaps: dict[float, Callable[..., Tensor]] = {}
 
-    def visible(self, window: int | None) -> MaskMod:
+    def visible(self, reach: Reach) -> MaskMod:
         """Return a predicate that is true where the token at index q sees the token at index k; any
         shapes."""
         subtree_end = self.subtree_end
@@ -321,60 +422,70 @@ class FlexKernel:
         def sees(batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
             return (k <= q) & (q < subtree_end[k])
 
-        if window is None:
+        if reach == Reach():
             return sees
-        window_size = torch.tensor(window, device=subtree_end.device)
+        first_visible = reach.first_visible(position)
 
         def sees_nearby(batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
-            return (k <= q) & (q < subtree_end[k]) & (position[q] - position[k] < window_size)
+            return (k <= q) & (q < subtree_end[k]) & (position[k] >= first_visible[q])
 
         return sees_nearby
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
         """Computes attention, see `AttentionKernel`."""
-        if scoring.window not in self._masks_by_window:
-            self._masks_by_window[scoring.window] = self.block_mask(scoring.window)
+        if scoring.reach not in self._masks_by_reach:
+            self._masks_by_reach[scoring.reach] = self.block_mask(scoring.reach)
         if scoring.softcap is not None and scoring.softcap not in self._softcaps:
             self._softcaps[scoring.softcap] = _softcap_function(query.new_tensor(scoring.softcap))
-        output = _flex_attention(query.is_cuda)(
+
+        result = _flex_attention(query.is_cuda)(
             query[None],
             key[None],
             value[None],
             score_mod=None if scoring.softcap is None else self._softcaps[scoring.softcap],
-            block_mask=self._masks_by_window[scoring.window],
+            block_mask=self._masks_by_reach[scoring.reach],
             scale=scoring.scale,
             enable_gqa=query.shape[0] != key.shape[0],
             kernel_options={"BACKEND": "TRITON"},  # the same kernel for short sequences
+            return_aux=None if scoring.sinks is None else AuxRequest(lse=True),
         )
+        if scoring.sinks is None:
+            output = result
+        else:
+            plain_output, auxiliary = result
+            output = _shrunken_output(plain_output, auxiliary.lse, scoring.sinks[:, None])
         return output[0].transpose(0, 1)
 
-    def block_mask(self, window: int | None) -> BlockMask:
+    def block_mask(self, reach: Reach) -> BlockMask:
         """Find the blocks of keys that a block of queries sees partly, and the blocks that all its queries
-        see fully, from the extremes of both blocks. With a window, some invisible blocks count as partly
-        seen."""
+        see fully, from the extremes of both blocks. With a limited reach, some invisible blocks count as
+        partly seen."""
         token_count = len(self.subtree_end)
         first_token = torch.arange(
             0, token_count, BLOCK_TOKENS, dtype=torch.int32, device=self.subtree_end.device
         )
         last_token = first_token + BLOCK_TOKENS - 1
         padding = -token_count % BLOCK_TOKENS
-        subtree_ends, positions = (
-            pad(x, (0, padding), value=token_count).view(-1, BLOCK_TOKENS)
-            for x in (self.subtree_end, self.position)
-        )
 
+        def in_blocks(values: Tensor, padding_value: int) -> Tensor:
+            return pad(values, (0, padding), value=padding_value).view(-1, BLOCK_TOKENS)
+
+        subtree_ends = in_blocks(self.subtree_end, token_count)
         partly_visible = (first_token <= first_token[:, None]) & (subtree_ends.amax(1) > first_token[:, None])
         fully_visible = (first_token < first_token[:, None]) & (subtree_ends.amin(1) > last_token[:, None])
-        if window is not None:
-            lowest_position = positions.amin(1)
-            highest_position = pad(self.position, (0, padding)).view(-1, BLOCK_TOKENS).amax(1)
-            partly_visible &= lowest_position[:, None] - highest_position < window
-            fully_visible &= highest_position[:, None] - lowest_position < window
+        if reach != Reach():
+            first_visible = reach.first_visible(self.position)
+            lowest_position = in_blocks(self.position, token_count).amin(1)
+            highest_position = in_blocks(self.position, 0).amax(1)
+            lowest_visible = in_blocks(first_visible, token_count).amin(1)
+            highest_visible = in_blocks(first_visible, 0).amax(1)
+            partly_visible &= highest_position >= lowest_visible[:, None]
+            fully_visible &= lowest_position >= highest_visible[:, None]
 
         return BlockMask.from_kv_blocks(
             *_block_lists(partly_visible & ~fully_visible),
             *_block_lists(fully_visible),
-            mask_mod=self.visible(window),
+            mask_mod=self.visible(reach),
             BLOCK_SIZE=BLOCK_TOKENS,
             seq_lengths=(token_count, token_count),
         )
@@ -406,8 +517,8 @@ def compiled_once(function: Callable[..., Any], *, keeps_outputs: bool = False) 
     from torch._dynamo import config  # a slow import, which only a GPU needs
     from torch._inductor import config as inductor
 
-    # Attention has variants by types, windows, caps, numbers of heads, one block and no gradient, scores by
-    # types and what is asked: after 8 of them torch would go on without compiling.
+    # Attention has variants by types, reaches, caps, sinks, numbers of heads, one block and no gradient,
+    # scores by types and what is asked: after 8 of them torch would go on without compiling.
     config.recompile_limit = max(config.recompile_limit, 64)
     options: Any = {VISIBLE_OPTION: True} if keeps_outputs and hasattr(inductor, VISIBLE_OPTION) else None
     return torch.compile(function, dynamic=True, options=options)

@@ -176,7 +176,8 @@ def compare_checkpoint(path: str, label: str, role: ModelRole) -> CheckpointMatc
 
     model_config = read_json(Path(path) / "config.json")
     tensor_table = sorted((name, *tensor[:3]) for name, tensor in tensors.items())
-    source_files = ("checkpoint_match.py", "names.py", "model_files.py", "../model_class.py")
+    source_files = [f"{module}.py" for module in ("checkpoint_match", "names", "model_files")]
+    source_files += ["../model_class.py", "../attention_rules.py"]
     source_code = [(Path(__file__).parent / file).read_text() for file in source_files]
     match_inputs = (source_code, version("transformers"), role, model_config, tensor_table)
     digest = hashlib.sha256(msgspec.json.encode(match_inputs, order="sorted")).hexdigest()
@@ -272,6 +273,7 @@ def check_finite(tensor: Any, name: str, label: str) -> None:
 def _compare(path: str, label: str, role: ModelRole, tensors: dict[str, StoredTensor]) -> CheckpointMatch:
     import torch
 
+    from asyncrl.attention_rules import empty_reach
     from asyncrl.model_class import auto_class_of, frozen_parts, model_class_for, read_config
     from asyncrl.weights.adapters import linear_layers
     from asyncrl.weights.names import file_pieces, model_names, sort_tensors
@@ -286,6 +288,12 @@ def _compare(path: str, label: str, role: ModelRole, tensors: dict[str, StoredTe
         text = f"{label}: transformers cannot build its model ({reason})"
         advice = "correct config.json, or install a version of transformers that supports it"
         raise UnknownModelError(f"{text}; {advice}") from error
+
+    if reach_problem := empty_reach(config.get_text_config()):
+        raise ConfigError(
+            f"{label}: config.json: {reach_problem}, so no token would see a key; set it to the number of "
+            "tokens that the model was trained with"
+        )
 
     model_class = type(model).__name__
     meta_tensors = {name: torch.empty(tensor.shape, device="meta") for name, tensor in tensors.items()}

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig
 
 from asyncrl import shrunk, user_cache
@@ -16,7 +15,7 @@ from asyncrl.engines.torch.check import decoding_problem
 from asyncrl.engines.torch.engine import build
 from asyncrl.errors import ConfigError
 from asyncrl.model_class import text_part
-from asyncrl.shrunk import cached_findings, narrowed_config, unknown_arguments
+from asyncrl.shrunk import cached_findings, narrowed_config
 from asyncrl.trainer.model import architecture_problems
 
 pytestmark = pytest.mark.slow
@@ -219,17 +218,6 @@ def test_without_a_copy_or_a_cache_a_start_goes_on(
     with caplog.at_level(logging.WARNING):
         assert cached_findings(default("blt"), "test", lambda model: {}) is None
     assert "BltConfig is not checked on a small copy" in caplog.text
-
-
-def test_arguments_that_are_off_may_be_ignored() -> None:
-    given = {
-        "dropout": 0.0,
-        "output_attentions": False,
-        "use_cache": True,
-        "window": 4,
-        "sinks": torch.zeros(1),
-    }
-    assert unknown_arguments(given) == ["sinks", "window"]
 
 
 def test_the_embedded_engine_refuses_by_name_what_it_would_compute_otherwise(tmp_path: Path) -> None:

@@ -19,8 +19,8 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from asyncrl.attention_rules import READ_ARGUMENTS, unknown_arguments
 from asyncrl.errors import ConfigError
-from asyncrl.shrunk import unknown_arguments
 from asyncrl.weights.adapters import Adapters
 
 ATTENTION = "asyncrl_slots"
@@ -238,7 +238,8 @@ def _attention(
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
 
     if isinstance(slots, _Probe):
-        refused_arguments = unknown_arguments(kwargs)
+        unserved_rules = [name for name in sorted(READ_ARGUMENTS) if kwargs.get(name) is not None]
+        refused_arguments = unknown_arguments(kwargs) + unserved_rules
         if refused_arguments:
             raise ConfigError(
                 f"the embedded engine has no {', '.join(refused_arguments)} attention; use another engine"

@@ -20,10 +20,11 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from asyncrl import shrunk
+from asyncrl.attention_rules import Reach, Scoring
 from asyncrl.config import ModelConfig
 from asyncrl.errors import ConfigError
 from asyncrl.trainer import attention, gradient_check, prefix_tree
-from asyncrl.trainer.attention import FlexKernel, NodeKernel, Scoring, SequenceKernel
+from asyncrl.trainer.attention import FlexKernel, NodeKernel, SequenceKernel
 from asyncrl.trainer.model import load_policy
 from asyncrl.trainer.packing import packing_for
 from asyncrl.trainer.prefix_tree import plant_forest
@@ -159,53 +160,74 @@ def test_what_is_shared_is_computed_once(tmp_path: Path) -> None:
 few_rows = st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=40), min_size=1, max_size=8)
 
 
+windows = st.sampled_from([None, 1, 3, 25])
+chunks = st.sampled_from([None, 1, 4, 9])
+
+
 @settings(deadline=None, max_examples=40)
-@given(few_rows, st.sampled_from([None, 1, 3, 25]), st.sampled_from([None, 2.0]))
+@given(few_rows, windows, chunks, st.sampled_from([None, 2.0]), st.booleans())
 def test_attention_is_that_under_a_dense_mask(
-    given: list[list[int]], window: int | None, softcap: float | None
+    given: list[list[int]], window: int | None, chunk: int | None, softcap: float | None, has_sinks: bool
 ) -> None:
-    """Whatever the forest: ancestors and itself, windows by position, pieces of long nodes."""
+    """Whatever the forest: ancestors and itself, windows and chunks by position, pieces of long nodes; with
+    the gradients of queries, keys, values and sinks."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(prefix_tree, "LEAST_SHARED", 1)
         forest = plant_forest([np.array(row) for row in given], share_prefixes=True)
     size = len(forest.ids)
     generator = torch.Generator().manual_seed(size)
-    query, key, value = (
-        torch.randn(heads, size, 6, dtype=torch.float64, generator=generator) for heads in (4, 2, 2)
+    query, key, value, sinks, weight = (
+        torch.randn(shape, dtype=torch.float64, generator=generator).requires_grad_()
+        for shape in ((4, size, 6), (2, size, 6), (2, size, 6), (4,), (size, 4, 6))
     )
+    inputs = (query, key, value, sinks) if has_sinks else (query, key, value)
     seen = torch.zeros(size, size, dtype=torch.bool)
     for path in forest.paths:
         for place, token in enumerate(path):
             first = 0 if window is None else max(0, place + 1 - window)
+            first = first if chunk is None else max(first, place // chunk * chunk)
             seen[token, path[first : place + 1]] = True
     scores = 0.4 * query @ key.repeat_interleave(2, 0).transpose(1, 2)
     scores = scores if softcap is None else softcap * (scores / softcap).tanh()
-    wanted = scores.masked_fill(~seen, -torch.inf).softmax(-1) @ value.repeat_interleave(2, 0)
+    sink_scores = sinks[:, None, None].expand(-1, size, 1) if has_sinks else scores[..., :0]
+    weights = torch.cat([scores.masked_fill(~seen, -torch.inf), sink_scores], -1).softmax(-1)
+    wanted = (weights[..., :size] @ value.repeat_interleave(2, 0)).transpose(0, 1)
+
+    reach = Reach(window, chunk)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention, "MAX_QUERIES", 7)
-        found = NodeKernel(forest).attend(query, key, value, Scoring(0.4, window, softcap))
-    assert torch.allclose(found, wanted.transpose(0, 1), atol=1e-12)
-    kernel = FlexKernel(forest, torch.device("cpu"))
+        scoring = Scoring(0.4, reach, softcap, sinks if has_sinks else None)
+        found = NodeKernel(forest).attend(query, key, value, scoring)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
+    for found_gradient, gradient in zip(
+        *(torch.autograd.grad((output * weight).sum(), inputs) for output in (found, wanted)), strict=True
+    ):
+        torch.testing.assert_close(found_gradient, gradient, rtol=0, atol=1e-11)
+
     at = torch.arange(size)
-    assert torch.equal(kernel.visible(window)(at, at, at[:, None], at), seen)
+    assert torch.equal(FlexKernel(forest, attention.CPU).visible(reach)(at, at, at[:, None], at), seen)
 
 
 @settings(deadline=None, max_examples=40)
-@given(few_rows, st.sampled_from([None, 1, 3, 25]))
-def test_blocks_of_a_mask_are_those_that_some_query_sees(given: list[list[int]], window: int | None) -> None:
-    """With a window some that none sees may be among them; blocks taken as whole are whole in any case."""
+@given(few_rows, windows, chunks)
+def test_blocks_of_a_mask_are_those_that_some_query_sees(
+    given: list[list[int]], window: int | None, chunk: int | None
+) -> None:
+    """With a limited reach some that none sees may be among them; blocks taken as whole are whole in any
+    case."""
+    reach = Reach(window, chunk)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(prefix_tree, "LEAST_SHARED", 1)
         patch.setattr(attention, "BLOCK_TOKENS", 8)
         forest = plant_forest([np.array(row) for row in given], share_prefixes=True)
         kernel = FlexKernel(forest, torch.device("cpu"))
-        found = kernel.block_mask(window)
+        found = kernel.block_mask(reach)
         size = len(forest.ids)
-        wanted = create_block_mask(kernel.visible(window), None, None, size, size, "cpu", 8)
+        wanted = create_block_mask(kernel.visible(reach), None, None, size, size, "cpu", 8)
     assert found.shape == wanted.shape
     (some, whole), (all_some, all_whole) = (_blocks(found), _blocks(wanted))
     assert not (all_some & ~some).any() and not (whole & ~all_whole).any()
-    assert window is not None or (torch.equal(some, all_some) and torch.equal(whole, all_whole))
+    assert reach != Reach() or (torch.equal(some, all_some) and torch.equal(whole, all_whole))
 
 
 def _blocks(mask: BlockMask) -> tuple[torch.Tensor, torch.Tensor]:
@@ -245,7 +267,7 @@ def test_a_kernel_captures_no_numbers() -> None:
     """torch 2.11 fails to compile a captured number of Python with dynamic shapes."""
     kernel = FlexKernel(plant_forest(rows(), share_prefixes=True), torch.device("cpu"))
     capped = attention._softcap_function(torch.tensor(2.0))
-    for function in (kernel.visible(None), kernel.visible(25), capped):
+    for function in (kernel.visible(Reach()), kernel.visible(Reach(25, 60)), capped):
         assert all(isinstance(cell.cell_contents, torch.Tensor) for cell in function.__closure__)
 
 
@@ -266,17 +288,33 @@ def test_flex_attention_is_compiled_for_more_kinds_than_torch_allows_a_function(
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-def test_flex_attention_with_the_mask_is_that_of_the_nodes() -> None:
-    """Forward only, and not compiled: on a CPU flex attention has no backward."""
+@pytest.mark.parametrize(
+    ("reach", "softcap"), [(Reach(), None), (Reach(25), 2.0), (Reach(chunk=16), None), (Reach(7, 16), None)]
+)
+@pytest.mark.parametrize("has_sinks", [False, True])
+def test_flex_attention_with_the_mask_is_that_of_the_nodes(
+    reach: Reach, softcap: float | None, has_sinks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not compiled: a matrix of scores, whose backward torch has on a CPU, too, but does not offer."""
+    monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *_: None)
     forest = plant_forest(rows(), share_prefixes=True)
+    size = len(forest.ids)
     generator = torch.Generator().manual_seed(0)
-    query, key, value = (torch.randn(heads, len(forest.ids), 16, generator=generator) for heads in (4, 2, 2))
-    for window, softcap in ((None, None), (25, 2.0)):
-        wanted = NodeKernel(forest).attend(query, key, value, Scoring(0.4, window, softcap))
-        found = FlexKernel(forest, torch.device("cpu")).attend(
-            query, key, value, Scoring(0.4, window, softcap)
-        )
-        assert torch.allclose(found, wanted, atol=1e-5)
+    query, key, value, sinks, weight = (
+        torch.randn(shape, dtype=torch.float64, generator=generator).requires_grad_()
+        for shape in ((4, size, 16), (2, size, 16), (2, size, 16), (4,), (size, 4, 16))
+    )
+    inputs = (query, key, value, sinks) if has_sinks else (query, key, value)
+    scoring = Scoring(0.4, reach, softcap, sinks if has_sinks else None)
+    wanted, found = (
+        kernel.attend(query, key, value, scoring)
+        for kernel in (NodeKernel(forest), FlexKernel(forest, attention.CPU))
+    )
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
+    for found_gradient, gradient in zip(
+        *(torch.autograd.grad((output * weight).sum(), inputs) for output in (found, wanted)), strict=True
+    ):
+        torch.testing.assert_close(found_gradient, gradient, rtol=0, atol=1e-11)
 
 
 class Counted(TorchDispatchMode):
@@ -317,7 +355,8 @@ def test_rows_one_by_one_are_the_nodes_with_their_gradients(shared: bool) -> Non
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(other, "attend", lambda *_: "the other's")
         assert kernel.attend(*given, Scoring(0.4)) == "the other's"
-        assert kernel.attend(*(x.bfloat16() for x in given), Scoring(0.4, window=3)) == "the other's"
+        for scoring in (Scoring(0.4, Reach(3)), Scoring(0.4, Reach(chunk=3)), Scoring(0.4, sinks=weight)):
+            assert kernel.attend(*(x.bfloat16() for x in given), scoring) == "the other's"
 
 
 @pytest.mark.parametrize("window", [None, 3000])
@@ -328,7 +367,7 @@ def test_of_a_long_row_no_scores_are_kept_and_few_are_held(
     monkeypatch.setattr(attention, "MAX_QUERIES", 64)
     size = 2048
     kernel = NodeKernel(plant_forest([np.arange(size)], share_prefixes=False))
-    scoring = Scoring(0.4, window)
+    scoring = Scoring(0.4, Reach(window))
     kernel.attend(*(torch.randn(heads, size, 8) for heads in (4, 2, 2)), scoring)  # layers share the masks
     given = [torch.randn(heads, size, 8, requires_grad=True) for heads in (4, 2, 2)]
     with LiveBytes() as counted:
@@ -339,7 +378,6 @@ def test_of_a_long_row_no_scores_are_kept_and_few_are_held(
 
 
 UNFIT = {
-    "sinks": ("GptOss", {"num_local_experts": 4}, "s_aux"),
     "a rope that grows": (
         "Llama",
         {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+import transformers
 import xxhash
 from safetensors.torch import load_file, save_file
 
@@ -22,7 +23,7 @@ from asyncrl.store.checkpoints import CheckpointManifest
 from asyncrl.trainer.model import load_policy
 from asyncrl.trainer.world import World
 from asyncrl.weights.checkpoint_match import check_checkpoint, compare_checkpoint
-from tests.fakes.models import save_small
+from tests.fakes.models import SIZES, save_small
 from tests.fakes.tiny_families import build_family
 
 EXPERTS: dict[str, Any] = {"num_experts": 4, "num_local_experts": 4, "moe_intermediate_size": 8}
@@ -73,6 +74,33 @@ def test_copies_of_layers_beyond_the_last_one_are_refused(copied: Path) -> None:
         ConfigError, match=r"model.path: its files have 9 tensors \(model.layers.1.* another model"
     ):
         check_checkpoint(str(copied), "model.path")
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "problem"),
+    [
+        ("Mistral", {"sliding_window": 0}, "sliding_window is 0"),
+        ("Qwen2", {"sliding_window": 0, "use_sliding_window": False}, ""),
+        ("Olmo3", {"sliding_window": -1}, "sliding_window is -1"),
+        ("Olmo3", {"sliding_window": 0, "layer_types": ["full_attention"] * 2}, ""),
+        ("Llama4Text", {"attention_chunk_size": 0}, "attention_chunk_size is 0"),
+    ],
+)
+def test_a_window_of_no_token_is_refused(
+    tmp_path: Path, family: str, settings: dict[str, Any], problem: str
+) -> None:
+    """transformers would let a token see all others, later ones included. `problem`: '' where no layer has
+    the window."""
+    sizes = {"num_local_experts": 2, "head_dim": 8} if family == "Llama4Text" else {}
+    config = getattr(transformers, f"{family}Config")(**SIZES | sizes)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    config_file = tmp_path / "config.json"
+    config_file.write_text(json.dumps(json.loads(config_file.read_text()) | settings))
+    if not problem:
+        assert check_checkpoint(str(tmp_path), "model.path") == ""
+        return
+    with pytest.raises(ConfigError, match=f"model.path: config.json: {problem}, so no token .*; set it to"):
+        check_checkpoint(str(tmp_path), "model.path")
 
 
 def test_one_expert_that_is_missing_is_named(tmp_path: Path) -> None:
