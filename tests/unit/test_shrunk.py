@@ -41,13 +41,14 @@ ARCHITECTURES: dict[str, tuple[dict[str, Any], str, str]] = {
     "qwen3_moe": ({}, "", ""),
     "granitemoeshared": ({}, "", ""),
     "opt": ({}, "", ""),
-    "qwen2_moe": (
-        {"use_sliding_window": True, "max_window_layers": 1},
-        "(limit 1e-03): layers.0.self_attn (Qwen2MoeAttention) computes rows together otherwise",
+    "qwen2_moe": ({"use_sliding_window": True, "max_window_layers": 1}, "", "log-probs"),
+    "phimoe": (
+        {"sliding_window": 2048},
+        "(limit 1e-03): layers.0.self_attn (PhimoeAttention) computes rows together otherwise",
         "log-probs",
     ),
-    "phimoe": ({"sliding_window": 2048}, "layers.0.self_attn (PhimoeAttention) computes", "log-probs"),
-    "gpt_oss": ({}, "attention with s_aux: layers.0.self_attn (GptOssAttention)", "s_aux"),
+    "gpt_oss": ({}, "", "s_aux"),
+    "hy_v4": ({}, "attention with indices: layers.0.self_attn (HYV4Attention)", "indices"),
     "diffllama": ({}, "", "log-probs"),
     "lfm2": (
         {"num_hidden_layers": 16, "full_attn_idxs": [2, 5, 8, 10, 12, 14]},
