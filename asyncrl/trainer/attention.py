@@ -93,12 +93,17 @@ class ForestAttention(StateLayout):
         """Return the length of the longest sequence, in tokens."""
         return max(map(len, self.forest.paths))
 
+    @cached_property
+    def positions(self) -> Tensor:
+        """Return the tokens' positions in their sequences, [T], on the device."""
+        (positions,) = to_device([torch.from_numpy(self.forest.positions)], self.device)
+        return positions
+
     def rescaled_queries(self, layer: nn.Module, queries: Tensor, part_width: int) -> Tensor:
         """Return queries [heads, T, d] that `layer` has scaled by indices in a part of the row, scaled by
         positions instead. `part_width`: the tokens of a part."""
-        indices = torch.arange(len(self.forest.ids), device=queries.device) % part_width
-        (positions,) = to_device([torch.from_numpy(self.forest.positions)], queries.device)
-        return queries_at_positions(layer, queries, indices, positions)
+        indices = torch.arange(len(self.forest.ids), device=self.device) % part_width
+        return queries_at_positions(layer, queries, indices, self.positions)
 
     def to(self, device: torch.device) -> ForestAttention:
         return replace(self, device=device) if device != self.device else self
