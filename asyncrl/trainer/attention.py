@@ -171,13 +171,12 @@ def _node_pieces(forest: Forest, reach: Reach) -> Iterator[NodePiece]:
     """Cut long nodes, so that few keys are computed that no query may see: where a chunk ends, and into
     pieces of MAX_QUERIES where queries see keys in front of their piece. The queries of a piece share a
     chunk."""
-    first_visible = reach.first_visible(torch.arange(max(map(len, forest.paths)))).tolist()
     for node_path, node_size in zip(forest.paths, forest.sizes, strict=True):
         path_length = len(node_path)
         start = path_length - node_size
 
         while start < path_length:
-            first_key = first_visible[start]
+            first_key = reach.first_visible(start)
             end = path_length
             if reach.chunk is not None:
                 end = min(end, start - start % reach.chunk + reach.chunk)
