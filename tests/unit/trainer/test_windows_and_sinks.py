@@ -143,6 +143,7 @@ def test_adapters_learn_beside_frozen_sinks() -> None:
 SHARED_FAMILIES = ("gpt_oss", "llama4_text")
 
 
+@pytest.mark.full
 def test_ranks_share_heads_with_their_sinks_and_positions(tmp_path: Path) -> None:
     """Each of two ranks has a part of the row, and computes half of the heads."""
     for family in SHARED_FAMILIES:
