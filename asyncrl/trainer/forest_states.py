@@ -44,6 +44,10 @@ class NodeCall:
     has_children: bool
     sequences: Tensor | None = None
 
+    def rows(self, values: Tensor) -> Tensor:
+        """Return the values [T, ...] of the tokens of the rows: [rows, longest, ...]."""
+        return values.index_select(0, self.token_index.flatten()).unflatten(0, self.token_index.shape)
+
 
 class ForestStates:
     """Computes the layers with a state. Layers share the indices."""
@@ -78,7 +82,7 @@ class ForestStates:
         outputs = list[Tensor]()
         final_states = list[Tensor | None]()
         for node_call in node_calls:
-            rows = {name: tensor[0, node_call.token_index] for name, tensor in recurrence.tokens.items()}
+            rows = {name: node_call.rows(tensor[0]) for name, tensor in recurrence.tokens.items()}
             parent_states = [_state_of(final_states, *parent) for parent in node_call.parents]
             output, final_state = recurrence.run(
                 rows,
@@ -195,7 +199,7 @@ def _groups_of_like_length(nodes: Sequence[ForestNode], numbers: Sequence[int]) 
     most_chunks = 0
     for number in sorted(numbers, key=lambda number: -len(nodes[number].tokens)):
         chunks = -(-len(nodes[number].tokens) // CHUNK_TOKENS)
-        if most_chunks > MAX_PADDING * chunks or not groups:
+        if not groups or most_chunks > MAX_PADDING * chunks:
             groups.append([])
             most_chunks = chunks
         groups[-1].append(number)
