@@ -11,7 +11,7 @@ name.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,8 @@ IGNORABLE_ARGUMENTS = {"position_ids", "use_cache", "cache_position", "is_causal
 # The setting of a configuration that limits the reach of a kind of layers, in tokens.
 REACH_SETTINGS = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
 
+Positions = TypeVar("Positions", int, Tensor)
+
 
 class Reach(NamedTuple):
     """Says how far back a token sees. `window`: the number of tokens that a token sees, including itself.
@@ -31,13 +33,15 @@ class Reach(NamedTuple):
     window: int | None = None
     chunk: int | None = None
 
-    def first_visible(self, positions: Tensor) -> Tensor:
-        """Return the first position that a token at each of `positions` sees; integers of any shape."""
-        first_position = torch.zeros_like(positions)
+    def first_visible(self, position: Positions) -> Positions:
+        """Return the first position that a token at `position` sees; a number, or a tensor of any shape."""
+        first_position = position * 0
         if self.window is not None:
-            first_position = first_position.maximum(positions - (self.window - 1))
+            window_start = position - (self.window - 1)
+            first_position = first_position + window_start * (window_start > 0)
         if self.chunk is not None:
-            first_position = first_position.maximum(positions - positions % self.chunk)
+            skipped = position - position % self.chunk - first_position
+            first_position = first_position + skipped * (skipped > 0)
         return first_position
 
     def within(self, length: int) -> Reach:

@@ -93,12 +93,17 @@ class ForestAttention(StateLayout):
         """Return the length of the longest sequence, in tokens."""
         return max(map(len, self.forest.paths))
 
+    @cached_property
+    def positions(self) -> Tensor:
+        """Return the tokens' positions in their sequences, [T], on the device."""
+        (positions,) = to_device([torch.from_numpy(self.forest.positions)], self.device)
+        return positions
+
     def rescaled_queries(self, layer: nn.Module, queries: Tensor, part_width: int) -> Tensor:
         """Return queries [heads, T, d] that `layer` has scaled by indices in a part of the row, scaled by
         positions instead. `part_width`: the tokens of a part."""
-        indices = torch.arange(len(self.forest.ids), device=queries.device) % part_width
-        (positions,) = to_device([torch.from_numpy(self.forest.positions)], queries.device)
-        return queries_at_positions(layer, queries, indices, positions)
+        indices = torch.arange(len(self.forest.ids), device=self.device) % part_width
+        return queries_at_positions(layer, queries, indices, self.positions)
 
     def to(self, device: torch.device) -> ForestAttention:
         return replace(self, device=device) if device != self.device else self
@@ -166,13 +171,12 @@ def _node_pieces(forest: Forest, reach: Reach) -> Iterator[NodePiece]:
     """Cut long nodes, so that few keys are computed that no query may see: where a chunk ends, and into
     pieces of MAX_QUERIES where queries see keys in front of their piece. The queries of a piece share a
     chunk."""
-    first_visible = reach.first_visible(torch.arange(max(map(len, forest.paths)))).tolist()
     for node_path, node_size in zip(forest.paths, forest.sizes, strict=True):
         path_length = len(node_path)
         start = path_length - node_size
 
         while start < path_length:
-            first_key = first_visible[start]
+            first_key = reach.first_visible(start)
             end = path_length
             if reach.chunk is not None:
                 end = min(end, start - start % reach.chunk + reach.chunk)

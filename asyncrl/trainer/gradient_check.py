@@ -146,8 +146,8 @@ def named_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
 @torch.no_grad()
 def describe_layer_difference(root: nn.Module, sequences: Sequence[np.ndarray], packing: Packing) -> str:
     """Describe the first layer whose output for `sequences` that are laid out together differs from its
-    output one by one, although its inputs agree; '' if there is none. Example: `layers.0.linear_attn
-    (Qwen3_5GatedDeltaNet) mixes rows`."""
+    output one by one, although its inputs agree; '' if there is none. Example: `layers.0.temporal_block
+    (RecurrentGemmaRecurrentBlock) mixes rows`."""
     limit = ERROR_LIMITS["copy"]["log-probs"]
     layers = named_layers(transformer_of(root))
 

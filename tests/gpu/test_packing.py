@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
+from asyncrl.attention_rules import Reach, Scoring
 from asyncrl.trainer import recompute
-from asyncrl.trainer.attention import AttentionKernel, FlexKernel, NodeKernel, Scoring, SequenceKernel
+from asyncrl.trainer.attention import AttentionKernel, FlexKernel, NodeKernel, SequenceKernel
 from asyncrl.trainer.prefix_tree import Forest, plant_forest
 from asyncrl.trainer.recompute import recomputed
 
@@ -27,18 +28,30 @@ def forest(seed: int) -> Forest:
     return plant_forest(rows, share_prefixes=True)
 
 
-@pytest.mark.parametrize("scoring", [Scoring(0.125), Scoring(0.125, window=64), Scoring(0.125, softcap=20.0)])
+@pytest.mark.parametrize(
+    "scoring",
+    [
+        Scoring(0.125),
+        Scoring(0.125, Reach(window=64)),
+        Scoring(0.125, Reach(chunk=100)),
+        Scoring(0.125, softcap=20.0),
+        Scoring(0.125, Reach(window=64), sinks=torch.linspace(-2, 4, 8)),
+    ],
+)
 def test_flex_attention_is_that_of_the_buckets_with_its_gradients(scoring: Scoring) -> None:
     planted = forest(0)
     device = torch.device("cuda")
     size = len(planted.ids)
     generator = torch.Generator().manual_seed(0)
     given = [torch.randn(heads, size, 64, generator=generator) for heads in (8, 2, 2)]
+    given += [] if scoring.sinks is None else [scoring.sinks]
     weight = torch.randn(size, 8, 64, generator=generator)
 
     def run(kernel: object, place: torch.device) -> list[torch.Tensor]:
         tensors = [tensor.to(place).detach().requires_grad_() for tensor in given]
-        found = kernel.attend(*tensors, scoring)  # type: ignore[attr-defined]
+        query, key, value, *sinks = tensors
+        own_scoring = scoring._replace(sinks=sinks[0]) if sinks else scoring
+        found = kernel.attend(query, key, value, own_scoring)  # type: ignore[attr-defined]
         (found * weight.to(place)).sum().backward()
         return [found.detach().cpu(), *(tensor.grad.cpu() for tensor in tensors if tensor.grad is not None)]
 

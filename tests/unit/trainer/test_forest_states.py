@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -22,7 +21,6 @@ from transformers.models.nemotron_h import modeling_nemotron_h
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
 from asyncrl.config import ModelConfig, Packing, TrainerConfig
-from asyncrl.errors import ConfigError
 from asyncrl.state_layers import DELTA_RULE, Recurrence
 from asyncrl.trainer import prefix_tree
 from asyncrl.trainer.attention import use_forest_attention
@@ -32,7 +30,7 @@ from asyncrl.trainer.model import Policy, load_policy
 from asyncrl.trainer.packing import packing_for
 from asyncrl.trainer.prefix_tree import plant_forest
 from asyncrl.trainer.scores import Selected
-from asyncrl.trainer.world import SequenceRanks, World
+from asyncrl.trainer.world import World
 from tests.fakes.ranks import run_ranks
 from tests.fakes.tiny_families import FAMILIES, VOCABULARY_SIZE, build_family, random_model
 
@@ -139,17 +137,6 @@ def test_two_ranks_have_the_gradients_of_one(world: World, tmp_path: Path) -> No
     alone = gradients_on_ranks(directory, world, tmp_path)
     together = run_ranks(2, partial(gradients_on_ranks, directory), tmp_path / "ranks")
     assert relative_distance(together, alone) < LIMIT
-
-
-def test_ranks_that_share_a_sequence_are_refused_by_name(world: World, tmp_path: Path) -> None:
-    directory = build_family("lfm2", tmp_path / "model")
-    policy = load_policy(ModelConfig(path=str(directory), dtype="float32"), world)
-    sharing: Any = SequenceRanks(world.group, 0, 2)  # type: ignore[arg-type]
-    message = r"sequence_parallel=2 needs packed rows, but Lfm2ForCausalLM has layers with a state, which "
-    with pytest.raises(
-        ConfigError, match=message + r"ranks cannot share: layers\.0\.conv \(Lfm2ShortConv\); set"
-    ):
-        packing_for([policy], "tree", "float32", replace(world, sequence=sharing))
 
 
 # ------------------------------------------------------------------- kernels

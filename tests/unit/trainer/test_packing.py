@@ -377,23 +377,17 @@ def test_of_a_long_row_no_scores_are_kept_and_few_are_held(
     assert counted.peak < 4 * 4 * size**2 / 4
 
 
-UNFIT = {
+LINEAR_ATTENTION = {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "num_experts": 4}
+UNFIT: dict[str, tuple[str, dict[str, Any], str]] = {
     "a rope that grows": (
         "Llama",
         {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
         "rows one by one",
     ),
-    "linear layers": (
-        "Qwen3Next",
-        {
-            "num_experts": 4,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 16,
-            "shared_expert_intermediate_size": 16,
-            "linear_num_value_heads": 4,
-            "linear_num_key_heads": 2,
-        },
-        "rows one by one",
+    "another kind of state": (
+        "RecurrentGemma",
+        {},
+        "temporal_block (RecurrentGemmaRecurrentBlock) mixes rows",
     ),
 }
 
@@ -411,12 +405,22 @@ def test_a_model_that_cannot_be_packed_is_padded_with_a_warning(
 
 
 @pytest.mark.parametrize(
-    ("family", "ranks", "reason"), [("Llama", 3, "4 attention heads"), ("Qwen3Next", 2, "rows one by one")]
+    ("family", "own", "ranks", "reason"),
+    [
+        ("Llama", {}, 3, "4 attention heads"),
+        ("RecurrentGemma", {}, 2, "RecurrentGemmaRecurrentBlock"),
+        (
+            "Qwen3Next",
+            LINEAR_ATTENTION,
+            2,
+            "has layers with a state, which ranks cannot share: layers.0.linear_attn",
+        ),
+    ],
 )
 def test_ranks_that_are_to_share_a_sequence_cannot_fall_back_to_padding(
-    family: str, ranks: int, reason: str, world: World, tmp_path: Path
+    family: str, own: dict[str, Any], ranks: int, reason: str, world: World, tmp_path: Path
 ) -> None:
-    make(family, **UNFIT["linear layers"][1]).save_pretrained(tmp_path)
+    make(family, **own).save_pretrained(tmp_path)
     policy = load_policy(ModelConfig(path=str(tmp_path), dtype="float32"), world)
     sharing: Any = SequenceRanks(world.group, 0, ranks)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=rf"sequence_parallel={ranks} needs packed rows, but .*{reason}"):

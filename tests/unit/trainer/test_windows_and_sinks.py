@@ -16,9 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from asyncrl.config import ModelConfig, Packing
 from asyncrl.trainer import attention
 from asyncrl.trainer.attention import FOREST_ATTENTION, FlexKernel
-from asyncrl.trainer.gradient_check import check_gradients
 from asyncrl.trainer.model import Policy, load_policy
-from asyncrl.trainer.packing import packing_for
 from asyncrl.trainer.scores import Selected
 from asyncrl.trainer.world import World
 from tests.fakes.ranks import run_ranks
@@ -161,17 +159,6 @@ def share_rows(world: World, folder: Path) -> dict[str, Gradients]:
     gradients: dict[str, Gradients] = {}
     for family in SHARED_FAMILIES:
         policy = load_policy(ModelConfig(path=str(folder / family), dtype="float32"), shared)
-        assert packing_for([policy], "tree", "float32", shared) == "tree"
         shards: Any = gradients_of(policy, [sequences()], "tree")
         gradients[family] = {name: gradient.full_tensor() for name, gradient in shards.items()}
     return gradients
-
-
-def test_a_layer_that_asks_for_more_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers passes unknown arguments of a model's forward on to the attention of each layer."""
-    plain_inputs: Any = Selected.inputs.fget  # type: ignore[attr-defined]
-    asks_for_more = property(lambda selected: plain_inputs(selected) | {"head_bias": torch.ones(1)})
-    monkeypatch.setattr(Selected, "inputs", asks_for_more)
-    policy = Policy(make_model("olmo3"), ModelConfig(path="olmo3", dtype="float32"), None)
-    problems = check_gradients(policy, ["packed"])
-    assert problems["packed"] == "has attention with head_bias: layers.0.self_attn (Olmo3Attention)"

@@ -17,10 +17,11 @@ from torch._C._distributed_c10d import FileStore
 from torch.nn.functional import pad
 
 from asyncrl.algorithms.diagnostics import RatioSums, TokenSums
+from asyncrl.attention_rules import Scoring
 from asyncrl.errors import DeadlineError, ProtocolError
 from asyncrl.trainer import prefix_tree
 from asyncrl.trainer import world as ranks
-from asyncrl.trainer.attention import ForestAttention, Scoring
+from asyncrl.trainer.attention import ForestAttention
 from asyncrl.trainer.prefix_tree import plant_forest
 from asyncrl.trainer.report import BatchSums, MetricSums
 from asyncrl.trainer.world import World

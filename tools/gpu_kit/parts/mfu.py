@@ -39,9 +39,10 @@ from torch.autograd import DeviceType
 from torch.nn.functional import scaled_dot_product_attention
 from torch.profiler import ProfilerActivity, profile
 
+from asyncrl.attention_rules import Scoring
 from asyncrl.config import RunConfig, described_recomputation
 from asyncrl.trainer import scores
-from asyncrl.trainer.attention import FlexKernel, Scoring
+from asyncrl.trainer.attention import FlexKernel
 from asyncrl.trainer.footprint import footprint, least_recomputation, with_recomputation
 from asyncrl.trainer.learner import Learner
 from asyncrl.trainer.performance import FlopCount, peak_flops
