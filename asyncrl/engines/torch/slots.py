@@ -67,6 +67,7 @@ class KVCache:
         self.keys: dict[int, torch.Tensor] = {}  # layer -> [kv_heads, slots, columns, head_dim]
         self.values: dict[int, torch.Tensor] = {}
         self.query_group_sizes: dict[int, int] = {}  # layer -> query heads of one KV head
+        self.scorings: dict[int, Scoring] = {}  # layer -> what it asks of attention
         self.states = SlotStates(slot_count)
 
         self._all_columns = torch.arange(self.columns, device=self.device)
@@ -126,12 +127,7 @@ class KVCache:
         return output.logits[0]
 
     def attend(
-        self,
-        module: torch.nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scoring: Scoring,
+        self, module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
         """Write key and value [1, kv_heads, N, d] of a layer's tokens into their cells; query [1, heads, N,
         d] reads the slots. Returns [1, N, heads, d]."""
@@ -144,7 +140,8 @@ class KVCache:
 
         group_outputs: list[torch.Tensor] = []
         query_group_size = self.query_group_sizes[layer]
-        biases = self._biases(scoring.reach.within(self.max_len))
+        scoring = self.scorings[layer]
+        biases = self._biases(scoring.reach)
         for group, (tokens, slots), bias in zip(
             self._current_layout.groups, self._token_groups, biases, strict=True
         ):
@@ -265,6 +262,7 @@ class _Probe:
             shape = (states.shape[1], self.cache.slot_count, self.cache.columns, states.shape[3])
             pools[layer] = torch.zeros(shape, dtype=states.dtype, device=states.device)
         self.cache.query_group_sizes[layer] = query.shape[1] // key.shape[1]
+        self.cache.scorings[layer] = scoring._replace(reach=scoring.reach.within(self.cache.max_len))
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
 
 
@@ -319,18 +317,20 @@ def _attention(
 ) -> tuple[torch.Tensor, None]:
     """Compute attention with the cache `slots`; without a cache as transformers does, so that the model can
     still be called. Registered with transformers under the name ATTENTION."""
+    if isinstance(slots, KVCache):
+        return slots.attend(module, query, key, value), None
+
     scoring = read_scoring(module, query, kwargs)
     if slots is None:
         if scoring.softcap is None and scoring.sinks is None:
             return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
         return _uncached_attention(query, key, value, attention_mask, scoring), None
 
-    if isinstance(slots, _Probe):
-        refused_arguments = unknown_arguments(kwargs)
-        if refused_arguments:
-            raise ConfigError(
-                f"the embedded engine has no {', '.join(refused_arguments)} attention; use another engine"
-            )
+    refused_arguments = unknown_arguments(kwargs)
+    if refused_arguments:
+        raise ConfigError(
+            f"the embedded engine has no {', '.join(refused_arguments)} attention; use another engine"
+        )
 
     return slots.attend(module, query, key, value, scoring), None
 
