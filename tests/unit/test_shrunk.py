@@ -218,8 +218,8 @@ def test_without_a_copy_or_a_cache_a_start_goes_on(
 
 
 def test_the_embedded_engine_refuses_by_name_what_it_would_compute_otherwise(tmp_path: Path) -> None:
-    config = default("qwen2_moe", use_sliding_window=True, max_window_layers=1)
-    config.architectures = ["Qwen2MoeForCausalLM"]
+    config = default("phimoe", sliding_window=2048)
+    config.architectures = ["PhimoeForCausalLM"]
     config.save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match="cannot serve Qwen2MoeForCausalLM: it gives log-probs"):
+    with pytest.raises(ConfigError, match="cannot serve PhimoeForCausalLM: it gives log-probs"):
         build(str(tmp_path), "float32", slots=2, max_len=32)
