@@ -32,7 +32,22 @@ FUSED_MIXERS = ("mamba2_split_conv1d_scan_combined",)
 """Kernels that compute a whole layer in one call. A layer that gets None from them makes the calls above."""
 
 Argument = int | str  # a position or a name
-Convolve = Callable[[Tensor], Tensor]  # [B, channels, T] → the same shape
+
+
+@dataclass(frozen=True)
+class Convolve:
+    """A call of a convolution: each channel, over its last k inputs. `arguments`: the other arguments of the
+    function by name."""
+
+    function: Callable[..., Tensor]
+    weight: Tensor  # [channels, k]
+    bias: Tensor | None
+    activation: str | None
+    arguments: Mapping[str, Any]
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        """Return the outputs for inputs [B, channels, T], in the same shape; before a row there are zeros."""
+        return self.function(rows, self.weight, self.bias, activation=self.activation, **self.arguments)
 
 
 class RecurrenceKind(NamedTuple):
@@ -179,11 +194,13 @@ def _replaced_function(model_file: ModuleType, name: str, original: Callable[...
             return None
 
         if kind is None:
-            inputs, *weights = args
-            weight = options["weight"] if "weight" in options else weights[0]
-            return layout.convolve(
-                lambda rows: original(rows, *weights, **options), inputs, weight.shape[-1] - 1
-            )
+            named = dict(zip(("inputs", "weight", "bias", "activation"), args, strict=False)) | options
+            inputs = named.pop("inputs")
+            weight = named.pop("weight")
+            bias = named.pop("bias", None)
+            activation = named.pop("activation", None)
+            convolve = Convolve(original, weight, bias, activation, arguments=named)
+            return layout.convolve(convolve, inputs, weight.shape[-1] - 1)
 
         arguments = dict[Argument, Any](enumerate(args)) | options
         recurrence = Recurrence(kind, original, single_token_function, arguments)

@@ -226,6 +226,7 @@ class Reporter:
         """Return present values, under the names of metrics.jsonl."""
         counts = self.buffer.state_counts()
         account = msgspec.structs.asdict(self.buffer.account())
+        reprefilled_tokens = self.workers.reprefilled_tokens
         by_files = self.config.weights.transport == "disk"  # broadcasts are measured per engine
 
         return (
@@ -254,6 +255,7 @@ class Reporter:
                 for reason in FailReason
             }
             | ({"weights/push_s": self.trainer.write_s} if by_files else {})
+            | ({"rollout/reprefilled_tokens": float(reprefilled_tokens)} if reprefilled_tokens else {})
             | self.engines.gauges()
             | self.ledger.live_limit.gauges()
             | (self.fleet.shifts.gauges() if self.fleet.shifts else {})

@@ -62,6 +62,7 @@ class WorkerHandler:
         self._send_welcome = state.send_welcome
         self.engines = engines
         self.peers = Peers(state, "rollout", state.config.rollout.workers, self._on_lost)
+        self.reprefilled_tokens = 0  # by embedded engines of all workers, see WorkerHeartbeat
         self.assign_seq = self.store.epoch << 32  # grows across restarts of the coordinator
         self.work_left = False  # the last pass left episodes that can be assigned
 
@@ -111,6 +112,8 @@ class WorkerHandler:
                 self._lose_episode(worker, uid, "", now)
 
         self.engines.add_use(worker.heartbeat.engines if worker.heartbeat else (), message.engines)
+        reported_tokens = worker.heartbeat.reprefilled_tokens if worker.heartbeat else 0
+        self.reprefilled_tokens += message.reprefilled_tokens - reported_tokens
         worker.heartbeat = message
         worker.heartbeat_at = now
         # Acks may have overtaken the hello on the other channel.

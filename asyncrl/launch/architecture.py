@@ -14,6 +14,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
@@ -34,12 +35,22 @@ NO_COPY = "not checked, as no small copy can be made; the start checks the loade
 Purpose = Literal["engine", "trainer"]
 
 
+class SlotMemory(msgspec.Struct, frozen=True):
+    """What a slot of the embedded engine holds: for each token so many numbers of keys and values, in the
+    engine's type, and states of layers, with their snapshots."""
+
+    kv_numbers: int
+    state_bytes: int
+
+
 class CopyFinding(msgspec.Struct, frozen=True):
     """The result of one check of a small copy. `problems`: the problem of each way to compute the model, ''
-    for none: by layout (`check_gradients`), or of the `engine`; None: unknown, and `reason` says why."""
+    for none: by layout (`check_gradients`), or of the `engine`; None: unknown, and `reason` says why.
+    `slot`: of the whole model, where the engine serves it and its layers can be laid out without memory."""
 
     problems: dict[str, str] | None = None
     reason: str = ""
+    slot: SlotMemory | None = None
 
 
 def architecture_name(model_path: str) -> str:
@@ -107,18 +118,22 @@ def _open_checks(model_path: str) -> Callable[[str], CopyFinding]:
     with quick_imports():
         from transformers import AutoConfig
 
-        from asyncrl.engines.torch.check import check_served
+        from asyncrl.engines.torch.check import check_served, slot_sizes
         from asyncrl.trainer.model import architecture_problems
 
     def check_copy(purpose: str) -> CopyFinding:
+        slot: SlotMemory | None = None
+        config = AutoConfig.from_pretrained(model_path)
         if purpose == "trainer":
-            problems = architecture_problems(AutoConfig.from_pretrained(model_path))
+            problems = architecture_problems(config)
         else:
             try:
                 problems = {"engine": ""} if check_served(model_path) else None
+                with suppress(Exception):
+                    slot = SlotMemory(*slot_sizes(config))
             except ConfigError as error:
                 problems = {"engine": str(error)}
-        return CopyFinding(problems, reason="" if problems is not None else NO_COPY)
+        return CopyFinding(problems, reason="" if problems is not None else NO_COPY, slot=slot)
 
     return check_copy
 

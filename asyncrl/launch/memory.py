@@ -12,7 +12,8 @@ import psutil
 from asyncrl.config import RunConfig, described_recomputation, memory_advice
 from asyncrl.engines.sglang.served_layers import kinds_not_served, servers_get_adapters
 from asyncrl.errors import ConfigError, recorded
-from asyncrl.launch.estimates import format_bytes
+from asyncrl.launch.architecture import SlotMemory
+from asyncrl.launch.estimates import format_bytes, uses_gpu
 from asyncrl.launch.notes import Note, ok, warning
 from asyncrl.runtime.process import main_memory
 from asyncrl.trainer.footprint import (
@@ -88,6 +89,33 @@ def check_memory(config: RunConfig, has_gpu: bool | None) -> None:
             "trainer.optimizer with less state, a model.path with fewer parameters, fewer trainer.replicas, "
             f"or {advice}"
         )
+
+
+def check_engine_memory(config: RunConfig, has_gpu: bool | None, slot: SlotMemory) -> str:
+    """Return what the slots of an embedded engine take. Raises ConfigError if they cannot fit into its GPU
+    or, those of all engines, into the machine's memory."""
+    kv_bytes = slot.kv_numbers * DTYPE_BYTES[config.model.dtype] * (config.rollout.max_tokens + 1)
+    slot_bytes = kv_bytes + slot.state_bytes
+    engine_bytes = config.rollout.slots * slot_bytes
+    slot_text = f"{format_bytes(kv_bytes)} of keys and values"
+    if slot.state_bytes:
+        slot_text += f" and {format_bytes(slot.state_bytes)} of states"
+    text = f"{config.rollout.slots} slots take {format_bytes(engine_bytes)}, each {slot_text}"
+
+    available_bytes = None
+    if uses_gpu(config, has_gpu):
+        from torch.cuda import device_count, get_device_properties
+
+        available_bytes = max(get_device_properties(gpu).total_memory for gpu in range(device_count()))
+    elif has_gpu is not None:
+        available_bytes = main_memory().total // config.rollout.workers
+
+    if available_bytes is not None and engine_bytes > available_bytes:
+        raise ConfigError(
+            f"rollout.slots: the embedded engine's {text}, and it has {format_bytes(available_bytes)}; "
+            "lower rollout.slots or rollout.max_tokens, or use engine=sglang"
+        )
+    return text
 
 
 def describe_memory(config: RunConfig, has_gpu: bool | None) -> Iterator[Note]:

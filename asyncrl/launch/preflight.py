@@ -543,7 +543,7 @@ def check_settings(inputs: Inputs) -> Iterator[Note]:
 
 @preflight_check("engine", requires=("tensors", "data"))
 def check_engine(inputs: Inputs) -> Iterator[Note]:
-    """Check that the embedded engine serves the model, on a small copy."""
+    """Check that the embedded engine serves the model, on a small copy, and that its slots fit."""
     finding = inputs.copy_findings.get("engine")
     if finding is None:
         return
@@ -554,7 +554,11 @@ def check_engine(inputs: Inputs) -> Iterator[Note]:
     elif problem := finding.problems["engine"]:
         raise ConfigError(problem)
     else:
-        yield ok(f"the embedded engine serves {architecture}")
+        served_text = f"the embedded engine serves {architecture}"
+        memory_text = ""
+        if finding.slot is not None:
+            memory_text = memory.check_engine_memory(inputs.config, sees_gpu(inputs.config), finding.slot)
+        yield ok(": ".join(filter(None, (served_text, memory_text))))
 
 
 @preflight_check("packing", requires=("tensors", "data"))

@@ -173,6 +173,12 @@ class LocalSampler:
         """Return the tokens sampled so far, including unfinished turns."""
         return self.engine.tokens if self.engine is not None else 0
 
+    @property
+    def reprefilled_tokens(self) -> int:
+        """Return the prompt tokens that the engine prefilled again for want of a layer's state; 0 for an
+        engine that does not count them."""
+        return getattr(self.engine, "reprefilled_tokens", 0)
+
     async def close(self) -> None:
         if self.engine is None:
             return

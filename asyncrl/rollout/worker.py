@@ -382,6 +382,7 @@ class RolloutWorker:
             engines=tuple(self._server_usage.values()),
             acked=self.outbox.acked_seq,
             leaving=self._is_leaving,
+            reprefilled_tokens=sum(sampler.reprefilled_tokens for sampler in self._local_samplers.values()),
         )
 
     # -- episodes ------------------------------------------------------------------------------------

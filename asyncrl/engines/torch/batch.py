@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from asyncrl.engines.base import Request
 from asyncrl.engines.torch.recorded import RecordedStep
-from asyncrl.engines.torch.slots import KVCache, PrefixIndex, PrefixSource, Slot, Slots
+from asyncrl.engines.torch.slots import PREFIX_BLOCK, KVCache, PrefixIndex, PrefixSource, Slot, Slots
 from asyncrl.engines.torch.step_layout import Chunk, SlotSampling, StepLayout, build_layout, reordered_slots
 from asyncrl.errors import EngineError
 from asyncrl.types import Generation, StopReason, VersionSpan
@@ -42,6 +42,7 @@ class RunningRequest:
         self.slot: Slot | None = None
         self.prefix_source: PrefixSource | None = None  # has a longer prefix than the slot: to be copied
         self.filled_length = 0  # leading ids whose KV is in the cache
+        self.snapshot_length = 0  # the prefill takes a snapshot of the states behind so many ids; 0: none
 
         self.checked_ids: list[int] = []  # sampled ids that the stop check was called with
         self.decoding = False
@@ -69,6 +70,7 @@ class Batcher:
         self._swap_count = 0  # weight swaps: two may have one version number
         self.token_budget = token_budget
         self.generated_tokens = 0
+        self.reprefilled_tokens = 0  # prompt tokens whose KV was kept, but no state behind them
         self.runs_by_session: dict[str, RunningRequest] = {}  # all that have not ended
         self.cache = KVCache(model, slot_count, max_len)
 
@@ -131,11 +133,11 @@ class Batcher:
         self._prefix_index = PrefixIndex()
         self._slot_lengths[:] = 0
         for slot in self.slots.every_slot:
-            slot.held_ids = ()
+            slot.forget_ids()
 
         for run in self._filling_runs:
             run.filled_length = 0
-            self._find_prefix_source(run)
+            self._plan_prefix(run)
 
         self._asleep_since = time.perf_counter()
 
@@ -176,6 +178,8 @@ class Batcher:
 
             run.filled_length = chunk.end
             run.slot.held_ids = run.prefill_ids[: chunk.end]
+            if chunk.end == run.snapshot_length:
+                self._take_snapshot(run.slot)
             if chunk.is_last:
                 self._filling_runs.remove(run)
                 run.decoding = True
@@ -292,23 +296,53 @@ class Batcher:
             request = run.request
             adapter_index = self._adapter_index(request.agent)
             if adapter_index != self._adapter_index(slot.agent):
-                slot.held_ids = ()
+                slot.forget_ids()
 
             slot.agent = request.agent
             self.cache.adapter_indices[slot.index] = adapter_index
             run.slot = slot
-            run.filled_length = slot.keep_prefix(request.ids)
-            self._find_prefix_source(run)
+            run.filled_length = self._keep_prefix(slot, request.ids)
+            self._plan_prefix(run)
             new_ids = torch.tensor(request.ids[run.filled_length :], device=self.cache.device)
             self.cache.ids[slot.index, run.filled_length : run.prompt_length] = new_ids
 
             self._slot_sampling.set_slot(slot.index, request.key, request.sampling, run.max_length)
             self._filling_runs.append(run)
 
-    def _find_prefix_source(self, run: RunningRequest) -> None:
+    def _keep_prefix(self, slot: Slot, ids: tuple[int, ...]) -> int:
+        """Return the number of leading ids that need no prefill, and forget all later ids that the slot
+        holds. States are those behind all held ids or, after a rewrite, behind those of the snapshot."""
+        common_length = slot.common_prefix(ids)
+        kept_length = common_length
+        if self.cache.has_states and common_length < len(slot.held_ids):
+            kept_length = slot.snapshot_length if slot.snapshot_length <= common_length else 0
+            self.reprefilled_tokens += common_length - kept_length
+            if kept_length:
+                self.cache.states.copy_snapshot(slot.index, slot.index)
+
+        slot.forget_ids(kept_length)
+        return kept_length
+
+    def _take_snapshot(self, slot: Slot) -> None:
+        self.cache.states.take_snapshot(slot.index)
+        slot.snapshot_length = len(slot.held_ids)
+
+    def _plan_prefix(self, run: RunningRequest) -> None:
+        """Find a slot to copy the beginning of the prompt from, and choose where the prefill takes a
+        snapshot of the states: behind the last whole block of the prompt, or at once if all of it is kept."""
         assert run.slot is not None
+        snapshot_length = None
+        if self.cache.has_states:
+            last_block_end = (run.prompt_length - 1) // PREFIX_BLOCK * PREFIX_BLOCK
+            snapshot_length = last_block_end if last_block_end > run.filled_length else 0
+            run.snapshot_length = snapshot_length
+            if run.filled_length == 0:
+                self.cache.states.begin_sequence(run.slot.index)
+            elif snapshot_length == 0:
+                self._take_snapshot(run.slot)
+
         prefix_source = self._prefix_index.enter_prompt(
-            run.slot, run.prefill_ids, self._adapter_index(run.request.agent)
+            run.slot, run.prefill_ids, self._adapter_index(run.request.agent), snapshot_length
         )
         run.prefix_source = (
             prefix_source if prefix_source and prefix_source.length > run.filled_length else None
@@ -322,10 +356,9 @@ class Batcher:
         if not ready_runs:
             return chunks
 
-        first_run = ready_runs[0]
-        width = min(len(first_run.prefill_ids) - first_run.filled_length, self.token_budget)
+        width = min(_next_stop(ready_runs[0]) - ready_runs[0].filled_length, self.token_budget)
         for run in ready_runs:
-            chunk_size = min(len(run.prefill_ids) - run.filled_length, width)
+            chunk_size = min(_next_stop(run) - run.filled_length, width)
             if chunk_size * _MAX_PADDING_RATIO >= width:
                 end = run.filled_length + chunk_size
                 chunks[run] = Chunk(run.slot_index, run.filled_length, end, end == len(run.prefill_ids))
@@ -348,19 +381,32 @@ class Batcher:
         if (
             self._adapter_index(source_slot.agent) == self._adapter_index(own_slot.agent)
             and source_slot.held_ids[:length] == prefix
+            and (source_slot.snapshot_length == length or not self.cache.has_states)
         ):
             if source_slot.swap_count == self._swap_count:
                 self.cache.copy_prefix(source_slot.index, own_slot.index, length)
                 run.filled_length = length
                 own_slot.held_ids = prefix
+                own_slot.snapshot_length = source_slot.snapshot_length
                 own_slot.oldest_version = source_slot.oldest_version
                 own_slot.swap_count = source_slot.swap_count
         else:
             runs_ahead = takewhile(lambda earlier_run: earlier_run is not run, self._filling_runs)
             if any(
-                ahead.slot is source_slot and ahead.prefill_ids[:length] == prefix for ahead in runs_ahead
+                ahead.slot is source_slot
+                and ahead.prefill_ids[:length] == prefix
+                and (ahead.snapshot_length == length or not self.cache.has_states)
+                for ahead in runs_ahead
             ):
                 return True
 
         run.prefix_source = None
         return False
+
+
+def _next_stop(run: RunningRequest) -> int:
+    """Return the end of the run's next chunk, if the chunk is long enough: where a snapshot is taken, or the
+    end of the prompt."""
+    if run.filled_length < run.snapshot_length:
+        return run.snapshot_length
+    return len(run.prefill_ids)

@@ -86,6 +86,11 @@ class TorchEngine:
         return self._batcher.generated_tokens
 
     @property
+    def reprefilled_tokens(self) -> int:
+        """Return the prompt tokens that were prefilled again, as a layer's state behind them was not kept."""
+        return self._batcher.reprefilled_tokens
+
+    @property
     def asleep(self) -> bool:
         return self._batcher.asleep
 

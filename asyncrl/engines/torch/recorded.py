@@ -39,6 +39,12 @@ class StepKind(NamedTuple):
     decoding: int
     any_greedy: bool
 
+    @property
+    def has_chunks(self) -> bool:
+        """True if prompt tokens are computed. Layers with a state do so in a loop over parts of the prompt,
+        whose number would be part of a recording."""
+        return self.groups > self.decoding
+
 
 class RecordedStep:
     """Computes the steps of a cache, one at a time; the caller is in inference mode."""
@@ -71,8 +77,10 @@ class RecordedStep:
             self._step_functions[kind] = _Step(self._cache, kind)
 
         self._step_counts[kind] += 1
-        if self._can_record and self._step_counts[kind] == RECORD_AFTER:
-            self._step_functions[kind] = _record_step(self._step_functions[kind], step_tensors)
+        can_record = self._can_record and not (kind.has_chunks and self._cache.has_states)
+        if can_record and self._step_counts[kind] == RECORD_AFTER:
+            with self._cache.states.unchanged():  # a recording computes the step, which is then computed
+                self._step_functions[kind] = _record_step(self._step_functions[kind], step_tensors)
 
         ended_samples = self._step_functions[kind](*step_tensors)
         return [plan.slots[index] for index in ended_samples.tolist()]

@@ -1,7 +1,8 @@
 """The KV cache, which has a number of slots, and the attention function that reads and writes it.
 
 Every slot of the cache is one sequence of at most `max_len` tokens: its ids, log-probs and, per layer, keys
-and values. A *cell* is `slot * columns + position`. One forward of the model takes the tokens of any cells,
+and values, or the state of a layer that has one (states.py). A window or a chunk is a mask over all keys of a
+slot. A *cell* is `slot * columns + position`. One forward of the model takes the tokens of any cells,
 packed into one sequence of length N; only attention knows about slots. The last position whose KV anyone can
 need is `max_len - 2` (the last token is never fed back), so `max_len - 1` is each slot's scratch position:
 padding and slots that sit out a step write there.
@@ -19,8 +20,10 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from asyncrl.attention_rules import READ_ARGUMENTS, unknown_arguments
+from asyncrl.attention_rules import Reach, Scoring, queries_at_positions, read_scoring, unknown_arguments
+from asyncrl.engines.torch.states import SlotStates, TokenGroup
 from asyncrl.errors import ConfigError
+from asyncrl.state_layers import hand_over_state_layers
 from asyncrl.weights.adapters import Adapters
 
 ATTENTION = "asyncrl_slots"
@@ -48,7 +51,7 @@ class Layout(NamedTuple):
 
 
 class KVCache:
-    """Holds ids, log-probs, keys and values of all slots, on the model's device."""
+    """Holds ids, log-probs, keys, values and states of all slots, on the model's device."""
 
     def __init__(self, model: PreTrainedModel, slot_count: int, max_len: int) -> None:
         self.model = model
@@ -64,10 +67,14 @@ class KVCache:
         self.keys: dict[int, torch.Tensor] = {}  # layer -> [kv_heads, slots, columns, head_dim]
         self.values: dict[int, torch.Tensor] = {}
         self.query_group_sizes: dict[int, int] = {}  # layer -> query heads of one KV head
+        self.scorings: dict[int, Scoring] = {}  # layer -> what it asks of attention
+        self.states = SlotStates(slot_count)
 
         self._all_columns = torch.arange(self.columns, device=self.device)
         self._current_layout: Layout
-        self._group_biases: list[torch.Tensor] = []
+        self._token_indices: torch.Tensor
+        self._token_groups: list[TokenGroup] = []
+        self._biases_by_reach: dict[Reach, list[torch.Tensor]] = {}
         self.vocabulary = self._allocate_layers()
 
     @property
@@ -75,8 +82,18 @@ class KVCache:
         return self.max_len - 1
 
     @property
-    def pools(self) -> tuple[torch.Tensor, ...]:
+    def kv_pools(self) -> tuple[torch.Tensor, ...]:
         return (*self.keys.values(), *self.values.values())
+
+    @property
+    def pools(self) -> tuple[torch.Tensor, ...]:
+        """Return everything that is computed by the weights."""
+        return (*self.kv_pools, *self.states.pools, *self.states.snapshots)
+
+    @property
+    def has_states(self) -> bool:
+        """True if some layers have a state, which cannot be cut at any length, as keys and values can."""
+        return bool(self.states.pools)
 
     def columns_for(self, length: int) -> torch.Tensor:
         """Return the columns 0, 1, … that sequences of at most `length` tokens attend to, [reach]. The reach
@@ -87,12 +104,12 @@ class KVCache:
         """Run the model on the tokens in the layout's cells and write their KV. Returns logits
         [len(logit_indices), vocabulary] of the tokens with these indices."""
         self._current_layout = layout
-        self._group_biases = []
-        for group in layout.groups:
-            # An additive mask [r, 1, width, reach]: 0 where a token attends, -inf on later positions.
-            is_later = group.columns > group.positions[:, None, :, None]
-            bias = torch.zeros(is_later.shape, dtype=self.model.dtype, device=self.device)
-            self._group_biases.append(bias.masked_fill_(is_later, -torch.inf))
+        self._token_groups = _token_groups(layout)
+        self._token_indices = torch.arange(layout.positions.shape[0], device=self.device)
+        self._biases_by_reach = {}
+        if self.has_states:
+            is_live = [group.positions != self.scratch for group in layout.groups]
+            self.states.begin_forward(self._token_groups, is_live)
 
         if self.adapters is not None:
             self.adapters.select_adapters(self.adapter_indices[layout.cells // self.columns])
@@ -104,15 +121,18 @@ class KVCache:
             use_cache=False,
             logits_to_keep=logit_indices,
             slots=self,
+            **self._state_arguments,
         )
 
         return output.logits[0]
 
     def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None
+        self, module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
-        """Write key and value [1, kv_heads, N, d] into the cells of the tokens; query [1, heads, N, d] reads
-        the slots. Returns [1, N, heads, d]."""
+        """Write key and value [1, kv_heads, N, d] of a layer's tokens into their cells; query [1, heads, N,
+        d] reads the slots. Returns [1, N, heads, d]."""
+        layer: int = module.layer_idx  # type: ignore[assignment]
+        query = queries_at_positions(module, query, self._token_indices, self._current_layout.positions)
         keys = self.keys[layer]
         values = self.values[layer]
         for pool, states in ((keys, key), (values, value)):
@@ -120,33 +140,29 @@ class KVCache:
 
         group_outputs: list[torch.Tensor] = []
         query_group_size = self.query_group_sizes[layer]
-        start = 0
-        for group, bias in zip(self._current_layout.groups, self._group_biases, strict=True):
-            end = start + group.positions.numel()
-            slot_selection: slice | torch.Tensor = group.slots
-            if len(group_outputs) < self._current_layout.decoding_groups:
-                slot_selection = slice(start, end)
-            key = _group_states(keys, group, slot_selection)
-            value = _group_states(values, group, slot_selection)
+        scoring = self.scorings[layer]
+        biases = self._biases(scoring.reach)
+        for group, (tokens, slots), bias in zip(
+            self._current_layout.groups, self._token_groups, biases, strict=True
+        ):
+            key = _group_states(keys, group, slots)
+            value = _group_states(values, group, slots)
 
             # Query heads that share a KV head become further positions of the query, so that keys and values
             # are never repeated.
             slot_count = bias.shape[0]
             width = bias.shape[2]
             group_query = (
-                query[0, :, start:end]
+                query[0, :, tokens]
                 .view(key.shape[1], query_group_size, slot_count, width, query.shape[3])
                 .permute(2, 0, 1, 3, 4)
                 .flatten(2, 3)
             )
             group_bias = bias[:, :, None].expand(-1, -1, query_group_size, -1, -1).flatten(2, 3)
-            output = F.scaled_dot_product_attention(
-                group_query, key, value, attn_mask=group_bias, scale=scale
-            )
+            output = _scored_attention(group_query, key, value, group_bias, scoring)
 
             output = output.unflatten(2, (query_group_size, width)).permute(0, 3, 1, 2, 4)
             group_outputs.append(output.flatten(2, 3).flatten(0, 1))  # [r * width, heads, d]
-            start = end
 
         return (group_outputs[0] if len(group_outputs) == 1 else torch.cat(group_outputs))[None]
 
@@ -159,19 +175,40 @@ class KVCache:
             token_table[target_indices, :length] = token_table[source_indices, :length]
 
         self.adapter_indices[target_indices] = self.adapter_indices[source_indices]
-        for pool in self.pools:
+        for pool in self.kv_pools:
             pool[:, target_indices, :length] = pool[:, source_indices, :length]
+        self.states.move_slots(source_indices, target_indices)
 
     def copy_prefix(self, source: int, target: int, length: int) -> None:
-        """Copy the KV of a slot's first `length` positions to another slot."""
-        for pool in self.pools:
+        """Copy the KV of a slot's first `length` positions to another slot, and the snapshot that the slot
+        has at this length."""
+        for pool in self.kv_pools:
             pool[:, target, :length] = pool[:, source, :length]
+        self.states.copy_snapshot(source, target)
 
     def wipe_slot(self, slot: int) -> None:
         """Zero a slot and all scratch cells after values that are not finite: no mask stops a NaN."""
-        for pool in self.pools:
+        for pool in self.kv_pools:
             pool[:, slot].zero_()
             pool[:, :, self.scratch].zero_()
+        self.states.begin_sequence(slot)
+
+    def _biases(self, reach: Reach) -> list[torch.Tensor]:
+        """Return an additive mask [r, 1, width, reach] of each group: 0 where a token sees a key, -inf
+        elsewhere. Layers of the same reach share the masks of a forward."""
+        if reach not in self._biases_by_reach:
+            biases = self._biases_by_reach[reach] = []
+            for group in self._current_layout.groups:
+                is_hidden = group.columns > group.positions[:, None, :, None]
+                if reach != Reach():
+                    # Padding sees every key: a row of scores without a key would be NaN.
+                    first_column = reach.first_visible(group.positions)
+                    first_column = first_column.masked_fill(group.positions == self.scratch, 0)
+                    is_hidden = is_hidden | (group.columns < first_column[:, None, :, None])
+                bias = torch.zeros(is_hidden.shape, dtype=self.model.dtype, device=self.device)
+                biases.append(bias.masked_fill_(is_hidden, -torch.inf))
+
+        return self._biases_by_reach[reach]
 
     def _allocate_layers(self) -> int:
         """Run one token through the model to learn the shapes of the layers and to see that the engine can
@@ -183,6 +220,8 @@ class KVCache:
             if isinstance(module, torch.nn.Embedding):
                 module.padding_idx = None  # for gradients only; a recording may not compare it
 
+        hand_over_state_layers(self.model)
+        self._state_arguments = {"seq_idx": self.states}
         probe = _Probe(self)
         with torch.no_grad():
             probe_input = torch.zeros(1, 1, dtype=torch.long, device=self.device)
@@ -192,8 +231,11 @@ class KVCache:
                 attention_mask=self._no_mask,
                 use_cache=False,
                 slots=probe,
+                **self._state_arguments,
             )
 
+        if not self.has_states:
+            self._state_arguments = {}
         if not self.keys:
             name = type(self.model).__name__
             raise ConfigError(f"the embedded engine cannot serve {name}: it has its own attention")
@@ -208,18 +250,60 @@ class _Probe:
         self.cache = cache
 
     def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scoring: Scoring,
     ) -> torch.Tensor:
+        layer: int = module.layer_idx  # type: ignore[assignment]
         for pools, states in ((self.cache.keys, key), (self.cache.values, value)):
             shape = (states.shape[1], self.cache.slot_count, self.cache.columns, states.shape[3])
             pools[layer] = torch.zeros(shape, dtype=states.dtype, device=states.device)
         self.cache.query_group_sizes[layer] = query.shape[1] // key.shape[1]
+        self.cache.scorings[layer] = scoring._replace(reach=scoring.reach.within(self.cache.max_len))
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
 
 
-def _group_states(pool: torch.Tensor, group: SlotGroup, slot_selection: slice | torch.Tensor) -> torch.Tensor:
+def _token_groups(layout: Layout) -> list[TokenGroup]:
+    groups: list[TokenGroup] = []
+    start = 0
+    for group in layout.groups:
+        end = start + group.positions.numel()
+        decodes = len(groups) < layout.decoding_groups
+        groups.append(TokenGroup(slice(start, end), slice(start, end) if decodes else group.slots))
+        start = end
+
+    return groups
+
+
+def _group_states(pool: torch.Tensor, group: SlotGroup, slots: slice | torch.Tensor) -> torch.Tensor:
     """Return the keys or values of a group's slots: [r, kv_heads, reach, d]."""
-    return pool[:, :, : group.columns.shape[0]][:, slot_selection].transpose(0, 1)
+    return pool[:, :, : group.columns.shape[0]][:, slots].transpose(0, 1)
+
+
+def _scored_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor, scoring: Scoring
+) -> torch.Tensor:
+    """Return the attention [r, kv_heads, q, d] of query [r, kv_heads, q, d] to key and value [r, kv_heads,
+    reach, d]. The queries of a KV head are those of its first query head, then of its second one, and so on.
+    """
+    if scoring.softcap is None and scoring.sinks is None:
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=scoring.scale)
+
+    scores = query @ key.transpose(-1, -2) * scoring.scale
+    if scoring.softcap is not None:
+        scores = scoring.softcap * (scores / scoring.softcap).tanh()
+    scores = (scores + bias).float()
+
+    log_sums = scores.logsumexp(-1, keepdim=True)
+    if scoring.sinks is not None:
+        sinks = scoring.sinks.float().view(key.shape[1], -1, 1)
+        sinks = sinks.expand(-1, -1, query.shape[2] // sinks.shape[1]).flatten(1)
+        log_sums = log_sums.logaddexp(sinks[..., None])
+
+    return (scores - log_sums).exp().to(value.dtype) @ value
 
 
 def _attention(
@@ -228,24 +312,50 @@ def _attention(
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
-    scaling: float | None = None,
     slots: KVCache | _Probe | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Compute attention with the cache `slots`; plain SDPA without a cache, so that the model can still be
-    called. Registered with transformers under the name ATTENTION."""
+    """Compute attention with the cache `slots`; without a cache as transformers does, so that the model can
+    still be called. Registered with transformers under the name ATTENTION."""
+    if isinstance(slots, KVCache):
+        return slots.attend(module, query, key, value), None
+
+    scoring = read_scoring(module, query, kwargs)
     if slots is None:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+        if scoring.softcap is None and scoring.sinks is None:
+            return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+        return _uncached_attention(query, key, value, attention_mask, scoring), None
 
-    if isinstance(slots, _Probe):
-        unserved_rules = [name for name in sorted(READ_ARGUMENTS) if kwargs.get(name) is not None]
-        refused_arguments = unknown_arguments(kwargs) + unserved_rules
-        if refused_arguments:
-            raise ConfigError(
-                f"the embedded engine has no {', '.join(refused_arguments)} attention; use another engine"
-            )
+    refused_arguments = unknown_arguments(kwargs)
+    if refused_arguments:
+        raise ConfigError(
+            f"the embedded engine has no {', '.join(refused_arguments)} attention; use another engine"
+        )
 
-    return slots.attend(module.layer_idx, query, key, value, scaling), None  # type: ignore[arg-type]
+    return slots.attend(module, query, key, value, scoring), None
+
+
+def _uncached_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scoring: Scoring,
+) -> torch.Tensor:
+    """Return the attention [B, T, heads, d] of rows, as transformers computes it with a cap or sinks: query
+    [B, heads, T, d], key and value [B, kv_heads, T, d], mask [B, 1, T, T] of booleans or None."""
+    length = query.shape[2]
+    if attention_mask is None:
+        attention_mask = torch.ones(length, length, dtype=torch.bool, device=query.device).tril()[None, None]
+    bias = torch.zeros(attention_mask.shape, dtype=query.dtype, device=query.device)
+    bias = bias.masked_fill(~attention_mask, -torch.inf)
+
+    query_group_size = query.shape[1] // key.shape[1]
+    group_query = query.unflatten(1, (-1, query_group_size)).flatten(2, 3)
+    group_bias = bias[:, :, None].expand(-1, -1, query_group_size, -1, -1).flatten(2, 3)
+    output = _scored_attention(group_query, key, value, group_bias, scoring)
+
+    return output.unflatten(2, (query_group_size, length)).flatten(1, 2).transpose(1, 2)
 
 
 AttentionInterface.register(ATTENTION, _attention)
@@ -256,7 +366,8 @@ AttentionMaskInterface.register(ATTENTION, sdpa_mask)
 
 
 class Slot:
-    """The host's record of one slot of the KV cache."""
+    """The host's record of one slot of the KV cache. The states of a slot, if the model has any, are those
+    behind the last of `held_ids`; its snapshot is behind the first `snapshot_length` of them."""
 
     __slots__ = (
         "agent",
@@ -266,6 +377,7 @@ class Slot:
         "last_used",
         "oldest_version",
         "session",
+        "snapshot_length",
         "swap_count",
     )
 
@@ -274,6 +386,7 @@ class Slot:
         self.session: str | None = None
         self.agent = ""  # the slot is computed with this agent's adapter
         self.held_ids: tuple[int, ...] = ()  # ids whose KV the slot holds
+        self.snapshot_length = 0  # 0: there is no snapshot
         # The policy version that wrote position 0: KV is written in order, so no position has an older
         # version.
         self.oldest_version = 0
@@ -281,14 +394,19 @@ class Slot:
         self.is_busy = False
         self.last_used = 0
 
-    def keep_prefix(self, ids: Sequence[int]) -> int:
-        """Return the number of leading ids that need no prefill: the common prefix with `held_ids`, without
-        the last id, as logits are needed there. Forgets all later held ids."""
+    def common_prefix(self, ids: Sequence[int]) -> int:
+        """Return the length of the common prefix of `ids` and the held ids, without the last of `ids`, as
+        logits are needed there."""
         common_length = min(len(self.held_ids), len(ids) - 1)
         if self.held_ids[:common_length] != tuple(ids[:common_length]):
             common_length = next(at for at in range(common_length) if self.held_ids[at] != ids[at])
-        self.held_ids = self.held_ids[:common_length]
         return common_length
+
+    def forget_ids(self, start: int = 0) -> None:
+        """Forget the held ids from `start` on, and a snapshot that is behind any of these."""
+        self.held_ids = self.held_ids[:start]
+        if self.snapshot_length > start:
+            self.snapshot_length = 0
 
 
 class Slots:
@@ -327,6 +445,7 @@ class Slots:
         """Note that the slot's turn is over; the next turn may use the KV of these ids."""
         self._use_counter += 1
         slot.is_busy = False
+        slot.forget_ids(len(held_ids))
         slot.held_ids = held_ids
         slot.last_used = self._use_counter
 
@@ -340,7 +459,7 @@ class Slots:
         if slot.session is not None:
             del self._slot_by_session[slot.session]
         slot.session = None
-        slot.held_ids = ()
+        slot.forget_ids()
 
 
 class PrefixSource(NamedTuple):
@@ -358,9 +477,12 @@ class PrefixIndex:
         self._slot_by_block: dict[int, Slot] = {}  # by the hash of all ids up to a block's end
         self._blocks_by_slot: dict[Slot, list[int]] = {}
 
-    def enter_prompt(self, slot: Slot, ids: Sequence[int], adapter_index: int) -> PrefixSource | None:
+    def enter_prompt(
+        self, slot: Slot, ids: Sequence[int], adapter_index: int, snapshot_length: int | None = None
+    ) -> PrefixSource | None:
         """Enter the prompt of `slot`. Returns the longest beginning of the prompt that another slot has with
-        the same adapter. Prefixes are found by their hashes, so the caller has to compare the ids."""
+        the same adapter. Prefixes are found by their hashes, so the caller has to compare the ids.
+        `snapshot_length`: of a model with states only the ids up to its snapshot can be copied."""
         for block_hash in self._blocks_by_slot.pop(slot, ()):
             if self._slot_by_block.get(block_hash) is slot:
                 del self._slot_by_block[block_hash]
@@ -371,7 +493,8 @@ class PrefixIndex:
         # Without the last id, which is computed in any case, for its logits.
         for end in range(PREFIX_BLOCK, len(ids), PREFIX_BLOCK):
             prefix_hash = hash((prefix_hash, tuple(ids[end - PREFIX_BLOCK : end])))
-            block_hashes.append(prefix_hash)
+            if snapshot_length is None or end == snapshot_length:
+                block_hashes.append(prefix_hash)
             if prefix_hash in self._slot_by_block:
                 source = PrefixSource(self._slot_by_block[prefix_hash], end)
 

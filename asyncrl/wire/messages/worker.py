@@ -53,7 +53,8 @@ class WorkerHeartbeat(WireMessage, frozen=True):
     tokens, including unfinished turns. `in_time`: a current wait has a separate deadline (a tool, a reward),
     which has not passed. `engines`: in the order in which the worker met the servers. `acked` as in
     WorkerHello: a delayed hello names a lower number. `leaving`: the worker was told to end, and has given up
-    all attempts."""
+    all attempts. `reprefilled_tokens`: prompt tokens that embedded engines prefilled again, for want of a
+    layer's state behind them."""
 
     assigned: Count
     held: tuple[Attempt, ...]
@@ -65,6 +66,7 @@ class WorkerHeartbeat(WireMessage, frozen=True):
     engines: tuple[EngineUse, ...] = ()
     acked: Count = 0
     leaving: bool = False
+    reprefilled_tokens: Count = 0
 
 
 class Leave(WireMessage, frozen=True):

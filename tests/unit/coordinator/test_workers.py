@@ -206,6 +206,13 @@ def test_first_attempts_are_judged_until_one_lands(setup: WorkerSetup) -> None:
     assert state.ledger.first_attempts.landed and state.ledger.futile_reason() == ""
 
 
+def test_tokens_that_engines_prefill_again_are_counted_over_workers(setup: WorkerSetup) -> None:
+    setup.join(B, index=1)
+    for peer, tokens in ((A, 30), (B, 5), (A, 70)):
+        setup.beat(peer, WorkerHeartbeat(0, (), 0, 0, 0, reprefilled_tokens=tokens), now=1.0)
+    assert setup.handler.reprefilled_tokens == 70 + 5
+
+
 def test_a_silent_worker_loses_its_episodes_and_is_fenced_when_it_returns(setup: WorkerSetup) -> None:
     (_, first), _ = setup.tick()
     setup.turn(A, 1, first)

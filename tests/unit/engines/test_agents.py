@@ -21,22 +21,24 @@ from .tiny import ask, assert_logprobs, prompt, serve, tiny
 
 pytestmark = pytest.mark.slow
 
+WEIGHT_SCALES = {"Qwen2": 0.3, "Qwen3Next": 0.1}  # of adapters, by family
 SIZES = {"planner": (3, 6.0), "coder": (2, 8.0)}
 
 
 def published(
-    folder: Path, version: int, sizes: dict[str, tuple[int, float]] = SIZES
+    folder: Path, version: int, sizes: dict[str, tuple[int, float]] = SIZES, family: str = "Qwen2"
 ) -> tuple[WeightsRef, dict[str, PreTrainedModel]]:
     """A version of such adapters, and of each agent the model with its adapter alone; 'other' has none."""
-    both = tiny()
+    both = tiny(family)
     adapters = Adapters(both, sizes)
-    alone = {"other": tiny()} | {agent: tiny() for agent in sizes}
+    alone = {"other": tiny(family)} | {agent: tiny(family) for agent in sizes}
     draw = torch.Generator().manual_seed(version)
     tensors = {}
     with torch.no_grad():
         for piece in adapters.published:
             parameter = both.get_parameter(piece.parameter)
-            tensors[piece.name] = 0.3 * torch.randn(parameter.shape, generator=draw)
+            weights = torch.randn(parameter.shape, generator=draw)
+            tensors[piece.name] = WEIGHT_SCALES[family] * weights
         for agent, size in sizes.items():
             for piece in Adapters(alone[agent], {"": size}).published:
                 name = piece.name.replace(".weight", f".{agent}.weight")
@@ -44,16 +46,17 @@ def published(
     return publish(tensors, folder, PolicyVersion(1, version), adapters.specs), alone
 
 
+@pytest.mark.parametrize("family", WEIGHT_SCALES)
 @pytest.mark.parametrize("after", [999, pytest.param(2, marks=pytest.mark.full)], ids=["code", "recorded"])
 async def test_rows_of_several_agents_in_one_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, after: int
 ) -> None:
     """From a recording, too; and slots that move take their agents along. What agents share in their prompts
     is computed for each, and a session that another agent goes on with, anew."""
     monkeypatch.setattr(recorded, "RECORD_AFTER", after)
     monkeypatch.setattr(step_layout, "_WORTHWHILE_CELLS", 32)
     monkeypatch.setattr(step_layout, "_SHORT_LENGTH", 8)
-    engine = serve(slots=6, budget=64)
+    engine = serve(tiny(family), slots=6, budget=64)
     same = prompt(40)
     await engine.generate(ask(same, 8))  # recorded without adapters
 
@@ -68,7 +71,7 @@ async def test_rows_of_several_agents_in_one_step(
         assert_logprobs(alone["coder"], request, await engine.generate(request))
 
     for version in (1, 2):
-        ref, alone = published(tmp_path, version)
+        ref, alone = published(tmp_path, version, family=family)
         manifest = await engine.load(ref)
         assert manifest.adapters.keys() == SIZES.keys()
         agents = ["planner", "other", "coder"] * 3

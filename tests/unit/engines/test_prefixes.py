@@ -53,8 +53,10 @@ async def test_only_what_the_present_weights_computed_is_copied(tmp_path: Path, 
     await engine.close()
 
 
-@pytest.mark.parametrize("seed", range(8))
-async def test_requests_that_come_and_go_while_others_wait_for_their_prompts(seed: int):
+@pytest.mark.parametrize(
+    ("family", "seed"), [*(("Qwen2", seed) for seed in range(8)), ("Qwen3Next", 0), ("Qwen3Next", 1)]
+)
+async def test_requests_that_come_and_go_while_others_wait_for_their_prompts(family: str, seed: int):
     async def turns(engine: TorchEngine, index: int) -> None:
         stem = prompt(rng.choice((0, 32, 40, 64, 70)), rng.randrange(2))
         ids = stem + prompt(rng.randrange(1, 12), rng.randrange(3))
@@ -73,7 +75,7 @@ async def test_requests_that_come_and_go_while_others_wait_for_their_prompts(see
         engine.release(str(index))
 
     rng = random.Random(seed)
-    reference = tiny()
-    engine = serve(tiny(), slots=4, max_len=112, budget=24)
+    reference = tiny(family)
+    engine = serve(tiny(family), slots=4, max_len=112, budget=24)
     await asyncio.wait_for(asyncio.gather(*(turns(engine, index) for index in range(16))), 60)
     await engine.close()

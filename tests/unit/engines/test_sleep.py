@@ -149,7 +149,7 @@ async def test_a_recording_serves_after_a_sleep(tmp_path: Path, monkeypatch: pyt
 # -- versions ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", ["Qwen2", "Qwen3Moe"])
+@pytest.mark.parametrize("family", ["Qwen2", "Qwen3Moe", "Qwen3Next"])
 async def test_the_version_that_wakes_it_computes_all_kv_anew(family: str, tmp_path: Path):
     from .test_weights import publish as published
 

@@ -116,17 +116,18 @@ async def test_abort_and_cancel_give_back_what_there_is():
     await engine.close()
 
 
-async def test_a_turn_is_heard_of_in_parts_and_goes_on_elsewhere_as_it_would_have():
+@pytest.mark.parametrize("family", ["Qwen2", "Qwen3Next"])
+async def test_a_turn_is_heard_of_in_parts_and_goes_on_elsewhere_as_it_would_have(family: str):
     """Whoever hears of its parts, the turn is the same; and so is its rest on another engine, after any."""
     request = ask(prompt(11), 60, key=42, temperature=0.9)
-    expected_turn = await (engine := serve()).generate(request)
+    expected_turn = await (engine := serve(tiny(family))).generate(request)
     await engine.close()
     parts: list[Generation] = []
 
     async def on_part(sampled: Generation) -> None:
         parts.append(sampled)
 
-    engine = serve(stepwise=True)
+    engine = serve(tiny(family), stepwise=True)
     engine._batcher.version = 3
     in_parts = await engine.generate(replace(request, part_seconds=1e-6, on_part=on_part))
     await engine.close()
@@ -140,7 +141,7 @@ async def test_a_turn_is_heard_of_in_parts_and_goes_on_elsewhere_as_it_would_hav
         assert part.spans == (VersionSpan(0, count, 3, 3),)
         assert part.stop is StopReason.ABORT
     last = parts[len(parts) // 2]
-    other_engine = serve()
+    other_engine = serve(tiny(family))
     after = with_part(request, last, await other_engine.generate(remaining_request(request, last)))
     await other_engine.close()
     assert after.ids == expected_turn.ids and after.stop is StopReason.LENGTH
@@ -300,9 +301,10 @@ def test_built_by_name_and_the_module_still_serves_plain_calls(tmp_path: Path):
     torch.testing.assert_close(plain[:, 2:], expected[:, 2:])
 
 
-def test_a_sliding_window_is_refused():
-    model = tiny(use_sliding_window=True, sliding_window=4, max_window_layers=0)
-    with pytest.raises(ConfigError, match="sliding_window"):
+def test_attention_to_chosen_keys_is_refused():
+    sizes = dict.fromkeys(("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim"), 8)
+    model = tiny("GlmMoeDsa", **sizes, v_head_dim=8, index_head_dim=16, mlp_layer_types=["dense"] * 2)
+    with pytest.raises(ConfigError, match="engine has no indices attention"):
         serve(model)
 
 

@@ -36,7 +36,7 @@ def mixed_logprobs(
     return logits.log_softmax(-1).gather(1, torch.tensor(ids[split + 1 :])[:, None])[:, 0]
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, *MIXTURES])
+@pytest.mark.parametrize("family", [*FAMILIES, *MIXTURES, "Qwen3Next"])
 async def test_weights_swap_between_two_tokens(family: str, tmp_path: Path):
     old = tiny(family)
     new = tiny(family, seed=1)
@@ -86,12 +86,13 @@ async def test_tied_weights_load_under_one_name_or_both(tmp_path: Path, both: bo
     await engine.close()
 
 
-async def test_not_finite_weights_fail_their_requests_and_leave_no_trace(tmp_path: Path):
-    good = publish(tiny(), tmp_path, 2)
-    poisoned = tiny()
+@pytest.mark.parametrize("family", ["Qwen2", "Qwen3Next"])
+async def test_not_finite_weights_fail_their_requests_and_leave_no_trace(family: str, tmp_path: Path):
+    good = publish(tiny(family), tmp_path, 2)
+    poisoned = tiny(family)
     torch.nn.init.constant_(poisoned.get_input_embeddings().weight, torch.nan)
     nan = publish(poisoned, tmp_path, 1)
-    engine = serve(slots=4, stepwise=True)
+    engine = serve(tiny(family), slots=4, stepwise=True)
     request = ask(prompt(5), 80)
     lengths = enumerate((80, 1, 80))  # the row in the middle sits out when the weights go bad
     other_turns = [asyncio.create_task(engine.generate(ask(prompt(4), n, str(i)))) for i, n in lengths]
@@ -105,5 +106,5 @@ async def test_not_finite_weights_fail_their_requests_and_leave_no_trace(tmp_pat
     for request, generation in zip(
         requests, await asyncio.gather(*map(engine.generate, requests)), strict=True
     ):
-        assert_logprobs(tiny(), request, generation)
+        assert_logprobs(tiny(family), request, generation)
     await engine.close()

@@ -16,24 +16,73 @@ from asyncrl.types import Generation
 FAMILIES = ("Qwen2", "Llama", "Qwen3")
 EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 MIXTURES = {"Qwen3Moe": EXPERTS, "Mixtral": EXPERTS}
+
+# Layers that carry a state: a gated delta rule, a short convolution, Mamba-2. With large weights, forwards
+# of transformers itself, token by token and in chunks, differ by 1e-4 and more.
+STATES: dict[str, dict[str, object]] = {
+    "Qwen3Next": {
+        "layer_types": ["linear_attention", "full_attention"],
+        "mlp_only_layers": [0, 1],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+        "head_dim": 8,
+        "initializer_range": 0.15,
+    },
+    "Lfm2": {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},
+    "FalconH1": {
+        "mamba_d_ssm": 32,
+        "mamba_n_heads": 4,
+        "mamba_d_head": 8,
+        "mamba_n_groups": 2,
+        "mamba_d_state": 8,
+        "mamba_chunk_size": 16,
+    },
+}
+# Attention that sees less than a whole sequence, or scores in a way of its own: windows with sinks, chunks
+# with queries that are scaled by their position, windows with capped scores.
+SCORINGS: dict[str, dict[str, object]] = {
+    "GptOss": {
+        "layer_types": ["sliding_attention", "full_attention"],
+        "sliding_window": 8,
+        "head_dim": 8,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+    },
+    "Llama4": {
+        "attention_chunk_size": 8,
+        "no_rope_layers": [1, 0],
+        "floor_scale": 8,
+        "head_dim": 8,
+        "intermediate_size_mlp": 48,
+        "moe_layers": [],
+    },
+    "Gemma2": {"sliding_window": 8, "head_dim": 8, "query_pre_attn_scalar": 8, "attn_logit_softcapping": 2.0},
+}
+CONFIG_CLASSES = {"Llama4": "Llama4TextConfig"}
 VOCABULARY = 61
 
 
 def tiny(family: str = "Qwen2", seed: int = 0, **changes: object) -> PreTrainedModel:
     """A random model whose distributions are far from uniform, with grouped KV heads."""
-    config = getattr(transformers, f"{family}Config")(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-        initializer_range=0.25,
-        **MIXTURES.get(family, {}) | changes,
-    )
+    sizes = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 256,
+        "initializer_range": 0.25,
+        **(MIXTURES | STATES | SCORINGS).get(family, {}),
+    }
+    config = getattr(transformers, CONFIG_CLASSES.get(family, f"{family}Config"))(**sizes | changes)
     torch.manual_seed(seed)
-    return getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    if getattr(config, "attn_logit_softcapping", None):
+        model.set_attn_implementation("eager")  # SDPA ignores the cap
+    return model
 
 
 def serve(

@@ -11,13 +11,14 @@ import pytest
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig
 
 from asyncrl import cli
-from asyncrl.launch.architecture import NOT_YET, CopyFinding, find_on_copy
+from asyncrl.launch.architecture import NOT_YET, CopyFinding, SlotMemory, find_on_copy
+from asyncrl.runtime.process import MainMemory
 from tests.fakes.checked import Given
 
 pytestmark = pytest.mark.slow
 PATIENCE = 300.0  # seconds: the child shares its cores with other tests
 NO_SECONDS = 0.0  # no child can answer within this
-LINEAR_LAYER = "layers.0.linear_attn (Qwen3_5GatedDeltaNet) mixes rows"
+OWN_ATTENTION = "layers.0.self_attn (StableLmAttention)"
 TEXT = {
     "hidden_size": 64,
     "intermediate_size": 128,
@@ -77,37 +78,47 @@ def engine_of_a_user(run_inputs: Given) -> str:
 
 
 @pytest.mark.full
-def test_a_linear_layer_is_named_before_the_start(given: Given, capsys: pytest.CaptureFixture[str]) -> None:
-    path = save_model(given, "qwen3_5")
+def test_attention_of_its_own_is_named_before_the_start(
+    given: Given, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = save_model(given, "stablelm")
     findings = find_on_copy(path, ["engine", "trainer"], PATIENCE)
     problems = findings["trainer"].problems
-    assert problems is not None and problems["tree"].endswith(LINEAR_LAYER)
+    assert problems is not None and problems["tree"].endswith(OWN_ATTENTION)
     assert find_on_copy(path, ["engine", "trainer"], NO_SECONDS) == findings, "they are remembered"
 
     assert cli.main(["train", *given.overrides]) == 2, "what is remembered ends a start before any process"
-    assert "cannot serve Qwen3_5ForConditionalGeneration" in capsys.readouterr().err
+    assert "cannot serve StableLmForCausalLM" in capsys.readouterr().err
     assert not given.runs.exists()
 
     assert cli.main(["doctor", *given.overrides]) == 2
     lines = {line[9:23].strip(): line for line in capsys.readouterr().out.splitlines() if line[:1].islower()}
-    assert lines["engine"].startswith("error") and "cannot serve Qwen3_5ForCond" in lines["engine"]
-    assert lines["packing"].startswith("ok") and lines["packing"].endswith(LINEAR_LAYER)
+    assert lines["engine"].startswith("error") and "cannot serve StableLmForCausalLM" in lines["engine"]
+    assert lines["packing"].startswith("ok") and lines["packing"].endswith(OWN_ATTENTION)
 
     assert cli.main(["train", "--dry-run", *given.overrides, engine_of_a_user(given)]) == 0
     (rows_line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("rows:"))
-    assert rows_line.startswith("rows: padded instead of tree (trainer.packing): Qwen3_5ForConditional")
-    assert rows_line.endswith(LINEAR_LAYER)
+    assert rows_line.startswith("rows: padded instead of tree (trainer.packing): StableLmForCausalLM")
+    assert rows_line.endswith(OWN_ATTENTION)
 
 
-def test_a_plain_model_is_packed_and_served(given: Given, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plain_model_is_packed_and_served_where_its_slots_fit(
+    given: Given, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = save_model(given, "qwen3")
     findings = find_on_copy(path, ["engine", "trainer"], PATIENCE)
-    assert findings["engine"] == CopyFinding({"engine": ""})
+    kv_numbers = 2 * 2 * TEXT["num_key_value_heads"] * TEXT["head_dim"]
+    assert findings["engine"] == CopyFinding({"engine": ""}, slot=SlotMemory(kv_numbers, state_bytes=0))
 
     assert cli.main(["train", "--dry-run", *given.overrides]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert "the embedded engine serves Qwen3ForCausalLM" in lines
+    assert "the embedded engine serves Qwen3ForCausalLM: 16 slots take 2.5 MB" in "\n".join(lines)
     assert "rows: tree (trainer.packing)" in lines
+
+    monkeypatch.setattr("asyncrl.launch.memory.main_memory", lambda: MainMemory(total=2**31, available=2**31))
+    assert cli.main(["train", "--dry-run", *given.overrides, "rollout.slots=20000"]) == 2
+    refusal = capsys.readouterr().err
+    assert "rollout.slots: the embedded engine's 20000 slots take 3.1 GB, each 154.1 kB" in refusal
 
 
 def test_a_check_that_is_late_is_ended_and_said(given: Given, monkeypatch: pytest.MonkeyPatch) -> None:
