@@ -63,6 +63,7 @@ def test_a_composite_checkpoint_trains_and_keeps_what_does_not(tmp_path: Path) -
         ("mistral3", ()),
         ("ministral3", ()),
         ("qwen3_vl", ()),
+        ("qwen3_5", ()),
         pytest.param("gemma3", SGLANG_KEYS, marks=needs_sglang),
     ],
 )
