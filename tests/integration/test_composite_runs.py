@@ -21,7 +21,7 @@ from tests.fakes.plain_loop import plain_loop
 from tests.fakes.sglang_process import PYTHON
 from tests.fakes.taught_families import build_taught_family, write_demonstrations
 from tests.fakes.tiny_families import FAMILIES, VISION_PREFIXES
-from tests.integration.runs import Run
+from tests.integration.runs import Run, once
 
 GAP = 1e-4  # nats between the engine's log-probs and the trainer's, in float32
 SFT_STEPS = {"mistral3": 20, "ministral3": 20, "qwen3_vl": 40, "gemma3": 60, "qwen3_5": 60}
@@ -90,6 +90,24 @@ def test_a_family_learns_the_calculator(
     scores = json.loads((evaluation.path / "evaluation.json").read_text())
     success = scores["val-core/all/sampled/mean@1"]["mean"]
     assert success > summary["success_before"]
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
+def test_turns_of_a_killed_worker_go_on_with_states_computed_anew(
+    warm_checkpoints: WarmCheckpoints, tmp_path: Path
+) -> None:
+    """Parts of turns are stored while they are sampled; log-probs stay those of the trainer."""
+    _, warm = warm_checkpoints("qwen3_5")
+    keys = [f"model.path={warm}", "total_steps=4", "data.test=''", "rollout.part_seconds=0.05"]
+    keys += ["buffer.groups_per_batch=4", "buffer.episodes_per_group=4"]
+    with Run(tmp_path, *keys) as run:
+        for step in (1, 2):
+            run.until_step(step)
+            run.kill("rollout-0")
+        summary = run.completed(4)
+    assert_same_logprobs(summary)
+    once(run.path, 4)
 
 
 @pytest.mark.full
