@@ -85,7 +85,8 @@ def read_scoring(layer: nn.Module, query: Tensor, arguments: Mapping[str, Any]) 
 
 def unknown_arguments(arguments: Mapping[str, Any]) -> list[str]:
     """Return the names of keyword arguments that a layer passes to its attention function, and that
-    `read_scoring` does not read. They must be refused: to ignore them may change little."""
+    `read_scoring` does not read. They must be refused: ignoring one can change
+    results too little to be noticed."""
     return sorted(
         name
         for name, value in arguments.items()

@@ -6,10 +6,10 @@ arguments in every family:
     causal_conv1d_fn                                    each channel, over the last k tokens
     torch_chunk_gated_delta_rule (Qwen3-Next, Qwen3.5)  a matrix for each head
     chunk_kimi_delta_attention (Kimi Linear)
-    mamba2_chunk_scan (Granite 4, Nemotron-H)
+    mamba2_chunk_scan (Granite 4, Nemotron-H, Falcon-H1)
 
-By themselves they read a row from its beginning to its end: of rows that are packed into one, or of requests
-in a batch, they would mix the states. `hand_over_state_layers` replaces them in a model's files. A replaced
+These functions read a row from its beginning to its end. Of rows that are packed into one, or of requests in
+a batch, they would mix the states. `hand_over_state_layers` replaces them in a model's files. A replaced
 function looks for a StateLayout among its keyword arguments, which come from the model's forward, and leaves
 the computation to the layout. Without one nothing changes.
 """
@@ -81,7 +81,7 @@ RECURRENCES = {
     "torch_chunk_gated_delta_rule": DELTA_RULE._replace(single_token="torch_recurrent_gated_delta_rule"),
     "chunk_kimi_delta_attention": DELTA_RULE._replace(single_token="recurrent_kimi_delta_attention"),
     "mamba2_chunk_scan": RecurrenceKind(
-        token_arguments=(0, 1, 3, 4),  # the third is a decay, the same for all tokens
+        token_arguments=(0, 1, 3, 4),  # argument 2 is a decay, the same for all tokens
         initial_state="initial_states",
         returns_state="return_final_states",
         returns_pair=False,
@@ -144,7 +144,7 @@ class Recurrence:
 
 
 class StateLayout(ABC):
-    """Says how the tokens of a forward follow each other, and computes the layers whose states do."""
+    """Says how the tokens of a forward follow each other, and computes the layers that carry a state."""
 
     @abstractmethod
     def convolve(self, convolve: Convolve, inputs: Tensor, reach: int) -> Tensor:

@@ -39,8 +39,11 @@ def check_kernels(inputs: Inputs) -> Iterator[Note]:
             packages[package.module] = package.installed_version or "not installed"
             check_package(package, model_file, f"{key} ({model_type})", inputs.config)
 
+    if not packages:
+        yield ok("none: no layer of the model carries a state")
+        return
     listed = ", ".join(f"{module} {version}" for module, version in packages.items())
-    yield ok(listed or "none are called for the layers of this model")
+    yield ok(f"for layers that carry a state: {listed} (torch computes what no kernel does)")
 
 
 def trained_models(config: RunConfig) -> Iterator[tuple[str, str]]:
@@ -62,34 +65,38 @@ def called_packages(model_path: str) -> Iterator[tuple[KernelPackage, str, str]]
 
 
 def check_package(package: KernelPackage, model_file: str, model_name: str, config: RunConfig) -> None:
-    """Raise ConfigError if kernels of a package would be called which compute something else, or fail."""
+    """Raise ConfigError if transformers would call kernels of this package that are too old, or that need a
+    GPU which the run does not use."""
     installed_version = package.installed_version
     if installed_version is None:
         return
 
     name = f"{package.module} {installed_version}".strip()
     removal = f"pip uninstall {' '.join(package.distributions)}"
-    calls = f"whose kernels transformers calls for layers of {model_name}"
+    calls = f"and transformers would call its kernels for layers of {model_name}"
     if not package.is_supported:
         described = (
-            f"{name} is installed" if installed_version else f"a module {name} without a version is there"
+            f"{name} is installed"
+            if installed_version
+            else f"a module {name} without a version can be imported"
         )
+        supported = f"{package.distributions[-1]}>={package.oldest_version}"
         raise ConfigError(
-            f"{described}, {calls}; they need {package.distributions[-1]}>={package.oldest_version}: "
-            f"pip install 'asyncrl[hybrid]', or {removal}"
+            f"{described}, {calls}; these need {supported}: pip install '{supported}' (with a GPU), or "
+            f"{removal}"
         )
 
     has_gpu = uses_gpu(config, sees_gpu(config))
     if has_gpu is False and package.module in bound_packages(model_file):
         raise ConfigError(
-            f"{name} is installed, {calls}: they need a GPU, and this run uses none; {removal}, and torch "
-            "computes these layers"
+            f"{name} is installed, {calls}; these need a GPU, and this run uses none: {removal} (torch then "
+            "computes these layers)"
         )
 
 
 def bound_packages(model_file: str) -> set[str]:
-    """Return the packages whose kernels a module of transformers calls, as it is imported by a process of its
-    own; empty where the module cannot be imported."""
+    """Return the packages whose kernels a module of transformers calls, found by importing the module in a
+    child process; empty if it cannot be imported."""
     command = [sys.executable, "-c", BOUND_PROBE, model_file]
     try:
         completed = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_SECONDS, check=True)

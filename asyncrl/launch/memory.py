@@ -112,8 +112,9 @@ def check_engine_memory(config: RunConfig, has_gpu: bool | None, slot: SlotMemor
 
     if available_bytes is not None and engine_bytes > available_bytes:
         raise ConfigError(
-            f"rollout.slots: the embedded engine's {text}, and it has {format_bytes(available_bytes)}; "
-            "lower rollout.slots or rollout.max_tokens, or use engine=sglang"
+            f"rollout.slots: the embedded engine's {text}, but there are only "
+            f"{format_bytes(available_bytes)} of memory for it; lower rollout.slots or "
+            "rollout.max_tokens, or use engine=sglang"
         )
     return text
 

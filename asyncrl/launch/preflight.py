@@ -581,6 +581,8 @@ def describe_packing(inputs: Inputs) -> Iterator[Note]:
     if padded_problem := finding.problems["padded"]:
         yield warning(f"{architecture} depends on what rows are trained together: it {padded_problem}")
     problem = finding.problems[wanted_packing] if wanted_packing != "padded" else ""
+    if config.trainer.sequence_parallel > 1:
+        problem = problem or finding.problems["shared"]
 
     if problem and config.trainer.sequence_parallel > 1:
         raise ConfigError(

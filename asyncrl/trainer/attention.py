@@ -328,8 +328,8 @@ AttentionMaskInterface.register(FOREST_ATTENTION, sdpa_mask)
 
 
 def use_forest_attention(model: PreTrainedModel) -> None:
-    """Let forwards of the model take a `forest`. Forwards without one have to set the model's own attention
-    again; layers with a state compute both."""
+    """Let forwards of the model take a `forest`. For a forward without one, the model's own attention must be
+    set again; layers with a state can do both."""
     hand_over_state_layers(model)
     model.set_attn_implementation(FOREST_ATTENTION)
 

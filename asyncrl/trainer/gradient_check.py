@@ -26,6 +26,7 @@ from asyncrl.shrunk import (
     RESERVED_IDS,
     is_passing_error,
 )
+from asyncrl.state_layers import has_state
 from asyncrl.trainer.attention import use_forest_attention
 from asyncrl.trainer.scores import Scores, Selected
 from asyncrl.trainer.world import World
@@ -141,6 +142,15 @@ def named_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
     """Return the modules below the backbone of a model's text part, by their names there."""
     backbone = text_part(model).base_model
     return {name: module for name, module in backbone.named_modules() if name}
+
+
+def sharing_problem(model: PreTrainedModel) -> str:
+    """Describe why ranks cannot share a row of the model; '' if they can."""
+    for name, layer in named_layers(model).items():
+        if has_state(layer):
+            described_layer = f"{name} ({type(layer).__name__})"
+            return f"has layers that carry a state, and ranks cannot share a row of those: {described_layer}"
+    return ""
 
 
 @torch.no_grad()

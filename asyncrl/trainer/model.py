@@ -29,7 +29,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.model_class import frozen_parts, is_within
 from asyncrl.shrunk import cached_findings
 from asyncrl.trainer.forced_routes import ForcedRoutes
-from asyncrl.trainer.gradient_check import cached_gradient_check, check_gradients
+from asyncrl.trainer.gradient_check import cached_gradient_check, check_gradients, sharing_problem
 from asyncrl.trainer.layers import prepare_layers
 from asyncrl.trainer.loading import read_model, shard_and_fill
 from asyncrl.trainer.optimizer import make_optimizer, trainable
@@ -214,10 +214,14 @@ def _decide_split(policy: Policy, dtype: str, world: World, is_compiled: bool) -
 
 
 def architecture_problems(config: PreTrainedConfig) -> dict[str, str] | None:
-    """Return the problem of each way to compute gradients of this architecture, see `check_gradients`; None
-    where no small copy of the model can be made."""
+    """Return the problem of each way to compute gradients of this architecture, see `check_gradients`, and of
+    `shared` rows; None where no small copy of the model can be made."""
     model_config = ModelConfig(path=config.model_type, dtype="float32")
-    return cached_findings(config, "trainer", lambda copy: check_gradients(Policy(copy, model_config, None)))
+
+    def problems_of(copy: PreTrainedModel) -> dict[str, str]:
+        return check_gradients(Policy(copy, model_config, None)) | {"shared": sharing_problem(copy)}
+
+    return cached_findings(config, "trainer", problems_of)
 
 
 def shared_architecture_problems(config: PreTrainedConfig, world: World) -> dict[str, str] | None:

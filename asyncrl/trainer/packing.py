@@ -11,9 +11,8 @@ from transformers import PreTrainedModel
 
 from asyncrl.config import Packing
 from asyncrl.errors import ConfigError
-from asyncrl.state_layers import has_state
 from asyncrl.trainer.attention import use_forest_attention
-from asyncrl.trainer.gradient_check import cached_gradient_check, named_layers, transformer_of
+from asyncrl.trainer.gradient_check import cached_gradient_check, sharing_problem, transformer_of
 from asyncrl.trainer.model import Policy, shared_architecture_problems
 from asyncrl.trainer.world import World
 
@@ -70,10 +69,8 @@ def packing_problem(
     head_count = model.config.get_text_config().num_attention_heads
     if sharing_ranks > 1 and head_count % sharing_ranks:
         return f"has {head_count} attention heads, which {sharing_ranks} ranks cannot share"
-    if sharing_ranks > 1:
-        for name, layer in named_layers(model).items():
-            if has_state(layer):
-                return f"has layers with a state, which ranks cannot share: {name} ({type(layer).__name__})"
+    if sharing_ranks > 1 and (problem := sharing_problem(model)):
+        return problem
     return known_problems[packing] if known_problems else ""
 
 

@@ -292,7 +292,7 @@ def _compare(path: str, label: str, role: ModelRole, tensors: dict[str, StoredTe
     if reach_problem := empty_reach(config.get_text_config()):
         raise ConfigError(
             f"{label}: config.json: {reach_problem}, so no token would see a key; set it to the number of "
-            "tokens that the model was trained with"
+            "tokens that the model was trained with, or to null if it was trained without this limit"
         )
 
     model_class = type(model).__name__

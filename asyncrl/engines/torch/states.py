@@ -53,8 +53,8 @@ class SlotStates(StateLayout):
         self._next_call = 0
 
     def begin_forward(self, groups: Sequence[TokenGroup], is_live: Sequence[Tensor]) -> None:
-        """Prepare for a forward of the groups' tokens. `is_live` [r, width] of each group. The forward
-        before the first one that was prepared allocates the pools."""
+        """Prepare for a forward of the groups' tokens. `is_live` [r, width] of each group. The
+        engine's first forward, which is not prepared, allocates the pools."""
         self._is_allocated = True
         self._next_call = 0
         self._live_tokens = [
