@@ -121,6 +121,21 @@ def test_a_plain_model_is_packed_and_served_where_its_slots_fit(
     assert "rollout.slots: the embedded engine's 20000 slots take 3.1 GB, each 154.1 kB" in refusal
 
 
+@pytest.mark.full
+def test_rows_with_states_are_packed_unless_ranks_share_them(
+    given: Given, capsys: pytest.CaptureFixture[str]
+) -> None:
+    find_on_copy(save_model(given, "qwen3_5"), ["engine", "trainer"], PATIENCE)
+    assert cli.main(["train", "--dry-run", *given.overrides]) == 0
+    assert "rows: tree (trainer.packing)" in capsys.readouterr().out.splitlines()
+
+    shared = ["trainer.ranks=2", "trainer.sequence_parallel=2"]
+    assert cli.main(["train", "--dry-run", *given.overrides, *shared]) == 2
+    refusal = capsys.readouterr().err
+    assert "trainer.sequence_parallel=2 needs packed rows, but Qwen3_5ForConditionalGeneration has" in refusal
+    assert "layers.0.linear_attn (Qwen3_5GatedDeltaNet); set trainer.sequence_parallel=1" in refusal
+
+
 def test_a_check_that_is_late_is_ended_and_said(given: Given, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(given.folder / "cache"))
     children = set(psutil.Process().children())
