@@ -7,9 +7,11 @@ drops arguments that a kernel does not take. So versions and GPUs are checked he
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import re
 from importlib.metadata import PackageNotFoundError, version
-from typing import NamedTuple
+from types import CellType
+from typing import Any, NamedTuple
 
 from packaging.version import InvalidVersion, Version
 
@@ -48,13 +50,34 @@ KERNEL_PACKAGES = (
     KernelPackage("causal_conv1d", ("causal-conv1d",), "1.2.0"),
     KernelPackage("mamba_ssm", ("mamba-ssm",), "2.0.4"),
 )
+# Wraps functions of transformers, and can replace them by kernels of the hub.
+HUB_PACKAGE = KernelPackage("kernels", ("kernels",), "0")
 BINDING = re.compile(r"use_kernel_func_from_hub_with_fallback\(\s*\"\w+\",\s*\"(\w+)\"")
 
 
 def installed_kernels() -> tuple[str, ...]:
     """Return the installed packages with their versions. Example: ("fla 0.6.0",)."""
-    versions = ((package.module, package.installed_version) for package in KERNEL_PACKAGES)
+    packages = (*KERNEL_PACKAGES, HUB_PACKAGE)
+    versions = ((package.module, package.installed_version) for package in packages)
     return tuple(f"{module} {number}" for module, number in versions if number is not None)
+
+
+def kernel_binding(function: Any) -> dict[str, CellType]:
+    """Return the variables of transformers' wrapper around a function of a layer; empty if there is none.
+    `is_new_implementation`: a kernel of `package` is bound, which takes `applicable_params`.
+
+    Other wrappers may lie around that one: functions, and modules of the package `kernels`.
+    """
+    while function is not None:
+        wrapper = function if inspect.isfunction(function) else getattr(type(function), "forward", None)
+        if not inspect.isfunction(wrapper):
+            return {}
+        cells = dict(zip(wrapper.__code__.co_freevars, wrapper.__closure__ or (), strict=True))
+        if "is_new_implementation" in cells:
+            return cells
+        inner_function = cells["func"].cell_contents if wrapper is not function and "func" in cells else None
+        function = inner_function or getattr(function, "__wrapped__", None)
+    return {}
 
 
 def model_file_of(model_type: str) -> str:

@@ -16,16 +16,16 @@ the computation to the layout. Without one nothing changes.
 
 from __future__ import annotations
 
-import inspect
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import wraps
-from types import ModuleType
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
+
+from asyncrl.layer_kernels import kernel_binding
 
 CONVOLUTION = "causal_conv1d_fn"
 FUSED_MIXERS = ("mamba2_split_conv1d_scan_combined",)
@@ -56,8 +56,7 @@ class RecurrenceKind(NamedTuple):
     `token_arguments`: those with a row for each token, [B, T, ...]. `returns_pair`: the function also returns
     a state, None, where none is asked for. `sequence_argument`: how a kernel learns which sequences lie in
     one row: by their boundaries [n + 1] (`cu_seqlens`), or by the sequence's number for each token [1, T]
-    (`seq_idx`), which goes without states. `neutral_arguments`: a token where these are zero leaves the state
-    as it is. `single_token`: the function for rows of one token.
+    (`seq_idx`), which goes without states.
     """
 
     token_arguments: tuple[Argument, ...]
@@ -65,8 +64,6 @@ class RecurrenceKind(NamedTuple):
     returns_state: str
     returns_pair: bool
     sequence_argument: str
-    neutral_arguments: tuple[Argument, ...] = ()
-    single_token: str = ""
 
 
 DELTA_RULE = RecurrenceKind(
@@ -75,28 +72,29 @@ DELTA_RULE = RecurrenceKind(
     returns_state="output_final_state",
     returns_pair=True,
     sequence_argument="cu_seqlens",
-    neutral_arguments=("g", "beta"),
+)
+STATE_SPACE = RecurrenceKind(
+    token_arguments=(0, 1, 3, 4),  # argument 2 is a decay, the same for all tokens
+    initial_state="initial_states",
+    returns_state="return_final_states",
+    returns_pair=False,
+    sequence_argument="seq_idx",
 )
 RECURRENCES = {
-    "torch_chunk_gated_delta_rule": DELTA_RULE._replace(single_token="torch_recurrent_gated_delta_rule"),
-    "chunk_kimi_delta_attention": DELTA_RULE._replace(single_token="recurrent_kimi_delta_attention"),
-    "mamba2_chunk_scan": RecurrenceKind(
-        token_arguments=(0, 1, 3, 4),  # argument 2 is a decay, the same for all tokens
-        initial_state="initial_states",
-        returns_state="return_final_states",
-        returns_pair=False,
-        sequence_argument="seq_idx",
-    ),
+    "torch_chunk_gated_delta_rule": DELTA_RULE,
+    "chunk_kimi_delta_attention": DELTA_RULE,
+    "mamba2_chunk_scan": STATE_SPACE,
 }
 
 
 @dataclass(frozen=True)
 class Recurrence:
-    """A call of a recurrent function. `arguments`: all arguments, by position or name."""
+    """A call of a recurrent function. `sequence_argument`: the kind's, if the function takes it, else ''.
+    `arguments`: all arguments, by position or name."""
 
     kind: RecurrenceKind
     function: Callable[..., Any]
-    single_token_function: Callable[..., Any] | None
+    sequence_argument: str
     arguments: Mapping[Argument, Any]
 
     @property
@@ -104,27 +102,16 @@ class Recurrence:
         """Return the arguments with a row for each token, [B, T, ...]."""
         return {name: self.arguments[name] for name in self.kind.token_arguments}
 
-    @property
-    def sequence_argument(self) -> str:
-        """Return the argument by which the function learns the sequences of a row; '' if it takes none:
-        transformers' own functions accept every argument, and ignore this one."""
-        wrapper = inspect.getclosurevars(self.function).nonlocals
-        is_kernel = wrapper.get("is_new_implementation", False)
-        argument = self.kind.sequence_argument
-        return argument if is_kernel and argument in wrapper["applicable_params"] else ""
-
     def run(
         self,
         tokens: Mapping[Argument, Tensor],
         initial_state: Tensor | None = None,
         *,
         returns_state: bool = False,
-        single_token: bool = False,
         sequences: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Compute these tokens. Returns the output [B, T, ...], and the state [B, ...] behind the last token
-        if asked for. `single_token`: by the function for rows of one token. `sequences`: the value of
-        `sequence_argument`."""
+        if asked for. `sequences`: the value of `sequence_argument`."""
         arguments = {**self.arguments, **tokens}
         arguments[self.kind.initial_state] = initial_state
         arguments[self.kind.returns_state] = returns_state
@@ -133,10 +120,7 @@ class Recurrence:
         positional = [arguments[index] for index in range(len(arguments)) if index in arguments]
         named = {name: value for name, value in arguments.items() if isinstance(name, str)}
 
-        function = self.single_token_function if single_token else self.function
-        assert function is not None, "this recurrence has no function for single tokens"
-        result = function(*positional, **named)
-
+        result = self.function(*positional, **named)
         if isinstance(result, tuple):
             output, state = result
             return output, state
@@ -168,7 +152,7 @@ def hand_over_state_layers(
             if function is None or (hasattr(function, "handed_over") and prepare is None):
                 continue
 
-            replaced = _replaced_function(model_file, name, getattr(function, "handed_over", function))
+            replaced = _replaced_function(name, getattr(function, "handed_over", function))
             setattr(model_file, name, replaced if prepare is None else prepare(replaced))
 
 
@@ -179,9 +163,19 @@ def has_state(layer: nn.Module) -> bool:
     return has_convolution and hasattr(sys.modules[type(layer).__module__], CONVOLUTION)
 
 
-def _replaced_function(model_file: ModuleType, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+def taken_sequence_argument(kind: RecurrenceKind, function: Callable[..., Any]) -> str:
+    """Return the argument by which a recurrent function learns the sequences of a row; '' if it takes none:
+    transformers' own functions accept every argument, and ignore this one."""
+    cells = kernel_binding(function)
+    if not cells or not cells["is_new_implementation"].cell_contents:
+        return ""
+    is_taken = kind.sequence_argument in cells["applicable_params"].cell_contents
+    return kind.sequence_argument if is_taken else ""
+
+
+def _replaced_function(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
     kind = RECURRENCES.get(name)
-    single_token_function = getattr(model_file, kind.single_token, None) if kind else None
+    sequence_argument = taken_sequence_argument(kind, original) if kind else ""
 
     @wraps(original)
     def function(*args: Any, **kwargs: Any) -> Any:
@@ -203,7 +197,7 @@ def _replaced_function(model_file: ModuleType, name: str, original: Callable[...
             return layout.convolve(convolve, inputs, weight.shape[-1] - 1)
 
         arguments = dict[Argument, Any](enumerate(args)) | options
-        recurrence = Recurrence(kind, original, single_token_function, arguments)
+        recurrence = Recurrence(kind, original, sequence_argument, arguments)
         output = layout.recur(recurrence)
         return (output, None) if kind.returns_pair else output
 

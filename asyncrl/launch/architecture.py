@@ -14,13 +14,12 @@ import json
 import logging
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
 import msgspec
 
-from asyncrl.errors import ConfigError
+from asyncrl.errors import ConfigError, one_line
 from asyncrl.isolation.calls import CallTimeout
 from asyncrl.isolation.child import Child, ChildError, Service
 from asyncrl.runtime.process import quick_imports
@@ -123,17 +122,20 @@ def _open_checks(model_path: str) -> Callable[[str], CopyFinding]:
 
     def check_copy(purpose: str) -> CopyFinding:
         slot: SlotMemory | None = None
+        reason = ""
         config = AutoConfig.from_pretrained(model_path)
         if purpose == "trainer":
             problems = architecture_problems(config)
         else:
             try:
                 problems = {"engine": ""} if check_served(model_path) else None
-                with suppress(Exception):
+                try:
                     slot = SlotMemory(*slot_sizes(config))
+                except Exception as error:
+                    reason = f"what slots of the embedded engine take is not known: {one_line(error)}"
             except ConfigError as error:
                 problems = {"engine": str(error)}
-        return CopyFinding(problems, reason="" if problems is not None else NO_COPY, slot=slot)
+        return CopyFinding(problems, reason=reason if problems is not None else NO_COPY, slot=slot)
 
     return check_copy
 

@@ -19,13 +19,13 @@ from asyncrl.weights.model_files import read_json
 PROBE_SECONDS = 60.0  # enough for a busy machine with a cold disk
 # Program that prints the packages whose kernels a module of transformers calls, one in a line.
 BOUND_PROBE = """
-import inspect, sys
+import sys
 from importlib import import_module
+from asyncrl.layer_kernels import kernel_binding
 for function in vars(import_module(sys.argv[1])).values():
-    if inspect.isfunction(function) and hasattr(function, "__wrapped__"):
-        names = inspect.getclosurevars(function).nonlocals
-        if names.get("is_new_implementation"):
-            print(names["package"])
+    cells = kernel_binding(function)
+    if cells and cells["is_new_implementation"].cell_contents:
+        print(cells["package"].cell_contents)
 """
 
 

@@ -93,7 +93,7 @@ def check_memory(config: RunConfig, has_gpu: bool | None) -> None:
 
 def check_engine_memory(config: RunConfig, has_gpu: bool | None, slot: SlotMemory) -> str:
     """Return what the slots of an embedded engine take. Raises ConfigError if they cannot fit into its GPU
-    or, those of all engines, into the machine's memory."""
+    or, those of all engines, into the machine's memory. A worker has a second engine for validations."""
     kv_bytes = slot.kv_numbers * DTYPE_BYTES[config.model.dtype] * (config.rollout.max_tokens + 1)
     slot_bytes = kv_bytes + slot.state_bytes
     engine_bytes = config.rollout.slots * slot_bytes
@@ -109,6 +109,8 @@ def check_engine_memory(config: RunConfig, has_gpu: bool | None, slot: SlotMemor
         available_bytes = max(get_device_properties(gpu).total_memory for gpu in range(device_count()))
     elif has_gpu is not None:
         available_bytes = main_memory().total // config.rollout.workers
+    if available_bytes is not None and config.data.test and config.validation.samples:
+        available_bytes //= 2
 
     if available_bytes is not None and engine_bytes > available_bytes:
         raise ConfigError(

@@ -555,7 +555,7 @@ def check_engine(inputs: Inputs) -> Iterator[Note]:
         raise ConfigError(problem)
     else:
         served_text = f"the embedded engine serves {architecture}"
-        memory_text = ""
+        memory_text = finding.reason
         if finding.slot is not None:
             memory_text = memory.check_engine_memory(inputs.config, sees_gpu(inputs.config), finding.slot)
         yield ok(": ".join(filter(None, (served_text, memory_text))))

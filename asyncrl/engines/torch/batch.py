@@ -43,6 +43,7 @@ class RunningRequest:
         self.prefix_source: PrefixSource | None = None  # has a longer prefix than the slot: to be copied
         self.filled_length = 0  # leading ids whose KV is in the cache
         self.snapshot_length = 0  # the prefill takes a snapshot of the states behind so many ids; 0: none
+        self.known_length = 0  # leading ids whose KV was in the slot, also where no state was behind them
 
         self.checked_ids: list[int] = []  # sampled ids that the stop check was called with
         self.decoding = False
@@ -137,6 +138,7 @@ class Batcher:
 
         for run in self._filling_runs:
             run.filled_length = 0
+            run.known_length = 0
             self._plan_prefix(run)
 
         self._asleep_since = time.perf_counter()
@@ -176,6 +178,8 @@ class Batcher:
                 run.slot.oldest_version = self.version
                 run.slot.swap_count = self._swap_count
 
+            self.reprefilled_tokens += max(0, run.known_length - run.filled_length)
+            run.known_length = 0
             run.filled_length = chunk.end
             run.slot.held_ids = run.prefill_ids[: chunk.end]
             if chunk.end == run.snapshot_length:
@@ -301,7 +305,8 @@ class Batcher:
             slot.agent = request.agent
             self.cache.adapter_indices[slot.index] = adapter_index
             run.slot = slot
-            run.filled_length = self._keep_prefix(slot, request.ids)
+            run.known_length = slot.common_prefix(request.ids)
+            run.filled_length = self._keep_prefix(slot, run.known_length)
             self._plan_prefix(run)
             new_ids = torch.tensor(request.ids[run.filled_length :], device=self.cache.device)
             self.cache.ids[slot.index, run.filled_length : run.prompt_length] = new_ids
@@ -309,14 +314,13 @@ class Batcher:
             self._slot_sampling.set_slot(slot.index, request.key, request.sampling, run.max_length)
             self._filling_runs.append(run)
 
-    def _keep_prefix(self, slot: Slot, ids: tuple[int, ...]) -> int:
-        """Return the number of leading ids that need no prefill, and forget all later ids that the slot
-        holds. States are those behind all held ids or, after a rewrite, behind those of the snapshot."""
-        common_length = slot.common_prefix(ids)
+    def _keep_prefix(self, slot: Slot, common_length: int) -> int:
+        """Return the number of leading ids that need no prefill, of the `common_length` that a prompt shares
+        with those that the slot holds, and forget all later ids. States are those behind all held ids or,
+        after a rewrite, behind those of the snapshot."""
         kept_length = common_length
         if self.cache.has_states and common_length < len(slot.held_ids):
             kept_length = slot.snapshot_length if slot.snapshot_length <= common_length else 0
-            self.reprefilled_tokens += common_length - kept_length
             if kept_length:
                 self.cache.states.copy_snapshot(slot.index, slot.index)
 

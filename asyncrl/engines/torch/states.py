@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.activations import ACT2FN
 
-from asyncrl.state_layers import Argument, Convolve, Recurrence, StateLayout
+from asyncrl.state_layers import DELTA_RULE, Argument, Convolve, Recurrence, StateLayout
 
 NORM_EPSILON = 1e-6  # of the norms of queries and keys in delta rules
 
@@ -93,7 +93,7 @@ class SlotStates(StateLayout):
 
     def recur(self, recurrence: Recurrence) -> Tensor:
         """Compute a recurrence, see StateLayout. A state is a matrix for each head, in float32."""
-        rule = DeltaRule(recurrence) if recurrence.kind.neutral_arguments else StateSpace(recurrence)
+        rule = DeltaRule(recurrence) if recurrence.kind is DELTA_RULE else StateSpace(recurrence)
         values = rule.values
         pool = self._pool_of_call(rule.state_shape, torch.float32, values.device)
         if not self._is_allocated:

@@ -21,7 +21,7 @@ from transformers.models.nemotron_h import modeling_nemotron_h
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
 from asyncrl.config import ModelConfig, Packing, TrainerConfig
-from asyncrl.state_layers import DELTA_RULE, Recurrence
+from asyncrl.state_layers import DELTA_RULE, Recurrence, taken_sequence_argument
 from asyncrl.trainer import prefix_tree
 from asyncrl.trainer.attention import use_forest_attention
 from asyncrl.trainer.forest_states import ForestStates
@@ -211,8 +211,8 @@ def test_any_forest_continues_the_states_of_its_rows(
 
     kind = DELTA_RULE._replace(token_arguments=(0,), sequence_argument=argument)
     values = torch.randn(1, len(forest.ids), dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    recurrence = Recurrence(kind, function, None, {0: values})
-    assert recurrence.sequence_argument == argument
+    assert taken_sequence_argument(kind, function) == argument
+    recurrence = Recurrence(kind, function, argument, {0: values})
     states = ForestStates(forest, torch.device("cpu"))
     sums = states.recur(recurrence)
     weight = torch.arange(1.0, reach + 2, dtype=torch.float64)
@@ -312,3 +312,21 @@ def test_the_kernel_of_mamba_gets_the_number_of_each_tokens_sequence(monkeypatch
     check_layouts(policy, expected)
     assert calls[0] == [len(row) for row in sequences()]
     assert None in calls
+
+
+def test_a_kernel_is_seen_through_the_module_of_another_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The package `kernels` puts each function into a module, whose forward calls the function."""
+
+    def module_around(func: Callable[..., Any]) -> torch.nn.Module:
+        class Func(torch.nn.Module):
+            def forward(self, *args: Any, **kwargs: Any) -> Any:
+                return func(*args, **kwargs)
+
+        return Func()
+
+    torch_only = use_kernel_func_from_hub_with_fallback("missing", "missing_kernels")(decayed_sum)
+    install_kernel(monkeypatch, "tiny_kernels", decayed_sum_by_boundaries)
+    bound = use_kernel_func_from_hub_with_fallback("decayed_sum_by_boundaries", "tiny_kernels")(decayed_sum)
+    assert taken_sequence_argument(DELTA_RULE, module_around(bound)) == "cu_seqlens"
+    assert taken_sequence_argument(DELTA_RULE, module_around(torch_only)) == ""
+    assert taken_sequence_argument(DELTA_RULE, decayed_sum) == ""

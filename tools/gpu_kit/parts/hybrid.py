@@ -14,7 +14,6 @@ lengths.
 from __future__ import annotations
 
 import importlib
-import inspect
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
@@ -25,7 +24,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from asyncrl.config import ModelConfig, Packing
-from asyncrl.layer_kernels import installed_kernels
+from asyncrl.layer_kernels import installed_kernels, kernel_binding
 from asyncrl.trainer.model import Policy, load_policy
 from asyncrl.trainer.packing import packing_for, padded_meanwhile
 from asyncrl.trainer.world import World, join_ranks, leave_ranks
@@ -102,16 +101,11 @@ class LayerFunction(NamedTuple):
 
 def layer_functions() -> Iterator[LayerFunction]:
     for name, function in vars(importlib.import_module(MODEL_FILE)).items():
-        bound = inspect.unwrap(function, stop=has_implementation) if inspect.isfunction(function) else None
-        if bound is None or not has_implementation(bound):
+        cells = kernel_binding(function)
+        if not cells:
             continue
-        cells = dict(zip(bound.__code__.co_freevars, bound.__closure__ or (), strict=True))
         owner = cells["package"].cell_contents if cells["is_new_implementation"].cell_contents else "torch"
         yield LayerFunction(name, owner, cells["torch_function"].cell_contents, cells["implementation"])
-
-
-def has_implementation(function: Callable[..., Any]) -> bool:
-    return "is_new_implementation" in getattr(getattr(function, "__code__", None), "co_freevars", ())
 
 
 @contextmanager
