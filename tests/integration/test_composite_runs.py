@@ -94,10 +94,11 @@ def test_a_family_learns_the_calculator(
 
 @pytest.mark.full
 @pytest.mark.timeout(600)
-def test_turns_of_a_killed_worker_go_on_with_states_computed_anew(
+def test_a_killed_worker_costs_a_model_with_states_nothing(
     warm_checkpoints: WarmCheckpoints, tmp_path: Path
 ) -> None:
-    """Parts of turns are stored while they are sampled; log-probs stay those of the trainer."""
+    """Parts of turns are stored while they are sampled, and go on in another process, whose log-probs are
+    still those of the trainer."""
     _, warm = warm_checkpoints("qwen3_5")
     keys = [f"model.path={warm}", "total_steps=4", "data.test=''", "rollout.part_seconds=0.05"]
     keys += ["buffer.groups_per_batch=4", "buffer.episodes_per_group=4"]
