@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check --progress-bar o
 # Bytecode is kept whatever the environment says: each process of each run would compile the package anew.
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
 # Three tests at a time: many wait for processes and sockets. A file is run by one of the three (tests/conftest.py).
-PARALLEL ?= -n 3 --dist loadfile --no-loadscope-reorder
+PARALLEL ?= -n 3 --dist loadfile --no-loadscope-reorder --max-worker-restart=0
 SLOWEST := --durations=40 --durations-min=5
 # The SGLang that tests run against, in an environment of its own; another version gets another environment.
 SGLANG ?= 0.5.23

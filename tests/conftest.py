@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import inspect
+import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +19,10 @@ if TYPE_CHECKING:
 # A shell's jobs in the background ignore SIGINT, and so would all processes that tests start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# The real standard error: while a test runs, pytest captures descriptor 2.
+REAL_STDERR = pytest.StashKey[int]()
+SECONDS_TO_TEAR_DOWN = 60  # after a test's own timeout
 
 SLOW = ("sglang", "tests/integration", "tests/sglang", "tests/unit/trainer", "tests/unit/weights")
 
@@ -67,6 +73,28 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return _group(nodeid.partition("::")[0])
 
     return FileScheduling(config, log)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[REAL_STDERR] = os.dup(2)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """End this process, and print what each thread waits for, when a test does not end after its timeout.
+
+    pytest-timeout interrupts the main thread once, by a signal. After that a test can wait forever: for a
+    call in C, or where asyncio joins the threads of `asyncio.to_thread`, without a deadline in Python 3.11.
+    """
+    marker = item.get_closest_marker("timeout")
+    timeout = marker.args[0] if marker else float(item.config.getini("timeout"))
+    faulthandler.dump_traceback_later(
+        timeout + SECONDS_TO_TEAR_DOWN, file=item.config.stash[REAL_STDERR], exit=True
+    )
+    try:
+        return (yield)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 @pytest.hookimpl(tryfirst=True)
