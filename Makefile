@@ -127,7 +127,7 @@ check: $(VENV)/dev  ## style, types, direction of imports, generated docs
 	$(BIN)/python tools/make_algorithm_docs.py --check
 	$(BIN)/python tools/readability.py  # lists changed lines that are hard to read; never fails
 
-docs: $(VENV)/dev  ## docs/configuration.md and the tables of docs/algorithms.md and docs/metrics.md, from the code
+docs: $(VENV)/dev  ## docs/reference/configuration.md and the tables of docs/reference/algorithms.md and docs/reference/metrics.md, from the code
 	$(BIN)/python tools/make_config_docs.py
 	$(BIN)/python tools/make_algorithm_docs.py
 

@@ -241,7 +241,8 @@ class BufferKeys(TypedDict, total=False):
     """Admission stops while payloads of live episodes, at their worst case, would exceed this."""
 
 class AlgorithmKeys(TypedDict, total=False):
-    """Advantages, loss and behaviour correction; formulas and options of each name in docs/algorithms.md."""
+    """Advantages, loss and behaviour correction; formulas and options of each name in
+    docs/reference/algorithms.md."""
 
     advantage: Code
     """Advantages of rewards: a registered name, `module:function` or `file.py:function`, or one with
@@ -569,7 +570,7 @@ def sft(
     agent: Code = ...,
 ) -> Run:
     """Train on conversations, as the command `asyncrl sft` does; the arguments are those of `train`. Rows:
-    `{"messages": [{"role": …, "content": …}, …]}` (docs/sft.md)."""
+    `{"messages": [{"role": …, "content": …}, …]}` (docs/guides/models.md)."""
 
 def start(
     *settings: Setting,

@@ -84,8 +84,8 @@ PROGRAMS = {  # programs of each package
 PINNED_IN = {
     "tools/fetch_harnesses.py": '"{version}"',
     "asyncrl/gateway/harnesses.py": 'tested="{version}"',
-    "docs/coding_agents.md": "` {version} |",
-    "docs/gateway.md": " {version}: `{name}` |",
+    "docs/guides/coding_agents.md": "` {version} |",
+    "docs/guides/agent_programs.md": " {version}: `{name}` |",
 }
 VERSION = re.compile(r"\d+(\.\d+)+")
 # The tests that a version has to pass.

@@ -1,4 +1,5 @@
-"""Fill the generated blocks of docs/algorithms.md: tables from the registries, presets, the example.
+"""Fill the generated blocks of docs/reference/algorithms.md: tables from the registries, presets, the
+example.
 
 python tools/make_algorithm_docs.py [--check]
 
@@ -32,7 +33,7 @@ from asyncrl.registry import Registry
 from asyncrl.rewards.shaping import shapings
 
 ROOT = Path(__file__).resolve().parents[1]
-TARGET = ROOT / "docs" / "algorithms.md"
+TARGET = ROOT / "docs" / "reference" / "algorithms.md"
 EXAMPLE = ROOT / "examples" / "custom_algorithm" / "my_algorithms.py"
 BLOCK = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -74,7 +75,7 @@ class Entry:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Fill the generated blocks of docs/algorithms.md.")
+    parser = argparse.ArgumentParser(description="Fill the generated blocks of docs/reference/algorithms.md.")
     parser.add_argument("--check", action="store_true", help="fail if the file is not up to date")
     current_text = TARGET.read_text()
     text = render(current_text)

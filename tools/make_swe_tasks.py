@@ -4,9 +4,9 @@
         inflection==0.5.1 toolz==1.2.0 boltons==26.2.0 more-itertools==11.2.1 --hold-out toolz
 
 A package is the path of a source distribution, or what pip downloads. `--base` is an image with Python, git
-and pytest (docs/images.md). Every bug is tried in sandboxes with that image; each task gets an image over it,
-named `PREFIX-PACKAGE-NUMBER`. The same seed makes the same tasks. A package that gives no tasks is named at
-the end, with the reason, and the exit code is 1; the tasks of the others are there.
+and pytest (docs/guides/tasks.md). Every bug is tried in sandboxes with that image; each task gets an image
+over it, named `PREFIX-PACKAGE-NUMBER`. The same seed makes the same tasks. A package that gives no tasks is
+named at the end, with the reason, and the exit code is 1; the tasks of the others are there.
 
     sdist ──► all tests, twice ──► bugs in covered lines ──► covering tests ──► image, search ──► task
 """

@@ -1,4 +1,5 @@
-"""What `asyncrl plan` predicts for the recipes of docs/recipes.md, from assumptions: none has run on a GPU.
+"""What `asyncrl plan` predicts for the recipes of docs/guides/gpus.md, from assumptions: none has run on a
+GPU.
 
     python tools/plan_sizes.py
 
@@ -23,7 +24,7 @@ from asyncrl.config.composition import compose
 from asyncrl.planning.forecast import Rates, predict, time_savings
 from asyncrl.planning.simulator import Recorded, RecordedTurn
 
-PAGE = Path(__file__).resolve().parents[1] / "docs/recipes.md"
+PAGE = Path(__file__).resolve().parents[1] / "docs/guides/gpus.md"
 # an H100's: bfloat16 without sparsity; bytes/s of its memory
 FLOPS = 989e12
 BANDWIDTH = 3.35e12

@@ -1,4 +1,5 @@
-"""Let an engine sleep in the midst of a turn of real clients, and print what became of it: `docs/shifts.md`.
+"""Let an engine sleep in the midst of a turn of real clients, and print what became of it:
+`docs/guides/scale.md`.
 
     python tools/rests.py --rest 720 [--only claude_code codex …] [--clients .clients]
 

@@ -1,4 +1,5 @@
-"""Makes the pictures of README.md and docs/viewer.md, by headless Chromium (apt-get install chromium).
+"""Makes the pictures of README.md and docs/guides/after_a_run.md, by headless Chromium (apt-get install
+chromium).
 
 make demo ARGS=name=demo
 python tools/viewer_pictures.py runs/demo --out docs

@@ -101,7 +101,7 @@ def dry_run(
 
 def sft(*settings: Setting, config_dir: str | Path = "", **keywords: Any) -> Run:
     """Train on conversations, as the command `asyncrl sft` does; the arguments are those of `train`. Rows:
-    `{"messages": [{"role": …, "content": …}, …]}` (docs/sft.md)."""
+    `{"messages": [{"role": …, "content": …}, …]}` (docs/guides/models.md)."""
     return start(*settings, command="sft", config_dir=config_dir, **keywords).wait()
 
 

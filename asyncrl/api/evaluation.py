@@ -18,7 +18,7 @@ from asyncrl.registry import refuse_inside_run
 class Evaluation(msgspec.Struct, frozen=True):
     """The result of an evaluation, which is a run in `directory`. `metrics`: by name, for example
     `val-core/all/sampled/mean@8`, with `mean` and, for means over samples, the interval `low` to `high` of
-    95% (docs/evaluation.md)."""
+    95% (docs/guides/after_a_run.md)."""
 
     directory: Path
     metrics: dict[str, dict[str, float]]

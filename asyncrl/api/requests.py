@@ -129,7 +129,7 @@ class ValueSaver:
             return [name for entry in entries for name in entry] if key in LIST_KEYS else entries
 
         raise ConfigError(
-            f"{key}: no key takes a value of type {type(value).__name__}; see docs/configuration.md"
+            f"{key}: no key takes a value of type {type(value).__name__}; see docs/reference/configuration.md"
         )
 
     def _save_code(self, subject: Any, key: str) -> str:

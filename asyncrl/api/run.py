@@ -106,7 +106,7 @@ class Run:
 
     def metrics(self) -> pyarrow.Table:
         """Return metrics.jsonl as a table: a row per step and per validation, a column per metric
-        (docs/metrics.md), null where a row has none."""
+        (docs/reference/metrics.md), null where a row has none."""
         import pyarrow
 
         from asyncrl.observe.files import read_rows

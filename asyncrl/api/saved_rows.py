@@ -18,7 +18,7 @@ DIGEST_BYTES = 8
 
 def save_rows(rows: Any, key: str, directory: Path) -> Path:
     """Write rows to a file in `directory` whose name is the content's digest, and return its path. `rows`:
-    dicts with the columns of the data files (docs/data.md); a table of pyarrow, pandas or polars, or a
+    dicts with the columns of the data files (docs/guides/data.md); a table of pyarrow, pandas or polars, or a
     `datasets.Dataset`. ConfigError, which begins with `key`, for a row that JSON cannot hold."""
     if hasattr(rows, "with_format") and hasattr(rows, "to_parquet"):  # datasets.Dataset
         rows = rows.with_format("arrow")[:]

@@ -1,8 +1,8 @@
 """Flow control: sets how many groups may be live, once per committed batch, by measurements.
 
 `FlowControl`, an integral controller, keeps the fraction of stale tokens within a budget. `KvCap` keeps to
-the memory of the servers. `LiveLimit` applies both in a run. Formulas and reasons: docs/staleness.md, section
-1.
+the memory of the servers. `LiveLimit` applies both in a run. Formulas and reasons:
+docs/background/staleness.md, section 1.
 """
 
 from __future__ import annotations

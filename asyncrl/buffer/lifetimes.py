@@ -95,7 +95,7 @@ class Deadlines:
     """The deadlines of partial groups, at which their baselines are fixed.
 
     The time from a group's start to its deadline is the time in which half of the groups end all their
-    members (docs/staleness.md, section 4).
+    members (docs/background/staleness.md, section 4).
 
     `lifetimes` of groups last from their start to the end of their last member.
 

@@ -5,7 +5,7 @@ all have ended, or the deadline has passed, the group settles: its members becom
 dropped. Batches (batches.py) take ready members and commit them.
 
 The buffer has no sockets, no clock (`now` is passed in) and no payloads. The coordinator stores
-`pop_changes()` before any message about a change is sent. The rules are in docs/staleness.md.
+`pop_changes()` before any message about a change is sent. The rules are in docs/background/staleness.md.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ Evaluate a model: the episodes, tools, environments and rewards of training, wit
 
 The same command goes on after a crash, and only prints the result when it is there. `data=` is `data.test=`;
 all its rows are used, or the first `samples=N`, `episodes=K` times each. Episodes are in a run of their own:
-asyncrl runs transcripts NAME. What the numbers mean: docs/evaluation.md."""
+asyncrl runs transcripts NAME. What the numbers mean: docs/guides/after_a_run.md."""
 
 EVALUATION = "evaluation.json"
 ALL_SAMPLES = "validation.samples=1000000000"

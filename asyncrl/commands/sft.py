@@ -22,7 +22,7 @@ Train on conversations: each token that an assistant says in them. OVERRIDES are
 Then reinforcement learning from what it wrote:
   asyncrl train model.path=runs/NAME/checkpoints/step-N/hf …
 
-Common keys (all of them: docs/configuration.md; what rows may be: docs/sft.md):
+Common keys (all of them: docs/reference/configuration.md; what rows may be: docs/guides/models.md):
   total_steps, data.epochs     batches to train; passes over the data after which the run ends
   buffer.groups_per_batch      conversations per batch
   rollout.max_tokens           longer conversations are left out
@@ -35,7 +35,7 @@ asyncrl: model.path has no value. Give a model and conversations:
 
   asyncrl sft model.path=DIR data.train=FILE.jsonl
 
-docs/sft.md shows what a row is, and a whole example."""
+docs/guides/models.md shows what a row is, and a whole example."""
 
 # Experiments for reinforcement learning set the size of groups, and would win over the preset.
 PRESET = ["algorithm=sft", "buffer.episodes_per_group=1"]

@@ -27,7 +27,7 @@ Add to any of these:
   algorithm=rloo rollout.workers=2 trainer.ranks=2
   launch=ray launch.ray_address=auto                     roles as Ray actors
 
-Common keys (all of them, with bounds and meaning: docs/configuration.md):
+Common keys (all of them, with bounds and meaning: docs/reference/configuration.md):
   name, run_dir, resume        where the run lives; resume=auto goes on from its last checkpoint
   total_steps, seed            optimizer batches; seed of data order and sampling
   model.path, data.train       a Hugging Face model directory or hub repository; data with verl's columns, or
@@ -44,7 +44,7 @@ asyncrl: model.path has no value. Three ways to begin:
   your own model and data      asyncrl train model.path=DIR data.train=FILE.parquet
   an example to start from     asyncrl train --config-dir examples/multiturn/search_qa experiment=search_qa
 
-docs/configuration.md lists all keys, examples/multiturn/README.md all examples."""
+docs/reference/configuration.md lists all keys, examples/multiturn/README.md all examples."""
 
 
 def main(

@@ -1,8 +1,8 @@
 """Defines every key of the configuration, with type, bounds and meaning. There is no other definition.
 
 Hydra composes a mapping from `configs/` and the command line; `parse` turns it into a frozen
-`RunConfig` or raises ConfigError naming the key. `docs/configuration.md` is generated from this package:
-the string under a field is its documentation.
+`RunConfig` or raises ConfigError naming the key. `docs/reference/configuration.md` is generated from this
+package: the string under a field is its documentation.
 """
 
 from asyncrl.config.base import Options, Plugin, Section, divisors, leaves, texts, without_defaults

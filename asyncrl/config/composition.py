@@ -367,7 +367,9 @@ def _advice_for_key(key: str) -> str:
 
     known_names = dict.fromkeys([*groups, *_known_keys()])
     nearest_names = difflib.get_close_matches(key, known_names, n=3, cutoff=0.5)
-    return f"did you mean {', '.join(nearest_names)}?" if nearest_names else "see docs/configuration.md"
+    if nearest_names:
+        return f"did you mean {', '.join(nearest_names)}?"
+    return "see docs/reference/configuration.md"
 
 
 def _known_keys() -> list[str]:

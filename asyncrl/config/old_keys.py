@@ -1,5 +1,5 @@
 """Lists the keys of earlier versions: whoever writes an old key is told what replaces the key, and recorded
-configurations with old keys stay readable. docs/compatibility.md says how long an entry stays."""
+configurations with old keys stay readable. docs/reference/run_directory.md says how long an entry stays."""
 
 from __future__ import annotations
 

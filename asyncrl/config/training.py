@@ -92,7 +92,8 @@ class BufferConfig(Section, frozen=True):
 
 
 class AlgorithmConfig(Section, frozen=True):
-    """Advantages, loss and behaviour correction; formulas and options of each name in docs/algorithms.md."""
+    """Advantages, loss and behaviour correction; formulas and options of each name in
+    docs/reference/algorithms.md."""
 
     advantage: Plugin = "dr_grpo"
     """Advantages of rewards: a registered name, `module:function` or `file.py:function`, or one with options,

@@ -189,7 +189,7 @@ def _unmet_request(config: RunConfig, setting: str, name: str) -> str:
     if setting == "style" and name == "model" and not has_model_reward:
         return (
             f"a reward model (reward_model.style), and rollout.reward is {', '.join(rewards)}; set it to "
-            "reward_model, classifier or llm_judge, see docs/rewards.md"
+            "reward_model, classifier or llm_judge, see docs/guides/rewards.md"
         )
 
     if setting == "interaction" and not has_leader:

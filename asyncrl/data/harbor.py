@@ -50,7 +50,7 @@ CANARY_LINES = re.compile(r"\A(\s*(<!--.*canary.*-->|#.*canary.*)[ \t]*(\n|\Z))+
 
 
 def _honoured_field(meaning: str, **bounds: Any) -> Any:
-    """Describe a field that the reader uses, for the table of docs/tasks.md."""
+    """Describe a field that the reader uses, for the table of docs/guides/tasks.md."""
     return Meta(description=meaning, **bounds)
 
 
@@ -144,8 +144,8 @@ def read_tasks(directory: str | Path) -> Iterator[TaskFolder]:
     folders = [root] if _is_task(root) else sorted(filter(_is_task, root.glob("*")))
     if not folders:
         raise ConfigError(
-            f"{directory}: has no task, a folder with {TASK_FILE} (docs/tasks.md); files of rows are named "
-            f"by a pattern, {directory}/*.parquet"
+            f"{directory}: has no task, a folder with {TASK_FILE} (docs/guides/tasks.md); files of rows "
+            f"are named by a pattern, {directory}/*.parquet"
         )
 
     for folder in folders:
@@ -168,7 +168,7 @@ def _read_folder(folder: Path) -> TaskFolder:
     try:
         fields = msgspec.convert(document, HonouredFields)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"{TASK_FILE}: {error}; correct it (docs/tasks.md)") from None
+        raise ConfigError(f"{TASK_FILE}: {error}; correct it (docs/guides/tasks.md)") from None
 
     instruction = CANARY_LINES.sub("", _parse_file(folder / "instruction.md", str))
     if not instruction.strip():

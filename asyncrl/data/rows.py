@@ -28,7 +28,9 @@ def read_rows(path: Path) -> Iterator[Row]:
         suffixes = ", ".join(READERS)
         raise ConfigError(f"{path}: no data file by its name; its format is told by its suffix: {suffixes}")
     if not path.is_file():
-        raise ConfigError(f"{path}: no such file; correct the path, or see docs/data.md for what it may be")
+        raise ConfigError(
+            f"{path}: no such file; correct the path, or see docs/guides/data.md for what it may be"
+        )
 
     is_empty = True
     problem = f"{path}: not readable as {path.suffix[1:]}"

@@ -198,5 +198,6 @@ def _columns_hint(row: Row, *parts: str) -> str:
     """List the row's columns, and show how to configure which of them are the `parts`."""
     example = ", ".join(f"{part}: NAME" for part in parts)
     return (
-        f"found: {', '.join(row) or 'none'}; say which it is with 'data.columns={{{example}}}' (docs/data.md)"
+        f"found: {', '.join(row) or 'none'}; say which it is with 'data.columns={{{example}}}' "
+        "(docs/guides/data.md)"
     )

@@ -50,8 +50,8 @@ class TaskTests(msgspec.Struct, frozen=True, omit_defaults=True):
 
 UNNAMED_TESTS = (
     "their score is whatever test.sh says, usually an exit code, and code under test can fake that by ending "
-    "the process with 0; name the tests in tests/config.json and write a JUnit report (docs/tasks.md, What "
-    "is judged)"
+    "the process with 0; name the tests in tests/config.json and write a JUnit report (docs/guides/tasks.md, "
+    "What is judged)"
 )
 """Why a task without named tests is worth a warning, and what to do."""
 
@@ -83,7 +83,9 @@ def check_task(sample: Sample, judged: bool) -> TaskTests | None:
 
     if task is None:
         if judged:
-            raise ConfigError(f"{where} is no task, which rollout.reward judges; set another (docs/tasks.md)")
+            raise ConfigError(
+                f"{where} is no task, which rollout.reward judges; set another (docs/guides/tasks.md)"
+            )
         return None
 
     where = f"task {task.name}"

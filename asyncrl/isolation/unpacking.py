@@ -118,7 +118,7 @@ def _become_root() -> None:
         for name, map_text in (("setgroups", "deny"), ("uid_map", f"0 {uid} 1"), ("gid_map", f"0 {gid} 1")):
             Path("/proc/self", name).write_text(map_text)
     except OSError as error:
-        refuse(f"images need user namespaces, which this machine forbids ({error}); see docs/sandbox.md")
+        refuse(f"images need user namespaces, which this machine forbids ({error}); see docs/guides/tasks.md")
 
 
 def _spool_directory(order: Order) -> IO[bytes]:

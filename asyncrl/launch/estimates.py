@@ -281,7 +281,7 @@ def cost_warnings(config: RunConfig, has_gpu: bool | None) -> Iterator[str]:
             yield (
                 f"trainer.lr={config.trainer.lr:g} is far from the usual {usual_rate:.1g} for "
                 f"{trained_text}: less than {lowest_rate:.1e} or more than {highest_rate:.1e} is probably a "
-                "mistake (docs/models.md)"
+                "mistake (docs/guides/models.md)"
             )
 
     needed_bytes = _checkpoint_count(config) * checkpoint_bytes(config)

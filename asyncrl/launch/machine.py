@@ -74,7 +74,9 @@ VERSION_TIMEOUT = 60.0  # seconds; enough for a busy machine with a cold disk
 def check_python(inputs: Inputs) -> Iterator[Note]:
     text = f"{platform.python_version()} ({sys.executable}), asyncrl {asyncrl.__version__}"
     if CRASHING_PYTHONS[0] <= sys.version_info[:3] < CRASHING_PYTHONS[1]:
-        yield warning(f"{text}: it crashes after some failed writes (docs/install.md); take a newer 3.12")
+        yield warning(
+            f"{text}: it crashes after some failed writes (docs/start/install.md); take a newer 3.12"
+        )
     else:
         yield ok(text)
 
@@ -324,7 +326,7 @@ def check_sandbox(inputs: Inputs) -> Iterator[Note]:
     if isolation.missing:
         missing_text = ", ".join(isolation.missing)
         yield warning(
-            f"cannot isolate {missing_text} ({isolation.notes}); allow namespaces (docs/sandbox.md)"
+            f"cannot isolate {missing_text} ({isolation.notes}); allow namespaces (docs/guides/tasks.md)"
         )
     else:
         yield ok("isolates " + ", ".join(sorted(isolation.enforced)))

@@ -534,7 +534,7 @@ def check_settings(inputs: Inputs) -> Iterator[Note]:
         yield warning(
             f"rollout.parser is {parser}, and the chat template does not show how the model writes calls: in "
             f"another format they would be taken for text; others are {', '.join(parsers.names())}, or your "
-            "own (docs/parsers.md)"
+            "own (docs/guides/chat.md)"
         )
 
     if is_training:

@@ -132,7 +132,7 @@ def _dry_run(config: RunConfig) -> int:
         return BAD_INPUT
 
     shown_config = replace(inputs.config, model=replace(inputs.config.model, template=config.model.template))
-    print("# what differs from the defaults (docs/configuration.md)")
+    print("# what differs from the defaults (docs/reference/configuration.md)")
     print(msgspec.yaml.encode(without_defaults(shown_config)).decode())
     print(f"run directory: {run_directory(shown_config)}\n")
 

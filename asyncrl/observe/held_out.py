@@ -1,7 +1,8 @@
 """Computes scores of held-out episodes: numbers per sample, means, and intervals. Pure.
 
-Numbers with the same meaning as verl's have verl's names (docs/evaluation.md). Intervals are percentile
-bootstraps over samples, which were drawn at random, not over episodes, which are alike for one sample.
+Numbers with the same meaning as verl's have verl's names (docs/guides/after_a_run.md). Intervals are
+percentile bootstraps over samples, which were drawn at random, not over episodes, which are alike for one
+sample.
 """
 
 from __future__ import annotations

@@ -62,9 +62,9 @@ DIAGNOSTICS = (  # printed by `asyncrl runs show --all`
     SummaryNumber("probe_noise_floor", "weights/probe_noise_floor", ".1e"),
 )
 ROUNDING_NOTE = (
-    " (bfloat16 rounds: 0.1 to 0.6 is usual, several times `by rounding alone` is not; docs/sglang.md)"
+    " (bfloat16 rounds: 0.1 to 0.6 is usual, several times `by rounding alone` is not; docs/guides/gpus.md)"
 )
-ASYNCHRONY_TEXTS = {  # the numbers of docs/promises.md
+ASYNCHRONY_TEXTS = {  # the numbers of docs/dev/promises.md
     "lag_max": "lag at most {:.0f}",
     "trajectories_multi_version": "{:.0%} of episodes span several versions",
     "logprob_diff_max_same_version": "log-prob gap ≤ {:.1g}",
@@ -131,8 +131,8 @@ def print_summary(
 
 
 def asynchrony_line(summary: Mapping[str, Any]) -> str:
-    """Return how asynchronous the run was and how exact it stayed: the numbers of docs/promises.md, as far as
-    the run has measured them; '' if it has measured none."""
+    """Return how asynchronous the run was and how exact it stayed: the numbers of docs/dev/promises.md, as
+    far as the run has measured them; '' if it has measured none."""
     numbers = {key: summary[key] for key in ASYNCHRONY_TEXTS if summary.get(key) is not None}
     texts = [ASYNCHRONY_TEXTS[key].format(number) for key, number in numbers.items()]
     gaps = (numbers.get("logprob_diff_max_same_version", 0.0), numbers.get("probe_logprob_diff_max", 0.0))

@@ -61,7 +61,7 @@ class Code:
     `partial` the fraction of passed tests. Components: `passed`, `tests`.
 
     `seconds`: limit of each test; tests that have not run after `total_seconds` count as failed. `max_tests`:
-    use only the first tests; 0: all. `at_once`: sandboxes of one worker. `require`: see docs/sandbox.md.
+    use only the first tests; 0: all. `at_once`: sandboxes of one worker. `require`: see docs/guides/tasks.md.
     """
 
     needs_truth = True

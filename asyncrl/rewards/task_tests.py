@@ -76,7 +76,7 @@ class JudgedByTests:
     fractions, the seconds of the tests, and the number of attempts to reach a `network`.
 
     `at_once`: sandboxes of one worker; `setup_seconds`: limit for making a sandbox. `memory_mb`, `disk_mb`:
-    used if the task sets none. `require`: see docs/sandbox.md.
+    used if the task sets none. `require`: see docs/guides/tasks.md.
     """
 
     needs_truth = True

@@ -23,8 +23,8 @@ log = logging.getLogger("asyncrl.store")
 
 DATABASE = "run.db"
 # Raise it when a table, a stored struct, or `Sample` changes. Runs of the last two minor versions must stay
-# readable (docs/compatibility.md): READABLE_SCHEMAS then keeps their schemas, and all that reads a run can do
-# without the new columns and fields. Drop schemas that only older versions wrote.
+# readable (docs/reference/run_directory.md): READABLE_SCHEMAS then keeps their schemas, and all that reads a
+# run can do without the new columns and fields. Drop schemas that only older versions wrote.
 SCHEMA_VERSION = 17
 READABLE_SCHEMAS = frozenset({SCHEMA_VERSION})
 TABLES = """
@@ -67,7 +67,7 @@ OPEN_DEADLINE = 60.0  # seconds that opening waits for a locked or full store
 RETRY_SECONDS = 0.25  # seconds between two tries to open a store
 BUSY_TIMEOUT = 0.25  # seconds that a statement waits for another process's lock
 CHECK_SECONDS = 2.0  # seconds spent on looking for damage before a start
-RESTORE_ADVICE = "; asyncrl runs restore NAME rebuilds run.db from a copy (docs/reliability.md)"
+RESTORE_ADVICE = "; asyncrl runs restore NAME rebuilds run.db from a copy (docs/background/reliability.md)"
 
 # Errors that may pass: a lock of another process; a full disk or quota.
 PASSING_CODES = {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR}

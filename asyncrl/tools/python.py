@@ -142,10 +142,10 @@ def _register_tools(registered_name: str, snapshots: int, *methods: Callable[...
         name: str = "",
     ) -> Sequence[Tool]:
         """Make the tools. Code that runs longer than `seconds` is interrupted, then killed. `memory_mb`
-        limits each process. `require`: the required isolation of the sandbox (docs/sandbox.md), words in one
-        text; empty: as far as possible. `image`, `user`: of the sandbox for samples without a task.
-        `snapshots`: the least number of turns between two snapshots of the files; 0: no snapshots. `name`:
-        of the only tool."""
+        limits each process. `require`: the required isolation of the sandbox (docs/guides/tasks.md), words in
+        one text; empty: as far as possible. `image`, `user`: of the sandbox for samples without a task.
+        `snapshots`: the least number of turns between two snapshots of the files; 0: no snapshots. `name`: of
+        the only tool."""
         required = check_isolation(require)
         limits = SandboxLimits(memory_mb, processes, file=disk_mb, disk=disk_mb, output=MAX_OUTPUT_BYTES)
         task = Task(image, check_image(image, user).digest, user=user) if image else None

@@ -42,7 +42,7 @@ def trim_heap() -> None:
 
     Micro-batches of different lengths leave a heap of holes, which only grows by glibc's own rules: 10.4 GB
     between steps of a model of 135M parameters, 2.1 GB after trimming. A lower MALLOC_MMAP_THRESHOLD_ would
-    save as much, but map and clear every tensor anew: a third of the time (docs/log.md).
+    save as much, but map and clear every tensor anew: a third of the time (docs/dev/log.md).
     """
     with suppress(AttributeError):
         ctypes.CDLL(None).malloc_trim(0)

@@ -1,8 +1,8 @@
 """The reward `tests`: cheats score 0, honest solutions 1, and what is not the agent's fault is no score.
 
 Each runs as a shell script of the agent in the task's image, its changes are collected, and judged in another
-sandbox. docs/sandbox.md has what stops each. The tasks are those that the project teaches (read from
-docs/tasks.md) and makes (tools/make_swe_tasks.py).
+sandbox. docs/guides/tasks.md has what stops each. The tasks are those that the project teaches (read from
+docs/guides/tasks.md) and makes (tools/make_swe_tasks.py).
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ APP = {
     "def test_add(two):\n    assert helped(add(two, 3)) == 5\n\n"
     "def test_double(two):\n    assert double(two) == 4\n",
 }
-PAGE = (Path(__file__).parents[2] / "docs/tasks.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs/guides/tasks.md").read_text()
 
 
 def block(language: str, words: str) -> str:
-    """Return the block of code of docs/tasks.md that has these words."""
+    """Return the block of code of docs/guides/tasks.md that has these words."""
     (text,) = (text for text in re.findall(rf"^```{language}\n(.*?)^```", PAGE, re.M | re.S) if words in text)
     return str(text)
 
@@ -73,7 +73,7 @@ CAREFUL = {
     "run_pytest.py": RUN_PYTEST.replace('{"calc"}', '{"calc", "tests"}'),
     "test.sh": block("sh", "--rootdir /app"),
 }
-"""Tests in the workspace that are run as docs/tasks.md advises."""
+"""Tests in the workspace that are run as docs/guides/tasks.md advises."""
 NAIVE = {"test.sh": "cd /app\npython3 -m pytest tests/test_calc.py && echo 1 > /logs/verifier/reward.txt"}
 TURN = ("tests/test_calc.py::test_add",)
 STAY = ("tests/test_calc.py::test_double",)
@@ -310,7 +310,7 @@ CARELESS = {"PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": "/app"}  # variables o
 
 @pytest.fixture(scope="module")
 def quick_start(image: Image, images: Path, tmp_path_factory: pytest.TempPathFactory) -> TaskFolder:
-    """The task that the commands of docs/tasks.md make."""
+    """The task that the commands of docs/guides/tasks.md make."""
     (images / "names/debian-pytest").symlink_to(f"../{find_image('small-python').digest}")
     directory = tmp_path_factory.mktemp("quick-start")
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
@@ -537,7 +537,7 @@ async def test_code_in_the_process_of_the_tests_is_not_stopped(bench: Bench) -> 
 
 
 def test_each_cheat_is_in_the_documentation() -> None:
-    section = (Path(__file__).parents[2] / "docs/sandbox.md").read_text().partition("### Cheats")[2]
+    section = (Path(__file__).parents[2] / "docs/guides/tasks.md").read_text().partition("### Cheats")[2]
     table, _, not_stopped = section.partition("**Not stopped**")
     rows = [row.strip("| ").split(" | ") for row in table.splitlines() if row.startswith("| ")][1:]
     named = {name.strip(): float(score) for names, _, score in rows for name in names.split(";")}

@@ -330,7 +330,7 @@ def test_a_killed_kernel_leaves_a_checkpoint(tmp_path: Path) -> None:
 @pytest.mark.full
 @pytest.mark.timeout(900)
 def test_the_example_of_the_page_learns(tmp_path: Path) -> None:
-    page = (ROOT / "docs" / "python.md").read_text()
+    page = (ROOT / "docs" / "start" / "python.md").read_text()
     script = run_script(tmp_path, "\n".join(re.findall(r"```python\n(.*?)```", page, re.DOTALL)))
     printed, errors = script.communicate(timeout=800)
     assert script.returncode == 0, printed[-2000:] + errors

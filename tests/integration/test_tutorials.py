@@ -18,7 +18,7 @@ import pytest
 from asyncrl.config.composition import compose
 
 ROOT = Path(__file__).resolve().parents[2]
-TUTORIALS = sorted((ROOT / "docs/tutorials").glob("*.md"))
+TUTORIALS = [page for page in sorted((ROOT / "docs/start").glob("*.md")) if "<!-- test" in page.read_text()]
 BLOCK = re.compile(r"(?:^<!-- (?P<mark>test(?:: long)?) -->\n)?^```\w*\n(?P<text>.*?)^```", re.M | re.S)
 FILE = re.compile(r"(?:# @package _global_\n)?# (?P<name>[\w/]+\.\w+)\n")
 

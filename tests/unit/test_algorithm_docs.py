@@ -1,4 +1,4 @@
-"""docs/algorithms.md says what the code does: generated blocks, and formulas that are evaluated."""
+"""docs/reference/algorithms.md says what the code does: generated blocks, and formulas that are evaluated."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ def test_help_of_train_has_flags_keys_and_examples(capsys: pytest.CaptureFixture
         "buffer.max_staleness=0",
         "model.path=DIR",
         "launch=ray",
-        "docs/configuration.md",
+        "docs/reference/configuration.md",
     ):
         assert word in text
 

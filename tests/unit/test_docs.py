@@ -36,7 +36,7 @@ from asyncrl.viewer.overview import FIGURE_UNITS
 from tests.fakes.scripts import script
 
 ROOT = Path(__file__).resolve().parents[2]
-MAP = (ROOT / "docs" / "architecture.md").read_text()
+MAP = (ROOT / "docs" / "background" / "architecture.md").read_text()
 NAMED = re.compile(r"`([a-z_/]+(?:\.py|/))(?:: ([\w.]+))?`")
 
 
@@ -57,7 +57,7 @@ WORDED = re.compile(r"(?:`|^|\$ )asyncrl ([a-z]+)((?:[^`\n#|]|\\\n)*)", re.MULTI
 
 
 @pytest.mark.parametrize(
-    "page", [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")], ids=lambda page: page.name
+    "page", [*ROOT.glob("*.md"), *(ROOT / "docs").glob("[!d]*/*.md")], ids=lambda page: page.name
 )
 def test_commands_and_their_options_are_there(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code = re.sub(
@@ -95,7 +95,7 @@ def test_a_trajectory_crosses_at_most_thirty_files() -> None:
     assert 15 < len({path for path, _ in NAMED.findall(walk) if path.endswith(".py")}) <= 30
 
 
-PAGES = {name: (ROOT / "docs" / f"from_{name}.md").read_text() for name in ("verl", "trl")}
+PAGES = {name: (ROOT / "docs" / "start" / f"from_{name}.md").read_text() for name in ("verl", "trl")}
 RUN = parse({"name": "n", "model": {"path": "m"}, "data": {"train": "t"}})
 SECTIONS = tuple(name for name in RUN.__struct_fields__ if isinstance(getattr(RUN, name), msgspec.Struct))
 OURS = re.compile(rf"`((?:{'|'.join(SECTIONS)})\.\w+|total_steps|resume)(?:=([^`]+))?`")
@@ -157,7 +157,7 @@ def test_names_are_spread() -> None:
 PROMISES = sorted(
     {
         name
-        for page in ("docs/promises.md", "docs/reliability.md")
+        for page in ("docs/dev/promises.md", "docs/background/reliability.md")
         for name in re.findall(r"`(tests/[^`]+::[^`]+)`", (ROOT / page).read_text())
     }
 )
@@ -263,7 +263,7 @@ def test_every_page_is_in_the_navigation() -> None:
 
 def gpu_cells() -> list[str]:
     """What the table of parts says of a GPU, part by part."""
-    table = (ROOT / "docs/what_has_run.md").read_text().partition("| part | 2 CPU cores | a GPU |")[2]
+    table = (ROOT / "docs/dev/what_has_run.md").read_text().partition("| part | 2 CPU cores | a GPU |")[2]
     rows = table.partition("\n\n")[0].splitlines()[2:]
     return [row.split(" | ")[2] for row in rows]
 
@@ -280,7 +280,7 @@ def test_what_the_docs_say_of_a_gpu_is_in_a_report(cell: str) -> None:
     assert cell.startswith(("in part: ", "end to end: "))
     links = re.findall(r"\]\((gpu/[\w.-]+\.md)\)", cell)
     assert links, "it names no report"
-    report = "".join((ROOT / "docs" / link).read_text() for link in links)
+    report = "".join((ROOT / "docs" / "dev" / link).read_text() for link in links)
     text = re.sub(r"\]\(.*?\)", "", cell)
     claims = re.findall(r"\d{4}-\d{2}-\d{2}|\d[\d.]*%|\d[\d.]* GiB|\d+ of \d+ steps|kill -9|gloo", text)
     assert [claim for claim in claims if claim not in report] == []

@@ -1,4 +1,5 @@
-"""The formulas of docs/algorithms.md, read as arithmetic and evaluated, give what the code gives."""
+"""The formulas of docs/reference/algorithms.md, read as arithmetic and evaluated, give what the code
+gives."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""verl's keys are answered all at once, from the table that makes docs/from_verl.md."""
+"""verl's keys are answered all at once, from the table that makes docs/start/from_verl.md."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command behind the table of families in docs/models.md."""
+"""The command behind the table of families in docs/guides/models.md."""
 
 from __future__ import annotations
 

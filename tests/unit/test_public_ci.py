@@ -73,7 +73,7 @@ def test_python_versions_are_those_of_the_package_and_of_the_documentation() -> 
     }
     assert matrices == {("test", "quick"): versions, ("package", "demo"): versions}
 
-    for page in ("README.md", "docs/install.md"):
+    for page in ("README.md", "docs/start/install.md"):
         sentence = f"Python {', '.join(versions[:-1])} or {versions[-1]}"
         assert sentence in (ROOT / page).read_text(), page
 

@@ -16,10 +16,10 @@ from asyncrl.weights.trained_tensors import parameter_count
 from tests.fakes.scripts import script
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = (ROOT / "docs/recipes.md").read_text()
+PAGE = (ROOT / "docs/guides/gpus.md").read_text()
 SIZED = ROOT / "tools/size_model.py"
 RECIPES = re.findall(
-    r"^## (\S+) on (\d+) GPUs?$.*?^asyncrl train (.*?)^```$(?:\s+^```\n(.*?)^```$)?", PAGE, re.M | re.S
+    r"^##+ (\S+) on (\d+) GPUs?$.*?^asyncrl train (.*?)^```$(?:\s+^```\n(.*?)^```$)?", PAGE, re.M | re.S
 )
 
 

@@ -1,10 +1,10 @@
 """Flow control in simulated runs: tokens/s, masked tokens and lag of eight workloads, with four seeds each;
 how runs begin and end; or what settings give under heavy tails, beside the most that any setting can give.
 
-    python tools/bench/flow_control.py                     # a minute; prints a table for docs/log.md
+    python tools/bench/flow_control.py                     # a minute; prints a table for docs/dev/log.md
     python tools/bench/flow_control.py --budget 0.02       # of another buffer.stale_budget
-    python tools/bench/flow_control.py --begin             # five minutes on two cores; for docs/log.md
-    python tools/bench/flow_control.py --end               # a minute on two cores; for docs/log.md
+    python tools/bench/flow_control.py --begin             # five minutes on two cores; for docs/dev/log.md
+    python tools/bench/flow_control.py --end               # a minute on two cores; for docs/dev/log.md
     python tools/bench/flow_control.py --settings          # ten minutes on two cores; `--settings tail`: two
 
 T is seconds per step, charged for masked tokens: the time in which so many unmasked tokens are trained as a
@@ -242,9 +242,9 @@ class Settings(msgspec.Struct, frozen=True):
         return run.run(steps)[2 * steps // 5 :]
 
     def ceiling(self, work: Workload, masked: float, t: float) -> float:
-        """The highest max(g, t)/T with that share of tokens masked (docs/staleness.md, "What the bound
-        gives"). Where the share is small and the tail heavy, a few episodes decide it: it is known to about
-        10% then. `t`: seconds per step, on which some deadlines depend."""
+        """The highest max(g, t)/T with that share of tokens masked (docs/background/staleness.md, "What the
+        bound gives"). Where the share is small and the tail heavy, a few episodes decide it: it is known to
+        about 10% then. `t`: seconds per step, on which some deadlines depend."""
         unhindered = alone(replace(work, slots=self.slots))
         keys = self.of(work).buffer
         q, wait = DEADLINES[self.deadline]

@@ -376,12 +376,12 @@ class Jail:
             required.add("listener")
 
         if self._image and "root" not in guarantees:
-            raise SandboxError(f"no sandbox can have an image here: {self.notes} (docs/sandbox.md)")
+            raise SandboxError(f"no sandbox can have an image here: {self.notes} (docs/guides/tasks.md)")
         if missing := sorted(required - guarantees):
             lacking_texts = ", ".join(MISSING_TEXTS.get(name, f"no isolation of {name}") for name in missing)
             raise SandboxError(
                 f"this machine gives the sandbox {lacking_texts} ({self.notes}); allow namespaces "
-                f"(docs/sandbox.md), or require less"
+                f"(docs/guides/tasks.md), or require less"
             )
 
         if self._needs_listener:

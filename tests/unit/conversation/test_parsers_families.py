@@ -74,7 +74,7 @@ def test_guess(model: str, parser: str | None) -> None:
     assert parser is None or parser in parsers
 
 
-PAGE = (Path(__file__).parents[3] / "docs/parsers.md").read_text()
+PAGE = (Path(__file__).parents[3] / "docs/guides/chat.md").read_text()
 
 
 def test_the_page_names_every_format() -> None:

@@ -25,7 +25,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.types import Message, Sample
 from tests.fakes.tasks import bare_image, task_folder
 
-DOCS = Path(__file__).parents[3] / "docs/tasks.md"
+DOCS = Path(__file__).parents[3] / "docs/guides/tasks.md"
 
 WHOLE = """
 schema_version = "1.4"
@@ -322,7 +322,7 @@ def table() -> str:
 
 
 def test_the_page_has_the_table_of_the_reader() -> None:
-    """After a change: write what this compares with into docs/tasks.md."""
+    """After a change: write what this compares with into docs/guides/tasks.md."""
     assert table() in DOCS.read_text()
 
 

@@ -158,7 +158,8 @@ def test_the_numbers_of_the_promises_are_in_one_line() -> None:
         "asynchrony: lag at most 3, 69% of episodes span several versions, log-prob gap ≤ 2e-06, "
         "weights gap ≤ 0, a push stops the trainer for 0.002 s"
     )
-    assert asynchrony_line({"logprob_diff_max_same_version": 0.3}).endswith("docs/sglang.md)"), "bfloat16"
+    line = asynchrony_line({"logprob_diff_max_same_version": 0.3})
+    assert line.endswith("docs/guides/gpus.md)"), "bfloat16"
     assert asynchrony_line(summarize([], FLOW, True)) == "", "nothing is claimed that was not measured"
 
 

@@ -105,8 +105,8 @@ async def test_sglangs_reward_model(tokenizer: Any) -> None:
 
 
 async def test_a_scorer_of_the_run_scores_each_turn_and_may_be_lost(tmp_path: Path) -> None:
-    """The class is the one in docs/rewards.md."""
-    example = (DEMO.parents[3] / "docs/rewards.md").read_text().partition("class EachTurn")
+    """The class is the one in docs/guides/rewards.md."""
+    example = (DEMO.parents[3] / "docs/guides/rewards.md").read_text().partition("class EachTurn")
     code = example[0].rpartition("```python\n")[2] + example[1] + example[2].partition("```")[0]
     (tmp_path / "process.py").write_text(code)
     named = {f"{tmp_path}/process.py:EachTurn": {"url": "scorer:reward", "tokenizer": str(DEMO)}}

@@ -155,7 +155,7 @@ async def test_a_scripts_own_verdict_is_read_as_harbor_does(
 
 def test_what_is_protected_is_documented() -> None:
     section = (
-        (Path(__file__).parents[3] / "docs/sandbox.md").read_text().partition("## The reward `tests`")[2]
+        (Path(__file__).parents[3] / "docs/guides/tasks.md").read_text().partition("## The reward `tests`")[2]
     )
     assert [name for name in PROTECTED if f"`{name}`" not in section] == []
 

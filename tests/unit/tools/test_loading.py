@@ -113,9 +113,9 @@ def test_unknown_names_are_answered_with_near_ones() -> None:
         load_tools(["serch"])
 
 
-# -- docs/tools.md --------------------------------------------------------------------------------------
+# -- docs/guides/tools.md ------------------------------------------------------------------------------------
 
-PAGE = Path(__file__).resolve().parents[3] / "docs/tools.md"
+PAGE = Path(__file__).resolve().parents[3] / "docs/guides/tools.md"
 
 
 def test_the_example_loads_and_answers(tmp_path: Path) -> None:
