@@ -76,7 +76,10 @@ class EngineLost(EngineError):
 
 
 class Engine(Protocol):
-    """A continuous-batching sampler inside this process that swaps its weights between two tokens."""
+    """A continuous-batching sampler inside this process that swaps its weights between two tokens.
+
+    An engine may also count `reprefilled_tokens`, the metric of that name: an int that never decreases.
+    """
 
     @property
     def version(self) -> int:

@@ -14,6 +14,7 @@ from asyncrl.launch.estimates import sees_gpu, uses_gpu
 from asyncrl.launch.inputs import Inputs
 from asyncrl.launch.notes import Note, ok, preflight_check
 from asyncrl.layer_kernels import KernelPackage, kernels_of, model_file_of
+from asyncrl.trainer.footprint import needs_critic
 from asyncrl.weights.model_files import read_json
 
 PROBE_SECONDS = 60.0  # enough for a busy machine with a cold disk
@@ -51,6 +52,8 @@ def trained_models(config: RunConfig) -> Iterator[tuple[str, str]]:
     yield "model.path", config.model.path
     if config.kl.reference:
         yield "kl.reference", config.kl.reference
+    if needs_critic(config) and config.critic.path:
+        yield "critic.path", config.critic.path
 
 
 def called_packages(model_path: str) -> Iterator[tuple[KernelPackage, str, str]]:

@@ -47,59 +47,59 @@ class NodeCall:
 
 
 class CallLayout(NamedTuple):
-    """Places T tokens in the rows of all calls, one behind another. `token_index` [P]: the token at each
-    place, 0 for padding. `place_index` [T]: the place of each token."""
+    """Maps T tokens to C cells: the positions of all calls' rows, one behind another. `token_index` [C]: the
+    token in each cell, 0 for padding. `cell_index` [T]: the cell of each token."""
 
     calls: list[NodeCall]
     token_index: Tensor
-    place_index: Tensor
+    cell_index: Tensor
 
     def rows_of(self, values: Tensor) -> list[Tensor]:
         """Return the values [T, ...] in the rows of each call: [rows, width, ...]."""
-        places = _Placed.apply(values, self.token_index, self.place_index)
-        parts = places.split([call.rows * call.width for call in self.calls])
+        cells = _TokensToCells.apply(values, self.token_index, self.cell_index)
+        parts = cells.split([call.rows * call.width for call in self.calls])
         return [
             part.unflatten(0, (call.rows, call.width)) for part, call in zip(parts, self.calls, strict=True)
         ]
 
     def tokens_of(self, rows: Sequence[Tensor]) -> Tensor:
         """Return the values of the tokens [T, ...] from the rows of each call."""
-        places = torch.cat([call_rows.flatten(0, 1) for call_rows in rows])
-        tokens: Tensor = _Collected.apply(places, self.place_index)
+        cells = torch.cat([call_rows.flatten(0, 1) for call_rows in rows])
+        tokens: Tensor = _CellsToTokens.apply(cells, self.cell_index)
         return tokens
 
 
-class _Placed(Function):
-    """Places each token once. So the gradient is gathered, too, which takes a fifth of the time of adding up;
-    what autograd would add from padding is zero."""
+class _TokensToCells(Function):
+    """Copies each token to its cell. A token has one cell, so the gradient is gathered, not added up; what
+    autograd would add from padding is zero."""
 
     @staticmethod
-    def forward(ctx: Any, values: Tensor, token_index: Tensor, place_index: Tensor) -> Tensor:
-        ctx.save_for_backward(place_index)
+    def forward(ctx: Any, values: Tensor, token_index: Tensor, cell_index: Tensor) -> Tensor:
+        ctx.save_for_backward(cell_index)
         return values.index_select(0, token_index)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        (place_index,) = ctx.saved_tensors
-        return gradient.index_select(0, place_index), None, None
+        (cell_index,) = ctx.saved_tensors
+        return gradient.index_select(0, cell_index), None, None
 
 
-class _Collected(Function):
-    """Collects each token from its place; the gradient of padding is zero."""
+class _CellsToTokens(Function):
+    """Copies each token from its cell; the gradient of padding is zero."""
 
     @staticmethod
-    def forward(ctx: Any, places: Tensor, place_index: Tensor) -> Tensor:
-        ctx.save_for_backward(place_index)
-        ctx.place_count = len(places)
-        return places.index_select(0, place_index)
+    def forward(ctx: Any, cells: Tensor, cell_index: Tensor) -> Tensor:
+        ctx.save_for_backward(cell_index)
+        ctx.cell_count = len(cells)
+        return cells.index_select(0, cell_index)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        (place_index,) = ctx.saved_tensors
-        place_gradients = gradient.new_zeros(ctx.place_count, *gradient.shape[1:])
-        return place_gradients.index_copy_(0, place_index, gradient), None
+        (cell_index,) = ctx.saved_tensors
+        cell_gradients = gradient.new_zeros(ctx.cell_count, *gradient.shape[1:])
+        return cell_gradients.index_copy_(0, cell_index, gradient), None
 
 
 class ForestStates:
@@ -195,7 +195,7 @@ def _nodes(forest: Forest) -> list[ForestNode]:
 
 
 def _call_layout(forest: Forest, sequence_argument: str, device: torch.device) -> CallLayout:
-    """Return the calls, level by level, and the places of the tokens in them."""
+    """Return the calls, level by level, and the cells of the tokens in their rows."""
     nodes = _nodes(forest)
     parents = {node.parent for node in nodes}
     groups = list[tuple[list[int], bool]]()  # nodes of a call, and whether they are sequences of one row
@@ -218,20 +218,20 @@ def _call_layout(forest: Forest, sequence_argument: str, device: torch.device) -
         number: (call, row) for call, (numbers, _) in enumerate(groups) for row, number in enumerate(numbers)
     }
     calls = list[NodeCall]()
-    places = list[np.ndarray]()  # the tokens of each call's places
-    place_index = np.empty(len(forest.ids), dtype=np.int64)
+    cells = list[np.ndarray]()  # the token in each cell, by call
+    cell_index = np.empty(len(forest.ids), dtype=np.int64)
     end = 0
     for numbers, is_one_row in groups:
         lengths = [len(nodes[number].tokens) for number in numbers]
         rows = 1 if is_one_row else len(numbers)
         width = sum(lengths) if is_one_row else max(lengths)
         row_starts = np.cumsum([0, *lengths[:-1]]) if is_one_row else np.arange(rows) * width
-        call_places = np.zeros(rows * width, dtype=np.int64)
+        call_cells = np.zeros(rows * width, dtype=np.int64)
         for number, row_start in zip(numbers, row_starts.tolist(), strict=True):
             tokens = nodes[number].tokens
-            call_places[row_start : row_start + len(tokens)] = tokens
-            place_index[tokens] = np.arange(end + row_start, end + row_start + len(tokens))
-        places.append(call_places)
+            call_cells[row_start : row_start + len(tokens)] = tokens
+            cell_index[tokens] = np.arange(end + row_start, end + row_start + len(tokens))
+        cells.append(call_cells)
         end += rows * width
 
         parent_numbers = [nodes[number].parent for number in numbers]
@@ -242,7 +242,7 @@ def _call_layout(forest: Forest, sequence_argument: str, device: torch.device) -
             (sequences,) = to_device([_sequences_of_row(lengths, sequence_argument)], device)
         calls.append(NodeCall(rows, width, parent_rows, has_children, sequences))
 
-    indices = [torch.from_numpy(np.concatenate(places)), torch.from_numpy(place_index)]
+    indices = [torch.from_numpy(np.concatenate(cells)), torch.from_numpy(cell_index)]
     return CallLayout(calls, *to_device(indices, device))
 
 

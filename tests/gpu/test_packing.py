@@ -51,9 +51,9 @@ def test_flex_attention_is_that_of_the_buckets_with_its_gradients(scoring: Scori
         tensors = [tensor.to(place).detach().requires_grad_() for tensor in given]
         query, key, value, *sinks = tensors
         own_scoring = scoring._replace(sinks=sinks[0]) if sinks else scoring
-        found = kernel.attend(query, key, value, own_scoring)  # type: ignore[attr-defined]
-        (found * weight.to(place)).sum().backward()
-        return [found.detach().cpu(), *(tensor.grad.cpu() for tensor in tensors if tensor.grad is not None)]
+        output = kernel.attend(query, key, value, own_scoring)  # type: ignore[attr-defined]
+        (output * weight.to(place)).sum().backward()
+        return [output.detach().cpu(), *(tensor.grad.cpu() for tensor in tensors if tensor.grad is not None)]
 
     wanted = run(NodeKernel(planted), torch.device("cpu"))
     for a, b in zip(run(FlexKernel(planted, device), device), wanted, strict=True):
@@ -74,9 +74,9 @@ def test_rows_one_by_one_are_those_of_the_buckets_with_their_gradients() -> None
 
     def run(kernel: object, place: torch.device, dtype: torch.dtype) -> list[torch.Tensor]:
         tensors = [tensor.to(place, dtype).detach().requires_grad_() for tensor in given]
-        found = kernel.attend(*tensors, Scoring(0.125))  # type: ignore[attr-defined]
-        (found * weight.to(place)).sum().backward()
-        return [found.detach().cpu(), *(tensor.grad.cpu() for tensor in tensors if tensor.grad is not None)]
+        output = kernel.attend(*tensors, Scoring(0.125))  # type: ignore[attr-defined]
+        (output * weight.to(place)).sum().backward()
+        return [output.detach().cpu(), *(tensor.grad.cpu() for tensor in tensors if tensor.grad is not None)]
 
     node = NodeKernel(planted)
     rows = SequenceKernel(planted, device, node)

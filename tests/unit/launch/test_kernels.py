@@ -87,3 +87,18 @@ def test_kernels_that_cannot_be_imported_do_no_harm(given: Given, packages: Path
     (packages / "fla/ops/gated_delta_rule/__init__.py").write_text("import a_compiler_that_is_missing")
     listed = "fla 0.6.0, causal_conv1d not installed"
     assert checked(given, model_type="qwen3_next").startswith(f"for layers that carry a state: {listed}")
+
+
+def test_a_critic_with_a_model_of_its_own_is_checked(given: Given, packages: Path, tmp_path: Path) -> None:
+    install_fla(packages, "0.3.2")
+    critic = tmp_path / "critic"
+    critic.mkdir()
+    (critic / "config.json").write_text('{"model_type": "qwen3_next"}')
+
+    given.keys |= {
+        "algorithm.advantage": "gae",
+        "buffer.filter_zero_variance": False,
+        "critic.path": str(critic),
+    }
+    with pytest.raises(ConfigError, match=r"for layers of critic\.path \(qwen3_next\)"):
+        checked(given)

@@ -98,14 +98,14 @@ def learned(policy: Any, parts: list[Selected]) -> tuple[Tensor, dict[str, Tenso
     return flat.detach(), gradients
 
 
-def distance(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
+def distance(gradients: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
     """Norm of the difference beside that of what is wanted."""
-    assert found.keys() == wanted.keys()
+    assert gradients.keys() == wanted.keys()
 
     def norm(tensors: list[Tensor]) -> float:
         return float(torch.stack([tensor.double().norm() for tensor in tensors]).norm())
 
-    return norm([found[name] - wanted[name] for name in wanted]) / norm(list(wanted.values()))
+    return norm([gradients[name] - wanted[name] for name in wanted]) / norm(list(wanted.values()))
 
 
 def one_by_one(given: list[np.ndarray], how: Any) -> list[Selected]:
@@ -129,10 +129,12 @@ def test_gradients_are_those_of_rows_one_by_one(family: str, world: World, tmp_p
     assert packing_for([policy], "tree", "float32", world) == "tree"
     _, alone = learned(policy, one_by_one(rows(), "packed"))
     for how in ("packed", "tree"):
-        found_logp, found = learned(policy, [select(rows(), how)])
-        assert torch.allclose(found_logp, logp, atol=1e-4), how
-        assert distance(found, alone) < 1e-6, how
-        assert distance(found, wanted) < 3e-6, how  # another kernel's, as far from float64's as these
+        packed_logp, packed_gradients = learned(policy, [select(rows(), how)])
+        assert torch.allclose(packed_logp, logp, atol=1e-4), how
+        assert distance(packed_gradients, alone) < 1e-6, how
+        assert distance(packed_gradients, wanted) < 3e-6, (
+            how
+        )  # another kernel's, as far from float64's as these
 
 
 def test_with_one_kernel_they_agree_to_rounding(world: World, tmp_path: Path) -> None:
@@ -146,9 +148,9 @@ def test_with_one_kernel_they_agree_to_rounding(world: World, tmp_path: Path) ->
     assert packing_for([policy], "tree", "float64", world) == "tree"
     logp, wanted = learned(policy, one_by_one(rows(), "packed"))
     for how in ("packed", "tree"):
-        found_logp, found = learned(policy, [select(rows(), how)])
-        assert torch.allclose(found_logp, logp, atol=1e-11), how
-        assert distance(found, wanted) < 1e-10, how
+        packed_logp, packed_gradients = learned(policy, [select(rows(), how)])
+        assert torch.allclose(packed_logp, logp, atol=1e-11), how
+        assert distance(packed_gradients, wanted) < 1e-10, how
 
 
 def test_what_is_shared_is_computed_once(tmp_path: Path) -> None:
