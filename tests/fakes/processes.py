@@ -44,11 +44,24 @@ def wait_until(condition: Callable[[], Any], seconds: float = 120.0) -> Any:
 
 
 async def until(reached: Callable[[], bool], complaint: str) -> None:
-    """Return once the condition holds, or fail after 10 s."""
-    limit = time.monotonic() + 10.0
+    """Return once the condition holds, or fail after 30 s."""
+    limit = time.monotonic() + 30.0
     while not reached():
         assert time.monotonic() < limit, complaint
         await asyncio.sleep(0.005)
+
+
+async def written_line(path: Path) -> str:
+    """Return the line that a program is about to write to a file. Reading a named pipe would never end when
+    the program does not start."""
+    texts = [""]
+
+    def is_written() -> bool:
+        texts[0] = path.read_text() if path.is_file() else ""
+        return texts[0].endswith("\n")
+
+    await until(is_written, f"{path} has no line")
+    return texts[0]
 
 
 async def wait_until_gone(pid: int) -> None:

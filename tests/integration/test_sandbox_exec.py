@@ -519,6 +519,7 @@ async def test_only_the_sandbox_reaches_its_listener() -> None:
         outside = begin(other_box, [PYTHON, "-I", "-S", "-c", ASK])
         for running in (inside, outside):
             running.write(b"%d\n" % port)
+        box.listener.settimeout(30)
         link, _ = await asyncio.to_thread(box.listener.accept)
         with link:
             link.sendall(b"from the owner")
@@ -703,6 +704,7 @@ async def main():
             running = begin(box, ["python3", "-c", ASK if box.listener else FILL.format(count=90)])
             if box.listener:
                 running.write(b"%d\\n" % box.listener.getsockname()[1])
+                box.listener.settimeout(30)
                 (await asyncio.to_thread(box.listener.accept))[0].sendall(b"hello")
                 print(await running.line())
                 running.close_input()

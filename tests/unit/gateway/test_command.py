@@ -18,7 +18,7 @@ from asyncrl.gateway import Command, Endpoint, load_agent, workspaces
 from asyncrl.gateway.lines import CommandError
 from asyncrl.types import Message, Sample
 from asyncrl.values import checked_result
-from tests.fakes.processes import wait_until_gone
+from tests.fakes.processes import wait_until_gone, written_line
 
 ENDPOINT = Endpoint("http://127.0.0.1:1/v1", "secret")
 SAMPLE = Sample(3, "test", (Message("user", "q"),), '{"x": 42}', extra_info_json='{"y": 1, "answer": 42}')
@@ -216,15 +216,14 @@ async def test_all_that_is_kept_of_an_output_is_not_copied_with_each_part(
 async def test_nothing_of_a_program_is_left(tmp_path: Path, ending: str) -> None:
     """Neither when it is cancelled nor when it leaves children that hold its pipes."""
     pids = tmp_path / "pids"
-    os.mkfifo(pids)
     line = f"sh -c 'setsid sleep 600 & echo $$ $! > {pids}; {ending}'"
     playing = asyncio.create_task(Command(line=line)(SAMPLE, ENDPOINT))
-    found = (await asyncio.to_thread(pids.read_text)).split()
+    written_pids = (await written_line(pids)).split()
     if ending == "wait":
         playing.cancel()
     await asyncio.wait([playing], timeout=30)
-    assert playing.done() and len(found) == 2
-    for pid in found:
+    assert playing.done() and len(written_pids) == 2
+    for pid in written_pids:
         await wait_until_gone(int(pid))
 
 

@@ -338,7 +338,7 @@ async def test_equal_requests_side_by_side_do_not_end_each_other(
             "Content-Length": len(body),
         }
         head = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
-        with socket.create_connection((address, int(port))) as client:
+        with socket.create_connection((address, int(port)), timeout=30) as client:
             client.sendall(f"POST /v1/chat/completions HTTP/1.1\r\n{head}\r\n{body}".encode())
             await host.arrived.acquire()
             host.outcomes[-1].set_result("42")

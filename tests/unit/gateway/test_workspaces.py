@@ -23,7 +23,7 @@ from asyncrl.isolation.sandbox.detection import Isolation
 from asyncrl.isolation.sandbox.jail import Jail
 from asyncrl.types import Message, Sample
 from tests.fakes.hosts import FakeHost
-from tests.fakes.processes import wait_until_gone
+from tests.fakes.processes import wait_until_gone, written_line
 
 ENDPOINT = Endpoint("http://127.0.0.1:1/v1", "secret")
 SAMPLE = Sample(0, "test", (Message("user", "q"),), "1")
@@ -123,10 +123,10 @@ def test_warnings_of_a_shell_are_no_answers() -> None:
 
 
 async def test_a_place_is_removed_when_the_episode_is_cancelled(tmp_path: Path) -> None:
-    pipe = tmp_path / "told"
-    os.mkfifo(pipe)
-    playing = asyncio.ensure_future(Command(line=f"sh -c 'pwd > {pipe}; sleep 600'")(SAMPLE, ENDPOINT))
-    workspace = (await asyncio.to_thread(pipe.read_text)).split("/")[-2]
+    working_directory = tmp_path / "working_directory"
+    line = f"sh -c 'pwd > {working_directory}; sleep 600'"
+    playing = asyncio.ensure_future(Command(line=line)(SAMPLE, ENDPOINT))
+    workspace = (await written_line(working_directory)).split("/")[-2]
     assert workspace in os.listdir(WORKSPACES)
     playing.cancel()
     await asyncio.wait([playing])

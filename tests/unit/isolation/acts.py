@@ -26,8 +26,9 @@ def opened(first: str) -> Callable[[str], str]:
         case ["leave"]:
             os._exit(3)
         case ["say", path]:  # that it has begun, and never be ready
-            with open(path, "w"):
-                time.sleep(1000)
+            with open(path, "w") as begun:
+                begun.write("begun\n")
+            time.sleep(1000)
         case ["await", path]:
             with open(path, "rb", buffering=0) as gate:
                 gate.read(1)

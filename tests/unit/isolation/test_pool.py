@@ -18,7 +18,7 @@ from asyncrl.isolation import child, pool
 from asyncrl.isolation.calls import CallTimeout
 from asyncrl.isolation.child import ChildError
 from asyncrl.isolation.pool import ProcessPool
-from tests.fakes.processes import until, wait_until_gone
+from tests.fakes.processes import until, wait_until_gone, written_line
 
 from .acts import ACTS
 
@@ -209,10 +209,10 @@ async def test_closing_ends_calls_and_starts_nothing() -> None:
 
 
 async def test_closing_ends_a_start_that_is_waited_for(tmp_path: Path) -> None:
-    os.mkfifo(begun := tmp_path / "begun")
+    begun = tmp_path / "begun"
     async with pooled(f"say {begun}") as pool:
         call = asyncio.create_task(pool.ask("any"))
-        await asyncio.to_thread(lambda: open(begun).close())
+        assert await written_line(begun) == "begun\n"
         await pool.close()
         assert "pool is closed" in await call
 

@@ -586,7 +586,7 @@ def test_an_answer_that_a_client_leaves_unread_is_given_again() -> None:
         host, port = endpoint.base_url.removeprefix("http://").removesuffix("/v1").split(":")
         body = json.dumps({"messages": [{"role": "user", "content": "q"}]})
         head = f"Authorization: Bearer {endpoint.api_key}\r\nContent-Length: {len(body)}"
-        with socket.create_connection((host, int(port))) as connection:
+        with socket.create_connection((host, int(port)), timeout=30) as connection:
             connection.sendall(
                 f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\n{head}\r\n\r\n{body}".encode()
             )

@@ -126,7 +126,7 @@ def test_a_client_that_comes_again_gets_the_rest_of_its_turn() -> None:
     async def agent(sample: Sample, endpoint: Endpoint) -> None:
         conversation = ["q", await message(endpoint, "q"), "sure?"]
         asking = asyncio.ensure_future(ask(endpoint, *conversation))
-        await asyncio.to_thread(sampled.wait)
+        assert await asyncio.to_thread(sampled.wait, 30)
         asking.cancel()
         await asyncio.gather(asking, return_exceptions=True)
         assert (await message(endpoint, *conversation))["content"] == TEXT
