@@ -1,5 +1,5 @@
 """Run clients of OpenAI's and Anthropic's API as they are, and print what became of each:
-`docs/guides/agent_programs.md`.
+`docs/dev/agents.md`.
 
     python tools/clients.py [--only openai_python aider …] [--jobs 2] [--python312 python3.12] [--to .clients]
 

@@ -85,7 +85,7 @@ PINNED_IN = {
     "tools/fetch_harnesses.py": '"{version}"',
     "asyncrl/gateway/harnesses.py": 'tested="{version}"',
     "docs/guides/coding_agents.md": "` {version} |",
-    "docs/guides/agent_programs.md": " {version}: `{name}` |",
+    "docs/dev/agents.md": " {version}: `{name}` |",
 }
 VERSION = re.compile(r"\d+(\.\d+)+")
 # The tests that a version has to pass.

@@ -1,7 +1,7 @@
 """The reward `tests`: cheats score 0, honest solutions 1, and what is not the agent's fault is no score.
 
 Each runs as a shell script of the agent in the task's image, its changes are collected, and judged in another
-sandbox. docs/guides/tasks.md has what stops each. The tasks are those that the project teaches (read from
+sandbox. docs/dev/sandbox.md has what stops each. The tasks are those that the project teaches (read from
 docs/guides/tasks.md) and makes (tools/make_swe_tasks.py).
 """
 
@@ -537,7 +537,7 @@ async def test_code_in_the_process_of_the_tests_is_not_stopped(bench: Bench) -> 
 
 
 def test_each_cheat_is_in_the_documentation() -> None:
-    section = (Path(__file__).parents[2] / "docs/guides/tasks.md").read_text().partition("### Cheats")[2]
+    section = (Path(__file__).parents[2] / "docs/dev/sandbox.md").read_text().partition("## Cheats")[2]
     table, _, not_stopped = section.partition("**Not stopped**")
     rows = [row.strip("| ").split(" | ") for row in table.splitlines() if row.startswith("| ")][1:]
     named = {name.strip(): float(score) for names, _, score in rows for name in names.split(";")}

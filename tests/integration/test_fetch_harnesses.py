@@ -43,7 +43,7 @@ def test_a_pin_moves_to_a_version_that_passes_its_tests(tmp_path: Path, passes: 
     for part in ("asyncrl", "tools", "configs"):
         shutil.copytree(ROOT / part, tmp_path / part, ignore=shutil.ignore_patterns("__pycache__"))
     for path in tool.PINNED_IN:
-        (tmp_path / path).parent.mkdir(exist_ok=True)
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / path, tmp_path / path)
     for path in (
         "integration/test_harnesses.py",
@@ -54,7 +54,7 @@ def test_a_pin_moves_to_a_version_that_passes_its_tests(tmp_path: Path, passes: 
         file.parent.mkdir(parents=True, exist_ok=True)
         body = ENDED if passes is None else f"assert {passes}"
         file.write_text(f"def test_codex():\n    {body}\n")
-    with (tmp_path / "docs/guides/agent_programs.md").open("a") as page:
+    with (tmp_path / "docs/dev/agents.md").open("a") as page:
         page.write(f"\n{MEASURED}\n")
     for name, text in (("codex/old", "old"), ("requests/codex.jsonl", "old")):
         (tmp_path / ".harnesses" / name).parent.mkdir(parents=True, exist_ok=True)
@@ -78,7 +78,7 @@ def test_a_pin_moves_to_a_version_that_passes_its_tests(tmp_path: Path, passes: 
     assert ran.returncode == (0 if passes else 1), ran.stdout + ran.stderr
     if passes:
         assert all(text.count("9.9.9") == 1 for text in after.values())
-        assert MEASURED in after["docs/guides/agent_programs.md"]
+        assert MEASURED in after["docs/dev/agents.md"]
         assert (
             (tmp_path / ".harnesses/requests/codex.jsonl").read_text().startswith('{"path": "/v1/responses"')
         )

@@ -74,7 +74,8 @@ def test_guess(model: str, parser: str | None) -> None:
     assert parser is None or parser in parsers
 
 
-PAGE = (Path(__file__).parents[3] / "docs/guides/chat.md").read_text()
+DOCS = Path(__file__).parents[3] / "docs"
+PAGE = (DOCS / "guides/chat.md").read_text().partition("## Call formats")[2]
 
 
 def test_the_page_names_every_format() -> None:
@@ -82,7 +83,9 @@ def test_the_page_names_every_format() -> None:
     assert parsers.names() == sorted(re.findall(r"^\| `(\w+)` \|", PAGE, re.MULTILINE))
 
 
-QUOTED = re.findall(r"^\| [\w ]+ \| `([^`]+)` \| `([^`]+)` \|$", PAGE, re.MULTILINE)
+QUOTED = re.findall(
+    r"^\| [\w ]+ \| `([^`]+)` \| `([^`]+)` \|$", (DOCS / "dev/chat.md").read_text(), re.MULTILINE
+)
 
 
 @pytest.mark.parametrize(("example", "complaint"), QUOTED)
