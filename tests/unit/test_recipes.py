@@ -41,7 +41,7 @@ def test_there_are_three() -> None:
 
 
 def test_the_first_run_of_the_readme_is_the_recipe_for_one_gpu_and_fits_eight() -> None:
-    section = (ROOT / "README.md").read_text().partition("## Coming from elsewhere")[2].partition("\n## ")[0]
+    section = (ROOT / "README.md").read_text().partition("## On GPUs")[2].partition("\n## ")[0]
     (command,) = re.findall(r"^asyncrl train (name=.*?)^```$", section, re.M | re.S)
     named = [key for key in overrides(command) if not key.startswith("name=")]
     assert named == [key for key in overrides(RECIPES[0][2]) if not key.startswith("name=")]
