@@ -49,7 +49,7 @@ def clip_cov(
     Those few tokens drive the collapse of entropy. The paper draws from a band of large covariances at
     random.
 
-    Use: entropy falls too fast; staleness 0 to 8.
+    Use: runs whose entropy falls too fast; staleness 0 to 8.
     """
     is_chosen = _prepared(tokens) > 0
     value, clipped = clip_surrogate(
@@ -94,7 +94,7 @@ def m2po(tokens: LossInput, *, tau: Positive = 0.04) -> TokenLoss:
 
     Only outliers go, however far the batch as a whole is from μ at single tokens.
 
-    Use: very stale data, where a band on the ratio masks too much; staleness 8 and far beyond.
+    Use: very stale data, where a fixed band on the ratio masks too much; staleness 8 and far beyond.
     """
     is_kept = _prepared(tokens)
     ratio = ratio_of(tokens.logp - tokens.mu) * is_kept

@@ -44,7 +44,7 @@ def reinforce(tokens: LossInput) -> TokenLoss:
 def sft(tokens: LossInput) -> TokenLoss:
     """L = −log π: the negative log-likelihood of demonstrated tokens, whatever A is (plain).
 
-    Use: `asyncrl sft`, on conversations of the data instead of sampled ones: no μ, no staleness.
+    Use: `asyncrl sft`, on conversations from the data instead of sampled ones; no μ and no staleness.
     """
     return TokenLoss(tokens.weighed(-tokens.logp), torch.zeros_like(tokens.trainable))
 
@@ -79,8 +79,8 @@ def cispo(
 
     The ratio is bounded, but no token loses its gradient; clip_low = 1 is no lower bound.
 
-    Use: several optimizer steps per batch, where rare tokens matter that PPO's clip would drop; staleness
-    0 to 8.
+    Use: several optimizer steps per batch, if rare tokens matter that PPO's clip would drop; staleness 0 to
+    8.
     """
     ratio = ratio_of(tokens.logp.detach() - tokens.prox)
     bounded_ratio = ratio.clamp(1 - clip_low, 1 + clip_high)
@@ -93,7 +93,8 @@ def cispo_scalerl(tokens: LossInput, *, cap: Positive = 5.0) -> TokenLoss:
 
     ScaleRL found caps of 4 to 8 to do equally well; cap = 2 is AIPO (LlamaRL, arXiv 2505.24034), tighter.
 
-    Use: one or several optimizer steps per batch, no weight to choose; staleness 0 to 8, with cap = 2 to 4.
+    Use: one or several optimizer steps per batch, without a weight to choose; staleness 0 to 8, with a cap of
+    2 to 4.
     """
     return _capped(tokens, cap)
 
@@ -140,7 +141,7 @@ def dppo_kl(
 
     A divergence of δ keeps π−μ within √(δ/2).
 
-    Use: as dppo_tv; stricter where μ is near 0 or 1; staleness 0 to 8.
+    Use: as dppo_tv, but stricter where μ is near 0 or 1; staleness 0 to 8.
     """
     logp = tokens.logp.detach()
     moves_away = torch.where(tokens.advantage > 0, logp > tokens.mu, logp < tokens.mu)
@@ -153,8 +154,7 @@ def dro(tokens: LossInput, *, beta: Positive = 0.05) -> TokenLoss:
     """L = −(A·log π − (β/2)·(log π − log μ)²) (DRO, arXiv 2405.19107): a quadratic pull to μ instead of a
     ratio.
 
-    Use: off-policy data without importance weights; any staleness, with a bias that β trades for
-    stability.
+    Use: off-policy data without importance weights; any staleness, with a bias that β trades for stability.
     """
     distance = tokens.logp - tokens.mu
     value = -(tokens.advantage * tokens.logp - beta / 2 * distance**2)
@@ -221,8 +221,8 @@ def gmpo(tokens: LossInput, *, clip_low: Positive = 0.4, clip_high: Positive = 0
     tokens of an episode have different A or w, each keeps its own: another gradient than verl's geo_mean,
     which takes the mean of A and the geometric mean of w.
 
-    Use: long episodes with several optimizer steps per batch, with aggregation seq_mean_token_mean;
-    staleness 0 to 4.
+    Use: long episodes with several optimizer steps per batch and aggregation seq_mean_token_mean; staleness 0
+    to 4.
     """
     log_ratio = tokens.logp - tokens.prox
     bounded_log_ratio = torch.where(
