@@ -46,7 +46,7 @@ BLOCK = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 FACTS: dict[str, dict[object, str]] = {
     "scale": {
         "batch_std": "÷ batch std",
-        "nonzero": "/ share of groups with variance",
+        "nonzero": "÷ share of groups with variance",
         "whiten": "whitened (barrier)",
         "whiten_running": "whitened by earlier batches",
     },

@@ -159,8 +159,8 @@ def pass_at_k(episode: AdvantageInput, *, divide_by_std: bool = False) -> Advant
     """r_max − r_second for the best of the group, 0 for others and ties (pass@k, arXiv 2503.19595).
     `divide_by_std`: divided by (group std + 1e-6), ddof 1.
 
-    Use: tasks where only the best of n attempts counts; trains one episode per group. Any staleness; with
-    divide_by_std on-policy only.
+    Use: tasks where only the best of n attempts counts; trains one episode per group. With divide_by_std
+    on-policy only.
     """
     if not episode.others:
         return 0.0
