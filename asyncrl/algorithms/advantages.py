@@ -85,8 +85,9 @@ Weights = Annotated[str, Meta(pattern=f"^({WEIGHT}(,{WEIGHT})*)?$")]
 
 @advantage("dr_grpo", late=True)
 def dr_grpo(episode: AdvantageInput) -> AdvantageValues:
-    """R − mean (Dr. GRPO, arXiv 2503.20783). Computed as (n − 1)/n · (R − mean of the *other* siblings), n
-    the number of members that were issued: the same if all of them landed, and unbiased if some are late.
+    """R − mean (Dr. GRPO, arXiv 2503.20783). Computed as (n − 1)/n · (R − mean of the *other* siblings),
+    where n counts the issued members: the same value if all of them have ended, and unbiased if some are
+    late.
 
     Use: the default, and whenever a group mixes versions (max_staleness > 0), because a group std would
     magnify near-ties. With normalise=batch_std it is ScaleRL's advantage (arXiv 2510.13786).
@@ -135,7 +136,8 @@ def opo(episode: AdvantageInput) -> AdvantageValues:
 
 @advantage("opo_loo", late=True)
 def opo_loo(episode: AdvantageInput) -> AdvantageValues:
-    """R − Σ_j T_j·R_j / Σ_j T_j over the *other* siblings (OPO, arXiv 2505.23585, without the own weight).
+    """R − Σ_j T_j·R_j / Σ_j T_j over the *other* siblings (OPO, arXiv 2505.23585, without the episode's own
+    weight).
 
     Use: as opo, at any staleness and with group_policy=partial, because the baseline does not depend on the
     episode itself.
@@ -171,7 +173,7 @@ def pass_at_k(episode: AdvantageInput, *, divide_by_std: bool = False) -> Advant
 @advantage("gdpo", scale="whiten", components=True)
 def gdpo(episode: AdvantageInput, *, weights: Weights = "") -> AdvantageValues:
     """Σ_c w_c·(R_c − mean_c) / (std_c + 1e-6), ddof 1, then whitened (GDPO, arXiv 2601.05242). `weights`:
-    "name:weight,…" of the components that count; empty: all, 1 each.
+    "name:weight,…" of the components that count; empty: all with weight 1.
 
     Use: several reward components whose sums would tie, on-policy or at small staleness. The reward function
     must report `components`. With a verl-style reward, name the weights; otherwise `acc` and other numbers
@@ -288,8 +290,8 @@ def gae(
 @advantage("grpo_turn", turns=True)
 def grpo_turn(episode: AdvantageInput, *, turn_gamma: Factor = 1.0, std: bool = False) -> AdvantageValues:
     """G_k − mean of G_k over the siblings with a turn k, G_k = r_k + turn_gamma·G_{k+1} (turn-level credit as
-    in MT-GRPO, arXiv 2505.11821). `std`: divided by (their std + 1e-6), ddof 1. Fewer than two such siblings:
-    the advantage of the whole episode, that of its first turn.
+    in MT-GRPO, arXiv 2505.11821). `std`: divided by (their std + 1e-6), ddof 1. With fewer than two such
+    siblings, the advantage of the whole episode, which is that of its first turn.
 
     Use: rewards on turns, at any staleness; with std on-policy only.
     """
@@ -310,9 +312,9 @@ def grpo_turn(episode: AdvantageInput, *, turn_gamma: Factor = 1.0, std: bool = 
 
 @advantage("optimal_token_baseline", whole_group=True, turns=True)
 def optimal_token_baseline(episode: AdvantageInput) -> AdvantageValues:
-    """G_t − Σ G_t·W_t / Σ W_t over the group's episodes with a token t, G_t = Σ_{s≥t} r_s and
-    W_t = Σ_{s≤t} (1 − 2π_s + Σ_v π_s(v)²) (OTB, arXiv 2602.07078). W_t stands for the squared norm of the
-    gradient up to t; the plain mean where that is 0 or unknown. A tail that one episode alone reaches: 0.
+    """G_t − Σ G_t·W_t / Σ W_t over the group's episodes with a token t, G_t = Σ_{s≥t} r_s and W_t = Σ_{s≤t}
+    (1 − 2π_s + Σ_v π_s(v)²) (OTB, arXiv 2602.07078). W_t approximates the squared norm of the gradient up to
+    t; where it is 0 or unknown, the plain mean is used. Tokens that only one episode reaches get 0.
 
     Use: long episodes in small groups, on-policy or at small staleness. Has the same bias as opo.
     """

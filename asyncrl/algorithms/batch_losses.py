@@ -46,8 +46,8 @@ def clip_cov(
     """L = sg(w)·max(−uA, −A·clip(u, 1−clip_low, 1+clip_high)), but 0 on the `share` of the batch's tokens
     with the largest (A−Ā)·(log prox − mean log prox); u = π/prox (Clip-Cov, arXiv 2505.22617).
 
-    Those few tokens drive the collapse of entropy. The paper draws from a band of large covariances at
-    random.
+    These few tokens drive the collapse of entropy. The paper draws them at random from a band of large
+    covariances.
 
     Use: runs whose entropy falls too fast; staleness 0 to 8.
     """
@@ -122,8 +122,8 @@ def tba(tokens: LossInput, *, beta: Positive = 0.05) -> TokenLoss:
     """L = δ²/T per token, so δ² per episode, δ = sg(log Ẑ) + log π − log ref − R/β over its T tokens
     (trajectory balance, TBA, arXiv 2503.18929); log Ẑ from the group.
 
-    The optimum is ref·exp(R/β)/Z whatever sampled the data, hence no ratio. Reads R itself: the advantage
-    does not matter. Use aggregation seq_mean_token_sum for the paper's mean over episodes.
+    The optimum is ref·exp(R/β)/Z for any sampling policy, hence no ratio. The loss reads R itself, so the
+    advantage has no effect. Use aggregation seq_mean_token_sum for the paper's mean over episodes.
 
     Use: much older or replayed data, and diverse answers; any staleness.
     """

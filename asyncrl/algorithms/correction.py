@@ -271,9 +271,9 @@ def reject(
     limit: Positive = 0.1,
     level: Literal["token", "turn", "sequence"] = "sequence",
 ) -> CorrectionMask:
-    """Keep iff |mean k| ≤ limit over the level's trainable tokens: k1 = -log ρ, k2 = (log ρ)²/2,
-    k3 = ρ - 1 - log ρ (Schulman, joschu.net/blog/kl-approx.html). k1 has a sign, so both sides are bounded:
-    e^-limit ≤ geometric ρ ≤ e^limit.
+    """Keep iff |mean k| ≤ limit over the level's trainable tokens: k1 = -log ρ, k2 = (log ρ)²/2, k3 = ρ - 1 -
+    log ρ (Schulman, joschu.net/blog/kl-approx.html). k1 is signed, so both sides are bounded: e^-limit ≤
+    geometric ρ ≤ e^limit.
 
     Use: a bound in nats on KL(mu, prox) per token: k3 for the KL itself, k2 if large ρ should not dominate,
     k1 for the drift. Staleness 1 to 8.
@@ -298,7 +298,7 @@ def veto(tokens: CorrectionInput, *, least: Annotated[float, Meta(gt=0, lt=1)] =
 def negative_episodes(tokens: CorrectionInput, *, delta: Positive = 0.1) -> CorrectionMask:
     """Drop the episode if A < 0 and mean(log μ − log π) > delta over its trainable tokens (off-policy
     sequence masking: DeepSeek-V3.2, arXiv 2512.02556). The sign is that of its mean A; π is the current
-    policy, so that each of several optimizer steps decides anew.
+    policy, so each of several optimizer steps decides again.
 
     Use: several steps per batch, or staleness above 4: wrong answers that the policy no longer gives teach
     little and destabilise training.
