@@ -89,10 +89,10 @@ def within_second_moment(traces: Sequence[Trace], *, tau: float) -> list[np.ndar
 
 @loss("m2po", ratio="mu", prepare=within_second_moment)
 def m2po(tokens: LossInput, *, tau: Positive = 0.04) -> TokenLoss:
-    """L = −(π/μ)·A, unclipped, but 0 on the tokens of the batch with the largest (log prox − log μ)², so many
-    that the mean of the rest is < tau (M2PO, arXiv 2510.01161).
+    """L = −(π/μ)·A, unclipped, but 0 on the tokens of the batch with the largest (log prox − log μ)², as many
+    as it takes to bring the mean of the others below tau (M2PO, arXiv 2510.01161).
 
-    Only outliers go, however far the batch as a whole is from μ at single tokens.
+    Only outliers are masked, however far single tokens of the batch are from μ.
 
     Use: very stale data, where a fixed band on the ratio masks too much; staleness 8 and far beyond.
     """

@@ -199,10 +199,10 @@ def _capped(tokens: LossInput, cap: float, is_cut: Tensor | None = None) -> Toke
 @loss("gspo", ratio="prox", clips=True, linear=True, level="geometric")
 def gspo(tokens: LossInput, *, clip_low: Share = 3e-4, clip_high: Positive = 4e-4) -> TokenLoss:
     """L = sg(w)·max(−sA, −A·clip(s, 1−clip_low, 1+clip_high)), s = exp(mean over the episode of log π − log
-    prox) in value, with the gradient of the own token (GSPO-token, arXiv 2507.18071).
+    prox) in value, with the gradient of the token itself (GSPO-token, arXiv 2507.18071).
 
-    Clip and ratio are against prox, never μ: its bounds are far too tight for stale data. What μ adds is the
-    weight, best `truncate` with level=geometric.
+    Clip and ratio are relative to prox, never to μ, because the bounds are far too tight for stale data. μ
+    enters through the weight, preferably `truncate` with level=geometric.
 
     Use: mixture-of-experts models, whose token ratios are noisy, with aggregation seq_mean_token_mean and
     several optimizer steps per batch; staleness 0 to 4.
