@@ -25,7 +25,7 @@ import msgspec
 import asyncrl
 from asyncrl import config
 from asyncrl.config import RunConfig
-from asyncrl.config.base import PATH_MARK, Plugin
+from asyncrl.config.base import PATH_MARK, Options, Plugin
 from asyncrl.config.composition import verl_rows
 from asyncrl.observe.metrics import sections
 
@@ -70,13 +70,13 @@ END = "\n<!-- until here -->"
 HEAD = """\
 # Configuration
 
-Generated from `asyncrl/config/` by `make docs`; do not edit. Set a key with `key=value` on the command
-line, for example `asyncrl train buffer.max_staleness=2`, or in a file of a group in `configs/`. An unknown
-key or a value out of bounds ends the command with exit code 2 before any process starts.
+All keys of a run, generated from `asyncrl/config/` by `make docs`. Set a key with `key=value` on the command
+line (`asyncrl train buffer.max_staleness=2`) or in a file of `configs/`. An unknown key or a value out of
+bounds ends the command with exit code 2 before any process starts.
 
-A path or a text needs no quotes but those of the shell (`data.train=数据/a=b.jsonl`, `name=20261128`), and
-`~` at the beginning of a path is the home directory. Within the brackets of a list or a mapping, quote texts
-that have other characters than letters, digits and `/._-+*`: `"data.train=['~/a=b.jsonl', more.jsonl]"`.
+Paths and texts need no quotes except those of the shell (`data.train=数据/a=b.jsonl`, `name=20261128`). A
+leading `~` is the home directory. In lists and mappings, quote texts with characters other than letters,
+digits and `/._-+*`: `"data.train=['~/a=b.jsonl', more.jsonl]"`.
 """
 BOUNDS = {"ge": "≥ {}", "gt": "> {}", "le": "≤ {}", "lt": "< {}"}
 
@@ -109,14 +109,16 @@ def render_verl(text: str) -> str:
 
 
 def render_metrics(text: str) -> str:
-    """Return docs/reference/metrics.md with new tables."""
+    """Return docs/reference/metrics.md with new tables. An = marks names that verl has, too."""
     lines = []
     for title, metrics in sections().items():
-        lines += [f"## {title}", "", "| name | verl | meaning |", "|---|---|---|"]
+        lines += [f"## {title}", "", "| name | meaning |", "|---|---|"]
         for metric in metrics:
             names = metric.names.replace(", ", "`, `")
-            meaning = metric.meaning.replace("|", "\\|")
-            lines.append(f"| `{names}` | {metric.verl or '–'} | {meaning} |")
+            mark = " =" if metric.verl == "same" else ""
+            verl = "" if mark or not metric.verl else f" (verl: {metric.verl})"
+            meaning = f"{metric.meaning}{verl}".replace("|", "\\|")
+            lines.append(f"| `{names}`{mark} | {meaning} |")
         lines.append("")
 
     return _placed(text, "asyncrl/observe/metrics.yaml", lines[:-1])
@@ -244,14 +246,16 @@ def type_text(hint: Any) -> str:
     """Write a type with its bounds as a person does: `int ≥ 1`, `"mask" | "hold"`, `list of str`."""
     origin = typing.get_origin(hint)
     arguments = typing.get_args(hint)
+    if hint == Plugin:
+        return "str | mapping"
+    if hint == Options:
+        return "mapping"
     if origin is typing.Annotated:
         if arguments[1] == PATH_MARK:
             return type_text(arguments[0])
         meta = arguments[1]
         bounds = [text.format(getattr(meta, name)) for name, text in BOUNDS.items() if _set(meta, name)]
-        if _set(meta, "min_length"):
-            bounds.append("not empty")
-        return f"{type_text(arguments[0])} {', '.join(bounds)}"
+        return f"{type_text(arguments[0])} {', '.join(bounds)}".rstrip()
 
     if origin is typing.Literal:
         return " | ".join(f"`{value}`" for value in arguments)
@@ -262,9 +266,10 @@ def type_text(hint: Any) -> str:
     if origin is tuple:
         return f"[{', '.join(map(type_text, arguments))}]"
     if origin is dict:
-        return f"mapping of {'sections' if _is_section(arguments[1]) else type_text(arguments[1])}"
+        values = type_text(arguments[1])
+        return "mapping" if values.startswith("mapping") else f"mapping of {values}"
 
-    return hint.__name__
+    return "sections" if _is_section(hint) else hint.__name__
 
 
 def _plain_fields(kind: type[msgspec.Struct]) -> list[msgspec.structs.FieldInfo]:
