@@ -104,7 +104,7 @@ function reach(spec, right) {
   let [low, high] = ends(lines, spec.window, (line) => [line.y, line.raw ?? []]);
   if (low > high) return spec.log ? [0.1, 1] : [0, 1];
   if (spec.log) return low === high ? [low / 2, high * 2] : [low * 0.9, high * 1.1];
-  const floor = low >= 0 ? 0 : -Infinity, ceiling = spec.percent && high <= 1 ? 1 : Infinity;
+  const floor = low >= 0 ? 0 : -Infinity, ceiling = spec.percent && high < 1 + 1e-6 ? 1 : Infinity;
   const [least, most] = ends(lines, spec.window, (line) => line.bands.flat()), banded = least <= most;
   if (banded) {
     const room = Math.max(high - low, (most - least) * 0.6) / 2;

@@ -1,7 +1,7 @@
 // The tab of a comparison: outcomes of runs, tasks of evaluations, questions that flipped, configurations.
 import { card, counted, fold, hue, make, number, redraw, swatch, table } from "view/dom.js";
 import { settingsOf } from "view/curves.js";
-import { judged, setting } from "view/overview.js";
+import { judged, keyed, setting } from "view/overview.js";
 import { go, link } from "view/route.js";
 import { ask } from "view/source.js";
 
@@ -148,7 +148,8 @@ function flips(found, sides, heads, mode = "") {
 
 function differing(names, differences) {
   const rows = Object.entries(differences).map(([key, values]) =>
-    [make("code", {}, key), ...values.map(setting)]);
+    [make("code", {}, keyed(key)), ...values.map(setting)]);
+  if (!rows.length) return card("Configuration", make("p", { class: "dim" }, "All keys have the same values."));
   const found = table(["key", ...names], rows, { id: "differences" });
   return card("Configuration", fold(`${counted(rows.length, "key")} of different values`, true, found));
 }

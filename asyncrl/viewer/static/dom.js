@@ -16,6 +16,13 @@ export function make(tag, attributes = {}, ...children) {
   return element;
 }
 
+/** A path or a key that may go on in the next line after each of its separators, and only there. */
+export function breakable(text, separator = "/") {
+  const parts = String(text).split(separator);
+  return make("span", { class: "breakable" }, ...parts.flatMap((part, at) =>
+    (at < parts.length - 1 ? [part + separator, make("wbr")] : [part])));
+}
+
 /** A part that opens at a click; functions among its children are called then. */
 export function fold(title, open, ...children) {
   const later = children.filter((one) => typeof one === "function");

@@ -164,7 +164,7 @@ function row(one, now, largest) {
   const flag = (text, title) => title && make("span", { class: "bad", title }, text);
   const choose = { "aria-selected": String(uid === now.uid), onclick: () => go({ uid }) };
   return make("tr", { "data-uid": uid, ...choose }, ...[
-    [make("a", { href: address({ uid }) }, line(one.question, 200) || uid),
+    [make("a", { href: address({ uid }), title: line(one.question, 400) }, line(one.question, 200) || uid),
       under(code(one.answer || "–"), ...(one.truth ? [" · truth ", code(one.truth)] : []))],
     [make("b", {}, number(one.score)), make("div", { class: "parts" }, ...bars)],
     [number(one.turns), flag(` ✗${failed}`, wrong), under(number(one.tokens))],
