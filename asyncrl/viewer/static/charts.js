@@ -1,5 +1,5 @@
 // One figure of curves, on uPlot: raw values behind smoothed ones, bands, marks, two scales, a linked cursor.
-import { clock, make, number, percent, tell, tip } from "view/dom.js";
+import { clock, explained, make, number, percent, tell, tip } from "view/dom.js";
 
 export const DASHES = [[], [7, 4], [2, 3], [12, 3, 2, 3], [5, 2, 1, 2]];
 const SYMBOLS = { restart: "↻", resume: "◆", lost: "✕", alert: "▲", validation: "•" };
@@ -21,7 +21,7 @@ export function figure(spec) {
   const place = make("div", { class: "plot" });
   const element = make("figure",
     { class: spec.large && "large", id: `figure-${spec.title}`, tabindex: 0, "data-title": spec.title },
-    make("figcaption", {}, make("b", {}, spec.title), make("span", { class: "legend" }, ...spec.legend)),
+    make("figcaption", {}, make("b", {}, explained(spec.title)), make("span", { class: "legend" }, ...spec.legend)),
     place, spec.note && make("p", { class: "dim note" }, spec.note));
   let chart = null;
   const fit = () => {

@@ -1,5 +1,5 @@
 // The tab of a comparison: outcomes of runs, tasks of evaluations, questions that flipped, configurations.
-import { card, counted, fold, hue, make, number, redraw, swatch, table } from "view/dom.js";
+import { card, counted, explained, fold, hue, make, number, redraw, swatch, table } from "view/dom.js";
 import { settingsOf } from "view/curves.js";
 import { judged, keyed, setting } from "view/overview.js";
 import { go, link } from "view/route.js";
@@ -62,7 +62,8 @@ function outcomes(state, answers) {
     ...of.map((at) =>
       row(named(state.runs[at].name, answers[at], at), numbers[at], of.length > 1 ? "part" : "")),
   ]).filter(Boolean);
-  return card("Outcomes", table(["", ...names], rows), make("p", { class: "dim small" }, NOTE));
+  return card("Outcomes", table(["", ...names.map(explained)], rows),
+    make("p", { class: "dim small" }, NOTE));
 }
 
 function together(seeds, names) {

@@ -1,6 +1,6 @@
 // The tab Overview of a run: outcome, what is wrong, before and after, who waits, the flow, figures, keys.
 import {
-  PALETTE, badge, breakable, card, counted, fold, hue, make, number, percent, redraw, seconds, swatch, table,
+  PALETTE, badge, breakable, card, counted, explained, fold, hue, make, number, percent, redraw, seconds, swatch, table,
 } from "view/dom.js";
 import { address, link } from "view/route.js";
 import { ask } from "view/source.js";
@@ -85,7 +85,7 @@ function heldOut({ held_out: found, configuration: keys }, { ended }) {
 }
 
 const trend = (one, ...cells) => make("tr", { class: one.part ? "part" : "" },
-  make("th", { scope: "row" }, one.label), ...cells.map((cell) => make("td", {}, cell)));
+  make("th", { scope: "row" }, explained(one.label)), ...cells.map((cell) => make("td", {}, cell)));
 
 export function judged(one, unit) {
   const text = (value) => figure(value, unit);
@@ -125,7 +125,7 @@ function waits({ waits: roles }, { ended, phase }) {
   if (!roles.length) return empty("Who waits for whom", none);
   return card("Who waits for whom", ...roles.map(({ role, note, parts, now }) =>
     make("div", { class: "who-waits", "data-role": role },
-      make("div", {}, make("b", {}, role), make("span", { class: "dim" }, ` ${note}`)),
+      make("div", {}, make("b", {}, explained(role)), make("span", { class: "dim" }, ` ${note}`)),
       Object.keys(parts).length > 0 && bar(Object.entries(parts)),
       ...now.map((wait) => make("div", { class: "small" }, make("span", { class: "warn" }, "now: "), wait)))),
   make("p", { class: "small" }, link({ tab: "time" }, "what each process did when →")));
@@ -155,7 +155,7 @@ function flow({ flow: counts, running, reasons, conserved }) {
     const found = name !== "issued" && count && address({ tab: "episodes", where: JSON.stringify(where) });
     return make(found ? "a" : "span", { class: "box", href: found || null },
       make("b", {}, count.toLocaleString("en")),
-      make("span", { class: "dim" }, name.replace("_", " ") + now));
+      make("span", { class: "dim" }, explained(name.replace("_", " ")), now));
   };
   const arrow = () => make("span", { class: "dim", "aria-hidden": "true" }, "→");
   const why = Object.entries(reasons).map(([reason, count]) => `${number(count)} ${reason}`).join(", ");

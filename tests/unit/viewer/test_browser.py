@@ -14,11 +14,12 @@ pytestmark = needs_chromium
 
 WIDTHS = (390, 800, 1440)  # pixels: a phone, half of a screen, a laptop
 # What is wider than the window, or than the card around it; parts that scroll are left out.
-TOO_WIDE = """[document.scrollingElement, ...document.querySelectorAll(".card, figure, .alert, .facets, #reader")]
+BOXES = ".card, figure, .alert, .facets, #reader"
+TOO_WIDE = f"""[document.scrollingElement, ...document.querySelectorAll({BOXES!r})]
     .filter(box => box === document.scrollingElement || getComputedStyle(box).overflowX === "visible"
         || box.matches(".facets"))
     .filter(box => box.scrollWidth > box.clientWidth + 1)
-    .map(box => `${innerWidth}: ${box.id || box.className} ${box.scrollWidth} > ${box.clientWidth}`)"""
+    .map(box => `${{innerWidth}}: ${{box.id || box.className}} has ${{box.scrollWidth}} px`)"""
 CUT_FACETS = """[...document.querySelectorAll(".facets")]
     .filter(box => box.scrollHeight > box.clientHeight + 1).map(box => `${innerWidth}: facets are cut`)"""
 
