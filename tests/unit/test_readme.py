@@ -16,7 +16,7 @@ from asyncrl.config import RunConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
-MAX_BYTES = 9000
+MAX_BYTES = 10_000
 
 
 def test_it_is_read_in_a_few_minutes() -> None:

@@ -38,7 +38,7 @@ def main() -> None:
     )
 
     parser.add_argument("--run-dir", type=Path, default=ROOT / "runs")
-    parser.add_argument("--plot", type=Path, help="default: docs/EXPERIMENT.png")
+    parser.add_argument("--plot", type=Path, help="default: docs/pictures/EXPERIMENT.png")
     parser.add_argument("--draw", action="store_true", help="run nothing")
     parser.add_argument("overrides", nargs="*")
     args = parser.parse_args()
@@ -60,7 +60,7 @@ def main() -> None:
         )
     )
 
-    plot = args.plot or ROOT / "docs" / f"{args.experiment}.png"
+    plot = args.plot or ROOT / "docs" / "pictures" / f"{args.experiment}.png"
     draw(plot, {name: rows(folder / name) for name in done})
     print(f"drawn: {plot}")
 

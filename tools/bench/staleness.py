@@ -1,7 +1,7 @@
 """Learning under forced lag: the calculator demo, with no correction and with each preset.
 
     python tools/bench/staleness.py --out staleness.jsonl --workers 2
-    python tools/bench/staleness.py --out staleness.jsonl --table --plot docs/staleness.png
+    python tools/bench/staleness.py --out staleness.jsonl --table --plot docs/pictures/staleness.png
 
 A run (lagged.py) trains on batches that the weights of `lag` steps before have sampled, and then plays 512
 held-out episodes. All arms of a seed see the same prompts with the same random numbers. Finished runs are
