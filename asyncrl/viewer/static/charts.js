@@ -21,7 +21,8 @@ export function figure(spec) {
   const place = make("div", { class: "plot" });
   const element = make("figure",
     { class: spec.large && "large", id: `figure-${spec.title}`, tabindex: 0, "data-title": spec.title },
-    make("figcaption", {}, make("b", {}, explained(spec.title)), make("span", { class: "legend" }, ...spec.legend)),
+    make("figcaption", {}, make("b", {}, explained(spec.title)),
+      make("span", { class: "legend" }, ...spec.legend)),
     place, spec.note && make("p", { class: "dim note" }, spec.note));
   let chart = null;
   const fit = () => {
@@ -136,7 +137,8 @@ function ticks(splits, spec) {
   const right = (digits) => splits.every((v) =>
     Math.abs(Number((v / unit).toFixed(digits)) * unit - v) < apart / 50);
   const digits = [0, 1, 2, 3, 4, 5].find(right) ?? 6;
-  return splits.map((v) => v && `${Number((v / unit).toFixed(digits))}${name}`);
+  const beyond = spec.percent && size < 1.03 ? 1 + 1e-6 : Infinity; // of a share that is at most 100%
+  return splits.map((v) => v && (v > beyond ? "" : `${Number((v / unit).toFixed(digits))}${name}`));
 }
 
 /** Where a logarithmic axis has ticks; of uPlot's own there may be endlessly many. */

@@ -150,7 +150,8 @@ function flips(found, sides, heads, mode = "") {
 function differing(names, differences) {
   const rows = Object.entries(differences).map(([key, values]) =>
     [make("code", {}, keyed(key)), ...values.map(setting)]);
-  if (!rows.length) return card("Configuration", make("p", { class: "dim" }, "All keys have the same values."));
+  const same = make("p", { class: "dim" }, "All keys have the same values.");
+  if (!rows.length) return card("Configuration", same);
   const found = table(["key", ...names], rows, { id: "differences" });
   return card("Configuration", fold(`${counted(rows.length, "key")} of different values`, true, found));
 }

@@ -16,7 +16,7 @@ export function make(tag, attributes = {}, ...children) {
   return element;
 }
 
-/** What words of the page mean, [word, texts, meaning], of asyncrl/observe/words.yaml; and meanings by text. */
+/** [word, texts, meaning] of asyncrl/observe/words.yaml, and the meanings by text. */
 export const WORDS = JSON.parse(document.getElementById("words").textContent);
 export const MEANINGS = Object.fromEntries(WORDS.flatMap(([word, texts, meaning]) =>
   texts.map((text) => [text, `${word}: ${meaning}`])));

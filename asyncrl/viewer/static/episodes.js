@@ -1,6 +1,8 @@
 // The tab of episodes: facets, a list, and beside it the reader of the chosen one; or what the tools did.
 // Everything that is chosen is in the address: where, order, search, start, uid, colour, side, sub.
-import { MEANINGS, byId, counted, explained, fold, make, meter, number, percent, redraw, seconds, table } from "view/dom.js";
+import {
+  MEANINGS, byId, counted, explained, fold, make, meter, number, percent, redraw, seconds, table,
+} from "view/dom.js";
 import { address, go, goLater, route } from "view/route.js";
 import { ask, isFile } from "view/source.js";
 import { sideBySide } from "view/group.js";

@@ -75,7 +75,8 @@ document.addEventListener("keydown", (event) => {
   act();
 });
 byId("main").append(...NAMES.map((id) => make("section", { id, hidden: "" })));
-byId("glossary").append(...WORDS.flatMap(([word, , meaning]) => [make("dt", {}, word), make("dd", {}, meaning)]));
+byId("glossary").append(...WORDS.flatMap(([word, , meaning]) =>
+  [make("dt", {}, word), make("dd", {}, meaning)]));
 addEventListener("hashchange", refresh);
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => location.reload()); // canvases
 refresh();

@@ -1,6 +1,7 @@
 // The tab Overview of a run: outcome, what is wrong, before and after, who waits, the flow, figures, keys.
 import {
-  PALETTE, badge, breakable, card, counted, explained, fold, hue, make, number, percent, redraw, seconds, swatch, table,
+  PALETTE, badge, breakable, card, counted, explained, fold, hue, make, number, percent, redraw, seconds,
+  swatch, table,
 } from "view/dom.js";
 import { address, link } from "view/route.js";
 import { ask } from "view/source.js";
@@ -41,7 +42,8 @@ function headline({ name, path, ended, phase, number: at }, { outcome }) {
   const level = /^(failed|killed)/.test(ended) ? "bad" : ended ? "good" : "";
   return make("div", { class: "outcome-line" },
     make("p", { class: "dim" },
-      swatch(hue(at)), make("b", {}, name), " ", badge(ended.split(":")[0] || phase, level), " ", breakable(path)),
+      swatch(hue(at)), make("b", {}, name), " ", badge(ended.split(":")[0] || phase, level), " ",
+      breakable(path)),
     make("h1", {}, outcome), ended.includes(":") && make("p", { class: "bad" }, ended));
 }
 
@@ -172,11 +174,13 @@ export function setting(value) {
   const small = typeof value === "number" && value && Math.abs(value) < 1e-3;
   const text = small ? value.toExponential() : typeof value === "string" ? value : JSON.stringify(value);
   const shown = [null, "", "-"].includes(value) ? "–" : text.slice(0, LONGEST);
-  return make("code", {}, breakable(shown), text.length > LONGEST && `… (${number(text.length)} characters)`);
+  const more = text.length > LONGEST && `… (${number(text.length)} characters)`;
+  return make("code", {}, breakable(shown), more);
 }
 
 /** A key, which may go on in the next line after a dot or an underscore. */
-export const keyed = (key) => make("span", {}, ...key.split(/(?<=[._])/).flatMap((part) => [part, make("wbr")]));
+export const keyed = (key) =>
+  make("span", {}, ...key.split(/(?<=[._])/).flatMap((part) => [part, make("wbr")]));
 
 function configuration({ configuration: keys }) {
   const rows = keys.map(([key, value, usual]) =>
