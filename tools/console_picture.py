@@ -38,7 +38,7 @@ DARK = TerminalTheme(
     ],
 )
 LIGHT = TerminalTheme(
-    (255, 255, 255),
+    (246, 247, 249),
     (26, 29, 33),
     [
         *((26, 29, 33), (179, 38, 30), (0, 115, 79), (168, 67, 0)),
@@ -106,7 +106,9 @@ def main() -> None:
         terminal.print(render(state, terminal, has_keyboard=True), end="")
         for name, theme in (("dark", DARK), ("light", LIGHT)):
             path = args.out / f"console_{name}.svg"
-            svg = terminal.export_svg(theme=theme, clear=False, code_format=SVG, unique_id="console")
+            svg = terminal.export_svg(
+                title="asyncrl train", theme=theme, clear=False, code_format=SVG, unique_id="console"
+            )
             path.write_text(svg)
             print(path)
         if process.wait(DEADLINE):

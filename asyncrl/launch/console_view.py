@@ -180,11 +180,14 @@ def render(state: ConsoleState, terminal: Terminal, has_keyboard: bool = False) 
         body_lines = [*title_lines, *text_lines, *render_lines(Text("press any key to go back", "dim"))]
     else:
         status = state.status
-        figure_names = (figure for figure in _figure_names(state) if figure not in state.history)
+        newest_values = state.newest_values
+        figure_texts = [
+            Text.assemble((f"{label(name)} ", "dim"), value_of(name, newest_values[name]))
+            for name in _figure_names(state)
+            if name in newest_values and name not in state.history
+        ]
         curve_lines = render_lines(_curve_table(state, width))
-        figure_lines = render_lines(
-            Columns(figures(figure_names, state.newest_values), padding=(0, FIGURE_GAP, 0, 0), equal=True)
-        )
+        figure_lines = render_lines(Columns(figure_texts, padding=(0, FIGURE_GAP, 0, 0), equal=True))
 
         alarm_lines = render_lines(
             *(_alert_text(alert, width) for alert in status.alerts if alert.level in ALARM_LEVELS)

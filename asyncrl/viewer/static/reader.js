@@ -1,6 +1,7 @@
 // The reader: one episode as a conversation; its tokens coloured by what is chosen.
 import {
-  FULL, MEANINGS, PALETTE, badge, byId, counted, fold, make, meter, number, percent, seconds, swatch, table, tell, tip,
+  FULL, MEANINGS, PALETTE, badge, byId, counted, fold, make, meter, number, percent, seconds, swatch, table,
+  tell, tip,
 } from "view/dom.js";
 import { address } from "view/route.js";
 import { branches, escaped, line, messages, parts } from "view/parts.js";
