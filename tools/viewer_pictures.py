@@ -1,5 +1,5 @@
-"""Takes the pictures of the page for README.md and docs/guides/after_a_run.md, in dark and light colors, by headless
-Chromium (apt-get install chromium).
+"""Takes the pictures of the page for README.md and docs/guides/after_a_run.md, in dark and light colors, by
+headless Chromium (apt-get install chromium).
 
 make demo ARGS=name=demo
 python tools/viewer_pictures.py runs/demo --out docs/pictures
