@@ -32,67 +32,68 @@ Code = str | Callable[..., Any] | Tool | Mapping[Any, Any]
 Rows = str | PathLike[str] | Iterable[Mapping[str, Any]] | Sequence[str | PathLike[str]] | Any
 
 class ModelKeys(TypedDict, total=False):
-    """The policy, a Hugging Face language model, alone or inside of a composite checkpoint, with its
+    """The policy: a Hugging Face language model, alone or as a part of a composite checkpoint, with its
     tokenizer."""
 
     path: str | PathLike[str]
-    """Directory with config.json, model.safetensors, tokenizer.json and a chat template; or `owner/name`
-    of the Hugging Face hub, `@revision` if another than the newest is wanted."""
+    """Directory with config.json, model.safetensors, tokenizer.json and a chat template; or a repository
+    of the Hugging Face hub, `owner/name`, with `@revision` for another revision than the newest."""
     template: str | PathLike[str]
-    """Chat template instead of the model's: a Jinja file, or `chatml_tools`, which comes with the
+    """Chat template that replaces the model's: a Jinja file, or `chatml_tools`, which comes with the
     package. Exports contain it."""
     template_args: Mapping[Any, Any]
-    """Arguments of the chat template, e.g. `{enable_thinking: false}`, `{reasoning_effort: high}`."""
+    """Arguments of the chat template, e.g. `{enable_thinking: false}` or `{reasoning_effort: high}`."""
     dtype: Literal["auto", "float32", "bfloat16"]
-    """Compute type of the trainer, which keeps weights that do not train in it; those that do, and the
-    optimizer, are float32. Also the type of published weights and of the embedded engine. auto: bfloat16
-    on a GPU (on Ray one is expected, unless `device` is cpu) or CPU with instructions for it, else
-    float32."""
+    """Compute type of the trainer, and type of the published weights and of the embedded engine. Weights
+    that train, and the optimizer, are always float32; frozen weights have this type. auto: bfloat16 on a
+    GPU, or on a CPU with instructions for it, else float32 (on Ray, a GPU is assumed unless `device` is
+    cpu)."""
     device: Literal["auto", "cpu", "cuda"]
-    """Device of the trainer ranks and embedded engines. Embedded engines take GPUs that no rank or scorer
-    uses, if any (`engine.colocated`: those of the ranks). On Ray one gets its own GPU only with
-    `cuda`."""
+    """Device of the trainer ranks and the embedded engines. Embedded engines use GPUs that no rank or
+    scorer uses, if there are any (with `engine.colocated`: the GPUs of the ranks). On Ray, an embedded
+    engine gets its own GPU only with `cuda`."""
     fp32_head: bool
-    """Compute logits in float32 under bfloat16 (in trainer)."""
+    """Compute the logits in float32 when the model computes in bfloat16 (trainer only)."""
     lora_rank: int
-    """Train low-rank adapters of this rank on the linear layers instead of the weights; 0: all
+    """Train low-rank adapters of this rank on the linear layers, and freeze the weights; 0: train all
     weights."""
     lora_alpha: float
     """Adapters are scaled by lora_alpha / lora_rank."""
     lora_modules: Sequence[str]
-    """Kinds of linear layers that adapters adapt, by the last part of their names, e.g. `[q_proj,
-    v_proj]`; empty: all of the text part, without those that servers do not take, where they get adapters
-    alone."""
+    """Kinds of linear layers with adapters, by the last part of their names, e.g. `[q_proj, v_proj]`;
+    empty: all linear layers of the text part, except kinds that servers cannot load where they get only
+    the adapters."""
 
 class DataKeys(TypedDict, total=False):
-    """Prompts, with verl's columns or others."""
+    """Prompts, in verl's columns or others."""
 
     train: str | PathLike[str] | Sequence[str | PathLike[str] | Mapping[str, Any]]
-    """Training samples: a file (parquet, jsonl, json, csv), a directory of tasks, a pattern, a hub data
-    set `hf:OWNER/NAME:CONFIG:SPLIT`; or several, all with weights `{path, weight}` or none."""
+    """Training samples: a file (parquet, jsonl, json, csv), a directory of tasks, a glob pattern, or a
+    hub data set `hf:OWNER/NAME:CONFIG:SPLIT`; or a list of these, either all with weights `{path,
+    weight}` or none."""
     test: str | PathLike[str] | Sequence[str | PathLike[str]]
-    """Held-out samples, in the same ways, without weights; empty: no validation."""
+    """Held-out samples, given in the same ways, without weights; empty: no validation."""
     columns: Mapping[Any, Any]
-    """Parts of a sample that other columns hold, e.g. `{prompt: question, ground_truth:
+    """Columns that hold parts of a sample under other names, e.g. `{prompt: question, ground_truth:
     answer.value}`."""
     dataset: Code
-    """Reader of the sources: `module:class` or `file.py:class`, called with the path of each, an iterable
-    of rows; empty: the readers of the formats above."""
+    """Custom reader of the sources: `module:class` or `file.py:class`, called with the path of each
+    source; it returns an iterable of rows. Empty: the readers of the formats above."""
     system_prompt: str
-    """System message for prompts that bring none."""
+    """System message for prompts without one."""
     filter_overlong: bool
-    """Leave out prompts after which `rollout.max_tokens` has no room for a turn of
-    `rollout.max_new_tokens`, and demonstrations that are longer; without it the checks before the start
-    warn of them."""
+    """Leave out prompts that leave no room in `rollout.max_tokens` for a turn of
+    `rollout.max_new_tokens`, and demonstrations that are too long. If false, the checks before the start
+    warn about them."""
     order: Code
     """Order of the samples in an epoch: `module:function` or `file.py:function`, called with the samples,
-    the numbers of those drawn, and the epoch; gives the numbers in their new order."""
+    the numbers of the drawn samples, and the epoch; it returns the numbers in their new order."""
     shuffle: bool
-    """Shuffle the samples anew in each epoch, by `seed`."""
+    """Shuffle the samples again in each epoch, using `seed`."""
     epochs: int
     """Passes over the training samples; 0: as many as `total_steps` needs."""
     at_end: Literal["flush", "drop"]
-    """Action at an end of the data with less than a batch live: train a short batch, or drop it
+    """What happens when the data ends with less than a batch left: train a short batch, or drop it
     (`end_of_data`)."""
 
 class RolloutKeys(TypedDict, total=False):
@@ -101,80 +102,82 @@ class RolloutKeys(TypedDict, total=False):
     workers: int
     """Number of rollout worker processes."""
     slots: int
-    """Episodes that one worker runs at once."""
+    """Episodes that one worker runs at the same time."""
     temperature: float
     """Sampling temperature of training episodes. Top-p and top-k are off in training, so that the
-    recorded log-probs are those of the distribution sampled from."""
+    recorded log-probs belong to the distribution that was sampled from."""
     max_new_tokens: int
     """Token limit of one turn."""
     max_tokens: int
-    """Token limit of a row, prompt and tool replies included. An episode has one row, unless its history
-    is rewritten or branches."""
+    """Token limit of a row, including the prompt and tool replies. An episode has one row, unless its
+    history is rewritten or branches."""
     max_turns: int
     """Model turns per episode."""
     max_calls: int
     """Tool calls per episode."""
     max_bad_calls: int
-    """An episode ends after this many bad tool calls in a row: malformed, unknown tool, wrong
-    arguments."""
+    """Number of bad tool calls in a row (malformed, unknown tool, wrong arguments) that ends an
+    episode."""
     max_reply_tokens: int
-    """Token limit of a tool reply or an environment message; a longer one is cut."""
+    """Token limit of a tool reply or an environment message; longer texts are cut."""
     cut_replies: Literal["head", "middle", "tail"]
-    """Place at which a tool reply that is too long is cut."""
+    """Which part of an overlong tool reply is cut out."""
     history: Literal["append", "fork", "fold"]
-    """Effect of a chat template that rewrites earlier turns: it is refused (`append`), or begins a new
-    row (`fork`, `fold`). A full row ends the episode, or (`fold`) goes on as a new one without the oldest
-    tool replies."""
+    """What happens when the chat template rewrites earlier turns: the run is refused (`append`), or a new
+    row starts (`fork`, `fold`). When a row is full, the episode ends, or (`fold`) continues in a new row
+    without the oldest tool replies."""
     max_rows: int
-    """Maximum number of rows of one episode, with `history` `fork` or `fold`, or with an agent."""
+    """Maximum number of rows of one episode, with `history` set to `fork` or `fold`, or with an agent."""
     tools: Sequence[str | PathLike[str]]
     """Tools: registered names, `module:function`, `file.py:function`, or a folder of such files."""
     tool_args: Mapping[Any, Any]
     """Constructor arguments per tool, e.g. `{calculator: {latency_mean: 0.3}}`."""
     tool_timeout: float
-    """Deadline of one tool call, after which the episode goes on with an error reply, and of one step of
-    an environment, where these set none of their own."""
+    """Default deadline of a tool call, after which the episode continues with an error reply, and of a
+    step of an environment. Tools and environments can set their own."""
     parser: str
     """Format in which the model writes tool calls."""
     environment: Code
     """Environment that answers turns without tool calls (a game, a simulated user): a registered name,
-    `module:class` or `file.py:class`, or one with options, e.g. `{gymnasium: {id: FrozenLake-v1}}`;
-    empty: such a turn is the answer."""
+    `module:class` or `file.py:class`, or one of these with options, e.g. `{gymnasium: {id:
+    FrozenLake-v1}}`; empty: such a turn is the final answer."""
     agent: Code
-    """A program that leads the episode through an endpoint with OpenAI's and Anthropic's APIs: a coding
+    """A program that runs the episode through an endpoint with the APIs of OpenAI and Anthropic: a coding
     agent (`{claude_code: {}}`), `{command: {line: python agent.py}}`, `module:function` or
-    `file.py:function`; empty: the model is asked turn by turn."""
+    `file.py:function`; empty: the workers call the model turn by turn."""
     agent_address: str
-    """Address on which each worker listens for agents, or a name that each machine has for one of its
-    own. Other addresses than 127.0.0.1 are for private networks: nothing is encrypted."""
+    """Address on which each worker listens for agents, or a name that resolves to a local address on each
+    machine. Use other addresses than 127.0.0.1 only in private networks: the connection is not
+    encrypted."""
     untrained_agents: Sequence[str | PathLike[str]]
-    """Requests of an agent whose turns are not trained (titles, commit messages): names of their `model`,
-    globs among them, or `module:function`, `file.py:function` of a request. They have limits of their
-    own, as large as `max_turns` and `max_rows`."""
+    """Requests of an agent whose turns are not trained (titles, commit messages): names in their `model`
+    field, including globs, or `module:function` or `file.py:function`, called with a request. They have
+    separate limits, as large as `max_turns` and `max_rows`."""
     reward: Code
-    """Reward function (verl's signature, or of one trajectory): a registered name, `module:function` or
-    `file.py:function`; or several with options and weights, e.g. `{gsm8k: {}, format: {weight: 0.2}}`."""
+    """Reward function, with verl's signature or of one trajectory: a registered name, `module:function`
+    or `file.py:function`; or several with options and weights, e.g. `{gsm8k: {}, format: {weight:
+    0.2}}`."""
     reward_timeout: float
-    """Deadline of one reward call; afterwards the episode fails with `reward_error`."""
+    """Deadline of one reward call, after which the episode fails with `reward_error`."""
     part_seconds: float
-    """A turn that lasts longer is made durable in parts of this many seconds, so that a lost worker loses
-    less than one part. A value above `episode_timeout` turns this off."""
+    """Longer turns are made durable in parts of this many seconds, so that a lost worker loses less than
+    one part. A value above `episode_timeout` turns this off."""
     episode_timeout: float
-    """Wall-clock limit of one episode, which then ends and is scored, or fails if no turn is finished. An
-    episode that is continued after a loss has the remaining time."""
+    """Wall-clock limit of one episode. The episode then ends and is scored, or fails if no turn is
+    finished. An episode that continues after a loss has the remaining time."""
     retries: int
-    """Further attempts at an episode that failed through no fault of the policy. Lost workers and
+    """Further attempts at an episode that failed for reasons other than the policy. Lost workers and
     servers, and stops of the run, do not count."""
 
 class EngineKeys(TypedDict, total=False):
     """The inference engines."""
 
     name: str
-    """`torch`: embedded in the rollout worker. `sglang`: servers of their own, shared by all workers."""
+    """`torch`: embedded in the rollout worker. `sglang`: separate servers, shared by all workers."""
     servers: int
-    """sglang: servers to start."""
+    """sglang: number of servers to start."""
     urls: Sequence[str]
-    """sglang: attach to these servers instead of starting any, e.g. `[http://10.0.0.5:30000]`."""
+    """sglang: use these running servers instead of starting any, e.g. `[http://10.0.0.5:30000]`."""
     tp: int
     """sglang: tensor-parallel size of a server (GPUs per server)."""
     server_args: Mapping[Any, Any]
@@ -183,18 +186,19 @@ class EngineKeys(TypedDict, total=False):
     server_command: Sequence[str]
     """sglang: command that starts a server; default: this Python with `-m sglang.launch_server`."""
     colocated: int
-    """Engines on the trainer's devices, one side at a time: engines give up KV cache and weights while
-    the trainer trains, and its state lies in main memory while they sample. 0: none. Else the number of
-    all engines, `servers` with sglang and `rollout.workers` with torch; `trainer.ranks` must be at least
-    as many (times `tp`)."""
+    """Run the engines on the trainer's devices, one side at a time: engines release KV cache and weights
+    while the trainer trains, and the trainer's state is in main memory while they sample. 0: separate
+    devices. Otherwise the number of all engines (`servers` with sglang, `rollout.workers` with torch);
+    `trainer.ranks` must be at least that number (times `tp`)."""
     api_key_env: str
-    """sglang: environment variable with the servers' API key; empty: none."""
+    """sglang: environment variable with the API key of the servers; empty: no key."""
     admin_key_env: str
-    """sglang: environment variable with the servers' admin key; empty: the API key."""
+    """sglang: environment variable with the admin key of the servers; empty: the API key."""
     start_timeout: float
     """sglang: deadline for a server to become ready."""
     request_timeout: float
-    """sglang: a request whose stream is silent for this long is given up and continued elsewhere."""
+    """sglang: a request whose stream is silent for this long is cancelled and continued on another
+    server."""
 
 class BufferKeys(TypedDict, total=False):
     """The replay buffer: batches, groups, staleness."""
@@ -204,115 +208,118 @@ class BufferKeys(TypedDict, total=False):
     episodes_per_group: int
     """Episodes per sample."""
     max_staleness: int
-    """Bound on the lag of every trained token, in optimizer batches. 0: synchronous. Only tokens of the
-    slowest episodes come near it: `target_staleness` sets the lag of the others."""
+    """Upper bound on the lag of every trained token, in optimizer batches. 0: synchronous. Only tokens of
+    the slowest episodes come close to it: `target_staleness` sets the lag of all others."""
     target_staleness: float | Literal["auto"]
     """Admission pace: live groups <= (1 + target) * groups_per_batch. auto: adapted after each batch, so
-    that `stale_budget` of the tokens are over the bound and, within that, the trainer is busy; it begins
-    with min(1/2, max_staleness), grows quickly while trainer and episodes only wait (for tools, for the
-    reward), and is at most 4, or max_staleness / 4 if that is more."""
+    that at most `stale_budget` of the tokens exceed the bound and, within that, the trainer is busy. It
+    starts at min(1/2, max_staleness), grows quickly while the trainer and the episodes only wait (for
+    tools, for the reward), and is at most 4, or max_staleness / 4 if that is more."""
     stale_budget: float
-    """With target_staleness=auto: share of the tokens that may go over the bound. A larger one makes runs
-    with slow tools or long episodes faster, but the first tokens of more of these episodes are not
-    trained: a larger max_staleness costs less."""
+    """With target_staleness=auto: fraction of the tokens that may exceed the bound. A larger budget
+    speeds up runs with slow tools or long episodes, but leaves the first tokens of more of these episodes
+    untrained; a larger max_staleness costs less."""
     on_stale: Literal["mask", "hold", "drop"]
-    """Tokens over the bound when a batch takes them: `mask` gives them weight zero, with `hold` the batch
-    waits for groups that would cross the bound, `drop` drops the trajectory."""
+    """What happens to tokens that exceed the bound when a batch takes them: `mask` gives them weight
+    zero; with `hold` the batch waits for groups that would cross the bound; `drop` drops the
+    trajectory."""
     group_policy: Literal["auto", "complete", "partial"]
-    """`complete`: a group is trained when all of its members have ended. `partial`: those that landed by
-    a deadline are trained then, late ones when they land. auto: `partial` where the algorithm stays
-    unbiased with it and on_stale is mask, else `complete`."""
+    """`complete`: a group is trained when all of its members have ended. `partial`: members that have
+    ended by a deadline are trained then, late members when they end. auto: `partial` if the algorithm
+    stays unbiased with it and on_stale is mask, otherwise `complete`."""
     group_deadline: float | Literal["auto"]
-    """`partial`: seconds from the start of a group's first episode to the deadline, at which the members'
-    baseline is fixed. auto: the time in which half of the groups land all of their members."""
+    """`partial`: seconds from the start of a group's first episode to the deadline, at which the baseline
+    of the members is fixed. auto: the time in which half of the groups finish all of their members."""
     filter_zero_variance: bool
     """Filter groups whose rewards are all equal, and refill the batch."""
     max_refill: int
-    """Limit on filtered groups per batch, in batches; then the batch is trained with the groups it
+    """Limit on filtered groups per batch, in batches; after that, the batch is trained with the groups it
     has."""
     retire_pass_rate: float
-    """Samples whose share of positive rewards in a group reached this are not drawn again
+    """Samples are not drawn again once the fraction of positive rewards in a group reaches this value
     (no-positive-resampling); 1: off."""
     shift_fill: float | Literal["auto"]
-    """With engine.colocated: share of a batch's groups that must be ready before the trainer gets the
-    devices; a smaller one makes more changes. auto: all groups; or what is ready, once no engine has
-    sampled for as long as both last changes took."""
+    """With engine.colocated: fraction of a batch's groups that must be ready before the trainer gets the
+    devices; a smaller fraction causes more shifts. auto: all groups, or those that are ready once no
+    engine has sampled for as long as the last two shifts took."""
     max_bytes: int
-    """Admission stops while payloads of live episodes, at their worst case, would exceed this."""
+    """Admission stops while the payloads of live episodes could exceed this size in the worst case."""
 
 class AlgorithmKeys(TypedDict, total=False):
-    """Advantages, loss and behaviour correction; formulas and options of each name in docs/algorithms.md."""
+    """Advantages, loss and behaviour correction; for the formulas and options of each name see
+    docs/algorithms.md."""
 
     advantage: Code
-    """Advantages of rewards: a registered name, `module:function` or `file.py:function`, or one with
-    options, e.g. `{gae: {gamma: 0.99, lam: 0.95}}`."""
+    """How advantages are computed from rewards: a registered name, `module:function` or
+    `file.py:function`, or one of these with options, e.g. `{gae: {gamma: 0.99, lam: 0.95}}`."""
     normalise: Literal["auto", "none", "batch_std", "nonzero", "whiten", "whiten_running"]
-    """Scaling of advantages by the batch; `auto`: what the advantage is defined with."""
+    """Scaling of advantages by the batch; `auto`: as in the definition of the advantage."""
     loss: Code
-    """Policy loss: a registered name, `module:function` or `file.py:function`, or one with options, e.g.
-    `{ppo: {clip_high: 0.28}}`."""
+    """Policy loss: a registered name, `module:function` or `file.py:function`, or one of these with
+    options, e.g. `{ppo: {clip_high: 0.28}}`."""
     correction: Mapping[Any, Any] | None
     """Behaviour correction: rules on rho by name, each with its options, e.g. `{mask: {low: 0.5}}`; null:
-    `mask` and `truncate`, but nothing for a loss that contains pi/mu itself. `{}`: none, refused for
-    stale data."""
+    `mask` and `truncate`, or none for a loss that already contains pi/mu. `{}`: none, which is refused
+    for stale data."""
     aggregation: str
-    """Aggregation of token losses to one number; normalisers are exact over the whole batch."""
+    """How the token losses become one number; normalisers are exact over the whole batch."""
     shaping: Mapping[Any, Any]
-    """Changes to the reward before advantages, by name, each with its options."""
+    """Changes to the reward before advantages are computed, by name, each with its options."""
     mask_truncated: bool
-    """Keep episodes that hit a limit out of the loss (overlong filtering); their reward stays in the
-    baseline."""
+    """Keep episodes that hit a limit out of the loss (overlong filtering); their reward still counts in
+    the baseline."""
     entropy_coef: float
-    """Weight of the bonus for entropy over the whole vocabulary."""
+    """Coefficient of the entropy bonus, over the whole vocabulary."""
     steps_per_batch: int
-    """Mini-batches, one optimizer step each, per batch and epoch. More than one: a barrier, the whole
-    batch must have arrived before the first."""
+    """Mini-batches per batch and epoch, with one optimizer step each. With more than one, the whole batch
+    must have arrived before the first step (a barrier)."""
     epochs: int
-    """Passes over a batch; more than one needs the barrier, too."""
+    """Passes over a batch; more than one also needs the barrier."""
     prox: Literal["auto", "recompute", "loglinear", "current", "mu"]
-    """log prox: recomputed at the start of the batch, interpolated between mu and pi, pi itself, or mu
-    (clips are around mu then, without a weight: verl's bypass mode). `auto`: `current` for one optimizer
-    step per batch, where that is exact, else `recompute`."""
+    """log prox: recomputed at the start of the batch, interpolated between mu and pi, equal to pi, or
+    equal to mu (then clips are around mu, without a weight: verl's bypass mode). `auto`: `current` for
+    one optimizer step per batch, where it is exact, otherwise `recompute`."""
     ess_lr: bool
-    """Scale the learning rate by the square root of the batch's effective sample share, at least 0.1."""
+    """Scale the learning rate by the square root of the batch's relative effective sample size, at least
+    0.1."""
 
 class KLKeys(TypedDict, total=False):
     """Distance to a reference policy."""
 
     where: Literal["none", "reward", "loss", "loss_unweighted"]
-    """Subtract coef * KL from the token rewards, or add it to the loss: weighted by rho, since tokens
-    come from mu, or, as verl and TRL do, unweighted."""
+    """Subtract coef * KL from the token rewards, or add it to the loss: weighted by rho, because tokens
+    are sampled from mu, or unweighted, as in verl and TRL."""
     estimator: Literal["auto", "k1", "abs", "k2", "k3", "straight_through", "forward", "reverse", "js"]
-    """Estimator per token; `straight_through`: the value of k3, the gradient of k2. `auto`: k1 in the
+    """Estimator per token; `straight_through`: the value of k3 with the gradient of k2. `auto`: k1 in the
     reward, k2 in the loss, whose gradients are those of the KL. `forward`, `reverse`, `js`: KL(ref, pi),
     KL(pi, ref) and Jensen-Shannon over the whole vocabulary, in the loss."""
     top_k: int
-    """forward, reverse, js: over the reference's k most likely tokens, the sampled one and all others as
-    one; 0: over all tokens, for which the reference has to be in the ranks."""
+    """forward, reverse, js: use the reference's k most likely tokens, the sampled token, and all other
+    tokens as one; 0: use all tokens, which needs the reference in the ranks."""
     coef: float
     """Initial coefficient."""
     target: float
-    """KL per token that the coefficient is adapted to; 0: it is fixed."""
+    """KL per token that the coefficient is adapted to; 0: a fixed coefficient."""
     horizon: int
-    """target: episodes over which the coefficient adapts."""
+    """target: number of episodes over which the coefficient adapts."""
     reference: str | PathLike[str]
-    """Model directory or hub repository of the reference; empty: that of `scorers`, or else the initial
-    policy (with LoRA: the model without the adapter)."""
+    """Model directory or hub repository of the reference; empty: the reference of `scorers`, or otherwise
+    the initial policy (with LoRA: the model without the adapter)."""
     prompt: str
-    """Text in front of the first message that the reference reads, so that the policy, or another model,
-    teaches with a better prompt. `{ground_truth}` in it becomes that of the sample."""
+    """Text before the first message that only the reference reads, so that the policy, or another model,
+    teaches with a better prompt. `{ground_truth}` in it is replaced by the ground truth of the sample."""
     offload: bool
-    """Keep the reference's shards in main memory between its forwards."""
+    """Keep the reference's shards in main memory between its forward passes."""
 
 class CriticKeys(TypedDict, total=False):
-    """Value function, a model of its own, trained where the advantage needs values (gae)."""
+    """The value function, a separate model, which is trained where the advantage needs values (gae)."""
 
     path: str | PathLike[str]
-    """Model directory or hub repository the critic starts from; empty: model.path."""
+    """Model directory or hub repository that the critic starts from; empty: model.path."""
     lr: float
     """Peak learning rate; the schedule is the policy's."""
     warmup_steps: int
-    """First batches that train the critic only."""
+    """Number of first batches that train only the critic."""
     clip: float
     """Range of the value clip around the value at the start of the batch; 0: off."""
 
@@ -320,18 +327,19 @@ class TrainerKeys(TypedDict, total=False):
     """FSDP2 ranks and the optimizer."""
 
     ranks: int
-    """Trainer processes."""
+    """Number of trainer processes."""
     replicas: int
-    """Copies of the weights, each sharded over `ranks` / `replicas` ranks (HSDP), for less traffic."""
+    """Copies of the weights, each sharded over `ranks` / `replicas` ranks (HSDP), which reduces
+    traffic."""
     sequence_parallel: int
-    """Ranks that compute a micro-batch together, each a part of its packed rows (Ulysses), for long
+    """Ranks that compute a micro-batch together, each a part of its packed rows (Ulysses); for long
     rows."""
     lr: float
     """Peak learning rate."""
     lr_schedule: Literal["constant", "linear", "cosine"]
-    """Learning-rate schedule after warm-up, by step, down to `lr_end` * lr at `total_steps`."""
+    """Learning-rate schedule per step after the warm-up, down to `lr_end` * lr at `total_steps`."""
     lr_end: float
-    """Final learning rate as a share of the peak."""
+    """Final learning rate as a fraction of the peak."""
     warmup_steps: int
     """Steps of linear warm-up."""
     betas: Sequence[float]
@@ -340,118 +348,123 @@ class TrainerKeys(TypedDict, total=False):
     """Weight decay; AdamW's is decoupled."""
     optimizer: Code
     """A registered name, or a class or function that builds an optimizer from parameters, `lr` and
-    options, e.g. `{torch.optim:RMSprop: {momentum: 0.9}}`; it gets `betas` and `weight_decay` if it takes
-    them."""
+    options, e.g. `{torch.optim:RMSprop: {momentum: 0.9}}`; it gets `betas` and `weight_decay` if it
+    accepts them."""
     offload_optimizer: bool
-    """Keep the shards of weights, gradients and optimizer state in main memory, and step there."""
+    """Keep the shards of weights, gradients and optimizer state in main memory, and run the optimizer
+    step there."""
     activation_checkpointing: Literal["auto", "none", "full"] | int
-    """Layers whose activations are recomputed in the backward instead of being kept: none, all, or every
-    k-th. Their inputs and what their attention returned are kept. `auto`: on a GPU, the fewest with which
-    the memory estimate fits; on a CPU, none at first. More after a rank ran out of memory."""
+    """Layers whose activations are recomputed in the backward pass instead of being kept: none, all, or
+    every k-th. Their inputs and the outputs of their attention are kept. `auto`: on a GPU, the fewest
+    layers with which the estimated memory fits; on a CPU, none at first. More layers after a rank ran out
+    of memory."""
     compile: bool
-    """Compile each layer with torch.compile, once for all lengths; a CPU needs a C++ compiler."""
+    """Compile each layer with torch.compile, once for all lengths; on a CPU this needs a C++ compiler."""
     grad_clip: float
-    """Gradient norm limit; 0: off."""
+    """Limit on the gradient norm; 0: off."""
     on_spike: Literal["skip", "rollback", "stop"]
-    """Action after a batch whose gradient norm is not finite, or a spike: leave out its optimizer step;
-    drop its episodes by name, and go on from the newest checkpoint with other ones; or end the run."""
+    """What happens after a batch whose gradient norm is a spike or not finite: skip its optimizer step;
+    drop its episodes by name, and continue from the newest checkpoint with others; or end the run."""
     spike_factor: float
-    """A norm of more than this many times the median of the 32 batches before is a spike; 0: none is."""
+    """A gradient norm above this multiple of the median of the previous 32 batches is a spike; 0: off."""
     micro_batch_tokens: int
-    """Tokens of one micro-batch (forward and backward), on one rank or on those that share it together:
-    with `packing` padded padding counts, with tree a shared prefix counts once. A longer episode is a
-    micro-batch by itself."""
+    """Tokens of one micro-batch (forward and backward), on one rank or on those that share it. With
+    `packing` padded, padding counts; with tree, a shared prefix counts once. A longer episode is a
+    micro-batch of its own."""
     packing: Literal["padded", "packed", "tree"]
-    """padded: rows of a micro-batch are padded to the longest. packed: they lie one after another. tree:
-    what rows share at their beginning is computed once, and members of a group go to one rank. Where the
-    model would give other gradients than padded: padded, and a warning."""
+    """padded: the rows of a micro-batch are padded to the longest. packed: rows are concatenated. tree: a
+    common beginning of rows is computed once, and the members of a group go to one rank. If the model's
+    gradients would differ from padded: padded, with a warning."""
     router_replay: bool
-    """Mixture-of-experts models: for each token the trainer uses the experts that the SGLang server
-    selected when it sampled (R3)."""
+    """Mixture-of-experts models: for each token, the trainer uses the experts that the SGLang server
+    selected when it sampled the token (R3)."""
 
 class CheckpointKeys(TypedDict, total=False):
     """Checkpoints, and the exports in them."""
 
     every: int
-    """Steps between checkpoints; 0: one at each 1,000th step and one at the end. Turns since the newest
-    checkpoint stay on the disk, as a resume needs them."""
+    """Steps between checkpoints; 0: one every 1,000 steps and one at the end. Turns since the newest
+    checkpoint stay on disk, because a resume needs them."""
     keep: int
-    """Newest checkpoints kept."""
+    """Number of newest checkpoints to keep."""
     best: bool
-    """Keep the one with the best validation, too, of those whose step was validated: with the version
-    that was published when the validation began, which may be some steps older."""
+    """Also keep the checkpoint with the best validation, among those whose step was validated: with the
+    version that was published when the validation began, which may be a few steps older."""
     directory: str | PathLike[str]
-    """Parent of the run's directory of checkpoints: an absolute path or a URL that fsspec knows, which
-    all trainer ranks share; empty: in the run directory."""
+    """Parent of the run's checkpoint directory: an absolute path, or a URL that fsspec supports, which
+    all trainer ranks share; empty: the run directory."""
 
 class StoreKeys(TypedDict, total=False):
     """The run's store: states, plans and turns of its episodes."""
 
     keep_bytes: int
-    """Size up to which turns that a resume no longer needs are kept, the newest ones, in segments of 64
-    MB, for `asyncrl replay` and `regrade`. With the oldest segments the index forgets their episodes."""
+    """Maximum size of the turns that are kept for `asyncrl replay` and `regrade` after a resume no longer
+    needs them: the newest, in segments of 64 MB. When the oldest segments are deleted, their episodes
+    leave the index, too."""
 
 class WeightsKeys(TypedDict, total=False):
-    """Sets how new versions reach the engines."""
+    """How new weight versions reach the engines."""
 
     every: int
-    """Publish after every k-th step."""
+    """Publish a version after every k-th step."""
     directory: str | PathLike[str]
-    """`shm`: files on /dev/shm; `run`: in the run directory; `auto`: /dev/shm if it has room. Versions
-    are copied to other machines. Or an absolute path that all machines share; the run makes a directory
-    there."""
+    """Where versions are written. `shm`: on /dev/shm; `run`: in the run directory; `auto`: on /dev/shm if
+    it has room. The run copies versions to other machines. Or an absolute path that all machines share,
+    in which the run creates a directory."""
     deadline: float
-    """An engine that has not loaded a version in this time is reported and gets the latest one."""
+    """An engine that has not loaded a version within this time is reported, and gets the latest version
+    instead."""
     transport: Literal["disk", "collective"]
-    """`disk`: files. For sglang also `collective`: broadcast through a process group of each server's
-    own."""
+    """`disk`: files. `collective` (sglang only): broadcast through a separate process group for each
+    server."""
     full_every: int
-    """disk: publish every k-th version whole; of those between only the bytes that changed,
+    """disk: publish every k-th version in full; the versions between contain only the changed bytes,
     compressed."""
     bucket_bytes: int
     """Tensors are gathered, written and broadcast in buckets of about this size."""
     mode: Literal["in_place", "retract", "abort"]
-    """sglang, requests under way at an update: keep their KV cache, recompute it, or end and resume
-    them."""
+    """sglang: what an update does with running requests: keep their KV cache, recompute it, or end and
+    resume them."""
     rolling: bool
-    """Update servers one after another, so that generation never stops everywhere."""
+    """Update servers one after another, so that generation never stops on all of them."""
     adapters: Literal["auto"] | bool
-    """Publish LoRA adapters alone, which engines load beside the model (true), or merged into its
-    weights, with which servers sample faster (false). auto: alone for the embedded engine, and for
-    servers that the run starts where `agents` have adapters."""
+    """Publish only the LoRA adapters, which engines load beside the model (true), or merge them into the
+    weights, with which servers sample faster (false). auto: only the adapters for the embedded engine,
+    and for servers that the run starts if `agents` have adapters."""
 
 class ValidationKeys(TypedDict, total=False):
-    """Held-out episodes at one fixed version, through the same workers, before and after training."""
+    """Held-out episodes at one fixed version, on the same workers, before and after training."""
 
     every: int
-    """Steps between further validations in mid-run; 0: none."""
+    """Steps between additional validations during the run; 0: none."""
     samples: int
     """Held-out samples per validation, each sampled as in training and greedily; 0: no validation."""
     episodes: int
-    """Episodes per held-out sample that are sampled as in training; from 2 on with `mean@k`, `pass@k` and
-    `maj@k`."""
+    """Episodes per held-out sample that are sampled as in training; from 2 on, `mean@k`, `pass@k` and
+    `maj@k` are reported."""
     greedy: bool
-    """Play each held-out sample greedily, too."""
+    """Also play each held-out sample greedily."""
     success: float
-    """An episode succeeds whose score is at least this (of a reward that reports `acc`: whose `acc` is).
-    For scores beyond 0 to 1, what a solved task earns. The mean score is reported beside it."""
+    """Score from which an episode counts as a success (for a reward that reports `acc`: the value of
+    `acc`). If scores are not between 0 and 1, set it to the score of a solved task. The mean score is
+    reported, too."""
 
 class ObserveKeys(TypedDict, total=False):
     """Console and trackers."""
 
     console: Literal["auto", "live", "plain", "off"]
-    """Live view on a terminal, where in `asyncrl train` and `sft` the keys `g` and `b` show the newest
-    good and bad transcript; elsewhere a line for each step."""
+    """Live view on a terminal (in `asyncrl train` and `sft`, the keys `g` and `b` show the newest good
+    and bad transcript); elsewhere one line per step."""
     trackers: Sequence[
         Literal[
             "wandb", "tensorboard", "swanlab", "aim", "clearml", "comet_ml", "dvclive", "mlflow", "trackio"
         ]
     ]
-    """Trackers beside metrics.jsonl; wandb and swanlab need a login, or to be offline
-    (`WANDB_MODE=offline`). The others, except tensorboard, run through accelerate: they get only numbers
-    and the configuration."""
+    """Trackers in addition to metrics.jsonl; wandb and swanlab need a login, or offline mode
+    (`WANDB_MODE=offline`). All others except tensorboard run through accelerate, and get only numbers and
+    the configuration."""
     project: str
-    """Project name for trackers."""
+    """Project name in the trackers."""
 
 class LaunchKeys(TypedDict, total=False):
     """Processes and their supervision."""
@@ -459,36 +472,39 @@ class LaunchKeys(TypedDict, total=False):
     kind: Literal["local", "ray"]
     """Local subprocesses, or Ray actors."""
     ray_address: str
-    """Ray cluster; empty: a local one is started."""
+    """Address of the Ray cluster; empty: start a local one."""
     pools: Mapping[Any, Any]
-    """Ray: the resource that machines of a role must have, from `ray start --resources='{"NAME": 1}'` or
+    """Ray: resource that the machines of a role must have, from `ray start --resources='{"NAME": 1}'` or
     Ray's own `accelerator_type:H100`, e.g. `{engine: NAME}`."""
     gpus: Mapping[Any, Any]
-    """Ray: GPUs of each process of a role, e.g. `{rollout: 0.5}` for two on one. Others: one for a rank,
-    `tp` for a server, one for a worker with an embedded engine if `model.device` is cuda."""
+    """Ray: GPUs of each process of a role, e.g. `{rollout: 0.5}` for two processes on one GPU. Default:
+    one for a rank, `tp` for a server, and one for a worker with an embedded engine if `model.device` is
+    cuda."""
     host: str
-    """Address of this machine that the coordinator binds to, and all others dial. `0.0.0.0`: it binds to
-    all, and they dial the one of the default route."""
+    """Address of this machine that the coordinator binds to and that all other processes connect to.
+    `0.0.0.0`: bind to all addresses, and connect to the address of the default route."""
     port: int
-    """Control port; the next two are those of bulk data and of weights. 0: free ones."""
+    """Control port; the next two ports are for bulk data and for weights. 0: free ports."""
     restarts: int
-    """Restarts per role before the run is given up; earlier ones do not count after 10 minutes and a
-    step."""
+    """Restarts per role before the run ends with an error. After 10 minutes and a finished step, earlier
+    restarts no longer count."""
     threads: int
-    """OpenMP threads of each worker (for an embedded engine) and of each trainer rank. If there are more
-    threads than cores, they wait for each other: four on two cores turned 7 s of work into 95 s."""
+    """OpenMP threads of each worker (for an embedded engine) and of each trainer rank. More threads than
+    cores wait for each other: four on two cores turned 7 s of work into 95 s."""
     lease: float
-    """A worker silent for this long loses its episodes. A weight swap of an embedded engine silences
-    it."""
+    """A worker that is silent for this long loses its episodes. An embedded engine is silent while it
+    swaps weights."""
     start_timeout: float
-    """Deadline for a role to report in, beside the time to read models and a checkpoint at 50 MB/s."""
+    """Deadline for a process to report in, in addition to the time for reading models and a checkpoint at
+    50 MB/s."""
     stop_timeout: float
-    """Deadline of a graceful stop: the part of the plan under way and a checkpoint, which takes longer
-    the larger the model (12 bytes a parameter; one that is being written is ended first). A second Ctrl-C
-    ends it."""
+    """Deadline of a graceful stop, which finishes the current part of the plan and writes a checkpoint.
+    The larger the model, the longer the checkpoint takes (12 bytes per parameter; a checkpoint that is
+    already being written is finished first). A second Ctrl-C stops the run at once."""
     stall_timeout: float
-    """A run without a sign of life for this long, beyond the longest deadline of a wait, has stalled:
-    processes that hang are replaced, else the run ends, with a checkpoint and who waits for what."""
+    """A run that shows no sign of life for this long, beyond the longest deadline of a wait, has stalled.
+    Processes that hang are replaced; otherwise the run ends with a checkpoint and a report of who waits
+    for what."""
 
 def train(
     *settings: Setting,

@@ -39,96 +39,106 @@ BYTES_PER_TOKEN = 24  # bytes of an encoded token at worst: id, log-prob, part o
 
 
 class ModelConfig(Section, frozen=True):
-    """The policy, a Hugging Face language model, alone or inside of a composite checkpoint, with its
+    """The policy: a Hugging Face language model, alone or as a part of a composite checkpoint, with its
     tokenizer."""
 
     path: RequiredPath
-    """Directory with config.json, model.safetensors, tokenizer.json and a chat template; or `owner/name` of
-    the Hugging Face hub, `@revision` if another than the newest is wanted."""
+    """Directory with config.json, model.safetensors, tokenizer.json and a chat template; or a repository of
+    the Hugging Face hub, `owner/name`, with `@revision` for another revision than the newest."""
     template: PathText = ""
-    """Chat template instead of the model's: a Jinja file, or `chatml_tools`, which comes with the package.
+    """Chat template that replaces the model's: a Jinja file, or `chatml_tools`, which comes with the package.
     Exports contain it."""
     template_args: Options = {}
-    """Arguments of the chat template, e.g. `{enable_thinking: false}`, `{reasoning_effort: high}`."""
+    """Arguments of the chat template, e.g. `{enable_thinking: false}` or `{reasoning_effort: high}`."""
     dtype: Literal["auto", "float32", "bfloat16"] = "bfloat16"
-    """Compute type of the trainer, which keeps weights that do not train in it; those that do, and the
-    optimizer, are float32. Also the type of published weights and of the embedded engine. auto: bfloat16 on
-    a GPU (on Ray one is expected, unless `device` is cpu) or CPU with instructions for it, else float32."""
+    """Compute type of the trainer, and type of the published weights and of the embedded engine. Weights that
+    train, and the optimizer, are always float32; frozen weights have this type. auto: bfloat16 on a GPU, or
+    on a CPU with instructions for it, else float32 (on Ray, a GPU is assumed unless `device` is cpu)."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Device of the trainer ranks and embedded engines. Embedded engines take GPUs that no rank or scorer
-    uses, if any (`engine.colocated`: those of the ranks). On Ray one gets its own GPU only with `cuda`."""
+    """Device of the trainer ranks and the embedded engines. Embedded engines use GPUs that no rank or scorer
+    uses, if there are any (with `engine.colocated`: the GPUs of the ranks). On Ray, an embedded engine gets
+    its own GPU only with `cuda`."""
     fp32_head: bool = False
-    """Compute logits in float32 under bfloat16 (in trainer)."""
+    """Compute the logits in float32 when the model computes in bfloat16 (trainer only)."""
     lora_rank: Count = 0
-    """Train low-rank adapters of this rank on the linear layers instead of the weights; 0: all weights."""
+    """Train low-rank adapters of this rank on the linear layers, and freeze the weights; 0: train all
+    weights."""
     lora_alpha: Annotated[float, Meta(gt=0)] = 16.0
     """Adapters are scaled by lora_alpha / lora_rank."""
     lora_modules: list[str] = []
-    """Kinds of linear layers that adapters adapt, by the last part of their names, e.g. `[q_proj, v_proj]`;
-    empty: all of the text part, without those that servers do not take, where they get adapters alone."""
+    """Kinds of linear layers with adapters, by the last part of their names, e.g. `[q_proj, v_proj]`; empty:
+    all linear layers of the text part, except kinds that servers cannot load where they get only the
+    adapters."""
 
 
 class WeightedSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A source among several, with a fraction of the draws: its weight divided by the sum of all weights."""
+    """One source of several, with its fraction of the draws: its weight divided by the sum of all weights."""
 
     path: RequiredPath
     weight: Annotated[float, Meta(gt=0)]
 
 
 class DataConfig(Section, frozen=True):
-    """Prompts, with verl's columns or others."""
+    """Prompts, in verl's columns or others."""
 
     train: RequiredPath | Annotated[list[RequiredPath | WeightedSource], Meta(min_length=1)]
-    """Training samples: a file (parquet, jsonl, json, csv), a directory of tasks, a pattern, a hub data set
-    `hf:OWNER/NAME:CONFIG:SPLIT`; or several, all with weights `{path, weight}` or none."""
+    """Training samples: a file (parquet, jsonl, json, csv), a directory of tasks, a glob pattern, or a hub
+    data set `hf:OWNER/NAME:CONFIG:SPLIT`; or a list of these, either all with weights `{path, weight}` or
+    none."""
     test: PathText | list[RequiredPath] = ""
-    """Held-out samples, in the same ways, without weights; empty: no validation."""
+    """Held-out samples, given in the same ways, without weights; empty: no validation."""
     columns: dict[str, str] = {}
-    """Parts of a sample that other columns hold, e.g. `{prompt: question, ground_truth: answer.value}`."""
+    """Columns that hold parts of a sample under other names, e.g. `{prompt: question, ground_truth:
+    answer.value}`."""
     dataset: Plugin = ""
-    """Reader of the sources: `module:class` or `file.py:class`, called with the path of each, an iterable of
-    rows; empty: the readers of the formats above."""
+    """Custom reader of the sources: `module:class` or `file.py:class`, called with the path of each source;
+    it returns an iterable of rows. Empty: the readers of the formats above."""
     system_prompt: str = ""
-    """System message for prompts that bring none."""
+    """System message for prompts without one."""
     filter_overlong: bool = False
-    """Leave out prompts after which `rollout.max_tokens` has no room for a turn of `rollout.max_new_tokens`,
-    and demonstrations that are longer; without it the checks before the start warn of them."""
+    """Leave out prompts that leave no room in `rollout.max_tokens` for a turn of `rollout.max_new_tokens`,
+    and demonstrations that are too long. If false, the checks before the start warn about them."""
     order: Plugin = ""
     """Order of the samples in an epoch: `module:function` or `file.py:function`, called with the samples, the
-    numbers of those drawn, and the epoch; gives the numbers in their new order."""
+    numbers of the drawn samples, and the epoch; it returns the numbers in their new order."""
     shuffle: bool = True
-    """Shuffle the samples anew in each epoch, by `seed`."""
+    """Shuffle the samples again in each epoch, using `seed`."""
     epochs: Count = 0
     """Passes over the training samples; 0: as many as `total_steps` needs."""
     at_end: Literal["flush", "drop"] = "flush"
-    """Action at an end of the data with less than a batch live: train a short batch, or drop it
+    """What happens when the data ends with less than a batch left: train a short batch, or drop it
     (`end_of_data`)."""
 
 
 class WeightsConfig(Section, frozen=True):
-    """Sets how new versions reach the engines."""
+    """How new weight versions reach the engines."""
 
     every: Positive = 1
-    """Publish after every k-th step."""
+    """Publish a version after every k-th step."""
     directory: RequiredPath = "auto"
-    """`shm`: files on /dev/shm; `run`: in the run directory; `auto`: /dev/shm if it has room. Versions are
-    copied to other machines. Or an absolute path that all machines share; the run makes a directory there."""
+    """Where versions are written. `shm`: on /dev/shm; `run`: in the run directory; `auto`: on /dev/shm if it
+    has room. The run copies versions to other machines. Or an absolute path that all machines share, in which
+    the run creates a directory."""
     deadline: Seconds = 60.0
-    """An engine that has not loaded a version in this time is reported and gets the latest one."""
+    """An engine that has not loaded a version within this time is reported, and gets the latest version
+    instead."""
     transport: Literal["disk", "collective"] = "disk"
-    """`disk`: files. For sglang also `collective`: broadcast through a process group of each server's own."""
+    """`disk`: files. `collective` (sglang only): broadcast through a separate process group for each
+    server."""
     full_every: Positive = 1
-    """disk: publish every k-th version whole; of those between only the bytes that changed, compressed."""
+    """disk: publish every k-th version in full; the versions between contain only the changed bytes,
+    compressed."""
     bucket_bytes: Annotated[int, Meta(ge=1 << 10)] = 256 << 20
     """Tensors are gathered, written and broadcast in buckets of about this size."""
     mode: Literal["in_place", "retract", "abort"] = "in_place"
-    """sglang, requests under way at an update: keep their KV cache, recompute it, or end and resume them."""
+    """sglang: what an update does with running requests: keep their KV cache, recompute it, or end and resume
+    them."""
     rolling: bool = True
-    """Update servers one after another, so that generation never stops everywhere."""
+    """Update servers one after another, so that generation never stops on all of them."""
     adapters: Literal["auto"] | bool = "auto"
-    """Publish LoRA adapters alone, which engines load beside the model (true), or merged into its weights,
-    with which servers sample faster (false). auto: alone for the embedded engine, and for servers that the
-    run starts where `agents` have adapters."""
+    """Publish only the LoRA adapters, which engines load beside the model (true), or merge them into the
+    weights, with which servers sample faster (false). auto: only the adapters for the embedded engine, and
+    for servers that the run starts if `agents` have adapters."""
 
 
 Tracker = Literal[
@@ -140,13 +150,14 @@ class ObserveConfig(Section, frozen=True):
     """Console and trackers."""
 
     console: Literal["auto", "live", "plain", "off"] = "auto"
-    """Live view on a terminal, where in `asyncrl train` and `sft` the keys `g` and `b` show the newest good
-    and bad transcript; elsewhere a line for each step."""
+    """Live view on a terminal (in `asyncrl train` and `sft`, the keys `g` and `b` show the newest good and
+    bad transcript); elsewhere one line per step."""
     trackers: list[Tracker] = []
-    """Trackers beside metrics.jsonl; wandb and swanlab need a login, or to be offline (`WANDB_MODE=offline`).
-    The others, except tensorboard, run through accelerate: they get only numbers and the configuration."""
+    """Trackers in addition to metrics.jsonl; wandb and swanlab need a login, or offline mode
+    (`WANDB_MODE=offline`). All others except tensorboard run through accelerate, and get only numbers and the
+    configuration."""
     project: Text = "asyncrl"
-    """Project name for trackers."""
+    """Project name in the trackers."""
 
 
 class LaunchConfig(Section, frozen=True):
@@ -155,53 +166,59 @@ class LaunchConfig(Section, frozen=True):
     kind: Literal["local", "ray"] = "local"
     """Local subprocesses, or Ray actors."""
     ray_address: str = ""
-    """Ray cluster; empty: a local one is started."""
+    """Address of the Ray cluster; empty: start a local one."""
     pools: dict[Literal["engine", "rollout", "scorer", "trainer"], Text] = {}
-    """Ray: the resource that machines of a role must have, from `ray start --resources='{"NAME": 1}'` or
+    """Ray: resource that the machines of a role must have, from `ray start --resources='{"NAME": 1}'` or
     Ray's own `accelerator_type:H100`, e.g. `{engine: NAME}`."""
     gpus: dict[Literal["engine", "rollout", "scorer", "trainer"], Annotated[float, Meta(ge=0)]] = {}
-    """Ray: GPUs of each process of a role, e.g. `{rollout: 0.5}` for two on one. Others: one for a rank,
-    `tp` for a server, one for a worker with an embedded engine if `model.device` is cuda."""
+    """Ray: GPUs of each process of a role, e.g. `{rollout: 0.5}` for two processes on one GPU. Default: one
+    for a rank, `tp` for a server, and one for a worker with an embedded engine if `model.device` is cuda."""
     host: Text = "127.0.0.1"
-    """Address of this machine that the coordinator binds to, and all others dial. `0.0.0.0`: it binds to all,
-    and they dial the one of the default route."""
+    """Address of this machine that the coordinator binds to and that all other processes connect to.
+    `0.0.0.0`: bind to all addresses, and connect to the address of the default route."""
     port: Annotated[int, Meta(ge=0, le=65533)] = 0
-    """Control port; the next two are those of bulk data and of weights. 0: free ones."""
+    """Control port; the next two ports are for bulk data and for weights. 0: free ports."""
     restarts: Count = 5
-    """Restarts per role before the run is given up; earlier ones do not count after 10 minutes and a step."""
+    """Restarts per role before the run ends with an error. After 10 minutes and a finished step, earlier
+    restarts no longer count."""
     threads: Positive = 1
-    """OpenMP threads of each worker (for an embedded engine) and of each trainer rank. If there are
-    more threads than cores, they wait for each other: four on two cores turned 7 s of work into 95 s."""
+    """OpenMP threads of each worker (for an embedded engine) and of each trainer rank. More threads than
+    cores wait for each other: four on two cores turned 7 s of work into 95 s."""
     lease: Seconds = 30.0
-    """A worker silent for this long loses its episodes. A weight swap of an embedded engine silences it."""
+    """A worker that is silent for this long loses its episodes. An embedded engine is silent while it swaps
+    weights."""
     start_timeout: Seconds = 120.0
-    """Deadline for a role to report in, beside the time to read models and a checkpoint at 50 MB/s."""
+    """Deadline for a process to report in, in addition to the time for reading models and a checkpoint at 50
+    MB/s."""
     stop_timeout: Seconds = 600.0
-    """Deadline of a graceful stop: the part of the plan under way and a checkpoint, which takes longer the
-    larger the model (12 bytes a parameter; one that is being written is ended first). A second Ctrl-C ends
-    it."""
+    """Deadline of a graceful stop, which finishes the current part of the plan and writes a checkpoint. The
+    larger the model, the longer the checkpoint takes (12 bytes per parameter; a checkpoint that is already
+    being written is finished first). A second Ctrl-C stops the run at once."""
     stall_timeout: Seconds = 300.0
-    """A run without a sign of life for this long, beyond the longest deadline of a wait, has stalled:
-    processes that hang are replaced, else the run ends, with a checkpoint and who waits for what."""
+    """A run that shows no sign of life for this long, beyond the longest deadline of a wait, has stalled.
+    Processes that hang are replaced; otherwise the run ends with a checkpoint and a report of who waits for
+    what."""
 
 
 class RunConfig(Section, frozen=True, kw_only=True):
-    """One run."""
+    """The run as a whole."""
 
     name: Text
     """Name of the run; its directory is `<run_dir>/<name>`."""
     run_dir: RequiredPath = "runs"
-    """Parent of run directories; a local disk."""
+    """Parent of the run directories, on a local disk."""
     seed: int = 0
-    """Seed of data order, sampling and initialisation."""
+    """Seed for the order of the data, sampling and initialisation."""
     total_steps: Count = 100
-    """Optimizer batches to train; 0: no training, one validation of the model as it is (`asyncrl eval`)."""
+    """Optimizer batches to train; 0: no training, only one validation of the model (`asyncrl eval`)."""
     resume: Literal["auto", "never", "must"] = "never"
-    """Continue the run of that name: if there is one; never (an existing one is an error); or fail."""
+    """Whether to continue the run of that name. `auto`: if it exists; `never`: an existing run is an error;
+    `must`: a missing run is an error."""
     model: ModelConfig
     agents: dict[AgentName, AgentConfig] = {}
-    """LoRA adapters of agents by name, the `model` of their requests, e.g. `{planner: {lora_rank: 16}}`:
-    each trains on its agent's turns. Others' turns train the adapter of `model.lora_rank`, or none if 0."""
+    """LoRA adapters of agents, by the name of the agent, which is the `model` of its requests, e.g.
+    `{planner: {lora_rank: 16}}`. Each adapter trains on its agent's turns. The turns of other agents train
+    the adapter of `model.lora_rank`, or nothing if that is 0."""
     data: DataConfig
     rollout: RolloutConfig = RolloutConfig()
     engine: EngineConfig = EngineConfig()

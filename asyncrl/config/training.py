@@ -22,40 +22,41 @@ class BufferConfig(Section, frozen=True):
     episodes_per_group: Positive = 8
     """Episodes per sample."""
     max_staleness: Count = 16
-    """Bound on the lag of every trained token, in optimizer batches. 0: synchronous. Only tokens of the
-    slowest episodes come near it: `target_staleness` sets the lag of the others."""
+    """Upper bound on the lag of every trained token, in optimizer batches. 0: synchronous. Only tokens of the
+    slowest episodes come close to it: `target_staleness` sets the lag of all others."""
     target_staleness: Annotated[float, Meta(ge=0)] | Literal["auto"] = "auto"
     """Admission pace: live groups <= (1 + target) * groups_per_batch. auto: adapted after each batch, so that
-    `stale_budget` of the tokens are over the bound and, within that, the trainer is busy; it begins with
-    min(1/2, max_staleness), grows quickly while trainer and episodes only wait (for tools, for the reward),
-    and is at most 4, or max_staleness / 4 if that is more."""
+    at most `stale_budget` of the tokens exceed the bound and, within that, the trainer is busy. It starts at
+    min(1/2, max_staleness), grows quickly while the trainer and the episodes only wait (for tools, for the
+    reward), and is at most 4, or max_staleness / 4 if that is more."""
     stale_budget: Annotated[float, Meta(gt=0, le=1)] = 0.01
-    """With target_staleness=auto: share of the tokens that may go over the bound. A larger one makes runs
-    with slow tools or long episodes faster, but the first tokens of more of these episodes are not trained:
-    a larger max_staleness costs less."""
+    """With target_staleness=auto: fraction of the tokens that may exceed the bound. A larger budget speeds up
+    runs with slow tools or long episodes, but leaves the first tokens of more of these episodes untrained; a
+    larger max_staleness costs less."""
     on_stale: Literal["mask", "hold", "drop"] = "mask"
-    """Tokens over the bound when a batch takes them: `mask` gives them weight zero, with `hold` the
-    batch waits for groups that would cross the bound, `drop` drops the trajectory."""
+    """What happens to tokens that exceed the bound when a batch takes them: `mask` gives them weight zero;
+    with `hold` the batch waits for groups that would cross the bound; `drop` drops the trajectory."""
     group_policy: Literal["auto", "complete", "partial"] = "auto"
-    """`complete`: a group is trained when all of its members have ended. `partial`: those that landed by a
-    deadline are trained then, late ones when they land. auto: `partial` where the algorithm stays unbiased
-    with it and on_stale is mask, else `complete`."""
+    """`complete`: a group is trained when all of its members have ended. `partial`: members that have ended
+    by a deadline are trained then, late members when they end. auto: `partial` if the algorithm stays
+    unbiased with it and on_stale is mask, otherwise `complete`."""
     group_deadline: Seconds | Literal["auto"] = "auto"
-    """`partial`: seconds from the start of a group's first episode to the deadline, at which the members'
-    baseline is fixed. auto: the time in which half of the groups land all of their members."""
+    """`partial`: seconds from the start of a group's first episode to the deadline, at which the baseline of
+    the members is fixed. auto: the time in which half of the groups finish all of their members."""
     filter_zero_variance: bool = True
     """Filter groups whose rewards are all equal, and refill the batch."""
     max_refill: Positive = 8
-    """Limit on filtered groups per batch, in batches; then the batch is trained with the groups it has."""
+    """Limit on filtered groups per batch, in batches; after that, the batch is trained with the groups it
+    has."""
     retire_pass_rate: Fraction = 1.0
-    """Samples whose share of positive rewards in a group reached this are not drawn again
+    """Samples are not drawn again once the fraction of positive rewards in a group reaches this value
     (no-positive-resampling); 1: off."""
     shift_fill: Fraction | Literal["auto"] = "auto"
-    """With engine.colocated: share of a batch's groups that must be ready before the trainer gets the
-    devices; a smaller one makes more changes. auto: all groups; or what is ready, once no engine has sampled
-    for as long as both last changes took."""
+    """With engine.colocated: fraction of a batch's groups that must be ready before the trainer gets the
+    devices; a smaller fraction causes more shifts. auto: all groups, or those that are ready once no engine
+    has sampled for as long as the last two shifts took."""
     max_bytes: Positive = 1 << 30
-    """Admission stops while payloads of live episodes, at their worst case, would exceed this."""
+    """Admission stops while the payloads of live episodes could exceed this size in the worst case."""
 
     @property
     def batch_size(self) -> int:
@@ -92,40 +93,42 @@ class BufferConfig(Section, frozen=True):
 
 
 class AlgorithmConfig(Section, frozen=True):
-    """Advantages, loss and behaviour correction; formulas and options of each name in docs/algorithms.md."""
+    """Advantages, loss and behaviour correction; for the formulas and options of each name see
+    docs/algorithms.md."""
 
     advantage: Plugin = "dr_grpo"
-    """Advantages of rewards: a registered name, `module:function` or `file.py:function`, or one with options,
-    e.g. `{gae: {gamma: 0.99, lam: 0.95}}`."""
+    """How advantages are computed from rewards: a registered name, `module:function` or `file.py:function`,
+    or one of these with options, e.g. `{gae: {gamma: 0.99, lam: 0.95}}`."""
     normalise: Literal["auto", "none", "batch_std", "nonzero", "whiten", "whiten_running"] = "auto"
-    """Scaling of advantages by the batch; `auto`: what the advantage is defined with."""
+    """Scaling of advantages by the batch; `auto`: as in the definition of the advantage."""
     loss: Plugin = "reinforce"
-    """Policy loss: a registered name, `module:function` or `file.py:function`, or one with options, e.g.
-    `{ppo: {clip_high: 0.28}}`."""
+    """Policy loss: a registered name, `module:function` or `file.py:function`, or one of these with options,
+    e.g. `{ppo: {clip_high: 0.28}}`."""
     correction: dict[str, Options] | None = None
     """Behaviour correction: rules on rho by name, each with its options, e.g. `{mask: {low: 0.5}}`; null:
-    `mask` and `truncate`, but nothing for a loss that contains pi/mu itself. `{}`: none, refused for stale
-    data."""
+    `mask` and `truncate`, or none for a loss that already contains pi/mu. `{}`: none, which is refused for
+    stale data."""
     aggregation: Text = "token_mean"
-    """Aggregation of token losses to one number; normalisers are exact over the whole batch."""
+    """How the token losses become one number; normalisers are exact over the whole batch."""
     shaping: dict[str, Options] = {}
-    """Changes to the reward before advantages, by name, each with its options."""
+    """Changes to the reward before advantages are computed, by name, each with its options."""
     mask_truncated: bool = False
-    """Keep episodes that hit a limit out of the loss (overlong filtering); their reward stays in the
+    """Keep episodes that hit a limit out of the loss (overlong filtering); their reward still counts in the
     baseline."""
     entropy_coef: Annotated[float, Meta(ge=0)] = 0.0
-    """Weight of the bonus for entropy over the whole vocabulary."""
+    """Coefficient of the entropy bonus, over the whole vocabulary."""
     steps_per_batch: Positive = 1
-    """Mini-batches, one optimizer step each, per batch and epoch. More than one: a barrier, the whole batch
-    must have arrived before the first."""
+    """Mini-batches per batch and epoch, with one optimizer step each. With more than one, the whole batch
+    must have arrived before the first step (a barrier)."""
     epochs: Positive = 1
-    """Passes over a batch; more than one needs the barrier, too."""
+    """Passes over a batch; more than one also needs the barrier."""
     prox: Literal["auto", "recompute", "loglinear", "current", "mu"] = "auto"
-    """log prox: recomputed at the start of the batch, interpolated between mu and pi, pi itself, or mu (clips
-    are around mu then, without a weight: verl's bypass mode). `auto`: `current` for one optimizer step per
-    batch, where that is exact, else `recompute`."""
+    """log prox: recomputed at the start of the batch, interpolated between mu and pi, equal to pi, or equal
+    to mu (then clips are around mu, without a weight: verl's bypass mode). `auto`: `current` for one
+    optimizer step per batch, where it is exact, otherwise `recompute`."""
     ess_lr: bool = False
-    """Scale the learning rate by the square root of the batch's effective sample share, at least 0.1."""
+    """Scale the learning rate by the square root of the batch's relative effective sample size, at least
+    0.1."""
 
 
 def described_recomputation(every: int) -> str:
@@ -148,31 +151,31 @@ class KLConfig(Section, frozen=True):
     """Distance to a reference policy."""
 
     where: Literal["none", "reward", "loss", "loss_unweighted"] = "none"
-    """Subtract coef * KL from the token rewards, or add it to the loss: weighted by rho, since tokens come
-    from mu, or, as verl and TRL do, unweighted."""
+    """Subtract coef * KL from the token rewards, or add it to the loss: weighted by rho, because tokens are
+    sampled from mu, or unweighted, as in verl and TRL."""
     estimator: Literal["auto", "k1", "abs", "k2", "k3", "straight_through", "forward", "reverse", "js"] = (
         "auto"
     )
-    """Estimator per token; `straight_through`: the value of k3, the gradient of k2. `auto`: k1 in the reward,
-    k2 in the loss, whose gradients are those of the KL. `forward`, `reverse`, `js`: KL(ref, pi), KL(pi, ref)
-    and Jensen-Shannon over the whole vocabulary, in the loss."""
+    """Estimator per token; `straight_through`: the value of k3 with the gradient of k2. `auto`: k1 in the
+    reward, k2 in the loss, whose gradients are those of the KL. `forward`, `reverse`, `js`: KL(ref, pi),
+    KL(pi, ref) and Jensen-Shannon over the whole vocabulary, in the loss."""
     top_k: Annotated[int, Meta(ge=0, le=256)] = 0
-    """forward, reverse, js: over the reference's k most likely tokens, the sampled one and all others as one;
-    0: over all tokens, for which the reference has to be in the ranks."""
+    """forward, reverse, js: use the reference's k most likely tokens, the sampled token, and all other tokens
+    as one; 0: use all tokens, which needs the reference in the ranks."""
     coef: Annotated[float, Meta(ge=0)] = 1e-3
     """Initial coefficient."""
     target: Annotated[float, Meta(ge=0)] = 0.0
-    """KL per token that the coefficient is adapted to; 0: it is fixed."""
+    """KL per token that the coefficient is adapted to; 0: a fixed coefficient."""
     horizon: Positive = 10_000
-    """target: episodes over which the coefficient adapts."""
+    """target: number of episodes over which the coefficient adapts."""
     reference: PathText = ""
-    """Model directory or hub repository of the reference; empty: that of `scorers`, or else the initial
-    policy (with LoRA: the model without the adapter)."""
+    """Model directory or hub repository of the reference; empty: the reference of `scorers`, or otherwise the
+    initial policy (with LoRA: the model without the adapter)."""
     prompt: str = ""
-    """Text in front of the first message that the reference reads, so that the policy, or another model,
-    teaches with a better prompt. `{ground_truth}` in it becomes that of the sample."""
+    """Text before the first message that only the reference reads, so that the policy, or another model,
+    teaches with a better prompt. `{ground_truth}` in it is replaced by the ground truth of the sample."""
     offload: bool = False
-    """Keep the reference's shards in main memory between its forwards."""
+    """Keep the reference's shards in main memory between its forward passes."""
 
     @property
     def in_loss(self) -> bool:
@@ -185,14 +188,14 @@ class KLConfig(Section, frozen=True):
 
 
 class CriticConfig(Section, frozen=True):
-    """Value function, a model of its own, trained where the advantage needs values (gae)."""
+    """The value function, a separate model, which is trained where the advantage needs values (gae)."""
 
     path: PathText = ""
-    """Model directory or hub repository the critic starts from; empty: model.path."""
+    """Model directory or hub repository that the critic starts from; empty: model.path."""
     lr: Annotated[float, Meta(gt=0)] = 1e-5
     """Peak learning rate; the schedule is the policy's."""
     warmup_steps: Count = 0
-    """First batches that train the critic only."""
+    """Number of first batches that train only the critic."""
     clip: Annotated[float, Meta(ge=0)] = 0.2
     """Range of the value clip around the value at the start of the batch; 0: off."""
 
@@ -201,17 +204,17 @@ class TrainerConfig(Section, frozen=True):
     """FSDP2 ranks and the optimizer."""
 
     ranks: Positive = 1
-    """Trainer processes."""
+    """Number of trainer processes."""
     replicas: Positive = 1
-    """Copies of the weights, each sharded over `ranks` / `replicas` ranks (HSDP), for less traffic."""
+    """Copies of the weights, each sharded over `ranks` / `replicas` ranks (HSDP), which reduces traffic."""
     sequence_parallel: Positive = 1
-    """Ranks that compute a micro-batch together, each a part of its packed rows (Ulysses), for long rows."""
+    """Ranks that compute a micro-batch together, each a part of its packed rows (Ulysses); for long rows."""
     lr: Annotated[float, Meta(gt=0)] = 1e-6
     """Peak learning rate."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Learning-rate schedule after warm-up, by step, down to `lr_end` * lr at `total_steps`."""
+    """Learning-rate schedule per step after the warm-up, down to `lr_end` * lr at `total_steps`."""
     lr_end: Fraction = 0.1
-    """Final learning rate as a share of the peak."""
+    """Final learning rate as a fraction of the peak."""
     warmup_steps: Count = 0
     """Steps of linear warm-up."""
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
@@ -220,33 +223,34 @@ class TrainerConfig(Section, frozen=True):
     """Weight decay; AdamW's is decoupled."""
     optimizer: Plugin = "adamw"
     """A registered name, or a class or function that builds an optimizer from parameters, `lr` and options,
-    e.g. `{torch.optim:RMSprop: {momentum: 0.9}}`; it gets `betas` and `weight_decay` if it takes them."""
+    e.g. `{torch.optim:RMSprop: {momentum: 0.9}}`; it gets `betas` and `weight_decay` if it accepts them."""
     offload_optimizer: bool = False
-    """Keep the shards of weights, gradients and optimizer state in main memory, and step there."""
+    """Keep the shards of weights, gradients and optimizer state in main memory, and run the optimizer step
+    there."""
     activation_checkpointing: Literal["auto", "none", "full"] | Positive = "auto"
-    """Layers whose activations are recomputed in the backward instead of being kept: none, all, or every
-    k-th. Their inputs and what their attention returned are kept. `auto`: on a GPU, the fewest with which the
-    memory estimate fits; on a CPU, none at first. More after a rank ran out of memory."""
+    """Layers whose activations are recomputed in the backward pass instead of being kept: none, all, or every
+    k-th. Their inputs and the outputs of their attention are kept. `auto`: on a GPU, the fewest layers with
+    which the estimated memory fits; on a CPU, none at first. More layers after a rank ran out of memory."""
     compile: bool = False
-    """Compile each layer with torch.compile, once for all lengths; a CPU needs a C++ compiler."""
+    """Compile each layer with torch.compile, once for all lengths; on a CPU this needs a C++ compiler."""
     grad_clip: Annotated[float, Meta(ge=0)] = 1.0
-    """Gradient norm limit; 0: off."""
+    """Limit on the gradient norm; 0: off."""
     on_spike: Literal["skip", "rollback", "stop"] = "skip"
-    """Action after a batch whose gradient norm is not finite, or a spike: leave out its optimizer step; drop
-    its episodes by name, and go on from the newest checkpoint with other ones; or end the run."""
+    """What happens after a batch whose gradient norm is a spike or not finite: skip its optimizer step; drop
+    its episodes by name, and continue from the newest checkpoint with others; or end the run."""
     spike_factor: Annotated[float, Meta(ge=0)] = 0.0
-    """A norm of more than this many times the median of the 32 batches before is a spike; 0: none is."""
+    """A gradient norm above this multiple of the median of the previous 32 batches is a spike; 0: off."""
     micro_batch_tokens: Positive = 8192
-    """Tokens of one micro-batch (forward and backward), on one rank or on those that share it together:
-    with `packing` padded padding counts, with tree a shared prefix counts once. A longer episode is a
-    micro-batch by itself."""
+    """Tokens of one micro-batch (forward and backward), on one rank or on those that share it. With `packing`
+    padded, padding counts; with tree, a shared prefix counts once. A longer episode is a micro-batch of its
+    own."""
     packing: Packing = "tree"
-    """padded: rows of a micro-batch are padded to the longest. packed: they lie one after another. tree: what
-    rows share at their beginning is computed once, and members of a group go to one rank. Where the model
-    would give other gradients than padded: padded, and a warning."""
+    """padded: the rows of a micro-batch are padded to the longest. packed: rows are concatenated. tree: a
+    common beginning of rows is computed once, and the members of a group go to one rank. If the model's
+    gradients would differ from padded: padded, with a warning."""
     router_replay: bool = False
-    """Mixture-of-experts models: for each token the trainer uses the experts that the SGLang server selected
-    when it sampled (R3)."""
+    """Mixture-of-experts models: for each token, the trainer uses the experts that the SGLang server selected
+    when it sampled the token (R3)."""
 
     @property
     def checkpointed_every(self) -> int:
@@ -259,24 +263,25 @@ class StoreConfig(Section, frozen=True):
     """The run's store: states, plans and turns of its episodes."""
 
     keep_bytes: Count = 1 << 30
-    """Size up to which turns that a resume no longer needs are kept, the newest ones, in segments of 64 MB,
-    for `asyncrl replay` and `regrade`. With the oldest segments the index forgets their episodes."""
+    """Maximum size of the turns that are kept for `asyncrl replay` and `regrade` after a resume no longer
+    needs them: the newest, in segments of 64 MB. When the oldest segments are deleted, their episodes leave
+    the index, too."""
 
 
 class CheckpointConfig(Section, frozen=True):
     """Checkpoints, and the exports in them."""
 
     every: Count = 50
-    """Steps between checkpoints; 0: one at each 1,000th step and one at the end. Turns since the newest
-    checkpoint stay on the disk, as a resume needs them."""
+    """Steps between checkpoints; 0: one every 1,000 steps and one at the end. Turns since the newest
+    checkpoint stay on disk, because a resume needs them."""
     keep: Positive = 2
-    """Newest checkpoints kept."""
+    """Number of newest checkpoints to keep."""
     best: bool = False
-    """Keep the one with the best validation, too, of those whose step was validated: with the version that
-    was published when the validation began, which may be some steps older."""
+    """Also keep the checkpoint with the best validation, among those whose step was validated: with the
+    version that was published when the validation began, which may be a few steps older."""
     directory: PathText = ""
-    """Parent of the run's directory of checkpoints: an absolute path or a URL that fsspec knows, which all
-    trainer ranks share; empty: in the run directory."""
+    """Parent of the run's checkpoint directory: an absolute path, or a URL that fsspec supports, which all
+    trainer ranks share; empty: the run directory."""
 
     @property
     def pause(self) -> int:
