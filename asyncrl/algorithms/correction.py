@@ -99,13 +99,14 @@ def select_rules(named_rules: Mapping[str, Mapping[str, Any]], where: str) -> li
         low, high = (bound.keywords.get(limit) for limit in ("low", "high"))
         if low is not None and high is not None and low > high:
             raise ConfigError(
-                f"{where}.{name}: low {low} is above high {high}, nothing would be kept; swap them"
+                f"{where}.{name}: low {low} is above high {high}, so nothing would be kept; swap them"
             )
         selected_rules.append(replace(rule, of=bound))
 
     if sum(rule.kind == "weight" for rule in selected_rules) > 1:
         raise ConfigError(
-            f"{where}: {', '.join(named_rules)} hold two weights; rho would be counted twice; keep one"
+            f"{where}: {', '.join(named_rules)} contain two weights, so rho would be counted twice; "
+            "keep one of them"
         )
 
     return selected_rules

@@ -72,7 +72,7 @@ def load_environment(
 
     if missing_members := [name for name in _REQUIRED_MEMBERS if not hasattr(environment, name)]:
         raise ConfigError(
-            f"{key_path}: {type(environment).__name__} is no environment, it has no "
+            f"{key_path}: {type(environment).__name__} is not an environment, as it lacks "
             f"{', '.join(missing_members)}; derive it from asyncrl.environments.Environment"
         )
 
@@ -88,9 +88,9 @@ def _check_environment(environment: Environment, key_path: str) -> None:
 
     timeout = environment.timeout
     if timeout is not None and not (isinstance(timeout, int | float) and timeout > 0):
-        raise ConfigError(f"{key_path}: its timeout is {timeout!r}; seconds above 0 are expected")
+        raise ConfigError(f"{key_path}: its timeout must be a number of seconds above 0, not {timeout!r}")
     if environment.replay not in ("reapply", "no"):
-        raise ConfigError(f"{key_path}: its replay is {environment.replay!r}; write 'reapply' or 'no'")
+        raise ConfigError(f"{key_path}: its replay must be 'reapply' or 'no', not {environment.replay!r}")
 
 
 def text_observation(text: str, reward: float = 0.0, done: bool = False) -> Observation:

@@ -167,7 +167,7 @@ def score_of_batch(scores: Any) -> float:
     is_list = isinstance(scores, Iterable) and not isinstance(scores, str | Mapping)
     episode_scores = list(scores) if is_list else []
     if len(episode_scores) != 1:
-        raise TypeError(f"the reward is {scores!r:.100}; a list of one number is expected")
+        raise TypeError(f"the reward is {scores!r:.100}; expected a list of one number")
     return 0.0 if episode_scores[0] is None else finite_number("the reward", episode_scores[0])
 
 
@@ -217,9 +217,9 @@ def as_result(result: Any) -> RewardResult:
     turns = result.get("turns", ())
     components = result.get("components", numbers)
     if not isinstance(turns, Iterable) or isinstance(turns, str | Mapping):
-        raise TypeError(f"'turns' of the reward is a {type(turns).__name__}; a list of numbers is expected")
+        raise TypeError(f"'turns' of the reward is a {type(turns).__name__}; expected a list of numbers")
     if not isinstance(components, Mapping):
-        raise TypeError(f"'components' of the reward is a {type(components).__name__}; a dict is expected")
+        raise TypeError(f"'components' of the reward is a {type(components).__name__}; expected a dict")
 
     finite_components = {
         str(name): finite_number(f"component {name!r} of the reward", value)

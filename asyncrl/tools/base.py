@@ -114,7 +114,9 @@ class Tool:
                 raise ConfigError(f"tool {self.name!r}: {key} must be above {lower_bound:g}, not {value!r}")
 
         if self.process and (self.state is not None or self.blocking):
-            raise ConfigError(f"tool {self.name!r}: process=True is for functions, and without blocking")
+            raise ConfigError(
+                f"tool {self.name!r}: process=True works only for functions, and without blocking"
+            )
 
         # An object of an async method may have other members that block.
         runs_elsewhere = self.process or (self.blocking and self.state is None)
@@ -165,7 +167,7 @@ def tool(subject: Callable[..., Any] | None = None, /, *, name: str = "", **opti
             inspect.signature(subject).bind()
         except TypeError as error:
             raise ConfigError(
-                f"class {definition.__name__}: the constructor is called without arguments ({error})"
+                f"class {definition.__name__}: the constructor must work without arguments ({error})"
             ) from None
 
         object_options = {"replay": "reapply", **options}
@@ -178,7 +180,7 @@ def tool(subject: Callable[..., Any] | None = None, /, *, name: str = "", **opti
 
         if name:
             raise ConfigError(
-                f"class {definition.__name__} gives a tool for each public method; rename the methods, and "
+                f"class {definition.__name__} defines a tool for each public method; rename the methods, and "
                 f"remove name={name!r}"
             )
 
@@ -205,7 +207,7 @@ def _check_members(definition: type) -> None:
         return
 
     if callable(getattr(definition, "open", None)):
-        raise ConfigError(f"{label} has `open` and `reset`, which both begin an episode; leave one out")
+        raise ConfigError(f"{label} has `open` and `reset`, which both begin an episode; remove one")
     for parameter in inspect.signature(reset).parameters.values():
         has_no_name = parameter.kind in (parameter.POSITIONAL_ONLY, parameter.VAR_POSITIONAL)
         if has_no_name and parameter.name != "self":
@@ -234,12 +236,12 @@ def _public_methods(definition: type) -> dict[str, Callable[..., Any]]:
         is_other_member = isinstance(attribute, NO_TOOLS) or get_origin(attribute) is not None
         if not is_other_member and callable(getattr(definition, name, None)):
             raise ConfigError(
-                f"class {definition.__name__}: {name!r} is a {type(attribute).__name__}, no method that can "
-                "be a tool; write a method, or begin the name with an underscore"
+                f"class {definition.__name__}: {name!r} is a {type(attribute).__name__}, not a method that "
+                "can be a tool; write a method, or begin the name with an underscore"
             )
     if not methods:
         raise ConfigError(
-            f"class {definition.__name__} has neither a method `call` nor a public method, so it gives no "
+            f"class {definition.__name__} has neither a method `call` nor a public method, so it defines no "
             "tool; add a method"
         )
     return methods

@@ -208,7 +208,7 @@ def test_a_column_that_reset_needs_is_missed_before_the_start(
     assert cli.main(["train", *given.overrides]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("asyncrl: rollout.tools: reset (game.py:") and "needs 'secret'" in line
-    assert line.endswith("or name its column: 'data.columns={extra_info.secret: secret}'")
+    assert line.endswith("or map its column: 'data.columns={extra_info.secret: secret}'")
     assert not given.runs.exists()
 
 

@@ -91,9 +91,9 @@ def test_the_prompt(tmp_path: Path) -> None:
     ("options", "complaint"),
     [
         ({"prompt": "{{ answr }}"}, "names 'answr'; there are: answer, "),
-        ({"prompt": "{{ answer"}, "no Jinja template"),
+        ({"prompt": "{{ answer"}, "not a Jinja template"),
         ({"prompt": "missing.txt"}, "'missing.txt' cannot be read"),
-        ({"score": "("}, "is no pattern"),
+        ({"score": "("}, "is not a valid pattern"),
         ({"score": "Score"}, "has no group"),
         ({"scale": 0}, "scale"),
         ({"url": "localhost"}, "must begin with http"),

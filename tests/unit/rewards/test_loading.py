@@ -227,7 +227,7 @@ def test_a_reward_of_trl_that_fails_says_why(file: Path, name: str, complaint: s
             r"short \(mine.py:\d+\) takes other arguments .*write a function of .*\(given: RewardInput\)",
         ),
         ("twice", {}, "takes other arguments"),
-        ("number", {}, "is no function"),
+        ("number", {}, "is not a function"),
         ("Dumb", {}, "cannot be called"),
         ("vague", {}, "no usable signature .*Nowhere"),
         ("Judge", {"strict": True}, r"mine.py:Judge: strict is not built"),
@@ -260,7 +260,7 @@ def test_names_and_weights(tmp_path: Path) -> None:
     assert files[1].source.options == {}
     with pytest.raises(ConfigError, match="did you mean final_number"):
         load_rewards("final_numbr")
-    with pytest.raises(ConfigError, match="names no reward"):
+    with pytest.raises(ConfigError, match="does not name a reward"):
         load_rewards({})
 
 

@@ -53,5 +53,5 @@ def test_what_cannot_be_is_refused_by_name(named: dict[str, Any], complaint: str
 
 
 def test_a_shaping_without_end_is_an_error() -> None:
-    with pytest.raises(ValueError, match="no finite number"):
+    with pytest.raises(ValueError, match="not a finite number"):
         sum_of_shapings([lambda given: float("nan")], episode(1))

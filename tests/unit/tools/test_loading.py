@@ -69,7 +69,7 @@ def test_a_factory_may_give_several_and_be_used_twice(folder: Path) -> None:
         ("bad", {}, "gave int, no Tool"),
         ("breaks", {}, "ZeroDivisionError"),
         ("loose", {}, r"'count' of the factory must come after a `\*`"),
-        ("plain", {}, "is no tool; decorate it"),
+        ("plain", {}, "is not a tool; decorate it"),
         ("ready", {"by": 1}, "takes no arguments"),
         ("raedy", {}, "did you mean ready"),
     ],
@@ -83,7 +83,7 @@ def test_errors_of_factories_name_the_cause(
 
 
 def test_two_tools_of_one_name_are_both_named(folder: Path) -> None:
-    with pytest.raises(ConfigError, match=rf"'{folder}' and '{folder}/b.py:one' both give a tool 'one'"):
+    with pytest.raises(ConfigError, match=rf"'{folder}' and '{folder}/b.py:one' both define a tool 'one'"):
         load_tools([str(folder), f"{folder}/b.py:one"])
 
 

@@ -365,7 +365,7 @@ def test_what_is_shared_is_opened_with_all_arguments(first: Any, second: Any) ->
 
 def test_arguments_that_contradict_each_other_are_refused() -> None:
     requesting_sample = sample(tools_kwargs={"first": {"title": "a"}, "second": {"title": "b"}})
-    with pytest.raises(ToolError, match="'title' of first, second, which share it, different values"):
+    with pytest.raises(ToolError, match="'title' to different values for first, second, which share it"):
         play([*SHARED.values()], requesting_sample)
     assert not play([SHARED["first"]], requesting_sample, call("first", text=""))[0].error
 
