@@ -538,16 +538,16 @@ def train(
     environment: Code = ...,
     agent: Code = ...,
 ) -> Run:
-    """Train a run, as the command `asyncrl train` does, and return it at its end.
+    """Train a run, like the command `asyncrl train`, and return it when it ends.
 
     settings: overrides as for the command (`"experiment=calculator"`, `"trainer.lr=1e-5"`), and dicts of
         sections (`{"trainer": {"lr": 1e-5}}`).
-    model: a directory, `owner/name` of the hub, or a run, whose newest checkpoint is taken.
+    model: a directory, `owner/name` on the hub, or a run, whose newest checkpoint is used.
     train, test: rows (dicts, a table of pyarrow, pandas or polars, a `datasets.Dataset`), or files. With
-        `train` and without `test` the experiment's own test data are left out.
-    tools, reward, environment, agent: functions, classes, or names as in the configuration; options of a
-        function as `{function: {option: value}}`.
-    keywords: all further sections and keys at top level (`total_steps=60`, `trainer={"lr": 1e-5}`).
+        `train` but without `test`, the test data of the experiment are ignored.
+    tools, reward, environment, agent: functions, classes, or names as in the configuration; pass the options
+        of a function as `{function: {option: value}}`.
+    keywords: all other sections and keys at top level (`total_steps=60`, `trainer={"lr": 1e-5}`).
 
     Raises ConfigError for bad input, before anything is started, and RunError for a run that failed. Ctrl-C
     stops the run with a checkpoint."""
@@ -584,7 +584,7 @@ def sft(
     environment: Code = ...,
     agent: Code = ...,
 ) -> Run:
-    """Train on conversations, as the command `asyncrl sft` does; the arguments are those of `train`. Rows:
+    """Train on conversations, like the command `asyncrl sft`; the arguments are those of `train`. Each row is
     `{"messages": [{"role": …, "content": …}, …]}` (docs/sft.md)."""
 
 def start(
@@ -621,9 +621,9 @@ def start(
     environment: Code = ...,
     agent: Code = ...,
 ) -> StartedRun:
-    """Start a run as `train` does, and return once its processes start. `command="sft"`: as `sft` does.
-    `show` gets each line that the launcher prints, while a call waits; with `print`, a terminal and a
-    notebook show a live view. May be called in any thread, and several times."""
+    """Start a run like `train`, and return as soon as its processes start. With `command="sft"`, start it
+    like `sft`. `show` gets each line that the launcher prints while a call waits; with `print`, a terminal
+    and a notebook show a live view. You can call this function in any thread, and several times."""
 
 def dry_run(
     *settings: Setting,
@@ -659,6 +659,6 @@ def dry_run(
     environment: Code = ...,
     agent: Code = ...,
 ) -> None:
-    """Check everything that `train` would, try the tools and the reward on a row, and show the plan; nothing
-    is started or written. The arguments are those of `start`. Raises ConfigError with all errors, a line
-    each."""
+    """Check everything that `train` would check, try the tools and the reward on a row, and show the plan,
+    without starting or writing anything. The arguments are those of `start`. Raises ConfigError with all
+    errors, one per line."""

@@ -16,9 +16,9 @@ from asyncrl.registry import refuse_inside_run
 
 
 class Evaluation(msgspec.Struct, frozen=True):
-    """The result of an evaluation, which is a run in `directory`. `metrics`: by name, for example
-    `val-core/all/sampled/mean@8`, with `mean` and, for means over samples, the interval `low` to `high` of
-    95% (docs/evaluation.md)."""
+    """The result of an evaluation, which is a run in `directory`. `metrics`: values by name, for example
+    `val-core/all/sampled/mean@8`, each with its `mean` and, for means over samples, the 95% interval from
+    `low` to `high` (docs/evaluation.md)."""
 
     directory: Path
     metrics: dict[str, dict[str, float]]

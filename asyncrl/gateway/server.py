@@ -78,9 +78,9 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Endpoint(msgspec.Struct, frozen=True):
-    """The way to an agent's model: the settings of any OpenAI client. `base_url` ends with /v1; clients of
-    Anthropic's API want `anthropic_url`, without /v1. `max_tokens`: the limit of a row, prompt included.
-    `seconds`: the time that the episode had at the start, on the episode's `clock`."""
+    """The address of an agent's model: the settings of any OpenAI client. `base_url` ends with /v1; clients
+    of Anthropic's API need `anthropic_url`, without /v1. `max_tokens`: the token limit of a row, including
+    the prompt. `seconds`: the time that the episode had left at the start, on the episode's `clock`."""
 
     base_url: str
     api_key: str
@@ -98,10 +98,10 @@ class Endpoint(msgspec.Struct, frozen=True):
         return gateway.running_episodes[self.api_key].clock() if gateway is not None else time.monotonic()
 
     async def serve_on(self, listener: socket.socket) -> Endpoint:
-        """Serve the episode also on this listening socket, and return the endpoint with the socket's address;
-        in any event loop. The gateway takes over the socket, which may belong to another network namespace,
-        and closes the socket and its connections when the episode is over. AsyncrlError if the episode is
-        over."""
+        """Also serve the episode on this listening socket, and return the endpoint with the socket's address.
+        Works in any event loop. The gateway takes over the socket, which may belong to another network
+        namespace, and closes the socket and its connections when the episode has ended. Raises AsyncrlError
+        if the episode has ended."""
         gateway = _gateways.get(self.api_key)
         if gateway is None:
             raise AsyncrlError("the episode of this endpoint has ended, or another process runs it")
@@ -111,8 +111,8 @@ class Endpoint(msgspec.Struct, frozen=True):
         return replace(self, base_url=await asyncio.wrap_future(served_url))
 
     async def wait_for_first_request(self) -> None:
-        """Wait for the agent's first request for a turn, in any event loop; for ever, if no gateway of this
-        process serves the episode."""
+        """Wait for the agent's first request for a turn, in any event loop; waits for ever if no gateway of
+        this process serves the episode."""
         gateway = _gateways.get(self.api_key)
         running_episode = gateway.running_episodes[self.api_key] if gateway is not None else None
         first_request = Future[None]() if running_episode is None else running_episode.first_request

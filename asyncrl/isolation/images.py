@@ -71,7 +71,7 @@ def find_image(name: str) -> Image:
     except FileNotFoundError:
         known_names = ", ".join(sorted(path.name for path in images.glob("names/*"))) or "none"
         raise ConfigError(
-            f"no such image: {name!r} (available: {known_names}); "
+            f"no image named {name!r} (available: {known_names}); "
             f"import one: asyncrl image import FILE --name {name}"
         ) from None
     except (OSError, *UNDECODABLE) as error:

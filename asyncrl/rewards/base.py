@@ -33,8 +33,8 @@ MAX_NOTE_CHARACTERS = 500
 
 
 class RewardError(AsyncrlError):
-    """Raised if a reward or a shaping raised, ran out of time, crashed its process or returned no number; or,
-    with another `reason`, if tests could not judge."""
+    """Raised if a reward or a shaping raised an error, ran out of time, crashed its process or did not return
+    a number; or, with another `reason`, if tests could not judge the episode."""
 
     def __init__(self, message: str, reason: FailReason = FailReason.REWARD_ERROR) -> None:
         super().__init__(message)
@@ -42,11 +42,12 @@ class RewardError(AsyncrlError):
 
 
 class RewardInput(msgspec.Struct, frozen=True):
-    """Shows a finished episode to a reward of the whole trajectory.
+    """A finished episode, as input for a reward of the whole trajectory.
 
-    `answer` is the last turn's text outside tool calls and reasoning, `messages` the whole conversation,
-    prompt and tool replies included, `transcript` the same conversation as decoded tokens. `result`: the
-    return value of an agent program, or the `result` of the tools' objects, a JSON value.
+    `answer` is the text of the last turn without tool calls and reasoning. `messages` is the whole
+    conversation, including the prompt and tool replies, and `transcript` the same conversation as decoded
+    tokens. `result`: the return value of an agent program, or the `result` of the tools' objects, as a JSON
+    value.
     """
 
     sample: Sample
@@ -76,14 +77,14 @@ RewardLocation = Literal["loop", "processes", "one_process"]
 
 
 def runs(location: RewardLocation) -> Callable[[F], F]:
-    """Decorate a reward with the location where the reward runs.
+    """Decorate a reward with the location where it runs.
 
-    `loop`: in the worker's event loop, which a reward must not block for more than a millisecond.
+    `loop`: in the event loop of the worker, which a reward must not block for more than a millisecond.
     `processes`: in a few child processes, which the deadline can kill; the default for sync functions.
-    `one_process`: in a single process, for large objects such as a model. Async functions run in the loop; an
-    async function with the attribute `own_deadline = True` sets its own deadlines, for example if the
-    function first waits for a sandbox: the call is cancelled only after 11 times `rollout.reward_timeout`;
-    with `math.inf` never.
+    `one_process`: in a single process, for large objects such as a model. Async functions run in the loop. An
+    async function with the attribute `own_deadline = True` sets its own deadlines, for example if it first
+    waits for a sandbox: the call is cancelled only after 11 times `rollout.reward_timeout`, or never with
+    `math.inf`.
     """
 
     def mark(function: F) -> F:
