@@ -167,7 +167,9 @@ def test_dr_grpo_counts_the_members_that_were_issued() -> None:
 
 def test_components_that_are_not_reported_are_named() -> None:
     none = [EpisodeResult(1.0), EpisodeResult(0.0)]
-    with pytest.raises(ConfigError, match=r"components \(any\), but an episode has none; the reward function"):
+    with pytest.raises(
+        ConfigError, match=r"components \(any\), but an episode has none; the reward function"
+    ):
         of("gdpo", none[0], none)
     with pytest.raises(
         ConfigError, match="needs the reward components brief, tone, but an episode has brief, right"

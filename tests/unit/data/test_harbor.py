@@ -297,7 +297,7 @@ def test_refused_fields_say_why_and_harmless_values_pass(tmp_path: Path, images:
 
 def test_a_directory_without_tasks_is_one_line(tmp_path: Path, images: Path) -> None:
     (tmp_path / "parquet").mkdir()
-    with pytest.raises(ConfigError, match=r"no task \(a folder with task\.toml .*/\*\.parquet"):
+    with pytest.raises(ConfigError, match=r"no task \(a folder with task\.toml, .*/\*\.parquet"):
         read(tmp_path / "parquet")
     with pytest.raises(ConfigError, match="none/: no such directory; correct the path"):
         read(f"{tmp_path}/none/")
@@ -357,9 +357,7 @@ def test_a_sample_is_checked_for_its_image_and_its_tests(tmp_path: Path, images:
         check_task(msgspec.structs.replace(sample, ground_truth_json="42"), True)
     check_task(msgspec.structs.replace(sample, ground_truth_json="42"), False)
     (folder / "tests/test.sh").unlink()
-    with pytest.raises(
-        ConfigError, match=r"there is no .*/tests/test\.sh, which judges it, is missing; restore it"
-    ):
+    with pytest.raises(ConfigError, match=r"/tests/test\.sh, which judges it, is missing; restore it"):
         check_task(sample, True)
     (images / task_of(sample).image / "image.json").unlink()  # type: ignore[union-attr]
     with pytest.raises(ConfigError, match="no image named"):

@@ -112,7 +112,7 @@ NO_TEXT = b"\xff\xfe"
         ({"reward_model": {"ground_truth": NO_TEXT}}, "ground_truth cannot .*binary data that are not UTF-8"),
         ({"reward_model": {"ground_truth": [NO_TEXT]}}, "sample 0: column ground_truth .*binary data"),
         ({"extra_info": {"image": NO_TEXT}}, "extra_info .*binary data that are not UTF-8 text; write"),
-        ({"data_source": NO_TEXT}, "sample 0: column data_source holds binary data"),
+        ({"data_source": NO_TEXT}, "sample 0: column data_source contains binary data"),
         ({"prompt": NO_TEXT}, "column prompt must be text, .* not bytes"),
         ({"prompt": [{"role": "user", "content": NO_TEXT}]}, "column prompt must hold messages"),
     ],

@@ -66,7 +66,7 @@ def test_a_factory_may_give_several_and_be_used_twice(folder: Path) -> None:
     [
         ("many", {"cuont": 3}, "unknown option 'cuont'; options: first, count"),
         ("many", {"count": "x"}, "Expected `int`"),
-        ("bad", {}, "gave int, no Tool"),
+        ("bad", {}, "returned int, not a Tool"),
         ("breaks", {}, "ZeroDivisionError"),
         ("loose", {}, r"'count' of the factory must come after a `\*`"),
         ("plain", {}, "is not a tool; decorate it"),
