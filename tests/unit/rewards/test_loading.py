@@ -203,8 +203,8 @@ def test_the_completions_of_trl_begin_after_the_prompt(
 @pytest.mark.parametrize(
     ("name", "complaint"),
     [
-        ("trl_two", r"the reward is \[1.0, 0.0\]; a list of one number"),
-        ("trl_number", "the reward is 1.0; a list of one number"),
+        ("trl_two", r"the reward is \[1.0, 0.0\]; expected a list of one number"),
+        ("trl_number", "the reward is 1.0; expected a list of one number"),
         (
             "trl_column",
             r"trl_column \(mine.py:\d+\) needs 'answer'; the columns are hard, .*, environments; put answer",
