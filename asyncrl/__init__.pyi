@@ -168,7 +168,7 @@ class EngineKeys(TypedDict, total=False):
     name: str
     """`torch`: embedded in the rollout worker. `sglang`: servers shared by all workers."""
     servers: int
-    """sglang: servers to start."""
+    """sglang: number of servers to start."""
     urls: Sequence[str]
     """sglang: attach to these servers instead of starting any, e.g. `[http://10.0.0.5:30000]`."""
     tp: int
@@ -184,9 +184,9 @@ class EngineKeys(TypedDict, total=False):
     otherwise all engines, `servers` with sglang and `rollout.workers` with torch. `trainer.ranks` must be
     at least this number (times `tp`)."""
     api_key_env: str
-    """sglang: environment variable with the servers' API key; empty: none."""
+    """sglang: environment variable with the API key of the servers; empty: no key."""
     admin_key_env: str
-    """sglang: environment variable with the servers' admin key; empty: the API key."""
+    """sglang: environment variable with the admin key of the servers; empty: the API key."""
     start_timeout: float
     """sglang: deadline for a server to become ready."""
     request_timeout: float
@@ -314,7 +314,7 @@ class TrainerKeys(TypedDict, total=False):
     """FSDP2 ranks and the optimizer."""
 
     ranks: int
-    """Trainer processes."""
+    """Number of trainer processes."""
     replicas: int
     """Copies of the weights, each sharded over `ranks` / `replicas` ranks (HSDP), to reduce traffic."""
     sequence_parallel: int
@@ -324,7 +324,7 @@ class TrainerKeys(TypedDict, total=False):
     lr_schedule: Literal["constant", "linear", "cosine"]
     """Schedule of the learning rate after warm-up, by step, down to `lr_end` * lr at `total_steps`."""
     lr_end: float
-    """Final learning rate as a share of the peak."""
+    """Final learning rate as a fraction of the peak."""
     warmup_steps: int
     """Steps of linear warm-up."""
     betas: Sequence[float]
@@ -513,16 +513,16 @@ def train(
     environment: Code = ...,
     agent: Code = ...,
 ) -> Run:
-    """Train a run, as the command `asyncrl train` does, and return it at its end.
+    """Train a run, like the command `asyncrl train`, and return it when it ends.
 
     settings: overrides as for the command (`"experiment=calculator"`, `"trainer.lr=1e-5"`), and dicts of
         sections (`{"trainer": {"lr": 1e-5}}`).
-    model: a directory, `owner/name` of the hub, or a run, whose newest checkpoint is taken.
+    model: a directory, `owner/name` on the hub, or a run, whose newest checkpoint is used.
     train, test: rows (dicts, a table of pyarrow, pandas or polars, a `datasets.Dataset`), or files. With
-        `train` and without `test` the experiment's own test data are left out.
-    tools, reward, environment, agent: functions, classes, or names as in the configuration; options of a
-        function as `{function: {option: value}}`.
-    keywords: all further sections and keys at top level (`total_steps=60`, `trainer={"lr": 1e-5}`).
+        `train` but without `test`, the test data of the experiment are ignored.
+    tools, reward, environment, agent: functions, classes, or names as in the configuration; pass the options
+        of a function as `{function: {option: value}}`.
+    keywords: all other sections and keys at top level (`total_steps=60`, `trainer={"lr": 1e-5}`).
 
     Raises ConfigError for bad input, before anything is started, and RunError for a run that failed. Ctrl-C
     stops the run with a checkpoint."""
@@ -559,7 +559,7 @@ def sft(
     environment: Code = ...,
     agent: Code = ...,
 ) -> Run:
-    """Train on conversations, as the command `asyncrl sft` does; the arguments are those of `train`. Rows:
+    """Train on conversations, like the command `asyncrl sft`; the arguments are those of `train`. Each row is
     `{"messages": [{"role": …, "content": …}, …]}` (docs/guides/models.md)."""
 
 def start(
@@ -596,9 +596,9 @@ def start(
     environment: Code = ...,
     agent: Code = ...,
 ) -> StartedRun:
-    """Start a run as `train` does, and return once its processes start. `command="sft"`: as `sft` does.
-    `show` gets each line that the launcher prints, while a call waits; with `print`, a terminal and a
-    notebook show a live view. May be called in any thread, and several times."""
+    """Start a run like `train`, and return as soon as its processes start. With `command="sft"`, start it
+    like `sft`. `show` gets each line that the launcher prints while a call waits; with `print`, a terminal
+    and a notebook show a live view. You can call this function in any thread, and several times."""
 
 def dry_run(
     *settings: Setting,
@@ -634,6 +634,6 @@ def dry_run(
     environment: Code = ...,
     agent: Code = ...,
 ) -> None:
-    """Check everything that `train` would, try the tools and the reward on a row, and show the plan; nothing
-    is started or written. The arguments are those of `start`. Raises ConfigError with all errors, a line
-    each."""
+    """Check everything that `train` would check, try the tools and the reward on a row, and show the plan,
+    without starting or writing anything. The arguments are those of `start`. Raises ConfigError with all
+    errors, one per line."""

@@ -1,5 +1,5 @@
-"""Draws the architecture of a run, in dark and light colors, for README.md and docs/architecture.md. The text
-of docs/architecture.md is the source of the drawing.
+"""Draws the architecture of a run, in dark and light colors, for README.md and
+docs/background/architecture.md. The text of docs/background/architecture.md is the source of the drawing.
 
 python tools/architecture_picture.py --out docs/pictures
 """

@@ -1,7 +1,8 @@
 """Write the generated pages: docs/reference/configuration.md from asyncrl/config/, where the string under a
 field is its documentation; the tables of docs/start/from_verl.md from configs/from_verl.yaml, of
 docs/reference/metrics.md from asyncrl/observe/metrics.yaml, and of docs/reference/words.md from
-asyncrl/observe/words.yaml; and asyncrl/__init__.pyi, from which editors complete the keys in calls from Python.
+asyncrl/observe/words.yaml; and asyncrl/__init__.pyi, from which editors complete the keys in calls from
+Python.
 
 python tools/make_config_docs.py [--check]
 """

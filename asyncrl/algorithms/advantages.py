@@ -56,7 +56,7 @@ RENAMED = {"CreditInput": "AdvantageInput", "Credit": "AdvantageValues", "credit
 
 def __getattr__(name: str) -> object:
     if name in RENAMED:
-        raise ImportError(f"{__name__}: '{name}' is called '{RENAMED[name]}' now", name=name)
+        raise ImportError(f"{__name__}: '{name}' is now called '{RENAMED[name]}'", name=name)
     raise AttributeError(f"module '{__name__}' has no attribute '{name}'", name=name)
 
 
@@ -196,8 +196,8 @@ def _weights(episode: AdvantageInput, weights: str) -> dict[str, float]:
     for member in (episode.own, *episode.siblings):
         if not component_weights or not component_weights.keys() <= member.components.keys():
             raise ConfigError(
-                "algorithm.advantage gdpo needs reward components "
-                f"{', '.join(sorted(component_weights)) or '(any)'}, an episode has "
+                "algorithm.advantage gdpo needs the reward components "
+                f"{', '.join(sorted(component_weights)) or '(any)'}, but an episode has "
                 f"{', '.join(sorted(member.components)) or 'none'}; the reward function must "
                 "report the same `components` for every episode"
             )
@@ -265,7 +265,7 @@ def remax(episode: AdvantageInput) -> AdvantageValues:
     Use: small groups, down to one episode, at the cost of one extra episode per sample. Any staleness.
     """
     if episode.greedy is None:
-        raise ProtocolError("advantage remax: an episode came without the reward of a greedy episode")
+        raise ProtocolError("advantage remax: an episode lacks the reward of its greedy episode")
     return to_go(episode.rewards) - episode.greedy
 
 
@@ -281,7 +281,7 @@ def gae(
     policy in training, but the rewards come from the policy that acted.
     """
     if episode.values is None:
-        raise ProtocolError("advantage gae: an episode came without values of the critic")
+        raise ProtocolError("advantage gae: an episode lacks the values of the critic")
     discount = _discounts(episode.turn, gamma, turn_gamma)
     next_values = np.append(episode.values[1:], 0.0)[: len(episode.values)]
     return returns(episode.rewards + discount * next_values - episode.values, lam * discount)
@@ -331,7 +331,7 @@ def optimal_token_baseline(episode: AdvantageInput) -> AdvantageValues:
         member_count[:common_length] += 1
 
     if not member_count.all():
-        raise ProtocolError("advantage optimal_token_baseline: an episode came without traces of its group")
+        raise ProtocolError("advantage optimal_token_baseline: an episode lacks the traces of its group")
     has_weight = norm_sum > 0
 
     return np.where(has_weight, weighted_lead, plain_lead) / np.where(has_weight, norm_sum, member_count)

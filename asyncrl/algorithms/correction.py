@@ -29,9 +29,9 @@ Level = Literal["token", "turn", "sequence", "geometric"]
 
 @dataclass(frozen=True)
 class CorrectionInput:
-    """Tokens [N]. `log_ratio` is log prox - log mu, `current` is log pi - log mu, both without gradient and
-    finite, 0 where not `trainable`; `row`: episode of each token, `turn`: its turn. Ratios over several
-    tokens are over trainable ones only."""
+    """Tokens [N]. `log_ratio` is log prox - log mu, `current` is log pi - log mu, both without gradient,
+    finite, and 0 for tokens that are not `trainable`. `row`: the episode of each token; `turn`: its turn.
+    Ratios over several tokens use only the trainable ones."""
 
     log_ratio: Tensor
     current: Tensor
@@ -48,7 +48,8 @@ class CorrectionInput:
 
 @dataclass(frozen=True)
 class CorrectionMask:
-    """The result of one rule, [N]. A mask rule sets `keep`; a weight rule `weight` and where it was `cut`."""
+    """The result of one rule, [N]. A mask rule sets `keep`; a weight rule sets `weight`, and where it was
+    `cut`."""
 
     keep: Tensor | None = None
     weight: Tensor | None = None
@@ -99,13 +100,14 @@ def select_rules(named_rules: Mapping[str, Mapping[str, Any]], where: str) -> li
         low, high = (bound.keywords.get(limit) for limit in ("low", "high"))
         if low is not None and high is not None and low > high:
             raise ConfigError(
-                f"{where}.{name}: low {low} is above high {high}, nothing would be kept; swap them"
+                f"{where}.{name}: low {low} is above high {high}, so nothing would be kept; swap them"
             )
         selected_rules.append(replace(rule, of=bound))
 
     if sum(rule.kind == "weight" for rule in selected_rules) > 1:
         raise ConfigError(
-            f"{where}: {', '.join(named_rules)} hold two weights; rho would be counted twice; keep one"
+            f"{where}: {', '.join(named_rules)} contain two weights, so rho would be counted twice; "
+            "keep one of them"
         )
 
     return selected_rules

@@ -127,7 +127,7 @@ class GuardedView:
             with recorded():
                 self._stack.close()
             self._lines.print_line(
-                f"the live view has failed ({one_line(error)}), and the run goes on; `asyncrl status "
+                f"the live view failed ({one_line(error)}), but the run continues; `asyncrl status "
                 f"{self._run_dir}` shows it"
             )
 

@@ -110,7 +110,7 @@ class EngineConfig(Section, frozen=True):
     name: Text = "torch"
     """`torch`: embedded in the rollout worker. `sglang`: servers shared by all workers."""
     servers: Positive = 1
-    """sglang: servers to start."""
+    """sglang: number of servers to start."""
     urls: list[str] = []
     """sglang: attach to these servers instead of starting any, e.g. `[http://10.0.0.5:30000]`."""
     tp: Positive = 1
@@ -126,9 +126,9 @@ class EngineConfig(Section, frozen=True):
     engines, `servers` with sglang and `rollout.workers` with torch. `trainer.ranks` must be at least this
     number (times `tp`)."""
     api_key_env: str = ""
-    """sglang: environment variable with the servers' API key; empty: none."""
+    """sglang: environment variable with the API key of the servers; empty: no key."""
     admin_key_env: str = ""
-    """sglang: environment variable with the servers' admin key; empty: the API key."""
+    """sglang: environment variable with the admin key of the servers; empty: the API key."""
     start_timeout: Seconds = 600.0
     """sglang: deadline for a server to become ready."""
     request_timeout: Seconds = 300.0

@@ -71,7 +71,7 @@ class ModelConfig(Section, frozen=True):
 
 
 class WeightedSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A source among several, with a fraction of the draws: its weight divided by the sum of all weights."""
+    """One source of several, with its fraction of the draws: its weight divided by the sum of all weights."""
 
     path: RequiredPath
     weight: Annotated[float, Meta(gt=0)]

@@ -199,7 +199,7 @@ class TrainerConfig(Section, frozen=True):
     """FSDP2 ranks and the optimizer."""
 
     ranks: Positive = 1
-    """Trainer processes."""
+    """Number of trainer processes."""
     replicas: Positive = 1
     """Copies of the weights, each sharded over `ranks` / `replicas` ranks (HSDP), to reduce traffic."""
     sequence_parallel: Positive = 1
@@ -209,7 +209,7 @@ class TrainerConfig(Section, frozen=True):
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Schedule of the learning rate after warm-up, by step, down to `lr_end` * lr at `total_steps`."""
     lr_end: Fraction = 0.1
-    """Final learning rate as a share of the peak."""
+    """Final learning rate as a fraction of the peak."""
     warmup_steps: Count = 0
     """Steps of linear warm-up."""
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)

@@ -209,7 +209,7 @@ def test_a_view_that_fails_leaves_the_lines(
         for line in ("a", "b"):
             view.print_line(line)
             view.update()
-    failure_line = "the live view has failed (ConfigError: "
+    failure_line = "the live view failed (ConfigError: "
     printed_lines = capsys.readouterr().out.splitlines()
     assert [line[: len(failure_line)] for line in printed_lines] == ["a", failure_line, "b"]
 
@@ -222,7 +222,7 @@ def test_a_view_that_fails_leaves_the_lines(
         view.update()
         view.update()
     (printed_line,) = capsys.readouterr().out.splitlines()
-    assert printed_line.startswith("the live view has failed (TypeError: no number), and the run goes on; ")
+    assert printed_line.startswith("the live view failed (TypeError: no number), but the run continues; ")
 
 
 def test_ctrl_c_while_the_view_opens_is_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
