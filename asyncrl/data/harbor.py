@@ -148,8 +148,8 @@ def read_tasks(directory: str | Path) -> Iterator[TaskFolder]:
     folders = [root] if _is_task(root) else sorted(filter(_is_task, root.glob("*")))
     if not folders:
         raise ConfigError(
-            f"{directory}: no task (a folder with {TASK_FILE}, see docs/guides/tasks.md); to read files of rows, "
-            f"use a pattern: {directory}/*.parquet"
+            f"{directory}: no task (a folder with {TASK_FILE}, see docs/guides/tasks.md); to read files of "
+            f"rows, use a pattern: {directory}/*.parquet"
         )
 
     for folder in folders:
